@@ -1,0 +1,143 @@
+/* The loop around the formula: load, formula, store, and the sums of squares, for one chunk of one segment. Included once
+ * per instruction set, after its vec_*.h. `pass` and the dtypes are constants in every caller (variants.h), so that inlining
+ * leaves one straight loop for each combination.
+ *
+ * What an instruction set brings (isa/vec_*.h), all on `vec`, a vector of VEC_WIDTH elements of type `real`; VEC_WIDTH divides
+ * SUPERADAM_LANES and may be known only at run time. VEC_UNROLL vectors of a block of SUPERADAM_LANES elements are written out:
+ *   vec_set, vec_add, vec_sub, vec_mul, vec_fma, vec_div, vec_sqrt, vec_neg, vec_max   (vec_max: the second where it is larger
+ *                                                                      or NaN, else the first)
+ *   vec_load(dtype, base, index, count)     elements index .. index + count - 1, widened; zeros above count
+ *   vec_store(dtype, base, index, value, count, stream)  rounded to nearest even; not one byte above count
+ *   vec_prefetch(dtype, base, index), vec_stream_fence()
+ *   squares, squares_zero, squares_add(sums, lane, value), squares_lanes(sums, double[16])
+ * `count` is at most VEC_WIDTH, and equals it everywhere but in a segment's tail. */
+
+/* Elements between the one that is computed and the one that is prefetched: 2 KiB of fp32. */
+enum { PREFETCH_AHEAD = 512 };
+
+/* Pairwise: lane i and i + 8, then i and i + 4, ... */
+static double lanes_total(double *lanes)
+{
+    for (int width = SUPERADAM_LANES / 2; width > 0; width /= 2)
+        for (int i = 0; i < width; i++)
+            lanes[i] += lanes[i + width];
+    return lanes[0];
+}
+
+/* x - x is 0 for finite x and NaN otherwise. Only called for chunks whose sum says that there may be something. */
+static int64_t count_nonfinite(int dtype, const void *gradient, int64_t begin, int64_t end)
+{
+    int64_t found = 0;
+    for (int64_t i = begin; i < end; i += VEC_WIDTH) {
+        int count = end - i < VEC_WIDTH ? (int)(end - i) : VEC_WIDTH;
+        vec g = vec_load(dtype, gradient, i, count);
+        real difference[SUPERADAM_LANES];
+        vec_store(REAL_DTYPE, difference, 0, vec_sub(g, g), count, 0);
+        for (int k = 0; k < count; k++)
+            found += difference[k] != 0;
+    }
+    return found;
+}
+
+static inline __attribute__((always_inline)) void
+run_vector(int pass, int gradient_dtype, int out_dtype, const superadam_segment *segment, const adam_scalars *accepted,
+           const adam_scalars *current, int64_t i, int count, int stream, int with_norm, int lane, squares *sums)
+{
+    const int writes_state = pass == SUPERADAM_COMMIT || pass == SUPERADAM_UPDATE;
+    vec g, m, v, p, vmax = vec_set(0);
+
+    if (pass == SUPERADAM_ROUND) {
+        p = vec_load(REAL_DTYPE, segment->master, i, count);
+        vec_store(out_dtype, segment->out, i, p, count, stream);
+        return;
+    }
+    g = vec_load(gradient_dtype, segment->gradient, i, count);
+    if (with_norm)
+        squares_add(sums, lane, g);
+    if (pass == SUPERADAM_NORM)
+        return;
+    if (pass == SUPERADAM_WIDEN) {
+        vec_store(REAL_DTYPE, segment->master, i, g, count, 0);
+        return;
+    }
+
+    p = vec_load(REAL_DTYPE, segment->master, i, count);
+    m = vec_load(REAL_DTYPE, segment->exp_avg, i, count);
+    v = vec_load(REAL_DTYPE, segment->exp_avg_sq, i, count);
+    if ((accepted->flags | current->flags) & SUPERADAM_AMSGRAD)
+        vmax = vec_load(REAL_DTYPE, segment->max_exp_avg_sq, i, count);
+
+    if (pass == SUPERADAM_COMMIT_AND_SPECULATE) {
+        vec older = vec_load(gradient_dtype, segment->accepted_gradient, i, count);
+        p = adam_formula(accepted, older, &m, &v, &vmax, p);
+        vec_store(REAL_DTYPE, segment->master, i, p, count, 0);
+        vec_store(REAL_DTYPE, segment->exp_avg, i, m, count, 0);
+        vec_store(REAL_DTYPE, segment->exp_avg_sq, i, v, count, 0);
+        if (accepted->flags & SUPERADAM_AMSGRAD)
+            vec_store(REAL_DTYPE, segment->max_exp_avg_sq, i, vmax, count, 0);
+    }
+    p = adam_formula(current, g, &m, &v, &vmax, p);
+    if (writes_state) {
+        vec_store(REAL_DTYPE, segment->master, i, p, count, 0);
+        vec_store(REAL_DTYPE, segment->exp_avg, i, m, count, 0);
+        vec_store(REAL_DTYPE, segment->exp_avg_sq, i, v, count, 0);
+        if (current->flags & SUPERADAM_AMSGRAD)
+            vec_store(REAL_DTYPE, segment->max_exp_avg_sq, i, vmax, count, 0);
+    }
+    if (out_dtype != SUPERADAM_NONE)
+        vec_store(out_dtype, segment->out, i, p, count, stream);
+}
+
+static inline __attribute__((always_inline)) void
+run_prefetch(int pass, int gradient_dtype, const superadam_segment *segment, const adam_scalars *accepted,
+             const adam_scalars *current, int64_t i)
+{
+    if (pass != SUPERADAM_ROUND)
+        vec_prefetch(gradient_dtype, segment->gradient, i);
+    if (pass == SUPERADAM_COMMIT_AND_SPECULATE)
+        vec_prefetch(gradient_dtype, segment->accepted_gradient, i);
+    if (pass != SUPERADAM_NORM)
+        vec_prefetch(REAL_DTYPE, segment->master, i);
+    if (pass == SUPERADAM_NORM || pass == SUPERADAM_ROUND || pass == SUPERADAM_WIDEN)
+        return;
+    vec_prefetch(REAL_DTYPE, segment->exp_avg, i);
+    vec_prefetch(REAL_DTYPE, segment->exp_avg_sq, i);
+    if ((accepted->flags | current->flags) & SUPERADAM_AMSGRAD)
+        vec_prefetch(REAL_DTYPE, segment->max_exp_avg_sq, i);
+}
+
+static inline __attribute__((always_inline)) void
+run_chunk(int pass, int gradient_dtype, int out_dtype, const superadam_segment *segment, const adam_scalars *accepted,
+          const adam_scalars *current, int64_t chunk, int stream)
+{
+    const int64_t begin = chunk * SUPERADAM_CHUNK;
+    const int64_t rest = segment->length - begin;
+    const int64_t end = begin + (rest < SUPERADAM_CHUNK ? rest : SUPERADAM_CHUNK);
+    const int64_t whole = end - (end - begin) % SUPERADAM_LANES;
+    const int with_norm = segment->sums != 0;
+    squares sums;
+    squares_zero(&sums);
+
+    for (int64_t i = begin; i < whole; i += SUPERADAM_LANES) {
+        run_prefetch(pass, gradient_dtype, segment, accepted, current, i + PREFETCH_AHEAD);
+#pragma GCC unroll VEC_UNROLL
+        for (int lane = 0; lane < SUPERADAM_LANES; lane += VEC_WIDTH)
+            run_vector(pass, gradient_dtype, out_dtype, segment, accepted, current, i + lane, VEC_WIDTH, stream, with_norm,
+                       lane, &sums);
+    }
+#pragma GCC unroll VEC_UNROLL
+    for (int lane = 0; lane < SUPERADAM_LANES; lane += VEC_WIDTH) {
+        const int64_t left = end - whole - lane;
+        if (left > 0)
+            run_vector(pass, gradient_dtype, out_dtype, segment, accepted, current, whole + lane,
+                       left < VEC_WIDTH ? (int)left : VEC_WIDTH, 0, with_norm, lane, &sums);
+    }
+    if (with_norm) {
+        double lanes[SUPERADAM_LANES];
+        squares_lanes(&sums, lanes);
+        const double total = lanes_total(lanes);
+        segment->sums[chunk] = total;
+        segment->nonfinite[chunk] =
+            total - total == 0 ? 0 : count_nonfinite(gradient_dtype, segment->gradient, begin, end);
+    }
+}

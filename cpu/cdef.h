@@ -1,0 +1,93 @@
+/* The C interface of the kernels: the one list of declarations, read by the C files (through superadam.h) and by cffi.
+ * It holds only what both can parse: no includes, no conditionals, constants as plain integers. */
+
+/* Gradients are summed in chunks of this many consecutive elements of one parameter ... */
+#define SUPERADAM_CHUNK 4096
+/* ... in this many virtual lanes: lane i takes the elements i, i + 16, i + 32, ... of its chunk. */
+#define SUPERADAM_LANES 16
+
+/* Element types. FLOAT64 stands alone: a segment is all FLOAT64 or has none of it. */
+#define SUPERADAM_NONE 0
+#define SUPERADAM_FLOAT32 1
+#define SUPERADAM_BFLOAT16 2
+#define SUPERADAM_FLOAT16 3
+#define SUPERADAM_FLOAT64 4
+
+/* Passes over a segment: what is read -> what is written. */
+#define SUPERADAM_NORM 0                 /* gradient -> sums */
+#define SUPERADAM_SPECULATE 1            /* master, moments, gradient -> out */
+#define SUPERADAM_COMMIT 2               /* master, moments, gradient -> master, moments */
+#define SUPERADAM_COMMIT_AND_SPECULATE 3 /* master, moments, accepted gradient, gradient -> master, moments, out */
+#define SUPERADAM_UPDATE 4               /* master, moments, gradient -> master, moments, out where there is one */
+#define SUPERADAM_ROUND 5                /* master -> out */
+#define SUPERADAM_WIDEN 6                /* gradient -> master */
+
+/* What the formula does beside its common part. */
+#define SUPERADAM_SCALE 1     /* multiply the gradient by `scale` */
+#define SUPERADAM_MAXIMIZE 2  /* negate the gradient */
+#define SUPERADAM_DECOUPLED 4 /* weight decay on the parameter (AdamW) */
+#define SUPERADAM_L2 8        /* weight decay added to the gradient (Adam) */
+#define SUPERADAM_AMSGRAD 16  /* divide by the largest second moment so far */
+
+/* Why an instruction set can or cannot be used. */
+#define SUPERADAM_RUNNABLE 0
+#define SUPERADAM_NOT_COMPILED 1
+#define SUPERADAM_NOT_SUPPORTED 2
+
+/* Return codes of superadam_run; nothing was read or written unless it is SUPERADAM_OK. */
+#define SUPERADAM_OK 0
+#define SUPERADAM_BAD_ISA 1
+#define SUPERADAM_BAD_PASS 2
+#define SUPERADAM_BAD_DTYPE 3
+#define SUPERADAM_BAD_LENGTH 4
+#define SUPERADAM_BAD_POINTER 5
+#define SUPERADAM_BAD_COEFFICIENTS 6
+#define SUPERADAM_NO_MEMORY 7
+
+/* Scalars of one step, computed in double and already rounded to the type the formula runs in; names as in
+ * adam_formula.h. */
+typedef struct {
+    double scale;                       /* s: clip coefficient times unscale factor */
+    double decay;                       /* 1 - lr * weight_decay */
+    double weight_decay;                /* wd of the L2 form */
+    double one_minus_beta1;             /* w */
+    double beta2;                       /* b2 */
+    double one_minus_beta2;             /* c2 */
+    double negative_step_size;          /* nss = -(lr / bc1) */
+    double sqrt_bias_correction2;       /* bc2s */
+    double eps;
+    int64_t flags;
+} superadam_coefficients;
+
+/* One run of elements of one parameter. Arrays do not overlap one another, except that nothing forbids a null where a
+ * pass does not use the array. `sums` and `nonfinite` have one entry per chunk, ceil(length / 4096). */
+typedef struct {
+    const void *gradient;
+    const void *accepted_gradient;      /* the older gradient, of COMMIT_AND_SPECULATE; of gradient_dtype too */
+    void *master;                       /* float, or double when gradient_dtype is FLOAT64; so are the moments */
+    void *exp_avg;
+    void *exp_avg_sq;
+    void *max_exp_avg_sq;               /* null unless a coefficient set has AMSGRAD */
+    void *out;                          /* the working copy, of out_dtype */
+    double *sums;                       /* sum of gradient squared per chunk, before any scaling; null: no norm */
+    int64_t *nonfinite;                 /* count of Inf and NaN gradients per chunk; null exactly when sums is */
+    int64_t length;                     /* elements */
+    int32_t coefficients;               /* index of the coefficient set for gradient */
+    int32_t accepted_coefficients;      /* ... for accepted_gradient */
+    int32_t gradient_dtype;
+    int32_t out_dtype;
+} superadam_segment;
+
+/* Instruction sets of this architecture, best first. */
+int superadam_isa_count(void);
+const char *superadam_isa_name(int isa);
+int superadam_isa_status(int isa);
+
+/* Runs one pass over all segments as one parallel job on at most `threads` threads, the caller's included. The bits do
+ * not depend on isa or threads. Rounds to nearest without flushing denormals whatever the caller's floating-point
+ * control register says, and leaves that register as it was. */
+int superadam_run(int isa, int pass, const superadam_segment *segments, int64_t segment_count,
+                  const superadam_coefficients *coefficients, int64_t coefficient_count, int threads);
+
+/* values[0] + values[1] + ..., in this order. */
+double superadam_sum(const double *values, int64_t count);

@@ -1,0 +1,89 @@
+/* AVX-512 F, BW, DQ and VL (Skylake-X, Ice Lake, Zen 4 and later): 16 elements, which is also the number of lanes of the sums.
+ * bf16 is rounded with integers: VCVTNEPS2BF16 of AVX512_BF16 flushes denormals whatever MXCSR says. */
+
+#include <immintrin.h>
+#include <stdint.h>
+
+typedef float real;
+typedef __m512 vec;
+enum { VEC_WIDTH = 16, VEC_UNROLL = 1 };
+
+static inline vec vec_set(float value) { return _mm512_set1_ps(value); }
+static inline vec vec_add(vec a, vec b) { return _mm512_add_ps(a, b); }
+static inline vec vec_sub(vec a, vec b) { return _mm512_sub_ps(a, b); }
+static inline vec vec_mul(vec a, vec b) { return _mm512_mul_ps(a, b); }
+static inline vec vec_div(vec a, vec b) { return _mm512_div_ps(a, b); }
+static inline vec vec_fma(vec a, vec b, vec c) { return _mm512_fmadd_ps(a, b, c); }
+static inline vec vec_sqrt(vec a) { return _mm512_sqrt_ps(a); }
+static inline vec vec_neg(vec a) { return _mm512_xor_ps(a, _mm512_set1_ps(-0.0f)); }
+
+static inline vec vec_max(vec a, vec b)
+{
+    __mmask16 take_b = _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ) | _mm512_cmp_ps_mask(b, b, _CMP_UNORD_Q);
+    return _mm512_mask_blend_ps(take_b, a, b);
+}
+
+static inline vec vec_load_float32(const void *from) { return _mm512_loadu_ps(from); }
+
+static inline void vec_store_float32(void *to, vec value, int stream)
+{
+    if (stream)
+        _mm512_stream_ps((float *)to, value);
+    else
+        _mm512_storeu_ps(to, value);
+}
+
+static inline void store_halves(void *to, __m256i halves, int stream)
+{
+    if (stream)
+        _mm256_stream_si256((__m256i *)to, halves);
+    else
+        _mm256_storeu_si256((__m256i *)to, halves);
+}
+
+static inline vec vec_load_bfloat16(const void *from)
+{
+    __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
+
+static inline void vec_store_bfloat16(void *to, vec value, int stream)
+{
+    __m512i bits = _mm512_castps_si512(value), high = _mm512_srli_epi32(bits, 16);
+    __m512i odd = _mm512_and_si512(high, _mm512_set1_epi32(1));
+    __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7FFF)), odd), 16);
+    __mmask16 is_nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
+    __m512i words = _mm512_mask_or_epi32(rounded, is_nan, high, _mm512_set1_epi32(0x40));
+    store_halves(to, _mm512_cvtepi32_epi16(words), stream);
+}
+
+static inline vec vec_load_float16(const void *from) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from)); }
+
+static inline void vec_store_float16(void *to, vec value, int stream)
+{
+    store_halves(to, _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), stream);
+}
+
+static inline void vec_stream_fence(void) { _mm_sfence(); }
+
+typedef struct {
+    __m512d low, high;
+} squares;
+
+static inline void squares_zero(squares *sums) { sums->low = sums->high = _mm512_setzero_pd(); }
+
+static inline void squares_add(squares *sums, int lane, vec g)
+{
+    (void)lane; /* always 0 */
+    __m512d low = _mm512_cvtps_pd(_mm512_castps512_ps256(g)), high = _mm512_cvtps_pd(_mm512_extractf32x8_ps(g, 1));
+    sums->low = _mm512_fmadd_pd(low, low, sums->low);
+    sums->high = _mm512_fmadd_pd(high, high, sums->high);
+}
+
+static inline void squares_lanes(const squares *sums, double *lanes)
+{
+    _mm512_storeu_pd(lanes, sums->low);
+    _mm512_storeu_pd(lanes + 8, sums->high);
+}
+
+#include "vec_dtypes.h"

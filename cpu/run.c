@@ -1,0 +1,140 @@
+/* superadam_run: checks a list of segments, cuts it into chunks and runs them as one job. */
+
+#include <stdlib.h>
+
+#include "dispatch.h"
+#include "threads.h"
+
+/* Below this many elements per thread a job is too short to wake another thread for: 64 Ki elements take about 50 us. */
+enum { CHUNKS_PER_THREAD = 16 };
+/* A thread takes at most this many chunks at a time: large enough for the hardware prefetcher, small enough to balance. */
+enum { LARGEST_GRAIN = 64 };
+/* Elements from which on `out` is written past the caches, which it would not survive in anyway. */
+enum { STREAM_FROM = 1 << 22 };
+
+typedef struct {
+    superadam_kernel *kernel;
+    int pass, stream;
+    const superadam_segment *segments;
+    const superadam_coefficients *coefficients;
+    const int64_t *first_chunk; /* of each segment, counted over the whole list; one more entry than segments */
+    int64_t segment_count;
+} run;
+
+static int64_t chunk_count(int64_t length) { return (length + SUPERADAM_CHUNK - 1) / SUPERADAM_CHUNK; }
+
+/* The last segment that begins at or before `chunk`: empty segments before it begin there too. */
+static int64_t find_segment(const run *r, int64_t chunk)
+{
+    int64_t low = 0, high = r->segment_count;
+    while (high - low > 1) {
+        const int64_t middle = low + (high - low) / 2;
+        if (r->first_chunk[middle] <= chunk)
+            low = middle;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+static void run_units(void *context, int64_t first, int64_t last)
+{
+    const run *r = context;
+    for (int64_t at = find_segment(r, first); at < r->segment_count && r->first_chunk[at] < last; at++) {
+        const superadam_segment *segment = &r->segments[at];
+        const int64_t offset = r->first_chunk[at], end = r->first_chunk[at + 1] < last ? r->first_chunk[at + 1] : last;
+        const int64_t begin = offset > first ? offset : first;
+        if (begin >= end)
+            continue;
+        superadam_kernel *kernel = segment->gradient_dtype == SUPERADAM_FLOAT64 ? superadam_kernel_float64 : r->kernel;
+        kernel(r->pass, segment, r->coefficients, begin - offset, end - offset,
+               r->stream && (uintptr_t)segment->out % 64 == 0);
+    }
+}
+
+static int is_dtype(int dtype) { return dtype >= SUPERADAM_FLOAT32 && dtype <= SUPERADAM_FLOAT64; }
+
+static int check_segment(int pass, const superadam_segment *s, const superadam_coefficients *coefficients,
+                         int64_t coefficient_count)
+{
+    const int reads_state = pass >= SUPERADAM_SPECULATE && pass <= SUPERADAM_UPDATE;
+    const int fuses = pass == SUPERADAM_COMMIT_AND_SPECULATE;
+    const int needs_out = pass == SUPERADAM_SPECULATE || fuses || pass == SUPERADAM_ROUND;
+    const int may_have_out = needs_out || pass == SUPERADAM_UPDATE;
+    int amsgrad = 0;
+
+    if (s->length < 0)
+        return SUPERADAM_BAD_LENGTH;
+    if (!is_dtype(s->gradient_dtype)) /* ROUND too: it tells the type of the master */
+        return SUPERADAM_BAD_DTYPE;
+    if (may_have_out && (needs_out || s->out_dtype != SUPERADAM_NONE)) {
+        if (!is_dtype(s->out_dtype) || (s->out_dtype == SUPERADAM_FLOAT64) != (s->gradient_dtype == SUPERADAM_FLOAT64))
+            return SUPERADAM_BAD_DTYPE;
+        if (s->length && !s->out)
+            return SUPERADAM_BAD_POINTER;
+    }
+    if (reads_state) {
+        if (s->coefficients < 0 || s->coefficients >= coefficient_count)
+            return SUPERADAM_BAD_COEFFICIENTS;
+        if (fuses && (s->accepted_coefficients < 0 || s->accepted_coefficients >= coefficient_count))
+            return SUPERADAM_BAD_COEFFICIENTS;
+        amsgrad = coefficients[s->coefficients].flags & SUPERADAM_AMSGRAD;
+        if (fuses)
+            amsgrad |= coefficients[s->accepted_coefficients].flags & SUPERADAM_AMSGRAD;
+    }
+    if (!s->sums != !s->nonfinite || (pass == SUPERADAM_NORM && s->length && !s->sums))
+        return SUPERADAM_BAD_POINTER;
+    if (s->length &&
+        ((pass != SUPERADAM_ROUND && !s->gradient) || (pass != SUPERADAM_NORM && !s->master) ||
+         (fuses && !s->accepted_gradient) || (amsgrad && !s->max_exp_avg_sq) ||
+         (reads_state && (!s->exp_avg || !s->exp_avg_sq))))
+        return SUPERADAM_BAD_POINTER;
+    return SUPERADAM_OK;
+}
+
+int superadam_run(int isa, int pass, const superadam_segment *segments, int64_t segment_count,
+                  const superadam_coefficients *coefficients, int64_t coefficient_count, int threads)
+{
+    run r = {.kernel = dispatch_kernel(isa), .pass = pass, .segments = segments, .coefficients = coefficients,
+             .segment_count = segment_count};
+    if (!r.kernel)
+        return SUPERADAM_BAD_ISA;
+    if (pass < SUPERADAM_NORM || pass > SUPERADAM_WIDEN)
+        return SUPERADAM_BAD_PASS;
+    if (segment_count < 0)
+        return SUPERADAM_BAD_LENGTH;
+
+    int64_t *first_chunk = malloc(((size_t)segment_count + 1) * sizeof *first_chunk);
+    if (!first_chunk)
+        return SUPERADAM_NO_MEMORY;
+    int64_t chunks = 0, elements = 0;
+    for (int64_t i = 0; i < segment_count; i++) {
+        const int code = check_segment(pass, &segments[i], coefficients, coefficient_count);
+        if (code != SUPERADAM_OK) {
+            free(first_chunk);
+            return code;
+        }
+        first_chunk[i] = chunks;
+        chunks += chunk_count(segments[i].length);
+        elements += segments[i].length;
+    }
+    first_chunk[segment_count] = chunks;
+    r.first_chunk = first_chunk;
+    r.stream = elements >= STREAM_FROM;
+
+    if (threads > chunks / CHUNKS_PER_THREAD)
+        threads = (int)(chunks / CHUNKS_PER_THREAD);
+    int64_t grain = threads > 1 ? chunks / ((int64_t)threads * 8) : chunks;
+    grain = grain < 1 ? 1 : grain > LARGEST_GRAIN ? LARGEST_GRAIN : grain;
+    threads_run(threads, chunks, grain, run_units, &r);
+    free(first_chunk);
+    return SUPERADAM_OK;
+}
+
+double superadam_sum(const double *values, int64_t count)
+{
+    double total = 0;
+    for (int64_t i = 0; i < count; i++)
+        total += values[i];
+    return total;
+}

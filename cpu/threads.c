@@ -1,0 +1,124 @@
+/* Threads are started when first needed and sleep on a condition variable between jobs: nothing spins, also not the caller
+ * while it waits for the last unit. After fork the child has an empty pool and starts its own. */
+
+#include "threads.h"
+
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stddef.h>
+
+#include "float_control.h"
+
+enum { THREADS_LIMIT = 1024 };
+
+typedef struct {
+    void (*work)(void *context, int64_t first, int64_t last);
+    void *context;
+    int64_t count, grain;
+    _Atomic int64_t next;
+} job;
+
+static struct {
+    pthread_mutex_t one_job; /* held by the caller whose job it is */
+    pthread_mutex_t lock;    /* guards all below */
+    pthread_cond_t started, finished;
+    job *current;
+    int wanted; /* threads that may still join the current job */
+    int inside; /* threads that are in it */
+    int size;   /* threads of the pool */
+} pool = {.one_job = PTHREAD_MUTEX_INITIALIZER,
+          .lock = PTHREAD_MUTEX_INITIALIZER,
+          .started = PTHREAD_COND_INITIALIZER,
+          .finished = PTHREAD_COND_INITIALIZER};
+
+static void take_units(job *todo)
+{
+    const uint64_t saved = float_control_enter();
+    for (;;) {
+        const int64_t first = atomic_fetch_add(&todo->next, todo->grain);
+        if (first >= todo->count)
+            break;
+        todo->work(todo->context, first, first + todo->grain < todo->count ? first + todo->grain : todo->count);
+    }
+    float_control_leave(saved);
+}
+
+static void *thread_main(void *unused)
+{
+    (void)unused;
+    pthread_mutex_lock(&pool.lock);
+    for (;;) {
+        while (!pool.wanted)
+            pthread_cond_wait(&pool.started, &pool.lock);
+        job *todo = pool.current;
+        pool.wanted--;
+        pool.inside++;
+        pthread_mutex_unlock(&pool.lock);
+        take_units(todo);
+        pthread_mutex_lock(&pool.lock);
+        if (--pool.inside == 0)
+            pthread_cond_signal(&pool.finished);
+    }
+    return NULL;
+}
+
+/* Called with pool.lock held. Signals stay with the threads of the program. */
+static void grow(int size)
+{
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    while (pool.size < size) {
+        pthread_t thread;
+        if (pthread_create(&thread, NULL, thread_main, NULL) != 0)
+            break;
+        pthread_detach(thread);
+        pool.size++;
+    }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+}
+
+/* In the child only the forking thread exists, and it was not inside a job. */
+static void empty_after_fork(void)
+{
+    pthread_mutex_init(&pool.one_job, NULL);
+    pthread_mutex_init(&pool.lock, NULL);
+    pthread_cond_init(&pool.started, NULL);
+    pthread_cond_init(&pool.finished, NULL);
+    pool.current = NULL;
+    pool.wanted = pool.inside = pool.size = 0;
+}
+
+static void watch_forks(void) { pthread_atfork(NULL, NULL, empty_after_fork); }
+
+void threads_run(int threads, int64_t count, int64_t grain, void (*work)(void *context, int64_t first, int64_t last),
+                 void *context)
+{
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    job todo = {.work = work, .context = context, .count = count, .grain = grain};
+    const int64_t shares = (count + grain - 1) / grain;
+    int helpers = (threads < THREADS_LIMIT ? threads : THREADS_LIMIT) - 1;
+    if (helpers > shares - 1)
+        helpers = shares > 0 ? (int)shares - 1 : 0;
+    if (helpers <= 0) {
+        take_units(&todo);
+        return;
+    }
+
+    pthread_once(&once, watch_forks);
+    pthread_mutex_lock(&pool.one_job);
+    pthread_mutex_lock(&pool.lock);
+    grow(helpers);
+    pool.current = &todo;
+    pool.wanted = helpers < pool.size ? helpers : pool.size;
+    pthread_cond_broadcast(&pool.started);
+    pthread_mutex_unlock(&pool.lock);
+    take_units(&todo);
+    pthread_mutex_lock(&pool.lock);
+    pool.wanted = 0; /* nothing is left for a thread that has not woken yet */
+    while (pool.inside)
+        pthread_cond_wait(&pool.finished, &pool.lock);
+    pthread_mutex_unlock(&pool.lock);
+    pthread_mutex_unlock(&pool.one_job);
+}
