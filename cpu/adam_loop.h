@@ -1,16 +1,15 @@
-/* The loop around the formula: load, formula, store, and the sums of squares, for one chunk of one segment. Included once
- * per instruction set, after its vec_*.h. `pass` and the dtypes are constants in every caller (variants.h), so that inlining
- * leaves one straight loop for each combination.
+/* The loop around the formula: load, formula, store, and the sums of squares, for one chunk of one segment. Included
+ * once per instruction set, after its vec_*.h. `pass` and the dtypes are constants in every caller (variants.h), so
+ * that inlining leaves one straight loop for each combination.
  *
- * What an instruction set brings (isa/vec_*.h), all on `vec`, a vector of VEC_WIDTH elements of type `real`; VEC_WIDTH divides
- * SUPERADAM_LANES and may be known only at run time. VEC_UNROLL vectors of a block of SUPERADAM_LANES elements are written out:
- *   vec_set, vec_add, vec_sub, vec_mul, vec_fma, vec_div, vec_sqrt, vec_neg, vec_max   (vec_max: the second where it is larger
- *                                                                      or NaN, else the first)
- *   vec_load(dtype, base, index, count)     elements index .. index + count - 1, widened; zeros above count
- *   vec_store(dtype, base, index, value, count, stream)  rounded to nearest even; not one byte above count
- *   vec_prefetch(dtype, base, index), vec_stream_fence()
- *   squares, squares_zero, squares_add(sums, lane, value), squares_lanes(sums, double[16])
- * `count` is at most VEC_WIDTH, and equals it everywhere but in a segment's tail. */
+ * What an instruction set brings (isa/vec_*.h), all on `vec`, a vector of VEC_WIDTH elements of type `real`; VEC_WIDTH
+ * divides SUPERADAM_LANES and may be known only at run time. VEC_UNROLL vectors of a block of SUPERADAM_LANES elements
+ * are written out: vec_set, vec_add, vec_sub, vec_mul, vec_fma, vec_div, vec_sqrt, vec_neg, vec_max   (vec_max: the
+ * second where it is larger or NaN, else the first) vec_load(dtype, base, index, count)     elements index .. index +
+ * count - 1, widened; zeros above count vec_store(dtype, base, index, value, count, stream)  rounded to nearest even;
+ * not one byte above count vec_prefetch(dtype, base, index), vec_stream_fence() squares, squares_zero,
+ * squares_add(sums, lane, value), squares_lanes(sums, double[16]) `count` is at most VEC_WIDTH, and equals it
+ * everywhere but in a segment's tail. */
 
 /* Elements between the one that is computed and the one that is prefetched: 2 KiB of fp32. */
 enum { PREFETCH_AHEAD = 512 };
@@ -88,9 +87,10 @@ run_vector(int pass, int gradient_dtype, int out_dtype, const superadam_segment 
         vec_store(out_dtype, segment->out, i, p, count, stream);
 }
 
-static inline __attribute__((always_inline)) void
-run_prefetch(int pass, int gradient_dtype, const superadam_segment *segment, const adam_scalars *accepted,
-             const adam_scalars *current, int64_t i)
+static inline __attribute__((always_inline)) void run_prefetch(int pass, int gradient_dtype,
+                                                               const superadam_segment *segment,
+                                                               const adam_scalars *accepted,
+                                                               const adam_scalars *current, int64_t i)
 {
     if (pass != SUPERADAM_ROUND)
         vec_prefetch(gradient_dtype, segment->gradient, i);
@@ -106,9 +106,10 @@ run_prefetch(int pass, int gradient_dtype, const superadam_segment *segment, con
         vec_prefetch(REAL_DTYPE, segment->max_exp_avg_sq, i);
 }
 
-static inline __attribute__((always_inline)) void
-run_chunk(int pass, int gradient_dtype, int out_dtype, const superadam_segment *segment, const adam_scalars *accepted,
-          const adam_scalars *current, int64_t chunk, int stream)
+static inline __attribute__((always_inline)) void run_chunk(int pass, int gradient_dtype, int out_dtype,
+                                                            const superadam_segment *segment,
+                                                            const adam_scalars *accepted, const adam_scalars *current,
+                                                            int64_t chunk, int stream)
 {
     const int64_t begin = chunk * SUPERADAM_CHUNK;
     const int64_t rest = segment->length - begin;
@@ -122,8 +123,8 @@ run_chunk(int pass, int gradient_dtype, int out_dtype, const superadam_segment *
         run_prefetch(pass, gradient_dtype, segment, accepted, current, i + PREFETCH_AHEAD);
 #pragma GCC unroll VEC_UNROLL
         for (int lane = 0; lane < SUPERADAM_LANES; lane += VEC_WIDTH)
-            run_vector(pass, gradient_dtype, out_dtype, segment, accepted, current, i + lane, VEC_WIDTH, stream, with_norm,
-                       lane, &sums);
+            run_vector(pass, gradient_dtype, out_dtype, segment, accepted, current, i + lane, VEC_WIDTH, stream,
+                       with_norm, lane, &sums);
     }
 #pragma GCC unroll VEC_UNROLL
     for (int lane = 0; lane < SUPERADAM_LANES; lane += VEC_WIDTH) {

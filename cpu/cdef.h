@@ -47,14 +47,14 @@
 /* Scalars of one step, computed in double and already rounded to the type the formula runs in; names as in
  * adam_formula.h. */
 typedef struct {
-    double scale;                       /* s: clip coefficient times unscale factor */
-    double decay;                       /* 1 - lr * weight_decay */
-    double weight_decay;                /* wd of the L2 form */
-    double one_minus_beta1;             /* w */
-    double beta2;                       /* b2 */
-    double one_minus_beta2;             /* c2 */
-    double negative_step_size;          /* nss = -(lr / bc1) */
-    double sqrt_bias_correction2;       /* bc2s */
+    double scale;                 /* s: clip coefficient times unscale factor */
+    double decay;                 /* 1 - lr * weight_decay */
+    double weight_decay;          /* wd of the L2 form */
+    double one_minus_beta1;       /* w */
+    double beta2;                 /* b2 */
+    double one_minus_beta2;       /* c2 */
+    double negative_step_size;    /* nss = -(lr / bc1) */
+    double sqrt_bias_correction2; /* bc2s */
     double eps;
     int64_t flags;
 } superadam_coefficients;
@@ -63,17 +63,17 @@ typedef struct {
  * pass does not use the array. `sums` and `nonfinite` have one entry per chunk, ceil(length / 4096). */
 typedef struct {
     const void *gradient;
-    const void *accepted_gradient;      /* the older gradient, of COMMIT_AND_SPECULATE; of gradient_dtype too */
-    void *master;                       /* float, or double when gradient_dtype is FLOAT64; so are the moments */
+    const void *accepted_gradient; /* the older gradient, of COMMIT_AND_SPECULATE; of gradient_dtype too */
+    void *master;                  /* float, or double when gradient_dtype is FLOAT64; so are the moments */
     void *exp_avg;
     void *exp_avg_sq;
-    void *max_exp_avg_sq;               /* null unless a coefficient set has AMSGRAD */
-    void *out;                          /* the working copy, of out_dtype */
-    double *sums;                       /* sum of gradient squared per chunk, before any scaling; null: no norm */
-    int64_t *nonfinite;                 /* count of Inf and NaN gradients per chunk; null exactly when sums is */
-    int64_t length;                     /* elements */
-    int32_t coefficients;               /* index of the coefficient set for gradient */
-    int32_t accepted_coefficients;      /* ... for accepted_gradient */
+    void *max_exp_avg_sq;          /* null unless a coefficient set has AMSGRAD */
+    void *out;                     /* the working copy, of out_dtype */
+    double *sums;                  /* sum of gradient squared per chunk, before any scaling; null: no norm */
+    int64_t *nonfinite;            /* count of Inf and NaN gradients per chunk; null exactly when sums is */
+    int64_t length;                /* elements */
+    int32_t coefficients;          /* index of the coefficient set for gradient */
+    int32_t accepted_coefficients; /* ... for accepted_gradient */
     int32_t gradient_dtype;
     int32_t out_dtype;
 } superadam_segment;

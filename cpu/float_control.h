@@ -1,5 +1,5 @@
-/* The floating-point control register of the calling thread: round to nearest, no flushing of denormals, no traps. A process
- * may have set it otherwise (torch.set_flush_denormal, -ffast-math start-up code), per thread. */
+/* The floating-point control register of the calling thread: round to nearest, no flushing of denormals, no traps. A
+ * process may have set it otherwise (torch.set_flush_denormal, -ffast-math start-up code), per thread. */
 #ifndef SUPERADAM_FLOAT_CONTROL_H
 #define SUPERADAM_FLOAT_CONTROL_H
 

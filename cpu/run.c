@@ -5,9 +5,11 @@
 #include "dispatch.h"
 #include "threads.h"
 
-/* Below this many elements per thread a job is too short to wake another thread for: 64 Ki elements take about 50 us. */
+/* Below this many elements per thread a job is too short to wake another thread for: 64 Ki elements take about 50 us.
+ */
 enum { CHUNKS_PER_THREAD = 16 };
-/* A thread takes at most this many chunks at a time: large enough for the hardware prefetcher, small enough to balance. */
+/* A thread takes at most this many chunks at a time: large enough for the hardware prefetcher, small enough to balance.
+ */
 enum { LARGEST_GRAIN = 64 };
 /* Elements from which on `out` is written past the caches, which it would not survive in anyway. */
 enum { STREAM_FROM = 1 << 22 };
@@ -84,10 +86,9 @@ static int check_segment(int pass, const superadam_segment *s, const superadam_c
     }
     if (!s->sums != !s->nonfinite || (pass == SUPERADAM_NORM && s->length && !s->sums))
         return SUPERADAM_BAD_POINTER;
-    if (s->length &&
-        ((pass != SUPERADAM_ROUND && !s->gradient) || (pass != SUPERADAM_NORM && !s->master) ||
-         (fuses && !s->accepted_gradient) || (amsgrad && !s->max_exp_avg_sq) ||
-         (reads_state && (!s->exp_avg || !s->exp_avg_sq))))
+    if (s->length && ((pass != SUPERADAM_ROUND && !s->gradient) || (pass != SUPERADAM_NORM && !s->master) ||
+                      (fuses && !s->accepted_gradient) || (amsgrad && !s->max_exp_avg_sq) ||
+                      (reads_state && (!s->exp_avg || !s->exp_avg_sq))))
         return SUPERADAM_BAD_POINTER;
     return SUPERADAM_OK;
 }
@@ -95,7 +96,10 @@ static int check_segment(int pass, const superadam_segment *s, const superadam_c
 int superadam_run(int isa, int pass, const superadam_segment *segments, int64_t segment_count,
                   const superadam_coefficients *coefficients, int64_t coefficient_count, int threads)
 {
-    run r = {.kernel = dispatch_kernel(isa), .pass = pass, .segments = segments, .coefficients = coefficients,
+    run r = {.kernel = dispatch_kernel(isa),
+             .pass = pass,
+             .segments = segments,
+             .coefficients = coefficients,
              .segment_count = segment_count};
     if (!r.kernel)
         return SUPERADAM_BAD_ISA;

@@ -1,5 +1,5 @@
-/* Threads are started when first needed and sleep on a condition variable between jobs: nothing spins, also not the caller
- * while it waits for the last unit. After fork the child has an empty pool and starts its own. */
+/* Threads are started when first needed and sleep on a condition variable between jobs: nothing spins, also not the
+ * caller while it waits for the last unit. After fork the child has an empty pool and starts its own. */
 
 #include "threads.h"
 

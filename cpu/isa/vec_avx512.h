@@ -1,5 +1,5 @@
-/* AVX-512 F, BW, DQ and VL (Skylake-X, Ice Lake, Zen 4 and later): 16 elements, which is also the number of lanes of the sums.
- * bf16 is rounded with integers: VCVTNEPS2BF16 of AVX512_BF16 flushes denormals whatever MXCSR says. */
+/* AVX-512 F, BW, DQ and VL (Skylake-X, Ice Lake, Zen 4 and later): 16 elements, which is also the number of lanes of
+ * the sums. bf16 is rounded with integers: VCVTNEPS2BF16 of AVX512_BF16 flushes denormals whatever MXCSR says. */
 
 #include <immintrin.h>
 #include <stdint.h>
@@ -57,7 +57,10 @@ static inline void vec_store_bfloat16(void *to, vec value, int stream)
     store_halves(to, _mm512_cvtepi32_epi16(words), stream);
 }
 
-static inline vec vec_load_float16(const void *from) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from)); }
+static inline vec vec_load_float16(const void *from)
+{
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
+}
 
 static inline void vec_store_float16(void *to, vec value, int stream)
 {

@@ -1,5 +1,5 @@
-/* vec_load and vec_store by dtype, over the whole-vector loads and stores of one fp32 instruction set. A vector that is only
- * partly inside its array goes through a local buffer, so that not one byte outside is touched. */
+/* vec_load and vec_store by dtype, over the whole-vector loads and stores of one fp32 instruction set. A vector that is
+ * only partly inside its array goes through a local buffer, so that not one byte outside is touched. */
 
 #include <string.h>
 
@@ -47,8 +47,8 @@ static inline __attribute__((always_inline)) vec vec_load(int dtype, const void 
     return vec_load_whole(dtype, padded);
 }
 
-static inline __attribute__((always_inline)) void
-vec_store(int dtype, void *base, int64_t index, vec value, int count, int stream)
+static inline __attribute__((always_inline)) void vec_store(int dtype, void *base, int64_t index, vec value, int count,
+                                                            int stream)
 {
     const int64_t size = vec_element_size(dtype);
     char *to = (char *)base + index * size;

@@ -97,7 +97,10 @@ typedef struct {
 } squares;
 
 static inline void squares_zero(squares *sums) { memset(sums, 0, sizeof *sums); }
-static inline void squares_add(squares *sums, int lane, vec g) { sums->lane[lane] += (double)g * (double)g; /* exact product */ }
+static inline void squares_add(squares *sums, int lane, vec g)
+{
+    sums->lane[lane] += (double)g * (double)g; /* exact product */
+}
 static inline void squares_lanes(const squares *sums, double *lanes) { memcpy(lanes, sums->lane, sizeof sums->lane); }
 
 #include "vec_dtypes.h"

@@ -1,0 +1,52 @@
+# Two commands do all the set-up on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+SOURCES := $(shell git ls-files -co --exclude-standard -- cpu gpu superadam cmake CMakeLists.txt pyproject.toml README.md)
+
+# Run the installed wheel, never the sources that lie beside it.
+export PYTHONSAFEPATH := 1
+
+.PHONY: demo test test-deep lint format clean
+
+demo: $(VENV)/installed
+	$(BIN)/superadam train --verify --steps 80 --max-grad-norm 1.0 --inject-nan 30 --report demo/report.json --out demo
+
+test: $(VENV)/test-tools lint
+	$(BIN)/python -m pytest tests
+
+test-deep: $(VENV)/test-tools
+	SUPERADAM_DEEP=1 $(BIN)/python -m pytest tests
+
+lint: $(VENV)/test-tools
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(shell git ls-files 'cpu/*.c' 'cpu/*.h')
+
+format: $(VENV)/test-tools
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(shell git ls-files 'cpu/*.c' 'cpu/*.h')
+
+$(VENV)/python:
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+# torch first and from the constraints, so that nothing after it pulls in another build of it.
+$(VENV)/torch: $(VENV)/python constraints.txt
+	$(PIP) torch numpy
+	touch $@
+
+$(VENV)/installed: $(VENV)/torch $(SOURCES)
+	$(PIP) --force-reinstall --no-deps .
+	$(PIP) '.[cli]'
+	touch $@
+
+$(VENV)/test-tools: $(VENV)/installed
+	$(PIP) --group test --group lint
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist demo

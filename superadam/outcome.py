@@ -1,0 +1,64 @@
+"""What came of a step: the verdict of the validation, as records that users read."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class StepKind(enum.Enum):
+    """How a step ended."""
+
+    COMMITTED = "committed"
+    """The update was applied with the gradients as they were."""
+    CLIPPED = "clipped"
+    """The update was applied with gradients scaled down to `max_grad_norm`."""
+    SKIPPED = "skipped"
+    """A gradient was Inf or NaN: nothing was changed and `step` did not advance."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """The verdict over one step.
+
+    Attributes:
+        kind: committed, clipped or skipped.
+        grad_norm: global 2-norm of all (unscaled) gradients before clipping, summed in fp64; Inf or NaN when skipped.
+        clip_coefficient: factor on the gradients, 1.0 when not clipped; a value of fp32, at most 1.
+        nonfinite: number of gradient elements that are Inf or NaN.
+    """
+
+    kind: StepKind
+    grad_norm: float
+    clip_coefficient: float
+    nonfinite: int = 0
+
+
+@dataclass(slots=True)
+class Statistics:
+    """Counts and times since the optimizer was made.
+
+    Attributes:
+        committed, clipped, skipped: steps by kind.
+        respeculated: parameters whose working copy was speculated a second time, because the step was clipped or a
+            hyper-parameter had changed.
+        dropped: parameters whose speculation was taken back, because the step was skipped or rolled back.
+        speculate_seconds, resolve_seconds, commit_seconds, update_seconds: wall time inside each phase; a commit fused into a
+            speculation counts as speculation, `update` is the plain synchronous step without its norm pass, `norm_seconds` that pass.
+    """
+
+    committed: int = 0
+    clipped: int = 0
+    skipped: int = 0
+    respeculated: int = 0
+    dropped: int = 0
+    norm_seconds: float = 0.0
+    speculate_seconds: float = 0.0
+    resolve_seconds: float = 0.0
+    commit_seconds: float = 0.0
+    update_seconds: float = 0.0
+
+    @property
+    def steps(self) -> int:
+        """Steps of all kinds."""
+        return self.committed + self.clipped + self.skipped
