@@ -1,5 +1,17 @@
 """superadam: Adam on the CPU that runs speculatively, validates afterwards, and never changes a bit."""
 
-from superadam.native import active_isa, available_isas
+from superadam.native import active_isa, available_isas, get_num_threads, set_num_threads
+from superadam.optimizer import SpeculativeCPUAdam, SpeculativeCPUAdamW
+from superadam.outcome import Statistics, StepKind, StepOutcome
 
-__all__ = ["active_isa", "available_isas"]
+__all__ = [
+    "SpeculativeCPUAdam",
+    "SpeculativeCPUAdamW",
+    "Statistics",
+    "StepKind",
+    "StepOutcome",
+    "active_isa",
+    "available_isas",
+    "get_num_threads",
+    "set_num_threads",
+]

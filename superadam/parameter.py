@@ -1,0 +1,231 @@
+"""One parameter: the model's tensor, the fp32 state behind it, and the gradient that is pending on it.
+
+Owns the master, the moments and the phase of its transaction. It runs no kernel and knows no other parameter.
+
+A parameter that is fp32 or fp64, dense and on the CPU is its own master. Every other one is a *working copy*: its master lies
+beside the moments, on the CPU. While speculation runs, an own master lends its tensor as working copy, and a private
+copy is the master.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from superadam.hyperparameters import Hyperparameters
+from superadam.native import Dtype
+
+DTYPES = {
+    torch.float32: Dtype.FLOAT32,
+    torch.bfloat16: Dtype.BFLOAT16,
+    torch.float16: Dtype.FLOAT16,
+    torch.float64: Dtype.FLOAT64,
+}
+"""Element types of parameters and gradients that the kernels take."""
+
+
+class Phase(enum.Enum):
+    """Where a parameter's transaction stands."""
+
+    CLEAN = "clean"
+    """Nothing is pending; the working copy is the rounded master."""
+    SPECULATED = "speculated"
+    """The working copy shows a step that waits for its verdict; the state does not know of it."""
+    ACCEPTED = "accepted"
+    """The verdict was good; the pending gradient is still to be folded into the state."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pending:
+    """A gradient that is speculated on or accepted, with everything its commit will need, captured by value.
+
+    Attributes:
+        gradient: CPU tensor in the layout of the state, as it arrived: neither scaled nor clipped.
+        hyper: the group's hyper-parameters at that moment.
+        step: the step that this gradient makes, counted from 1.
+        scale: factor on the gradient in the working copy as it was last speculated.
+        unscale: the part of `scale` that undoes loss scaling.
+    """
+
+    gradient: Tensor
+    hyper: Hyperparameters
+    step: int
+    scale: float
+    unscale: float
+
+
+def check_parameter(parameter: Tensor, name: str) -> None:
+    """Raise if the optimizer cannot hold this parameter.
+
+    Raises:
+        TypeError: not a dense real tensor of a supported dtype.
+    """
+    if parameter.is_complex():
+        raise TypeError(
+            f"{name} is complex ({parameter.dtype}), expected a real dtype; optimize torch.view_as_real of it instead"
+        )
+    if parameter.layout is not torch.strided:
+        raise TypeError(f"{name} has layout {parameter.layout}, expected torch.strided; convert it with to_dense()")
+    if parameter.dtype not in DTYPES:
+        expected = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        raise TypeError(
+            f"{name} is {parameter.dtype}, expected one of {expected}; convert it with .to() before optimizing"
+        )
+
+
+class ParameterState:
+    """The state of one parameter. Tensors are absent (None) until the first gradient arrives.
+
+    Attributes:
+        parameter: the model's tensor.
+        row: its position among all parameters of the optimizer.
+        name: how errors call it.
+        dtype: fp32, or fp64 for fp64 parameters; of master and moments.
+        strides: layout of master and moments, and of gradients before a kernel reads them: dense, in the order of the parameter.
+        is_own_master: whether the tensor itself holds the master.
+        is_staged: whether kernels cannot write the tensor directly: on another device, or not dense.
+        master: the master of a working copy.
+        is_provisional, is_max_provisional: whether the state, or max_exp_avg_sq, was made for a step not accepted yet.
+        private: the master of an own master while its tensor serves as working copy; equals it when clean and `private_fresh`.
+        exp_avg, exp_avg_sq, max_exp_avg_sq: moments, as in torch.optim.Adam.
+        phase, pending: the transaction.
+        version, pointer: of `parameter` after our last write; others mean that somebody else wrote to it.
+    """
+
+    __slots__ = (
+        "dtype",
+        "exp_avg",
+        "exp_avg_sq",
+        "is_max_provisional",
+        "is_own_master",
+        "is_provisional",
+        "is_staged",
+        "master",
+        "max_exp_avg_sq",
+        "name",
+        "parameter",
+        "pending",
+        "phase",
+        "pointer",
+        "private",
+        "private_fresh",
+        "row",
+        "strides",
+        "version",
+    )
+
+    def __init__(self, parameter: Tensor, row: int, name: str) -> None:
+        check_parameter(parameter, name)
+        self.parameter = parameter
+        self.row = row
+        self.name = name
+        self.dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+        self.strides = torch.empty_like(parameter, device="meta").stride()
+        self.is_staged = parameter.device.type != "cpu" or parameter.stride() != self.strides
+        self.is_own_master = parameter.dtype == self.dtype and not self.is_staged
+        self.master: Tensor | None = None
+        self.private: Tensor | None = None
+        self.private_fresh = False
+        self.exp_avg: Tensor | None = None
+        self.exp_avg_sq: Tensor | None = None
+        self.max_exp_avg_sq: Tensor | None = None
+        self.is_provisional = self.is_max_provisional = False
+        self.phase = Phase.CLEAN
+        self.pending: Pending | None = None
+        self.version = parameter._version
+        self.pointer = parameter.data_ptr()
+
+    def empty(self, dtype: torch.dtype) -> Tensor:
+        """Return an uninitialised CPU tensor in the layout of the state."""
+        return torch.empty_strided(self.parameter.shape, self.strides, dtype=dtype)
+
+    def host_copy(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return a copy of `tensor` on the CPU in the layout of the state."""
+        return self.empty(dtype).copy_(tensor.detach())
+
+    def zeros(self) -> Tensor:
+        """Return zeros in the layout of the state."""
+        return torch.zeros_like(self.parameter, dtype=self.dtype, device="cpu", requires_grad=False)
+
+    def host_gradient(self, gradient: Tensor) -> Tensor:
+        """Return `gradient` as kernels read it: on the CPU and in the layout of the state; itself where it already is.
+
+        Raises:
+            TypeError: sparse, or of a dtype that does not fit the state.
+            ValueError: of another shape or on another device than the parameter.
+        """
+        if gradient.layout is not torch.strided:
+            raise TypeError(
+                f"the gradient of {self.name} is sparse; Adam needs dense gradients, so use torch.optim.SparseAdam for it"
+            )
+        if gradient.dtype not in DTYPES or (gradient.dtype == torch.float64) != (self.dtype == torch.float64):
+            expected = "float64" if self.dtype == torch.float64 else "float32, bfloat16 or float16"
+            raise TypeError(
+                f"the gradient of {self.name} is {gradient.dtype}, expected {expected}; convert it before the step"
+            )
+        if gradient.shape != self.parameter.shape:
+            raise ValueError(
+                f"the gradient of {self.name} has shape {tuple(gradient.shape)}, expected that of the parameter, "
+                f"{tuple(self.parameter.shape)}; recompute it"
+            )
+        if gradient.device != self.parameter.device:
+            raise ValueError(
+                f"the gradient of {self.name} is on {gradient.device}, expected the parameter's device {self.parameter.device}; "
+                "move the model before the backward pass"
+            )
+        if gradient.device.type == "cpu" and gradient.stride() == self.strides and not gradient.is_neg():
+            return gradient.detach()
+        return self.host_copy(gradient, gradient.dtype)
+
+    @property
+    def has_state(self) -> bool:
+        """Whether master and moments exist."""
+        return self.exp_avg is not None and (self.is_own_master or self.master is not None)
+
+    def create_state(self) -> None:
+        """Make the master (from the parameter's present value) and zero moments; provisional until a step is accepted."""
+        if self.exp_avg is None:
+            self.exp_avg, self.exp_avg_sq = self.zeros(), self.zeros()
+            self.is_provisional = True
+        if not self.is_own_master and self.master is None:  # also after loading moments that came without masters
+            self.master = self.host_copy(self.parameter, self.dtype)
+
+    def create_max(self) -> None:
+        """Make the largest second moment of amsgrad; provisional until a step is accepted."""
+        self.max_exp_avg_sq = self.zeros()
+        self.is_max_provisional = True
+
+    def forget_provisional(self) -> None:
+        """Be again as before the tensors were made for a step that was never accepted."""
+        if self.is_provisional:
+            self.master = self.exp_avg = self.exp_avg_sq = None
+        if self.is_max_provisional:
+            self.max_exp_avg_sq = None
+        self.is_provisional = self.is_max_provisional = False
+
+    def refresh_private(self) -> None:
+        """Give an own master its private copy, equal to the parameter."""
+        if self.private is None:
+            self.private = self.empty(self.dtype)
+        if not self.private_fresh:
+            self.private.copy_(self.parameter.detach())
+            self.private_fresh = True
+
+    @property
+    def speculation_master(self) -> Tensor:
+        """The master that speculation reads and commits write."""
+        master = self.private if self.is_own_master else self.master
+        assert master is not None
+        return master
+
+    def was_written_outside(self) -> bool:
+        """Whether somebody else may have written to the parameter since `note_written`; a hint, not a proof."""
+        return self.parameter._version != self.version or self.parameter.data_ptr() != self.pointer
+
+    def note_written(self) -> None:
+        """Remember the parameter as it is now."""
+        self.version = self.parameter._version
+        self.pointer = self.parameter.data_ptr()

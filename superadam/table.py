@@ -1,0 +1,175 @@
+"""All parameters of one optimizer as rows of pointers, and the passes over chosen rows.
+
+Owns the sums of squares of the open step and the step counts. It turns parameter states into kernel jobs; whether a job ought to
+run is decided in transaction.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from superadam import native
+from superadam.hyperparameters import Coefficients, Hyperparameters
+from superadam.native import Dtype, Pass
+from superadam.parameter import DTYPES, ParameterState
+
+Rows = npt.NDArray[np.int64]
+"""Row numbers of a `ParameterTable`, in the order in which a job visits them."""
+
+
+class CoefficientTable:
+    """Collects the coefficient sets of one job; each different one is stored once."""
+
+    def __init__(self) -> None:
+        self._index: dict[Coefficients, int] = {}
+
+    def index(self, hyper: Hyperparameters, step: int, scale: float, dtype: torch.dtype) -> int:
+        """Return the index of the coefficients of this step, with gradients multiplied by `scale`."""
+        coefficients = Coefficients.at_step(hyper, step, scale, double=dtype == torch.float64)
+        return self._index.setdefault(coefficients, len(self._index))
+
+    def array(self) -> npt.NDArray[np.void]:
+        """Return the table that kernels take."""
+        return np.array([coefficients.row() for coefficients in self._index], native.COEFFICIENTS)
+
+
+class ParameterTable:
+    """Rows of pointers for a fixed list of parameters.
+
+    Attributes:
+        states: one per parameter, in the order of the optimizer's groups.
+        steps: accepted steps of each parameter.
+        sums, nonfinite: per (parameter, chunk), in that order: sum of squares and count of Inf and NaN of the gradients of
+            the open step; 0 where a parameter takes no part.
+    """
+
+    def __init__(self, states: Sequence[ParameterState], steps: Iterable[int]) -> None:
+        self.states = list(states)
+        self.steps = np.fromiter(steps, np.int64, len(self.states))
+        lengths = [state.parameter.numel() for state in self.states]
+        first_chunks = np.cumsum([0] + [native.chunk_count(length) for length in lengths], dtype=np.uint64)
+        self.sums = np.zeros(int(first_chunks[-1]), np.float64)
+        self.nonfinite = np.zeros(int(first_chunks[-1]), np.int64)
+        self._rows = np.zeros(len(self.states), native.SEGMENT)
+        self._rows["length"] = lengths
+        self._rows["sums"] = self.sums.ctypes.data + 8 * first_chunks[:-1]
+        self._rows["nonfinite"] = self.nonfinite.ctypes.data + 8 * first_chunks[:-1]
+        self._rows["out_dtype"] = [DTYPES[state.parameter.dtype] for state in self.states]
+        self._is_own_master = np.array([state.is_own_master for state in self.states], bool)
+        self._parameter_pointers = np.zeros(len(self.states), np.uint64)
+        self.has_staged = any(state.is_staged for state in self.states)
+        for state in self.states:
+            self.note_moved(state)
+
+    def note_moved(self, state: ParameterState) -> None:
+        """Read the pointers of a state anew, after its tensors were made, replaced or dropped."""
+
+        def pointer(tensor: Tensor | None) -> int:
+            return 0 if tensor is None else tensor.data_ptr()
+
+        row = self._rows[state.row]
+        row["master"] = pointer(state.private if state.is_own_master else state.master)
+        row["exp_avg"] = pointer(state.exp_avg)
+        row["exp_avg_sq"] = pointer(state.exp_avg_sq)
+        row["max_exp_avg_sq"] = pointer(state.max_exp_avg_sq)
+        self._parameter_pointers[state.row] = 0 if state.is_staged else state.parameter.data_ptr()
+
+    def clear_sums(self) -> None:
+        """Forget the norm of the last step."""
+        self.sums.fill(0)
+        self.nonfinite.fill(0)
+
+    def norm(self, rows: Rows, gradients: Sequence[Tensor]) -> None:
+        """Fill `sums` and `nonfinite` of these rows from their gradients."""
+        native.run(Pass.NORM, self._segments(rows, gradients))
+
+    def speculate(
+        self,
+        rows: Rows,
+        gradients: Sequence[Tensor],
+        coefficients: CoefficientTable,
+        indices: Sequence[int],
+        *,
+        with_norm: bool,
+    ) -> None:
+        """Write working copies as if these gradients were a step; the state stays as it is."""
+        segments = self._segments(rows, gradients)
+        segments["coefficients"] = indices
+        if not with_norm:
+            segments["sums"] = segments["nonfinite"] = 0
+        self._run_with_out(Pass.SPECULATE, rows, segments, coefficients)
+
+    def commit_and_speculate(
+        self,
+        rows: Rows,
+        accepted: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        coefficients: CoefficientTable,
+        accepted_indices: Sequence[int],
+        indices: Sequence[int],
+    ) -> None:
+        """Fold the accepted gradients into the state, speculate with the new ones, and sum their squares; in one pass."""
+        segments = self._segments(rows, gradients)
+        segments["accepted_gradient"] = [gradient.data_ptr() for gradient in accepted]
+        segments["accepted_coefficients"] = accepted_indices
+        segments["coefficients"] = indices
+        self._run_with_out(Pass.COMMIT_AND_SPECULATE, rows, segments, coefficients)
+
+    def commit(
+        self, rows: Rows, accepted: Sequence[Tensor], coefficients: CoefficientTable, indices: Sequence[int]
+    ) -> None:
+        """Fold the accepted gradients into the state; working copies show them already."""
+        segments = self._segments(rows, accepted)
+        segments["coefficients"] = indices
+        segments["sums"] = segments["nonfinite"] = 0
+        native.run(Pass.COMMIT, segments, coefficients.array())
+
+    def update(
+        self, rows: Rows, gradients: Sequence[Tensor], coefficients: CoefficientTable, indices: Sequence[int] | int
+    ) -> None:
+        """Make one synchronous step in place: state, own masters and working copies."""
+        segments = self._segments(rows, gradients)
+        segments["coefficients"] = indices
+        segments["sums"] = segments["nonfinite"] = 0
+        own = self._is_own_master[rows]
+        segments["master"] = np.where(own, self._parameter_pointers[rows], segments["master"])
+        segments["out_dtype"] = np.where(own, Dtype.NONE, segments["out_dtype"])
+        self._run_with_out(Pass.UPDATE, rows, segments, coefficients)
+
+    def restore(self, rows: Rows) -> None:
+        """Round working copies from their masters again."""
+        segments = self._rows[rows]
+        segments["gradient_dtype"] = [DTYPES[self.states[row].dtype] for row in rows]
+        segments["sums"] = segments["nonfinite"] = 0
+        self._run_with_out(Pass.ROUND, rows, segments, CoefficientTable())
+
+    def _segments(self, rows: Rows, gradients: Sequence[Tensor]) -> npt.NDArray[np.void]:
+        segments = self._rows[rows]
+        segments["gradient"] = [gradient.data_ptr() for gradient in gradients]
+        segments["gradient_dtype"] = [DTYPES[gradient.dtype] for gradient in gradients]
+        return segments
+
+    def _run_with_out(
+        self, which: Pass, rows: Rows, segments: npt.NDArray[np.void], coefficients: CoefficientTable
+    ) -> None:
+        """Run a pass that writes parameters; those that kernels cannot reach are written through a staging tensor each."""
+        segments["out"] = self._parameter_pointers[rows]
+        states = [self.states[row] for row in rows]
+        staged: list[tuple[ParameterState, Tensor]] = []
+        if self.has_staged:
+            for position, state in enumerate(states):
+                if state.is_staged:
+                    staged.append((state, state.empty(state.parameter.dtype)))
+                    segments["out"][position] = staged[-1][1].data_ptr()
+        native.run(which, segments, coefficients.array())
+        for state, staging in staged:
+            with torch.no_grad():
+                state.parameter.copy_(staging)
+        torch.autograd.graph.increment_version([state.parameter for state in states if not state.is_staged])
+        for state in states:
+            state.note_written()

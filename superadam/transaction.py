@@ -1,0 +1,318 @@
+"""The transaction: speculate, validate, then accept, redo or drop; commit later.
+
+Speculation reads the state and writes only working copies, so that rolling back is writing them again from the masters, exactly.
+The gradient is kept as *pending*; an accepted pending gradient is folded into the state by a commit, which may wait until the
+next gradient of that parameter arrives and share its pass. This module decides which pass runs over which rows, and owns the phases of
+all parameters. It knows nothing of torch.optim.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import numpy as np
+from torch import Tensor
+
+from superadam.hyperparameters import Hyperparameters
+from superadam.outcome import Statistics, StepKind, StepOutcome
+from superadam.outside_writes import OutsideWrite, adopt_into_clean
+from superadam.parameter import ParameterState, Pending, Phase
+from superadam.table import CoefficientTable, ParameterTable, Rows
+from superadam.validation import judge
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A gradient that has arrived for one parameter.
+
+    Attributes:
+        state: the parameter.
+        gradient: as `ParameterState.host_gradient` returns it.
+        hyper: the present hyper-parameters of its group.
+    """
+
+    state: ParameterState
+    gradient: Tensor
+    hyper: Hyperparameters
+
+
+def rows_of(states: Sequence[ParameterState]) -> Rows:
+    """Return the row numbers of these states, in their order."""
+    return np.fromiter((state.row for state in states), np.int64, len(states))
+
+
+class Transaction:
+    """Phases and passes over the parameters of one `ParameterTable`."""
+
+    def __init__(self, table: ParameterTable, statistics: Statistics) -> None:
+        self.table = table
+        self.statistics = statistics
+        self._members: dict[Phase, dict[ParameterState, None]] = {phase: {} for phase in Phase}
+        for state in table.states:
+            self._members[state.phase][state] = None
+
+    def in_phase(self, phase: Phase) -> list[ParameterState]:
+        """Return the states in this phase, in row order."""
+        return sorted(self._members[phase], key=lambda state: state.row)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether speculation waits for its verdict."""
+        return bool(self._members[Phase.SPECULATED])
+
+    def _move(self, state: ParameterState, phase: Phase, pending: Pending | None) -> None:
+        del self._members[state.phase][state]
+        self._members[phase][state] = None
+        state.phase, state.pending = phase, pending
+
+    def speculate(self, arrivals: Sequence[Arrival], unscale: float = 1.0) -> None:
+        """Write working copies as if these gradients were accepted unclipped, and keep the gradients as pending.
+
+        Args:
+            arrivals: at most one gradient for each parameter, none of a parameter that is speculated already.
+            unscale: factor that undoes loss scaling.
+
+        Raises:
+            RuntimeError: a parameter is speculated already; nothing was changed.
+        """
+        twice = [arrival.state.name for arrival in arrivals if arrival.state.phase is Phase.SPECULATED]
+        if twice:
+            raise RuntimeError(
+                f"{twice[0]} has a second gradient while speculation on its first one is open; call resolve() or rollback() first, "
+                "or accumulate both gradients before speculating"
+            )
+        with self._timed("speculate_seconds"):
+            self._notice_outside_writes([arrival.state for arrival in arrivals])
+            if not self.is_open:
+                self.table.clear_sums()
+            for arrival in arrivals:
+                self._make_ready(arrival.state, arrival.hyper)
+                if arrival.state.is_own_master and arrival.state.phase is Phase.CLEAN:
+                    arrival.state.refresh_private()
+                    self.table.note_moved(arrival.state)
+            fused = [arrival for arrival in arrivals if _can_fuse(arrival)]
+            self._commit([a.state for a in arrivals if a.state.phase is Phase.ACCEPTED and not _can_fuse(a)])
+            alone = [arrival for arrival in arrivals if arrival.state.phase is Phase.CLEAN]
+            for group, run in ((alone, self._speculate_alone), (fused, self._speculate_fused)):
+                if group:
+                    run(group, [self._pending(arrival, unscale) for arrival in group])
+
+    def resolve(self, hyper_now: Mapping[ParameterState, Hyperparameters], max_norm: float | None) -> StepOutcome:
+        """Validate everything speculated, and accept it, redo it with the right coefficients, or drop it.
+
+        Args:
+            hyper_now: the present hyper-parameters of each speculated parameter; where they differ from the captured ones, the
+                working copy is speculated again with them.
+            max_norm: limit of the global gradient norm; None or inf for no limit.
+        """
+        with self._timed("resolve_seconds"):
+            states = self.in_phase(Phase.SPECULATED)
+            unscale = states[0].pending.unscale if states and states[0].pending else 1.0
+            outcome = judge(self.table.sums, self.table.nonfinite, unscale, max_norm)
+            if outcome.kind is StepKind.SKIPPED:
+                self._drop(states)
+            else:
+                writes = self._find_outside_writes(states)
+                self._redo(states, hyper_now, outcome.clip_coefficient)
+                for state in states:
+                    record = _pending_of(state)
+                    self._move(state, Phase.ACCEPTED, record)
+                    self.table.steps[state.row] = record.step
+                    state.is_provisional = state.is_max_provisional = False
+                if writes:
+                    self._commit([write.state for write in writes])
+                    for write in writes:
+                        write.adopt()
+            return outcome
+
+    def roll_back(self) -> None:
+        """Drop unresolved speculation: working copies and state are what they were before it, bit for bit."""
+        with self._timed("resolve_seconds"):
+            self._drop(self.in_phase(Phase.SPECULATED))
+
+    def commit(self) -> None:
+        """Fold every accepted gradient into the state."""
+        accepted = self.in_phase(Phase.ACCEPTED)
+        if accepted:
+            with self._timed("commit_seconds"):
+                self._notice_outside_writes(accepted)
+                self._commit(self.in_phase(Phase.ACCEPTED))
+
+    def step(self, arrivals: Sequence[Arrival], unscale: float, max_norm: float | None) -> StepOutcome:
+        """Make one synchronous step: norm, verdict, then an update in place unless a gradient is not finite."""
+        self.commit()
+        states = [arrival.state for arrival in arrivals]
+        gradients = [arrival.gradient for arrival in arrivals]
+        rows = rows_of(states)
+        with self._timed("norm_seconds"):
+            self._notice_outside_writes(states)
+            self.table.clear_sums()
+            self.table.norm(rows, gradients)
+            outcome = judge(self.table.sums, self.table.nonfinite, unscale, max_norm)
+        if outcome.kind is not StepKind.SKIPPED and arrivals:
+            with self._timed("update_seconds"):
+                for arrival in arrivals:
+                    self._make_ready(arrival.state, arrival.hyper)
+                scale = outcome.clip_coefficient * unscale
+                coefficients = CoefficientTable()
+                indices = [
+                    coefficients.index(
+                        arrival.hyper, int(self.table.steps[arrival.state.row]) + 1, scale, arrival.state.dtype
+                    )
+                    for arrival in arrivals
+                ]
+                self.table.update(rows, gradients, coefficients, indices)
+                self.table.steps[rows] += 1
+                for state in states:
+                    state.private_fresh = state.is_provisional = state.is_max_provisional = False
+        return outcome
+
+    def _speculate_alone(self, arrivals: Sequence[Arrival], pending: Sequence[Pending]) -> None:
+        coefficients = CoefficientTable()
+        indices = [
+            _index(coefficients, arrival.state, record) for arrival, record in zip(arrivals, pending, strict=True)
+        ]
+        rows = rows_of([arrival.state for arrival in arrivals])
+        self.table.speculate(rows, [arrival.gradient for arrival in arrivals], coefficients, indices, with_norm=True)
+        self._set_pending(arrivals, pending)
+
+    def _speculate_fused(self, arrivals: Sequence[Arrival], pending: Sequence[Pending]) -> None:
+        coefficients = CoefficientTable()
+        older = [_pending_of(arrival.state) for arrival in arrivals]
+        older_indices = [
+            _index(coefficients, arrival.state, record) for arrival, record in zip(arrivals, older, strict=True)
+        ]
+        indices = [
+            _index(coefficients, arrival.state, record) for arrival, record in zip(arrivals, pending, strict=True)
+        ]
+        rows = rows_of([arrival.state for arrival in arrivals])
+        self.table.commit_and_speculate(
+            rows,
+            [record.gradient for record in older],
+            [arrival.gradient for arrival in arrivals],
+            coefficients,
+            older_indices,
+            indices,
+        )
+        self._set_pending(arrivals, pending)
+
+    def _set_pending(self, arrivals: Sequence[Arrival], pending: Sequence[Pending]) -> None:
+        for arrival, record in zip(arrivals, pending, strict=True):
+            self._move(arrival.state, Phase.SPECULATED, record)
+
+    def _pending(self, arrival: Arrival, unscale: float) -> Pending:
+        step = int(self.table.steps[arrival.state.row]) + 1
+        return Pending(arrival.gradient, arrival.hyper, step, unscale, unscale)
+
+    def _redo(
+        self, states: Sequence[ParameterState], hyper_now: Mapping[ParameterState, Hyperparameters], clip: float
+    ) -> None:
+        """Speculate again where the captured scale or hyper-parameters are not those of the verdict."""
+        changed: dict[ParameterState, Pending] = {}
+        for state in states:
+            record = _pending_of(state)
+            scale = clip * record.unscale
+            if scale != record.scale or hyper_now[state] != record.hyper:
+                self._make_ready(state, hyper_now[state])
+                changed[state] = replace(record, hyper=hyper_now[state], scale=scale)
+        if changed:
+            self._write_speculation(list(changed), list(changed.values()))
+            for state, record in changed.items():
+                state.pending = record
+            self.statistics.respeculated += len(changed)
+
+    def _write_speculation(self, states: Sequence[ParameterState], records: Sequence[Pending]) -> None:
+        coefficients = CoefficientTable()
+        indices = [_index(coefficients, state, record) for state, record in zip(states, records, strict=True)]
+        self.table.speculate(
+            rows_of(states), [record.gradient for record in records], coefficients, indices, with_norm=False
+        )
+
+    def _drop(self, states: Sequence[ParameterState]) -> None:
+        if not states:
+            return
+        writes = self._find_outside_writes(states)
+        self.table.restore(rows_of(states))
+        for state in states:
+            self._move(state, Phase.CLEAN, None)
+        for write in writes:
+            write.adopt()
+        for state in states:
+            if state.is_provisional or state.is_max_provisional:
+                state.forget_provisional()
+                self.table.note_moved(state)
+        self.table.clear_sums()
+        self.statistics.dropped += len(states)
+
+    def _commit(self, states: Sequence[ParameterState]) -> None:
+        if not states:
+            return
+        coefficients = CoefficientTable()
+        records = [_pending_of(state) for state in states]
+        indices = [_index(coefficients, state, record) for state, record in zip(states, records, strict=True)]
+        self.table.commit(rows_of(states), [record.gradient for record in records], coefficients, indices)
+        for state in states:
+            self._move(state, Phase.CLEAN, None)
+
+    def _make_ready(self, state: ParameterState, hyper: Hyperparameters) -> None:
+        """Create what a step with these hyper-parameters reads and writes."""
+        makes_max = hyper.amsgrad and state.max_exp_avg_sq is None
+        if state.has_state and not makes_max:
+            return
+        if not state.has_state:
+            state.create_state()
+        if makes_max:
+            state.create_max()
+        self.table.note_moved(state)
+
+    def _notice_outside_writes(self, states: Sequence[ParameterState]) -> None:
+        """Adopt what was written to parameters that have no open speculation; accepted gradients are committed before."""
+        hinted = [state for state in states if state.was_written_outside()]
+        if hinted:
+            self._commit([state for state in hinted if state.phase is Phase.ACCEPTED])
+            for state in hinted:
+                adopt_into_clean(state)
+                self.table.note_moved(state)
+
+    def _find_outside_writes(self, states: Sequence[ParameterState]) -> list[OutsideWrite]:
+        """Find what was written over open speculation, by making the speculation once more."""
+        hinted = [state for state in states if state.was_written_outside()]
+        if not hinted:
+            return []
+        present = [state.parameter.detach().clone() for state in hinted]
+        for state in hinted:
+            self.table.note_moved(state)
+        self._write_speculation(hinted, [_pending_of(state) for state in hinted])
+        writes = []
+        for state, values in zip(hinted, present, strict=True):
+            speculated = state.parameter.detach().cpu().clone()
+            state.parameter.data.copy_(values)
+            found = OutsideWrite.found_in(state, speculated)
+            if found is not None:
+                writes.append(found)
+        return writes
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            setattr(self.statistics, phase, getattr(self.statistics, phase) + time.perf_counter() - begin)
+
+
+def _can_fuse(arrival: Arrival) -> bool:
+    state = arrival.state
+    return state.phase is Phase.ACCEPTED and _pending_of(state).gradient.dtype == arrival.gradient.dtype
+
+
+def _pending_of(state: ParameterState) -> Pending:
+    assert state.pending is not None
+    return state.pending
+
+
+def _index(coefficients: CoefficientTable, state: ParameterState, record: Pending) -> int:
+    return coefficients.index(record.hyper, record.step, record.scale, state.dtype)
