@@ -17,6 +17,7 @@ import numpy as np
 from superadam.native import Flag
 
 _POWER_CONTEXT = decimal.Context(prec=60)
+_SMALLEST_NORMAL_FLOAT32 = 2.0**-126
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class Hyperparameters:
 
 @functools.lru_cache(maxsize=4096)
 def beta_power(beta: float, step: int) -> float:
-    """Return `beta**step` correctly rounded to double; the C library's pow differs between machines in rare last bits."""
+    """Return `beta**step` correctly rounded to double; C libraries' pow differ in rare last bits."""
     return float(_POWER_CONTEXT.power(decimal.Decimal(beta), step))
 
 
@@ -101,7 +102,12 @@ class Coefficients:
         """
 
         def rounded(value: float) -> float:
-            return float(value) if double else float(np.float32(value))
+            if double:
+                return float(value)
+            if abs(value) < _SMALLEST_NORMAL_FLOAT32:
+                # The processor's own conversion gives 0 while denormals are flushed (torch.set_flush_denormal).
+                return math.copysign(math.ldexp(round(math.ldexp(value, 149)), -149), value)
+            return float(np.float32(value))
 
         flags = Flag(0)
         s = rounded(scale)

@@ -1,15 +1,13 @@
 """`SpeculativeCPUAdam` and `SpeculativeCPUAdamW`: the transaction behind the contract of `torch.optim`.
 
-Owns the parameter groups, the published `state` and the limits of validation. Arithmetic and phases lie below it.
+Owns the parameter groups and the limits of validation. Arithmetic and phases lie below it; binding.py keeps `state`.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
-import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -17,37 +15,54 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from superadam import checkpoint, native
+from superadam.binding import Binding, names_of
 from superadam.hyperparameters import Hyperparameters
 from superadam.outcome import Statistics, StepKind, StepOutcome
-from superadam.parameter import ParameterState, Phase, check_parameter
-from superadam.table import ParameterTable
-from superadam.transaction import Arrival, Transaction
+from superadam.parameter import check_parameter
+from superadam.transaction import Arrival
 
 _logger = logging.getLogger("superadam")
+
+_LATER_GROUP_KEYS = {
+    "amsgrad": False,
+    "maximize": False,
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
+    "decoupled_weight_decay": False,
+}
+"""Group keys that torch.optim.Adam did not always have: what they are where an older checkpoint lacks them."""
 
 
 class SpeculativeCPUAdam(Optimizer):
     r"""Adam with fp32 masters and moments in CPU memory, validated updates, and speculation that never changes a bit.
 
-    A drop-in for `torch.optim.Adam`. `step()` computes the global gradient norm, skips the step when a gradient is Inf or NaN, clips
-    to `max_grad_norm`, and updates state and parameters. `speculate()` and `resolve()` are the same step in two parts: the first
-    writes parameters as if the gradients were good, the second validates and, where needed, redoes or undoes it exactly.
+    A drop-in for `torch.optim.Adam`. `step()` computes the global gradient norm, skips the step when a gradient is Inf
+    or NaN, clips to `max_grad_norm`, and updates state and parameters. `speculate()` and `resolve()` are the same step
+    in two
+    parts: the first writes parameters as if the gradients were good, the second validates and, where needed, redoes or
+    undoes it exactly.
 
-    A parameter that is fp32 or fp64 and dense on the CPU is its own master. Any other parameter (bf16, fp16, or on a GPU) is a working
-    copy: the rounded value of an fp32 master that the optimizer owns.
+    A parameter that is fp32 or fp64 and dense on the CPU is its own master. Any other parameter (bf16, fp16, or on a
+    GPU) is
+    a working copy: the rounded value of an fp32 master that the optimizer owns.
 
     Args:
-        params: tensors, (name, tensor) pairs or group dicts, as for `torch.optim.Adam`; float32, bfloat16, float16 or float64.
-        lr: learning rate, at least 0; a float or a 0-dim tensor.
+        params: tensors, (name, tensor) pairs or group dicts, as for `torch.optim.Adam`; float32, bfloat16, float16 or
+            float64.
+        lr: learning rate, at least 0; a float or a one-element tensor.
         betas: decay rates of the moments, each in [0, 1).
         eps: added to the denominator, at least 0.
         weight_decay: at least 0; added to the gradient (L2), or taken from the parameter with `decoupled_weight_decay`.
         amsgrad: divide by the largest second moment so far.
         maximize: ascend instead of descend.
         decoupled_weight_decay: weight decay as in AdamW.
-        max_grad_norm: limit of the global 2-norm of all gradients, as in `torch.nn.utils.clip_grad_norm_`; None or `math.inf` for none.
-            An attribute, not a group key; may be changed at any time. Do not call `clip_grad_norm_` beside it.
-        on_nonfinite: what an Inf or NaN gradient does: "skip" the step, or "raise" FloatingPointError after rolling back.
+        max_grad_norm: limit of the global 2-norm of all gradients, as in `torch.nn.utils.clip_grad_norm_`; None or
+            `math.inf` for none. An attribute, not a group key; may be changed at any time. Do not call
+            `torch.nn.utils.clip_grad_norm_` beside it.
+        on_nonfinite: what an Inf or NaN gradient does: "skip" the step, or "raise" FloatingPointError; nothing is
+            changed.
         foreach, fused: accepted for compatibility; there is one implementation.
         capturable, differentiable: must be False.
 
@@ -56,8 +71,11 @@ class SpeculativeCPUAdam(Optimizer):
         TypeError: a parameter is complex, sparse or of an unsupported dtype.
         RuntimeError: `capturable` or `differentiable` was asked for.
 
-    Source: Kingma & Ba, arXiv 1412.6980; Reddi et al., arXiv 1904.09237 (amsgrad); Loshchilov & Hutter, arXiv 1711.05101 (decoupled).
+    Source: Kingma & Ba, arXiv 1412.6980; Reddi et al., arXiv 1904.09237 (amsgrad); Loshchilov & Hutter, arXiv
+    1711.05101 (decoupled weight decay).
     """
+
+    _step_supports_amp_scaling = True  # torch.amp.GradScaler then hands its scale over instead of unscaling itself
 
     def __init__(
         self,
@@ -96,8 +114,7 @@ class SpeculativeCPUAdam(Optimizer):
         self.on_nonfinite = on_nonfinite
         self.statistics = Statistics()
         self.last_outcome: StepOutcome | None = None
-        self._transaction: Transaction | None = None
-        self._state_is_exposed = False
+        self._limit_of_next_step: float | None = None
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -110,13 +127,13 @@ class SpeculativeCPUAdam(Optimizer):
         group = self.param_groups[-1]
         try:
             _check_group(group)
-            for parameter, name in zip(group["params"], _names(group, len(self.param_groups) - 1), strict=True):
+            for parameter, name in zip(group["params"], names_of(group, len(self.param_groups) - 1), strict=True):
                 check_parameter(parameter, name)
         except Exception:
             self.param_groups.pop()
             raise
 
-    # ---- limits ----------------------------------------------------------------------------------------------------
+    # ---- limits ------------------------------------------------------------------------------------------------------
 
     @property
     def max_grad_norm(self) -> float | None:
@@ -125,11 +142,7 @@ class SpeculativeCPUAdam(Optimizer):
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float | None) -> None:
-        if value is not None and not float(value) >= 0.0:
-            raise ValueError(
-                f"max_grad_norm is {value}, expected a number of at least 0, or None or math.inf for no limit"
-            )
-        self._max_grad_norm = None if value is None else float(value)
+        self._max_grad_norm = None if value is None else _checked_limit("max_grad_norm", value)
 
     @property
     def on_nonfinite(self) -> str:
@@ -142,13 +155,14 @@ class SpeculativeCPUAdam(Optimizer):
             raise ValueError(f"on_nonfinite is {value!r}, expected 'skip' or 'raise'")
         self._on_nonfinite = value
 
-    # ---- steps -----------------------------------------------------------------------------------------------------
+    # ---- steps -------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Make one step with the gradients in `.grad`, which stay there, unscaled.
 
         With speculation open, takes the remaining gradients too and resolves. What came of it is in `last_outcome`.
+        Called by `torch.amp.GradScaler.step`, undoes its scale, and skips when it has found an Inf.
 
         Args:
             closure: reevaluates the model and returns the loss.
@@ -157,19 +171,23 @@ class SpeculativeCPUAdam(Optimizer):
             the closure's loss, or None.
 
         Raises:
-            TypeError, ValueError: a gradient does not fit its parameter, or a hyper-parameter is out of range; nothing was changed.
+            TypeError, ValueError: a gradient does not fit its parameter, or a hyper-parameter is out of range; nothing
+                was changed.
             FloatingPointError: a gradient is Inf or NaN and `on_nonfinite` is "raise"; nothing was changed.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        transaction = self._bound()
+        transaction = self._binding.bound(self.param_groups)
         if transaction.is_open:
             self.speculate()
             self.resolve()
         else:
-            self._conclude(transaction.step(self._arrivals(transaction), 1.0, self.max_grad_norm))
+            scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+            unscale = 1.0 if scale is None else 1.0 / float(scale)
+            is_rejected = found_inf is not None and bool(found_inf)
+            self._conclude(transaction.step(self._arrivals(), self._limit(), unscale=unscale, is_rejected=is_rejected))
         return loss
 
     @torch.no_grad()
@@ -181,16 +199,18 @@ class SpeculativeCPUAdam(Optimizer):
 
         Raises:
             RuntimeError: a parameter has a second gradient while its speculation is open.
-            TypeError, ValueError: a gradient does not fit its parameter, a parameter is not one of this optimizer's, or a
-                hyper-parameter is out of range. Whatever is raised, nothing was changed.
+            TypeError, ValueError: a gradient does not fit its parameter, a parameter is not one of this optimizer's,
+                or a hyper-parameter is out of range. Whatever is raised, nothing was changed.
         """
-        transaction = self._bound()
-        chosen = None if params is None else {id(parameter) for parameter in params}
-        if chosen is not None and not chosen <= {id(state.parameter) for state in transaction.table.states}:
-            raise ValueError(
-                "speculate() got a parameter that is not in any group of this optimizer; call add_param_group() first"
-            )
-        arrivals = [a for a in self._arrivals(transaction) if chosen is None or id(a.state.parameter) in chosen]
+        transaction = self._binding.bound(self.param_groups)
+        arrivals = self._arrivals()
+        if params is not None:
+            chosen = {id(parameter) for parameter in params}
+            if not chosen <= {id(state.parameter) for state in transaction.table.states}:
+                raise ValueError(
+                    "speculate() got a parameter that is in no group of this optimizer; call add_param_group() first"
+                )
+            arrivals = [arrival for arrival in arrivals if id(arrival.state.parameter) in chosen]
         transaction.speculate(arrivals)
         for arrival in arrivals:
             arrival.state.parameter.grad = None
@@ -208,262 +228,194 @@ class SpeculativeCPUAdam(Optimizer):
             FloatingPointError: a gradient is Inf or NaN and `on_nonfinite` is "raise"; the speculation was dropped.
             ValueError: a hyper-parameter is out of range; the speculation is still open.
         """
-        transaction = self._bound()
-        hyper_now = {state: hyper for state, hyper in self._states_with_hyper(transaction) if state.pending is not None}
-        return self._conclude(transaction.resolve(hyper_now, self.max_grad_norm))
+        hyper_now = dict(self._binding.with_hyperparameters(self.param_groups))
+        transaction = self._binding.bound(self.param_groups)
+        return self._conclude(transaction.resolve(hyper_now, self._limit()))
 
     @torch.no_grad()
     def rollback(self) -> None:
-        """Drop unresolved speculation: parameters and state are as before `speculate()`, bit for bit; the gradients are gone."""
-        self._bound().roll_back()
-        self._keep_published()
+        """Drop unresolved speculation: parameters and state are as before `speculate()`, bit for bit.
+
+        The gradients are gone. Without open speculation this does nothing.
+        """
+        if self._binding.transaction is not None:
+            self._binding.transaction.roll_back()
+            self._binding.keep_published()
 
     @torch.no_grad()
     def commit(self) -> None:
         """Fold accepted steps into the state now. Readers of the state do it themselves."""
-        if self._transaction is not None:
-            self._transaction.commit()
-            self._keep_published()
+        if self._binding.transaction is not None:
+            self._binding.transaction.commit()
+            self._binding.keep_published()
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Set the limit of the global gradient norm for the coming step only, and return that norm.
+
+        For frameworks that clip by themselves: unlike `torch.nn.utils.clip_grad_norm_`, leaves the gradients alone.
+
+        Args:
+            max_norm: limit, at least 0; `math.inf` for none.
+
+        Returns:
+            0-dim fp64 tensor: the 2-norm of all gradients, in `.grad` or speculated, as they arrived.
+        """
+        limit = _checked_limit("max_norm", max_norm)
+        transaction = self._binding.bound(self.param_groups)
+        norm = transaction.grad_norm(self._arrivals())
+        self._limit_of_next_step = limit
+        return torch.tensor(norm, dtype=torch.float64)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients as torch.optim does; drops speculation that is still open."""
-        if self._transaction is not None and self._transaction.is_open:
+        if self._binding.transaction is not None and self._binding.transaction.is_open:
             _logger.info("zero_grad() dropped an open speculation; call step() or resolve() first to keep it")
             self.rollback()
+        self._limit_of_next_step = None
         super().zero_grad(set_to_none)
 
-    def _conclude(self, outcome: StepOutcome) -> StepOutcome:
-        self.last_outcome = outcome
-        self._keep_published()
-        setattr(self.statistics, outcome.kind.value, getattr(self.statistics, outcome.kind.value) + 1)
-        if outcome.kind is StepKind.SKIPPED and self.on_nonfinite == "raise":
-            raise FloatingPointError(
-                f"{outcome.nonfinite} gradient elements are Inf or NaN, expected finite gradients; nothing was changed: lower the learning "
-                "rate or the loss scale, or set on_nonfinite='skip'"
-            )
-        return outcome
+    def _limit(self) -> float | None:
+        return self._max_grad_norm if self._limit_of_next_step is None else self._limit_of_next_step
 
-    # ---- binding parameters to their state -----------------------------------------------------------------------
-
-    def _states_with_hyper(self, transaction: Transaction) -> Iterator[tuple[ParameterState, Hyperparameters]]:
-        """Yield every parameter's state with the present hyper-parameters of its group; one record for each group."""
-        states = iter(transaction.table.states)
-        for group in self.param_groups:
-            hyper = Hyperparameters.of_group(group)
-            for state in itertools.islice(states, len(group["params"])):
-                yield state, hyper
-
-    def _arrivals(self, transaction: Transaction) -> list[Arrival]:
+    def _arrivals(self) -> list[Arrival]:
         """Return every parameter that has a gradient, with it."""
         return [
             Arrival(state, state.host_gradient(state.parameter.grad), hyper)
-            for state, hyper in self._states_with_hyper(transaction)
+            for state, hyper in self._binding.with_hyperparameters(self.param_groups)
             if state.parameter.grad is not None
         ]
 
-    def _bound(self) -> Transaction:
-        """Return the transaction over the present parameters; binds lazily, because frameworks replace them after construction."""
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        transaction = self._transaction
-        if transaction is not None and (
-            len(parameters) != len(transaction.table.states)
-            or any(state.parameter is not p for state, p in zip(transaction.table.states, parameters, strict=True))
-        ):
-            if transaction.is_open:
-                raise RuntimeError(
-                    "the parameters of the optimizer changed while speculation was open; call resolve() or rollback() before changing them"
-                )
-            transaction.commit()
-            self._publish(transaction.table)
-            transaction = None
-        if transaction is None:
-            transaction = self._transaction = self._bind(parameters)
-        elif self._state_is_exposed:
-            for state in transaction.table.states:
-                if state.pending is None:
-                    self._read_published(state, transaction.table)
-        return transaction
+    def _conclude(self, outcome: StepOutcome) -> StepOutcome:
+        self.last_outcome = outcome
+        self._limit_of_next_step = None
+        self.statistics.count(outcome.kind)
+        self._binding.keep_published()
+        if outcome.kind is StepKind.SKIPPED and self.on_nonfinite == "raise":
+            raise FloatingPointError(
+                f"{outcome.nonfinite} gradient elements are Inf or NaN, expected finite ones; nothing was changed: "
+                "lower the learning rate or the loss scale, or set on_nonfinite='skip'"
+            )
+        return outcome
 
-    def _bind(self, parameters: list[Tensor]) -> Transaction:
-        names = [name for index, group in enumerate(self.param_groups) for name in _names(group, index)]
-        known = (
-            {} if self._transaction is None else {state.parameter: state for state in self._transaction.table.states}
-        )
-        states = []
-        for row, (parameter, name) in enumerate(zip(parameters, names, strict=True)):
-            state = known.get(parameter) or ParameterState(parameter, row, name)
-            state.row = row
-            states.append(state)
-        _refuse_shared_memory(states)
-        table = ParameterTable(states, itertools.repeat(0, len(states)))
-        for state in states:
-            self._read_published(state, table)
-        return Transaction(table, self.statistics)
-
-    # ---- published state ---------------------------------------------------------------------------------------------
+    # ---- state -------------------------------------------------------------------------------------------------------
 
     @property
-    def state(self) -> defaultdict[Tensor, Any]:  # type: ignore[override]
-        """Per parameter `step`, `exp_avg`, `exp_avg_sq` (`max_exp_avg_sq`, `master`): the last accepted state, committed first."""
-        self._state_is_exposed = self._transaction is not None
-        return self._committed_state()
+    def state(self) -> defaultdict[Tensor, Any]:
+        """Per parameter `step`, `exp_avg`, `exp_avg_sq` (`max_exp_avg_sq`, `master`): the last accepted state.
+
+        Accepted steps are committed first. After further steps read it again through this property.
+        """
+        self._binding.is_exposed = True
+        return self._binding.committed()
 
     @state.setter
     def state(self, value: defaultdict[Tensor, Any]) -> None:
-        self._state = value
-        self._transaction = None
+        self._binding = Binding(value, self.statistics)
 
-    def _committed_state(self) -> defaultdict[Tensor, Any]:
-        if self._transaction is not None:
-            self._transaction.commit()
-            self._publish(self._transaction.table)
-        return self._state
+    @torch.no_grad()
+    def reload_masters(self, params: Iterable[Tensor] | None = None) -> None:
+        """Adopt values that were written to parameters through `.data`; other writes are noticed without this.
 
-    def _keep_published(self) -> None:
-        """Once somebody has seen `state`, and may hold or change parts of it, keep it up to date at every step."""
-        if self._state_is_exposed and self._transaction is not None:
-            self._publish(self._transaction.table)
+        An element that equals its rounded master keeps that master.
 
-    def _publish(self, table: ParameterTable) -> None:
-        """Bring `_state` up to date with the table, except where an accepted step is not committed yet."""
-        for state in table.states:
-            if not state.has_state or state.is_provisional or state.phase is Phase.ACCEPTED:
-                continue
-            entry = self._state[state.parameter]
-            step = entry.setdefault("step", torch.zeros((), dtype=torch.float32))
-            if step != table.steps[state.row]:
-                step.fill_(float(table.steps[state.row]))
-            for key in (*checkpoint.MOMENTS, *checkpoint.OPTIONAL):
-                tensor = None if key == "max_exp_avg_sq" and state.is_max_provisional else getattr(state, key)
-                if tensor is not None:
-                    entry[key] = tensor
+        Args:
+            params: only these parameters; default all.
 
-    def _read_published(self, state: ParameterState, table: ParameterTable) -> None:
-        """Bring a clean row of the table up to date with `_state`, which users and frameworks may have written to."""
-        entry = self._state.get(state.parameter)
-        if not entry:
-            if state.has_state:
-                state.is_provisional = state.is_max_provisional = True
-                state.forget_provisional()
-                table.steps[state.row] = 0
-                table.note_moved(state)
-            return
-        tensors = [entry.get(key) for key in (*checkpoint.MOMENTS, *checkpoint.OPTIONAL)]
-        held = [state.exp_avg, state.exp_avg_sq, state.max_exp_avg_sq, state.master]
-        if any(ours is not theirs for ours, theirs in zip(held, tensors, strict=True)):
-            checkpoint.check_entry(entry, state)
-            for key, tensor in zip((*checkpoint.MOMENTS, *checkpoint.OPTIONAL), tensors, strict=True):
-                fits = tensor is None or (
-                    tensor.dtype == state.dtype and tensor.device.type == "cpu" and tensor.stride() == state.strides
-                )
-                entry[key] = tensor if fits else state.host_copy(tensor, state.dtype)
-                setattr(state, key, entry[key])
-            table.note_moved(state)
-        if not isinstance(entry["step"], Tensor):
-            entry["step"] = torch.tensor(float(entry["step"]), dtype=torch.float32)
-        table.steps[state.row] = checkpoint.read_step(entry["step"], state.name)
-
-    # ---- checkpoints, copies -----------------------------------------------------------------------------------------
+        Raises:
+            RuntimeError: speculation is open; nothing was changed.
+        """
+        transaction = self._binding.bound(self.param_groups)
+        chosen = None if params is None else {id(parameter) for parameter in params}
+        transaction.adopt_outside_writes(
+            [state for state in transaction.table.states if chosen is None or id(state.parameter) in chosen]
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return groups and state as `torch.optim.Optimizer.state_dict` does, with `master` for every working copy.
 
         Accepted steps are committed first; open speculation is not part of it.
         """
-        was_exposed = self._state_is_exposed
+        was_exposed = self._binding.is_exposed
         result = super().state_dict()
-        result["state"] = {
-            key: dict(entry) if isinstance(entry, dict) else entry for key, entry in result["state"].items()
-        }
-        self._state_is_exposed = was_exposed
+        result["state"] = {key: dict(e) if isinstance(e, dict) else e for key, e in result["state"].items()}
+        self._binding.is_exposed = was_exposed
+        return result
+
+    def torch_state_dict(self) -> dict[str, Any]:
+        """Return `state_dict()` without masters, as `torch.optim.Adam` or `AdamW` over the same parameters loads it."""
+        result = self.state_dict()
+        for entry in result["state"].values():
+            entry.pop("master", None)
         return result
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict()` of this class, or of torch.optim's Adam or AdamW, returned.
 
-        fp32 state stays fp32 and on the CPU, whatever the parameters are. With `master` in the state, working copies become the
-        rounded masters; without, masters are read from the parameters when they are first needed. Open speculation is rolled back.
+        fp32 state stays fp32 and on the CPU, whatever the parameters are. With `master` in the state, working copies
+        become the rounded masters; without, masters are read from the parameters when they are first needed. Open
+        speculation is rolled back.
 
         Raises:
             ValueError: the state dict is not one of Adam over such parameters; nothing was changed.
         """
         if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= set(state_dict):
             raise ValueError("the state dict lacks state or param_groups; load what optimizer.state_dict() returned")
-        loaded: dict[Tensor, dict[str, Tensor]] = {}
+        arriving: dict[Tensor, dict[str, Tensor]] = {}
 
         def take_state(optimizer: Optimizer, final: dict[str, Any]) -> dict[str, Any]:
             """Check everything and take the tensors out, so that torch neither casts nor moves them."""
-            states = self._bound().table.states
-            ids = checkpoint.packed_ids(final["param_groups"], [len(group["params"]) for group in self.param_groups])
-            by_id = dict(zip(ids, states, strict=True))
+            states = self._binding.bound(self.param_groups).table.states
+            sizes = [len(group["params"]) for group in self.param_groups]
+            entries = checkpoint.checked_entries(
+                final, dict(zip(checkpoint.packed_ids(final, sizes), states, strict=True))
+            )
             for group in final["param_groups"]:
-                _check_group({**self.defaults, **group})
-            for identifier, entry in final["state"].items():
-                if identifier not in by_id:
-                    raise ValueError(
-                        f"the state dict holds state for parameter {identifier!r}, which none of its groups lists; it is damaged"
-                    )
-                if entry:
-                    checkpoint.check_entry(entry, by_id[identifier])
-            for identifier, entry in final["state"].items():
-                if entry:
-                    loaded[by_id[identifier].parameter] = checkpoint.copy_entry(entry, by_id[identifier])
+                _check_group({**_LATER_GROUP_KEYS, **group})
+            arriving.update({state.parameter: checkpoint.copied(entry, state) for state, entry in entries.items()})
             self.rollback()
             return {**final, "state": {}}
 
-        handle = self.register_load_state_dict_pre_hook(take_state)
-        self._arriving_state = loaded
+        handle = self.register_load_state_dict_pre_hook(
+            take_state
+        )  # the last one: it sees what the user's hooks made of it
+        self._arriving = arriving
         try:
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
-            del self._arriving_state
+            del self._arriving
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over `param_groups` and `state`, from a pickle, a deep copy or `load_state_dict`."""
         values = dict(state)
-        published = values.pop("state")
-        arriving = self.__dict__.get("_arriving_state")
-        if arriving is not None:
-            published = defaultdict(dict, arriving)
-        self.__dict__.update(values)
-        self.state = published
-        self._state_is_exposed = False
+        published = values.pop("state")  # a property here: it must not land in __dict__
+        super().__setstate__(values)
+        arriving = self.__dict__.get("_arriving")
+        self.state = published if arriving is None else defaultdict(dict, arriving)
         for group in self.param_groups:
-            for key, value in (
-                ("amsgrad", False),
-                ("maximize", False),
-                ("foreach", None),
-                ("capturable", False),
-                ("differentiable", False),
-                ("fused", None),
-                ("decoupled_weight_decay", False),
-            ):
+            for key, value in _LATER_GROUP_KEYS.items():
                 group.setdefault(key, self.defaults.get(key, value))
-        if not hasattr(self, "_zero_grad_profile_name"):
-            self._patch_step_function()
-        if arriving:
+        if arriving is not None:
             self._write_masters()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return everything but what is bound to this object's tensors; accepted steps are committed first."""
-        values = {
-            key: value
-            for key, value in self.__dict__.items()
-            if key not in ("_state", "_transaction", "_arriving_state")
-        }
-        return {**values, "state": self._committed_state()}
+        """Return what pickles and deep copies hold; accepted steps are committed first. Hooks stay behind, as in torch."""
+        kept = ("defaults", "param_groups", "statistics", "last_outcome", "_max_grad_norm", "_on_nonfinite")
+        values = {key: self.__dict__[key] for key in (*kept, "_limit_of_next_step")}
+        return {**values, "state": self._binding.committed()}
 
     def _write_masters(self) -> None:
         """Make every parameter that came with a master the rounded value of it."""
-        for state in self._bound().table.states:
-            if state.master is not None:
-                state.parameter.copy_(state.master)
-                state.note_written()
-                if state.is_own_master:
-                    state.master = None
-                    del self._state[state.parameter]["master"]
+        for parameter, entry in self._binding.published.items():
+            if "master" in entry:
+                with torch.no_grad():
+                    parameter.copy_(entry["master"])
+        for state in self._binding.bound(self.param_groups).table.states:
+            if state.is_own_master and state.master is not None:
+                state.master = None
+                del self._binding.published[state.parameter]["master"]
 
 
 def _check_group(group: dict[str, Any]) -> None:
@@ -473,42 +425,24 @@ def _check_group(group: dict[str, Any]) -> None:
         ValueError: a value is out of range.
         RuntimeError: something that this optimizer does not do is asked for.
     """
-    if group.get("capturable") or group.get("differentiable"):
-        which = "capturable" if group.get("capturable") else "differentiable"
-        raise RuntimeError(
-            f"{which}=True is not possible: the update runs on the CPU outside CUDA graphs and autograd; leave it False or use torch.optim.AdamW"
-        )
+    for key in ("capturable", "differentiable"):
+        if group.get(key):
+            raise RuntimeError(
+                f"{key}=True is not possible, because the update runs on the CPU outside CUDA graphs and autograd; "
+                "leave it False or use torch.optim.AdamW"
+            )
     lr = group["lr"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError(f"Tensor lr has shape {tuple(lr.shape)}, expected one element")
+        raise ValueError(
+            f"Tensor lr must be 1-element, but has shape {tuple(lr.shape)}; pass a 0-dim tensor or a float"
+        )
     Hyperparameters.of_group(group)
 
 
-def _names(group: dict[str, Any], index: int) -> list[str]:
-    """Return how errors call the parameters of a group."""
-    return group.get("param_names") or [
-        f"parameter {position} of group {index}" for position in range(len(group["params"]))
-    ]
-
-
-def _refuse_shared_memory(states: list[ParameterState]) -> None:
-    """Raise when two parameters lie in the same memory: speculation on one would overwrite the other.
-
-    Raises:
-        ValueError: two distinct parameters overlap.
-    """
-    spans = []
-    for state in states:
-        p = state.parameter
-        if p.numel():
-            extent = 1 + sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True))
-            spans.append((str(p.device), p.data_ptr(), p.data_ptr() + extent * p.element_size(), state.name))
-    spans.sort()
-    for (device, _, end, first), (other_device, begin, _, second) in itertools.pairwise(spans):
-        if device == other_device and begin < end:
-            raise ValueError(
-                f"{first} and {second} share memory, expected distinct parameters in distinct memory; tie weights by using one Parameter twice"
-            )
+def _checked_limit(name: str, value: float) -> float:
+    if not float(value) >= 0.0:
+        raise ValueError(f"{name} is {value}, expected a number of at least 0, or math.inf for no limit")
+    return float(value)
 
 
 class SpeculativeCPUAdamW(SpeculativeCPUAdam):

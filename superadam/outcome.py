@@ -43,8 +43,9 @@ class Statistics:
         respeculated: parameters whose working copy was speculated a second time, because the step was clipped or a
             hyper-parameter had changed.
         dropped: parameters whose speculation was taken back, because the step was skipped or rolled back.
-        speculate_seconds, resolve_seconds, commit_seconds, update_seconds: wall time inside each phase; a commit fused into a
-            speculation counts as speculation, `update` is the plain synchronous step without its norm pass, `norm_seconds` that pass.
+        norm_seconds, update_seconds: wall time of the two parts of plain synchronous steps.
+        speculate_seconds, resolve_seconds, commit_seconds: wall time of the parts of speculative steps; a commit that
+            shares the pass of a speculation counts as speculation.
     """
 
     committed: int = 0
@@ -57,6 +58,10 @@ class Statistics:
     resolve_seconds: float = 0.0
     commit_seconds: float = 0.0
     update_seconds: float = 0.0
+
+    def count(self, kind: StepKind) -> None:
+        """Add one step of this kind."""
+        setattr(self, kind.value, getattr(self, kind.value) + 1)
 
     @property
     def steps(self) -> int:

@@ -1,7 +1,8 @@
 """Writes to parameters that were not ours: weights loaded after construction, EMA weights swapped in, an in-place edit.
 
-The version counter and the address of a tensor only hint at such a write. What decides are the values: an element that still holds
-the bits we last wrote keeps its fp32 master; only a differing element is adopted. So loading the same weights again changes nothing.
+The version counter and the address of a tensor only hint at such a write. What decides are the values: an element that
+still holds the bits we last wrote keeps its fp32 master; only a differing element is adopted. So loading the same
+weights again changes nothing.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 Owns the master, the moments and the phase of its transaction. It runs no kernel and knows no other parameter.
 
-A parameter that is fp32 or fp64, dense and on the CPU is its own master. Every other one is a *working copy*: its master lies
-beside the moments, on the CPU. While speculation runs, an own master lends its tensor as working copy, and a private
-copy is the master.
+A parameter that is fp32 or fp64, dense and on the CPU is its own master. Every other one is a *working copy*: its
+master lies beside the moments, on the CPU. While speculation runs, an own master lends its tensor as working copy, and
+a private copy is the master.
 """
 
 from __future__ import annotations
@@ -84,12 +84,14 @@ class ParameterState:
         row: its position among all parameters of the optimizer.
         name: how errors call it.
         dtype: fp32, or fp64 for fp64 parameters; of master and moments.
-        strides: layout of master and moments, and of gradients before a kernel reads them: dense, in the order of the parameter.
+        strides: layout of master and moments, and of gradients before a kernel reads them: dense, in the order of the
+            parameter.
         is_own_master: whether the tensor itself holds the master.
         is_staged: whether kernels cannot write the tensor directly: on another device, or not dense.
         master: the master of a working copy.
         is_provisional, is_max_provisional: whether the state, or max_exp_avg_sq, was made for a step not accepted yet.
-        private: the master of an own master while its tensor serves as working copy; equals it when clean and `private_fresh`.
+        private: the master of an own master while its tensor serves as working copy; equals it when clean and
+            `private_fresh`.
         exp_avg, exp_avg_sq, max_exp_avg_sq: moments, as in torch.optim.Adam.
         phase, pending: the transaction.
         version, pointer: of `parameter` after our last write; others mean that somebody else wrote to it.
@@ -159,7 +161,8 @@ class ParameterState:
         """
         if gradient.layout is not torch.strided:
             raise TypeError(
-                f"the gradient of {self.name} is sparse; Adam needs dense gradients, so use torch.optim.SparseAdam for it"
+                f"the gradient of {self.name} is sparse, expected a dense one; "
+                "use torch.optim.SparseAdam for this parameter"
             )
         if gradient.dtype not in DTYPES or (gradient.dtype == torch.float64) != (self.dtype == torch.float64):
             expected = "float64" if self.dtype == torch.float64 else "float32, bfloat16 or float16"
@@ -173,8 +176,8 @@ class ParameterState:
             )
         if gradient.device != self.parameter.device:
             raise ValueError(
-                f"the gradient of {self.name} is on {gradient.device}, expected the parameter's device {self.parameter.device}; "
-                "move the model before the backward pass"
+                f"the gradient of {self.name} is on {gradient.device}, expected the parameter's device "
+                f"{self.parameter.device}; move the model before the backward pass"
             )
         if gradient.device.type == "cpu" and gradient.stride() == self.strides and not gradient.is_neg():
             return gradient.detach()
@@ -186,7 +189,7 @@ class ParameterState:
         return self.exp_avg is not None and (self.is_own_master or self.master is not None)
 
     def create_state(self) -> None:
-        """Make the master (from the parameter's present value) and zero moments; provisional until a step is accepted."""
+        """Make zero moments, provisional until a step is accepted, and the master, from the parameter's present value."""
         if self.exp_avg is None:
             self.exp_avg, self.exp_avg_sq = self.zeros(), self.zeros()
             self.is_provisional = True

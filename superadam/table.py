@@ -1,12 +1,12 @@
 """All parameters of one optimizer as rows of pointers, and the passes over chosen rows.
 
-Owns the sums of squares of the open step and the step counts. It turns parameter states into kernel jobs; whether a job ought to
-run is decided in transaction.py.
+Owns the sums of squares of the open step and the step counts. It turns parameter states into kernel jobs; whether a
+job ought to run is decided in transaction.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -44,13 +44,13 @@ class ParameterTable:
     Attributes:
         states: one per parameter, in the order of the optimizer's groups.
         steps: accepted steps of each parameter.
-        sums, nonfinite: per (parameter, chunk), in that order: sum of squares and count of Inf and NaN of the gradients of
-            the open step; 0 where a parameter takes no part.
+        sums, nonfinite: per (parameter, chunk), in that order: sum of squares and count of Inf and NaN of the
+            gradients of the open step; 0 where a parameter takes no part.
     """
 
-    def __init__(self, states: Sequence[ParameterState], steps: Iterable[int]) -> None:
+    def __init__(self, states: Sequence[ParameterState]) -> None:
         self.states = list(states)
-        self.steps = np.fromiter(steps, np.int64, len(self.states))
+        self.steps = np.zeros(len(self.states), np.int64)
         lengths = [state.parameter.numel() for state in self.states]
         first_chunks = np.cumsum([0] + [native.chunk_count(length) for length in lengths], dtype=np.uint64)
         self.sums = np.zeros(int(first_chunks[-1]), np.float64)
@@ -113,7 +113,7 @@ class ParameterTable:
         accepted_indices: Sequence[int],
         indices: Sequence[int],
     ) -> None:
-        """Fold the accepted gradients into the state, speculate with the new ones, and sum their squares; in one pass."""
+        """In one pass, fold the accepted gradients into the state, speculate with the new ones, and sum their squares."""
         segments = self._segments(rows, gradients)
         segments["accepted_gradient"] = [gradient.data_ptr() for gradient in accepted]
         segments["accepted_coefficients"] = accepted_indices
@@ -157,7 +157,7 @@ class ParameterTable:
     def _run_with_out(
         self, which: Pass, rows: Rows, segments: npt.NDArray[np.void], coefficients: CoefficientTable
     ) -> None:
-        """Run a pass that writes parameters; those that kernels cannot reach are written through a staging tensor each."""
+        """Run a pass that writes parameters, through a staging tensor for each that kernels cannot reach."""
         segments["out"] = self._parameter_pointers[rows]
         states = [self.states[row] for row in rows]
         staged: list[tuple[ParameterState, Tensor]] = []

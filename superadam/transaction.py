@@ -1,9 +1,9 @@
 """The transaction: speculate, validate, then accept, redo or drop; commit later.
 
-Speculation reads the state and writes only working copies, so that rolling back is writing them again from the masters, exactly.
-The gradient is kept as *pending*; an accepted pending gradient is folded into the state by a commit, which may wait until the
-next gradient of that parameter arrives and share its pass. This module decides which pass runs over which rows, and owns the phases of
-all parameters. It knows nothing of torch.optim.
+Speculation reads the state and writes only working copies, so that rolling back is writing them again from the
+masters, exactly. The gradient is kept as *pending*; an accepted pending gradient is folded into the state by a commit,
+which may wait until the next gradient of that parameter arrives and share its pass. This module decides which pass
+runs over which rows, and owns the phases of all parameters. It knows nothing of torch.optim.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class Transaction:
         twice = [arrival.state.name for arrival in arrivals if arrival.state.phase is Phase.SPECULATED]
         if twice:
             raise RuntimeError(
-                f"{twice[0]} has a second gradient while speculation on its first one is open; call resolve() or rollback() first, "
-                "or accumulate both gradients before speculating"
+                f"{twice[0]} has a second gradient while speculation on its first one is open; "
+                "call resolve() or rollback() first, or accumulate both gradients before speculating"
             )
         with self._timed("speculate_seconds"):
             self._notice_outside_writes([arrival.state for arrival in arrivals])
@@ -104,8 +104,8 @@ class Transaction:
         """Validate everything speculated, and accept it, redo it with the right coefficients, or drop it.
 
         Args:
-            hyper_now: the present hyper-parameters of each speculated parameter; where they differ from the captured ones, the
-                working copy is speculated again with them.
+            hyper_now: the present hyper-parameters of each speculated parameter; where they differ from the captured
+                ones, the working copy is speculated again with them.
             max_norm: limit of the global gradient norm; None or inf for no limit.
         """
         with self._timed("resolve_seconds"):
@@ -141,8 +141,37 @@ class Transaction:
                 self._notice_outside_writes(accepted)
                 self._commit(self.in_phase(Phase.ACCEPTED))
 
-    def step(self, arrivals: Sequence[Arrival], unscale: float, max_norm: float | None) -> StepOutcome:
-        """Make one synchronous step: norm, verdict, then an update in place unless a gradient is not finite."""
+    def grad_norm(self, arrivals: Sequence[Arrival]) -> float:
+        """Return the norm of these gradients together with the speculated ones, as they arrived."""
+        if not self.is_open:
+            self.table.clear_sums()
+        self.table.norm(rows_of([arrival.state for arrival in arrivals]), [arrival.gradient for arrival in arrivals])
+        return judge(self.table.sums, self.table.nonfinite, 1.0, None).grad_norm
+
+    def adopt_outside_writes(self, states: Sequence[ParameterState]) -> None:
+        """Compare parameters with their masters and adopt what differs.
+
+        Raises:
+            RuntimeError: one of them has open speculation; nothing was changed.
+        """
+        for state in states:
+            if state.phase is Phase.SPECULATED:
+                raise RuntimeError(
+                    f"{state.name} has open speculation, so its value is unsettled; call resolve() or rollback() first"
+                )
+        self._adopt(states)
+
+    def step(
+        self, arrivals: Sequence[Arrival], max_norm: float | None, *, unscale: float = 1.0, is_rejected: bool = False
+    ) -> StepOutcome:
+        """Make one synchronous step: norm, verdict, then an update in place unless a gradient is not finite.
+
+        Args:
+            arrivals: at most one gradient for each parameter.
+            max_norm: limit of the global gradient norm; None or inf for no limit.
+            unscale: factor that undoes loss scaling.
+            is_rejected: skip this step whatever the gradients are.
+        """
         self.commit()
         states = [arrival.state for arrival in arrivals]
         gradients = [arrival.gradient for arrival in arrivals]
@@ -151,7 +180,7 @@ class Transaction:
             self._notice_outside_writes(states)
             self.table.clear_sums()
             self.table.norm(rows, gradients)
-            outcome = judge(self.table.sums, self.table.nonfinite, unscale, max_norm)
+            outcome = judge(self.table.sums, self.table.nonfinite, unscale, max_norm, is_rejected=is_rejected)
         if outcome.kind is not StepKind.SKIPPED and arrivals:
             with self._timed("update_seconds"):
                 for arrival in arrivals:
@@ -269,13 +298,16 @@ class Transaction:
         self.table.note_moved(state)
 
     def _notice_outside_writes(self, states: Sequence[ParameterState]) -> None:
-        """Adopt what was written to parameters that have no open speculation; accepted gradients are committed before."""
+        """Adopt what was written to parameters without open speculation, after committing what is accepted."""
         hinted = [state for state in states if state.was_written_outside()]
         if hinted:
-            self._commit([state for state in hinted if state.phase is Phase.ACCEPTED])
-            for state in hinted:
-                adopt_into_clean(state)
-                self.table.note_moved(state)
+            self._adopt(hinted)
+
+    def _adopt(self, states: Sequence[ParameterState]) -> None:
+        self._commit([state for state in states if state.phase is Phase.ACCEPTED])
+        for state in states:
+            adopt_into_clean(state)
+            self.table.note_moved(state)
 
     def _find_outside_writes(self, states: Sequence[ParameterState]) -> list[OutsideWrite]:
         """Find what was written over open speculation, by making the speculation once more."""

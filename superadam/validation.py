@@ -25,7 +25,12 @@ def clip_coefficient(norm: float, max_norm: float | None) -> float:
 
 
 def judge(
-    sums: npt.NDArray[np.float64], nonfinite: npt.NDArray[np.int64], unscale: float, max_norm: float | None
+    sums: npt.NDArray[np.float64],
+    nonfinite: npt.NDArray[np.int64],
+    unscale: float,
+    max_norm: float | None,
+    *,
+    is_rejected: bool = False,
 ) -> StepOutcome:
     """Return what is to become of a step.
 
@@ -34,10 +39,11 @@ def judge(
         nonfinite: count of Inf and NaN, likewise.
         unscale: factor that undoes loss scaling.
         max_norm: limit of the global norm after unscaling; None or inf for no limit.
+        is_rejected: skip whatever the sums say, because somebody else found the gradients wanting.
     """
     norm = math.sqrt(native.ordered_sum(sums)) * unscale
     count = int(nonfinite.sum())
-    if count:
+    if count or is_rejected:
         return StepOutcome(StepKind.SKIPPED, norm, 1.0, count)
     clip = clip_coefficient(norm, max_norm)
     return StepOutcome(StepKind.COMMITTED if clip == 1.0 else StepKind.CLIPPED, norm, clip)
