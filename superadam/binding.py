@@ -80,8 +80,10 @@ class Binding:
             for state in itertools.islice(states, len(group["params"])):
                 yield state, hyper
 
-    def committed(self) -> defaultdict[Tensor, Any]:
-        """Return the published state after committing what is accepted."""
+    def committed(self, groups: Groups) -> defaultdict[Tensor, Any]:
+        """Return the published state after committing what is accepted and adopting what was written to parameters."""
+        if self.published:
+            self.bound(groups)
         if self.transaction is not None:
             self.transaction.commit()
             self._write(self.transaction.table)
@@ -100,7 +102,8 @@ class Binding:
                     "the parameters of the optimizer changed while speculation was open; "
                     "call resolve() or rollback() before changing them"
                 )
-            self.committed()
+            self.transaction.commit()
+            self._write(self.transaction.table)
             known = {state.parameter: state for state in self.transaction.table.states}
         states = []
         for row, (parameter, name) in enumerate(zip(parameters, names, strict=True)):
@@ -138,6 +141,8 @@ class Binding:
                 table.steps[state.row] = 0
                 table.note_moved(state)
             return
+        if state.is_own_master:
+            entry.pop("master", None)  # of a working copy once: of lower precision, elsewhere, or not dense
         if any(getattr(state, key) is not entry.get(key) for key in TENSORS):
             checkpoint.check_entry(entry, state)
             for key in TENSORS:
@@ -146,6 +151,7 @@ class Binding:
                     entry[key] = tensor = checkpoint.fitted(tensor, state)
                 setattr(state, key, tensor)
             table.note_moved(state)
+            state.distrust()
         table.steps[state.row] = checkpoint.read_step(entry["step"], state.name)
         if not isinstance(entry["step"], Tensor):
             entry["step"] = torch.tensor(float(entry["step"]), dtype=torch.float32)

@@ -306,8 +306,9 @@ class SpeculativeCPUAdam(Optimizer):
 
         Accepted steps are committed first. After further steps read it again through this property.
         """
+        published = self._binding.committed(self.param_groups)
         self._binding.is_exposed = True
-        return self._binding.committed()
+        return published
 
     @state.setter
     def state(self, value: defaultdict[Tensor, Any]) -> None:
@@ -401,10 +402,10 @@ class SpeculativeCPUAdam(Optimizer):
             self._write_masters()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what pickles and deep copies hold; accepted steps are committed first. Hooks stay behind, as in torch."""
+        """Return what pickles and deep copies hold, committed; hooks stay behind, as in torch."""
         kept = ("defaults", "param_groups", "statistics", "last_outcome", "_max_grad_norm", "_on_nonfinite")
         values = {key: self.__dict__[key] for key in (*kept, "_limit_of_next_step")}
-        return {**values, "state": self._binding.committed()}
+        return {**values, "state": self._binding.committed(self.param_groups)}
 
     def _write_masters(self) -> None:
         """Make every parameter that came with a master the rounded value of it."""
@@ -412,10 +413,6 @@ class SpeculativeCPUAdam(Optimizer):
             if "master" in entry:
                 with torch.no_grad():
                     parameter.copy_(entry["master"])
-        for state in self._binding.bound(self.param_groups).table.states:
-            if state.is_own_master and state.master is not None:
-                state.master = None
-                del self._binding.published[state.parameter]["master"]
 
 
 def _check_group(group: dict[str, Any]) -> None:

@@ -189,7 +189,7 @@ class ParameterState:
         return self.exp_avg is not None and (self.is_own_master or self.master is not None)
 
     def create_state(self) -> None:
-        """Make zero moments, provisional until a step is accepted, and the master, from the parameter's present value."""
+        """Make zero moments, provisional until a step is accepted, and the master, from the present value."""
         if self.exp_avg is None:
             self.exp_avg, self.exp_avg_sq = self.zeros(), self.zeros()
             self.is_provisional = True
@@ -227,6 +227,10 @@ class ParameterState:
     def was_written_outside(self) -> bool:
         """Whether somebody else may have written to the parameter since `note_written`; a hint, not a proof."""
         return self.parameter._version != self.version or self.parameter.data_ptr() != self.pointer
+
+    def distrust(self) -> None:
+        """Make the next look compare values: the master is new here, so nobody knows who wrote the parameter last."""
+        self.version = -1
 
     def note_written(self) -> None:
         """Remember the parameter as it is now."""

@@ -113,7 +113,7 @@ class ParameterTable:
         accepted_indices: Sequence[int],
         indices: Sequence[int],
     ) -> None:
-        """In one pass, fold the accepted gradients into the state, speculate with the new ones, and sum their squares."""
+        """In one pass, fold accepted gradients into the state, speculate with new ones, and sum their squares."""
         segments = self._segments(rows, gradients)
         segments["accepted_gradient"] = [gradient.data_ptr() for gradient in accepted]
         segments["accepted_coefficients"] = accepted_indices

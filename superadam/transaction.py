@@ -134,12 +134,10 @@ class Transaction:
             self._drop(self.in_phase(Phase.SPECULATED))
 
     def commit(self) -> None:
-        """Fold every accepted gradient into the state."""
-        accepted = self.in_phase(Phase.ACCEPTED)
-        if accepted:
-            with self._timed("commit_seconds"):
-                self._notice_outside_writes(accepted)
-                self._commit(self.in_phase(Phase.ACCEPTED))
+        """Fold every accepted gradient into the state, and every outside write into the masters."""
+        with self._timed("commit_seconds"):
+            self._commit(self.in_phase(Phase.ACCEPTED))
+            self._notice_outside_writes(self.in_phase(Phase.CLEAN))
 
     def grad_norm(self, arrivals: Sequence[Arrival]) -> float:
         """Return the norm of these gradients together with the speculated ones, as they arrived."""
