@@ -8,6 +8,7 @@ step, what steps change is written back before anybody can see it. It runs no ar
 from __future__ import annotations
 
 import itertools
+import operator
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -21,6 +22,8 @@ from superadam.outcome import Statistics
 from superadam.parameter import ParameterState, Phase
 from superadam.table import ParameterTable
 from superadam.transaction import Transaction
+
+_get_parameter = operator.attrgetter("parameter")
 
 TENSORS = (*checkpoint.MOMENTS, *checkpoint.OPTIONAL)
 """Keys of a parameter's published state beside `step`; also attributes of `ParameterState`."""
@@ -68,17 +71,16 @@ class Binding:
                     self._read(state, transaction.table)
         return transaction
 
-    def with_hyperparameters(self, groups: Groups) -> Iterator[tuple[ParameterState, Hyperparameters]]:
-        """Yield every bound parameter's state with the present hyper-parameters of its group.
+    def with_hyperparameters(self, groups: Groups) -> Iterator[tuple[list[ParameterState], Hyperparameters]]:
+        """Yield, group by group, the states that `bound` has bound and the present hyper-parameters.
 
         Raises:
             ValueError: a hyper-parameter is out of range.
         """
-        states = iter(self.bound(groups).table.states)
+        assert self.transaction is not None
+        states = iter(self.transaction.table.states)
         for group in groups:
-            hyper = Hyperparameters.of_group(group)
-            for state in itertools.islice(states, len(group["params"])):
-                yield state, hyper
+            yield list(itertools.islice(states, len(group["params"]))), Hyperparameters.of_group(group)
 
     def committed(self, groups: Groups) -> defaultdict[Tensor, Any]:
         """Return the published state after committing what is accepted and adopting what was written to parameters."""
@@ -158,9 +160,7 @@ class Binding:
 
 
 def _are_same(states: Sequence[ParameterState], parameters: Sequence[Tensor]) -> bool:
-    return len(states) == len(parameters) and all(
-        state.parameter is parameter for state, parameter in zip(states, parameters, strict=True)
-    )
+    return len(states) == len(parameters) and all(map(operator.is_, parameters, map(_get_parameter, states)))
 
 
 def _refuse_shared_memory(states: Sequence[ParameterState]) -> None:

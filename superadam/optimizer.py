@@ -19,7 +19,7 @@ from superadam.binding import Binding, names_of
 from superadam.hyperparameters import Hyperparameters
 from superadam.outcome import Statistics, StepKind, StepOutcome
 from superadam.parameter import check_parameter
-from superadam.transaction import Arrival
+from superadam.transaction import Arrivals
 
 _logger = logging.getLogger("superadam")
 
@@ -203,17 +203,15 @@ class SpeculativeCPUAdam(Optimizer):
                 or a hyper-parameter is out of range. Whatever is raised, nothing was changed.
         """
         transaction = self._binding.bound(self.param_groups)
-        arrivals = self._arrivals()
-        if params is not None:
-            chosen = {id(parameter) for parameter in params}
-            if not chosen <= {id(state.parameter) for state in transaction.table.states}:
-                raise ValueError(
-                    "speculate() got a parameter that is in no group of this optimizer; call add_param_group() first"
-                )
-            arrivals = [arrival for arrival in arrivals if id(arrival.state.parameter) in chosen]
+        chosen = None if params is None else {id(parameter) for parameter in params}
+        if chosen is not None and not chosen <= {id(state.parameter) for state in transaction.table.states}:
+            raise ValueError(
+                "speculate() got a parameter that is in no group of this optimizer; call add_param_group() first"
+            )
+        arrivals = self._arrivals(chosen)
         transaction.speculate(arrivals)
-        for arrival in arrivals:
-            arrival.state.parameter.grad = None
+        for state in arrivals.states:
+            state.parameter.grad = None
 
     @torch.no_grad()
     def resolve(self) -> StepOutcome:
@@ -228,8 +226,9 @@ class SpeculativeCPUAdam(Optimizer):
             FloatingPointError: a gradient is Inf or NaN and `on_nonfinite` is "raise"; the speculation was dropped.
             ValueError: a hyper-parameter is out of range; the speculation is still open.
         """
-        hyper_now = dict(self._binding.with_hyperparameters(self.param_groups))
         transaction = self._binding.bound(self.param_groups)
+        groups = self._binding.with_hyperparameters(self.param_groups)
+        hyper_now = {state: hyper for states, hyper in groups for state in states}
         return self._conclude(transaction.resolve(hyper_now, self._limit()))
 
     @torch.no_grad()
@@ -278,13 +277,18 @@ class SpeculativeCPUAdam(Optimizer):
     def _limit(self) -> float | None:
         return self._max_grad_norm if self._limit_of_next_step is None else self._limit_of_next_step
 
-    def _arrivals(self) -> list[Arrival]:
-        """Return every parameter that has a gradient, with it."""
-        return [
-            Arrival(state, state.host_gradient(state.parameter.grad), hyper)
-            for state, hyper in self._binding.with_hyperparameters(self.param_groups)
-            if state.parameter.grad is not None
-        ]
+    def _arrivals(self, chosen: set[int] | None = None) -> Arrivals:
+        """Return every parameter that has a gradient, with it; of those with an id in `chosen`, where given."""
+        arrivals = Arrivals([], [], [])
+        for states, hyper in self._binding.with_hyperparameters(self.param_groups):
+            before = len(arrivals.states)
+            for state in states:
+                gradient = state.parameter.grad
+                if gradient is not None and (chosen is None or id(state.parameter) in chosen):
+                    arrivals.gradients.append(state.host_gradient(gradient))
+                    arrivals.states.append(state)
+            arrivals.runs.append((hyper, len(arrivals.states) - before))
+        return arrivals
 
     def _conclude(self, outcome: StepOutcome) -> StepOutcome:
         self.last_outcome = outcome

@@ -81,6 +81,7 @@ class ParameterState:
 
     Attributes:
         parameter: the model's tensor.
+        parameter_dtype, shape: of `parameter` when it was bound.
         row: its position among all parameters of the optimizer.
         name: how errors call it.
         dtype: fp32, or fp64 for fp64 parameters; of master and moments.
@@ -101,6 +102,7 @@ class ParameterState:
         "dtype",
         "exp_avg",
         "exp_avg_sq",
+        "is_contiguous_on_cpu",
         "is_max_provisional",
         "is_own_master",
         "is_provisional",
@@ -109,12 +111,14 @@ class ParameterState:
         "max_exp_avg_sq",
         "name",
         "parameter",
+        "parameter_dtype",
         "pending",
         "phase",
         "pointer",
         "private",
         "private_fresh",
         "row",
+        "shape",
         "strides",
         "version",
     )
@@ -125,7 +129,10 @@ class ParameterState:
         self.row = row
         self.name = name
         self.dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+        self.parameter_dtype = parameter.dtype
+        self.shape = parameter.shape
         self.strides = torch.empty_like(parameter, device="meta").stride()
+        self.is_contiguous_on_cpu = parameter.is_cpu and parameter.is_contiguous()
         self.is_staged = parameter.device.type != "cpu" or parameter.stride() != self.strides
         self.is_own_master = parameter.dtype == self.dtype and not self.is_staged
         self.master: Tensor | None = None
@@ -159,6 +166,16 @@ class ParameterState:
             TypeError: sparse, or of a dtype that does not fit the state.
             ValueError: of another shape or on another device than the parameter.
         """
+        if (
+            gradient.dtype is self.parameter_dtype
+            and gradient.shape == self.shape
+            and gradient.layout is torch.strided
+            and gradient.is_cpu
+            and self.is_contiguous_on_cpu
+            and gradient.is_contiguous()
+            and not gradient.is_neg()
+        ):
+            return gradient.detach() if gradient.requires_grad else gradient
         if gradient.layout is not torch.strided:
             raise TypeError(
                 f"the gradient of {self.name} is sparse, expected a dense one; "

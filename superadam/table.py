@@ -6,7 +6,7 @@ job ought to run is decided in transaction.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -22,16 +22,26 @@ Rows = npt.NDArray[np.int64]
 """Row numbers of a `ParameterTable`, in the order in which a job visits them."""
 
 
+Segments = npt.NDArray[np.void]
+"""A kernel job: rows of `superadam.native.SEGMENT`."""
+
+
 class CoefficientTable:
     """Collects the coefficient sets of one job; each different one is stored once."""
 
     def __init__(self) -> None:
         self._index: dict[Coefficients, int] = {}
+        self._known: dict[tuple[int, int, float, bool], int] = {}
+        self._alive: list[Hyperparameters] = []  # so that no id in _known is used again
 
-    def index(self, hyper: Hyperparameters, step: int, scale: float, dtype: torch.dtype) -> int:
+    def index(self, hyper: Hyperparameters, step: int, scale: float, *, double: bool) -> int:
         """Return the index of the coefficients of this step, with gradients multiplied by `scale`."""
-        coefficients = Coefficients.at_step(hyper, step, scale, double=dtype == torch.float64)
-        return self._index.setdefault(coefficients, len(self._index))
+        key = (id(hyper), step, scale, double)
+        if key not in self._known:
+            coefficients = Coefficients.at_step(hyper, step, scale, double=double)
+            self._known[key] = self._index.setdefault(coefficients, len(self._index))
+            self._alive.append(hyper)
+        return self._known[key]
 
     def array(self) -> npt.NDArray[np.void]:
         """Return the table that kernels take."""
@@ -61,6 +71,7 @@ class ParameterTable:
         self._rows["nonfinite"] = self.nonfinite.ctypes.data + 8 * first_chunks[:-1]
         self._rows["out_dtype"] = [DTYPES[state.parameter.dtype] for state in self.states]
         self._is_own_master = np.array([state.is_own_master for state in self.states], bool)
+        self._is_double = np.array([state.dtype == torch.float64 for state in self.states], bool)
         self._parameter_pointers = np.zeros(len(self.states), np.uint64)
         self.has_staged = any(state.is_staged for state in self.states)
         for state in self.states:
@@ -84,9 +95,11 @@ class ParameterTable:
         self.sums.fill(0)
         self.nonfinite.fill(0)
 
-    def norm(self, rows: Rows, gradients: Sequence[Tensor]) -> None:
-        """Fill `sums` and `nonfinite` of these rows from their gradients."""
-        native.run(Pass.NORM, self._segments(rows, gradients))
+    def norm(self, rows: Rows, gradients: Sequence[Tensor]) -> Segments:
+        """Fill `sums` and `nonfinite` of these rows from their gradients; return the job, for `update` to go on with."""
+        segments = self._segments(rows, gradients)
+        native.run(Pass.NORM, segments)
+        return segments
 
     def speculate(
         self,
@@ -129,17 +142,32 @@ class ParameterTable:
         segments["sums"] = segments["nonfinite"] = 0
         native.run(Pass.COMMIT, segments, coefficients.array())
 
-    def update(
-        self, rows: Rows, gradients: Sequence[Tensor], coefficients: CoefficientTable, indices: Sequence[int] | int
-    ) -> None:
-        """Make one synchronous step in place: state, own masters and working copies."""
-        segments = self._segments(rows, gradients)
-        segments["coefficients"] = indices
+    def update(self, rows: Rows, segments: Segments, runs: Iterable[tuple[Hyperparameters, int]], scale: float) -> None:
+        """Make one synchronous step in place: state, own masters, working copies and step counts.
+
+        Args:
+            rows: the parameters.
+            segments: what `norm` returned for these rows.
+            runs: hyper-parameters, and how many of the rows in turn they are for.
+            scale: factor on all gradients.
+        """
+        for column in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master"):  # may have been made since
+            segments[column] = self._rows[column][rows]
+        coefficients = CoefficientTable()
+        begin = 0
+        for hyper, count in runs:
+            part = slice(begin, begin + count)
+            begin += count
+            keys = 2 * (self.steps[rows[part]] + 1) + self._is_double[rows[part]]
+            distinct, inverse = np.unique(keys, return_inverse=True)
+            indices = [coefficients.index(hyper, int(k) // 2, scale, double=bool(k % 2)) for k in distinct]
+            segments["coefficients"][part] = np.array(indices, np.int32)[inverse]
         segments["sums"] = segments["nonfinite"] = 0
         own = self._is_own_master[rows]
         segments["master"] = np.where(own, self._parameter_pointers[rows], segments["master"])
         segments["out_dtype"] = np.where(own, Dtype.NONE, segments["out_dtype"])
         self._run_with_out(Pass.UPDATE, rows, segments, coefficients)
+        self.steps[rows] += 1
 
     def restore(self, rows: Rows) -> None:
         """Round working copies from their masters again."""
@@ -148,18 +176,20 @@ class ParameterTable:
         segments["sums"] = segments["nonfinite"] = 0
         self._run_with_out(Pass.ROUND, rows, segments, CoefficientTable())
 
-    def _segments(self, rows: Rows, gradients: Sequence[Tensor]) -> npt.NDArray[np.void]:
+    def _segments(self, rows: Rows, gradients: Sequence[Tensor]) -> Segments:
         segments = self._rows[rows]
         segments["gradient"] = [gradient.data_ptr() for gradient in gradients]
-        segments["gradient_dtype"] = [DTYPES[gradient.dtype] for gradient in gradients]
+        dtypes = [gradient.dtype for gradient in gradients]
+        is_uniform = len(dtypes) > 0 and dtypes.count(dtypes[0]) == len(
+            dtypes
+        )  # by identity: faster than a lookup each
+        segments["gradient_dtype"] = DTYPES[dtypes[0]] if is_uniform else [DTYPES[dtype] for dtype in dtypes]
         return segments
 
-    def _run_with_out(
-        self, which: Pass, rows: Rows, segments: npt.NDArray[np.void], coefficients: CoefficientTable
-    ) -> None:
+    def _run_with_out(self, which: Pass, rows: Rows, segments: Segments, coefficients: CoefficientTable) -> None:
         """Run a pass that writes parameters, through a staging tensor for each that kernels cannot reach."""
         segments["out"] = self._parameter_pointers[rows]
-        states = [self.states[row] for row in rows]
+        states = [self.states[row] for row in rows.tolist()]
         staged: list[tuple[ParameterState, Tensor]] = []
         if self.has_staged:
             for position, state in enumerate(states):
@@ -172,4 +202,4 @@ class ParameterTable:
                 state.parameter.copy_(staging)
         torch.autograd.graph.increment_version([state.parameter for state in states if not state.is_staged])
         for state in states:
-            state.note_written()
+            state.version = state.parameter._version

@@ -8,12 +8,14 @@ runs over which rows, and owns the phases of all parameters. It knows nothing of
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from superadam.hyperparameters import Hyperparameters
@@ -25,18 +27,23 @@ from superadam.validation import judge
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
-    """A gradient that has arrived for one parameter.
+class Arrivals:
+    """Gradients that have arrived, at most one for each parameter.
 
     Attributes:
-        state: the parameter.
-        gradient: as `ParameterState.host_gradient` returns it.
-        hyper: the present hyper-parameters of its group.
+        states: the parameters.
+        gradients: one for each, as `ParameterState.host_gradient` returns it.
+        runs: present hyper-parameters, and how many of the states in turn they are for.
     """
 
-    state: ParameterState
-    gradient: Tensor
-    hyper: Hyperparameters
+    states: list[ParameterState]
+    gradients: list[Tensor]
+    runs: list[tuple[Hyperparameters, int]]
+
+    @property
+    def hyper(self) -> Iterator[Hyperparameters]:
+        """Hyper-parameters of each state."""
+        return itertools.chain.from_iterable(itertools.repeat(hyper, count) for hyper, count in self.runs)
 
 
 def rows_of(states: Sequence[ParameterState]) -> Rows:
@@ -68,37 +75,44 @@ class Transaction:
         self._members[phase][state] = None
         state.phase, state.pending = phase, pending
 
-    def speculate(self, arrivals: Sequence[Arrival], unscale: float = 1.0) -> None:
+    def speculate(self, arrivals: Arrivals, unscale: float = 1.0) -> None:
         """Write working copies as if these gradients were accepted unclipped, and keep the gradients as pending.
 
         Args:
-            arrivals: at most one gradient for each parameter, none of a parameter that is speculated already.
+            arrivals: none of a parameter that is speculated already.
             unscale: factor that undoes loss scaling.
 
         Raises:
             RuntimeError: a parameter is speculated already; nothing was changed.
         """
-        twice = [arrival.state.name for arrival in arrivals if arrival.state.phase is Phase.SPECULATED]
+        twice = [state.name for state in arrivals.states if state.phase is Phase.SPECULATED]
         if twice:
             raise RuntimeError(
                 f"{twice[0]} has a second gradient while speculation on its first one is open; "
                 "call resolve() or rollback() first, or accumulate both gradients before speculating"
             )
         with self._timed("speculate_seconds"):
-            self._notice_outside_writes([arrival.state for arrival in arrivals])
+            self._notice_outside_writes(arrivals.states)
             if not self.is_open:
                 self.table.clear_sums()
-            for arrival in arrivals:
-                self._make_ready(arrival.state, arrival.hyper)
-                if arrival.state.is_own_master and arrival.state.phase is Phase.CLEAN:
-                    arrival.state.refresh_private()
-                    self.table.note_moved(arrival.state)
-            fused = [arrival for arrival in arrivals if _can_fuse(arrival)]
-            self._commit([a.state for a in arrivals if a.state.phase is Phase.ACCEPTED and not _can_fuse(a)])
-            alone = [arrival for arrival in arrivals if arrival.state.phase is Phase.CLEAN]
-            for group, run in ((alone, self._speculate_alone), (fused, self._speculate_fused)):
-                if group:
-                    run(group, [self._pending(arrival, unscale) for arrival in group])
+            self._make_ready(arrivals)
+            for state in arrivals.states:
+                if state.is_own_master and state.phase is Phase.CLEAN:
+                    state.refresh_private()
+                    self.table.note_moved(state)
+            pending = {
+                state: Pending(gradient, hyper, int(self.table.steps[state.row]) + 1, unscale, unscale)
+                for state, gradient, hyper in zip(arrivals.states, arrivals.gradients, arrivals.hyper, strict=True)
+            }
+            self._commit([state for state, new in pending.items() if _cannot_fuse(state, new)])
+            fused = {state: new for state, new in pending.items() if state.phase is Phase.ACCEPTED}
+            alone = {state: new for state, new in pending.items() if state.phase is Phase.CLEAN}
+            if alone:
+                self._write_speculation(alone, with_norm=True)
+                self._set_pending(alone)
+            if fused:
+                self._commit_and_speculate(fused)
+                self._set_pending(fused)
 
     def resolve(self, hyper_now: Mapping[ParameterState, Hyperparameters], max_norm: float | None) -> StepOutcome:
         """Validate everything speculated, and accept it, redo it with the right coefficients, or drop it.
@@ -139,11 +153,11 @@ class Transaction:
             self._commit(self.in_phase(Phase.ACCEPTED))
             self._notice_outside_writes(self.in_phase(Phase.CLEAN))
 
-    def grad_norm(self, arrivals: Sequence[Arrival]) -> float:
+    def grad_norm(self, arrivals: Arrivals) -> float:
         """Return the norm of these gradients together with the speculated ones, as they arrived."""
         if not self.is_open:
             self.table.clear_sums()
-        self.table.norm(rows_of([arrival.state for arrival in arrivals]), [arrival.gradient for arrival in arrivals])
+        self.table.norm(rows_of(arrivals.states), arrivals.gradients)
         return judge(self.table.sums, self.table.nonfinite, 1.0, None).grad_norm
 
     def adopt_outside_writes(self, states: Sequence[ParameterState]) -> None:
@@ -160,79 +174,36 @@ class Transaction:
         self._adopt(states)
 
     def step(
-        self, arrivals: Sequence[Arrival], max_norm: float | None, *, unscale: float = 1.0, is_rejected: bool = False
+        self, arrivals: Arrivals, max_norm: float | None, *, unscale: float = 1.0, is_rejected: bool = False
     ) -> StepOutcome:
         """Make one synchronous step: norm, verdict, then an update in place unless a gradient is not finite.
 
         Args:
-            arrivals: at most one gradient for each parameter.
+            arrivals: the gradients.
             max_norm: limit of the global gradient norm; None or inf for no limit.
             unscale: factor that undoes loss scaling.
             is_rejected: skip this step whatever the gradients are.
         """
-        self.commit()
-        states = [arrival.state for arrival in arrivals]
-        gradients = [arrival.gradient for arrival in arrivals]
-        rows = rows_of(states)
+        with self._timed("commit_seconds"):
+            self._commit(self.in_phase(Phase.ACCEPTED))
+        rows = rows_of(arrivals.states)
         with self._timed("norm_seconds"):
-            self._notice_outside_writes(states)
+            self._notice_outside_writes(arrivals.states)
             self.table.clear_sums()
-            self.table.norm(rows, gradients)
+            segments = self.table.norm(rows, arrivals.gradients)
             outcome = judge(self.table.sums, self.table.nonfinite, unscale, max_norm, is_rejected=is_rejected)
-        if outcome.kind is not StepKind.SKIPPED and arrivals:
+        if outcome.kind is not StepKind.SKIPPED:
             with self._timed("update_seconds"):
-                for arrival in arrivals:
-                    self._make_ready(arrival.state, arrival.hyper)
-                scale = outcome.clip_coefficient * unscale
-                coefficients = CoefficientTable()
-                indices = [
-                    coefficients.index(
-                        arrival.hyper, int(self.table.steps[arrival.state.row]) + 1, scale, arrival.state.dtype
-                    )
-                    for arrival in arrivals
-                ]
-                self.table.update(rows, gradients, coefficients, indices)
-                self.table.steps[rows] += 1
-                for state in states:
-                    state.private_fresh = state.is_provisional = state.is_max_provisional = False
+                for state in self._make_ready(arrivals):
+                    state.is_provisional = state.is_max_provisional = False
+                self.table.update(rows, segments, arrivals.runs, outcome.clip_coefficient * unscale)
+                for state in arrivals.states:
+                    state.private_fresh = False
         return outcome
 
-    def _speculate_alone(self, arrivals: Sequence[Arrival], pending: Sequence[Pending]) -> None:
-        coefficients = CoefficientTable()
-        indices = [
-            _index(coefficients, arrival.state, record) for arrival, record in zip(arrivals, pending, strict=True)
-        ]
-        rows = rows_of([arrival.state for arrival in arrivals])
-        self.table.speculate(rows, [arrival.gradient for arrival in arrivals], coefficients, indices, with_norm=True)
-        self._set_pending(arrivals, pending)
-
-    def _speculate_fused(self, arrivals: Sequence[Arrival], pending: Sequence[Pending]) -> None:
-        coefficients = CoefficientTable()
-        older = [_pending_of(arrival.state) for arrival in arrivals]
-        older_indices = [
-            _index(coefficients, arrival.state, record) for arrival, record in zip(arrivals, older, strict=True)
-        ]
-        indices = [
-            _index(coefficients, arrival.state, record) for arrival, record in zip(arrivals, pending, strict=True)
-        ]
-        rows = rows_of([arrival.state for arrival in arrivals])
-        self.table.commit_and_speculate(
-            rows,
-            [record.gradient for record in older],
-            [arrival.gradient for arrival in arrivals],
-            coefficients,
-            older_indices,
-            indices,
-        )
-        self._set_pending(arrivals, pending)
-
-    def _set_pending(self, arrivals: Sequence[Arrival], pending: Sequence[Pending]) -> None:
-        for arrival, record in zip(arrivals, pending, strict=True):
-            self._move(arrival.state, Phase.SPECULATED, record)
-
-    def _pending(self, arrival: Arrival, unscale: float) -> Pending:
-        step = int(self.table.steps[arrival.state.row]) + 1
-        return Pending(arrival.gradient, arrival.hyper, step, unscale, unscale)
+    def _set_pending(self, pending: Mapping[ParameterState, Pending]) -> None:
+        for state, record in pending.items():
+            self._move(state, Phase.SPECULATED, record)
 
     def _redo(
         self, states: Sequence[ParameterState], hyper_now: Mapping[ParameterState, Hyperparameters], clip: float
@@ -243,19 +214,31 @@ class Transaction:
             record = _pending_of(state)
             scale = clip * record.unscale
             if scale != record.scale or hyper_now[state] != record.hyper:
-                self._make_ready(state, hyper_now[state])
                 changed[state] = replace(record, hyper=hyper_now[state], scale=scale)
         if changed:
-            self._write_speculation(list(changed), list(changed.values()))
+            runs = [(record.hyper, 1) for record in changed.values()]
+            self._make_ready(Arrivals(list(changed), [record.gradient for record in changed.values()], runs))
+            self._write_speculation(changed)
             for state, record in changed.items():
                 state.pending = record
             self.statistics.respeculated += len(changed)
 
-    def _write_speculation(self, states: Sequence[ParameterState], records: Sequence[Pending]) -> None:
+    def _write_speculation(self, pending: Mapping[ParameterState, Pending], *, with_norm: bool = False) -> None:
         coefficients = CoefficientTable()
-        indices = [_index(coefficients, state, record) for state, record in zip(states, records, strict=True)]
-        self.table.speculate(
-            rows_of(states), [record.gradient for record in records], coefficients, indices, with_norm=False
+        indices = _indices(coefficients, pending)
+        gradients = [record.gradient for record in pending.values()]
+        self.table.speculate(rows_of(list(pending)), gradients, coefficients, indices, with_norm=with_norm)
+
+    def _commit_and_speculate(self, pending: Mapping[ParameterState, Pending]) -> None:
+        coefficients = CoefficientTable()
+        accepted = {state: _pending_of(state) for state in pending}
+        self.table.commit_and_speculate(
+            rows_of(list(pending)),
+            [record.gradient for record in accepted.values()],
+            [record.gradient for record in pending.values()],
+            coefficients,
+            _indices(coefficients, accepted),
+            _indices(coefficients, pending),
         )
 
     def _drop(self, states: Sequence[ParameterState]) -> None:
@@ -278,22 +261,29 @@ class Transaction:
         if not states:
             return
         coefficients = CoefficientTable()
-        records = [_pending_of(state) for state in states]
-        indices = [_index(coefficients, state, record) for state, record in zip(states, records, strict=True)]
-        self.table.commit(rows_of(states), [record.gradient for record in records], coefficients, indices)
+        accepted = {state: _pending_of(state) for state in states}
+        gradients = [record.gradient for record in accepted.values()]
+        self.table.commit(rows_of(states), gradients, coefficients, _indices(coefficients, accepted))
         for state in states:
             self._move(state, Phase.CLEAN, None)
 
-    def _make_ready(self, state: ParameterState, hyper: Hyperparameters) -> None:
-        """Create what a step with these hyper-parameters reads and writes."""
-        makes_max = hyper.amsgrad and state.max_exp_avg_sq is None
-        if state.has_state and not makes_max:
-            return
-        if not state.has_state:
-            state.create_state()
-        if makes_max:
-            state.create_max()
-        self.table.note_moved(state)
+    def _make_ready(self, arrivals: Arrivals) -> list[ParameterState]:
+        """Create what a step with these hyper-parameters reads and writes; return the states where something was made."""
+        made = [
+            state
+            for state, hyper in zip(arrivals.states, arrivals.hyper, strict=True)
+            if state.exp_avg is None
+            or (state.master is None and not state.is_own_master)
+            or (hyper.amsgrad and state.max_exp_avg_sq is None)
+        ]
+        if made:
+            hyper_of = dict(zip(arrivals.states, arrivals.hyper, strict=True))
+            for state in made:
+                state.create_state()
+                if hyper_of[state].amsgrad and state.max_exp_avg_sq is None:
+                    state.create_max()
+                self.table.note_moved(state)
+        return made
 
     def _notice_outside_writes(self, states: Sequence[ParameterState]) -> None:
         """Adopt what was written to parameters without open speculation, after committing what is accepted."""
@@ -315,11 +305,12 @@ class Transaction:
         present = [state.parameter.detach().clone() for state in hinted]
         for state in hinted:
             self.table.note_moved(state)
-        self._write_speculation(hinted, [_pending_of(state) for state in hinted])
+        self._write_speculation({state: _pending_of(state) for state in hinted})
         writes = []
         for state, values in zip(hinted, present, strict=True):
             speculated = state.parameter.detach().cpu().clone()
             state.parameter.data.copy_(values)
+            state.note_written()
             found = OutsideWrite.found_in(state, speculated)
             if found is not None:
                 writes.append(found)
@@ -334,9 +325,9 @@ class Transaction:
             setattr(self.statistics, phase, getattr(self.statistics, phase) + time.perf_counter() - begin)
 
 
-def _can_fuse(arrival: Arrival) -> bool:
-    state = arrival.state
-    return state.phase is Phase.ACCEPTED and _pending_of(state).gradient.dtype == arrival.gradient.dtype
+def _cannot_fuse(state: ParameterState, new: Pending) -> bool:
+    """Whether an accepted gradient must be committed before the new one: the fused pass takes two of one dtype."""
+    return state.phase is Phase.ACCEPTED and _pending_of(state).gradient.dtype != new.gradient.dtype
 
 
 def _pending_of(state: ParameterState) -> Pending:
@@ -344,5 +335,8 @@ def _pending_of(state: ParameterState) -> Pending:
     return state.pending
 
 
-def _index(coefficients: CoefficientTable, state: ParameterState, record: Pending) -> int:
-    return coefficients.index(record.hyper, record.step, record.scale, state.dtype)
+def _indices(coefficients: CoefficientTable, pending: Mapping[ParameterState, Pending]) -> list[int]:
+    return [
+        coefficients.index(record.hyper, record.step, record.scale, double=state.dtype == torch.float64)
+        for state, record in pending.items()
+    ]
