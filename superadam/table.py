@@ -96,7 +96,7 @@ class ParameterTable:
         self.nonfinite.fill(0)
 
     def norm(self, rows: Rows, gradients: Sequence[Tensor]) -> Segments:
-        """Fill `sums` and `nonfinite` of these rows from their gradients; return the job, for `update` to go on with."""
+        """Fill `sums` and `nonfinite` of these rows from their gradients; return the job, for `update`."""
         segments = self._segments(rows, gradients)
         native.run(Pass.NORM, segments)
         return segments

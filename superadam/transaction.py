@@ -268,7 +268,7 @@ class Transaction:
             self._move(state, Phase.CLEAN, None)
 
     def _make_ready(self, arrivals: Arrivals) -> list[ParameterState]:
-        """Create what a step with these hyper-parameters reads and writes; return the states where something was made."""
+        """Create what a step with these hyper-parameters reads and writes; return the states that lacked something."""
         made = [
             state
             for state, hyper in zip(arrivals.states, arrivals.hyper, strict=True)
