@@ -6,6 +6,7 @@ Owns the parameter groups and the limits of validation. Arithmetic and phases li
 from __future__ import annotations
 
 import logging
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -95,6 +96,7 @@ class SpeculativeCPUAdam(Optimizer):
         capturable: bool = False,
         differentiable: bool = False,
     ) -> None:
+        _check_together(lr, betas, foreach=foreach, fused=fused)
         defaults: dict[str, Any] = {
             "lr": lr,
             "betas": betas,
@@ -109,6 +111,7 @@ class SpeculativeCPUAdam(Optimizer):
             "decoupled_weight_decay": decoupled_weight_decay,
         }
         _check_group(defaults)
+        defaults["betas"] = tuple(map(float, betas))  # as torch does: only the learning rate stays a tensor
         native.active_isa()  # a wrong SUPERADAM_ISA is an error here, not in the middle of training
         self.max_grad_norm = max_grad_norm
         self.on_nonfinite = on_nonfinite
@@ -121,8 +124,9 @@ class SpeculativeCPUAdam(Optimizer):
         """Add a group as torch.optim does.
 
         Raises:
-            ValueError, TypeError, RuntimeError: as the constructor; the group was not added.
+            ValueError, TypeError, RuntimeError: as the constructor, or speculation is open; the group was not added.
         """
+        self._refuse_open("a parameter group cannot be added")
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -179,15 +183,26 @@ class SpeculativeCPUAdam(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        transaction = self._binding.bound(self.param_groups)
-        if transaction.is_open:
-            self.speculate()
-            self.resolve()
-        else:
+        try:
             scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-            unscale = 1.0 if scale is None else 1.0 / float(scale)
-            is_rejected = found_inf is not None and bool(found_inf)
-            self._conclude(transaction.step(self._arrivals(), self._limit(), unscale=unscale, is_rejected=is_rejected))
+            if scale is not None and self._is_open():
+                raise RuntimeError(
+                    "GradScaler.step() cannot unscale gradients that speculate() has taken already; "
+                    "call rollback(), and with a GradScaler use step() alone"
+                )
+            transaction = self._binding.bound(self.param_groups)
+            if transaction.is_open:
+                self.speculate()
+                self.resolve()
+            else:
+                unscale = 1.0 if scale is None else 1.0 / float(scale)
+                is_rejected = found_inf is not None and bool(found_inf)
+                arrivals = self._arrivals()
+                self._conclude(transaction.step(arrivals, self._limit(), unscale=unscale, is_rejected=is_rejected))
+        except Exception:
+            for left_by_scaler in ("grad_scale", "found_inf"):  # GradScaler only takes them away after a success
+                self.__dict__.pop(left_by_scaler, None)
+            raise
         return loss
 
     @torch.no_grad()
@@ -217,6 +232,7 @@ class SpeculativeCPUAdam(Optimizer):
     def resolve(self) -> StepOutcome:
         """Validate everything that is speculated: accept it, redo it clipped, or drop it.
 
+        Without open speculation this is a step without gradients.
         Hyper-parameters that changed since `speculate()` count: the speculation is redone with the present ones.
 
         Returns:
@@ -229,6 +245,8 @@ class SpeculativeCPUAdam(Optimizer):
         transaction = self._binding.bound(self.param_groups)
         groups = self._binding.with_hyperparameters(self.param_groups)
         hyper_now = {state: hyper for states, hyper in groups for state in states}
+        if not transaction.is_open:
+            transaction.table.clear_sums()
         return self._conclude(transaction.resolve(hyper_now, self._limit()))
 
     @torch.no_grad()
@@ -236,16 +254,19 @@ class SpeculativeCPUAdam(Optimizer):
         """Drop unresolved speculation: parameters and state are as before `speculate()`, bit for bit.
 
         The gradients are gone. Without open speculation this does nothing.
+
+        Raises:
+            RuntimeError: a parameter was converted while speculation on it was open; nothing was changed.
         """
-        if self._binding.transaction is not None:
-            self._binding.transaction.roll_back()
+        if self._is_open():
+            self._binding.open_transaction().roll_back()
             self._binding.keep_published()
 
     @torch.no_grad()
     def commit(self) -> None:
         """Fold accepted steps into the state now. Readers of the state do it themselves."""
         if self._binding.transaction is not None:
-            self._binding.transaction.commit()
+            self._binding.bound(self.param_groups).commit()
             self._binding.keep_published()
 
     @torch.no_grad()
@@ -268,11 +289,19 @@ class SpeculativeCPUAdam(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients as torch.optim does; drops speculation that is still open."""
-        if self._binding.transaction is not None and self._binding.transaction.is_open:
+        if self._is_open():
             _logger.info("zero_grad() dropped an open speculation; call step() or resolve() first to keep it")
             self.rollback()
         self._limit_of_next_step = None
         super().zero_grad(set_to_none)
+
+    def _is_open(self) -> bool:
+        transaction = self._binding.transaction
+        return transaction is not None and transaction.is_open
+
+    def _refuse_open(self, what: str) -> None:
+        if self._is_open():
+            raise RuntimeError(f"{what} while speculation is open; call resolve() or rollback() first")
 
     def _limit(self) -> float | None:
         return self._max_grad_norm if self._limit_of_next_step is None else self._limit_of_next_step
@@ -293,6 +322,7 @@ class SpeculativeCPUAdam(Optimizer):
     def _conclude(self, outcome: StepOutcome) -> StepOutcome:
         self.last_outcome = outcome
         self._limit_of_next_step = None
+        self._opt_called = True  # learning-rate schedulers warn unless step() or this was called before theirs
         self.statistics.count(outcome.kind)
         self._binding.keep_published()
         if outcome.kind is StepKind.SKIPPED and self.on_nonfinite == "raise":
@@ -316,6 +346,8 @@ class SpeculativeCPUAdam(Optimizer):
 
     @state.setter
     def state(self, value: defaultdict[Tensor, Any]) -> None:
+        if "_binding" in self.__dict__:
+            self.rollback()
         self._binding = Binding(value, self.statistics)
 
     @torch.no_grad()
@@ -343,7 +375,8 @@ class SpeculativeCPUAdam(Optimizer):
         """
         was_exposed = self._binding.is_exposed
         result = super().state_dict()
-        result["state"] = {key: dict(e) if isinstance(e, dict) else e for key, e in result["state"].items()}
+        if isinstance(result.get("state"), dict):  # or whatever a hook made of it
+            result["state"] = {key: dict(e) if isinstance(e, dict) else e for key, e in result["state"].items()}
         self._binding.is_exposed = was_exposed
         return result
 
@@ -365,12 +398,18 @@ class SpeculativeCPUAdam(Optimizer):
         Raises:
             ValueError: the state dict is not one of Adam over such parameters; nothing was changed.
         """
-        if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= set(state_dict):
-            raise ValueError("the state dict lacks state or param_groups; load what optimizer.state_dict() returned")
+        if not isinstance(state_dict, dict):
+            raise ValueError(
+                f"the state dict is a {type(state_dict).__name__}, expected a dict; load what optimizer.state_dict() returned"
+            )
         arriving: dict[Tensor, dict[str, Tensor]] = {}
 
         def take_state(optimizer: Optimizer, final: dict[str, Any]) -> dict[str, Any]:
             """Check everything and take the tensors out, so that torch neither casts nor moves them."""
+            if not {"state", "param_groups"} <= set(final):
+                raise ValueError(
+                    "the state dict lacks state or param_groups; load what optimizer.state_dict() returned"
+                )
             states = self._binding.bound(self.param_groups).table.states
             sizes = [len(group["params"]) for group in self.param_groups]
             entries = checkpoint.checked_entries(
@@ -406,7 +445,12 @@ class SpeculativeCPUAdam(Optimizer):
             self._write_masters()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what pickles and deep copies hold, committed; hooks stay behind, as in torch."""
+        """Return what pickles and deep copies hold, committed; hooks stay behind, as in torch.
+
+        Raises:
+            RuntimeError: speculation is open, so the parameters that would be copied are unsettled.
+        """
+        self._refuse_open("the optimizer cannot be copied or pickled")
         kept = ("defaults", "param_groups", "statistics", "last_outcome", "_max_grad_norm", "_on_nonfinite")
         values = {key: self.__dict__[key] for key in (*kept, "_limit_of_next_step")}
         return {**values, "state": self._binding.committed(self.param_groups)}
@@ -440,10 +484,36 @@ def _check_group(group: dict[str, Any]) -> None:
     Hyperparameters.of_group(group)
 
 
+def _check_together(
+    lr: float | Tensor, betas: tuple[float | Tensor, float | Tensor], *, foreach: bool | None, fused: bool | None
+) -> None:
+    """Refuse the combinations of constructor arguments that torch.optim.Adam refuses, in its words.
+
+    Raises:
+        ValueError: tensors beside `foreach=True`, or one beta is a tensor and the other is not.
+        RuntimeError: both `foreach` and `fused`.
+    """
+    if foreach and isinstance(lr, Tensor):
+        raise ValueError("lr as a Tensor is not supported for capturable=False and foreach=True; leave foreach None")
+    are_tensors = [isinstance(beta, Tensor) for beta in betas] if isinstance(betas, tuple | list) else []
+    if any(are_tensors) and not all(are_tensors):
+        raise ValueError(f"betas must be either both floats or both Tensors, got {betas}; pass floats")
+    if foreach and any(are_tensors):
+        raise ValueError(
+            "betas[0] as a Tensor is not supported for capturable=False and foreach=True; leave foreach None"
+        )
+    if foreach and fused:
+        raise RuntimeError("`fused` and `foreach` cannot be `True` together; leave both None")
+
+
 def _checked_limit(name: str, value: float) -> float:
-    if not float(value) >= 0.0:
-        raise ValueError(f"{name} is {value}, expected a number of at least 0, or math.inf for no limit")
-    return float(value)
+    try:
+        limit = float(value)
+    except (TypeError, ValueError, RuntimeError):
+        limit = math.nan
+    if not limit >= 0.0:
+        raise ValueError(f"{name} is {value!r}, expected a number of at least 0, or math.inf for no limit")
+    return limit
 
 
 class SpeculativeCPUAdamW(SpeculativeCPUAdam):
@@ -482,3 +552,9 @@ class SpeculativeCPUAdamW(SpeculativeCPUAdam):
             capturable=capturable,
             differentiable=differentiable,
         )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """As the base class; decay stays decoupled, whatever the loaded groups say, as in torch.optim.AdamW."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group["decoupled_weight_decay"] = True

@@ -48,6 +48,7 @@ class Pending:
         step: the step that this gradient makes, counted from 1.
         scale: factor on the gradient in the working copy as it was last speculated.
         unscale: the part of `scale` that undoes loss scaling.
+        version: of `gradient`; another one later means that somebody still writes to it.
     """
 
     gradient: Tensor
@@ -55,6 +56,29 @@ class Pending:
     step: int
     scale: float
     unscale: float
+    version: int
+
+    @staticmethod
+    def of(gradient: Tensor, hyper: Hyperparameters, step: int, unscale: float) -> Pending:
+        """Return the record of a gradient that has just arrived.
+
+        A gradient that is part of a larger buffer is copied: the owner of the buffer will fill it again.
+        """
+        if gradient.untyped_storage().nbytes() != gradient.nbytes:
+            gradient = gradient.clone(memory_format=torch.preserve_format)
+        return Pending(gradient, hyper, step, unscale, unscale, gradient._version)
+
+    def check_unchanged(self, name: str) -> None:
+        """Raise if the gradient is no longer what arrived.
+
+        Raises:
+            RuntimeError: somebody wrote to it.
+        """
+        if self.gradient._version != self.version:
+            raise RuntimeError(
+                f"the gradient of {name} was written to after speculate() had taken it, expected it to be left alone; "
+                "speculate on a copy of it, or call commit() before writing"
+            )
 
 
 def check_parameter(parameter: Tensor, name: str) -> None:
@@ -149,7 +173,7 @@ class ParameterState:
 
     def empty(self, dtype: torch.dtype) -> Tensor:
         """Return an uninitialised CPU tensor in the layout of the state."""
-        return torch.empty_strided(self.parameter.shape, self.strides, dtype=dtype)
+        return torch.empty_strided(self.parameter.shape, self.strides, dtype=dtype, device="cpu")
 
     def host_copy(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Return a copy of `tensor` on the CPU in the layout of the state."""

@@ -101,7 +101,7 @@ class Transaction:
                     state.refresh_private()
                     self.table.note_moved(state)
             pending = {
-                state: Pending(gradient, hyper, int(self.table.steps[state.row]) + 1, unscale, unscale)
+                state: Pending.of(gradient, hyper, int(self.table.steps[state.row]) + 1, unscale)
                 for state, gradient, hyper in zip(arrivals.states, arrivals.gradients, arrivals.hyper, strict=True)
             }
             self._commit([state for state, new in pending.items() if _cannot_fuse(state, new)])
@@ -332,6 +332,7 @@ def _cannot_fuse(state: ParameterState, new: Pending) -> bool:
 
 def _pending_of(state: ParameterState) -> Pending:
     assert state.pending is not None
+    state.pending.check_unchanged(state.name)
     return state.pending
 
 
