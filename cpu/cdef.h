@@ -91,3 +91,16 @@ int superadam_run(int isa, int pass, const superadam_segment *segments, int64_t 
 
 /* values[0] + values[1] + ..., in this order. */
 double superadam_sum(const double *values, int64_t count);
+
+/* Stores of superadam_traffic that go past the caches. */
+#define SUPERADAM_STREAM_OUT 1
+#define SUPERADAM_STREAM_STATE 2
+
+/* Moves what `pass` moves for this segment and computes nothing: reads the arrays that the pass reads, stores back what
+ * it read where the pass updates in place (those bits do not change), and fills `out` with ones. The length is a
+ * multiple of SUPERADAM_CHUNK and the arrays are aligned to 64 bytes. `burst` elements of one array are touched before
+ * the next array, a power of two from 32 to SUPERADAM_CHUNK; `prefetch` is in bytes ahead of each load, 0 for none;
+ * `stream` is made of SUPERADAM_STREAM_*. `checksum` becomes the sum modulo 2^32 of all 32-bit words of the arrays that
+ * were only read. Returns a code as superadam_run does. */
+int superadam_traffic(int pass, const superadam_segment *segment, int threads, int burst, int64_t prefetch, int stream,
+                      uint32_t *checksum);

@@ -24,6 +24,20 @@ static int cpu_has_avx512(void)
     return cpu_has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 }
+#elif defined(__aarch64__)
+
+#if defined(__linux__)
+#include <sys/auxv.h>
+
+/* HWCAP_SVE and HWCAP2_SVEBF16 of the kernel's asm/hwcap.h, which older systems have without the latter. */
+enum { HAS_SVE = 1 << 22, HAS_SVE_BF16 = 1 << 12 };
+
+static int cpu_has_sve(void) { return (getauxval(AT_HWCAP) & HAS_SVE) != 0; }
+static int cpu_has_sve_bf16(void) { return cpu_has_sve() && (getauxval(AT_HWCAP2) & HAS_SVE_BF16); }
+#else /* nobody to ask: NEON is what every CPU has */
+static int cpu_has_sve(void) { return 0; }
+static int cpu_has_sve_bf16(void) { return 0; }
+#endif
 #endif
 
 static int always(void) { return 1; }
@@ -38,6 +52,21 @@ static int always(void) { return 1; }
 #else
 #define AVX2_KERNEL NULL
 #endif
+#ifdef SUPERADAM_HAVE_SVE_BF16
+#define SVE_BF16_KERNEL superadam_kernel_sve_bf16
+#else
+#define SVE_BF16_KERNEL NULL
+#endif
+#ifdef SUPERADAM_HAVE_SVE
+#define SVE_KERNEL superadam_kernel_sve
+#else
+#define SVE_KERNEL NULL
+#endif
+#ifdef SUPERADAM_HAVE_NEON
+#define NEON_KERNEL superadam_kernel_neon
+#else
+#define NEON_KERNEL NULL
+#endif
 
 static const struct {
     const char *name;
@@ -47,6 +76,10 @@ static const struct {
 #if defined(__x86_64__)
     {"avx512", AVX512_KERNEL, cpu_has_avx512},
     {"avx2", AVX2_KERNEL, cpu_has_avx2},
+#elif defined(__aarch64__)
+    {"sve_bf16", SVE_BF16_KERNEL, cpu_has_sve_bf16},
+    {"sve", SVE_KERNEL, cpu_has_sve},
+    {"neon", NEON_KERNEL, always},
 #endif
     {"scalar", superadam_kernel_scalar, always},
 };

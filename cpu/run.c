@@ -3,6 +3,7 @@
 #include <stdlib.h>
 
 #include "dispatch.h"
+#include "float_control.h"
 #include "threads.h"
 
 /* Below this many elements per thread a job is too short to wake another thread for: 64 Ki elements take about 50 us.
@@ -137,8 +138,10 @@ int superadam_run(int isa, int pass, const superadam_segment *segments, int64_t 
 
 double superadam_sum(const double *values, int64_t count)
 {
+    const uint64_t saved = float_control_enter();
     double total = 0;
     for (int64_t i = 0; i < count; i++)
         total += values[i];
+    float_control_leave(saved);
     return total;
 }

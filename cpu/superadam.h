@@ -13,6 +13,6 @@ typedef void superadam_kernel(int pass, const superadam_segment *segment, const 
 
 superadam_kernel superadam_kernel_scalar, superadam_kernel_float64;
 superadam_kernel superadam_kernel_avx2, superadam_kernel_avx512;
-superadam_kernel superadam_kernel_neon, superadam_kernel_sve;
+superadam_kernel superadam_kernel_neon, superadam_kernel_sve, superadam_kernel_sve_bf16;
 
 #endif

@@ -7,6 +7,7 @@ arrays and coefficients, nothing of PyTorch, and must never print or abort.
 from __future__ import annotations
 
 import enum
+import logging
 import os
 from typing import Any
 
@@ -84,7 +85,10 @@ _ERRORS = {
     lib.SUPERADAM_BAD_COEFFICIENTS: "a segment names a coefficient set outside the table; give every index an entry",
 }
 
-_isa_rows: dict[str, int] = {ffi.string(lib.superadam_isa_name(i)).decode(): i for i in range(lib.superadam_isa_count())}
+_isa_rows: dict[str, int] = {
+    ffi.string(lib.superadam_isa_name(i)).decode(): i for i in range(lib.superadam_isa_count())
+}
+_logger = logging.getLogger("superadam")
 _active: str | None = None
 _num_threads: int | None = None
 
@@ -119,6 +123,8 @@ def _check_isa(name: str, source: str) -> str:
 def active_isa() -> str:
     """Return the instruction set in use: `SUPERADAM_ISA` if that is set when first asked, else the best runnable one.
 
+    Logs one warning when that leaves only the scalar kernels and `SUPERADAM_ISA` did not ask for them.
+
     Raises:
         ValueError: `SUPERADAM_ISA` names an instruction set that is unknown or cannot run here.
     """
@@ -126,6 +132,13 @@ def active_isa() -> str:
     if _active is None:
         forced = os.environ.get("SUPERADAM_ISA")
         _active = _check_isa(forced, "SUPERADAM_ISA") if forced else available_isas()[0]
+        if _active == "scalar" and not forced:
+            missing = ", ".join(f"{name} is {status}" for name, status in known_isas().items() if status != "runnable")
+            _logger.warning(
+                "superadam runs its scalar kernels, which give the same bits but take several times longer: %s; "
+                "set SUPERADAM_ISA=scalar to accept this silently",
+                missing or "no vector kernels exist for this architecture",
+            )
     return _active
 
 
@@ -149,7 +162,9 @@ def get_num_threads() -> int:
     if _num_threads is None:
         text = os.environ.get("SUPERADAM_THREADS")
         if text is not None and not (text.isdecimal() and int(text) > 0):
-            raise ValueError(f"SUPERADAM_THREADS is {text!r}; expected a positive integer; unset it for one thread per CPU")
+            raise ValueError(
+                f"SUPERADAM_THREADS is {text!r}; expected a positive integer; unset it for one thread per CPU"
+            )
         _num_threads = int(text) if text else len(os.sched_getaffinity(0))
     return _num_threads
 
@@ -209,6 +224,58 @@ def run(
         raise MemoryError(f"superadam: no memory for a job of {len(segments)} segments; free some and call again")
     if code != lib.SUPERADAM_OK:
         raise ValueError(f"superadam: {_ERRORS[code]}")
+
+
+def move_like(
+    which: Pass,
+    segments: npt.NDArray[Any],
+    *,
+    burst: int,
+    prefetch: int,
+    stream_out: bool,
+    stream_state: bool,
+    threads: int | None = None,
+) -> int:
+    """Move what `which` moves for a table of one segment, without its arithmetic; `out` is filled with ones.
+
+    The arrays must be aligned to 64 bytes and the length a multiple of `CHUNK`; state that the pass updates keeps its bits.
+
+    Args:
+        which: the pass.
+        segments: 1-D array of dtype `SEGMENT` with one entry.
+        burst: elements of one array that are touched before the next array, a power of two from 32 to `CHUNK`.
+        prefetch: distance of the software prefetch in bytes, 0 for none.
+        stream_out: write `out` past the caches.
+        stream_state: write the state past the caches.
+        threads: at most so many threads; default `get_num_threads()`.
+
+    Returns:
+        The sum modulo 2^32 of all 32-bit words of the arrays that were only read.
+
+    Raises:
+        ValueError: the segment does not fit the pass; nothing was read or written.
+    """
+    if segments.dtype != SEGMENT or segments.shape != (1,):
+        raise ValueError("superadam.native.move_like takes a table of dtype SEGMENT with exactly one entry")
+    checksum = ffi.new("uint32_t *")
+    code = lib.superadam_traffic(
+        int(which),
+        ffi.from_buffer("superadam_segment[]", segments),
+        get_num_threads() if threads is None else threads,
+        burst,
+        prefetch,
+        stream_out * lib.SUPERADAM_STREAM_OUT | stream_state * lib.SUPERADAM_STREAM_STATE,
+        checksum,
+    )
+    if code == lib.SUPERADAM_BAD_LENGTH:
+        raise ValueError(
+            f"superadam: move_like takes a length that is a multiple of {CHUNK} and a burst that divides {CHUNK}"
+        )
+    if code == lib.SUPERADAM_BAD_POINTER:
+        raise ValueError("superadam: move_like needs every array of the pass, aligned to 64 bytes")
+    if code != lib.SUPERADAM_OK:
+        raise ValueError(f"superadam: {_ERRORS[code]}")
+    return int(checksum[0])
 
 
 def ordered_sum(values: npt.NDArray[np.float64]) -> float:

@@ -1,0 +1,6 @@
+#include "../superadam.h"
+#include "vec_neon.h"
+#include "../adam_formula.h"
+#include "../adam_loop.h"
+#define KERNEL superadam_kernel_neon
+#include "../variants.h"

@@ -1,0 +1,156 @@
+/* superadam_traffic: the loads and stores of a pass without its arithmetic. How long they take is the floor that a pass
+ * is measured against, and what they move per second is the bandwidth that this machine gives to superadam. */
+
+#include <stdatomic.h>
+#include <stddef.h>
+
+#include "superadam.h"
+#include "threads.h"
+
+#if defined(__x86_64__)
+#include <emmintrin.h>
+#endif
+
+enum { LINE = 64 };           /* bytes of a cache line */
+enum { SHORTEST_BURST = 32 }; /* elements: one line of 2-byte elements */
+enum { LARGEST_GRAIN = 64 };  /* chunks that a thread takes at a time, as in run.c */
+enum { ARRAYS_LIMIT = 6 };    /* arrays that one pass touches */
+enum { MARK = 0x3F803F80 };   /* what is written to `out`: not zero, which some processors store faster; 1.0 in bf16 */
+
+/* 16 bytes, which every supported architecture loads and stores without special flags. Wider registers move memory no
+ * faster: a core waits for lines, not for instructions. */
+typedef uint32_t quarter __attribute__((vector_size(16), may_alias));
+
+typedef enum { READ, UPDATED, WRITTEN } access;
+
+typedef struct {
+    char *base;
+    int element_size;
+    access access;
+} array;
+
+typedef struct {
+    array arrays[ARRAYS_LIMIT];
+    int count, burst, stream;
+    int64_t prefetch;
+    quarter zero; /* added to what is updated; the compiler does not know its value */
+    _Atomic uint32_t checksum;
+} traffic;
+
+static inline __attribute__((always_inline)) void store_line(quarter *to, const quarter *line, int past_caches)
+{
+    if (past_caches) {
+#if defined(__x86_64__)
+        for (int i = 0; i < 4; i++)
+            _mm_stream_si128((__m128i *)(to + i), (__m128i)line[i]);
+        return;
+#elif defined(__aarch64__)
+        __asm__ volatile("stnp %q1, %q2, [%0]\n\tstnp %q3, %q4, [%0, #32]"
+                         :
+                         : "r"(to), "w"(line[0]), "w"(line[1]), "w"(line[2]), "w"(line[3])
+                         : "memory");
+        return;
+#endif
+    }
+    for (int i = 0; i < 4; i++)
+        to[i] = line[i];
+}
+
+static void move_chunks(void *context, int64_t first, int64_t last)
+{
+    traffic *t = context;
+    const int count = t->count, burst = t->burst, stream = t->stream;
+    const int64_t prefetch = t->prefetch;
+    const quarter zero = t->zero, mark = zero + MARK, marks[4] = {mark, mark, mark, mark};
+    quarter sums[4] = {zero, zero, zero, zero};
+
+    for (int64_t element = first * SUPERADAM_CHUNK; element < last * SUPERADAM_CHUNK; element += burst) {
+        for (int k = 0; k < count; k++) {
+            const array *a = &t->arrays[k];
+            char *at = a->base + element * a->element_size, *end = at + burst * a->element_size;
+            for (; at < end; at += LINE) {
+                quarter *line = (quarter *)at;
+                if (a->access == WRITTEN) {
+                    store_line(line, marks, stream & SUPERADAM_STREAM_OUT);
+                    continue;
+                }
+                if (prefetch)
+                    __builtin_prefetch(at + prefetch);
+                if (a->access == READ) {
+                    for (int i = 0; i < 4; i++)
+                        sums[i] += line[i];
+                } else {
+                    const quarter same[4] = {line[0] + zero, line[1] + zero, line[2] + zero, line[3] + zero};
+                    store_line(line, same, stream & SUPERADAM_STREAM_STATE);
+                }
+            }
+        }
+    }
+#if defined(__x86_64__)
+    _mm_sfence();
+#endif
+    const quarter total = sums[0] + sums[1] + sums[2] + sums[3];
+    atomic_fetch_add(&t->checksum, total[0] + total[1] + total[2] + total[3]);
+}
+
+static void add_array(traffic *t, const void *base, int element_size, access access)
+{
+    t->arrays[t->count++] = (array){(char *)base, element_size, access};
+}
+
+static int size_of(int dtype)
+{
+    switch (dtype) {
+    case SUPERADAM_BFLOAT16:
+    case SUPERADAM_FLOAT16:
+        return 2;
+    case SUPERADAM_FLOAT32:
+        return 4;
+    case SUPERADAM_FLOAT64:
+        return 8;
+    default:
+        return 0;
+    }
+}
+
+int superadam_traffic(int pass, const superadam_segment *s, int threads, int burst, int64_t prefetch, int stream,
+                      uint32_t *checksum)
+{
+    static volatile uint32_t zero;
+    const uint32_t nothing = zero;
+    const int gradient = size_of(s->gradient_dtype), out = size_of(s->out_dtype), real = gradient == 8 ? 8 : 4;
+    const int reads_state = pass >= SUPERADAM_SPECULATE && pass <= SUPERADAM_UPDATE;
+    const int fuses = pass == SUPERADAM_COMMIT_AND_SPECULATE;
+    traffic t = {.burst = burst, .prefetch = prefetch, .stream = stream, .zero = {nothing, nothing, nothing, nothing}};
+
+    if (pass < SUPERADAM_NORM || pass > SUPERADAM_WIDEN)
+        return SUPERADAM_BAD_PASS;
+    if (s->length < 0 || s->length % SUPERADAM_CHUNK || burst < SHORTEST_BURST || SUPERADAM_CHUNK % burst)
+        return SUPERADAM_BAD_LENGTH;
+    if (!gradient)
+        return SUPERADAM_BAD_DTYPE;
+    if (pass != SUPERADAM_ROUND)
+        add_array(&t, s->gradient, gradient, READ);
+    if (fuses)
+        add_array(&t, s->accepted_gradient, gradient, READ);
+    if (reads_state) {
+        const access access = pass == SUPERADAM_SPECULATE ? READ : UPDATED;
+        add_array(&t, s->master, real, access);
+        add_array(&t, s->exp_avg, real, access);
+        add_array(&t, s->exp_avg_sq, real, access);
+    } else if (pass != SUPERADAM_NORM) {
+        add_array(&t, s->master, real, pass == SUPERADAM_ROUND ? READ : WRITTEN);
+    }
+    if (out && pass != SUPERADAM_NORM && pass != SUPERADAM_COMMIT && pass != SUPERADAM_WIDEN)
+        add_array(&t, s->out, out, WRITTEN);
+    for (int k = 0; k < t.count; k++)
+        if (s->length && (!t.arrays[k].base || (uintptr_t)t.arrays[k].base % LINE))
+            return SUPERADAM_BAD_POINTER;
+
+    const int64_t chunks = s->length / SUPERADAM_CHUNK;
+    int64_t grain = chunks / ((int64_t)(threads > 1 ? threads : 1) * 8);
+    grain = grain < 1 ? 1 : grain > LARGEST_GRAIN ? LARGEST_GRAIN : grain;
+    threads_run(threads, chunks, grain, move_chunks, &t);
+    *checksum = atomic_load(&t.checksum);
+    return SUPERADAM_OK;
+}

@@ -1,0 +1,109 @@
+"""Timing of two things against one another: interleaved pairs, whose ratios survive a machine that drifts.
+
+Owns the method, and nothing of what is timed. It must never warm, or run more often, only one of the two.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+Action = Callable[[], object]
+"""What is timed: it does the whole work once, and may be done again and again."""
+
+WARM_UPS = 2
+"""Untimed runs of each action: the first touches memory and starts threads, the second finds all that done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """The middle of some measurements: median and quartiles."""
+
+    median: float
+    lower: float
+    upper: float
+
+    @staticmethod
+    def of(values: Sequence[float]) -> Spread:
+        """Return the spread of at least one value; quartiles interpolate linearly and lie within the values."""
+        if len(values) == 1:
+            return Spread(values[0], values[0], values[0])
+        lower, median, upper = statistics.quantiles(values, n=4, method="inclusive")
+        return Spread(median, lower, upper)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What came of timing `first` against `second`.
+
+    Attributes:
+        pairs: how many times each ran.
+        ratio: time of `first` over time of `second` in the same pair; below 1 where `first` is faster.
+        first, second: seconds per run.
+    """
+
+    pairs: int
+    ratio: Spread
+    first: Spread
+    second: Spread
+
+
+def compare(first: Action, second: Action, pairs: int, *, clock: Callable[[], float] = time.perf_counter) -> Comparison:
+    """Time two actions in `pairs` pairs: first-second, second-first, first-second, ...
+
+    The order alternates, so that neither always finds the caches as the other left them.
+
+    Raises:
+        ValueError: `pairs` is below 1.
+    """
+    if pairs < 1:
+        raise ValueError(f"the number of pairs is {pairs}; expected at least 1")
+    actions = (first, second)
+    seconds: tuple[list[float], list[float]] = ([], [])
+    for _ in range(WARM_UPS):
+        for action in actions:
+            action()
+    was_collecting = gc.isenabled()
+    gc.disable()
+    try:
+        for pair in range(pairs):
+            for index in (0, 1) if pair % 2 == 0 else (1, 0):
+                start = clock()
+                actions[index]()
+                seconds[index].append(clock() - start)
+    finally:
+        if was_collecting:
+            gc.enable()
+    ratios = [one / other for one, other in zip(*seconds, strict=True)]
+    return Comparison(pairs, Spread.of(ratios), Spread.of(seconds[0]), Spread.of(seconds[1]))
+
+
+def fastest(
+    actions: Sequence[Action], rounds: int, before: Action, *, clock: Callable[[], float] = time.perf_counter
+) -> int:
+    """Return the index of the action with the shortest run over interleaved rounds.
+
+    The shortest and not the median, because what other processes add to a run says nothing about the action.
+
+    Args:
+        actions: the candidates; each is warmed once.
+        rounds: timed runs of each.
+        before: runs untimed before every timed run: what the winner will be compared with, so that the candidates find
+            the caches as they will find them there.
+        clock: seconds.
+    """
+    shortest = [math.inf] * len(actions)
+    for action in actions:
+        action()
+    for turn in range(rounds):
+        order = range(len(actions)) if turn % 2 == 0 else reversed(range(len(actions)))
+        for index in order:
+            before()
+            start = clock()
+            actions[index]()
+            shortest[index] = min(shortest[index], clock() - start)
+    return shortest.index(min(shortest))

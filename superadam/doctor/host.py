@@ -1,0 +1,96 @@
+"""The machine and the process that the probes ask about.
+
+Owns every access to files, environment and other programs, so that tests can put a made-up machine in its place.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+COMMAND_SECONDS = 10.0
+"""How long another program may take to answer; nvidia-smi takes a second or two where no daemon runs."""
+
+
+def _run(words: Sequence[str]) -> str:
+    """Return what a program prints.
+
+    Raises:
+        OSError: there is no such program.
+        subprocess.SubprocessError: it failed or took too long.
+    """
+    return subprocess.run(words, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=True).stdout
+
+
+def _affinity() -> frozenset[int]:
+    return frozenset(os.sched_getaffinity(0))
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A machine.
+
+    Attributes:
+        root: where its file system begins.
+        environment: variables of the process.
+        affinity: CPUs that the process may run on.
+        run: runs a program and returns what it prints; raises OSError or subprocess.SubprocessError.
+    """
+
+    root: Path = Path("/")
+    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    affinity: frozenset[int] = field(default_factory=_affinity)
+    run: Callable[[Sequence[str]], str] = _run
+
+    def path(self, path: str) -> Path:
+        """Return where the file `path`, written from `/`, lies."""
+        return self.root / path.lstrip("/")
+
+    def read(self, path: str) -> str:
+        """Return the text of a file without the white space around it.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        return self.path(path).read_text(errors="replace").strip()
+
+    def read_or(self, path: str, default: str) -> str:
+        """Return the text of a file, or `default` where it cannot be read."""
+        try:
+            return self.read(path)
+        except OSError:
+            return default
+
+    def glob(self, pattern: str) -> list[str]:
+        """Return the paths, written from `/`, that match a pattern, sorted; none where a directory cannot be read."""
+        try:
+            return sorted("/" + str(path.relative_to(self.root)) for path in self.root.glob(pattern.lstrip("/")))
+        except OSError:
+            return []
+
+
+def cpus_of(text: str) -> frozenset[int]:
+    """Return the numbers in a list as the kernel writes it: "0-3,8,10-11".
+
+    Raises:
+        ValueError: the text is no such list.
+    """
+    numbers: set[int] = set()
+    for part in filter(None, text.replace("\n", ",").split(",")):
+        first, _, last = part.partition("-")
+        numbers.update(range(int(first), int(last or first) + 1))
+    return frozenset(numbers)
+
+
+def ranges_of(numbers: frozenset[int]) -> str:
+    """Return the shortest list that `cpus_of` reads back."""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and parts[-1][-1] == number - 1:
+            parts[-1][1:] = [number]
+        else:
+            parts.append([number])
+    return ",".join("-".join(map(str, part)) for part in parts)
