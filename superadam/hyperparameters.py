@@ -55,17 +55,26 @@ class Hyperparameters:
         Raises:
             ValueError: a value is not finite or outside its range.
         """
-        beta1, beta2 = group["betas"]
+        betas = group["betas"]
+        if not isinstance(betas, tuple | list) or len(betas) != 2:
+            raise ValueError(f"Invalid betas: {betas!r}; expected a pair of numbers")
         return Hyperparameters(
-            lr=float(group["lr"]),
-            beta1=float(beta1),
-            beta2=float(beta2),
-            eps=float(group["eps"]),
-            weight_decay=float(group["weight_decay"]),
+            lr=_number("lr", group["lr"]),
+            beta1=_number("betas[0]", betas[0]),
+            beta2=_number("betas[1]", betas[1]),
+            eps=_number("eps", group["eps"]),
+            weight_decay=_number("weight_decay", group["weight_decay"]),
             amsgrad=bool(group["amsgrad"]),
             maximize=bool(group["maximize"]),
             decoupled_weight_decay=bool(group["decoupled_weight_decay"]),
         )
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"Invalid {name}: {value!r}; expected a number or a one-element tensor") from None
 
 
 @functools.lru_cache(maxsize=4096)
