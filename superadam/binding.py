@@ -11,19 +11,22 @@ import itertools
 import operator
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from superadam import checkpoint
 from superadam.hyperparameters import Hyperparameters
-from superadam.outcome import Statistics
+from superadam.outcome import Statistics, StepOutcome
 from superadam.parameter import ParameterState, Phase
-from superadam.table import ParameterTable
+from superadam.table import Delivery, ParameterTable, SynchronousDelivery
 from superadam.transaction import Transaction
 
 _get_parameter = operator.attrgetter("parameter")
+_get_pointer = operator.attrgetter("pointer")
+_NOWHERE = -1
+_get_kind = operator.attrgetter("parameter_dtype", "shape", "strides")
 
 TENSORS = (*checkpoint.MOMENTS, *checkpoint.OPTIONAL)
 """Keys of a parameter's published state beside `step`; also attributes of `ParameterState`."""
@@ -37,18 +40,36 @@ def names_of(group: dict[str, Any], index: int) -> list[str]:
     return group.get("param_names") or [f"parameter {k} of group {index}" for k in range(len(group["params"]))]
 
 
+class Overlap(Delivery, Protocol):
+    """What runs the optimizer beside the training thread: the scheduler, as seen from here."""
+
+    unscale: float
+    """Factor that undoes the loss scaling of gradients that arrive now."""
+
+    def is_host(self, parameter: Tensor) -> bool:
+        """Whether kernels on the CPU may write this parameter."""
+
+    def catch_up(self) -> None:
+        """Return when everything that was handed over is speculated on; raise what went wrong there."""
+
+    def conclude(self, outcome: StepOutcome | None) -> None:
+        """Make parameters safe to read after a step with this outcome, or after a rollback (None)."""
+
+
 class Binding:
     """Binds lazily, because frameworks replace parameters between construction and the first step.
 
     Attributes:
         published: per parameter `step`, `exp_avg`, `exp_avg_sq` (`max_exp_avg_sq`, `master`), as users see it.
         transaction: over the parameters that were bound last; None before the first.
+        overlap: the scheduler, if one is at work.
         is_exposed: whether somebody outside may hold `published`, and so may change it at any time.
     """
 
     def __init__(self, published: defaultdict[Tensor, Any], statistics: Statistics) -> None:
         self.published = published
         self.transaction: Transaction | None = None
+        self.overlap: Overlap | None = None
         self.is_exposed = False
         self._statistics = statistics
 
@@ -59,6 +80,8 @@ class Binding:
             RuntimeError: the parameters changed while speculation was open.
             ValueError: two parameters share memory, or somebody published what cannot be a state.
         """
+        if self.overlap is not None:
+            self.overlap.catch_up()
         parameters = [parameter for group in groups for parameter in group["params"]]
         transaction = self.transaction
         if transaction is None or not _are_same(transaction.table.states, parameters):
@@ -84,12 +107,27 @@ class Binding:
 
     def committed(self, groups: Groups) -> defaultdict[Tensor, Any]:
         """Return the published state after committing what is accepted and adopting what was written to parameters."""
-        if self.published:
-            self.bound(groups)
-        if self.transaction is not None:
-            self.transaction.commit()
-            self._write(self.transaction.table)
+        if self.published or self.transaction is not None:
+            transaction = self.bound(groups)
+            transaction.commit()
+            self._write(transaction.table)
         return self.published
+
+    def open_transaction(self) -> Transaction:
+        """Return the transaction that was bound last, of which the verdict is due.
+
+        Raises:
+            RuntimeError: kernels can no longer write what they speculated on.
+        """
+        assert self.transaction is not None
+        for state in self.transaction.table.states:
+            if state.phase is Phase.SPECULATED and _is_converted(state):
+                raise RuntimeError(
+                    f"{state.name} was converted to {state.parameter.dtype} of shape {tuple(state.parameter.shape)} on "
+                    f"{state.parameter.device} while speculation was open; give it back the data it had, "
+                    "and call resolve() or rollback() before converting"
+                )
+        return self.transaction
 
     def keep_published(self) -> None:
         """Bring what somebody may hold up to date after a step."""
@@ -104,37 +142,51 @@ class Binding:
                     "the parameters of the optimizer changed while speculation was open; "
                     "call resolve() or rollback() before changing them"
                 )
-            self.transaction.commit()
+            converted = {state for state in self.transaction.table.states if _is_converted(state)}
+            try:
+                for state in converted:
+                    state.note_written()  # no value to adopt: it is bound anew, and compared then
+                self.transaction.commit()
+            finally:
+                for state in converted:
+                    state.pointer = _NOWHERE  # also when binding fails, and is tried again
             self._write(self.transaction.table)
-            known = {state.parameter: state for state in self.transaction.table.states}
+            known = {state.parameter: state for state in self.transaction.table.states if state not in converted}
         states = []
         for row, (parameter, name) in enumerate(zip(parameters, names, strict=True)):
-            state = known.get(parameter) or ParameterState(parameter, row, name)
+            state = known.get(parameter) or self._new_state(parameter, row, name)
             state.row, state.name = row, name
             states.append(state)
         _refuse_shared_memory(states)
-        table = ParameterTable(states)
+        table = ParameterTable(states, self.overlap or SynchronousDelivery())
         for state in states:
             self._read(state, table)
         self.transaction = Transaction(table, self._statistics)
         return self.transaction
+
+    def _new_state(self, parameter: Tensor, row: int, name: str) -> ParameterState:
+        on_host = {"is_on_host": self.overlap.is_host(parameter)} if self.overlap else {}
+        return ParameterState(parameter, row, name, **on_host)
 
     def _write(self, table: ParameterTable) -> None:
         """Bring `published` up to date with the table, except where an accepted step is not committed yet."""
         for state in table.states:
             if not state.has_state or state.is_provisional or state.phase is Phase.ACCEPTED:
                 continue
-            entry = self.published[state.parameter]
-            step = entry.setdefault("step", torch.zeros((), dtype=torch.float32))
+            entry = self.published.setdefault(state.parameter, {})
+            step = entry.setdefault("step", torch.zeros((), dtype=torch.float32, device="cpu"))
             if step != table.steps[state.row]:
                 step.fill_(float(table.steps[state.row]))
             for key in TENSORS:
                 tensor = None if key == "max_exp_avg_sq" and state.is_max_provisional else getattr(state, key)
                 if tensor is not None:
                     entry[key] = tensor
+            state.is_published = True
 
     def _read(self, state: ParameterState, table: ParameterTable) -> None:
-        """Bring a clean row of the table up to date with `published`."""
+        """Bring a clean row of the table up to date with `published`, unless the row is the newer of the two."""
+        if state.has_state and not state.is_published:
+            return
         entry = self.published.get(state.parameter)
         if not entry:
             if state.has_state:
@@ -143,6 +195,8 @@ class Binding:
                 table.steps[state.row] = 0
                 table.note_moved(state)
             return
+        if not isinstance(entry, dict) or "step" not in entry:
+            checkpoint.check_entry(entry, state)
         if state.is_own_master:
             entry.pop("master", None)  # of a working copy once: of lower precision, elsewhere, or not dense
         if any(getattr(state, key) is not entry.get(key) for key in TENSORS):
@@ -155,23 +209,51 @@ class Binding:
             table.note_moved(state)
             state.distrust()
         table.steps[state.row] = checkpoint.read_step(entry["step"], state.name)
+        state.is_published = True
         if not isinstance(entry["step"], Tensor):
-            entry["step"] = torch.tensor(float(entry["step"]), dtype=torch.float32)
+            entry["step"] = torch.tensor(float(entry["step"]), dtype=torch.float32, device="cpu")
 
 
 def _are_same(states: Sequence[ParameterState], parameters: Sequence[Tensor]) -> bool:
-    return len(states) == len(parameters) and all(map(operator.is_, parameters, map(_get_parameter, states)))
+    """Whether these are the parameters that were bound, and still of the same dtype, layout and device."""
+    return (
+        len(states) == len(parameters)
+        and all(map(operator.is_, parameters, map(_get_parameter, states)))
+        and (
+            all(map(operator.eq, map(Tensor.data_ptr, parameters), map(_get_pointer, states)))
+            or not any(map(_is_converted, states))
+        )
+    )
+
+
+def _is_converted(state: ParameterState) -> bool:
+    """Whether `.data` is not what the kernels were told, as after model.to(torch.bfloat16); it then lies elsewhere."""
+    if state.parameter.data_ptr() == state.pointer:
+        return False
+    now = ParameterState(state.parameter, state.row, state.name)
+    return bool(_get_kind(now) != _get_kind(state)) or (now.is_staged and not state.is_staged)
 
 
 def _refuse_shared_memory(states: Sequence[ParameterState]) -> None:
     """Raise when two parameters lie in the same memory: speculation on one would overwrite the other.
 
     Raises:
-        ValueError: two distinct parameters overlap.
+        ValueError: two parameters overlap, one is listed twice, or elements of one overlap.
     """
     spans = []
+    listed: dict[Tensor, str] = {}
     for state in states:
         p = state.parameter
+        if p in listed:
+            raise ValueError(
+                f"{listed[p]} and {state.name} are the same parameter, expected each parameter once; remove one of them"
+            )
+        listed[p] = state.name
+        if any(size > 1 and stride == 0 for size, stride in zip(p.shape, p.stride(), strict=True)):
+            raise ValueError(
+                f"{state.name} is expanded: its elements share memory, expected each element in memory of its own; "
+                "clone() it before optimizing"
+            )
         if p.numel():
             extent = 1 + sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True))
             spans.append((str(p.device), p.data_ptr(), p.data_ptr() + extent * p.element_size(), state.name))

@@ -10,7 +10,8 @@ a private copy is the master.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -46,7 +47,7 @@ class Pending:
         gradient: CPU tensor in the layout of the state, as it arrived: neither scaled nor clipped.
         hyper: the group's hyper-parameters at that moment.
         step: the step that this gradient makes, counted from 1.
-        scale: factor on the gradient in the working copy as it was last speculated.
+        scale: factor on the gradient in the working copy as it was last speculated; NaN before that.
         unscale: the part of `scale` that undoes loss scaling.
         version: of `gradient`; another one later means that somebody still writes to it.
     """
@@ -64,9 +65,19 @@ class Pending:
 
         A gradient that is part of a larger buffer is copied: the owner of the buffer will fill it again.
         """
-        if gradient.untyped_storage().nbytes() != gradient.nbytes:
-            gradient = gradient.clone(memory_format=torch.preserve_format)
-        return Pending(gradient, hyper, step, unscale, unscale, gradient._version)
+        if gradient.untyped_storage().nbytes() != gradient.nbytes or gradient.is_inference():
+            with torch.inference_mode(False):  # whose tensors count no versions
+                gradient = gradient.clone(memory_format=torch.preserve_format)
+        return Pending(gradient, hyper, step, math.nan, unscale, gradient._version)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the working copy shows this gradient; if not, only its norm was taken so far."""
+        return not math.isnan(self.scale)
+
+    def at_scale(self, scale: float, hyper: Hyperparameters | None = None) -> Pending:
+        """Return this record as it is once the working copy shows it so."""
+        return replace(self, scale=scale, hyper=self.hyper if hyper is None else hyper)
 
     def check_unchanged(self, name: str) -> None:
         """Raise if the gradient is no longer what arrived.
@@ -85,7 +96,7 @@ def check_parameter(parameter: Tensor, name: str) -> None:
     """Raise if the optimizer cannot hold this parameter.
 
     Raises:
-        TypeError: not a dense real tensor of a supported dtype.
+        TypeError: not a dense real tensor of a supported dtype, or one that counts no versions.
     """
     if parameter.is_complex():
         raise TypeError(
@@ -97,6 +108,10 @@ def check_parameter(parameter: Tensor, name: str) -> None:
         expected = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         raise TypeError(
             f"{name} is {parameter.dtype}, expected one of {expected}; convert it with .to() before optimizing"
+        )
+    if parameter.is_inference():
+        raise TypeError(
+            f"{name} was made in inference mode, expected a tensor that autograd tracks; clone() it outside that mode"
         )
 
 
@@ -115,6 +130,7 @@ class ParameterState:
         is_staged: whether kernels cannot write the tensor directly: on another device, or not dense.
         master: the master of a working copy.
         is_provisional, is_max_provisional: whether the state, or max_exp_avg_sq, was made for a step not accepted yet.
+        is_published: whether what users see in the optimizer's `state` is what this record holds.
         private: the master of an own master while its tensor serves as working copy; equals it when clean and
             `private_fresh`.
         exp_avg, exp_avg_sq, max_exp_avg_sq: moments, as in torch.optim.Adam.
@@ -130,6 +146,7 @@ class ParameterState:
         "is_max_provisional",
         "is_own_master",
         "is_provisional",
+        "is_published",
         "is_staged",
         "master",
         "max_exp_avg_sq",
@@ -147,8 +164,9 @@ class ParameterState:
         "version",
     )
 
-    def __init__(self, parameter: Tensor, row: int, name: str) -> None:
+    def __init__(self, parameter: Tensor, row: int, name: str, *, is_on_host: bool | None = None) -> None:
         check_parameter(parameter, name)
+        on_host = parameter.is_cpu if is_on_host is None else is_on_host
         self.parameter = parameter
         self.row = row
         self.name = name
@@ -156,8 +174,8 @@ class ParameterState:
         self.parameter_dtype = parameter.dtype
         self.shape = parameter.shape
         self.strides = torch.empty_like(parameter, device="meta").stride()
-        self.is_contiguous_on_cpu = parameter.is_cpu and parameter.is_contiguous()
-        self.is_staged = parameter.device.type != "cpu" or parameter.stride() != self.strides
+        self.is_contiguous_on_cpu = on_host and parameter.is_contiguous()
+        self.is_staged = not on_host or parameter.stride() != self.strides
         self.is_own_master = parameter.dtype == self.dtype and not self.is_staged
         self.master: Tensor | None = None
         self.private: Tensor | None = None
@@ -165,7 +183,7 @@ class ParameterState:
         self.exp_avg: Tensor | None = None
         self.exp_avg_sq: Tensor | None = None
         self.max_exp_avg_sq: Tensor | None = None
-        self.is_provisional = self.is_max_provisional = False
+        self.is_provisional = self.is_max_provisional = self.is_published = False
         self.phase = Phase.CLEAN
         self.pending: Pending | None = None
         self.version = parameter._version

@@ -7,6 +7,7 @@ job ought to run is decided in transaction.py.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +49,29 @@ class CoefficientTable:
         return np.array([coefficients.row() for coefficients in self._index], native.COEFFICIENTS)
 
 
+class Delivery(Protocol):
+    """How new values reach parameters that kernels cannot write themselves."""
+
+    def host_empty(self, state: ParameterState) -> Tensor:
+        """Return host memory for a parameter's new values: of its dtype, in the layout of its state."""
+
+    def deliver(self, values: Sequence[tuple[ParameterState, Tensor]]) -> None:
+        """Copy host values into their parameters, without touching version counters."""
+
+
+class SynchronousDelivery:
+    """Copies that are done, or at least ordered before everything later, when the call returns."""
+
+    def host_empty(self, state: ParameterState) -> Tensor:
+        """Return pageable memory."""
+        return state.empty(state.parameter.dtype)
+
+    def deliver(self, values: Sequence[tuple[ParameterState, Tensor]]) -> None:
+        """Copy one parameter after another."""
+        for state, value in values:
+            state.parameter.data.copy_(value)
+
+
 class ParameterTable:
     """Rows of pointers for a fixed list of parameters.
 
@@ -58,8 +82,9 @@ class ParameterTable:
             gradients of the open step; 0 where a parameter takes no part.
     """
 
-    def __init__(self, states: Sequence[ParameterState]) -> None:
+    def __init__(self, states: Sequence[ParameterState], delivery: Delivery) -> None:
         self.states = list(states)
+        self._delivery = delivery
         self.steps = np.zeros(len(self.states), np.int64)
         lengths = [state.parameter.numel() for state in self.states]
         first_chunks = np.cumsum([0] + [native.chunk_count(length) for length in lengths], dtype=np.uint64)
@@ -194,12 +219,11 @@ class ParameterTable:
         if self.has_staged:
             for position, state in enumerate(states):
                 if state.is_staged:
-                    staged.append((state, state.empty(state.parameter.dtype)))
+                    staged.append((state, self._delivery.host_empty(state)))
                     segments["out"][position] = staged[-1][1].data_ptr()
         native.run(which, segments, coefficients.array())
-        for state, staging in staged:
-            with torch.no_grad():
-                state.parameter.copy_(staging)
-        torch.autograd.graph.increment_version([state.parameter for state in states if not state.is_staged])
+        if staged:
+            self._delivery.deliver(staged)
+        torch.autograd.graph.increment_version([state.parameter for state in states])
         for state in states:
             state.version = state.parameter._version

@@ -9,10 +9,11 @@ runs over which rows, and owns the phases of all parameters. It knows nothing of
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -57,13 +58,14 @@ class Transaction:
     def __init__(self, table: ParameterTable, statistics: Statistics) -> None:
         self.table = table
         self.statistics = statistics
+        self._lock = threading.RLock()
         self._members: dict[Phase, dict[ParameterState, None]] = {phase: {} for phase in Phase}
         for state in table.states:
             self._members[state.phase][state] = None
 
     def in_phase(self, phase: Phase) -> list[ParameterState]:
-        """Return the states in this phase, in row order."""
-        return sorted(self._members[phase], key=lambda state: state.row)
+        """Return the states in this phase, in the order in which they came into it."""
+        return list(self._members[phase])
 
     @property
     def is_open(self) -> bool:
@@ -75,12 +77,14 @@ class Transaction:
         self._members[phase][state] = None
         state.phase, state.pending = phase, pending
 
-    def speculate(self, arrivals: Arrivals, unscale: float = 1.0) -> None:
+    def speculate(self, arrivals: Arrivals, unscale: float = 1.0, *, writes: bool = True) -> None:
         """Write working copies as if these gradients were accepted unclipped, and keep the gradients as pending.
 
         Args:
             arrivals: none of a parameter that is speculated already.
             unscale: factor that undoes loss scaling.
+            writes: whether working copies are written now; otherwise only the norm is taken, and they are written once,
+                with the verdict.
 
         Raises:
             RuntimeError: a parameter is speculated already; nothing was changed.
@@ -104,6 +108,12 @@ class Transaction:
                 state: Pending.of(gradient, hyper, int(self.table.steps[state.row]) + 1, unscale)
                 for state, gradient, hyper in zip(arrivals.states, arrivals.gradients, arrivals.hyper, strict=True)
             }
+            if not writes:
+                self._commit([state for state in pending if state.phase is Phase.ACCEPTED])
+                self.table.norm(rows_of(arrivals.states), arrivals.gradients)
+                self._set_pending(pending)
+                return
+            pending = {state: record.at_scale(unscale) for state, record in pending.items()}
             self._commit([state for state, new in pending.items() if _cannot_fuse(state, new)])
             fused = {state: new for state, new in pending.items() if state.phase is Phase.ACCEPTED}
             alone = {state: new for state, new in pending.items() if state.phase is Phase.CLEAN}
@@ -135,7 +145,7 @@ class Transaction:
                     record = _pending_of(state)
                     self._move(state, Phase.ACCEPTED, record)
                     self.table.steps[state.row] = record.step
-                    state.is_provisional = state.is_max_provisional = False
+                    state.is_provisional = state.is_max_provisional = state.is_published = False
                 if writes:
                     self._commit([write.state for write in writes])
                     for write in writes:
@@ -153,12 +163,31 @@ class Transaction:
             self._commit(self.in_phase(Phase.ACCEPTED))
             self._notice_outside_writes(self.in_phase(Phase.CLEAN))
 
+    def commit_some(self, elements: int) -> bool:
+        """Commit accepted gradients, first those that came first, of at least so many elements; return whether more wait."""
+        with self._timed("commit_seconds"):
+            chosen: list[ParameterState] = []
+            count = 0
+            for state in self._members[Phase.ACCEPTED]:
+                if count >= elements:
+                    break
+                chosen.append(state)
+                count += state.parameter.numel()
+            self._commit(chosen)
+            return bool(self._members[Phase.ACCEPTED])
+
+    def norm_so_far(self) -> float:
+        """Return the norm of the gradients that were speculated on in the open step, as they arrived."""
+        with self._lock:
+            return judge(self.table.sums, self.table.nonfinite, 1.0, None).grad_norm if self.is_open else 0.0
+
     def grad_norm(self, arrivals: Arrivals) -> float:
         """Return the norm of these gradients together with the speculated ones, as they arrived."""
-        if not self.is_open:
-            self.table.clear_sums()
-        self.table.norm(rows_of(arrivals.states), arrivals.gradients)
-        return judge(self.table.sums, self.table.nonfinite, 1.0, None).grad_norm
+        with self._timed("norm_seconds"):
+            if not self.is_open:
+                self.table.clear_sums()
+            self.table.norm(rows_of(arrivals.states), arrivals.gradients)
+            return judge(self.table.sums, self.table.nonfinite, 1.0, None).grad_norm
 
     def adopt_outside_writes(self, states: Sequence[ParameterState]) -> None:
         """Compare parameters with their masters and adopt what differs.
@@ -171,7 +200,8 @@ class Transaction:
                 raise RuntimeError(
                     f"{state.name} has open speculation, so its value is unsettled; call resolve() or rollback() first"
                 )
-        self._adopt(states)
+        with self._timed("commit_seconds"):
+            self._adopt(states)
 
     def step(
         self, arrivals: Arrivals, max_norm: float | None, *, unscale: float = 1.0, is_rejected: bool = False
@@ -198,7 +228,7 @@ class Transaction:
                     state.is_provisional = state.is_max_provisional = False
                 self.table.update(rows, segments, arrivals.runs, outcome.clip_coefficient * unscale)
                 for state in arrivals.states:
-                    state.private_fresh = False
+                    state.private_fresh = state.is_published = False
         return outcome
 
     def _set_pending(self, pending: Mapping[ParameterState, Pending]) -> None:
@@ -214,14 +244,14 @@ class Transaction:
             record = _pending_of(state)
             scale = clip * record.unscale
             if scale != record.scale or hyper_now[state] != record.hyper:
-                changed[state] = replace(record, hyper=hyper_now[state], scale=scale)
+                changed[state] = record.at_scale(scale, hyper_now[state])
         if changed:
             runs = [(record.hyper, 1) for record in changed.values()]
             self._make_ready(Arrivals(list(changed), [record.gradient for record in changed.values()], runs))
             self._write_speculation(changed)
             for state, record in changed.items():
+                self.statistics.respeculated += _pending_of(state).is_written
                 state.pending = record
-            self.statistics.respeculated += len(changed)
 
     def _write_speculation(self, pending: Mapping[ParameterState, Pending], *, with_norm: bool = False) -> None:
         coefficients = CoefficientTable()
@@ -305,7 +335,11 @@ class Transaction:
         present = [state.parameter.detach().clone() for state in hinted]
         for state in hinted:
             self.table.note_moved(state)
-        self._write_speculation({state: _pending_of(state) for state in hinted})
+        written = {state: _pending_of(state) for state in hinted if _pending_of(state).is_written}
+        if written:
+            self._write_speculation(written)
+        if len(written) < len(hinted):
+            self.table.restore(rows_of([state for state in hinted if state not in written]))
         writes = []
         for state, values in zip(hinted, present, strict=True):
             speculated = state.parameter.detach().cpu().clone()
@@ -318,11 +352,13 @@ class Transaction:
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
-        begin = time.perf_counter()
-        try:
-            yield
-        finally:
-            setattr(self.statistics, phase, getattr(self.statistics, phase) + time.perf_counter() - begin)
+        """Hold the lock, so that a worker and the training thread never run a pass at once, and take the time."""
+        with self._lock:
+            begin = time.perf_counter()
+            try:
+                yield
+            finally:
+                setattr(self.statistics, phase, getattr(self.statistics, phase) + time.perf_counter() - begin)
 
 
 def _cannot_fuse(state: ParameterState, new: Pending) -> bool:
