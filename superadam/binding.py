@@ -43,8 +43,9 @@ def names_of(group: dict[str, Any], index: int) -> list[str]:
 class Overlap(Delivery, Protocol):
     """What runs the optimizer beside the training thread: the scheduler, as seen from here."""
 
-    unscale: float
-    """Factor that undoes the loss scaling of gradients that arrive now."""
+    @property
+    def unscale(self) -> float:
+        """Factor that undoes the loss scaling of gradients that arrive now."""
 
     def is_host(self, parameter: Tensor) -> bool:
         """Whether kernels on the CPU may write this parameter."""
@@ -66,10 +67,12 @@ class Binding:
         is_exposed: whether somebody outside may hold `published`, and so may change it at any time.
     """
 
-    def __init__(self, published: defaultdict[Tensor, Any], statistics: Statistics) -> None:
+    def __init__(
+        self, published: defaultdict[Tensor, Any], statistics: Statistics, overlap: Overlap | None = None
+    ) -> None:
         self.published = published
         self.transaction: Transaction | None = None
-        self.overlap: Overlap | None = None
+        self.overlap = overlap
         self.is_exposed = False
         self._statistics = statistics
 
@@ -128,6 +131,12 @@ class Binding:
                     "and call resolve() or rollback() before converting"
                 )
         return self.transaction
+
+    def set_overlap(self, overlap: Overlap | None, groups: Groups) -> None:
+        """Bind anew, so that parameters are reached through `overlap`; nothing may be open."""
+        self.committed(groups)
+        self.overlap = overlap
+        self.transaction = None
 
     def keep_published(self) -> None:
         """Bring what somebody may hold up to date after a step."""

@@ -17,6 +17,8 @@ from superadam.parameter import ParameterState
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 OPTIONAL = ("max_exp_avg_sq", "master")
+_LARGEST_STEP = 2.0**53
+"""Up to here a double counts every step."""
 
 
 def _describe(value: object) -> str:
@@ -27,13 +29,13 @@ def read_step(value: object, name: str) -> int:
     """Return a step count from a 0-dim tensor or a number.
 
     Raises:
-        ValueError: not a whole number of at least 0.
+        ValueError: not a whole number of at least 0, or too large to be a count.
     """
     is_number = isinstance(value, int | float) or (
         isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
     )
     number = float(value) if is_number else math.nan  # type: ignore[arg-type]
-    if not (number >= 0 and number.is_integer()):
+    if not (0 <= number <= _LARGEST_STEP and number.is_integer()):
         raise ValueError(
             f"the state of {name} has step {value!r}, expected a whole number of at least 0; the checkpoint is damaged"
         )
@@ -146,7 +148,7 @@ def fitted(tensor: Tensor, state: ParameterState) -> Tensor:
 
 def copied(entry: Mapping[str, Any], state: ParameterState) -> dict[str, Tensor]:
     """Return a checked entry as tensors of our own: `step` fp32 and 0-dim, the others as the kernels take them."""
-    tensors = {"step": torch.tensor(float(read_step(entry["step"], state.name)), dtype=torch.float32)}
+    tensors = {"step": torch.tensor(float(read_step(entry["step"], state.name)), dtype=torch.float32, device="cpu")}
     for key in (*MOMENTS, *OPTIONAL):
         if entry.get(key) is not None:
             tensors[key] = state.host_copy(entry[key], state.dtype)

@@ -1,7 +1,7 @@
 """The compiled kernels as Python functions over numpy tables of pointers.
 
-Owns the choice of instruction set and the number of threads. It is the only module that imports the C extension; it knows
-arrays and coefficients, nothing of PyTorch, and must never print or abort.
+Owns the choice of instruction set and the number of threads. It is the only module that imports the C extension; it
+knows arrays and coefficients, nothing of PyTorch, and must never print or abort.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Flag(enum.IntFlag):
 
 
 def _table_dtype(struct: str) -> np.dtype[np.void]:
-    """Return the numpy record type with the names, offsets and size of a C struct; pointers become unsigned integers."""
+    """Return the numpy record type of a C struct: its names, offsets and size; pointers become unsigned integers."""
     numpy_names = {"int32_t": "i4", "int64_t": "i8", "double": "f8"}
     ctype = ffi.typeof(struct)
     fields = [(name, field.offset, field.type) for name, field in ctype.fields]
@@ -68,7 +68,7 @@ def _table_dtype(struct: str) -> np.dtype[np.void]:
 
 
 SEGMENT = _table_dtype("superadam_segment")
-"""numpy record of one run of elements; one table of them is one job. Fields as in `cpu/cdef.h`, pointers as addresses."""
+"""numpy record of one run of elements; a table of them is a job. Fields as in `cpu/cdef.h`, pointers as addresses."""
 
 COEFFICIENTS = _table_dtype("superadam_coefficients")
 """numpy record of the scalars of one step. Fields as in `cpu/cdef.h`."""
@@ -78,8 +78,8 @@ _NO_COEFFICIENTS = np.zeros(0, COEFFICIENTS)
 _ERRORS = {
     lib.SUPERADAM_BAD_ISA: "the instruction set cannot run on this machine; choose one of superadam.available_isas()",
     lib.SUPERADAM_BAD_PASS: "there is no such pass; use a member of superadam.native.Pass",
-    lib.SUPERADAM_BAD_DTYPE: "a segment has dtypes that this pass does not take; gradients may be float32, bfloat16 or float16 "
-    "beside float32 state, or everything float64",
+    lib.SUPERADAM_BAD_DTYPE: "a segment has dtypes that this pass does not take; gradients may be float32, bfloat16 or "
+    "float16 beside float32 state, or everything float64",
     lib.SUPERADAM_BAD_LENGTH: "a segment has a negative length; lengths count elements from 0",
     lib.SUPERADAM_BAD_POINTER: "a segment lacks an array that this pass uses; see superadam_segment in cpu/cdef.h",
     lib.SUPERADAM_BAD_COEFFICIENTS: "a segment names a coefficient set outside the table; give every index an entry",
@@ -94,7 +94,7 @@ _num_threads: int | None = None
 
 
 def known_isas() -> dict[str, str]:
-    """Return every instruction set of this architecture, best first, with "runnable", "not compiled" or "not supported"."""
+    """Return this architecture's instruction sets, best first: "runnable", "not compiled" or "not supported" each."""
     words = {
         lib.SUPERADAM_RUNNABLE: "runnable",
         lib.SUPERADAM_NOT_COMPILED: "not compiled",
@@ -238,7 +238,8 @@ def move_like(
 ) -> int:
     """Move what `which` moves for a table of one segment, without its arithmetic; `out` is filled with ones.
 
-    The arrays must be aligned to 64 bytes and the length a multiple of `CHUNK`; state that the pass updates keeps its bits.
+    The arrays must be aligned to 64 bytes and the length a multiple of `CHUNK`; state that the pass updates keeps its
+    bits.
 
     Args:
         which: the pass.

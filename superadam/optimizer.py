@@ -5,24 +5,40 @@ Owns the parameter groups and the limits of validation. Arithmetic and phases li
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from superadam import checkpoint, native
-from superadam.binding import Binding, names_of
+from superadam.binding import Binding, Overlap, names_of
 from superadam.hyperparameters import Hyperparameters
 from superadam.outcome import Statistics, StepKind, StepOutcome
-from superadam.parameter import check_parameter
-from superadam.transaction import Arrivals
+from superadam.parameter import ParameterState, check_parameter
+from superadam.transaction import Arrivals, Transaction
 
 _logger = logging.getLogger("superadam")
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+def _untracked(method: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Run without autograd, and outside inference mode: state made there could not be written outside it."""
+
+    @functools.wraps(method)
+    def untracked(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        with torch.inference_mode(False), torch.no_grad():
+            return method(*args, **kwargs)
+
+    return untracked
+
 
 _LATER_GROUP_KEYS = {
     "amsgrad": False,
@@ -111,7 +127,6 @@ class SpeculativeCPUAdam(Optimizer):
             "decoupled_weight_decay": decoupled_weight_decay,
         }
         _check_group(defaults)
-        defaults["betas"] = tuple(map(float, betas))  # as torch does: only the learning rate stays a tensor
         native.active_isa()  # a wrong SUPERADAM_ISA is an error here, not in the middle of training
         self.max_grad_norm = max_grad_norm
         self.on_nonfinite = on_nonfinite
@@ -161,7 +176,7 @@ class SpeculativeCPUAdam(Optimizer):
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
+    @_untracked
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Make one step with the gradients in `.grad`, which stay there, unscaled.
 
@@ -205,7 +220,7 @@ class SpeculativeCPUAdam(Optimizer):
             raise
         return loss
 
-    @torch.no_grad()
+    @_untracked
     def speculate(self, params: Iterable[Tensor] | None = None) -> None:
         """Take gradients, set `.grad` to None, and write parameters as if the step were good; `state` does not change.
 
@@ -224,11 +239,12 @@ class SpeculativeCPUAdam(Optimizer):
                 "speculate() got a parameter that is in no group of this optimizer; call add_param_group() first"
             )
         arrivals = self._arrivals(chosen)
-        transaction.speculate(arrivals)
+        overlap = self._binding.overlap
+        transaction.speculate(arrivals, 1.0 if overlap is None else overlap.unscale)
         for state in arrivals.states:
             state.parameter.grad = None
 
-    @torch.no_grad()
+    @_untracked
     def resolve(self) -> StepOutcome:
         """Validate everything that is speculated: accept it, redo it clipped, or drop it.
 
@@ -249,7 +265,7 @@ class SpeculativeCPUAdam(Optimizer):
             transaction.table.clear_sums()
         return self._conclude(transaction.resolve(hyper_now, self._limit()))
 
-    @torch.no_grad()
+    @_untracked
     def rollback(self) -> None:
         """Drop unresolved speculation: parameters and state are as before `speculate()`, bit for bit.
 
@@ -261,15 +277,17 @@ class SpeculativeCPUAdam(Optimizer):
         if self._is_open():
             self._binding.open_transaction().roll_back()
             self._binding.keep_published()
+            if self._binding.overlap is not None:
+                self._binding.overlap.conclude(None)
 
-    @torch.no_grad()
+    @_untracked
     def commit(self) -> None:
         """Fold accepted steps into the state now. Readers of the state do it themselves."""
         if self._binding.transaction is not None:
             self._binding.bound(self.param_groups).commit()
             self._binding.keep_published()
 
-    @torch.no_grad()
+    @_untracked
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Set the limit of the global gradient norm for the coming step only, and return that norm.
 
@@ -295,7 +313,46 @@ class SpeculativeCPUAdam(Optimizer):
         self._limit_of_next_step = None
         super().zero_grad(set_to_none)
 
+    # ---- what a scheduler uses
+    # -----------------------------------------------------------------------------------------
+
+    @_untracked
+    def attach_overlap(self, overlap: Overlap) -> None:
+        """Let a scheduler carry gradients and parameters from now on.
+
+        Raises:
+            RuntimeError: there is a scheduler already, or speculation is open.
+        """
+        if self._binding.overlap is not None:
+            raise RuntimeError("the optimizer has a scheduler already; close() it before making another one")
+        self._refuse_open("a scheduler cannot be attached")
+        self._binding.set_overlap(overlap, self.param_groups)
+
+    @_untracked
+    def detach_overlap(self) -> None:
+        """Work without a scheduler again; nothing may be under way."""
+        self._binding.set_overlap(None, self.param_groups)
+
+    @_untracked
+    def bound_transaction(self) -> Transaction:
+        """Return the transaction over the present parameters."""
+        return self._binding.bound(self.param_groups)
+
+    @property
+    def last_transaction(self) -> Transaction | None:
+        """The transaction as it was bound last; None after loading a state dict."""
+        return self._binding.transaction
+
+    def states_with_hyperparameters(self) -> Iterator[tuple[list[ParameterState], Hyperparameters]]:
+        """Yield, group by group, the bound states and the present hyper-parameters."""
+        return self._binding.with_hyperparameters(self.param_groups)
+
+    # ---- helpers
+    # -------------------------------------------------------------------------------------------------------
+
     def _is_open(self) -> bool:
+        if self._binding.overlap is not None:
+            self._binding.overlap.catch_up()
         transaction = self._binding.transaction
         return transaction is not None and transaction.is_open
 
@@ -325,6 +382,8 @@ class SpeculativeCPUAdam(Optimizer):
         self._opt_called = True  # learning-rate schedulers warn unless step() or this was called before theirs
         self.statistics.count(outcome.kind)
         self._binding.keep_published()
+        if self._binding.overlap is not None:
+            self._binding.overlap.conclude(outcome)
         if outcome.kind is StepKind.SKIPPED and self.on_nonfinite == "raise":
             raise FloatingPointError(
                 f"{outcome.nonfinite} gradient elements are Inf or NaN, expected finite ones; nothing was changed: "
@@ -335,6 +394,7 @@ class SpeculativeCPUAdam(Optimizer):
     # ---- state -------------------------------------------------------------------------------------------------------
 
     @property
+    @_untracked
     def state(self) -> defaultdict[Tensor, Any]:
         """Per parameter `step`, `exp_avg`, `exp_avg_sq` (`max_exp_avg_sq`, `master`): the last accepted state.
 
@@ -346,11 +406,13 @@ class SpeculativeCPUAdam(Optimizer):
 
     @state.setter
     def state(self, value: defaultdict[Tensor, Any]) -> None:
+        overlap = None
         if "_binding" in self.__dict__:
             self.rollback()
-        self._binding = Binding(value, self.statistics)
+            overlap = self._binding.overlap
+        self._binding = Binding(value, self.statistics, overlap)
 
-    @torch.no_grad()
+    @_untracked
     def reload_masters(self, params: Iterable[Tensor] | None = None) -> None:
         """Adopt values that were written to parameters through `.data`; other writes are noticed without this.
 
@@ -368,6 +430,7 @@ class SpeculativeCPUAdam(Optimizer):
             [state for state in transaction.table.states if chosen is None or id(state.parameter) in chosen]
         )
 
+    @_untracked
     def state_dict(self) -> dict[str, Any]:
         """Return groups and state as `torch.optim.Optimizer.state_dict` does, with `master` for every working copy.
 
@@ -387,7 +450,7 @@ class SpeculativeCPUAdam(Optimizer):
             entry.pop("master", None)
         return result
 
-    @torch.no_grad()
+    @_untracked
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict()` of this class, or of torch.optim's Adam or AdamW, returned.
 
@@ -400,7 +463,8 @@ class SpeculativeCPUAdam(Optimizer):
         """
         if not isinstance(state_dict, dict):
             raise ValueError(
-                f"the state dict is a {type(state_dict).__name__}, expected a dict; load what optimizer.state_dict() returned"
+                f"the state dict is a {type(state_dict).__name__}, expected a dict; "
+                "load what optimizer.state_dict() returned"
             )
         arriving: dict[Tensor, dict[str, Tensor]] = {}
 
@@ -459,8 +523,7 @@ class SpeculativeCPUAdam(Optimizer):
         """Make every parameter that came with a master the rounded value of it."""
         for parameter, entry in self._binding.published.items():
             if "master" in entry:
-                with torch.no_grad():
-                    parameter.copy_(entry["master"])
+                parameter.copy_(entry["master"])
 
 
 def _check_group(group: dict[str, Any]) -> None:

@@ -164,7 +164,7 @@ class Transaction:
             self._notice_outside_writes(self.in_phase(Phase.CLEAN))
 
     def commit_some(self, elements: int) -> bool:
-        """Commit accepted gradients, first those that came first, of at least so many elements; return whether more wait."""
+        """Commit accepted gradients of so many elements, first those that came first; return whether more wait."""
         with self._timed("commit_seconds"):
             chosen: list[ParameterState] = []
             count = 0

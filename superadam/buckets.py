@@ -1,0 +1,59 @@
+"""Buckets: the gradients that travel and are speculated on together, in the order in which backward makes them.
+
+Owns the bucket that is being filled. It moves nothing itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from superadam.parameter import ParameterState
+
+DEFAULT_NUMEL = 16 * 1024 * 1024
+"""Elements of a bucket: 32 MiB of bf16 or 64 MiB of fp32, as in SuperOffload; enough to saturate a link."""
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Gradients that have arrived together.
+
+    Attributes:
+        states: their parameters.
+        gradients: one for each, on the device.
+        numel: elements of all.
+    """
+
+    states: list[ParameterState] = field(default_factory=list)
+    gradients: list[Tensor] = field(default_factory=list)
+    numel: int = 0
+
+
+class Filler:
+    """Fills one bucket after another.
+
+    Args:
+        bucket_numel: elements from which on a bucket is full; the parameter that fills it is the last one in.
+    """
+
+    def __init__(self, bucket_numel: int) -> None:
+        self.bucket_numel = bucket_numel
+        self._filling = Bucket()
+
+    def add(self, state: ParameterState, gradient: Tensor) -> Bucket | None:
+        """Put a gradient into the bucket; return the bucket if that filled it."""
+        self._filling.states.append(state)
+        self._filling.gradients.append(gradient)
+        self._filling.numel += gradient.numel()
+        return self.take() if self._filling.numel >= self.bucket_numel else None
+
+    def take(self) -> Bucket | None:
+        """Return what there is, if anything, and begin a new bucket."""
+        taken, self._filling = self._filling, Bucket()
+        return taken if taken.states else None
+
+    @property
+    def states(self) -> list[ParameterState]:
+        """Parameters in the bucket that is being filled."""
+        return self._filling.states

@@ -1,0 +1,66 @@
+"""The two callables that a model calls: for a gradient that is ready, and before a module's forward.
+
+They hold the scheduler weakly, and a copy or a pickle of them does nothing, so that a deep copied or saved model is a
+plain model.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+
+class Listener(Protocol):
+    """What the hooks report to."""
+
+    def gradient_ready(self, parameter: Tensor) -> None:
+        """`parameter.grad` is complete for this backward."""
+
+    def forward_begins(self, module: nn.Module) -> None:
+        """A module is about to read its own parameters."""
+
+
+class Hook:
+    """A callable that reports to a listener as long as that lives."""
+
+    def __init__(self, listener: Listener | None) -> None:
+        self._listener: Callable[[], Listener | None] = (lambda: None) if listener is None else weakref.ref(listener)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle as a hook that reports to nobody."""
+        return type(self), (None,)
+
+
+class GradientReady(Hook):
+    """A post-accumulate-grad hook."""
+
+    def __call__(self, parameter: Tensor) -> None:
+        """Report the parameter."""
+        listener = self._listener()
+        if listener is not None:
+            listener.gradient_ready(parameter)
+
+
+class ForwardBegins(Hook):
+    """A forward pre-hook of a module that owns parameters."""
+
+    def __call__(self, module: nn.Module, inputs: Any) -> None:
+        """Report the module."""
+        listener = self._listener()
+        if listener is not None:
+            listener.forward_begins(module)
+
+
+def attach(model: nn.Module, parameters: list[Tensor], listener: Listener) -> list[RemovableHandle]:
+    """Hook every given parameter, and every module of the model that owns one of them."""
+    ready, begins = GradientReady(listener), ForwardBegins(listener)
+    handles: list[RemovableHandle] = [p.register_post_accumulate_grad_hook(ready) for p in parameters]  # type: ignore[attr-defined]
+    listed = set(parameters)
+    for module in model.modules():
+        if any(parameter in listed for parameter in module.parameters(recurse=False)):
+            handles.append(module.register_forward_pre_hook(begins, prepend=True))
+    return handles

@@ -1,0 +1,92 @@
+"""What happened when: spans of one step after another, written as a Chrome trace (chrome://tracing, ui.perfetto.dev).
+
+Owns the recorded spans of the last steps. Recording costs two clock reads and an append; it never touches a tensor.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+SPANS_KEPT = 100_000
+"""The oldest spans are forgotten beyond this many: about 20 MB."""
+
+TRACKS = ("training", "worker", "download", "upload")
+"""Rows of the picture, from above."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One piece of work.
+
+    Attributes:
+        name: what was done.
+        track: one of `TRACKS`.
+        begin, end: seconds of `time.perf_counter()`.
+        details: shown when the span is clicked.
+    """
+
+    name: str
+    track: str
+    begin: float
+    end: float
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+class Trace:
+    """Spans in the order in which they ended."""
+
+    def __init__(self) -> None:
+        self.spans: collections.deque[Span] = collections.deque(maxlen=SPANS_KEPT)
+        self._lock = threading.Lock()
+
+    def add(self, name: str, track: str, begin: float, end: float, **details: Any) -> None:
+        """Record a span whose times are known."""
+        with self._lock:
+            self.spans.append(Span(name, track, begin, end, details))
+
+    @contextmanager
+    def span(self, name: str, track: str, **details: Any) -> Iterator[None]:
+        """Record what runs inside."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(name, track, begin, time.perf_counter(), **details)
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write everything recorded so far as Chrome trace JSON.
+
+        Args:
+            path: the file; replaced whole or not at all.
+        """
+        with self._lock:
+            spans = list(self.spans)
+        zero = min((span.begin for span in spans), default=0.0)
+        events: list[dict[str, Any]] = [
+            {"ph": "M", "pid": 0, "tid": row, "name": "thread_name", "args": {"name": track}}
+            for row, track in enumerate(TRACKS)
+        ]
+        events += [
+            {
+                "ph": "X",
+                "pid": 0,
+                "tid": TRACKS.index(span.track),
+                "name": span.name,
+                "ts": (span.begin - zero) * 1e6,
+                "dur": (span.end - span.begin) * 1e6,
+                "args": span.details,
+            }
+            for span in spans
+        ]
+        temporary = Path(f"{os.fspath(path)}.part")
+        temporary.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+        temporary.replace(path)

@@ -1,0 +1,148 @@
+"""One thread that runs jobs beside the training thread, in order.
+
+Owns the queue and what went wrong in it. A job that raises stops the queue; the error is raised in the training thread
+at its next call, and everything queued behind it is discarded. It knows nothing of what the jobs do.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+_logger = logging.getLogger("superadam")
+
+Job = Callable[[], None]
+"""Something to run once."""
+
+Work = Callable[[], bool]
+"""Something to run while nothing else waits: does one short piece, and returns whether there was one."""
+
+
+class Worker(Protocol):
+    """Runs jobs in order, beside or interleaved with the caller."""
+
+    busy_seconds: float
+    """Time spent in jobs and idle work so far."""
+
+    def submit(self, job: Job) -> None:
+        """Add a job; raises what an earlier one raised."""
+
+    def drain(self) -> None:
+        """Return when every submitted job is done; raises what one of them raised."""
+
+    def wake(self) -> None:
+        """Say that there may be idle work now."""
+
+    def close(self) -> None:
+        """Finish the jobs, then end; further jobs are refused."""
+
+
+class WorkerError(RuntimeError):
+    """A job failed in the worker; its exception is the cause."""
+
+
+class ThreadWorker:
+    """A daemon thread that sleeps on a condition while it has nothing to do."""
+
+    def __init__(self, idle: Work) -> None:
+        self.busy_seconds = 0.0
+        self._idle = idle
+        self._jobs: collections.deque[Job] = collections.deque()
+        self._changed = threading.Condition()
+        self._running = False
+        self._closing = False
+        self._may_idle = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._loop, name="superadam-worker", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Job) -> None:
+        """Add a job.
+
+        Raises:
+            WorkerError: an earlier job failed.
+            RuntimeError: the worker is closed.
+        """
+        with self._changed:
+            self._raise_error()
+            if self._closing:
+                raise RuntimeError("the scheduler's worker is closed; make a new OffloadScheduler")
+            self._jobs.append(job)
+            self._may_idle = True
+            self._changed.notify_all()
+
+    def drain(self) -> None:
+        """Wait for every submitted job.
+
+        Raises:
+            WorkerError: a job failed.
+        """
+        with self._changed:
+            while (self._jobs or self._running) and self._error is None:
+                self._changed.wait()
+            self._raise_error()
+
+    def wake(self) -> None:
+        """Say that there may be idle work now."""
+        with self._changed:
+            self._may_idle = True
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Let the thread finish its jobs and wait for it."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise WorkerError(
+                f"the scheduler's worker failed with {type(error).__name__}: {error}; the open step was dropped, "
+                "so call zero_grad() and go on, or stop and mend the cause"
+            ) from error
+
+    def _next(self) -> Job | None:
+        """Wait for a job, or for a chance to do idle work (returned as None)."""
+        with self._changed:
+            while True:
+                if self._jobs:
+                    self._running = True
+                    return self._jobs.popleft()
+                if self._closing:
+                    raise SystemExit
+                if self._may_idle:
+                    self._may_idle = False
+                    return None
+                self._changed.wait()
+
+    def _loop(self) -> None:
+        while True:
+            try:
+                job = self._next()
+            except SystemExit:
+                return
+            begin = time.perf_counter()
+            try:
+                if job is not None:
+                    job()
+                else:
+                    more = self._idle()
+                    with self._changed:
+                        self._may_idle = self._may_idle or more
+            except BaseException as error:
+                _logger.debug("the scheduler's worker failed", exc_info=True)
+                with self._changed:
+                    self._error = error
+                    self._jobs.clear()
+            finally:
+                self.busy_seconds += time.perf_counter() - begin
+                with self._changed:
+                    self._running = False
+                    self._changed.notify_all()
