@@ -45,6 +45,14 @@ class WorkerError(RuntimeError):
     """A job failed in the worker; its exception is the cause."""
 
 
+def failure(error: BaseException) -> WorkerError:
+    """Return what the training thread is told of a job's exception."""
+    return WorkerError(
+        f"the scheduler's worker failed with {type(error).__name__}: {error}; the open step was dropped, "
+        "so call zero_grad() and go on, or stop and mend the cause"
+    )
+
+
 class ThreadWorker:
     """A daemon thread that sleeps on a condition while it has nothing to do."""
 
@@ -103,10 +111,7 @@ class ThreadWorker:
     def _raise_error(self) -> None:
         if self._error is not None:
             error, self._error = self._error, None
-            raise WorkerError(
-                f"the scheduler's worker failed with {type(error).__name__}: {error}; the open step was dropped, "
-                "so call zero_grad() and go on, or stop and mend the cause"
-            ) from error
+            raise failure(error) from error
 
     def _next(self) -> Job | None:
         """Wait for a job, or for a chance to do idle work (returned as None)."""

@@ -1,0 +1,254 @@
+"""A simulated asynchronous device: host memory that behaves as badly as a real device may.
+
+Copies happen late, in any order that streams and events allow, drawn from a seed; waiting on an event that was not
+recorded orders nothing; memory that is dropped is filled with NaN at once, or when the stream it was kept for has
+passed. A schedule that lacks a wait computes with wrong values here, which plain host execution would hide. The
+model's own computations run at once: they are the current stream, and only what we enqueue there is late.
+"""
+
+from __future__ import annotations
+
+import collections
+import random
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from superadam.devices.interface import Device, Stream
+from superadam.worker import Job, Work, failure
+
+
+class SimulatedEvent:
+    """A point in a simulated stream."""
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        self._device = device
+        self.is_recorded = False
+        self.has_passed = False
+
+    def synchronize(self) -> None:
+        """Run the device until the point has passed; returns at once if it was never recorded."""
+        self._device.run_until(self)
+
+
+@dataclass(slots=True)
+class Operation:
+    """Something enqueued to a stream: runs once the events before it have passed, then lets `event` pass."""
+
+    run: Callable[[], None]
+    after: tuple[SimulatedEvent, ...] = ()
+    event: SimulatedEvent | None = None
+
+
+@dataclass(slots=True)
+class Block:
+    """Memory handed out, and the points that must pass before it may be used again."""
+
+    storage: torch.UntypedStorage
+    kept_for: list[SimulatedEvent] = field(default_factory=list)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _poison(storage: torch.UntypedStorage) -> None:
+    """Fill with bytes that are NaN in every float type."""
+    torch.empty(0, dtype=torch.uint8).set_(storage).fill_(0xFF)
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """Return a tensor over the same memory whose life and version counter are its own, as an address is."""
+    return torch.empty(0, dtype=tensor.dtype).set_(
+        tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
+    )
+
+
+class SimulatedDevice(Device):
+    """Streams that run when the seed says so.
+
+    Args:
+        seed: decides every choice; the same seed gives the same run.
+        eagerness: chance that one more operation runs whenever the device is touched; 0 leaves everything to waits.
+    """
+
+    def __init__(self, seed: int, eagerness: float = 0.3) -> None:
+        self._random = random.Random(seed)
+        self._eagerness = eagerness
+        self._streams: dict[Stream, collections.deque[Operation]] = {stream: collections.deque() for stream in Stream}
+        self._waits: dict[Stream, list[SimulatedEvent]] = {stream: [] for stream in Stream}
+        self._host_blocks: set[int] = set()
+        self._blocks: dict[int, Block] = {}
+
+    # ---- running
+    # ------------------------------------------------------------------------------------------------
+
+    def _runnable(self) -> list[Stream]:
+        return [
+            stream
+            for stream, operations in self._streams.items()
+            if operations and all(event.has_passed for event in operations[0].after)
+        ]
+
+    def _run_one(self) -> bool:
+        streams = self._runnable()
+        if not streams:
+            return False
+        operation = self._streams[self._random.choice(streams)].popleft()
+        operation.run()
+        if operation.event is not None:
+            operation.event.has_passed = True
+        return True
+
+    def progress(self) -> None:
+        """Let the device go on for as long as the seed says."""
+        while self._random.random() < self._eagerness and self._run_one():
+            pass
+
+    def run_until(self, event: SimulatedEvent) -> None:
+        """Let the device go on until the event has passed."""
+        while event.is_recorded and not event.has_passed:
+            if not self._run_one():
+                raise RuntimeError("the simulated device is stuck: streams wait for one another in a circle")
+
+    def _enqueue(self, stream: Stream, operation: Operation) -> None:
+        operation.after = (*operation.after, *self._waits[stream])
+        self._waits[stream] = []
+        self._streams[stream].append(operation)
+
+    # ---- the interface
+    # ------------------------------------------------------------------------------------------------
+
+    def is_host(self, tensor: Tensor) -> bool:
+        """Whether the tensor lies in memory from `host_empty`; all others count as on the device."""
+        return tensor.untyped_storage().data_ptr() in self._host_blocks
+
+    def stage(self, tensor: Tensor) -> Tensor:
+        """Return device memory that is filled when the current stream gets there; the source may be dropped at once."""
+        self.progress()
+        staged = self._allocate(tensor, tensor.dtype)
+        target, source = _alias(staged), tensor.detach().clone()  # the caching allocator keeps it for this stream
+        self._enqueue(Stream.CURRENT, Operation(lambda: _copy(target, source)))
+        return staged
+
+    def host_empty(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return host memory full of NaN."""
+        tensor = self._allocate(like, dtype)
+        pointer = tensor.untyped_storage().data_ptr()
+        self._host_blocks.add(pointer)
+        weakref.finalize(tensor, self._host_blocks.discard, pointer)
+        return tensor
+
+    def copy(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
+        """Enqueue a copy; both sides are read and written when it runs."""
+        target, origin = _alias(destination), _alias(source)
+        self._enqueue(stream, Operation(lambda: _copy(target, origin)))
+        self.progress()
+
+    def record(self, stream: Stream) -> SimulatedEvent:
+        """Return a fresh event at the present end of a stream."""
+        event = SimulatedEvent(self)
+        event.is_recorded = True
+        self._enqueue(stream, Operation(_nothing, event=event))
+        self.progress()
+        return event
+
+    def wait(self, stream: Stream, event: SimulatedEvent) -> None:  # type: ignore[override]
+        """Order a stream behind an event; the current stream, which runs at once, waits at once."""
+        if not event.is_recorded:
+            return
+        if stream is Stream.CURRENT:
+            self.run_until(event)
+        else:
+            self._waits[stream].append(event)
+
+    def keep(self, tensor: Tensor, stream: Stream) -> None:
+        """Keep memory until the stream has passed its present end."""
+        self._blocks[tensor.untyped_storage().data_ptr()].kept_for.append(self.record(stream))
+
+    def start_worker(self, idle: Work) -> SeededWorker:
+        """Return a worker whose jobs run between the training thread's calls, when the seed says so."""
+        return SeededWorker(self._random, idle)
+
+    # ---- memory
+    # ------------------------------------------------------------------------------------------------
+
+    def _allocate(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        tensor = torch.empty_like(like, dtype=dtype, device="cpu", requires_grad=False)
+        storage = tensor.untyped_storage()
+        _poison(storage)
+        pointer = storage.data_ptr()
+        self._blocks[pointer] = Block(_alias(tensor).untyped_storage())
+        weakref.finalize(tensor, self._free, pointer)
+        return tensor
+
+    def _free(self, pointer: int) -> None:
+        block = self._blocks.pop(pointer)
+        if block.kept_for:
+            last = block.kept_for[-1]
+            if not last.has_passed:
+                self._streams[Stream.DOWNLOAD].append(Operation(lambda: _poison(block.storage), tuple(block.kept_for)))
+                return
+        _poison(block.storage)
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    with torch.no_grad():
+        target.copy_(source)
+
+
+class SeededWorker:
+    """A worker without a thread: its jobs run inside the training thread's calls, as late as the seed says."""
+
+    def __init__(self, choices: random.Random, idle: Work) -> None:
+        self.busy_seconds = 0.0
+        self._random = choices
+        self._idle = idle
+        self._jobs: collections.deque[Job] = collections.deque()
+        self._error: BaseException | None = None
+
+    def submit(self, job: Job) -> None:
+        """Add a job, and perhaps run some.
+
+        Raises:
+            WorkerError: an earlier job failed.
+        """
+        self._raise_error()
+        self._jobs.append(job)
+        while self._jobs and self._random.random() < 0.5:
+            self._run_one()
+
+    def drain(self) -> None:
+        """Run every job.
+
+        Raises:
+            WorkerError: a job failed.
+        """
+        while self._jobs:
+            self._run_one()
+        self._raise_error()
+
+    def wake(self) -> None:
+        """Do as much idle work as the seed says."""
+        while self._random.random() < 0.5 and self._idle():
+            pass
+
+    def close(self) -> None:
+        """Run what is left."""
+        while self._jobs:
+            self._run_one()
+
+    def _run_one(self) -> None:
+        try:
+            self._jobs.popleft()()
+        except Exception as error:
+            self._error = error
+            self._jobs.clear()
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise failure(error) from error
