@@ -8,16 +8,22 @@ SOURCES := $(shell git ls-files -co --exclude-standard -- cpu gpu superadam cmak
 # Run the installed wheel, never the sources that lie beside it.
 export PYTHONSAFEPATH := 1
 
-.PHONY: demo test test-deep lint format clean
+# torch's OpenMP threads would spin between its operations, and slow down whatever else wants these cores.
+export OMP_WAIT_POLICY := passive
+
+.PHONY: demo test test-deep arm-test lint format clean
 
 demo: $(VENV)/installed
-	$(BIN)/superadam train --verify --steps 80 --max-grad-norm 1.0 --inject-nan 30 --report demo/report.json --out demo
+	$(BIN)/superadam train --verify --steps 200 --max-grad-norm 1.0 --inject-nan 70 --report demo/report.json --out demo
 
 test: $(VENV)/test-tools lint
 	$(BIN)/python -m pytest tests
 
 test-deep: $(VENV)/test-tools
 	SUPERADAM_DEEP=1 $(BIN)/python -m pytest tests
+
+arm-test: $(VENV)/test-tools
+	tests/arm/run $(BIN)/python
 
 lint: $(VENV)/test-tools
 	$(BIN)/ruff check .
@@ -32,6 +38,7 @@ format: $(VENV)/test-tools
 
 $(VENV)/python:
 	$(PYTHON) -m venv $(VENV)
+	$(PIP) 'pip>=25.1'
 	touch $@
 
 # torch first and from the constraints, so that nothing after it pulls in another build of it.

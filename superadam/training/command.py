@@ -1,0 +1,166 @@
+"""`superadam train`: the words a person types, and the run they ask for.
+
+Owns the options and the order of checks: everything that can be refused is refused before the first file is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import superadam
+from superadam.training import checkpoint, files
+from superadam.training.loop import Trainer
+from superadam.training.settings import Settings
+from superadam.training.text import Text
+from superadam.usage import UsageError
+
+DEFAULT_OUT = Path("superadam-run")
+
+_DEFAULTS = Settings()
+_SETTING_NAMES = [field.name for field in dataclasses.fields(Settings)]
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add `train` to the subcommands."""
+    parser = subparsers.add_parser(
+        "train",
+        help="train a small transformer and, with --verify, check every bit against torch",
+        description="Train a byte-level transformer on the CPU with SpeculativeCPUAdamW. Without options it learns the "
+        "sources of Python's standard library. The folder given by --out receives a checkpoint and a picture.",
+    )
+    what = parser.add_argument_group("what is trained")
+    what.add_argument("--text", metavar="FILE", help="text to learn (default: Python's standard library)")
+    _add_setting(what, "dtype", str, "bf16 parameters with fp32 masters, or fp32 parameters", choices=("bf16", "fp32"))
+    _add_setting(what, "layers", int, "blocks of the transformer", metavar="N")
+    _add_setting(what, "width", int, "features in the residual stream", metavar="N")
+    _add_setting(what, "heads", int, "attention heads", metavar="N")
+    how = parser.add_argument_group("how it is trained")
+    _add_setting(how, "steps", int, "steps of the whole run", metavar="N")
+    _add_setting(how, "batch", int, "sequences in a step", metavar="N")
+    _add_setting(how, "seq", int, "bytes in a sequence", metavar="N")
+    _add_setting(how, "lr", float, "peak learning rate", metavar="RATE")
+    _add_setting(how, "warmup", int, "updates over which the learning rate rises", metavar="N")
+    _add_setting(how, "weight_decay", float, "decoupled decay of matrices", metavar="RATE")
+    _add_setting(how, "max_grad_norm", float, "clip gradients to this global norm; inf for never", metavar="NORM")
+    _add_setting(how, "seed", int, "of initial weights and batches", metavar="N")
+    _add_setting(how, "device", str, "where the model computes: cpu or cuda", metavar="DEVICE")
+    how.add_argument(
+        "--threads", type=int, metavar="N", help="threads of torch and of superadam (default: one per CPU)"
+    )
+    how.add_argument("--plain", action="store_true", help="call step() instead of speculate() and resolve()")
+    check = parser.add_argument_group("what is checked")
+    check.add_argument(
+        "--verify", action="store_true", help="step torch's AdamW(fused=True) beside it and compare every bit"
+    )
+    check.add_argument(
+        "--inject-nan",
+        type=int,
+        action="append",
+        default=[],
+        metavar="STEP",
+        help="put a NaN into one gradient at this step; may be repeated",
+    )
+    where = parser.add_argument_group("what is kept")
+    where.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help=f"folder for the run's files (default: {DEFAULT_OUT}, or DIR of --resume)",
+    )
+    where.add_argument("--report", type=Path, metavar="FILE", help="write the figures of the run as JSON")
+    where.add_argument(
+        "--resume", type=Path, metavar="DIR", help="continue the run in this folder, as if it had never stopped"
+    )
+    where.add_argument(
+        "--stop-at", type=int, metavar="STEP", help="stop after this step, to continue later with --resume"
+    )
+    where.add_argument("--save-every", type=int, metavar="N", help="also write the checkpoint every N steps")
+    parser.set_defaults(run=run)
+
+
+def _add_setting(group: Any, name: str, kind: type, meaning: str, **options: Any) -> None:
+    option = "--" + name.replace("_", "-")
+    group.add_argument(option, type=kind, help=f"{meaning} (default: {getattr(_DEFAULTS, name)})", **options)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Train as the arguments say and return the exit status.
+
+    Raises:
+        UsageError: something has to be mended first; nothing was written.
+    """
+    for module in ("rich", "matplotlib"):
+        if find_spec(module) is None:
+            raise UsageError(f"'superadam train' needs {module}; install it with: pip install 'superadam[cli]'")
+    out = arguments.out or arguments.resume or DEFAULT_OUT
+    _check_places(arguments, out)
+    trainer = _prepare(arguments)
+    done, last = len(trainer.history.steps), trainer.settings.steps
+    if done >= last:
+        raise UsageError(f"the run in {arguments.resume} is complete at step {done}; give a larger --steps to go on")
+    if arguments.stop_at is not None and not done < arguments.stop_at:
+        raise UsageError(f"--stop-at is {arguments.stop_at}; expected a step after {done}, where the run stands")
+    for step in arguments.inject_nan:
+        if not done < step <= last:
+            raise UsageError(f"--inject-nan is {step}; expected a step from {done + 1} to {last}")
+    from superadam.training.session import Session  # it needs rich and matplotlib, which are optional until here
+
+    return Session(
+        trainer,
+        out,
+        report_path=arguments.report,
+        last_step=min(last, arguments.stop_at or last),
+        save_every=arguments.save_every,
+        nan_steps=frozenset(arguments.inject_nan),
+        is_verified=arguments.verify,
+    ).run()
+
+
+def _check_places(arguments: argparse.Namespace, out: Path) -> None:
+    files.require_writable_folder(out, "--out")
+    if arguments.report is not None:
+        files.require_writable_folder(arguments.report.parent, "--report")
+        if arguments.report.is_dir():
+            raise UsageError(f"--report {arguments.report} is a folder; give the name of a file")
+    if arguments.save_every is not None and arguments.save_every < 1:
+        raise UsageError(f"--save-every is {arguments.save_every}; expected an integer of at least 1")
+
+
+def _prepare(arguments: argparse.Namespace) -> Trainer:
+    """Return the trainer, fresh or where the run to resume stopped."""
+    explicit = {name: getattr(arguments, name) for name in _SETTING_NAMES if getattr(arguments, name) is not None}
+    if arguments.resume is None:
+        settings, content = Settings(**explicit), None
+    else:
+        content = checkpoint.read(arguments.resume)
+        settings = checkpoint.settings_of(content, arguments.resume).continued(explicit)
+    _check_device(settings.device)
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+        superadam.set_num_threads(settings.threads)
+    try:
+        superadam.active_isa(), superadam.get_num_threads()
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    trainer = Trainer(settings, Text.read(settings.text, settings.seq), is_plain=arguments.plain)
+    if content is not None:
+        checkpoint.restore(trainer, content, arguments.resume)
+    return trainer
+
+
+def _check_device(name: str) -> None:
+    try:
+        device = torch.device(name)
+        is_usable = device.type in ("cpu", "cuda")
+        if is_usable:
+            torch.empty(1, device=device)
+    except (RuntimeError, AssertionError):
+        is_usable = False
+    if not is_usable:
+        raise UsageError(f"--device {name} is not available here; use cpu, or cuda where torch.cuda.is_available()")

@@ -1,0 +1,153 @@
+"""What a person sees of a run in the terminal.
+
+Owns the progress bar and the final table. It needs rich; where the output is no terminal, a line now and then stands in
+for the bar.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+import superadam
+from superadam import StepKind
+from superadam.training.history import StepRecord
+from superadam.training.loop import Trainer
+from superadam.training.report import Report
+
+_COLOURS = {StepKind.COMMITTED: "green", StepKind.CLIPPED: "yellow", StepKind.SKIPPED: "red"}
+
+LINES = 20
+"""How many lines stand in for the bar where the output is no terminal."""
+
+
+class StepProgress:
+    """A bar that tells of each step, used as a context.
+
+    Args:
+        console: where to.
+        done: steps of earlier sessions.
+        steps: steps of the complete run.
+    """
+
+    def __init__(self, console: Console, done: int, steps: int) -> None:
+        self._console = console
+        self._steps = steps
+        self._bar = Progress(
+            SpinnerColumn(),
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("loss {task.fields[loss]}  norm {task.fields[norm]}  {task.fields[outcome]}"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("train", total=steps, completed=done, loss="-", norm="-", outcome="")
+
+    def __enter__(self) -> StepProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def show(self, number: int, record: StepRecord) -> None:
+        """Tell of step `number`."""
+        loss, norm = f"{record.loss:6.3f}", f"{record.grad_norm:7.3f}"
+        outcome = f"[{_COLOURS[record.kind]}]{record.kind.value:<9}[/]"
+        self._bar.update(self._task, completed=number, loss=loss, norm=norm, outcome=outcome)
+        is_due = number % max(1, self._steps // LINES) == 0 or number == self._steps
+        if not self._console.is_terminal and (is_due or record.kind is StepKind.SKIPPED):
+            self._console.print(
+                f"step {number:>6} of {self._steps}   loss {loss}   norm {norm}   {outcome}", highlight=False
+            )
+
+
+def introduction(trainer: Trainer) -> str:
+    """Return one line on what is about to be trained, on what and how."""
+    settings = trainer.settings
+    parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
+    way = "step()" if trainer.is_plain else "speculate() and resolve()"
+    return (
+        f"{parameters / 1e6:.1f} M parameters in {settings.dtype} on {settings.device}, {trainer.text.name} "
+        f"({len(trainer.text.training) / 1e6:.1f} MB), {way}, "
+        f"{superadam.active_isa()} kernels, {superadam.get_num_threads()} threads"
+    )
+
+
+def outcome_table(report: Report) -> Table:
+    """Return the table of what came of the steps and what the run cost."""
+    table = Table(
+        title="What came of the steps", title_justify="left", title_style="bold", show_edge=False, pad_edge=False
+    )
+    table.add_column("outcome")
+    table.add_column("count", justify="right")
+    table.add_column("meaning", style="dim")
+    rows = [
+        ("committed", report.committed, "green", "steps applied as they were speculated"),
+        (
+            "clipped",
+            report.clipped,
+            "yellow",
+            f"steps with a gradient norm above {report.max_grad_norm:g}, scaled down to it",
+        ),
+        ("skipped", report.skipped, "red", "steps with an Inf or NaN gradient: nothing changed"),
+        ("respeculated", report.respeculated, "", "parameters written a second time, because their step was clipped"),
+        ("dropped", report.dropped, "", "parameters whose speculation was taken back, because their step was skipped"),
+    ]
+    for name, count, colour, meaning in rows:
+        table.add_row(Text(name, style=colour if count else "dim"), f"{count:,}", meaning)
+    table.add_section()
+    for name, value, meaning in _costs(report):
+        table.add_row(name, value, meaning)
+    return table
+
+
+def _costs(report: Report) -> list[tuple[str, str, str]]:
+    share = report.optimizer_seconds / report.seconds
+    costs = [
+        (
+            "final loss",
+            f"{report.final_loss:.3f}",
+            f"nats per byte, mean of the last tenth; {report.losses[0]:.3f} at the first step",
+        ),
+        (
+            "seconds",
+            f"{report.seconds:.1f}",
+            f"in steps, {report.optimizer_seconds:.2f} of them ({share:.0%}) in the optimizer",
+        ),
+        ("tokens/s", f"{report.tokens_per_second:,.0f}", "bytes trained on in a second"),
+        ("isa", report.isa, "instruction set of the kernels"),
+        ("threads", str(report.threads), "of torch and of the kernels"),
+    ]
+    if report.held_out_loss is not None:
+        costs.insert(
+            1, ("held-out loss", f"{report.held_out_loss:.3f}", "nats per byte on text that was never trained on")
+        )
+    return costs
+
+
+def verdict(report: Report) -> Text:
+    """Return what the comparison with torch found, in words."""
+    norm = report.norm_max_relative_difference
+    assert norm is not None
+    words = (
+        f"{report.elements_differing:,} of {report.elements:,} fp32 elements of p, m and v differ from "
+        f"torch.optim.AdamW(fused=True) in any bit; norms differ by at most {norm:.1g} relative to fp64 torch"
+    )
+    if report.parameters_differing:
+        words += f"; {report.parameters_differing:,} elements of the model's parameters differed after a step"
+    if report.verdicts_differing:
+        words += f"; {report.verdicts_differing:,} steps ended otherwise than in torch"
+    if report.is_failed and (capability := torch.backends.cpu.get_cpu_capability()) not in ("AVX2", "AVX512"):
+        words += f"; note that torch runs its {capability} kernels here, and only those for AVX2 and AVX512 round alike"
+    mark, colour = ("NOT verified: ", "bold red") if report.is_failed else ("verified: ", "bold green")
+    return Text.assemble((mark, colour), words)

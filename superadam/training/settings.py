@@ -1,0 +1,96 @@
+"""What makes a training run the run it is.
+
+Owns the values that a checkpoint must carry so that a continued run is the same run, their defaults and their limits.
+It knows nothing of tensors: a settings record can be read, compared and stored as plain values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from superadam.usage import UsageError
+
+CHANGEABLE = frozenset({"text", "steps", "device", "threads"})
+"""Settings that `--resume` may change: how long, where, and the path of the text, whose digest is compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The values that shape a run.
+
+    Attributes:
+        text: path of the text to learn, or None for the sources of Python's standard library.
+        steps: step at which the run is complete; also where the learning rate's cosine ends.
+        dtype: "bf16" (parameters are bf16 working copies of fp32 masters) or "fp32".
+        max_grad_norm: limit on the global gradient norm; infinity for none.
+        lr: peak learning rate.
+        warmup: updates over which the learning rate rises linearly to `lr`.
+        weight_decay: decoupled decay of matrices; vectors are never decayed.
+        batch: sequences in a step.
+        seq: bytes in a sequence that are predicted.
+        layers, width, heads: shape of the transformer.
+        seed: of the initial weights and the batches.
+        device: where the model computes, "cpu" or "cuda" with an optional index.
+        threads: of torch and of superadam, or None for one per CPU that this process may use.
+    """
+
+    text: str | None = None
+    steps: int = 300
+    dtype: str = "bf16"
+    max_grad_norm: float = 1.0
+    lr: float = 2e-3
+    warmup: int = 50
+    weight_decay: float = 0.1
+    batch: int = 8
+    seq: int = 128
+    layers: int = 4
+    width: int = 256
+    heads: int = 4
+    seed: int = 0
+    device: str = "cpu"
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("bf16", "fp32"):
+            raise UsageError(f"--dtype is {self.dtype!r}; expected bf16 or fp32")
+        for name in ("steps", "batch", "seq", "layers", "width", "heads"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"--{name} is {getattr(self, name)}; expected an integer of at least 1")
+        if self.threads is not None and self.threads < 1:
+            raise UsageError(f"--threads is {self.threads}; expected an integer of at least 1")
+        for name in ("warmup", "seed"):
+            if getattr(self, name) < 0:
+                raise UsageError(f"--{name} is {getattr(self, name)}; expected an integer of at least 0")
+        if not 0.0 < self.lr < math.inf:
+            raise UsageError(f"--lr is {self.lr}; expected a finite number above 0")
+        if not 0.0 <= self.weight_decay < math.inf:
+            raise UsageError(f"--weight-decay is {self.weight_decay}; expected a finite number of at least 0")
+        if not self.max_grad_norm > 0.0:
+            raise UsageError(f"--max-grad-norm is {self.max_grad_norm}; expected a number above 0, or inf for no limit")
+        if self.width % (2 * self.heads):
+            raise UsageError(f"--width is {self.width}; expected a multiple of twice --heads, which is {self.heads}")
+
+    def lr_factor(self, updates: int) -> float:
+        """Return what `lr` is multiplied by after `updates` updates: linear warm-up, then a cosine down to a tenth."""
+        if updates < self.warmup:
+            return (updates + 1) / (self.warmup + 1)
+        progress = min(1.0, (updates - self.warmup) / max(1, self.steps - self.warmup))
+        return 0.55 + 0.45 * math.cos(math.pi * progress)
+
+    def continued(self, explicit: dict[str, Any]) -> Settings:
+        """Return these settings with the `explicit` ones of a person who continues the run.
+
+        Raises:
+            UsageError: a setting would make it another run.
+        """
+        for name, value in explicit.items():
+            if name not in CHANGEABLE and value != getattr(self, name):
+                option = "--" + name.replace("_", "-")
+                raise UsageError(
+                    f"the run to resume has {option} {getattr(self, name)}, not {value}; leave {option} out, "
+                    "or start a new run without --resume"
+                )
+        return dataclasses.replace(self, **explicit)

@@ -1,0 +1,147 @@
+"""`superadam.training.checkpoint`: a continued run is the run that never stopped, and nothing else is taken for one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from training_runs import SENTENCES, TINY, are_same, one_torch_thread, tiny_trainer
+
+from superadam.training import checkpoint
+from superadam.training.loop import Trainer
+from superadam.training.text import Text
+from superadam.usage import UsageError
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_torch_thread() -> Iterator[None]:
+    with one_torch_thread():
+        yield
+
+
+STEPS = 6
+
+
+def content_of(trainer: Trainer, folder: Path) -> dict[str, object]:
+    """Return what a checkpoint of the run holds, but for times and the number of sessions."""
+    checkpoint.save(trainer, folder)
+    content = checkpoint.read(folder)
+    for key in ("seconds", "optimizer_seconds", "sessions"):
+        content["history"].pop(key)
+    return content
+
+
+@given(
+    stops=st.sets(st.integers(1, STEPS - 1), max_size=3),
+    nan_steps=st.sets(st.integers(1, STEPS), max_size=2),
+    dtype=st.sampled_from(["bf16", "fp32"]),
+    is_plain=st.booleans(),
+)
+def test_continued_run_is_the_run_that_never_stopped(
+    stops: set[int],
+    nan_steps: set[int],
+    dtype: str,
+    is_plain: bool,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    folder = tmp_path_factory.mktemp("run")
+    whole, stopped = (tiny_trainer(steps=STEPS, dtype=dtype, is_plain=is_plain) for _ in range(2))
+    for number in range(1, STEPS + 1):
+        for trainer in (whole, stopped):
+            trainer.step(inject_nan=number in nan_steps)
+        if number in stops:
+            checkpoint.save(stopped, folder)
+            content = checkpoint.read(folder)
+            settings = checkpoint.settings_of(content, folder)
+            stopped = Trainer(settings, stopped.text, is_plain=is_plain)
+            checkpoint.restore(stopped, content, folder)
+    assert are_same(content_of(whole, folder), content_of(stopped, folder))
+    assert stopped.history.sessions == 1 + len(stops)
+
+
+def test_verified_run_can_be_continued(tmp_path: Path) -> None:
+    first = tiny_trainer()
+    first.step()
+    checkpoint.save(first, tmp_path)
+    second = tiny_trainer()
+    checkpoint.restore(second, checkpoint.read(tmp_path), tmp_path)
+    reference = second.verify()
+    second.step(inject_nan=True)
+    second.step()
+    found = reference.compare()
+    assert found.elements_differing + found.parameters_differing + found.verdicts_differing == 0
+
+
+def test_saving_does_not_disturb_the_run(tmp_path: Path) -> None:
+    saved, untouched = tiny_trainer(), tiny_trainer()
+    for _ in range(3):
+        saved.step()
+        checkpoint.save(saved, tmp_path)
+        untouched.step()
+    assert are_same(content_of(saved, tmp_path), content_of(untouched, tmp_path))
+
+
+def test_checkpoint_loads_with_weights_only_and_keeps_infinity(tmp_path: Path) -> None:
+    trainer = tiny_trainer(max_grad_norm=math.inf)
+    trainer.step(inject_nan=True)
+    path = checkpoint.save(trainer, tmp_path)
+    content = torch.load(path, weights_only=True)
+    assert content["settings"]["max_grad_norm"] == math.inf
+    assert content["model"]["head.weight"].dtype == torch.bfloat16
+    assert checkpoint.settings_of(content, tmp_path) == trainer.settings
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.99])
+def test_damaged_file_is_refused(share: float, tmp_path: Path) -> None:
+    path = checkpoint.save(tiny_trainer(), tmp_path)
+    content = path.read_bytes()
+    path.write_bytes(content[: int(share * len(content))])
+    with pytest.raises(UsageError, match="damaged or no checkpoint"):
+        checkpoint.read(tmp_path)
+
+
+def test_foreign_file_is_refused(tmp_path: Path) -> None:
+    torch.save({"model": torch.zeros(3)}, tmp_path / checkpoint.FILE_NAME)
+    with pytest.raises(UsageError, match="not a checkpoint of 'superadam train'"):
+        checkpoint.read(tmp_path)
+
+
+def test_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=f"holds no {checkpoint.FILE_NAME}"):
+        checkpoint.read(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("key", ["model", "optimizer", "schedule", "batches", "random", "history"])
+@pytest.mark.parametrize("value", [None, {}, {"state": 1}, "text"])
+def test_damaged_part_is_refused(key: str, value: object, tmp_path: Path) -> None:
+    trainer = tiny_trainer()
+    trainer.step()
+    checkpoint.save(trainer, tmp_path)
+    content = checkpoint.read(tmp_path)
+    content[key] = value
+    with pytest.raises(UsageError, match="is damaged"):
+        checkpoint.restore(tiny_trainer(), content, tmp_path)
+
+
+@pytest.mark.parametrize("value", [None, {"wings": 2}, {"steps": "many"}])
+def test_damaged_settings_are_refused(value: object, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="damaged settings"):
+        checkpoint.settings_of({"settings": value}, tmp_path)
+
+
+def test_checkpoint_of_another_shape_is_refused(tmp_path: Path) -> None:
+    checkpoint.save(tiny_trainer(layers=2), tmp_path)
+    with pytest.raises(UsageError, match="does not fit the model"):
+        checkpoint.restore(tiny_trainer(), checkpoint.read(tmp_path), tmp_path)
+
+
+def test_checkpoint_of_another_text_is_refused(tmp_path: Path) -> None:
+    checkpoint.save(tiny_trainer(), tmp_path)
+    other = Trainer(TINY, Text.of_bytes("others", SENTENCES[1:], TINY.seq))
+    with pytest.raises(UsageError, match="other bytes than others holds"):
+        checkpoint.restore(other, checkpoint.read(tmp_path), tmp_path)

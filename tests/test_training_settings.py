@@ -1,0 +1,56 @@
+"""`superadam.training.settings`: limits, the learning rate's course, and what a continued run may change."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from training_runs import TINY
+
+from superadam.training.settings import Settings
+from superadam.usage import UsageError
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[(name, 0) for name in ("steps", "batch", "seq", "layers", "width", "heads", "threads")],
+        *[(name, -1) for name in ("steps", "warmup", "seed")],
+        *[("lr", value) for value in (math.nan, math.inf, 0.0, -1e-3)],
+        *[("max_grad_norm", value) for value in (math.nan, 0.0, -1.0)],
+        *[("weight_decay", value) for value in (math.nan, math.inf, -0.1)],
+        ("width", 10),
+        ("dtype", "int8"),
+    ],
+)
+def test_values_outside_their_limits_are_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(UsageError, match="--" + name.replace("_", "-")):
+        dataclasses.replace(TINY, **{name: value})
+
+
+@given(steps=st.integers(1, 500), warmup=st.integers(0, 100))
+def test_learning_rate_rises_to_its_peak_and_falls_to_a_tenth(steps: int, warmup: int) -> None:
+    settings = Settings(steps=steps, warmup=warmup)
+    factors = [settings.lr_factor(updates) for updates in range(max(steps, warmup) + 2)]
+    assert all(0.0 < factor <= 1.0 for factor in factors)
+    assert factors[warmup] == 1.0
+    assert factors[: warmup + 1] == sorted(factors[: warmup + 1])
+    assert factors[warmup:] == sorted(factors[warmup:], reverse=True)
+    if steps > warmup:
+        assert factors[-1] == pytest.approx(0.1, abs=1e-12)  # 0.55 - 0.45 is not exact in fp64
+
+
+def test_continued_run_changes_only_what_leaves_it_the_same_run() -> None:
+    changed = TINY.continued({"steps": 20, "threads": 2, "device": "cpu", "text": "moved.txt", "lr": TINY.lr})
+    assert changed == dataclasses.replace(TINY, steps=20, threads=2, text="moved.txt")
+
+
+@pytest.mark.parametrize("name", ["dtype", "max_grad_norm", "lr", "warmup", "batch", "seq", "width", "seed"])
+def test_continued_run_refuses_to_become_another(name: str) -> None:
+    other = "fp32" if name == "dtype" else getattr(TINY, name) * 2 + 4
+    with pytest.raises(UsageError, match="--" + name.replace("_", "-")):
+        TINY.continued({name: other})

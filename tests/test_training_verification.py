@@ -1,0 +1,173 @@
+"""`superadam.training.verification`: the reference agrees with a right run and notices each single fault."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from training_runs import one_torch_thread, tiny_trainer
+
+from superadam import StepKind, StepOutcome, native
+from superadam.training.loop import Trainer
+from superadam.training.verification import NORM_TOLERANCE, Reference, Verification, count_differing
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_torch_thread() -> Iterator[None]:
+    with one_torch_thread():
+        yield
+
+
+def verified_steps(trainer: Trainer, steps: int = 5) -> Verification:
+    """Run some steps with a NaN in the second one, and compare."""
+    reference = trainer.verify()
+    for number in range(steps):
+        trainer.step(inject_nan=number == 1)
+    return reference.compare()
+
+
+@pytest.mark.parametrize("is_plain", [False, True])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_right_run_differs_in_nothing(dtype: str, is_plain: bool) -> None:
+    trainer = tiny_trainer(dtype=dtype, is_plain=is_plain)
+    found = verified_steps(trainer)
+    parameters = sum(p.numel() for p in trainer.model.parameters())
+    assert (found.elements, found.elements_differing, found.parameters_differing) == (3 * parameters, 0, 0)
+    assert found.verdicts_differing == 0
+    assert found.norm_max_relative_difference <= NORM_TOLERANCE
+    kinds = {record.kind for record in trainer.history.steps}
+    assert kinds == set(StepKind)
+
+
+def test_run_of_skipped_steps_alone_differs_in_nothing() -> None:
+    trainer = tiny_trainer()
+    reference = trainer.verify()
+    trainer.step(inject_nan=True)
+    found = reference.compare()
+    assert found.elements > 0
+    assert found.elements_differing + found.parameters_differing + found.verdicts_differing == 0
+
+
+def flip(tensor: torch.Tensor, index: int, bit: int) -> None:
+    """Flip one bit of one fp32 element."""
+    tensor.view(-1).view(torch.int32)[index] ^= 1 << bit
+
+
+@pytest.mark.parametrize("bit", [0, 22])
+@pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq", "master"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_one_planted_bit_is_one_differing_element(dtype: str, key: str, bit: int) -> None:
+    trainer = tiny_trainer(dtype=dtype)
+    reference = trainer.verify()
+    trainer.step()
+    parameter = trainer.optimizer.param_groups[0]["params"][1]
+    state = trainer.optimizer.state[parameter]
+    tensor = state.get(key, parameter.detach())
+    flip(tensor, tensor.numel() - 1, bit)
+    assert reference.compare().elements_differing == 1
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_planted_bit_in_the_models_parameter_is_noticed_after_the_step(dtype: str) -> None:
+    trainer = tiny_trainer(dtype=dtype, max_grad_norm=math.inf)
+    reference = trainer.verify()
+    resolve = trainer.optimizer.resolve
+
+    def resolve_and_flip() -> StepOutcome:
+        outcome = resolve()
+        parameter = trainer.optimizer.param_groups[0]["params"][1]
+        integers = torch.int16 if dtype == "bf16" else torch.int32
+        parameter.data.view(-1).view(integers)[3] ^= 1
+        return outcome
+
+    trainer.optimizer.resolve = resolve_and_flip  # type: ignore[method-assign]
+    trainer.step()
+    assert reference.compare().parameters_differing == 1
+
+
+def test_wrong_hyperparameter_is_noticed() -> None:
+    trainer = tiny_trainer()
+    reference = trainer.verify()
+    trainer.step()
+    trainer.step()
+    trainer.optimizer.param_groups[0]["maximize"] = True  # the reference knows nothing of it
+    trainer.step()
+    assert reference.compare().elements_differing > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "verdicts", "is_norm_off"),
+    [
+        ({"kind": StepKind.COMMITTED}, 1, False),
+        ({"kind": StepKind.SKIPPED}, 1, False),
+        ({"clip_coefficient": 1.0}, 1, False),
+        ({"clip_coefficient": 0.25}, 1, False),
+        ({"grad_norm": 3.0}, 0, True),
+        ({"grad_norm": math.nan}, 0, True),
+        ({}, 0, False),
+    ],
+)
+def test_wrong_outcome_is_noticed(change: dict[str, object], verdicts: int, is_norm_off: bool) -> None:
+    trainer = tiny_trainer(dtype="fp32", max_grad_norm=0.5)
+    reference = Reference(trainer.optimizer)
+    for parameter in reference._parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    reference._parameters[0].grad.view(-1)[:2] = torch.tensor([3.0, 4.0])  # type: ignore[union-attr]
+    coefficient = float(np.float32(0.5 / (5.0 + 1e-6)))
+    outcome = StepOutcome(StepKind.CLIPPED, 5.0, coefficient)
+    reference.take_gradients()
+    reference.step(dataclasses.replace(outcome, **change))  # type: ignore[arg-type]
+    found = reference.compare()
+    assert found.verdicts_differing == verdicts
+    assert (not found.norm_max_relative_difference <= NORM_TOLERANCE) is is_norm_off
+
+
+def test_skipping_is_the_only_right_verdict_over_a_nan() -> None:
+    trainer = tiny_trainer(dtype="fp32")
+    reference = Reference(trainer.optimizer)
+    for parameter in reference._parameters:
+        parameter.grad = torch.full_like(parameter, math.nan)
+    for kind, differing in ((StepKind.SKIPPED, 0), (StepKind.COMMITTED, 1)):
+        reference.take_gradients()
+        reference.step(StepOutcome(kind, math.nan, 1.0))
+        assert reference._verdicts_differing == differing
+
+
+def test_reference_never_runs_our_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = tiny_trainer(dtype="fp32")
+    trainer.step()
+    reference = Reference(trainer.optimizer)
+    for parameter in reference._parameters:
+        parameter.grad = torch.ones_like(parameter)
+    trainer.optimizer.commit()
+
+    def refuse(*arguments: object, **options: object) -> None:
+        raise AssertionError("the reference called superadam's kernels")
+
+    monkeypatch.setattr(native, "run", refuse)
+    reference.take_gradients()
+    reference.step(StepOutcome(StepKind.CLIPPED, 1.0, 0.5))
+
+
+NAN_PATTERNS = st.sampled_from([0x7FC00000, 0xFFC00000, 0x7F800001, 0x7FFFFFFF])
+PATTERNS = st.one_of(NAN_PATTERNS, st.sampled_from([0, 0x80000000, 0x7F800000, 0x00000001]), st.integers(0, 2**32 - 1))
+
+
+@given(
+    pairs=st.lists(st.tuples(PATTERNS, PATTERNS), max_size=40), same=st.lists(st.booleans(), min_size=40, max_size=40)
+)
+def test_count_is_that_of_bit_patterns_with_nan_equal_to_nan(pairs: list[tuple[int, int]], same: list[bool]) -> None:
+    pairs = [(a, a) if keep else (a, b) for (a, b), keep in zip(pairs, same, strict=False)]
+    columns = [np.array([pair[side] for pair in pairs], dtype=np.uint32) for side in (0, 1)]
+    values: list[npt.NDArray[np.float32]] = [column.view(np.float32) for column in columns]
+    expected = sum(
+        a != b and not (math.isnan(x) and math.isnan(y)) for (a, b), x, y in zip(pairs, *values, strict=True)
+    )
+    assert count_differing(torch.from_numpy(values[0]), torch.from_numpy(values[1])) == expected
