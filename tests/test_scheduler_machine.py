@@ -1,0 +1,121 @@
+"""Overlapped = synchronous on every seeded schedule; and the faults that would break it are found."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+from overlapped_run import OverlappedRun
+
+from superadam import transaction as transaction_module
+from superadam.devices import Stream
+from superadam.devices.simulated import SimulatedDevice, SimulatedEvent
+from superadam.table import ParameterTable
+from superadam.transaction import Transaction
+from superadam.validation import judge
+
+DEEP = os.environ.get("SUPERADAM_DEEP") == "1"
+MACHINE = settings(
+    max_examples=10_000 if DEEP else 300,
+    stateful_step_count=12,
+    suppress_health_check=list(HealthCheck),
+)
+
+TestOverlappedRun = OverlappedRun.TestCase
+TestOverlappedRun.settings = MACHINE
+
+
+@pytest.fixture(autouse=True)
+def stacks_of_a_hang() -> Iterator[None]:
+    """Print every thread's stack and end the process when a test hangs."""
+    faulthandler.dump_traceback_later(3000 if DEEP else 200, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+
+
+# -- planted faults ----------------------------------------------------------------------------------------------------
+
+
+class WithoutWait(SimulatedDevice):
+    """The model's stream does not wait for uploads."""
+
+    def wait(self, stream: Stream, event: SimulatedEvent) -> None:  # type: ignore[override]
+        if stream is not Stream.CURRENT:
+            super().wait(stream, event)
+
+
+class WithOldEvents(SimulatedDevice):
+    """The event of a stream's first use is recorded again and again, but whoever waits sees that it passed long ago."""
+
+    def record(self, stream: Stream) -> SimulatedEvent:
+        event = super().record(stream)
+        return self.__dict__.setdefault("first_events", {}).setdefault(stream, event)
+
+
+class WithoutKeeping(SimulatedDevice):
+    """Staged gradients are freed while their copies are still under way."""
+
+    def keep(self, tensor: Any, stream: Stream) -> None:
+        pass
+
+
+def commit_with_another_lr(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Transaction._commit
+
+    def commit(self: Transaction, states: Any) -> None:
+        for state in states:
+            state.pending = replace(state.pending, hyper=replace(state.pending.hyper, lr=state.pending.hyper.lr / 2))
+        original(self, states)
+
+    monkeypatch.setattr(Transaction, "_commit", commit)
+
+
+def sum_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only where a step was speculated: the plain twin sums as it should."""
+    resolve = Transaction.resolve
+
+    def backwards(self: Transaction, *args: Any, **kwargs: Any) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr(transaction_module, "judge", lambda sums, *rest: judge(sums[::-1].copy(), *rest))
+            return resolve(self, *args, **kwargs)
+
+    monkeypatch.setattr(Transaction, "resolve", backwards)
+
+
+def redo_forgets_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Transaction._redo
+    monkeypatch.setattr(Transaction, "_redo", lambda self, states, *rest: original(self, states[:-1], *rest))
+
+
+def drop_forgets_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = ParameterTable.restore
+    monkeypatch.setattr(ParameterTable, "restore", lambda self, rows: original(self, rows[:-1]))
+
+
+def on(device: type[SimulatedDevice]) -> Callable[[pytest.MonkeyPatch], None]:
+    return lambda monkeypatch: monkeypatch.setattr(OverlappedRun, "make_device", staticmethod(device))
+
+
+FAULTS = {
+    "a missing wait": on(WithoutWait),
+    "a reused event": on(WithOldEvents),
+    "a gradient freed early": on(WithoutKeeping),
+    "a commit with another lr than the captured one": commit_with_another_lr,
+    "a verdict summed in another order": sum_in_another_order,
+    "a redo that forgets one": redo_forgets_one,
+    "a drop that forgets one": drop_forgets_one,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    FAULTS[fault](monkeypatch)
+    found = settings(MACHINE, max_examples=150, phases=[Phase.generate], report_multiple_bugs=False)
+    with pytest.raises((AssertionError, ExceptionGroup)):
+        run_state_machine_as_test(OverlappedRun, settings=found)
