@@ -198,6 +198,7 @@ class OverlappedRun(RuleBasedStateMachine):
     @rule()
     def synchronize(self) -> None:
         self.scheduler.synchronize()
+        self.plain_optimizer.commit()  # outside writes count by what they are when somebody looks: look at the same time
 
     @invariant()
     def models_are_equal(self) -> None:
