@@ -1,4 +1,4 @@
-"""The two callables that a model calls: for a gradient that is ready, and before a module's forward.
+"""The callables that a model calls: for a gradient that is ready, before a forward, and for a state dict.
 
 They hold the scheduler weakly, and a copy or a pickle of them does nothing, so that a deep copied or saved model is a
 plain model.
@@ -21,7 +21,10 @@ class Listener(Protocol):
         """`parameter.grad` is complete for this backward."""
 
     def forward_begins(self, module: nn.Module) -> None:
-        """A module is about to read its own parameters."""
+        """A module is about to read parameters."""
+
+    def state_dict_taken(self, module: nn.Module, entries: dict[str, Any], prefix: str) -> None:
+        """A module has put its own parameters into a state dict, under names that begin with `prefix`."""
 
 
 class Hook:
@@ -46,7 +49,7 @@ class GradientReady(Hook):
 
 
 class ForwardBegins(Hook):
-    """A forward pre-hook of a module that owns parameters."""
+    """A forward pre-hook of a module that holds parameters, itself or in its submodules."""
 
     def __call__(self, module: nn.Module, inputs: Any) -> None:
         """Report the module."""
@@ -55,12 +58,24 @@ class ForwardBegins(Hook):
             listener.forward_begins(module)
 
 
+class StateDictTaken(Hook):
+    """A state dict post-hook of a module that owns parameters."""
+
+    def __call__(self, module: nn.Module, entries: dict[str, Any], prefix: str, metadata: Any) -> None:
+        """Report the module and its entries."""
+        listener = self._listener()
+        if listener is not None:
+            listener.state_dict_taken(module, entries, prefix)
+
+
 def attach(model: nn.Module, parameters: list[Tensor], listener: Listener) -> list[RemovableHandle]:
-    """Hook every given parameter, and every module of the model that owns one of them."""
-    ready, begins = GradientReady(listener), ForwardBegins(listener)
-    handles: list[RemovableHandle] = [p.register_post_accumulate_grad_hook(ready) for p in parameters]  # type: ignore[attr-defined]
+    """Hook every given parameter, and every module of the model that holds one of them."""
+    ready, begins, taken = GradientReady(listener), ForwardBegins(listener), StateDictTaken(listener)
+    handles: list[RemovableHandle] = [p.register_post_accumulate_grad_hook(ready) for p in parameters]  # type: ignore[attr-defined, no-untyped-call]
     listed = set(parameters)
     for module in model.modules():
-        if any(parameter in listed for parameter in module.parameters(recurse=False)):
+        if not listed.isdisjoint(module.parameters()):
             handles.append(module.register_forward_pre_hook(begins, prepend=True))
+        if not listed.isdisjoint(module.parameters(recurse=False)):
+            handles.append(module.register_state_dict_post_hook(taken))
     return handles

@@ -14,6 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from superadam import checkpoint, native
@@ -30,14 +31,15 @@ _Result = TypeVar("_Result")
 
 
 def _untracked(method: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Run without autograd, and outside inference mode: state made there could not be written outside it."""
+    """Run without autograd, outside inference mode (state made there could not be written outside), and uncompiled."""
 
     @functools.wraps(method)
     def untracked(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
         with torch.inference_mode(False), torch.no_grad():
             return method(*args, **kwargs)
 
-    return untracked
+    uncompiled: Callable[_Arguments, _Result] = _disable_dynamo(untracked)  # as the methods of torch.optim
+    return uncompiled
 
 
 _LATER_GROUP_KEYS = {
@@ -92,6 +94,7 @@ class SpeculativeCPUAdam(Optimizer):
     1711.05101 (decoupled weight decay).
     """
 
+    _binding: Binding
     _step_supports_amp_scaling = True  # torch.amp.GradScaler then hands its scale over instead of unscaling itself
 
     def __init__(

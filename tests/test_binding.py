@@ -1,0 +1,364 @@
+"""Groups, published state and kernels stay of one mind, whatever users and frameworks replace, convert or edit."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from visible import bits, give_gradients, parameter, parameters_of, refused, shown, train, visible
+
+from superadam import SpeculativeCPUAdam, SpeculativeCPUAdamW
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+
+
+def make(dtype: torch.dtype = torch.float32, **options: Any) -> SpeculativeCPUAdam:
+    return SpeculativeCPUAdam([parameter(70, dtype=dtype), parameter(4, 5, dtype=dtype, seed=1)], **options)
+
+
+# -- shared memory -----------------------------------------------------------------------------------------------------
+
+
+def _two_views(first: slice, second: slice) -> list[torch.nn.Parameter]:
+    buffer = torch.zeros(10)
+    return [torch.nn.Parameter(buffer[first]), torch.nn.Parameter(buffer[second])]
+
+
+SHARED: dict[str, Callable[[], list[torch.nn.Parameter]]] = {
+    "the same data": lambda: _two_views(slice(10), slice(10)),
+    "overlapping": lambda: _two_views(slice(6), slice(5, 10)),
+    "one inside the other": lambda: _two_views(slice(10), slice(3, 4)),
+    "transposed": lambda: [one := parameter(3, 3), torch.nn.Parameter(one.detach().t())],
+}
+
+
+@pytest.mark.parametrize("kind", SHARED)
+def test_parameters_that_share_memory_are_refused(kind: str) -> None:
+    optimizer = SpeculativeCPUAdam([parameter(3), *SHARED[kind]()])
+    for one in parameters_of(optimizer):
+        one.grad = torch.ones_like(one)
+    for use in (optimizer.step, optimizer.speculate):
+        with refused(optimizer, ValueError, "parameter . of group 0 and parameter . of group 0 share memory"):
+            use()
+
+
+def test_parameters_side_by_side_in_one_buffer() -> None:
+    flat = SpeculativeCPUAdam(_two_views(slice(6), slice(6, 10)))
+    apart = SpeculativeCPUAdam([torch.nn.Parameter(torch.zeros(length)) for length in (6, 4)])
+    for seed in range(2):
+        for optimizer in (flat, apart):
+            train(optimizer, seed, speculative=bool(seed))
+    assert visible(flat) == visible(apart)
+
+
+def test_parameter_listed_twice() -> None:
+    one = parameter(3)
+    with pytest.warns(UserWarning, match="duplicate parameters"):
+        optimizer = SpeculativeCPUAdam([one, one])
+    one.grad = torch.ones(3)
+    with refused(optimizer, ValueError, "parameter 0 of group 0 and parameter 1 of group 0 are the same parameter"):
+        optimizer.step()
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        SpeculativeCPUAdam([{"params": [one]}, {"params": [one]}])
+
+
+def test_tied_weights() -> None:
+    first, second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    second.weight = first.weight
+    model = torch.nn.Sequential(first, second)
+    optimizer = SpeculativeCPUAdam(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    assert optimizer.state[first.weight]["step"] == 1
+
+
+# -- parameters that change --------------------------------------------------------------------------------------------
+
+
+@EACH_DTYPE
+@pytest.mark.parametrize("speculative", [False, True])
+@pytest.mark.parametrize("is_exposed", [False, True])
+def test_group_added_during_training(dtype: torch.dtype, speculative: bool, is_exposed: bool) -> None:
+    """As if it had been there from the start, without gradients."""
+    optimizer, twin = make(dtype), make(dtype)
+    twin.add_param_group({"params": parameter(9, dtype=dtype, seed=2), "lr": 0.1})
+    for seed in range(4):
+        if is_exposed:
+            assert len(optimizer.state) == [0, 2, 2, 3][seed]
+        if seed == 2:
+            optimizer.add_param_group({"params": parameter(9, dtype=dtype, seed=2), "lr": 0.1})
+        train(optimizer, seed, speculative=speculative)
+        give_gradients(twin, seed)
+        if seed < 2:
+            parameters_of(twin)[2].grad = None
+        twin.step()
+    optimizer.zero_grad()
+    twin.zero_grad()
+    assert visible(optimizer) == visible(twin)
+
+
+def test_group_cannot_be_added_to_open_speculation() -> None:
+    optimizer = make()
+    give_gradients(optimizer, 1)
+    optimizer.speculate()
+    with refused(optimizer, RuntimeError, "a parameter group cannot be added while speculation is open"):
+        optimizer.add_param_group({"params": [parameter(3)]})
+    assert len(optimizer.param_groups) == 1
+    optimizer.resolve()
+    optimizer.add_param_group({"params": [parameter(3)]})
+
+
+@pytest.mark.parametrize("when", ["before the first step", "after a step", "accepted"])
+def test_framework_replaces_parameters(when: str) -> None:
+    """As Accelerate does under FSDP2: `params` of a group are other tensors after construction."""
+    optimizer, twin = make(), make()
+    if when != "before the first step":
+        train(optimizer, 1, speculative=when == "accepted")
+    group = optimizer.param_groups[0]
+    group["params"] = parameters_of(twin)
+    for one in (optimizer, twin):
+        train(one, 2)
+    assert [bits(optimizer.state[p]["exp_avg"]) for p in group["params"]] == [
+        bits(twin.state[p]["exp_avg"]) for p in group["params"]
+    ]
+
+
+def test_parameters_cannot_be_replaced_under_open_speculation() -> None:
+    optimizer = make()
+    before = shown(optimizer)
+    give_gradients(optimizer, 1)
+    optimizer.speculate()
+    kept = parameters_of(optimizer)
+    optimizer.param_groups[0]["params"] = [kept[0]]
+    for use in (optimizer.step, optimizer.speculate, optimizer.resolve, optimizer.state_dict, optimizer.commit):
+        with pytest.raises(RuntimeError, match=r"changed while speculation was open; call resolve\(\)"):
+            use()
+    optimizer.rollback()
+    optimizer.param_groups[0]["params"] = kept
+    assert shown(optimizer) == before
+    optimizer.step()
+
+
+CONVERSIONS: dict[str, tuple[torch.dtype, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "to bf16": (torch.float32, torch.Tensor.bfloat16),
+    "to fp32": (torch.bfloat16, torch.Tensor.float),
+    "to fp16": (torch.bfloat16, torch.Tensor.half),
+    "to columns": (torch.float32, lambda values: values.t().contiguous().t()),
+    "to every other column": (torch.float32, lambda values: torch.stack([values, values], dim=-1)[..., 0]),
+}
+
+
+@pytest.mark.parametrize("conversion", CONVERSIONS)
+@pytest.mark.parametrize("history", ["loaded", "stepped", "accepted", "exposed"])
+@pytest.mark.parametrize("speculative", [False, True])
+def test_model_converted_after_binding(conversion: str, history: str, speculative: bool) -> None:
+    """`.data` of another dtype or layout is bound anew, with the moments it had: as if loaded into such a model."""
+    dtype, convert = CONVERSIONS[conversion]
+    optimizer, source = (SpeculativeCPUAdam([parameter(6, 7, dtype=dtype)], lr=0.1) for _ in range(2))
+    train(source, 1)
+    if history == "loaded":
+        optimizer.load_state_dict(source.state_dict())
+    else:
+        train(optimizer, 1, speculative=history == "accepted")
+    if history == "exposed":
+        assert optimizer.state
+    (one,) = parameters_of(optimizer)
+    one.data = convert(one.data)
+    twin = SpeculativeCPUAdam([torch.nn.Parameter(convert(parameters_of(source)[0].detach().clone()))], lr=0.1)
+    saved = source.torch_state_dict() if conversion in ("to bf16", "to fp32") else source.state_dict()
+    shown_now = shown(twin)
+    twin.load_state_dict(saved)
+    with torch.no_grad():
+        parameters_of(twin)[0].copy_(one)
+    if history != "loaded":
+        assert shown(optimizer) == shown_now
+    for seed in (2, 3):
+        train(optimizer, seed, speculative=speculative)
+        train(twin, seed)
+    assert visible(optimizer) == visible(twin)
+
+
+@EACH_DTYPE
+def test_conversion_to_another_shape_is_refused(dtype: torch.dtype) -> None:
+    optimizer = make(dtype)
+    train(optimizer, 1)
+    first = parameters_of(optimizer)[0]
+    whole = first.data
+    first.data = torch.zeros(60, dtype=dtype)
+    first.grad = torch.ones(60, dtype=dtype)
+    for use in (optimizer.step, optimizer.speculate, optimizer.state_dict, optimizer.commit):
+        with pytest.raises(ValueError, match=r"of shape \(70,\), expected floats of shape \(60,\)"):
+            use()
+    assert bits(first) == bits(torch.zeros(60, dtype=dtype))
+    first.data = whole
+    first.grad = None
+    twin = make(dtype)
+    for seed, one in ((1, twin), (2, twin), (2, optimizer)):
+        train(one, seed)
+    assert visible(optimizer) == visible(twin)
+
+
+@pytest.mark.parametrize("convert", [torch.Tensor.bfloat16, torch.Tensor.double, lambda values: values[:3].clone()])
+def test_conversion_under_open_speculation_is_refused(convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """No kernel may write to memory of another size; given back its data, everything goes on."""
+    optimizer, twin = make(), make()
+    give_gradients(optimizer, 1)
+    optimizer.speculate()
+    first = parameters_of(optimizer)[0]
+    whole = first.data
+    first.data = convert(whole)
+    converted = bits(first)
+    for use in (optimizer.rollback, optimizer.zero_grad, optimizer.resolve, optimizer.step, optimizer.commit):
+        with pytest.raises(RuntimeError, match="while speculation was open"):
+            use()
+        assert bits(first) == converted
+    first.data = whole
+    optimizer.resolve()
+    train(twin, 1)
+    assert visible(optimizer) == visible(twin)
+
+
+def test_conversion_to_what_cannot_be_held_is_refused() -> None:
+    optimizer = make()
+    train(optimizer, 1)
+    parameters_of(optimizer)[1].data = torch.zeros(4, 5, dtype=torch.complex64)
+    with pytest.raises(TypeError, match="parameter 1 of group 0 is complex"):
+        optimizer.step()
+
+
+# -- the published state -----------------------------------------------------------------------------------------------
+
+
+def test_state_read_between_steps_is_that_of_the_last_one() -> None:
+    optimizer, twin = make(torch.bfloat16), make(torch.bfloat16)
+    for seed in range(4):
+        train(optimizer, seed, speculative=bool(seed % 2))
+        train(twin, seed)
+        entry = optimizer.state[parameters_of(optimizer)[0]]
+        assert entry["step"] == seed + 1
+        assert (entry["step"].shape, entry["step"].dtype) == ((), torch.float32)
+    assert visible(optimizer) == visible(twin)
+
+
+def test_held_state_is_kept_up_to_date_by_plain_steps() -> None:
+    optimizer = make()
+    train(optimizer, 1)
+    entry = optimizer.state[parameters_of(optimizer)[0]]
+    train(optimizer, 2)
+    assert entry["step"] == 2
+    assert bits(entry["exp_avg"]) == bits(optimizer.state_dict()["state"][0]["exp_avg"])
+
+
+def _edit_in_place(state: Any, p: torch.Tensor) -> None:
+    state[p]["exp_avg"].mul_(0.5)
+
+
+def _replace(state: Any, p: torch.Tensor) -> None:
+    state[p]["exp_avg"] = state[p]["exp_avg"] * 0.5
+
+
+def _replace_entry(state: Any, p: torch.Tensor) -> None:
+    state[p] = {**state[p], "exp_avg": (state[p]["exp_avg"] * 0.5).double().t().contiguous().t()}
+
+
+def _set_step(state: Any, p: torch.Tensor) -> None:
+    state[p]["step"] = 7
+
+
+def _fill_step(state: Any, p: torch.Tensor) -> None:
+    state[p]["step"].fill_(7)
+
+
+def _delete(state: Any, p: torch.Tensor) -> None:
+    del state[p]
+
+
+def _clear(state: Any, p: torch.Tensor) -> None:
+    state[p].clear()
+
+
+EDITS = {"in place": _edit_in_place, "replaced": _replace, "another entry": _replace_entry, "step": _set_step}
+EDITS |= {"step in place": _fill_step, "deleted": _delete, "cleared": _clear}
+
+
+@EACH_DTYPE
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("speculative", [False, True])
+def test_what_users_write_into_the_state_counts(dtype: torch.dtype, edit: str, speculative: bool) -> None:
+    """As if a checkpoint with that content had been loaded."""
+    optimizer, twin = make(dtype), make(dtype)
+    for one in (optimizer, twin):
+        train(one, 1)
+    p, q = parameters_of(optimizer)[1], parameters_of(twin)[1]
+    EDITS[edit](optimizer.state, p)
+    saved = twin.state_dict()
+    by_parameter = {q: saved["state"][1]}
+    EDITS[edit](by_parameter, q)
+    saved["state"] = {0: saved["state"][0], **({1: by_parameter[q]} if by_parameter.get(q) else {})}
+    twin.load_state_dict(saved)
+    for seed in (2, 3):
+        train(optimizer, seed, speculative=speculative)
+        train(twin, seed)
+    assert visible(optimizer) == visible(twin)
+
+
+@pytest.mark.parametrize("empty", [lambda: defaultdict(dict), dict], ids=["defaultdict", "dict"])
+@pytest.mark.parametrize("is_open", [False, True])
+def test_state_set_anew(empty: Callable[[], Any], is_open: bool) -> None:
+    optimizer, twin = make(torch.bfloat16), make(torch.bfloat16)
+    for one in (optimizer, twin):
+        train(one, 1)
+    if is_open:
+        give_gradients(optimizer, 5)
+        optimizer.speculate()
+    optimizer.state = empty()
+    twin.load_state_dict({**twin.state_dict(), "state": {}})
+    assert shown(optimizer) == shown(twin)
+    for one in (optimizer, twin):
+        train(one, 2)
+    assert visible(optimizer) == visible(twin)
+
+
+BAD_EDITS: dict[str, tuple[Callable[[Any, torch.Tensor], Any], str]] = {
+    "a number": (lambda state, p: state.__setitem__(p, 5), "is a int, expected a dict"),
+    "no step": (lambda state, p: state[p].pop("step"), "lacks step, expected"),
+    "NaN step": (lambda state, p: state[p]["step"].fill_(float("nan")), "step tensor.nan.*, expected a whole number"),
+    "no exp_avg": (lambda state, p: state[p].pop("exp_avg"), "lacks exp_avg, expected"),
+    "another shape": (lambda state, p: state[p].update(exp_avg=torch.ones(3)), r"shape \(3,\), expected .*\(4, 5\)"),
+    "integers": (lambda state, p: state[p].update(exp_avg=torch.ones(4, 5).int()), "torch.int32 .*, expected floats"),
+}
+
+
+@pytest.mark.parametrize("edit", BAD_EDITS)
+def test_what_cannot_be_a_state_is_refused(edit: str) -> None:
+    spoil, sentence = BAD_EDITS[edit]
+    optimizer, twin = make(), make()
+    for one in (optimizer, twin):
+        train(one, 1)
+    p = parameters_of(optimizer)[1]
+    good = {key: value.clone() for key, value in optimizer.state[p].items()}
+    spoil(optimizer.state, p)
+    give_gradients(optimizer, 2)
+    before = shown(optimizer)
+    for use in (optimizer.step, optimizer.speculate, optimizer.state_dict):
+        with pytest.raises(ValueError, match=f"parameter 1 of group 0 .*{sentence}"):
+            use()
+    assert shown(optimizer) == before
+    optimizer._binding.published[p] = good  # the dict that `state` returned
+    optimizer.step()
+    optimizer.zero_grad()
+    train(twin, 2)
+    assert visible(optimizer) == visible(twin)
+
+
+def test_names_in_errors() -> None:
+    model = torch.nn.Linear(3, 3)
+    optimizer = SpeculativeCPUAdamW(model.named_parameters())
+    model.bias.grad = torch.ones(3)
+    model.bias.grad.data = torch.ones(4)
+    with refused(optimizer, ValueError, "^the gradient of bias has shape"):
+        optimizer.step()

@@ -1,0 +1,454 @@
+"""State dicts: to disk, to torch's Adam and AdamW and back, into a fresh process; and every damaged or foreign one."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from visible import bits, give_gradients, parameter, parameters_of, refused, shown, state_bits, visible
+
+from superadam import SpeculativeCPUAdam, SpeculativeCPUAdamW
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """torch's fused kernel rounds the tail of each thread's part otherwise than the rest."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def make(
+    dtype: torch.dtype = torch.float32, cls: type[torch.optim.Optimizer] = SpeculativeCPUAdamW, **options: Any
+) -> Any:
+    return cls([parameter(64, dtype=dtype), parameter(8, 16, dtype=dtype, seed=1)], **{"lr": 0.1, **options})
+
+
+def trained(optimizer: Any, seeds: range = range(2)) -> Any:
+    for seed in seeds:
+        give_gradients(optimizer, seed)
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def through_disk(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+# -- damaged and foreign -----------------------------------------------------------------------------------------------
+
+
+def _entry(**changes: Any) -> Callable[[dict], Any]:
+    """Change the entry of the second parameter; None takes a key away."""
+
+    def spoil(saved: dict) -> Any:
+        entry = saved["state"][1]
+        for key, value in changes.items():
+            entry[key] = value
+            if value is None:
+                del entry[key]
+        return saved
+
+    return spoil
+
+
+def _group(**changes: Any) -> Callable[[dict], Any]:
+    def spoil(saved: dict) -> Any:
+        group = saved["param_groups"][0]
+        for key, value in changes.items():
+            group[key] = value
+            if value is None:
+                del group[key]
+        return saved
+
+    return spoil
+
+
+def _of(cls: type[torch.optim.Optimizer], **options: Any) -> Callable[[dict], Any]:
+    return lambda saved: trained(make(cls=cls, **options)).state_dict()
+
+
+LACKS = "lacks .*load what optimizer.state_dict"
+DAMAGED: dict[str, tuple[Callable[[dict], Any], str]] = {
+    "None": (lambda saved: None, "is a NoneType, expected a dict"),
+    "a list": (lambda saved: [saved], "is a list, expected a dict"),
+    "a path": (lambda saved: "checkpoint.pt", "is a str, expected a dict"),
+    "a number": (lambda saved: 3, "is a int, expected a dict"),
+    "empty": (lambda saved: {}, LACKS),
+    "of a model": (lambda saved: torch.nn.Linear(2, 2).state_dict(), LACKS),
+    "groups alone": (lambda saved: {"param_groups": saved["param_groups"]}, LACKS),
+    "state alone": (lambda saved: {"state": saved["state"]}, LACKS),
+    "wrapped": (lambda saved: {"optimizer": saved}, LACKS),
+    "SGD": (_of(torch.optim.SGD, momentum=0.9), "group 0 of the state dict lacks betas, eps"),
+    "plain SGD": (_of(torch.optim.SGD), "group 0 of the state dict lacks betas, eps"),
+    "RMSprop": (_of(torch.optim.RMSprop), "group 0 of the state dict lacks betas"),
+    "Adagrad": (_of(torch.optim.Adagrad), "group 0 of the state dict lacks betas"),
+    "Adamax": (_of(torch.optim.Adamax), "lacks exp_avg_sq and has exp_inf"),
+    "NAdam": (_of(torch.optim.NAdam), "has mu_product"),
+    "groups as dict": (lambda saved: {**saved, "param_groups": {}}, "param_groups .* is no list of dicts with params"),
+    "group of numbers": (lambda saved: {**saved, "param_groups": [3]}, "is no list of dicts with params"),
+    "group without params": (_group(params=None), "is no list of dicts with params"),
+    "no group": (lambda saved: {**saved, "param_groups": []}, "has 0 parameter groups, expected 1"),
+    "one group too many": (
+        lambda saved: {**saved, "param_groups": saved["param_groups"] * 2},
+        "has 2 parameter groups, expected 1",
+    ),
+    "one parameter too many": (_group(params=[0, 1, 2]), "has 3 parameters in group 0, expected 2"),
+    "one parameter too few": (_group(params=[0]), "has 1 parameters in group 0, expected 2"),
+    "group without lr": (_group(lr=None), "group 0 of the state dict lacks lr"),
+    "NaN in lr": (_group(lr=math.nan), "lr is nan"),
+    "lr of two elements": (_group(lr=torch.ones(2)), "must be 1-element"),
+    "betas of one": (_group(betas=(0.9,)), r"Invalid betas: \(0.9,\)"),
+    "beta of 1": (_group(betas=(0.9, 1.0)), "Invalid beta parameter at index 1"),
+    "state as list": (lambda saved: {**saved, "state": [3]}, "state of the state dict is a list, expected a dict"),
+    "entry as list": (lambda saved: {**saved, "state": {1: [3]}}, "the state of parameter 1 of group 0 is a list"),
+    "entry of nobody": (lambda saved: {**saved, "state": {7: saved["state"][0]}}, "state for parameter 7, which none"),
+    "swapped": (lambda saved: {**saved, "state": {0: saved["state"][1]}}, r"shape \(8, 16\), expected .*\(64,\)"),
+    "no exp_avg": (_entry(exp_avg=None), "lacks exp_avg, expected"),
+    "no step": (_entry(step=None), "lacks step, expected"),
+    "foreign key": (_entry(momentum_buffer=torch.ones(8, 16)), "has momentum_buffer, expected"),
+    "flat exp_avg_sq": (_entry(exp_avg_sq=torch.ones(128)), r"exp_avg_sq .* of shape \(128,\), expected .*\(8, 16\)"),
+    "integer exp_avg": (_entry(exp_avg=torch.ones(8, 16).int()), "exp_avg .* is torch.int32 .*, expected floats"),
+    "complex exp_avg": (_entry(exp_avg=torch.ones(8, 16) * 1j), "exp_avg .* is torch.complex64 .*, expected floats"),
+    "number for exp_avg": (_entry(exp_avg=0.5), "exp_avg .* is a float, expected floats of shape"),
+    "flat maximum": (_entry(max_exp_avg_sq=torch.ones(3)), r"max_exp_avg_sq .* of shape \(3,\)"),
+    "flat master": (_entry(master=torch.ones(3)), r"master .* of shape \(3,\)"),
+    "NaN step": (_entry(step=torch.tensor(math.nan)), "step tensor.nan.*expected a whole number"),
+    "Inf step": (_entry(step=math.inf), "step inf, expected a whole number"),
+    "negative step": (_entry(step=-1), "step -1, expected a whole number"),
+    "half a step": (_entry(step=1.5), "step 1.5, expected a whole number"),
+    "step beyond counting": (_entry(step=torch.tensor(1e30)), "step .*1.0000e.30.*, expected a whole number"),
+    "two steps": (_entry(step=torch.ones(2)), "step .*, expected a whole number"),
+    "step in words": (_entry(step="two"), "step 'two', expected a whole number"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+@pytest.mark.parametrize("is_open", [False, True], ids=["", "open"])
+def test_damaged_or_foreign_state_dict_is_refused(damage: str, is_open: bool) -> None:
+    spoil, sentence = DAMAGED[damage]
+    saved = copy.deepcopy(trained(make()).state_dict())
+    for optimizer in (make(), trained(make(torch.bfloat16), range(5, 7))):
+        if is_open:
+            give_gradients(optimizer, 9)
+            optimizer.speculate()
+        with refused(optimizer, ValueError, sentence):
+            optimizer.load_state_dict(spoil(copy.deepcopy(saved)))
+        optimizer.rollback()
+        trained(optimizer, range(9, 10))
+
+
+@pytest.mark.parametrize("key", ["capturable", "differentiable"])
+def test_checkpoint_of_what_this_optimizer_does_not_do(key: str) -> None:
+    saved = copy.deepcopy(trained(make()).state_dict())
+    saved["param_groups"][0][key] = True
+    optimizer = trained(make())
+    with refused(optimizer, RuntimeError, f"{key}=True is not possible"):
+        optimizer.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("kept", [0.1, 0.5])
+def test_truncated_file(kept: float) -> None:
+    optimizer = trained(make())
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    whole = file.getvalue()
+    with refused(optimizer, RuntimeError, "zip archive|central directory"):
+        optimizer.load_state_dict(torch.load(io.BytesIO(whole[: int(kept * len(whole))]), weights_only=True))
+    optimizer.load_state_dict(torch.load(io.BytesIO(whole), weights_only=True))
+
+
+def test_hook_that_returns_no_state_dict() -> None:
+    optimizer = trained(make())
+    saved = optimizer.state_dict()
+    handle = optimizer.register_load_state_dict_pre_hook(lambda optimizer, saved: {"nothing": 0})
+    with refused(optimizer, ValueError, LACKS):
+        optimizer.load_state_dict(saved)
+    handle.remove()
+    optimizer.load_state_dict(saved)
+
+
+# -- there and back ----------------------------------------------------------------------------------------------------
+
+
+@EACH_DTYPE
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_continuing_from_disk_is_never_stopping(dtype: torch.dtype, amsgrad: bool) -> None:
+    optimizer, twin = make(dtype, amsgrad=amsgrad), make(dtype, amsgrad=amsgrad)
+    trained(optimizer, range(4))
+    trained(twin, range(2))
+    give_gradients(twin, 2)
+    twin.speculate()
+    twin.resolve()  # accepted, not committed
+    saved = through_disk(twin.state_dict())
+    fresh = make(dtype)
+    with torch.no_grad():
+        for p, theirs in zip(parameters_of(fresh), parameters_of(twin), strict=True):
+            p.copy_(theirs)
+    fresh.load_state_dict(saved)
+    trained(fresh, range(3, 4))
+    assert visible(fresh) == visible(optimizer)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("order", ["optimizer, model", "model, optimizer", "optimizer alone"])
+def test_masters_survive_every_order_of_loading(dtype: torch.dtype, order: str) -> None:
+    def build(seed: int) -> tuple[torch.nn.Module, SpeculativeCPUAdamW]:
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)).to(dtype)
+        return model, SpeculativeCPUAdamW(model.named_parameters(), lr=1e-4)  # so small that bf16 mostly cannot show it
+
+    model, optimizer = build(0)
+    trained(optimizer, range(3))
+    saved = through_disk({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    fresh_model, fresh = build(1)
+    trained(fresh, range(7, 8))
+    for part in order.split(", "):
+        if part == "model":
+            fresh_model.load_state_dict(saved["model"])
+        else:
+            fresh.load_state_dict(saved["optimizer"])
+    assert visible(fresh) == visible(optimizer)
+    for one in (optimizer, fresh):
+        trained(one, range(3, 6))
+    assert visible(fresh) == visible(optimizer)
+
+
+def test_other_weights_loaded_after_the_optimizer_win() -> None:
+    """Where they differ: a master that an element of the model still shows is kept."""
+    optimizer, fresh = trained(make(torch.bfloat16)), make(torch.bfloat16)
+    fresh.load_state_dict(through_disk(optimizer.state_dict()))
+    for one in (optimizer, fresh):
+        with torch.no_grad():
+            parameters_of(one)[0][:30] = 7.0
+        trained(one, range(2, 3))
+    assert state_bits(fresh) == state_bits(optimizer)
+    assert (parameters_of(fresh)[0][:30] - 7.0).abs().max() < 1.0
+
+
+FRESH_PROCESS = """
+import sys, torch
+from superadam import SpeculativeCPUAdamW
+
+LIMIT = 360.0  # of norms from 300 to 410
+
+def build(seed):
+    torch.manual_seed(seed)
+    model = torch.nn.Linear(32, 32, dtype=torch.bfloat16)
+    return model, SpeculativeCPUAdamW(model.parameters(), lr=1e-3, max_grad_norm=LIMIT)
+
+def train(model, optimizer, first, last):
+    for seed in range(first, last):
+        x = torch.randn(16, 32, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        optimizer.zero_grad()
+        (model(x) - x).float().square().sum().backward()
+        optimizer.speculate()
+        optimizer.resolve()
+
+def save(path, model, optimizer):
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+"""
+CONTINUE = """
+for order in (0, 1):
+    model, optimizer = build(9)
+    saved = torch.load(sys.argv[1], weights_only=True)
+    for part in ("model", "optimizer")[:: 1 - 2 * order]:
+        {"model": model, "optimizer": optimizer}[part].load_state_dict(saved[part])
+    train(model, optimizer, 5, 10)
+    save(f"{sys.argv[1]}.{order}", model, optimizer)
+"""
+
+
+def test_masters_survive_into_a_fresh_process(tmp_path: Path) -> None:
+    names: dict[str, Any] = {}
+    exec(FRESH_PROCESS, names)
+    path = tmp_path / "checkpoint"
+    model, optimizer = names["build"](0)
+    names["train"](model, optimizer, 0, 5)
+    names["save"](path, model, optimizer)
+    subprocess.run([sys.executable, "-c", FRESH_PROCESS + CONTINUE, str(path)], check=True, timeout=120)
+    names["train"](model, optimizer, 5, 10)
+    assert optimizer.statistics.clipped > 0
+    assert optimizer.statistics.committed > 0
+    expected = visible(optimizer)
+    assert any((entry["master"] != p).any() for p, entry in optimizer.state.items())
+    for order in (0, 1):
+        saved = torch.load(tmp_path / f"checkpoint.{order}", weights_only=True)
+        for index, (name, p) in enumerate(model.named_parameters()):
+            assert bits(saved["model"][name]) == bits(p)
+            assert {key: bits(value) for key, value in saved["optimizer"]["state"][index].items()} == expected["state"][
+                index
+            ]
+
+
+def test_loading_copies_and_drops_open_speculation() -> None:
+    optimizer = trained(make(torch.bfloat16))
+    saved = optimizer.state_dict()
+    frozen = copy.deepcopy(saved)
+    before = state_bits(optimizer)
+    give_gradients(optimizer, 3)
+    optimizer.speculate()
+    optimizer.load_state_dict(saved)
+    assert state_bits(optimizer) == before
+    other = make(torch.bfloat16)
+    other.load_state_dict(frozen)
+    trained(other, range(2, 4))
+    for index, entry in frozen["state"].items():
+        assert {key: bits(value) for key, value in entry.items()} == before["state"][index]
+
+
+def test_returned_dicts_are_not_those_of_the_optimizer() -> None:
+    optimizer = trained(make(torch.bfloat16))
+    before = visible(optimizer)
+    for saved in (optimizer.state_dict(), optimizer.torch_state_dict()):
+        saved["state"][0].clear()
+        saved["param_groups"].clear()
+        assert visible(optimizer) == before
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_between_dtypes_of_the_model(dtype: torch.dtype) -> None:
+    """A wide model takes the masters; a narrow one reads its masters from its parameters."""
+    narrow = trained(make(dtype))
+    wide = make()
+    wide.load_state_dict(narrow.state_dict())
+    masters = [entry["master"] for entry in narrow.state_dict()["state"].values()]
+    assert shown(wide) == [bits(master) for master in masters]
+    assert state_bits(wide)["state"] == state_bits(narrow, without=["master"])["state"]
+    again = make(dtype)
+    again.load_state_dict(wide.state_dict())
+    assert shown(again) == shown(make(dtype))
+    assert state_bits(again) == {"parameters": shown(make(dtype)), "state": state_bits(wide)["state"]}
+    give_gradients(again, 3)
+    again.step()
+    assert again.state_dict()["state"][0]["master"].dtype == torch.float32
+
+
+# -- torch's Adam and AdamW --------------------------------------------------------------------------------------------
+
+PAIRS = [(SpeculativeCPUAdam, torch.optim.Adam), (SpeculativeCPUAdamW, torch.optim.AdamW)]
+EACH_PAIR = pytest.mark.parametrize(("ours", "theirs"), PAIRS, ids=["Adam", "AdamW"])
+OPTIONS = {"weight_decay": 0.1, "amsgrad": True, "maximize": True}
+
+
+if platform.machine() == "x86_64":  # elsewhere torch's fused kernel rounds differently from itself here
+
+    @EACH_PAIR
+    @pytest.mark.parametrize("is_weights_only", [False, True])
+    def test_there_and_back_with_torch(ours: type, theirs: type, is_weights_only: bool) -> None:
+        reference = trained(make(cls=theirs, fused=True, **OPTIONS), range(6))
+        carry = through_disk if is_weights_only else copy.deepcopy
+        optimizer: Any = trained(make(cls=ours, fused=True, **OPTIONS))
+        for first, cls in ((2, theirs), (4, ours)):
+            saved = optimizer.torch_state_dict() if cls is theirs else optimizer.state_dict()
+            other = make(cls=cls)
+            with torch.no_grad():
+                for p, q in zip(parameters_of(other), parameters_of(optimizer), strict=True):
+                    p.copy_(q)
+            other.load_state_dict(carry(saved))
+            optimizer = trained(other, range(first, first + 2))
+        assert visible(optimizer) == visible(reference)
+
+
+@EACH_PAIR
+@EACH_DTYPE
+def test_torch_loads_ours(ours: type, theirs: type, dtype: torch.dtype) -> None:
+    optimizer = trained(make(dtype, ours, **OPTIONS))
+    saved = optimizer.torch_state_dict()
+    assert all("master" not in entry for entry in saved["state"].values())
+    other = make(dtype, theirs)
+    other.load_state_dict(saved)
+    for entry, mine in zip(other.state_dict()["state"].values(), saved["state"].values(), strict=True):
+        assert {key: bits(value) for key, value in entry.items()} == {
+            key: bits(value if key == "step" else value.to(dtype)) for key, value in mine.items()
+        }
+    theirs_groups = [{**group, "params": None} for group in other.param_groups]
+    assert theirs_groups == [{**group, "params": None} for group in optimizer.param_groups]
+    trained(other, range(2, 3))
+
+
+@EACH_PAIR
+@EACH_DTYPE
+def test_ours_loads_torch(ours: type, theirs: type, dtype: torch.dtype) -> None:
+    other = trained(make(dtype, theirs, **OPTIONS))
+    optimizer = make(dtype, ours)
+    with torch.no_grad():
+        for p, q in zip(parameters_of(optimizer), parameters_of(other), strict=True):
+            p.copy_(q)
+    optimizer.load_state_dict(other.state_dict())
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    for p, q in zip(parameters_of(optimizer), parameters_of(other), strict=True):
+        entry, theirs_entry = optimizer.state[p], other.state[q]
+        assert {key: bits(value) for key, value in entry.items()} == {
+            key: bits(value if key == "step" else value.to(wide)) for key, value in theirs_entry.items()
+        }
+        assert bits(p) == bits(q)
+    trained(optimizer, range(2, 3))
+    assert optimizer.state[parameters_of(optimizer)[0]]["step"] == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("without", [[], ["master"]], ids=["", "without masters"])
+def test_loading_never_casts_or_moves_fp32_state(dtype: torch.dtype, without: list[str]) -> None:
+    optimizer = trained(make(dtype, amsgrad=True))
+    saved = copy.deepcopy(optimizer.state_dict())
+    for entry in saved["state"].values():
+        for key in without:
+            del entry[key]
+    before = state_bits(optimizer, without=without)["state"]
+    other = make(dtype)
+    other.load_state_dict(saved)
+    assert state_bits(other)["state"] == before
+    for entry in other.state_dict()["state"].values():
+        assert {(value.dtype, value.device.type) for value in entry.values()} == {(torch.float32, "cpu")}
+
+
+@pytest.mark.parametrize("key", ["amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused"])
+def test_checkpoint_older_than_a_group_key(key: str) -> None:
+    saved = copy.deepcopy(trained(make(cls=torch.optim.AdamW)).state_dict())
+    for group in saved["param_groups"]:
+        del group[key]
+        del group["decoupled_weight_decay"]
+    for entry in saved["state"].values():
+        entry["step"] = int(entry["step"])  # a number then
+    optimizer = make()
+    optimizer.load_state_dict(saved)
+    trained(optimizer, range(2, 3))
+    assert optimizer.param_groups[0][key] == make().param_groups[0][key]
+    assert optimizer.param_groups[0]["decoupled_weight_decay"] is True
+    assert torch.equal(optimizer.state[parameters_of(optimizer)[0]]["step"], torch.tensor(3.0))
+
+
+def test_decay_of_adamw_stays_decoupled_whatever_is_loaded() -> None:
+    saved = trained(make(cls=torch.optim.Adam)).state_dict()
+    assert saved["param_groups"][0]["decoupled_weight_decay"] is False
+    optimizer = make()
+    optimizer.load_state_dict(saved)
+    theirs = make(cls=torch.optim.AdamW)
+    theirs.load_state_dict(saved)
+    assert optimizer.param_groups[0]["decoupled_weight_decay"] is True
+    assert theirs.param_groups[0]["decoupled_weight_decay"] is True
+
+
+def test_limits_are_no_group_keys_and_survive_foreign_checkpoints() -> None:
+    optimizer = make(max_grad_norm=2.0, on_nonfinite="raise")
+    assert not {"max_grad_norm", "on_nonfinite"} & set(optimizer.param_groups[0])
+    optimizer.load_state_dict(trained(make(cls=torch.optim.AdamW)).state_dict())
+    assert (optimizer.max_grad_norm, optimizer.on_nonfinite) == (2.0, "raise")

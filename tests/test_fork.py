@@ -1,0 +1,109 @@
+"""Forked processes beside the optimizer: DataLoader workers, and a child that trains on by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from children import exit_code_of_child
+from torch.utils.data import DataLoader, Dataset
+from visible import give_gradients, parameter, shown, state_bits
+
+import superadam
+from superadam import SpeculativeCPUAdamW
+
+LENGTH = 5 * 4096  # several chunks, so that the pool's threads have work
+
+
+@pytest.fixture(autouse=True)
+def _three_threads() -> Iterator[None]:
+    before = superadam.get_num_threads()
+    superadam.set_num_threads(3)
+    yield
+    superadam.set_num_threads(before)
+
+
+def make() -> SpeculativeCPUAdamW:
+    return SpeculativeCPUAdamW([parameter(LENGTH, dtype=torch.bfloat16), parameter(LENGTH, seed=1)], max_grad_norm=50.0)
+
+
+def train(optimizer: SpeculativeCPUAdamW, seeds: range) -> None:
+    for seed in seeds:
+        give_gradients(optimizer, seed)
+        if seed % 2:
+            optimizer.speculate()
+            optimizer.resolve()
+        else:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class Gradients(Dataset[torch.Tensor]):
+    """Noise by index; a worker that `trains` runs kernels too, in a pool of its own."""
+
+    def __init__(self, *, trains: bool) -> None:
+        self.trains = trains
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        noise = torch.randn(LENGTH, generator=torch.Generator().manual_seed(index))
+        if self.trains:
+            one = make()
+            train(one, range(2))
+            noise[0] = float(one.state_dict()["state"][0]["step"])
+        return noise
+
+
+def fit(workers: int, *, trains: bool = False, persistent: bool = False) -> dict[str, object]:
+    optimizer = make()
+    train(optimizer, range(1))  # the pool's threads run before the fork
+    first, second = optimizer.param_groups[0]["params"]
+    context = {"multiprocessing_context": "fork", "timeout": 60, "persistent_workers": persistent} if workers else {}
+    loader = DataLoader(Gradients(trains=trains), batch_size=2, num_workers=workers, **context)
+    for epoch in range(2):
+        for batch in loader:
+            first.grad, second.grad = batch[0].bfloat16(), batch[1].clone()
+            if epoch:
+                optimizer.speculate()
+            optimizer.step()
+            optimizer.zero_grad()
+    return state_bits(optimizer)
+
+
+@pytest.mark.parametrize("trains", [False, True], ids=["", "workers train"])
+def test_data_loader_with_forked_workers(trains: bool) -> None:
+    expected = fit(0, trains=trains)
+    assert fit(2, trains=trains) == expected
+    assert fit(2, trains=trains, persistent=True) == expected
+
+
+@pytest.mark.parametrize("phase", ["clean", "speculated", "accepted"])
+def test_child_goes_on_where_its_parent_was(phase: str) -> None:
+    optimizer, twin = make(), make()
+    for one in (optimizer, twin):
+        train(one, range(3))
+    if phase != "clean":
+        give_gradients(optimizer, 3)
+        optimizer.speculate()
+    if phase == "accepted":
+        optimizer.resolve()
+    train(twin, range(3, 4))
+    after_three = shown(twin)
+    train(twin, range(4, 6))
+    expected = state_bits(twin)
+
+    def go_on() -> None:
+        if phase == "clean":
+            give_gradients(optimizer, 3)
+        if phase != "accepted":
+            optimizer.step()
+            optimizer.zero_grad()
+        assert shown(optimizer) == after_three
+        train(optimizer, range(4, 6))
+        assert state_bits(optimizer) == expected
+
+    assert exit_code_of_child(go_on) == 0
+    go_on()  # the child changed nothing here

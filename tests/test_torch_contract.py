@@ -1,0 +1,374 @@
+"""What scripts and frameworks expect of anything that calls itself a `torch.optim.Optimizer`."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from visible import bits, give_gradients, parameter, parameters_of, refused, shown, state_bits, train, visible
+
+from superadam import SpeculativeCPUAdam, SpeculativeCPUAdamW
+
+PAIRS = [(SpeculativeCPUAdam, torch.optim.Adam), (SpeculativeCPUAdamW, torch.optim.AdamW)]
+EACH_PAIR = pytest.mark.parametrize(("ours", "theirs"), PAIRS, ids=["Adam", "AdamW"])
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+
+
+def make(cls: type = SpeculativeCPUAdamW, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    return cls([parameter(70, dtype=dtype), parameter(4, 5, dtype=dtype, seed=1)], **options)
+
+
+# -- the object --------------------------------------------------------------------------------------------------------
+
+
+@EACH_PAIR
+def test_groups_defaults_and_text_are_those_of_torch(ours: type, theirs: type) -> None:
+    options = {"lr": 0.5, "betas": (torch.tensor(0.5), torch.tensor(0.75)), "weight_decay": 0.5}
+    optimizer, reference = make(ours, **options), make(theirs, **options)
+    assert optimizer.defaults == reference.defaults
+    assert repr(optimizer).replace(ours.__name__, theirs.__name__) == repr(reference)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert visible(optimizer) == visible(reference)
+
+
+@EACH_PAIR
+def test_named_parameters(ours: type, theirs: type) -> None:
+    model = torch.nn.Linear(3, 3)
+    optimizer, reference = ours(model.named_parameters()), theirs(model.named_parameters())
+    assert optimizer.state_dict() == reference.state_dict()
+    assert optimizer.state_dict()["param_groups"][0]["param_names"] == ["weight", "bias"]
+    with refused(optimizer, ValueError, "with/without names"):
+        optimizer.add_param_group({"params": [parameter(3)]})
+    optimizer.add_param_group({"params": [("late", parameter(3))]})
+    give_gradients(optimizer, 1)
+    optimizer.step()
+    fresh = ours(torch.nn.Linear(3, 3).named_parameters())
+    fresh.add_param_group({"params": [("other", parameter(3))]})
+    fresh.load_state_dict(optimizer.state_dict())
+    assert fresh.param_groups[1]["param_names"] == ["late"]
+
+
+def test_groups_with_options_of_their_own() -> None:
+    groups = [{"params": [parameter(70)], "lr": 0.1}, {"params": parameter(4, 5), "weight_decay": 0.0, "amsgrad": True}]
+    optimizer = SpeculativeCPUAdamW(copy.deepcopy(groups), betas=(0.5, 0.9))
+    apart = [SpeculativeCPUAdamW([group], betas=(0.5, 0.9)) for group in copy.deepcopy(groups)]
+    for seed in range(3):
+        train(optimizer, seed, speculative=bool(seed % 2))
+        give_gradients(optimizer, seed)
+        for one, p in zip(apart, parameters_of(optimizer), strict=True):
+            parameters_of(one)[0].grad = p.grad
+            one.step()
+        optimizer.zero_grad()
+    for index, one in enumerate(apart):
+        assert shown(optimizer)[index] == shown(one)[0]
+        assert state_bits(optimizer)["state"][index] == state_bits(one)["state"][0]
+
+
+REFUSED_BY_TORCH: dict[str, tuple[Callable[[type], Any], type[Exception]]] = {
+    "a tensor": (lambda cls: cls(parameter(3)), TypeError),
+    "nothing": (lambda cls: cls([]), ValueError),
+    "a set": (lambda cls: cls([{"params": {parameter(3)}}]), TypeError),
+    "numbers": (lambda cls: cls([3.0]), TypeError),
+    "strings": (lambda cls: cls(["weight"]), TypeError),
+    "not a leaf": (lambda cls: cls([parameter(3) * 2]), ValueError),
+    "both implementations": (lambda cls: make(cls, foreach=True, fused=True), RuntimeError),
+    "a group that is no dict": (lambda cls: make(cls).add_param_group([parameter(3)]), TypeError),
+}
+
+
+@EACH_PAIR
+@pytest.mark.parametrize("what", REFUSED_BY_TORCH)
+def test_refused_as_torch_refuses(ours: type, theirs: type, what: str) -> None:
+    attempt, error = REFUSED_BY_TORCH[what]
+    with pytest.raises(error) as reference:
+        attempt(theirs)
+    with pytest.raises(error) as caught:
+        attempt(ours)
+    assert str(caught.value).startswith(str(reference.value).rstrip("."))
+
+
+@pytest.mark.parametrize("key", ["capturable", "differentiable"])
+def test_refused_by_us(key: str) -> None:
+    with pytest.raises(RuntimeError, match=f"{key}=True is not possible, because .*; leave it False"):
+        make(**{key: True})
+    optimizer = make()
+    with refused(optimizer, RuntimeError, f"{key}=True is not possible"):
+        optimizer.add_param_group({"params": [parameter(3)], key: True})
+
+
+# -- hooks -------------------------------------------------------------------------------------------------------------
+
+
+@EACH_PAIR
+def test_step_hooks(ours: type, theirs: type) -> None:
+    def heard(cls: type) -> list[Any]:
+        optimizer, calls = make(cls), []
+
+        def hook(name: str) -> Callable[..., None]:
+            return lambda opt, args, kwargs: calls.append(
+                (name, opt is optimizer, args[1:], sorted(kwargs), bits(parameters_of(opt)[0]) == before)
+            )
+
+        handles = [
+            register_optimizer_step_pre_hook(hook("everywhere before")),
+            register_optimizer_step_post_hook(hook("everywhere after")),
+            optimizer.register_step_pre_hook(hook("before")),
+            optimizer.register_step_post_hook(hook("after")),
+        ]
+        for arguments in ({}, {"closure": lambda: 3.0}):
+            give_gradients(optimizer, 1)
+            before = bits(parameters_of(optimizer)[0])
+            calls.append(optimizer.step(**arguments))
+        for handle in handles:
+            handle.remove()
+        optimizer.step()
+        return calls
+
+    assert heard(ours) == heard(theirs)
+    assert len(heard(ours)) == 10
+
+
+def test_step_pre_hook_that_changes_the_arguments() -> None:
+    optimizer = make()
+    optimizer.register_step_pre_hook(lambda optimizer, args, kwargs: ((optimizer, lambda: 5.0), {}))
+    assert optimizer.step() == 5.0
+
+
+def test_step_hook_sees_the_step_that_it_follows() -> None:
+    optimizer, seen = make(dtype=torch.bfloat16), []
+    optimizer.register_step_post_hook(
+        lambda optimizer, args, kwargs: seen.append(int(optimizer.state[parameters_of(optimizer)[0]]["step"]))
+    )
+    for seed in range(3):
+        train(optimizer, seed)
+    give_gradients(optimizer, 3)
+    optimizer.speculate()
+    optimizer.step()
+    assert seen == [1, 2, 3, 4]
+
+
+@EACH_PAIR
+def test_state_dict_hooks(ours: type, theirs: type) -> None:
+    def heard(cls: type) -> list[Any]:
+        optimizer, calls = make(cls), []
+        train(optimizer, 1)
+        saved = optimizer.state_dict()
+        optimizer.register_state_dict_pre_hook(lambda opt: calls.append(("before saving", opt is optimizer)))
+        optimizer.register_state_dict_post_hook(
+            lambda opt, made: (calls.append(("after saving", sorted(made))), {**made, "more": 1})[1]
+        )
+        optimizer.register_load_state_dict_pre_hook(
+            lambda opt, given: (calls.append(("before loading", sorted(given))), {**given, "param_groups": groups})[1]
+        )
+        optimizer.register_load_state_dict_pre_hook(lambda opt, given: calls.append("earlier"), prepend=True)
+        optimizer.register_load_state_dict_post_hook(
+            lambda opt: calls.append(("after loading", opt.param_groups[0]["lr"], len(opt.state)))
+        )
+        groups = copy.deepcopy(saved["param_groups"])
+        groups[0]["lr"] = 0.75
+        calls.append(sorted(optimizer.state_dict()))
+        optimizer.load_state_dict(saved)
+        train(optimizer, 2)
+        return calls
+
+    assert heard(ours) == heard(theirs)
+    assert ("after loading", 0.75, 2) in heard(ours)
+
+
+def test_state_dict_hook_that_returns_something_else() -> None:
+    optimizer = make()
+    train(optimizer, 1)
+    optimizer.register_state_dict_post_hook(lambda optimizer, saved: {"wrapped": saved})
+    assert sorted(optimizer.state_dict()) == ["wrapped"]
+
+
+def test_profiler_ranges() -> None:
+    optimizer = make()
+    give_gradients(optimizer, 1)
+    with torch.profiler.profile() as profile:
+        optimizer.step()
+        optimizer.zero_grad()
+    names = [event.name for event in profile.events() if event.name.startswith("Optimizer.")]
+    assert names == [
+        "Optimizer.step#SpeculativeCPUAdamW.step",
+        "Optimizer.zero_grad#SpeculativeCPUAdamW.zero_grad",
+    ]
+
+
+# -- closures and gradients --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "mode", [torch.enable_grad, torch.no_grad, torch.inference_mode], ids=lambda mode: mode.__name__
+)
+def test_closure(mode: Callable[[], Any]) -> None:
+    """Frameworks run forward and backward inside; gradients are on there, as long as the outer mode lets them."""
+    optimizer, twin = make(), make()
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        assert torch.is_grad_enabled()
+        with torch.inference_mode(False):
+            loss = sum(p.square().sum() for p in parameters_of(optimizer))
+            loss.backward()
+            return float(loss.detach())
+
+    for _ in range(2):
+        expected = float(sum(p.detach().square().sum() for p in parameters_of(twin)))
+        for p in parameters_of(twin):
+            p.grad = 2 * p.detach()
+        twin.step()
+        with mode():
+            assert optimizer.step(closure) == expected
+    assert visible(optimizer) == visible(twin)
+
+
+@EACH_PAIR
+def test_zero_grad(ours: type, theirs: type) -> None:
+    for cls in (ours, theirs):
+        optimizer = make(cls)
+        give_gradients(optimizer, 1)
+        held = parameters_of(optimizer)[0].grad
+        optimizer.zero_grad(set_to_none=False)
+        assert parameters_of(optimizer)[0].grad is held
+        assert not held.any()
+        optimizer.zero_grad()
+        assert parameters_of(optimizer)[0].grad is None
+
+
+@EACH_DTYPE
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=lambda mode: mode.__name__)
+@pytest.mark.parametrize("speculative", [False, True])
+def test_modes_without_autograd(dtype: torch.dtype, mode: Callable[[], Any], speculative: bool) -> None:
+    """State made inside inference mode, from gradients made there too, can be used outside."""
+    optimizer, twin = make(dtype=dtype), make(dtype=dtype)
+    for seed in range(3):
+        if seed == 1:
+            train(optimizer, seed, speculative=speculative)
+        else:
+            with mode():
+                train(optimizer, seed, speculative=speculative)
+                assert len(optimizer.state) == 2
+        train(twin, seed)
+        for one in (optimizer, twin):
+            with torch.no_grad():
+                parameters_of(one)[0][seed] = 7.0
+    assert visible(optimizer) == visible(twin)
+
+
+@EACH_DTYPE
+@pytest.mark.parametrize("how", ["step", "speculate", "rollback"])
+def test_autograd_notices_that_parameters_changed(dtype: torch.dtype, how: str) -> None:
+    optimizer = make(dtype=dtype)
+    p = parameters_of(optimizer)[0]
+    give_gradients(optimizer, 1)
+    if how == "rollback":
+        optimizer.speculate()
+    y = (p * p).sum()
+    getattr(optimizer, how)()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+def test_gradient_with_a_graph_of_its_own() -> None:
+    optimizer, twin = make(), make()
+    p = parameters_of(optimizer)[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch, about backward(create_graph=True)
+        p.pow(3).sum().backward(create_graph=True)
+    assert p.grad.requires_grad
+    parameters_of(twin)[0].grad = p.grad.detach().clone()
+    optimizer.speculate()
+    optimizer.resolve()
+    twin.step()
+    assert state_bits(optimizer) == state_bits(twin)
+
+
+# -- other parts of torch ----------------------------------------------------------------------------------------------
+
+
+def _two_layers(dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(8, 8, dtype=dtype), torch.nn.Linear(8, 8, dtype=dtype))
+
+
+def test_optimizers_that_step_in_backward() -> None:
+    """One optimizer for each parameter, stepped as soon as its gradient is there."""
+    model, twin = _two_layers(), _two_layers()
+    optimizers = {p: SpeculativeCPUAdamW([p]) for p in model.parameters()}
+    whole = SpeculativeCPUAdamW(twin.parameters())
+
+    def step(p: torch.Tensor) -> None:
+        optimizers[p].step()
+        optimizers[p].zero_grad()
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(step)
+    for seed in range(3):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
+        model(x).square().sum().backward()
+        twin(x).square().sum().backward()
+        whole.step()
+        whole.zero_grad()
+    assert [bits(p) for p in model.parameters()] == shown(whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_speculation_in_backward(dtype: torch.dtype) -> None:
+    model, twin = _two_layers(dtype), _two_layers(dtype)
+    optimizer, whole = (SpeculativeCPUAdamW(one.parameters(), max_grad_norm=8.0) for one in (model, twin))
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: optimizer.speculate([p]))
+    for seed in range(4):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)).to(dtype)
+        model(x).square().sum().backward()
+        optimizer.step()
+        twin(x).square().sum().backward()
+        whole.step()
+        whole.zero_grad()
+        assert optimizer.last_outcome == whole.last_outcome
+    assert visible(optimizer) == visible(whole)
+
+
+def test_compiled_step() -> None:
+    optimizer, twin = make(), make()
+    step = torch.compile(optimizer.step, backend="eager")
+    for seed in range(2):
+        for one, call in ((optimizer, step), (twin, twin.step)):
+            give_gradients(one, seed)
+            call()
+    assert visible(optimizer) == visible(twin)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("speculative", [False, True])
+def test_distributed_checkpoint_functions(dtype: torch.dtype, speculative: bool) -> None:
+    """They step a fresh optimizer with lr 0 and zero gradients to find out what its state looks like."""
+    model, other = _two_layers(dtype), _two_layers(dtype)
+    optimizer, fresh = (SpeculativeCPUAdamW(one.parameters()) for one in (model, other))
+    for seed in range(3):
+        train(optimizer, seed, speculative=speculative)
+    saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
+    other.load_state_dict(model.state_dict())
+    set_optimizer_state_dict(other, fresh, saved)
+    for one in (optimizer, fresh):
+        train(one, 3)
+    assert visible(fresh) == visible(optimizer)
+
+
+def test_averaged_weights() -> None:
+    model, twin = _two_layers(torch.bfloat16), _two_layers(torch.bfloat16)
+    optimizer, reference = (SpeculativeCPUAdamW(one.parameters()) for one in (model, twin))
+    averaged = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
+    for seed in range(3):
+        train(optimizer, seed, speculative=True)
+        averaged.update_parameters(model)
+        train(reference, seed)
+    assert visible(optimizer) == visible(reference)
