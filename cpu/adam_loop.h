@@ -1,15 +1,21 @@
 /* The loop around the formula: load, formula, store, and the sums of squares, for one chunk of one segment. Included
  * once per instruction set, after its vec_*.h. `pass` and the dtypes are constants in every caller (variants.h), so
- * that inlining leaves one straight loop for each combination.
+ * that inlining leaves one straight loop for each combination. */
+
+/* clang-format off */
+/* What an instruction set brings (isa/vec_*.h), all on `vec`, a vector of VEC_WIDTH elements of type `real`; VEC_WIDTH
+ * divides SUPERADAM_LANES and may be known only at run time. VEC_UNROLL vectors of a block of SUPERADAM_LANES elements are
+ * written out:
  *
- * What an instruction set brings (isa/vec_*.h), all on `vec`, a vector of VEC_WIDTH elements of type `real`; VEC_WIDTH
- * divides SUPERADAM_LANES and may be known only at run time. VEC_UNROLL vectors of a block of SUPERADAM_LANES elements
- * are written out: vec_set, vec_add, vec_sub, vec_mul, vec_fma, vec_div, vec_sqrt, vec_neg, vec_max   (vec_max: the
- * second where it is larger or NaN, else the first) vec_load(dtype, base, index, count)     elements index .. index +
- * count - 1, widened; zeros above count vec_store(dtype, base, index, value, count, stream)  rounded to nearest even;
- * not one byte above count vec_prefetch(dtype, base, index), vec_stream_fence() squares, squares_zero,
- * squares_add(sums, lane, value), squares_lanes(sums, double[16]) `count` is at most VEC_WIDTH, and equals it
- * everywhere but in a segment's tail. */
+ *   vec_set, vec_add, vec_sub, vec_mul, vec_fma, vec_div, vec_sqrt, vec_neg
+ *   vec_max(a, b)                                   b where it is larger or NaN, else a
+ *   vec_load(dtype, base, index, count)             elements index .. index + count - 1, widened; zeros above count
+ *   vec_store(dtype, base, index, value, count, stream)    rounded to nearest even; not one byte above count
+ *   vec_prefetch(dtype, base, index), vec_stream_fence()
+ *   squares, squares_zero(sums), squares_add(sums, lane, value), squares_lanes(sums, double[16])
+ *
+ * `count` is at most VEC_WIDTH, and equals it everywhere but in a segment's tail. */
+/* clang-format on */
 
 /* Elements between the one that is computed and the one that is prefetched: 2 KiB of fp32. */
 enum { PREFETCH_AHEAD = 512 };

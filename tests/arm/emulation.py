@@ -1,0 +1,161 @@
+"""The kernels of another architecture, run on this machine: a cross build and an emulator.
+
+Owns the tools it needs, the build in `build/arm/cross`, and the file of jobs that `runner.c` reads. It compares
+nothing: tests do that, and `bench/grace.py` counts.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from kernel_arrays import Array, Job, coefficient_table
+
+from superadam import native
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILD = ROOT / "build" / "arm" / "cross"
+PACKAGES = ("qemu-user-static", "gcc-12-aarch64-linux-gnu", "libc6-dev-arm64-cross")
+EMULATOR = "qemu-aarch64-static"
+COMPILER = "aarch64-linux-gnu-gcc-12"
+ARRAYS = tuple(native.SEGMENT.names or ())[:9]
+"""Fields of a segment that are arrays, in the order in which they stand in a file of jobs."""
+
+
+class Cpu(enum.Enum):
+    """Emulated CPUs, as the emulator's `-cpu` takes them. SVE vector lengths are in bytes there, in bits here."""
+
+    CORTEX_A72 = "cortex-a72"
+    NEON = "max,sve=off"
+    SVE_128 = "max,sve-default-vector-length=16"
+    SVE_256 = "max,sve-default-vector-length=32"
+    SVE_384 = "max,sve384=on,sve-default-vector-length=48"
+    SVE_512 = "max,sve-default-vector-length=64"
+    SVE_2048 = "max,sve-default-vector-length=256"
+    SVE_512_WITHOUT_BF16 = "a64fx"
+
+
+@dataclass(frozen=True)
+class EmulatedJob:
+    """A job and how `runner.c` is to run it.
+
+    Args:
+        job: its arrays are what the job begins with.
+        threads: at most so many threads.
+        stream: let the kernels store past the caches, which `superadam_run` does only from 4 Mi elements on.
+        at_end: the inaccessible page follows each array; otherwise it precedes it.
+        fpcr: the floating-point control register of the caller.
+    """
+
+    job: Job
+    threads: int = 1
+    stream: bool = False
+    at_end: bool = False
+    fpcr: int = 0
+
+
+def write_jobs(path: Path, jobs: Sequence[EmulatedJob]) -> None:
+    """Write `jobs` as `runner.c` reads them."""
+    with path.open("wb") as file:
+        file.write(np.int64(len(jobs)).tobytes())
+        for emulated in jobs:
+            job = emulated.job
+            counts = [len(job.sets), len(job.segments)]
+            header = [job.which, emulated.threads, emulated.stream, emulated.at_end, emulated.fpcr, *counts]
+            file.write(np.array(header, np.int64).tobytes())
+            file.write(coefficient_table(job.sets).tobytes())
+            file.write(job.table().tobytes())
+            for segment in job.segments:
+                for name in ARRAYS:
+                    if name in segment.arrays:
+                        file.write(segment.arrays[name].view.tobytes())
+
+
+def read_results(path: Path, jobs: Sequence[EmulatedJob]) -> list[list[dict[str, Array]]]:
+    """Return the arrays of each segment of each job after the run."""
+    data = path.read_bytes()
+    at = 0
+
+    def take(count: int, dtype: np.dtype[np.generic]) -> Array:
+        nonlocal at
+        taken = np.frombuffer(data, dtype, count, at)
+        at += taken.nbytes
+        return taken
+
+    results = []
+    for emulated in jobs:
+        code = int(take(1, np.dtype(np.int64))[0])
+        assert code == native.lib.SUPERADAM_OK, f"superadam_run returned {code}"
+        results.append(
+            [
+                {
+                    name: take(len(segment.arrays[name].view), segment.arrays[name].view.dtype)
+                    for name in ARRAYS
+                    if name in segment.arrays
+                }
+                for segment in emulated.job.segments
+            ]
+        )
+    assert at == len(data)
+    return results
+
+
+def missing_tools() -> str | None:
+    """Return what this machine lacks to build and emulate, in one sentence, after trying to install it when root."""
+    programs = (EMULATOR, COMPILER)
+    if all(map(shutil.which, programs)):
+        return None
+    if os.geteuid() == 0 and shutil.which("apt-get"):
+        environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
+        install = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *PACKAGES]
+        for command in (["apt-get", "update", "-qq"], install):
+            subprocess.run(command, check=False, env=environment, capture_output=True)
+    if all(map(shutil.which, programs)):
+        return None
+    return f"the Arm kernels need {EMULATOR} and {COMPILER}; install the packages {', '.join(PACKAGES)}"
+
+
+def build() -> Path:
+    """Cross-compile this checkout and return the path of the runner."""
+    toolchain = ROOT / "cmake" / "aarch64.cmake"
+    python = [f"-DPython_EXECUTABLE={sys.executable}", f"-DPython_INCLUDE_DIR={sysconfig.get_path('include')}"]
+    _cmake("-S", ROOT, "-B", BUILD, f"-DCMAKE_TOOLCHAIN_FILE={toolchain}", *python)
+    _cmake("--build", BUILD, "--target", "runner", "--parallel", str(len(os.sched_getaffinity(0))))
+    return BUILD / "runner"
+
+
+def _cmake(*arguments: str | Path) -> None:
+    command = [sys.executable, "-m", "cmake", *map(str, arguments)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode != 0:
+        output = done.stdout[-3000:] + done.stderr[-3000:]
+        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}: {output}")
+
+
+def emulate(cpu: Cpu, *command: str | Path, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    """Run an aarch64 program on `cpu`, with `options` for the emulator itself."""
+    line = ["prlimit", "--core=0", EMULATOR, "-cpu", cpu.value, *options, *map(str, command)]
+    return subprocess.run(line, check=False, capture_output=True, text=True)
+
+
+def known_isas(cpu: Cpu) -> dict[str, str]:
+    """Return what `superadam.native.known_isas` would on `cpu`."""
+    words = ("runnable", "not compiled", "not supported")
+    done = emulate(cpu, BUILD / "runner")
+    assert done.returncode == 0, done.stderr
+    return {name: words[int(status)] for name, status in (line.split() for line in done.stdout.splitlines())}
+
+
+def run_jobs(
+    cpu: Cpu, isa: str, jobs: Path, results: Path, options: tuple[str, ...] = ()
+) -> subprocess.CompletedProcess[str]:
+    """Run a file of jobs with instruction set `isa` on `cpu`."""
+    return emulate(cpu, BUILD / "runner", isa, jobs, results, options=options)
