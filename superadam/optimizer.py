@@ -370,13 +370,15 @@ class SpeculativeCPUAdam(Optimizer):
         """Return every parameter that has a gradient, with it; of those with an id in `chosen`, where given."""
         arrivals = Arrivals([], [], [])
         for states, hyper in self._binding.with_hyperparameters(self.param_groups):
-            before = len(arrivals.states)
-            for state in states:
-                gradient = state.parameter.grad
-                if gradient is not None and (chosen is None or id(state.parameter) in chosen):
-                    arrivals.gradients.append(state.host_gradient(gradient))
-                    arrivals.states.append(state)
-            arrivals.runs.append((hyper, len(arrivals.states) - before))
+            if chosen is not None:
+                states = [state for state in states if id(state.parameter) in chosen]
+            gradients = [state.parameter.grad for state in states]
+            pairs = [
+                (state, gradient) for state, gradient in zip(states, gradients, strict=True) if gradient is not None
+            ]
+            arrivals.states.extend([state for state, _ in pairs])
+            arrivals.gradients.extend([state.host_gradient(gradient) for state, gradient in pairs])
+            arrivals.runs.append((hyper, len(pairs)))
         return arrivals
 
     def _conclude(self, outcome: StepOutcome) -> StepOutcome:

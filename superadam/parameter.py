@@ -28,6 +28,9 @@ DTYPES = {
 """Element types of parameters and gradients that the kernels take."""
 
 
+_STRIDED = torch.strided
+
+
 class Phase(enum.Enum):
     """Where a parameter's transaction stands."""
 
@@ -211,7 +214,7 @@ class ParameterState:
         if (
             gradient.dtype is self.parameter_dtype
             and gradient.shape == self.shape
-            and gradient.layout is torch.strided
+            and gradient.layout is _STRIDED
             and gradient.is_cpu
             and self.is_contiguous_on_cpu
             and gradient.is_contiguous()

@@ -226,4 +226,4 @@ class ParameterTable:
             self._delivery.deliver(staged)
         torch.autograd.graph.increment_version([state.parameter for state in states])
         for state in states:
-            state.version = state.parameter._version
+            state.version += 1  # not read anew: a write of somebody else in between must still be noticed

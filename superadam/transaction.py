@@ -317,7 +317,11 @@ class Transaction:
 
     def _notice_outside_writes(self, states: Sequence[ParameterState]) -> None:
         """Adopt what was written to parameters without open speculation, after committing what is accepted."""
-        hinted = [state for state in states if state.was_written_outside()]
+        hinted = [
+            state
+            for state in states  # was_written_outside, written out: it is asked of every parameter in every step
+            if state.parameter._version != state.version or state.parameter.data_ptr() != state.pointer
+        ]
         if hinted:
             self._adopt(hinted)
 
