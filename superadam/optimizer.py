@@ -373,12 +373,11 @@ class SpeculativeCPUAdam(Optimizer):
             if chosen is not None:
                 states = [state for state in states if id(state.parameter) in chosen]
             gradients = [state.parameter.grad for state in states]
-            pairs = [
-                (state, gradient) for state, gradient in zip(states, gradients, strict=True) if gradient is not None
-            ]
-            arrivals.states.extend([state for state, _ in pairs])
-            arrivals.gradients.extend([state.host_gradient(gradient) for state, gradient in pairs])
-            arrivals.runs.append((hyper, len(pairs)))
+            states = [state for state, gradient in zip(states, gradients, strict=True) if gradient is not None]
+            present = [gradient for gradient in gradients if gradient is not None]
+            arrivals.gradients.extend(map(ParameterState.host_gradient, states, present))
+            arrivals.states.extend(states)
+            arrivals.runs.append((hyper, len(states)))
         return arrivals
 
     def _conclude(self, outcome: StepOutcome) -> StepOutcome:
