@@ -71,11 +71,11 @@ class StateDictTaken(Hook):
 def attach(model: nn.Module, parameters: list[Tensor], listener: Listener) -> list[RemovableHandle]:
     """Hook every given parameter, and every module of the model that holds one of them."""
     ready, begins, taken = GradientReady(listener), ForwardBegins(listener), StateDictTaken(listener)
-    handles: list[RemovableHandle] = [p.register_post_accumulate_grad_hook(ready) for p in parameters]  # type: ignore[attr-defined, no-untyped-call]
+    handles: list[RemovableHandle] = [p.register_post_accumulate_grad_hook(ready) for p in parameters]  # type: ignore[no-untyped-call]
     listed = set(parameters)
     for module in model.modules():
         if not listed.isdisjoint(module.parameters()):
             handles.append(module.register_forward_pre_hook(begins, prepend=True))
         if not listed.isdisjoint(module.parameters(recurse=False)):
-            handles.append(module.register_state_dict_post_hook(taken))
+            handles.append(module.register_state_dict_post_hook(taken))  # type: ignore[no-untyped-call]
     return handles

@@ -11,6 +11,7 @@ Owns the order of these things. Arithmetic and verdicts are the optimizer's, str
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import threading
 import time
@@ -18,10 +19,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 
 from superadam import native
@@ -37,6 +39,11 @@ from superadam.parameter import ParameterState, Phase
 from superadam.trace import Trace
 from superadam.transaction import Arrivals, Transaction
 from superadam.worker import WorkerError
+
+_logger = logging.getLogger("superadam")
+
+_NO_BACKWARD = -1
+"""What autograd calls its running backward when there is none."""
 
 _REMEDY = (
     "leave gradients to accumulate() for all but the last backward, call optimizer.step() before the next forward, "
@@ -79,6 +86,11 @@ class OffloadScheduler:
     `optimizer.step()` only validates what was speculated. The bits are those of the optimizer alone. Use it as a
     context manager, or call `close()`.
 
+    A graph that needs a parameter's old value after its gradient is complete is refused, by us or by autograd
+    ("modified by an inplace operation"); the error tells what to do. Nobody can notice a value that is read past
+    autograd: through `p.data`, or detached by a checkpointed function that calls no module. For such models use
+    overlap=False.
+
     Args:
         optimizer: with an explicit `max_grad_norm`, `math.inf` for none: code that clips afterwards would find no
             gradients.
@@ -92,6 +104,7 @@ class OffloadScheduler:
 
     Raises:
         ValueError: no explicit `max_grad_norm`, or an argument is out of range.
+        TypeError: the optimizer is not a `SpeculativeCPUAdam`, or the model no `nn.Module`.
         RuntimeError: the model is wrapped in DistributedDataParallel, or the optimizer has a scheduler already.
     """
 
@@ -119,8 +132,9 @@ class OffloadScheduler:
             native.set_num_threads(int(cores))
         self._states: dict[Tensor, ParameterState] = {}
         self._hyper: dict[ParameterState, Hyperparameters] = {}
-        self._open: set[Tensor] = set()
+        self._open: set[int] = set()  # ids of parameters: compiled hooks cannot look at sets of tensors
         self._sums: dict[ParameterState, Tensor] = {}
+        self._running: set[int] = set()  # backwards that took gradients and have not ended
         self._uploads: list[tuple[Event, Tensor]] = []
         self._sent: list[tuple[Event, Tensor]] = []
         self._closed = False
@@ -130,9 +144,14 @@ class OffloadScheduler:
         self._handles: list[RemovableHandle] = []
         self._transaction: Transaction | None = None
         self._overlaps = overlap
+        optimizer.bound_transaction()  # what cannot be bound raises before anything is attached
         self._worker = self._device.start_worker(self._idle)
-        optimizer.attach_overlap(self)
-        self._follow(optimizer.bound_transaction())
+        try:
+            optimizer.attach_overlap(self)
+            self._follow(optimizer.bound_transaction())
+        except BaseException:
+            self._worker.close()
+            raise
 
     # ---- a gradient is ready -----------------------------------------------------------------------------------------
 
@@ -141,34 +160,71 @@ class OffloadScheduler:
         gradient = parameter.grad
         if gradient is None or self._accumulates is True:
             return
-        if self.optimizer.last_transaction is not self._transaction:
-            self._follow(self.optimizer.bound_transaction())
-        state = self._states[parameter]
-        if parameter in self._open:
+        try:
+            self._take(parameter, gradient)
+        except BaseException:  # also Ctrl-C
             self._abandon()
+            raise
+
+    def _take(self, parameter: Tensor, gradient: Tensor) -> None:
+        if not (self._open or self._sums):
+            self._follow(self.optimizer.bound_transaction())
+        state = self._states.get(parameter)
+        if state is None:  # no longer the optimizer's
+            return
+        if id(parameter) in self._open:
             raise RuntimeError(f"{state.name} got a second gradient before optimizer.step(); {_REMEDY}")
         if self._accumulates or state in self._sums:
             gradient = self._add_to_sum(state, gradient)
         parameter.grad = None
         if self._accumulates:
             return
+        self._note_backward()
         # From now on the parameter may be overwritten: whoever still needs its old value in this backward must notice.
         is_ours = not state.was_written_outside()
         torch.autograd.graph.increment_version(parameter)
         if is_ours:
             state.note_written()
-        self._open.add(parameter)
+        self._open.add(id(parameter))
         self._backward_began = self._backward_began or time.perf_counter()
         bucket = self._filler.add(state, gradient)
         if bucket is not None:
             self._send(bucket)
 
     def forward_begins(self, module: nn.Module) -> None:
-        """Refuse a forward over parameters whose step has no verdict yet."""
-        if self._open and any(parameter in self._open for parameter in module.parameters(recurse=False)):
+        """Refuse a forward over parameters whose step has no verdict yet; drop the step of a backward that failed."""
+        if self._open:
+            self._look_at(module)
+
+    @_disable_dynamo
+    def _look_at(self, module: nn.Module) -> None:
+        in_backward = torch._C._current_graph_task_id() != _NO_BACKWARD
+        if self._running and not in_backward:
+            self._abandon()
+            return
+        # A checkpoint recomputes a block, which may read its submodules' parameters without calling them.
+        if not self._open.isdisjoint(map(id, module.parameters(recurse=in_backward))):
             self._abandon()
             name = type(module).__name__
             raise RuntimeError(f"{name}.forward reads parameters whose step has no verdict yet; {_REMEDY}")
+
+    def state_dict_taken(self, module: nn.Module, entries: dict[str, Any], prefix: str) -> None:
+        """Put the values of the last accepted step into a state dict that is taken while a step is open."""
+        if not self._open:
+            return
+        self.catch_up()
+        for name, parameter in module.named_parameters(recurse=False):
+            state = self._states.get(parameter)
+            if state is not None and state.phase is Phase.SPECULATED and prefix + name in entries:
+                accepted = torch.empty_like(parameter, requires_grad=False)
+                entries[prefix + name] = accepted.copy_(state.speculation_master.detach())
+
+    def _note_backward(self) -> None:
+        """Remember that a backward has taken gradients, until it ends without an error."""
+        task = torch._C._current_graph_task_id()
+        if task != _NO_BACKWARD and task not in self._running:
+            self._running.add(task)
+            torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self._running.discard, task))
 
     def _add_to_sum(self, state: ParameterState, gradient: Tensor) -> Tensor:
         total = self._sums.pop(state, None)
@@ -206,13 +262,9 @@ class OffloadScheduler:
         self.statistics.downloaded_bytes += moved
         arrivals = Arrivals(bucket.states, hosts, [(self._hyper[state], 1) for state in bucket.states])
         arrived = device.record(Stream.DOWNLOAD)
-        try:
-            self._worker.submit(
-                functools.partial(self._speculate, self._transaction, arrivals, arrived, self.unscale, bucket.numel)
-            )
-        except WorkerError:
-            self._abandon()
-            raise
+        self._worker.submit(
+            functools.partial(self._speculate, self._transaction, arrivals, arrived, self.unscale, bucket.numel)
+        )
 
     def _speculate(
         self, transaction: Transaction, arrivals: Arrivals, arrived: Event, unscale: float, numel: int
@@ -271,15 +323,13 @@ class OffloadScheduler:
         """
         begin = time.perf_counter()
         try:
-            for state, total in list(self._sums.items()) if not self._accumulates else ():
-                del self._sums[state]
-                self._open.add(state.parameter)
-                self._filler.add(state, total)
-            bucket = self._filler.take()
-            if bucket is not None:
-                self._send(bucket)
+            sums, self._sums = self._sums, {}
+            self._open.update(id(state.parameter) for state in sums)
+            for bucket in [self._filler.add(*one) for one in sums.items()] + [self._filler.take()]:
+                if bucket is not None:
+                    self._send(bucket)
             self._worker.drain()
-        except WorkerError:
+        except Exception:
             self._abandon()
             raise
         end = time.perf_counter()
@@ -302,7 +352,14 @@ class OffloadScheduler:
         if outcome is not None:
             self._governor.note(outcome.kind)
             self.trace.add(f"verdict: {outcome.kind.value}", "training", now, now, grad_norm=outcome.grad_norm)
+        if outcome is None and self._running and torch._C._current_graph_task_id() == _NO_BACKWARD:
+            _logger.warning(
+                "the step of a backward that failed was dropped; if it failed because a variable was modified by an "
+                "inplace operation, %s",
+                _REMEDY,
+            )
         self._open.clear()
+        self._running.clear()
         self._hyper.clear()
         if self._transaction is not None:
             self._follow(self.optimizer.bound_transaction())
@@ -360,6 +417,8 @@ class OffloadScheduler:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if isinstance(error, RuntimeError) and "modified by an inplace operation" in str(error):
+            error.add_note(f"The scheduler had written a parameter that this backward still needed: {_REMEDY}.")
         self.close()
 
     # ---- keeping up with the model
@@ -396,13 +455,17 @@ def _check(
     cores: int | str,
     scaler: GradScaler | None,
 ) -> None:
+    if not isinstance(optimizer, SpeculativeCPUAdam):
+        raise TypeError(f"optimizer is a {type(optimizer).__name__}, expected a SpeculativeCPUAdam; make one first")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}, expected the nn.Module whose parameters are optimized")
     if optimizer.max_grad_norm is None:
         raise ValueError(
             "the optimizer has max_grad_norm=None, expected an explicit limit, because gradients are gone before other "
             "code could clip them; set it, to math.inf for no limit"
         )
     for name, value in (("bucket_numel", bucket_numel), ("cores", cores)):
-        if value != "auto" and (not isinstance(value, int) or value < 1):
+        if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise ValueError(f"{name} is {value!r}, expected 'auto' or an integer of at least 1")
     if scaler is not None and not isinstance(scaler, GradScaler):
         raise ValueError(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import json
+import math
 import os
 import threading
 import time
@@ -83,10 +84,15 @@ class Trace:
                 "name": span.name,
                 "ts": (span.begin - zero) * 1e6,
                 "dur": (span.end - span.begin) * 1e6,
-                "args": span.details,
+                "args": {key: _readable(value) for key, value in span.details.items()},
             }
             for span in spans
         ]
         temporary = Path(f"{os.fspath(path)}.part")
-        temporary.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+        temporary.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, allow_nan=False))
         temporary.replace(path)
+
+
+def _readable(value: Any) -> Any:
+    """Return a value as JSON holds it: Inf and NaN, as the norm of a skipped step, only as text."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

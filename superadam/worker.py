@@ -6,8 +6,10 @@ at its next call, and everything queued behind it is discarded. It knows nothing
 
 from __future__ import annotations
 
+import atexit
 import collections
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -65,16 +67,19 @@ class ThreadWorker:
         self._closing = False
         self._may_idle = False
         self._error: BaseException | None = None
+        self._process = os.getpid()
         self._thread = threading.Thread(target=self._loop, name="superadam-worker", daemon=True)
         self._thread.start()
+        atexit.register(self._end_with_interpreter)  # which would kill the thread inside C++, and abort
 
     def submit(self, job: Job) -> None:
         """Add a job.
 
         Raises:
             WorkerError: an earlier job failed.
-            RuntimeError: the worker is closed.
+            RuntimeError: the worker is closed, or belongs to the process that this one was forked from.
         """
+        self._refuse_fork()
         with self._changed:
             self._raise_error()
             if self._closing:
@@ -88,7 +93,9 @@ class ThreadWorker:
 
         Raises:
             WorkerError: a job failed.
+            RuntimeError: the worker belongs to the process that this one was forked from.
         """
+        self._refuse_fork()
         with self._changed:
             while (self._jobs or self._running) and self._error is None:
                 self._changed.wait()
@@ -107,6 +114,21 @@ class ThreadWorker:
             self._changed.notify_all()
         if self._thread is not threading.current_thread():
             self._thread.join()
+        atexit.unregister(self._end_with_interpreter)
+
+    def _end_with_interpreter(self) -> None:
+        """Let the running job finish and forget the others: nobody waits for them any more."""
+        if os.getpid() == self._process:
+            self._jobs.clear()
+            self.close()
+
+    def _refuse_fork(self) -> None:
+        """Raise in a forked child: the thread is not there, and what it was doing was cut off."""
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                "the scheduler's worker belongs to the process that this one was forked from; close() the scheduler "
+                "before forking a process that trains on or saves, and make a new one there"
+            )
 
     def _raise_error(self) -> None:
         if self._error is not None:

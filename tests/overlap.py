@@ -1,0 +1,122 @@
+"""A scheduler at its worst timing, small models, and the same training with and without overlap."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from visible import state_bits
+
+from superadam import OffloadScheduler, SpeculativeCPUAdam
+from superadam.devices import PlainDevice
+from superadam.worker import Job, Work, failure
+
+
+class ImmediateWorker:
+    """Runs each job when it is submitted, inside backward: parameters are overwritten as early as is possible at all.
+
+    Idle work waits for `idle_now`, so that steps stay accepted and uncommitted as long as is possible.
+    """
+
+    def __init__(self, idle: Work) -> None:
+        self.busy_seconds = 0.0
+        self.idle_now = idle
+
+    def submit(self, job: Job) -> None:
+        begin = time.perf_counter()
+        try:
+            job()
+        except Exception as error:
+            raise failure(error) from error
+        finally:
+            self.busy_seconds += time.perf_counter() - begin
+
+    def drain(self) -> None: ...
+
+    def wake(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class ImmediateDevice(PlainDevice):
+    """Host memory and an `ImmediateWorker`."""
+
+    def start_worker(self, idle: Work) -> ImmediateWorker:
+        return ImmediateWorker(idle)
+
+
+class PlantedError(RuntimeError):
+    """What planted faults raise."""
+
+
+class RaiseInBackward(torch.autograd.Function):
+    """The identity, whose backward raises what it was given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, error: BaseException) -> Tensor:
+        ctx.error = error
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        raise ctx.error
+
+
+def mlp(dtype: torch.dtype = torch.float32, width: int = 8, layers: int = 3) -> nn.Sequential:
+    """Return the same small model at every call."""
+    torch.manual_seed(5)
+    blocks: list[nn.Module] = []
+    for _ in range(layers):
+        blocks += [nn.Linear(width, width), nn.Tanh()]
+    return nn.Sequential(*blocks).to(dtype)
+
+
+def batch(seed: int, dtype: torch.dtype = torch.float32, width: int = 8, rows: int = 4) -> Tensor:
+    """Return inputs; those of one seed are always the same."""
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def loss_of(model: nn.Module, seed: int) -> Tensor:
+    """Return a loss large enough that `max_grad_norm=1` clips some steps."""
+    dtype = next(model.parameters()).dtype
+    return 30 * (model(batch(seed, dtype)) - 1).float().square().mean()
+
+
+def adam(model: nn.Module, **options: Any) -> SpeculativeCPUAdam:
+    """Return an optimizer with a learning rate so large that a parameter of the wrong step is seen at once."""
+    return SpeculativeCPUAdam(model.parameters(), **{"lr": 0.05, "max_grad_norm": 20.0, **options})
+
+
+def eager(optimizer: SpeculativeCPUAdam, model: nn.Module, **options: Any) -> OffloadScheduler:
+    """Return a scheduler that speculates on every gradient alone, at once."""
+    return OffloadScheduler(optimizer, model, **{"bucket_numel": 1, "device": ImmediateDevice(), **options})
+
+
+def everything(model: nn.Module, optimizer: SpeculativeCPUAdam) -> dict[str, Any]:
+    """Return parameters, buffers and state as bits."""
+    buffers = {name: buffer.tolist() for name, buffer in model.named_buffers()}
+    return {**state_bits(optimizer), "buffers": buffers}
+
+
+def train(
+    model: nn.Module, optimizer: SpeculativeCPUAdam, steps: range, loss: Callable[[nn.Module, int], Tensor] = loss_of
+) -> None:
+    """Make ordinary steps."""
+    for seed in steps:
+        optimizer.zero_grad()
+        loss(model, seed).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+@contextmanager
+def changes_nothing(model: nn.Module, optimizer: SpeculativeCPUAdam) -> Iterator[None]:
+    """Check that parameters and state are afterwards what they were, bit for bit."""
+    before = everything(model, optimizer)
+    yield
+    optimizer.zero_grad()
+    assert everything(model, optimizer) == before
