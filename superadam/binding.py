@@ -224,15 +224,19 @@ class Binding:
 
 
 def _are_same(states: Sequence[ParameterState], parameters: Sequence[Tensor]) -> bool:
-    """Whether these are the parameters that were bound, and still of the same dtype, layout and device."""
-    return (
-        len(states) == len(parameters)
-        and all(map(operator.is_, parameters, map(_get_parameter, states)))
-        and (
-            all(map(operator.eq, map(Tensor.data_ptr, parameters), map(_get_pointer, states)))
-            or not any(map(_is_converted, states))
-        )
-    )
+    """Whether these are the parameters that were bound, and still of the same dtype, layout and device.
+
+    Those that lie elsewhere now, but are otherwise the same, are distrusted: somebody else filled the new place.
+    """
+    if len(states) != len(parameters) or not all(map(operator.is_, parameters, map(_get_parameter, states))):
+        return False
+    if not all(map(operator.eq, map(Tensor.data_ptr, parameters), map(_get_pointer, states))):
+        if any(map(_is_converted, states)):
+            return False
+        for state in states:
+            if state.parameter.data_ptr() != state.pointer:
+                state.distrust()
+    return True
 
 
 def _is_converted(state: ParameterState) -> bool:

@@ -68,6 +68,7 @@ class Pending:
 
         A gradient that is part of a larger buffer is copied: the owner of the buffer will fill it again.
         """
+        gradient = gradient.detach()
         if gradient.untyped_storage().nbytes() != gradient.nbytes or gradient.is_inference():
             with torch.inference_mode(False):  # whose tensors count no versions
                 gradient = gradient.clone(memory_format=torch.preserve_format)
@@ -220,7 +221,7 @@ class ParameterState:
             and gradient.is_contiguous()
             and not gradient.is_neg()
         ):
-            return gradient.detach() if gradient.requires_grad else gradient
+            return gradient
         if gradient.layout is not torch.strided:
             raise TypeError(
                 f"the gradient of {self.name} is sparse, expected a dense one; "

@@ -319,8 +319,8 @@ class Transaction:
         """Adopt what was written to parameters without open speculation, after committing what is accepted."""
         hinted = [
             state
-            for state in states  # was_written_outside, written out: it is asked of every parameter in every step
-            if state.parameter._version != state.version or state.parameter.data_ptr() != state.pointer
+            for state in states  # was_written_outside without the address, which binding.py has just looked at
+            if state.parameter._version != state.version
         ]
         if hinted:
             self._adopt(hinted)

@@ -89,4 +89,25 @@ static inline void squares_lanes(const squares *sums, double *lanes)
     _mm512_storeu_pd(lanes + 8, sums->high);
 }
 
+#define VEC_HAS_MASKS
+
+/* The first `count` elements; nothing beyond them is touched, also not read. */
+static inline __attribute__((always_inline)) vec vec_load_part(int dtype, const void *from, int count)
+{
+    const __mmask16 first = (__mmask16)((1u << count) - 1);
+    if (dtype == SUPERADAM_FLOAT32)
+        return _mm512_maskz_loadu_ps(first, from);
+    const __m256i halves = _mm256_maskz_loadu_epi16(first, from);
+    return dtype == SUPERADAM_BFLOAT16 ? vec_load_bfloat16(&halves) : _mm512_cvtph_ps(halves);
+}
+
+static inline __attribute__((always_inline)) void vec_copy_part(int dtype, void *to, const void *padded, int count)
+{
+    const __mmask16 first = (__mmask16)((1u << count) - 1);
+    if (dtype == SUPERADAM_FLOAT32)
+        _mm512_mask_storeu_ps(to, first, _mm512_loadu_ps(padded));
+    else
+        _mm256_mask_storeu_epi16(to, first, _mm256_loadu_si256((const __m256i *)padded));
+}
+
 #include "vec_dtypes.h"

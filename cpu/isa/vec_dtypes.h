@@ -1,5 +1,6 @@
 /* vec_load and vec_store by dtype, over the whole-vector loads and stores of one fp32 instruction set. A vector that is
- * only partly inside its array goes through a local buffer, so that not one byte outside is touched. */
+ * only partly inside its array goes through a local buffer, or masks where there are some (VEC_HAS_MASKS), so that not
+ * one byte outside is touched. */
 
 #include <string.h>
 
@@ -42,9 +43,13 @@ static inline __attribute__((always_inline)) vec vec_load(int dtype, const void 
     const char *from = (const char *)base + index * size;
     if (count == VEC_WIDTH)
         return vec_load_whole(dtype, from);
+#ifdef VEC_HAS_MASKS
+    return vec_load_part(dtype, from, count);
+#else
     char padded[4 * SUPERADAM_LANES] = {0};
     memcpy(padded, from, (size_t)(count * size));
     return vec_load_whole(dtype, padded);
+#endif
 }
 
 static inline __attribute__((always_inline)) void vec_store(int dtype, void *base, int64_t index, vec value, int count,
@@ -58,7 +63,11 @@ static inline __attribute__((always_inline)) void vec_store(int dtype, void *bas
     }
     char padded[4 * SUPERADAM_LANES];
     vec_store_whole(dtype, padded, value, 0);
+#ifdef VEC_HAS_MASKS
+    vec_copy_part(dtype, to, padded, count);
+#else
     memcpy(to, padded, (size_t)(count * size));
+#endif
 }
 
 static inline __attribute__((always_inline)) void vec_prefetch(int dtype, const void *base, int64_t index)
