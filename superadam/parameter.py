@@ -68,7 +68,8 @@ class Pending:
 
         A gradient that is part of a larger buffer is copied: the owner of the buffer will fill it again.
         """
-        gradient = gradient.detach()
+        if gradient.requires_grad:  # made with create_graph: the graph must not live as long as the record
+            gradient = gradient.detach()
         if gradient.untyped_storage().nbytes() != gradient.nbytes or gradient.is_inference():
             with torch.inference_mode(False):  # whose tensors count no versions
                 gradient = gradient.clone(memory_format=torch.preserve_format)
