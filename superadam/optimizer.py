@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ParamSpec, TypeVar
@@ -18,6 +17,7 @@ from torch._compile import _disable_dynamo
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from superadam import checkpoint, native
+from superadam.arguments import LATER_GROUP_KEYS, check_group, check_together, checked_limit
 from superadam.binding import Binding, Overlap, names_of
 from superadam.hyperparameters import Hyperparameters
 from superadam.outcome import Statistics, StepKind, StepOutcome
@@ -40,18 +40,6 @@ def _untracked(method: Callable[_Arguments, _Result]) -> Callable[_Arguments, _R
 
     uncompiled: Callable[_Arguments, _Result] = _disable_dynamo(untracked)  # as the methods of torch.optim
     return uncompiled
-
-
-_LATER_GROUP_KEYS = {
-    "amsgrad": False,
-    "maximize": False,
-    "foreach": None,
-    "capturable": False,
-    "differentiable": False,
-    "fused": None,
-    "decoupled_weight_decay": False,
-}
-"""Group keys that torch.optim.Adam did not always have: what they are where an older checkpoint lacks them."""
 
 
 class SpeculativeCPUAdam(Optimizer):
@@ -115,7 +103,7 @@ class SpeculativeCPUAdam(Optimizer):
         capturable: bool = False,
         differentiable: bool = False,
     ) -> None:
-        _check_together(lr, betas, foreach=foreach, fused=fused)
+        check_together(lr, betas, foreach=foreach, fused=fused)
         defaults: dict[str, Any] = {
             "lr": lr,
             "betas": betas,
@@ -129,7 +117,7 @@ class SpeculativeCPUAdam(Optimizer):
             "fused": fused,
             "decoupled_weight_decay": decoupled_weight_decay,
         }
-        _check_group(defaults)
+        check_group(defaults)
         native.active_isa()  # a wrong SUPERADAM_ISA is an error here, not in the middle of training
         self.max_grad_norm = max_grad_norm
         self.on_nonfinite = on_nonfinite
@@ -148,7 +136,7 @@ class SpeculativeCPUAdam(Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            _check_group(group)
+            check_group(group)
             for parameter, name in zip(group["params"], names_of(group, len(self.param_groups) - 1), strict=True):
                 check_parameter(parameter, name)
         except Exception:
@@ -164,7 +152,7 @@ class SpeculativeCPUAdam(Optimizer):
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float | None) -> None:
-        self._max_grad_norm = None if value is None else _checked_limit("max_grad_norm", value)
+        self._max_grad_norm = None if value is None else checked_limit("max_grad_norm", value)
 
     @property
     def on_nonfinite(self) -> str:
@@ -302,7 +290,7 @@ class SpeculativeCPUAdam(Optimizer):
         Returns:
             0-dim fp64 tensor: the 2-norm of all gradients, in `.grad` or speculated, as they arrived.
         """
-        limit = _checked_limit("max_norm", max_norm)
+        limit = checked_limit("max_norm", max_norm)
         transaction = self._binding.bound(self.param_groups)
         norm = transaction.grad_norm(self._arrivals())
         self._limit_of_next_step = limit
@@ -484,7 +472,7 @@ class SpeculativeCPUAdam(Optimizer):
                 final, dict(zip(checkpoint.packed_ids(final, sizes), states, strict=True))
             )
             for group in final["param_groups"]:
-                _check_group({**_LATER_GROUP_KEYS, **group})
+                check_group({**LATER_GROUP_KEYS, **group})
             arriving.update({state.parameter: checkpoint.copied(entry, state) for state, entry in entries.items()})
             self.rollback()
             return {**final, "state": {}}
@@ -507,7 +495,7 @@ class SpeculativeCPUAdam(Optimizer):
         arriving = self.__dict__.get("_arriving")
         self.state = published if arriving is None else defaultdict(dict, arriving)
         for group in self.param_groups:
-            for key, value in _LATER_GROUP_KEYS.items():
+            for key, value in LATER_GROUP_KEYS.items():
                 group.setdefault(key, self.defaults.get(key, value))
         if arriving is not None:
             self._write_masters()
@@ -528,59 +516,6 @@ class SpeculativeCPUAdam(Optimizer):
         for parameter, entry in self._binding.published.items():
             if "master" in entry:
                 parameter.copy_(entry["master"])
-
-
-def _check_group(group: dict[str, Any]) -> None:
-    """Raise unless the hyper-parameters of a group can be used.
-
-    Raises:
-        ValueError: a value is out of range.
-        RuntimeError: something that this optimizer does not do is asked for.
-    """
-    for key in ("capturable", "differentiable"):
-        if group.get(key):
-            raise RuntimeError(
-                f"{key}=True is not possible, because the update runs on the CPU outside CUDA graphs and autograd; "
-                "leave it False or use torch.optim.AdamW"
-            )
-    lr = group["lr"]
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError(
-            f"Tensor lr must be 1-element, but has shape {tuple(lr.shape)}; pass a 0-dim tensor or a float"
-        )
-    Hyperparameters.of_group(group)
-
-
-def _check_together(
-    lr: float | Tensor, betas: tuple[float | Tensor, float | Tensor], *, foreach: bool | None, fused: bool | None
-) -> None:
-    """Refuse the combinations of constructor arguments that torch.optim.Adam refuses, in its words.
-
-    Raises:
-        ValueError: tensors beside `foreach=True`, or one beta is a tensor and the other is not.
-        RuntimeError: both `foreach` and `fused`.
-    """
-    if foreach and isinstance(lr, Tensor):
-        raise ValueError("lr as a Tensor is not supported for capturable=False and foreach=True; leave foreach None")
-    are_tensors = [isinstance(beta, Tensor) for beta in betas] if isinstance(betas, tuple | list) else []
-    if any(are_tensors) and not all(are_tensors):
-        raise ValueError(f"betas must be either both floats or both Tensors, got {betas}; pass floats")
-    if foreach and any(are_tensors):
-        raise ValueError(
-            "betas[0] as a Tensor is not supported for capturable=False and foreach=True; leave foreach None"
-        )
-    if foreach and fused:
-        raise RuntimeError("`fused` and `foreach` cannot be `True` together; leave both None")
-
-
-def _checked_limit(name: str, value: float) -> float:
-    try:
-        limit = float(value)
-    except (TypeError, ValueError, RuntimeError):
-        limit = math.nan
-    if not limit >= 0.0:
-        raise ValueError(f"{name} is {value!r}, expected a number of at least 0, or math.inf for no limit")
-    return limit
 
 
 class SpeculativeCPUAdamW(SpeculativeCPUAdam):

@@ -1,0 +1,82 @@
+"""What may be asked of the optimizer: the checks of its arguments and of parameter groups.
+
+They only look; nothing is changed here, so that whatever they raise, nothing was.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import Tensor
+
+from superadam.hyperparameters import Hyperparameters
+
+LATER_GROUP_KEYS = {
+    "amsgrad": False,
+    "maximize": False,
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
+    "decoupled_weight_decay": False,
+}
+"""Group keys that torch.optim.Adam did not always have: what they are where an older checkpoint lacks them."""
+
+
+def check_group(group: dict[str, Any]) -> None:
+    """Raise unless the hyper-parameters of a group can be used.
+
+    Raises:
+        ValueError: a value is out of range.
+        RuntimeError: something that this optimizer does not do is asked for.
+    """
+    for key in ("capturable", "differentiable"):
+        if group.get(key):
+            raise RuntimeError(
+                f"{key}=True is not possible, because the update runs on the CPU outside CUDA graphs and autograd; "
+                "leave it False or use torch.optim.AdamW"
+            )
+    lr = group["lr"]
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError(
+            f"Tensor lr must be 1-element, but has shape {tuple(lr.shape)}; pass a 0-dim tensor or a float"
+        )
+    Hyperparameters.of_group(group)
+
+
+def check_together(
+    lr: float | Tensor, betas: tuple[float | Tensor, float | Tensor], *, foreach: bool | None, fused: bool | None
+) -> None:
+    """Refuse the combinations of constructor arguments that torch.optim.Adam refuses, in its words.
+
+    Raises:
+        ValueError: tensors beside `foreach=True`, or one beta is a tensor and the other is not.
+        RuntimeError: both `foreach` and `fused`.
+    """
+    if foreach and isinstance(lr, Tensor):
+        raise ValueError("lr as a Tensor is not supported for capturable=False and foreach=True; leave foreach None")
+    are_tensors = [isinstance(beta, Tensor) for beta in betas] if isinstance(betas, tuple | list) else []
+    if any(are_tensors) and not all(are_tensors):
+        raise ValueError(f"betas must be either both floats or both Tensors, got {betas}; pass floats")
+    if foreach and any(are_tensors):
+        raise ValueError(
+            "betas[0] as a Tensor is not supported for capturable=False and foreach=True; leave foreach None"
+        )
+    if foreach and fused:
+        raise RuntimeError("`fused` and `foreach` cannot be `True` together; leave both None")
+
+
+def checked_limit(name: str, value: float) -> float:
+    """Return a limit of the gradient norm as a float.
+
+    Raises:
+        ValueError: not a number of at least 0.
+    """
+    try:
+        limit = float(value)
+    except (TypeError, ValueError, RuntimeError):
+        limit = math.nan
+    if not limit >= 0.0:
+        raise ValueError(f"{name} is {value!r}, expected a number of at least 0, or math.inf for no limit")
+    return limit
