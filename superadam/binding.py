@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -23,9 +23,6 @@ from superadam.parameter import ParameterState, Phase
 from superadam.table import Delivery, ParameterTable, SynchronousDelivery
 from superadam.transaction import Transaction
 
-_get_parameter = operator.attrgetter("parameter")
-_get_pointer = operator.attrgetter("pointer")
-_NOWHERE = -1
 _get_kind = operator.attrgetter("parameter_dtype", "shape", "strides")
 
 TENSORS = (*checkpoint.MOMENTS, *checkpoint.OPTIONAL)
@@ -38,6 +35,15 @@ Groups = Sequence[dict[str, Any]]
 def names_of(group: dict[str, Any], index: int) -> list[str]:
     """Return how errors call the parameters of a group."""
     return group.get("param_names") or [f"parameter {k} of group {index}" for k in range(len(group["params"]))]
+
+
+def runs_of(groups: Groups) -> list[tuple[Hyperparameters, int]]:
+    """Return the present hyper-parameters of each group, and how many parameters it has.
+
+    Raises:
+        ValueError: a hyper-parameter is out of range.
+    """
+    return [(Hyperparameters.of_group(group), len(group["params"])) for group in groups]
 
 
 class Overlap(Delivery, Protocol):
@@ -87,7 +93,7 @@ class Binding:
             self.overlap.catch_up()
         parameters = [parameter for group in groups for parameter in group["params"]]
         transaction = self.transaction
-        if transaction is None or not _are_same(transaction.table.states, parameters):
+        if transaction is None or not _are_same(transaction.table, parameters):
             return self._bind(
                 parameters, [name for index, group in enumerate(groups) for name in names_of(group, index)]
             )
@@ -97,16 +103,15 @@ class Binding:
                     self._read(state, transaction.table)
         return transaction
 
-    def with_hyperparameters(self, groups: Groups) -> Iterator[tuple[list[ParameterState], Hyperparameters]]:
-        """Yield, group by group, the states that `bound` has bound and the present hyper-parameters.
+    def hyperparameters(self, groups: Groups) -> dict[ParameterState, Hyperparameters]:
+        """Return the present hyper-parameters of every state that `bound` has bound.
 
         Raises:
             ValueError: a hyper-parameter is out of range.
         """
         assert self.transaction is not None
-        states = iter(self.transaction.table.states)
-        for group in groups:
-            yield list(itertools.islice(states, len(group["params"]))), Hyperparameters.of_group(group)
+        each = (itertools.repeat(hyper, count) for hyper, count in runs_of(groups))
+        return dict(zip(self.transaction.table.states, itertools.chain.from_iterable(each), strict=True))
 
     def committed(self, groups: Groups) -> defaultdict[Tensor, Any]:
         """Return the published state after committing what is accepted and adopting what was written to parameters."""
@@ -124,7 +129,7 @@ class Binding:
         """
         assert self.transaction is not None
         for state in self.transaction.table.states:
-            if state.phase is Phase.SPECULATED and _is_converted(state):
+            if state.phase is Phase.SPECULATED and _is_converted(state, self.transaction.table):
                 raise RuntimeError(
                     f"{state.name} was converted to {state.parameter.dtype} of shape {tuple(state.parameter.shape)} on "
                     f"{state.parameter.device} while speculation was open; give it back the data it had, "
@@ -151,22 +156,25 @@ class Binding:
                     "the parameters of the optimizer changed while speculation was open; "
                     "call resolve() or rollback() before changing them"
                 )
-            converted = {state for state in self.transaction.table.states if _is_converted(state)}
+            table = self.transaction.table
+            converted = {state for state in table.states if _is_converted(state, table)}
             try:
                 for state in converted:
-                    state.note_written()  # no value to adopt: it is bound anew, and compared then
+                    table.fingerprints.note(state.row)  # no value to adopt: it is bound anew, and compared then
+                for row in table.fingerprints.look():
+                    table.fingerprints.distrust(row)
                 self.transaction.commit()
             finally:
                 for state in converted:
-                    state.pointer = _NOWHERE  # also when binding fails, and is tried again
-            self._write(self.transaction.table)
+                    table.fingerprints.forget_address(state.row)  # also when binding fails, and is tried again
+            self._write(table)
             known = {state.parameter: state for state in self.transaction.table.states if state not in converted}
         states = []
         for row, (parameter, name) in enumerate(zip(parameters, names, strict=True)):
-            state = known.get(parameter) or self._new_state(parameter, row, name)
+            states.append(known.get(parameter) or self._new_state(parameter, row, name))
+        _refuse_shared_memory(parameters, names)
+        for row, (state, name) in enumerate(zip(states, names, strict=True)):  # nothing raises from here on
             state.row, state.name = row, name
-            states.append(state)
-        _refuse_shared_memory(states)
         table = ParameterTable(states, self.overlap or SynchronousDelivery())
         for state in states:
             self._read(state, table)
@@ -190,11 +198,11 @@ class Binding:
                 tensor = None if key == "max_exp_avg_sq" and state.is_max_provisional else getattr(state, key)
                 if tensor is not None:
                     entry[key] = tensor
-            state.is_published = True
+            table.is_published[state.row] = True
 
     def _read(self, state: ParameterState, table: ParameterTable) -> None:
         """Bring a clean row of the table up to date with `published`, unless the row is the newer of the two."""
-        if state.has_state and not state.is_published:
+        if state.has_state and not table.is_published[state.row]:
             return
         entry = self.published.get(state.parameter)
         if not entry:
@@ -216,38 +224,38 @@ class Binding:
                     entry[key] = tensor = checkpoint.fitted(tensor, state)
                 setattr(state, key, tensor)
             table.note_moved(state)
-            state.distrust()
+            table.fingerprints.distrust(state.row)
         table.steps[state.row] = checkpoint.read_step(entry["step"], state.name)
-        state.is_published = True
+        table.is_published[state.row] = True
         if not isinstance(entry["step"], Tensor):
             entry["step"] = torch.tensor(float(entry["step"]), dtype=torch.float32, device="cpu")
 
 
-def _are_same(states: Sequence[ParameterState], parameters: Sequence[Tensor]) -> bool:
+def _are_same(table: ParameterTable, parameters: Sequence[Tensor]) -> bool:
     """Whether these are the parameters that were bound, and still of the same dtype, layout and device.
 
     Those that lie elsewhere now, but are otherwise the same, are distrusted: somebody else filled the new place.
     """
-    if len(states) != len(parameters) or not all(map(operator.is_, parameters, map(_get_parameter, states))):
+    fingerprints = table.fingerprints
+    if not fingerprints.are_of(parameters):
         return False
-    if not all(map(operator.eq, map(Tensor.data_ptr, parameters), map(_get_pointer, states))):
-        if any(map(_is_converted, states)):
-            return False
-        for state in states:
-            if state.parameter.data_ptr() != state.pointer:
-                state.distrust()
+    moved = fingerprints.look()
+    if any(_is_converted(table.states[row], table) for row in moved):
+        return False
+    for row in moved:
+        fingerprints.distrust(row)
     return True
 
 
-def _is_converted(state: ParameterState) -> bool:
+def _is_converted(state: ParameterState, table: ParameterTable) -> bool:
     """Whether `.data` is not what the kernels were told, as after model.to(torch.bfloat16); it then lies elsewhere."""
-    if state.parameter.data_ptr() == state.pointer:
+    if not table.fingerprints.is_moved(state.row):
         return False
     now = ParameterState(state.parameter, state.row, state.name)
     return bool(_get_kind(now) != _get_kind(state)) or (now.is_staged and not state.is_staged)
 
 
-def _refuse_shared_memory(states: Sequence[ParameterState]) -> None:
+def _refuse_shared_memory(parameters: Sequence[Tensor], names: Sequence[str]) -> None:
     """Raise when two parameters lie in the same memory: speculation on one would overwrite the other.
 
     Raises:
@@ -255,21 +263,20 @@ def _refuse_shared_memory(states: Sequence[ParameterState]) -> None:
     """
     spans = []
     listed: dict[Tensor, str] = {}
-    for state in states:
-        p = state.parameter
+    for p, name in zip(parameters, names, strict=True):
         if p in listed:
             raise ValueError(
-                f"{listed[p]} and {state.name} are the same parameter, expected each parameter once; remove one of them"
+                f"{listed[p]} and {name} are the same parameter, expected each parameter once; remove one of them"
             )
-        listed[p] = state.name
+        listed[p] = name
         if any(size > 1 and stride == 0 for size, stride in zip(p.shape, p.stride(), strict=True)):
             raise ValueError(
-                f"{state.name} is expanded: its elements share memory, expected each element in memory of its own; "
+                f"{name} is expanded: its elements share memory, expected each element in memory of its own; "
                 "clone() it before optimizing"
             )
         if p.numel():
             extent = 1 + sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True))
-            spans.append((str(p.device), p.data_ptr(), p.data_ptr() + extent * p.element_size(), state.name))
+            spans.append((str(p.device), p.data_ptr(), p.data_ptr() + extent * p.element_size(), name))
     spans.sort()
     for (device, _, end, first), (other_device, begin, _, second) in itertools.pairwise(spans):
         if device == other_device and begin < end:

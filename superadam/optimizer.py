@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -18,11 +18,12 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from superadam import checkpoint, native
 from superadam.arguments import LATER_GROUP_KEYS, check_group, check_together, checked_limit
-from superadam.binding import Binding, Overlap, names_of
+from superadam.arrivals import Arrivals, gather
+from superadam.binding import Binding, Overlap, names_of, runs_of
 from superadam.hyperparameters import Hyperparameters
 from superadam.outcome import Statistics, StepKind, StepOutcome
 from superadam.parameter import ParameterState, check_parameter
-from superadam.transaction import Arrivals, Transaction
+from superadam.transaction import Transaction
 
 _logger = logging.getLogger("superadam")
 
@@ -250,8 +251,7 @@ class SpeculativeCPUAdam(Optimizer):
             ValueError: a hyper-parameter is out of range; the speculation is still open.
         """
         transaction = self._binding.bound(self.param_groups)
-        groups = self._binding.with_hyperparameters(self.param_groups)
-        hyper_now = {state: hyper for states, hyper in groups for state in states}
+        hyper_now = self._binding.hyperparameters(self.param_groups)
         if not transaction.is_open:
             transaction.table.clear_sums()
         return self._conclude(transaction.resolve(hyper_now, self._limit()))
@@ -334,9 +334,9 @@ class SpeculativeCPUAdam(Optimizer):
         """The transaction as it was bound last; None after loading a state dict."""
         return self._binding.transaction
 
-    def states_with_hyperparameters(self) -> Iterator[tuple[list[ParameterState], Hyperparameters]]:
-        """Yield, group by group, the bound states and the present hyper-parameters."""
-        return self._binding.with_hyperparameters(self.param_groups)
+    def hyperparameters(self) -> dict[ParameterState, Hyperparameters]:
+        """Return the present hyper-parameters of every parameter that was bound last."""
+        return self._binding.hyperparameters(self.param_groups)
 
     # ---- helpers
     # -------------------------------------------------------------------------------------------------------
@@ -356,17 +356,8 @@ class SpeculativeCPUAdam(Optimizer):
 
     def _arrivals(self, chosen: set[int] | None = None) -> Arrivals:
         """Return every parameter that has a gradient, with it; of those with an id in `chosen`, where given."""
-        arrivals = Arrivals([], [], [])
-        for states, hyper in self._binding.with_hyperparameters(self.param_groups):
-            if chosen is not None:
-                states = [state for state in states if id(state.parameter) in chosen]
-            gradients = [state.parameter.grad for state in states]
-            states = [state for state, gradient in zip(states, gradients, strict=True) if gradient is not None]
-            present = [gradient for gradient in gradients if gradient is not None]
-            arrivals.gradients.extend(map(ParameterState.host_gradient, states, present))
-            arrivals.states.extend(states)
-            arrivals.runs.append((hyper, len(states)))
-        return arrivals
+        assert self._binding.transaction is not None
+        return gather(self._binding.transaction.table, runs_of(self.param_groups), chosen)
 
     def _conclude(self, outcome: StepOutcome) -> StepOutcome:
         self.last_outcome = outcome

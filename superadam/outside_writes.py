@@ -1,6 +1,6 @@
 """Writes to parameters that were not ours: weights loaded after construction, EMA weights swapped in, an in-place edit.
 
-The version counter and the address of a tensor only hint at such a write. What decides are the values: an element that
+Fingerprints only hint at such a write. What decides are the values: an element that
 still holds the bits we last wrote keeps its fp32 master; only a differing element is adopted. So loading the same
 weights again changes nothing.
 """
@@ -52,20 +52,16 @@ class OutsideWrite:
     def adopt(self) -> None:
         """Make the written elements the truth, in the parameter and in its master; the others are left alone."""
         state = self.state
-        for target in (state.master, state.private if state.private_fresh else None, state.parameter):
+        for target in (state.master, state.private, state.parameter):
             if target is not None:
                 target[self.where.to(target.device)] = self.values.to(target.device)[self.where.to(target.device)].to(
                     target.dtype
                 )
-        state.note_written()
 
 
 def adopt_into_clean(state: ParameterState) -> None:
-    """Bring a parameter's master up to date with what was written to the parameter; nothing must be pending on it."""
-    if state.is_own_master:
-        state.private_fresh = False
-    elif state.master is not None:
+    """Bring a working copy's master up to date with what was written to the copy; nothing must be pending on it."""
+    if state.master is not None:
         write = OutsideWrite.found_in(state, state.master.to(state.parameter.dtype))
         if write is not None:
             write.adopt()
-    state.note_written()

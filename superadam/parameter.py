@@ -28,9 +28,6 @@ DTYPES = {
 """Element types of parameters and gradients that the kernels take."""
 
 
-_STRIDED = torch.strided
-
-
 class Phase(enum.Enum):
     """Where a parameter's transaction stands."""
 
@@ -135,12 +132,9 @@ class ParameterState:
         is_staged: whether kernels cannot write the tensor directly: on another device, or not dense.
         master: the master of a working copy.
         is_provisional, is_max_provisional: whether the state, or max_exp_avg_sq, was made for a step not accepted yet.
-        is_published: whether what users see in the optimizer's `state` is what this record holds.
-        private: the master of an own master while its tensor serves as working copy; equals it when clean and
-            `private_fresh`.
+        private: the master of an own master while its tensor serves as working copy.
         exp_avg, exp_avg_sq, max_exp_avg_sq: moments, as in torch.optim.Adam.
         phase, pending: the transaction.
-        version, pointer: of `parameter` after our last write; others mean that somebody else wrote to it.
     """
 
     __slots__ = (
@@ -151,7 +145,6 @@ class ParameterState:
         "is_max_provisional",
         "is_own_master",
         "is_provisional",
-        "is_published",
         "is_staged",
         "master",
         "max_exp_avg_sq",
@@ -160,13 +153,10 @@ class ParameterState:
         "parameter_dtype",
         "pending",
         "phase",
-        "pointer",
         "private",
-        "private_fresh",
         "row",
         "shape",
         "strides",
-        "version",
     )
 
     def __init__(self, parameter: Tensor, row: int, name: str, *, is_on_host: bool | None = None) -> None:
@@ -184,15 +174,12 @@ class ParameterState:
         self.is_own_master = parameter.dtype == self.dtype and not self.is_staged
         self.master: Tensor | None = None
         self.private: Tensor | None = None
-        self.private_fresh = False
         self.exp_avg: Tensor | None = None
         self.exp_avg_sq: Tensor | None = None
         self.max_exp_avg_sq: Tensor | None = None
-        self.is_provisional = self.is_max_provisional = self.is_published = False
+        self.is_provisional = self.is_max_provisional = False
         self.phase = Phase.CLEAN
         self.pending: Pending | None = None
-        self.version = parameter._version
-        self.pointer = parameter.data_ptr()
 
     def empty(self, dtype: torch.dtype) -> Tensor:
         """Return an uninitialised CPU tensor in the layout of the state."""
@@ -213,16 +200,6 @@ class ParameterState:
             TypeError: sparse, or of a dtype that does not fit the state.
             ValueError: of another shape or on another device than the parameter.
         """
-        if (
-            gradient.dtype is self.parameter_dtype
-            and gradient.shape == self.shape
-            and gradient.layout is _STRIDED
-            and gradient.is_cpu
-            and self.is_contiguous_on_cpu
-            and gradient.is_contiguous()
-            and not gradient.is_neg()
-        ):
-            return gradient
         if gradient.layout is not torch.strided:
             raise TypeError(
                 f"the gradient of {self.name} is sparse, expected a dense one; "
@@ -277,9 +254,7 @@ class ParameterState:
         """Give an own master its private copy, equal to the parameter."""
         if self.private is None:
             self.private = self.empty(self.dtype)
-        if not self.private_fresh:
-            self.private.copy_(self.parameter.detach())
-            self.private_fresh = True
+        self.private.copy_(self.parameter.detach())
 
     @property
     def speculation_master(self) -> Tensor:
@@ -287,16 +262,3 @@ class ParameterState:
         master = self.private if self.is_own_master else self.master
         assert master is not None
         return master
-
-    def was_written_outside(self) -> bool:
-        """Whether somebody else may have written to the parameter since `note_written`; a hint, not a proof."""
-        return self.parameter._version != self.version or self.parameter.data_ptr() != self.pointer
-
-    def distrust(self) -> None:
-        """Make the next look compare values: the master is new here, so nobody knows who wrote the parameter last."""
-        self.version = -1
-
-    def note_written(self) -> None:
-        """Remember the parameter as it is now."""
-        self.version = self.parameter._version
-        self.pointer = self.parameter.data_ptr()

@@ -27,6 +27,7 @@ from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 
 from superadam import native
+from superadam.arrivals import Arrivals
 from superadam.buckets import DEFAULT_NUMEL, Bucket, Filler
 from superadam.devices import Device, Event, PlainDevice, Stream
 from superadam.governor import Governor
@@ -37,7 +38,7 @@ from superadam.optimizer import SpeculativeCPUAdam
 from superadam.outcome import StepOutcome
 from superadam.parameter import ParameterState, Phase
 from superadam.trace import Trace
-from superadam.transaction import Arrivals, Transaction
+from superadam.transaction import Transaction
 from superadam.worker import WorkerError
 
 _logger = logging.getLogger("superadam")
@@ -181,10 +182,12 @@ class OffloadScheduler:
             return
         self._note_backward()
         # From now on the parameter may be overwritten: whoever still needs its old value in this backward must notice.
-        is_ours = not state.was_written_outside()
+        assert self._transaction is not None
+        fingerprints = self._transaction.table.fingerprints
+        is_ours = not fingerprints.is_hinted(state.row)
         torch.autograd.graph.increment_version(parameter)
         if is_ours:
-            state.note_written()
+            fingerprints.note(state.row)
         self._open.add(id(parameter))
         self._backward_began = self._backward_began or time.perf_counter()
         bucket = self._filler.add(state, gradient)
@@ -244,8 +247,7 @@ class OffloadScheduler:
         assert self._transaction is not None
         device = self._device
         if not self._hyper:
-            groups = self.optimizer.states_with_hyperparameters()
-            self._hyper = {state: hyper for states, hyper in groups for state in states}
+            self._hyper = self.optimizer.hyperparameters()
         hosts, moved = [], 0
         for state, gradient in zip(bucket.states, bucket.gradients, strict=True):
             if device.is_host(gradient):

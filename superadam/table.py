@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from superadam import native
+from superadam.fingerprints import Fingerprints
 from superadam.hyperparameters import Coefficients, Hyperparameters
 from superadam.native import Dtype, Pass
 from superadam.parameter import DTYPES, ParameterState
@@ -22,6 +23,8 @@ from superadam.parameter import DTYPES, ParameterState
 Rows = npt.NDArray[np.int64]
 """Row numbers of a `ParameterTable`, in the order in which a job visits them."""
 
+
+_STRIDED = torch.strided
 
 Segments = npt.NDArray[np.void]
 """A kernel job: rows of `superadam.native.SEGMENT`."""
@@ -76,16 +79,31 @@ class ParameterTable:
     """Rows of pointers for a fixed list of parameters.
 
     Attributes:
-        states: one per parameter, in the order of the optimizer's groups.
+        states: one per parameter, in the order of the optimizer's groups; never changed.
+        parameters: of the states.
+        all_rows: every row, in order.
+        fingerprints: of the parameters.
         steps: accepted steps of each parameter.
+        is_published: whether what users see in the optimizer's `state` is what the row holds.
+        is_private_fresh: whether an own master's private copy equals it while nothing is pending.
         sums, nonfinite: per (parameter, chunk), in that order: sum of squares and count of Inf and NaN of the
             gradients of the open step; 0 where a parameter takes no part.
     """
 
     def __init__(self, states: Sequence[ParameterState], delivery: Delivery) -> None:
         self.states = list(states)
-        self._delivery = delivery
+        self.parameters = [state.parameter for state in self.states]
+        self.all_rows = np.arange(len(self.states))
+        self.fingerprints = Fingerprints(self.parameters)
         self.steps = np.zeros(len(self.states), np.int64)
+        self.is_published = np.ones(len(self.states), bool)
+        self.is_private_fresh = np.zeros(len(self.states), bool)
+        self._delivery = delivery
+        self._is_ready = np.zeros(len(self.states), bool)
+        self._has_max = np.zeros(len(self.states), bool)
+        self._plain_dtypes = [state.parameter_dtype if state.is_contiguous_on_cpu else None for state in self.states]
+        distinct = {state.shape: state.shape for state in self.states}  # few, so that they stay in the cache
+        self._shapes = [distinct[state.shape] for state in self.states]
         lengths = [state.parameter.numel() for state in self.states]
         first_chunks = np.cumsum([0] + [native.chunk_count(length) for length in lengths], dtype=np.uint64)
         self.sums = np.zeros(int(first_chunks[-1]), np.float64)
@@ -95,10 +113,11 @@ class ParameterTable:
         self._rows["sums"] = self.sums.ctypes.data + 8 * first_chunks[:-1]
         self._rows["nonfinite"] = self.nonfinite.ctypes.data + 8 * first_chunks[:-1]
         self._rows["out_dtype"] = [DTYPES[state.parameter.dtype] for state in self.states]
+        self._rows["gradient_dtype"] = self._rows["out_dtype"]  # the usual one
         self._is_own_master = np.array([state.is_own_master for state in self.states], bool)
         self._is_double = np.array([state.dtype == torch.float64 for state in self.states], bool)
         self._parameter_pointers = np.zeros(len(self.states), np.uint64)
-        self.has_staged = any(state.is_staged for state in self.states)
+        self._is_staged = np.array([state.is_staged for state in self.states], bool)
         for state in self.states:
             self.note_moved(state)
 
@@ -113,18 +132,78 @@ class ParameterTable:
         row["exp_avg"] = pointer(state.exp_avg)
         row["exp_avg_sq"] = pointer(state.exp_avg_sq)
         row["max_exp_avg_sq"] = pointer(state.max_exp_avg_sq)
+        self._is_ready[state.row] = state.has_state
+        self._has_max[state.row] = state.max_exp_avg_sq is not None
         self._parameter_pointers[state.row] = 0 if state.is_staged else state.parameter.data_ptr()
+
+    def rows_of(self, states: Sequence[ParameterState]) -> Rows:
+        """Return the row numbers of these states, in their order."""
+        if states is self.states:
+            return self.all_rows
+        return np.fromiter((state.row for state in states), np.int64, len(states))
+
+    def are_ready(self, rows: Rows, *, with_max: bool) -> bool:
+        """Whether these rows have everything that a step reads and writes."""
+        return bool(self._is_ready[rows].all() and (not with_max or self._has_max[rows].all()))
+
+    def refresh_private(self, state: ParameterState) -> None:
+        """Give an own master a private copy that equals it, so that its tensor can be a working copy."""
+        if not self.is_private_fresh[state.row]:
+            state.refresh_private()
+            self.is_private_fresh[state.row] = True
+        self.note_moved(state)
+
+    def job(self, rows: Rows, gradients: Sequence[Tensor]) -> tuple[list[Tensor], Segments]:
+        """Return gradients as `ParameterState.host_gradient` does, and the job over these rows that reads them.
+
+        Raises:
+            TypeError, ValueError: a gradient does not fit its parameter.
+        """
+        dtypes: Sequence[torch.dtype | None] = self._plain_dtypes
+        shapes: Sequence[torch.Size] = self._shapes
+        if rows is not self.all_rows:
+            dtypes, shapes = [dtypes[row] for row in rows], [shapes[row] for row in rows]
+        pointers = [  # everything about one of many gradients while it is in the cache
+            gradient.data_ptr()
+            if (
+                gradient.dtype is dtype
+                and gradient.shape == shape
+                and gradient.layout is _STRIDED
+                and gradient.is_cpu
+                and gradient.is_contiguous()
+                and not gradient.is_neg()
+            )
+            else None
+            for gradient, dtype, shape in zip(gradients, dtypes, shapes, strict=True)
+        ]
+        if None not in pointers:
+            segments = self._at(rows)  # with the gradients' dtypes: those of the parameters
+            segments["gradient"] = np.fromiter(pointers, np.uint64, len(pointers))
+            return list(gradients), segments
+        fitted = [
+            gradient if pointer is not None else self.states[row].host_gradient(gradient)
+            for row, gradient, pointer in zip(rows, gradients, pointers, strict=True)
+        ]
+        return fitted, self.segments(rows, fitted)
+
+    def _at(self, rows: Rows) -> Segments:
+        return self._rows.copy() if rows is self.all_rows else self._rows[rows]
+
+    def segments(self, rows: Rows, gradients: Sequence[Tensor]) -> Segments:
+        """Return the job over these rows that reads these gradients, which are as kernels read them."""
+        segments = self._at(rows)
+        segments["gradient"] = [gradient.data_ptr() for gradient in gradients]
+        segments["gradient_dtype"] = [DTYPES[gradient.dtype] for gradient in gradients]
+        return segments
 
     def clear_sums(self) -> None:
         """Forget the norm of the last step."""
         self.sums.fill(0)
         self.nonfinite.fill(0)
 
-    def norm(self, rows: Rows, gradients: Sequence[Tensor]) -> Segments:
-        """Fill `sums` and `nonfinite` of these rows from their gradients; return the job, for `update`."""
-        segments = self._segments(rows, gradients)
+    def norm(self, segments: Segments) -> None:
+        """Fill `sums` and `nonfinite` of a job's rows from its gradients."""
         native.run(Pass.NORM, segments)
-        return segments
 
     def speculate(
         self,
@@ -136,7 +215,7 @@ class ParameterTable:
         with_norm: bool,
     ) -> None:
         """Write working copies as if these gradients were a step; the state stays as it is."""
-        segments = self._segments(rows, gradients)
+        segments = self.segments(rows, gradients)
         segments["coefficients"] = indices
         if not with_norm:
             segments["sums"] = segments["nonfinite"] = 0
@@ -152,7 +231,7 @@ class ParameterTable:
         indices: Sequence[int],
     ) -> None:
         """In one pass, fold accepted gradients into the state, speculate with new ones, and sum their squares."""
-        segments = self._segments(rows, gradients)
+        segments = self.segments(rows, gradients)
         segments["accepted_gradient"] = [gradient.data_ptr() for gradient in accepted]
         segments["accepted_coefficients"] = accepted_indices
         segments["coefficients"] = indices
@@ -162,7 +241,7 @@ class ParameterTable:
         self, rows: Rows, accepted: Sequence[Tensor], coefficients: CoefficientTable, indices: Sequence[int]
     ) -> None:
         """Fold the accepted gradients into the state; working copies show them already."""
-        segments = self._segments(rows, accepted)
+        segments = self.segments(rows, accepted)
         segments["coefficients"] = indices
         segments["sums"] = segments["nonfinite"] = 0
         native.run(Pass.COMMIT, segments, coefficients.array())
@@ -172,7 +251,7 @@ class ParameterTable:
 
         Args:
             rows: the parameters.
-            segments: what `norm` returned for these rows.
+            segments: the job over these rows; no longer of use afterwards.
             runs: hyper-parameters, and how many of the rows in turn they are for.
             scale: factor on all gradients.
         """
@@ -184,7 +263,10 @@ class ParameterTable:
             part = slice(begin, begin + count)
             begin += count
             keys = 2 * (self.steps[rows[part]] + 1) + self._is_double[rows[part]]
-            distinct, inverse = np.unique(keys, return_inverse=True)
+            if count and (keys == keys[0]).all():  # usual, and much faster than sorting
+                distinct, inverse = keys[:1], np.zeros(count, np.int64)
+            else:
+                distinct, inverse = np.unique(keys, return_inverse=True)
             indices = [coefficients.index(hyper, int(k) // 2, scale, double=bool(k % 2)) for k in distinct]
             segments["coefficients"][part] = np.array(indices, np.int32)[inverse]
         segments["sums"] = segments["nonfinite"] = 0
@@ -196,34 +278,21 @@ class ParameterTable:
 
     def restore(self, rows: Rows) -> None:
         """Round working copies from their masters again."""
-        segments = self._rows[rows]
+        segments = self._at(rows)
         segments["gradient_dtype"] = [DTYPES[self.states[row].dtype] for row in rows]
         segments["sums"] = segments["nonfinite"] = 0
         self._run_with_out(Pass.ROUND, rows, segments, CoefficientTable())
 
-    def _segments(self, rows: Rows, gradients: Sequence[Tensor]) -> Segments:
-        segments = self._rows[rows]
-        segments["gradient"] = [gradient.data_ptr() for gradient in gradients]
-        dtypes = [gradient.dtype for gradient in gradients]
-        is_uniform = len(dtypes) > 0 and dtypes.count(dtypes[0]) == len(
-            dtypes
-        )  # by identity: faster than a lookup each
-        segments["gradient_dtype"] = DTYPES[dtypes[0]] if is_uniform else [DTYPES[dtype] for dtype in dtypes]
-        return segments
-
     def _run_with_out(self, which: Pass, rows: Rows, segments: Segments, coefficients: CoefficientTable) -> None:
         """Run a pass that writes parameters, through a staging tensor for each that kernels cannot reach."""
         segments["out"] = self._parameter_pointers[rows]
-        states = [self.states[row] for row in rows.tolist()]
         staged: list[tuple[ParameterState, Tensor]] = []
-        if self.has_staged:
-            for position, state in enumerate(states):
-                if state.is_staged:
-                    staged.append((state, self._delivery.host_empty(state)))
-                    segments["out"][position] = staged[-1][1].data_ptr()
+        if self._is_staged.any():
+            for position in np.flatnonzero(self._is_staged[rows]):
+                state = self.states[rows[position]]
+                staged.append((state, self._delivery.host_empty(state)))
+                segments["out"][position] = staged[-1][1].data_ptr()
         native.run(which, segments, coefficients.array())
         if staged:
             self._delivery.deliver(staged)
-        torch.autograd.graph.increment_version([state.parameter for state in states])
-        for state in states:
-            state.version += 1  # not read anew: a write of somebody else in between must still be noticed
+        self.fingerprints.bump(rows)

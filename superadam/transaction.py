@@ -8,48 +8,20 @@ runs over which rows, and owns the phases of all parameters. It knows nothing of
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
-import numpy as np
 import torch
-from torch import Tensor
 
+from superadam.arrivals import Arrivals
 from superadam.hyperparameters import Hyperparameters
 from superadam.outcome import Statistics, StepKind, StepOutcome
 from superadam.outside_writes import OutsideWrite, adopt_into_clean
 from superadam.parameter import ParameterState, Pending, Phase
-from superadam.table import CoefficientTable, ParameterTable, Rows
+from superadam.table import CoefficientTable, ParameterTable, Segments
 from superadam.validation import judge
-
-
-@dataclass(frozen=True, slots=True)
-class Arrivals:
-    """Gradients that have arrived, at most one for each parameter.
-
-    Attributes:
-        states: the parameters.
-        gradients: one for each, as `ParameterState.host_gradient` returns it.
-        runs: present hyper-parameters, and how many of the states in turn they are for.
-    """
-
-    states: list[ParameterState]
-    gradients: list[Tensor]
-    runs: list[tuple[Hyperparameters, int]]
-
-    @property
-    def hyper(self) -> Iterator[Hyperparameters]:
-        """Hyper-parameters of each state."""
-        return itertools.chain.from_iterable(itertools.repeat(hyper, count) for hyper, count in self.runs)
-
-
-def rows_of(states: Sequence[ParameterState]) -> Rows:
-    """Return the row numbers of these states, in their order."""
-    return np.fromiter((state.row for state in states), np.int64, len(states))
 
 
 class Transaction:
@@ -102,15 +74,14 @@ class Transaction:
             self._make_ready(arrivals)
             for state in arrivals.states:
                 if state.is_own_master and state.phase is Phase.CLEAN:
-                    state.refresh_private()
-                    self.table.note_moved(state)
+                    self.table.refresh_private(state)
             pending = {
                 state: Pending.of(gradient, hyper, int(self.table.steps[state.row]) + 1, unscale)
                 for state, gradient, hyper in zip(arrivals.states, arrivals.gradients, arrivals.hyper, strict=True)
             }
             if not writes:
                 self._commit([state for state in pending if state.phase is Phase.ACCEPTED])
-                self.table.norm(rows_of(arrivals.states), arrivals.gradients)
+                self._take_norm(arrivals)
                 self._set_pending(pending)
                 return
             pending = {state: record.at_scale(unscale) for state, record in pending.items()}
@@ -145,11 +116,11 @@ class Transaction:
                     record = _pending_of(state)
                     self._move(state, Phase.ACCEPTED, record)
                     self.table.steps[state.row] = record.step
-                    state.is_provisional = state.is_max_provisional = state.is_published = False
+                    state.is_provisional = state.is_max_provisional = False
+                self.table.is_published[self.table.rows_of(states)] = False
                 if writes:
                     self._commit([write.state for write in writes])
-                    for write in writes:
-                        write.adopt()
+                    self._adopt_found(writes)
             return outcome
 
     def roll_back(self) -> None:
@@ -186,7 +157,7 @@ class Transaction:
         with self._timed("norm_seconds"):
             if not self.is_open:
                 self.table.clear_sums()
-            self.table.norm(rows_of(arrivals.states), arrivals.gradients)
+            self._take_norm(arrivals)
             return judge(self.table.sums, self.table.nonfinite, 1.0, None).grad_norm
 
     def adopt_outside_writes(self, states: Sequence[ParameterState]) -> None:
@@ -216,20 +187,26 @@ class Transaction:
         """
         with self._timed("commit_seconds"):
             self._commit(self.in_phase(Phase.ACCEPTED))
-        rows = rows_of(arrivals.states)
+        rows = self.table.rows_of(arrivals.states)
         with self._timed("norm_seconds"):
-            self._notice_outside_writes(arrivals.states)
+            self._adopt_rows(self.table.fingerprints.seen_hints(rows))  # bound() has just looked
             self.table.clear_sums()
-            segments = self.table.norm(rows, arrivals.gradients)
+            segments = self._take_norm(arrivals)
             outcome = judge(self.table.sums, self.table.nonfinite, unscale, max_norm, is_rejected=is_rejected)
         if outcome.kind is not StepKind.SKIPPED:
             with self._timed("update_seconds"):
                 for state in self._make_ready(arrivals):
                     state.is_provisional = state.is_max_provisional = False
                 self.table.update(rows, segments, arrivals.runs, outcome.clip_coefficient * unscale)
-                for state in arrivals.states:
-                    state.private_fresh = state.is_published = False
+                self.table.is_private_fresh[rows] = self.table.is_published[rows] = False
         return outcome
+
+    def _take_norm(self, arrivals: Arrivals) -> Segments:
+        segments = arrivals.segments
+        if segments is None:
+            segments = self.table.segments(self.table.rows_of(arrivals.states), arrivals.gradients)
+        self.table.norm(segments)
+        return segments
 
     def _set_pending(self, pending: Mapping[ParameterState, Pending]) -> None:
         for state, record in pending.items():
@@ -257,13 +234,13 @@ class Transaction:
         coefficients = CoefficientTable()
         indices = _indices(coefficients, pending)
         gradients = [record.gradient for record in pending.values()]
-        self.table.speculate(rows_of(list(pending)), gradients, coefficients, indices, with_norm=with_norm)
+        self.table.speculate(self.table.rows_of(list(pending)), gradients, coefficients, indices, with_norm=with_norm)
 
     def _commit_and_speculate(self, pending: Mapping[ParameterState, Pending]) -> None:
         coefficients = CoefficientTable()
         accepted = {state: _pending_of(state) for state in pending}
         self.table.commit_and_speculate(
-            rows_of(list(pending)),
+            self.table.rows_of(list(pending)),
             [record.gradient for record in accepted.values()],
             [record.gradient for record in pending.values()],
             coefficients,
@@ -275,11 +252,10 @@ class Transaction:
         if not states:
             return
         writes = self._find_outside_writes(states)
-        self.table.restore(rows_of(states))
+        self.table.restore(self.table.rows_of(states))
         for state in states:
             self._move(state, Phase.CLEAN, None)
-        for write in writes:
-            write.adopt()
+        self._adopt_found(writes)
         for state in states:
             if state.is_provisional or state.is_max_provisional:
                 state.forget_provisional()
@@ -293,12 +269,15 @@ class Transaction:
         coefficients = CoefficientTable()
         accepted = {state: _pending_of(state) for state in states}
         gradients = [record.gradient for record in accepted.values()]
-        self.table.commit(rows_of(states), gradients, coefficients, _indices(coefficients, accepted))
+        self.table.commit(self.table.rows_of(states), gradients, coefficients, _indices(coefficients, accepted))
         for state in states:
             self._move(state, Phase.CLEAN, None)
 
     def _make_ready(self, arrivals: Arrivals) -> list[ParameterState]:
         """Create what a step with these hyper-parameters reads and writes; return the states that lacked something."""
+        with_max = any(hyper.amsgrad for hyper, _ in arrivals.runs)
+        if self.table.are_ready(self.table.rows_of(arrivals.states), with_max=with_max):
+            return []
         made = [
             state
             for state, hyper in zip(arrivals.states, arrivals.hyper, strict=True)
@@ -306,34 +285,39 @@ class Transaction:
             or (state.master is None and not state.is_own_master)
             or (hyper.amsgrad and state.max_exp_avg_sq is None)
         ]
-        if made:
-            hyper_of = dict(zip(arrivals.states, arrivals.hyper, strict=True))
-            for state in made:
-                state.create_state()
-                if hyper_of[state].amsgrad and state.max_exp_avg_sq is None:
-                    state.create_max()
-                self.table.note_moved(state)
+        hyper_of = dict(zip(arrivals.states, arrivals.hyper, strict=True))
+        for state in made:
+            state.create_state()
+            if hyper_of[state].amsgrad and state.max_exp_avg_sq is None:
+                state.create_max()
+            self.table.note_moved(state)
         return made
 
     def _notice_outside_writes(self, states: Sequence[ParameterState]) -> None:
         """Adopt what was written to parameters without open speculation, after committing what is accepted."""
-        hinted = [
-            state
-            for state in states  # was_written_outside without the address, which binding.py has just looked at
-            if state.parameter._version != state.version
-        ]
-        if hinted:
-            self._adopt(hinted)
+        self._adopt_rows(self.table.fingerprints.hints(self.table.rows_of(states)))
+
+    def _adopt_rows(self, rows: Sequence[int]) -> None:
+        if rows:
+            self._adopt([self.table.states[row] for row in rows])
 
     def _adopt(self, states: Sequence[ParameterState]) -> None:
         self._commit([state for state in states if state.phase is Phase.ACCEPTED])
         for state in states:
             adopt_into_clean(state)
+            self.table.is_private_fresh[state.row] = False
+            self.table.fingerprints.note(state.row)
             self.table.note_moved(state)
+
+    def _adopt_found(self, writes: Sequence[OutsideWrite]) -> None:
+        for write in writes:
+            write.adopt()
+            self.table.fingerprints.note(write.state.row)
 
     def _find_outside_writes(self, states: Sequence[ParameterState]) -> list[OutsideWrite]:
         """Find what was written over open speculation, by making the speculation once more."""
-        hinted = [state for state in states if state.was_written_outside()]
+        fingerprints = self.table.fingerprints
+        hinted = [state for state in states if fingerprints.is_hinted(state.row)]
         if not hinted:
             return []
         present = [state.parameter.detach().clone() for state in hinted]
@@ -343,12 +327,12 @@ class Transaction:
         if written:
             self._write_speculation(written)
         if len(written) < len(hinted):
-            self.table.restore(rows_of([state for state in hinted if state not in written]))
+            self.table.restore(self.table.rows_of([state for state in hinted if state not in written]))
         writes = []
         for state, values in zip(hinted, present, strict=True):
             speculated = state.parameter.detach().cpu().clone()
             state.parameter.data.copy_(values)
-            state.note_written()
+            fingerprints.note(state.row)
             found = OutsideWrite.found_in(state, speculated)
             if found is not None:
                 writes.append(found)
