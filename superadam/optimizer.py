@@ -304,8 +304,7 @@ class SpeculativeCPUAdam(Optimizer):
         self._limit_of_next_step = None
         super().zero_grad(set_to_none)
 
-    # ---- what a scheduler uses
-    # -----------------------------------------------------------------------------------------
+    # ---- what a scheduler uses ---------------------------------------------------------------------------------------
 
     @_untracked
     def attach_overlap(self, overlap: Overlap) -> None:
@@ -338,8 +337,7 @@ class SpeculativeCPUAdam(Optimizer):
         """Return the present hyper-parameters of every parameter that was bound last."""
         return self._binding.hyperparameters(self.param_groups)
 
-    # ---- helpers
-    # -------------------------------------------------------------------------------------------------------
+    # ---- helpers -----------------------------------------------------------------------------------------------------
 
     def _is_open(self) -> bool:
         if self._binding.overlap is not None:

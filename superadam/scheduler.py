@@ -291,8 +291,7 @@ class OffloadScheduler:
         with self.trace.span("commit", "worker"):
             return transaction.commit_some(self._filler.bucket_numel)
 
-    # ---- what the optimizer asks (binding.Overlap)
-    # ---------------------------------------------------------------------
+    # ---- what the optimizer asks (binding.Overlap) -------------------------------------------------------------------
 
     @property
     def unscale(self) -> float:
@@ -423,8 +422,7 @@ class OffloadScheduler:
             error.add_note(f"The scheduler had written a parameter that this backward still needed: {_REMEDY}.")
         self.close()
 
-    # ---- keeping up with the model
-    # -------------------------------------------------------------------------------------
+    # ---- keeping up with the model -----------------------------------------------------------------------------------
 
     def _follow(self, transaction: Transaction) -> None:
         """Hook the parameters that the optimizer has now."""

@@ -46,6 +46,21 @@ def test_parameters_that_share_memory_are_refused(kind: str) -> None:
             use()
 
 
+def test_refused_parameters_leave_those_of_before_in_their_places() -> None:
+    optimizer, twin = make(), make()
+    for one in (optimizer, twin):
+        train(one, 1)
+    group = optimizer.param_groups[0]
+    first, second = group["params"]
+    group["params"] = [second, first, torch.nn.Parameter(first.detach())]
+    with pytest.raises(ValueError, match="share memory"):
+        optimizer.commit()
+    group["params"] = [first, second]
+    for one in (optimizer, twin):
+        train(one, 2, speculative=True)
+    assert visible(optimizer) == visible(twin)
+
+
 def test_parameters_side_by_side_in_one_buffer() -> None:
     flat = SpeculativeCPUAdam(_two_views(slice(6), slice(6, 10)))
     apart = SpeculativeCPUAdam([torch.nn.Parameter(torch.zeros(length)) for length in (6, 4)])

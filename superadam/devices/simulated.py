@@ -83,8 +83,7 @@ class SimulatedDevice(Device):
         self._host_blocks: set[int] = set()
         self._blocks: dict[int, Block] = {}
 
-    # ---- running
-    # ------------------------------------------------------------------------------------------------
+    # ---- running -----------------------------------------------------------------------------------------------------
 
     def _runnable(self) -> list[Stream]:
         return [
@@ -119,8 +118,7 @@ class SimulatedDevice(Device):
         self._waits[stream] = []
         self._streams[stream].append(operation)
 
-    # ---- the interface
-    # ------------------------------------------------------------------------------------------------
+    # ---- the interface -----------------------------------------------------------------------------------------------
 
     def is_host(self, tensor: Tensor) -> bool:
         """Whether the tensor lies in memory from `host_empty`; all others count as on the device."""
@@ -173,8 +171,7 @@ class SimulatedDevice(Device):
         """Return a worker whose jobs run between the training thread's calls, when the seed says so."""
         return SeededWorker(self._random, idle)
 
-    # ---- memory
-    # ------------------------------------------------------------------------------------------------
+    # ---- memory ------------------------------------------------------------------------------------------------------
 
     def _allocate(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         tensor = torch.empty_like(like, dtype=dtype, device="cpu", requires_grad=False)
