@@ -4,7 +4,8 @@ from superadam.grad_scaler import GradScaler
 from superadam.native import active_isa, available_isas, get_num_threads, set_num_threads
 from superadam.optimizer import SpeculativeCPUAdam, SpeculativeCPUAdamW
 from superadam.outcome import Statistics, StepKind, StepOutcome
-from superadam.scheduler import OffloadScheduler, OverlapStatistics
+from superadam.overlap_statistics import OverlapStatistics
+from superadam.scheduler import OffloadScheduler
 
 __all__ = [
     "GradScaler",

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from superadam.hyperparameters import Hyperparameters
-from superadam.parameter import ParameterState
+from superadam.parameter import ParameterState, owned
 from superadam.table import ParameterTable, Segments
 
 
@@ -33,6 +33,10 @@ class Arrivals:
     gradients: list[Tensor]
     runs: list[tuple[Hyperparameters, int]]
     segments: Segments | None = None
+
+    def owned(self) -> Arrivals:
+        """Return these with gradients that may be kept: `superadam.parameter.owned` of each."""
+        return Arrivals(self.states, [owned(gradient) for gradient in self.gradients], self.runs)
 
     @property
     def hyper(self) -> Iterator[Hyperparameters]:

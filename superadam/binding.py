@@ -59,6 +59,12 @@ class Overlap(Delivery, Protocol):
     def catch_up(self) -> None:
         """Return when everything that was handed over is speculated on; raise what went wrong there."""
 
+    def hand_over_sums(self) -> None:
+        """Hand over what was accumulated, as the gradients of the step that is due."""
+
+    def forget_sums(self) -> None:
+        """Drop what was accumulated."""
+
     def conclude(self, outcome: StepOutcome | None) -> None:
         """Make parameters safe to read after a step with this outcome, or after a rollback (None)."""
 

@@ -197,7 +197,7 @@ class SpeculativeCPUAdam(Optimizer):
                     "GradScaler.step() cannot unscale gradients that speculate() has taken already; "
                     "call rollback(), and with a GradScaler use step() alone"
                 )
-            transaction = self._binding.bound(self.param_groups)
+            transaction = self._bound_with_sums()
             if transaction.is_open:
                 self.speculate()
                 self.resolve()
@@ -224,13 +224,13 @@ class SpeculativeCPUAdam(Optimizer):
             TypeError, ValueError: a gradient does not fit its parameter, a parameter is not one of this optimizer's,
                 or a hyper-parameter is out of range. Whatever is raised, nothing was changed.
         """
-        transaction = self._binding.bound(self.param_groups)
+        transaction = self._bound_with_sums()
         chosen = None if params is None else {id(parameter) for parameter in params}
         if chosen is not None and not chosen <= {id(state.parameter) for state in transaction.table.states}:
             raise ValueError(
                 "speculate() got a parameter that is in no group of this optimizer; call add_param_group() first"
             )
-        arrivals = self._arrivals(chosen)
+        arrivals = self._arrivals(chosen).owned()
         overlap = self._binding.overlap
         transaction.speculate(arrivals, 1.0 if overlap is None else overlap.unscale)
         for state in arrivals.states:
@@ -291,7 +291,7 @@ class SpeculativeCPUAdam(Optimizer):
             0-dim fp64 tensor: the 2-norm of all gradients, in `.grad` or speculated, as they arrived.
         """
         limit = checked_limit("max_norm", max_norm)
-        transaction = self._binding.bound(self.param_groups)
+        transaction = self._bound_with_sums()
         norm = transaction.grad_norm(self._arrivals())
         self._limit_of_next_step = limit
         return torch.tensor(norm, dtype=torch.float64)
@@ -301,6 +301,8 @@ class SpeculativeCPUAdam(Optimizer):
         if self._is_open():
             _logger.info("zero_grad() dropped an open speculation; call step() or resolve() first to keep it")
             self.rollback()
+        if self._binding.overlap is not None:
+            self._binding.overlap.forget_sums()
         self._limit_of_next_step = None
         super().zero_grad(set_to_none)
 
@@ -344,6 +346,12 @@ class SpeculativeCPUAdam(Optimizer):
             self._binding.overlap.catch_up()
         transaction = self._binding.transaction
         return transaction is not None and transaction.is_open
+
+    def _bound_with_sums(self) -> Transaction:
+        """Return the transaction over the present parameters, all gradients of the step that is due handed over."""
+        if self._binding.overlap is not None:
+            self._binding.overlap.hand_over_sums()
+        return self._binding.bound(self.param_groups)
 
     def _refuse_open(self, what: str) -> None:
         if self._is_open():

@@ -61,15 +61,7 @@ class Pending:
 
     @staticmethod
     def of(gradient: Tensor, hyper: Hyperparameters, step: int, unscale: float) -> Pending:
-        """Return the record of a gradient that has just arrived.
-
-        A gradient that is part of a larger buffer is copied: the owner of the buffer will fill it again.
-        """
-        if gradient.requires_grad:  # made with create_graph: the graph must not live as long as the record
-            gradient = gradient.detach()
-        if gradient.untyped_storage().nbytes() != gradient.nbytes or gradient.is_inference():
-            with torch.inference_mode(False):  # whose tensors count no versions
-                gradient = gradient.clone(memory_format=torch.preserve_format)
+        """Return the record of a gradient that has just arrived, and that nobody else writes to."""
         return Pending(gradient, hyper, step, math.nan, unscale, gradient._version)
 
     @property
@@ -92,6 +84,19 @@ class Pending:
                 f"the gradient of {name} was written to after speculate() had taken it, expected it to be left alone; "
                 "speculate on a copy of it, or call commit() before writing"
             )
+
+
+def owned(gradient: Tensor) -> Tensor:
+    """Return a gradient that may be kept: itself, or a copy where it is part of a larger buffer.
+
+    The owner of such a buffer will fill it again.
+    """
+    if gradient.requires_grad:  # made with create_graph: the graph must not live as long as the gradient
+        gradient = gradient.detach()
+    if gradient.untyped_storage().nbytes() != gradient.nbytes or gradient.is_inference():
+        with torch.inference_mode(False):  # whose tensors count no versions
+            gradient = gradient.clone(memory_format=torch.preserve_format)
+    return gradient
 
 
 def check_parameter(parameter: Tensor, name: str) -> None:
@@ -193,12 +198,12 @@ class ParameterState:
         """Return zeros in the layout of the state."""
         return torch.zeros_like(self.parameter, dtype=self.dtype, device="cpu", requires_grad=False)
 
-    def host_gradient(self, gradient: Tensor) -> Tensor:
-        """Return `gradient` as kernels read it: on the CPU and in the layout of the state; itself where it already is.
+    def check_gradient(self, gradient: Tensor) -> None:
+        """Raise if a gradient does not fit.
 
         Raises:
             TypeError: sparse, or of a dtype that does not fit the state.
-            ValueError: of another shape or on another device than the parameter.
+            ValueError: of another shape, or neither on the parameter's device nor on the CPU.
         """
         if gradient.layout is not torch.strided:
             raise TypeError(
@@ -215,11 +220,19 @@ class ParameterState:
                 f"the gradient of {self.name} has shape {tuple(gradient.shape)}, expected that of the parameter, "
                 f"{tuple(self.parameter.shape)}; recompute it"
             )
-        if gradient.device != self.parameter.device:
+        if gradient.device != self.parameter.device and not gradient.is_cpu:
             raise ValueError(
                 f"the gradient of {self.name} is on {gradient.device}, expected the parameter's device "
                 f"{self.parameter.device}; move the model before the backward pass"
             )
+
+    def host_gradient(self, gradient: Tensor) -> Tensor:
+        """Return `gradient` as kernels read it: on the CPU and in the layout of the state; itself where it already is.
+
+        Raises:
+            TypeError, ValueError: as `check_gradient`.
+        """
+        self.check_gradient(gradient)
         if gradient.device.type == "cpu" and gradient.stride() == self.strides and not gradient.is_neg():
             return gradient.detach()
         return self.host_copy(gradient, gradient.dtype)

@@ -52,27 +52,51 @@ class CoefficientTable:
         return np.array([coefficients.row() for coefficients in self._index], native.COEFFICIENTS)
 
 
+class Parcel(Protocol):
+    """Host memory for new values of some parameters, which travel together.
+
+    Attributes:
+        values: one tensor for each parameter, of its dtype and in the layout of its state.
+    """
+
+    values: list[Tensor]
+
+    def deliver(self) -> None:
+        """Copy the values into their parameters, without touching version counters."""
+
+
 class Delivery(Protocol):
     """How new values reach parameters that kernels cannot write themselves."""
 
-    def host_empty(self, state: ParameterState) -> Tensor:
-        """Return host memory for a parameter's new values: of its dtype, in the layout of its state."""
+    def parcel(self, states: Sequence[ParameterState]) -> Parcel:
+        """Return an empty parcel for these parameters."""
 
-    def deliver(self, values: Sequence[tuple[ParameterState, Tensor]]) -> None:
-        """Copy host values into their parameters, without touching version counters."""
+    def settle(self) -> None:
+        """Return when every parcel that is under way has arrived, so that parameters can be read."""
+
+
+class SynchronousParcel:
+    """Pageable memory, and copies that are done, or at least ordered before everything later, when the call returns."""
+
+    def __init__(self, states: Sequence[ParameterState]) -> None:
+        self._states = list(states)
+        self.values = [state.empty(state.parameter.dtype) for state in self._states]
+
+    def deliver(self) -> None:
+        """Copy one parameter after another."""
+        for state, value in zip(self._states, self.values, strict=True):
+            state.parameter.data.copy_(value)
 
 
 class SynchronousDelivery:
-    """Copies that are done, or at least ordered before everything later, when the call returns."""
+    """Makes a `SynchronousParcel`."""
 
-    def host_empty(self, state: ParameterState) -> Tensor:
-        """Return pageable memory."""
-        return state.empty(state.parameter.dtype)
+    def parcel(self, states: Sequence[ParameterState]) -> Parcel:
+        """Return an empty parcel for these parameters."""
+        return SynchronousParcel(states)
 
-    def deliver(self, values: Sequence[tuple[ParameterState, Tensor]]) -> None:
-        """Copy one parameter after another."""
-        for state, value in values:
-            state.parameter.data.copy_(value)
+    def settle(self) -> None:
+        """Return at once."""
 
 
 class ParameterTable:
@@ -196,6 +220,10 @@ class ParameterTable:
         segments["gradient_dtype"] = [DTYPES[gradient.dtype] for gradient in gradients]
         return segments
 
+    def settle(self) -> None:
+        """Return when parameters hold what was written to them, so that they can be read."""
+        self._delivery.settle()
+
     def clear_sums(self) -> None:
         """Forget the norm of the last step."""
         self.sums.fill(0)
@@ -286,13 +314,12 @@ class ParameterTable:
     def _run_with_out(self, which: Pass, rows: Rows, segments: Segments, coefficients: CoefficientTable) -> None:
         """Run a pass that writes parameters, through a staging tensor for each that kernels cannot reach."""
         segments["out"] = self._parameter_pointers[rows]
-        staged: list[tuple[ParameterState, Tensor]] = []
-        if self._is_staged.any():
-            for position in np.flatnonzero(self._is_staged[rows]):
-                state = self.states[rows[position]]
-                staged.append((state, self._delivery.host_empty(state)))
-                segments["out"][position] = staged[-1][1].data_ptr()
+        staged = np.flatnonzero(self._is_staged[rows])
+        parcel = None
+        if len(staged):
+            parcel = self._delivery.parcel([self.states[row] for row in rows[staged]])
+            segments["out"][staged] = [value.data_ptr() for value in parcel.values]
         native.run(which, segments, coefficients.array())
-        if staged:
-            self._delivery.deliver(staged)
+        if parcel is not None:
+            parcel.deliver()
         self.fingerprints.bump(rows)

@@ -303,6 +303,7 @@ class Transaction:
 
     def _adopt(self, states: Sequence[ParameterState]) -> None:
         self._commit([state for state in states if state.phase is Phase.ACCEPTED])
+        self.table.settle()
         for state in states:
             adopt_into_clean(state)
             self.table.is_private_fresh[state.row] = False
@@ -320,6 +321,7 @@ class Transaction:
         hinted = [state for state in states if fingerprints.is_hinted(state.row)]
         if not hinted:
             return []
+        self.table.settle()
         present = [state.parameter.detach().clone() for state in hinted]
         for state in hinted:
             self.table.note_moved(state)
@@ -328,6 +330,7 @@ class Transaction:
             self._write_speculation(written)
         if len(written) < len(hinted):
             self.table.restore(self.table.rows_of([state for state in hinted if state not in written]))
+        self.table.settle()
         writes = []
         for state, values in zip(hinted, present, strict=True):
             speculated = state.parameter.detach().cpu().clone()

@@ -33,6 +33,10 @@ class Worker(Protocol):
     def submit(self, job: Job) -> None:
         """Add a job; raises what an earlier one raised."""
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether every submitted job is done."""
+
     def drain(self) -> None:
         """Return when every submitted job is done; raises what one of them raised."""
 
@@ -87,6 +91,11 @@ class ThreadWorker:
             self._jobs.append(job)
             self._may_idle = True
             self._changed.notify_all()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every submitted job is done."""
+        return not (self._jobs or self._running)
 
     def drain(self) -> None:
         """Wait for every submitted job.

@@ -35,6 +35,10 @@ class ImmediateWorker:
         finally:
             self.busy_seconds += time.perf_counter() - begin
 
+    @property
+    def is_idle(self) -> bool:
+        return True
+
     def drain(self) -> None: ...
 
     def wake(self) -> None: ...

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import abc
 import enum
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from superadam.flat import FlatLayout
 from superadam.worker import ThreadWorker, Work, Worker
 
 
@@ -21,7 +23,7 @@ class Stream(enum.Enum):
     """A queue of work on the device."""
 
     CURRENT = "current"
-    """The stream that the model computes on."""
+    """The stream that the calling thread's model computes on."""
     DOWNLOAD = "download"
     """Copies of gradients to the host."""
     UPLOAD = "upload"
@@ -43,16 +45,32 @@ class Device(abc.ABC):
         """Whether kernels on the CPU may read and write this tensor as soon as Python can."""
 
     @abc.abstractmethod
-    def stage(self, tensor: Tensor) -> Tensor:
-        """Return a copy of a gradient in memory of our own on the device, made on the current stream."""
+    def pack(self, gradients: Sequence[Tensor], layout: FlatLayout, dtype: torch.dtype) -> Tensor:
+        """Return gradients, converted to `dtype`, in one flat buffer of our own on the device.
+
+        Runs on the current stream, so that the gradients may be dropped when the call returns.
+
+        Args:
+            gradients: one for each parameter of the layout, of its shape.
+            layout: of the buffer.
+            dtype: of the buffer.
+        """
 
     @abc.abstractmethod
-    def host_empty(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return host memory for a copy of `like`, dense in its layout, that copies can reach without detours."""
+    def scatter(self, buffer: Tensor, layout: FlatLayout, stream: Stream) -> None:
+        """Enqueue copies from a flat buffer on the device into the parameters of the layout, past version counters."""
+
+    @abc.abstractmethod
+    def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return a flat buffer in host memory that copies can reach without detours."""
+
+    @abc.abstractmethod
+    def empty(self, numel: int, dtype: torch.dtype, stream: Stream) -> Tensor:
+        """Return a flat buffer on the device, for use on `stream`."""
 
     @abc.abstractmethod
     def copy(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
-        """Enqueue a copy between host and device."""
+        """Enqueue a copy between flat buffers of the host and of the device."""
 
     @abc.abstractmethod
     def record(self, stream: Stream) -> Event:
@@ -63,8 +81,8 @@ class Device(abc.ABC):
         """Let what is enqueued to `stream` from now on run only after `event`."""
 
     @abc.abstractmethod
-    def keep(self, tensor: Tensor, stream: Stream) -> None:
-        """Keep a tensor's memory until `stream` has passed its present end, even if the tensor is dropped before."""
+    def keep(self, buffer: Tensor, stream: Stream) -> None:
+        """Keep a buffer's memory until `stream` has passed its present end, even if the buffer is dropped before."""
 
     def start_worker(self, idle: Work) -> Worker:
         """Return what runs jobs beside the training thread, and `idle` while there is none, until it returns False."""

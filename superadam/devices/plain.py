@@ -1,15 +1,18 @@
 """The device of models that lie in host memory: everything is done when the call returns.
 
 Gradients need no copy and parameters are written where they are, so that here a schedule only moves work to another
-thread.
+thread. Parameters that kernels cannot write, because they are not dense or not on the CPU, are copied as well.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from superadam.devices.interface import Device, Event, Stream
+from superadam.flat import FlatLayout
 
 
 class PassedEvent:
@@ -26,18 +29,29 @@ class PlainDevice(Device):
         """Whether the tensor is on the CPU."""
         return tensor.device.type == "cpu"
 
-    def stage(self, tensor: Tensor) -> Tensor:
-        """Return the tensor itself: it stays valid while somebody holds it."""
-        return tensor
+    def pack(self, gradients: Sequence[Tensor], layout: FlatLayout, dtype: torch.dtype) -> Tensor:
+        """Copy one gradient after another to the host."""
+        buffer = torch.empty(layout.numel, dtype=dtype)
+        for view, gradient in zip(layout.views(buffer), gradients, strict=True):
+            view.copy_(gradient.detach())
+        return buffer
 
-    def host_empty(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+    def scatter(self, buffer: Tensor, layout: FlatLayout, stream: Stream) -> None:
+        """Copy one parameter after another."""
+        for state, view in zip(layout.states, layout.views(buffer), strict=True):
+            state.parameter.data.copy_(view)
+
+    def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return pageable memory."""
-        return torch.empty_like(like, dtype=dtype, device="cpu", requires_grad=False)
+        return torch.empty(numel, dtype=dtype)
+
+    def empty(self, numel: int, dtype: torch.dtype, stream: Stream) -> Tensor:
+        """Return host memory."""
+        return torch.empty(numel, dtype=dtype)
 
     def copy(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
         """Copy now."""
-        with torch.no_grad():
-            destination.copy_(source)
+        destination.copy_(source)
 
     def record(self, stream: Stream) -> Event:
         """Return an event that has passed."""
@@ -46,5 +60,5 @@ class PlainDevice(Device):
     def wait(self, stream: Stream, event: Event) -> None:
         """Return at once."""
 
-    def keep(self, tensor: Tensor, stream: Stream) -> None:
+    def keep(self, buffer: Tensor, stream: Stream) -> None:
         """Return at once."""

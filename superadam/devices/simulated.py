@@ -11,13 +11,14 @@ from __future__ import annotations
 import collections
 import random
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from superadam.devices.interface import Device, Stream
+from superadam.flat import FlatLayout
 from superadam.worker import Job, Work, failure
 
 
@@ -48,7 +49,7 @@ class Block:
     """Memory handed out, and the points that must pass before it may be used again."""
 
     storage: torch.UntypedStorage
-    kept_for: list[SimulatedEvent] = field(default_factory=list)
+    kept_for: list[tuple[Stream, SimulatedEvent]] = field(default_factory=list)
 
 
 def _nothing() -> None:
@@ -124,26 +125,37 @@ class SimulatedDevice(Device):
         """Whether the tensor lies in memory from `host_empty`; all others count as on the device."""
         return tensor.untyped_storage().data_ptr() in self._host_blocks
 
-    def stage(self, tensor: Tensor) -> Tensor:
-        """Return device memory that is filled when the current stream gets there; the source may be dropped at once."""
+    def pack(self, gradients: Sequence[Tensor], layout: FlatLayout, dtype: torch.dtype) -> Tensor:
+        """Return device memory that is filled when the current stream gets there; NaN lies between the gradients."""
         self.progress()
-        staged = self._allocate(tensor, tensor.dtype)
-        target, source = _alias(staged), tensor.detach().clone()  # the caching allocator keeps it for this stream
-        self._enqueue(Stream.CURRENT, Operation(lambda: _copy(target, source)))
-        return staged
+        packed = self._allocate(layout.numel, dtype)
+        targets = layout.views(_alias(packed))
+        sources = [gradient.detach().clone() for gradient in gradients]  # the caching allocator keeps them that long
+        self._enqueue(Stream.CURRENT, Operation(lambda: _copy(targets, sources)))
+        return packed
 
-    def host_empty(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+    def scatter(self, buffer: Tensor, layout: FlatLayout, stream: Stream) -> None:
+        """Enqueue copies; the buffer is read when they run."""
+        sources, targets = layout.views(_alias(buffer)), [_alias(state.parameter.data) for state in layout.states]
+        self._enqueue(stream, Operation(lambda: _copy(targets, sources)))
+        self.progress()
+
+    def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return host memory full of NaN."""
-        tensor = self._allocate(like, dtype)
+        tensor = self._allocate(numel, dtype)
         pointer = tensor.untyped_storage().data_ptr()
         self._host_blocks.add(pointer)
         weakref.finalize(tensor, self._host_blocks.discard, pointer)
         return tensor
 
+    def empty(self, numel: int, dtype: torch.dtype, stream: Stream) -> Tensor:
+        """Return device memory full of NaN."""
+        return self._allocate(numel, dtype)
+
     def copy(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
         """Enqueue a copy; both sides are read and written when it runs."""
         target, origin = _alias(destination), _alias(source)
-        self._enqueue(stream, Operation(lambda: _copy(target, origin)))
+        self._enqueue(stream, Operation(lambda: _copy([target], [origin])))
         self.progress()
 
     def record(self, stream: Stream) -> SimulatedEvent:
@@ -163,9 +175,9 @@ class SimulatedDevice(Device):
         else:
             self._waits[stream].append(event)
 
-    def keep(self, tensor: Tensor, stream: Stream) -> None:
+    def keep(self, buffer: Tensor, stream: Stream) -> None:
         """Keep memory until the stream has passed its present end."""
-        self._blocks[tensor.untyped_storage().data_ptr()].kept_for.append(self.record(stream))
+        self._blocks[buffer.untyped_storage().data_ptr()].kept_for.append((stream, self.record(stream)))
 
     def start_worker(self, idle: Work) -> SeededWorker:
         """Return a worker whose jobs run between the training thread's calls, when the seed says so."""
@@ -173,8 +185,8 @@ class SimulatedDevice(Device):
 
     # ---- memory ------------------------------------------------------------------------------------------------------
 
-    def _allocate(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        tensor = torch.empty_like(like, dtype=dtype, device="cpu", requires_grad=False)
+    def _allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        tensor = torch.empty(numel, dtype=dtype)
         storage = tensor.untyped_storage()
         _poison(storage)
         pointer = storage.data_ptr()
@@ -184,17 +196,17 @@ class SimulatedDevice(Device):
 
     def _free(self, pointer: int) -> None:
         block = self._blocks.pop(pointer)
-        if block.kept_for:
-            last = block.kept_for[-1]
-            if not last.has_passed:
-                self._streams[Stream.DOWNLOAD].append(Operation(lambda: _poison(block.storage), tuple(block.kept_for)))
-                return
-        _poison(block.storage)
+        events = tuple(event for _, event in block.kept_for)
+        if all(event.has_passed for event in events):
+            _poison(block.storage)
+        else:
+            self._streams[block.kept_for[-1][0]].append(Operation(lambda: _poison(block.storage), events))
 
 
-def _copy(target: Tensor, source: Tensor) -> None:
+def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     with torch.no_grad():
-        target.copy_(source)
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
 
 
 class SeededWorker:
@@ -217,6 +229,11 @@ class SeededWorker:
         self._jobs.append(job)
         while self._jobs and self._random.random() < 0.5:
             self._run_one()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every submitted job is done."""
+        return not self._jobs
 
     def drain(self) -> None:
         """Run every job.

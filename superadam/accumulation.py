@@ -1,0 +1,64 @@
+"""Gradients of several micro-batches, added up: in `.grad` as autograd does, or in fp32 on the host.
+
+Owns the sums on the host. Micro-batches are added in the order in which they come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from superadam.parameter import ParameterState
+
+
+class Accumulation:
+    """Whether gradients are being added up, and the sums so far."""
+
+    def __init__(self) -> None:
+        self._dtype: torch.dtype | None = None
+        self._is_on = False
+        self._sums: dict[ParameterState, Tensor] = {}
+
+    @property
+    def is_in_grad(self) -> bool:
+        """Whether gradients are to stay where autograd adds them up."""
+        return self._is_on and self._dtype is None
+
+    @contextmanager
+    def during(self, dtype: torch.dtype | None) -> Iterator[None]:
+        """Add up the gradients that come inside.
+
+        Args:
+            dtype: None for sums in `.grad`, in its dtype; torch.float32 for sums on the host.
+
+        Raises:
+            ValueError: another dtype.
+        """
+        if dtype not in (None, torch.float32):
+            raise ValueError(f"accumulate() got dtype {dtype}, expected None (that of .grad) or torch.float32")
+        before = self._is_on, self._dtype
+        self._is_on, self._dtype = True, dtype
+        try:
+            yield
+        finally:
+            self._is_on, self._dtype = before
+
+    def add(self, state: ParameterState, gradient: Tensor) -> Tensor | None:
+        """Return a gradient together with what was summed before it; None while there is more to come."""
+        total = self._sums.pop(state, None)
+        if total is not None:
+            gradient = total.add_(state.host_copy(gradient, total.dtype))
+        elif self._is_on:
+            gradient = state.host_copy(gradient, torch.float32)
+        if not self._is_on:
+            return gradient
+        self._sums[state] = gradient
+        return None
+
+    def take(self) -> dict[ParameterState, Tensor]:
+        """Return the sums that no further gradient has come for, and forget them."""
+        taken, self._sums = self._sums, {}
+        return taken

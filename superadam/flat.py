@@ -1,0 +1,41 @@
+"""Where tensors of many parameters lie in one flat buffer, so that they travel in one copy.
+
+Owns offsets only; who allocates a buffer and what is in it is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from superadam.parameter import ParameterState
+
+ALIGNMENT = 64
+"""Every tensor begins at a multiple of so many elements: a cache line or more for every dtype."""
+
+
+class FlatLayout:
+    """Tensors one after another, each dense and in the layout of its parameter's state.
+
+    Attributes:
+        states: the parameters.
+        offsets: first element of each.
+        numel: elements of the buffer, with the gaps that align the tensors.
+    """
+
+    def __init__(self, states: Sequence[ParameterState]) -> None:
+        self.states = list(states)
+        self.offsets: list[int] = []
+        self.numel = 0
+        for state in self.states:
+            self.offsets.append(self.numel)
+            self.numel += -(-state.shape.numel() // ALIGNMENT) * ALIGNMENT
+
+    def views(self, buffer: Tensor) -> list[Tensor]:
+        """Return one view for each parameter of a 1-D buffer of `numel` elements."""
+        begin = buffer.storage_offset()
+        return [
+            buffer.as_strided(state.shape, state.strides, begin + offset)
+            for state, offset in zip(self.states, self.offsets, strict=True)
+        ]

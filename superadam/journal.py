@@ -1,0 +1,75 @@
+"""What is told of a scheduler's work: statistics of its buckets and a trace of its steps.
+
+Owns the counts of the open step. It decides nothing.
+"""
+
+from __future__ import annotations
+
+import time
+
+from superadam.outcome import StepKind, StepOutcome
+from superadam.overlap_statistics import OverlapStatistics
+from superadam.trace import Trace
+
+
+class Journal:
+    """Statistics and trace, kept up by the scheduler's reports.
+
+    Attributes:
+        statistics: since the scheduler was made.
+        trace: of the last steps.
+    """
+
+    def __init__(self) -> None:
+        self.statistics = OverlapStatistics()
+        self.trace = Trace()
+        self._speculated_in_step = 0
+        self._redone_before = 0
+        self._backward_began: float | None = None
+
+    def note_gradient(self) -> None:
+        """A gradient was taken; the first one of a step begins its span."""
+        self._backward_began = self._backward_began or time.perf_counter()
+
+    def note_bucket(self, elements: int, *, sent: float, arrived: float, is_written: bool) -> None:
+        """A bucket was speculated on just now, or only its norm was taken.
+
+        Args:
+            elements: of its gradients.
+            sent, arrived: seconds of `time.perf_counter()` when it left the model and when the worker had it.
+            is_written: whether it was speculated on.
+        """
+        if is_written:
+            self._speculated_in_step += 1
+        else:
+            self.statistics.waiting_buckets += 1
+        self.trace.add("gradients to host", "download", sent, arrived, elements=elements)
+        name = "adam" if is_written else "norm"
+        self.trace.add(name, "worker", arrived, time.perf_counter(), elements=elements)
+
+    def note_wait(self, begin: float) -> None:
+        """The training thread has waited for the worker since `begin`, seconds of `time.perf_counter()`."""
+        end = time.perf_counter()
+        self.statistics.waited_seconds += end - begin
+        self.trace.add("wait for worker", "training", begin, end)
+
+    def note_verdict(self, outcome: StepOutcome | None, redone: int) -> None:
+        """The open step was concluded.
+
+        Args:
+            outcome: what came of it; None for a rollback.
+            redone: parameters that were ever speculated again.
+        """
+        now = time.perf_counter()
+        if outcome is None or outcome.kind is StepKind.SKIPPED:
+            self.statistics.dropped_buckets += self._speculated_in_step
+        elif redone > self._redone_before:
+            self.statistics.respeculated_buckets += self._speculated_in_step
+        else:
+            self.statistics.accepted_buckets += self._speculated_in_step
+        self._speculated_in_step, self._redone_before = 0, redone
+        if self._backward_began is not None:
+            self.trace.add("backward and step", "training", self._backward_began, now)
+            self._backward_began = None
+        if outcome is not None:
+            self.trace.add(f"verdict: {outcome.kind.value}", "training", now, now, grad_norm=outcome.grad_norm)

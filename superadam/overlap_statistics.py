@@ -1,0 +1,44 @@
+"""What a scheduler did since it was made: buckets by what came of them, bytes, and time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class OverlapStatistics:
+    """Counts of a scheduler.
+
+    Every bucket is in one of `waiting_buckets`, `accepted_buckets`, `respeculated_buckets` and `dropped_buckets` once
+    its step has a verdict.
+
+    Attributes:
+        buckets: that were handed to the worker.
+        waiting_buckets: only summed when they came, because clipping was likely, and written with the verdict.
+        accepted_buckets: speculated on, and good as they were.
+        respeculated_buckets: speculated on in a step that was then clipped, or whose hyper-parameters were changed.
+        dropped_buckets: speculated on in a step that was then skipped or rolled back.
+        downloaded_bytes, uploaded_bytes: moved between host and device; 0 for models in host memory.
+        worker_seconds: time in which the worker worked.
+        waited_seconds: of that, time in which the training thread waited for it, in `step()` and in readers of state.
+    """
+
+    buckets: int = 0
+    waiting_buckets: int = 0
+    accepted_buckets: int = 0
+    respeculated_buckets: int = 0
+    dropped_buckets: int = 0
+    downloaded_bytes: int = 0
+    uploaded_bytes: int = 0
+    worker_seconds: float = 0.0
+    waited_seconds: float = 0.0
+
+    @property
+    def speculated_buckets(self) -> int:
+        """Buckets that were speculated on when they came, or have yet to be looked at."""
+        return self.buckets - self.waiting_buckets
+
+    @property
+    def hidden_share(self) -> float:
+        """Share of the worker's time that training did not wait for; 0 before any work."""
+        return max(0.0, 1.0 - self.waited_seconds / self.worker_seconds) if self.worker_seconds else 0.0

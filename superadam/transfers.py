@@ -1,0 +1,155 @@
+"""Gradients on their way to the host and new values on their way back: what waits for what.
+
+Everything of one bucket and dtype travels in one flat buffer. Owns the order of copies on the device's streams; where
+memory comes from and how copies run is the device's.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from superadam.devices import Device, Event, Stream
+from superadam.flat import FlatLayout
+from superadam.overlap_statistics import OverlapStatistics
+from superadam.parameter import ParameterState, owned
+
+
+class FlatParcel:
+    """New values of some parameters, in one flat buffer for each dtype; see `superadam.table.Parcel`."""
+
+    def __init__(self, transfers: Transfers, states: Sequence[ParameterState]) -> None:
+        self._transfers = transfers
+        self._buffers: list[tuple[FlatLayout, Tensor]] = []
+        values: dict[ParameterState, Tensor] = {}
+        for dtype in {state.parameter_dtype: None for state in states}:
+            layout = FlatLayout([state for state in states if state.parameter_dtype == dtype])
+            buffer = transfers.device.host_empty(layout.numel, dtype)
+            self._buffers.append((layout, buffer))
+            values.update(zip(layout.states, layout.views(buffer), strict=True))
+        self.values = [values[state] for state in states]
+
+    def deliver(self) -> None:
+        """Start the way of the values to their parameters."""
+        self._transfers.upload(self._buffers)
+
+
+@dataclass(frozen=True, slots=True)
+class _Upload:
+    """Values under way: which parameters get them, and when they are there."""
+
+    arrived: Event
+    parameters: frozenset[int]
+
+
+class Transfers:
+    """Downloads of gradients and uploads of parameters over one device.
+
+    Args:
+        device: streams and memory.
+        statistics: counts bytes.
+        link_dtype: in which gradients travel, and so are seen by norm and step; None for the dtype they have. fp64
+            gradients always travel as they are.
+    """
+
+    def __init__(self, device: Device, statistics: OverlapStatistics, link_dtype: torch.dtype | None = None) -> None:
+        self.device = device
+        self._statistics = statistics
+        self._link_dtype = link_dtype
+        self._uploads: list[_Upload] = []
+        self._thread = threading.local()
+
+    def download(self, states: Sequence[ParameterState], gradients: Sequence[Tensor]) -> tuple[list[Tensor], Event]:
+        """Start the way of gradients to the host.
+
+        Args:
+            states: the parameters.
+            gradients: one for each, on the device or on the host; they may be dropped afterwards.
+
+        Returns:
+            tensors of our own in the layout of the states, and the event after which they may be read.
+
+        Raises:
+            TypeError, ValueError: a gradient does not fit its parameter.
+        """
+        device = self.device
+        hosts: dict[ParameterState, Tensor] = {}
+        distant: dict[torch.dtype, dict[ParameterState, Tensor]] = {}
+        for state, gradient in zip(states, gradients, strict=True):
+            dtype = self._dtype_on_link(gradient)
+            if device.is_host(gradient):
+                hosts[state] = owned(state.host_gradient(gradient).to(dtype))
+            else:
+                state.check_gradient(gradient)
+                distant.setdefault(dtype, {})[state] = gradient
+        for dtype, chosen in distant.items():
+            layout = FlatLayout(list(chosen))
+            packed = device.pack(list(chosen.values()), layout, dtype)
+            device.wait(Stream.DOWNLOAD, device.record(Stream.CURRENT))
+            host = device.host_empty(layout.numel, dtype)
+            device.copy(host, packed, Stream.DOWNLOAD)
+            device.keep(packed, Stream.DOWNLOAD)
+            hosts.update(zip(layout.states, layout.views(host), strict=True))
+            self._statistics.downloaded_bytes += host.nbytes
+        return [hosts[state] for state in states], device.record(Stream.DOWNLOAD)
+
+    def parcel(self, states: Sequence[ParameterState]) -> FlatParcel:
+        """Return host memory for new values of these parameters."""
+        return FlatParcel(self, states)
+
+    def upload(self, buffers: Sequence[tuple[FlatLayout, Tensor]]) -> None:
+        """Start the way of new values to their parameters."""
+        device = self.device
+        if not getattr(self._thread, "follows_download", False):  # what reads the old values may still be under way
+            device.wait(Stream.UPLOAD, device.record(Stream.CURRENT))
+        for layout, host in buffers:
+            arriving = device.empty(layout.numel, host.dtype, Stream.UPLOAD)
+            device.copy(arriving, host, Stream.UPLOAD)
+            device.scatter(arriving, layout, Stream.UPLOAD)
+            device.keep(arriving, Stream.UPLOAD)
+            device.keep(host, Stream.UPLOAD)
+            self._statistics.uploaded_bytes += host.nbytes
+        parameters = frozenset(id(state.parameter) for layout, _ in buffers for state in layout.states)
+        self._uploads.append(_Upload(device.record(Stream.UPLOAD), parameters))
+
+    @contextmanager
+    def following_download(self) -> Iterator[None]:
+        """Upload without waiting for the current stream: it has passed the last use of the old values already."""
+        self._thread.follows_download = True
+        try:
+            yield
+        finally:
+            self._thread.follows_download = False
+
+    def await_parameters(self, parameters: Collection[int] | None = None) -> None:
+        """Let the current stream wait for the uploads of parameters.
+
+        Args:
+            parameters: their ids; default all.
+        """
+        waiting = []
+        for upload in self._uploads:
+            if parameters is None or not upload.parameters.isdisjoint(parameters):
+                self.device.wait(Stream.CURRENT, upload.arrived)
+            else:
+                waiting.append(upload)
+        self._uploads = waiting
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether the current stream waits for every upload."""
+        return not self._uploads
+
+    def settle(self) -> None:
+        """Return when every upload has arrived."""
+        for upload in list(self._uploads):
+            upload.arrived.synchronize()
+
+    def _dtype_on_link(self, gradient: Tensor) -> torch.dtype:
+        is_converted = self._link_dtype is not None and gradient.dtype != torch.float64
+        return self._link_dtype if is_converted and self._link_dtype is not None else gradient.dtype
