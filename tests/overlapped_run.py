@@ -25,23 +25,29 @@ SCALES = st.sampled_from([1e-3, 1.0, 100.0])
 
 
 class Model(nn.Module):
-    """Small, with everything that makes gradients arrive oddly: a tied weight, an optional branch, a frozen layer."""
+    """Small, with everything that makes gradients arrive oddly: a tied weight, an optional branch, a frozen layer.
+
+    The branch and the wide layer are blocks, which wait for their parameters themselves.
+    """
 
     def __init__(self, dtype: torch.dtype, seed: int) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.first = nn.Linear(8, 24)
         self.norm = nn.LayerNorm(24)
-        self.branch = nn.Linear(24, 24)
         self.frozen = nn.Linear(24, 24).requires_grad_(False)
-        self.wide = nn.Linear(24, 200)
+        self.blocks = nn.ModuleList([nn.Linear(24, 24), nn.Linear(24, 200)])
         self.to(dtype)
+
+    @property
+    def branch(self) -> nn.Module:
+        return self.blocks[0]
 
     def forward(self, inputs: Tensor, with_branch: bool) -> Tensor:
         hidden = self.norm(torch.tanh(self.first(inputs)))
         if with_branch:
             hidden = hidden + self.branch(self.frozen(hidden))
-        return self.wide(hidden).sum(-1, keepdim=True) + nn.functional.linear(hidden, self.first.weight.t())
+        return self.blocks[1](hidden).sum(-1, keepdim=True) + nn.functional.linear(hidden, self.first.weight.t())
 
 
 def build(dtype: torch.dtype, seed: int, limit: float) -> tuple[Model, SpeculativeCPUAdamW]:
@@ -70,18 +76,32 @@ class OverlappedRun(RuleBasedStateMachine):
         limit=st.sampled_from([1.0, 30.0, math.inf]),
         bucket_numel=st.sampled_from([1, 100, 1000, 10**6]),
         seed=SEEDS,
+        overlap_forward=st.booleans(),
+        widens=st.booleans(),
     )
-    def start(self, dtype: torch.dtype, limit: float, bucket_numel: int, seed: int) -> None:
-        self.dtype, self.bucket_numel, self.seed = dtype, bucket_numel, seed
+    def start(
+        self,
+        dtype: torch.dtype,
+        limit: float,
+        bucket_numel: int,
+        seed: int,
+        overlap_forward: bool,
+        widens: bool,
+    ) -> None:
+        self.dtype, self.seed = dtype, seed
+        self.options: dict[str, Any] = {
+            "bucket_numel": bucket_numel,
+            "overlap_forward": overlap_forward,
+            "link_dtype": torch.float32 if widens else "auto",
+        }
         self.plain, self.plain_optimizer = build(dtype, 0, limit)
         self.model, self.optimizer = build(dtype, 0, limit)
         self.open_scheduler()
 
     def open_scheduler(self) -> None:
         self.seed += 1
-        self.scheduler = OffloadScheduler(
-            self.optimizer, self.model, bucket_numel=self.bucket_numel, device=type(self).make_device(self.seed)
-        )
+        device = type(self).make_device(self.seed)
+        self.scheduler = OffloadScheduler(self.optimizer, self.model, device=device, **self.options)
 
     def backward(self, model: Model, seed: int, scale: float, with_branch: bool, bad: bool) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -96,18 +116,32 @@ class OverlappedRun(RuleBasedStateMachine):
         with_branch=st.booleans(),
         bad=st.sampled_from([False, False, False, True]),
         before_step=st.sampled_from(["nothing", "lr", "limit", "read state", "save", "zero_grad"]),
+        sums_on_host=st.booleans(),
+        looks_between=st.booleans(),
     )
     def train(
-        self, seed: int, scale: float, micro_batches: int, with_branch: bool, bad: bool, before_step: str
+        self,
+        seed: int,
+        scale: float,
+        micro_batches: int,
+        with_branch: bool,
+        bad: bool,
+        before_step: str,
+        sums_on_host: bool,
+        looks_between: bool,
     ) -> None:
+        """Make a step; sums on the host are those of autograd where gradients are fp32."""
+        sum_dtype = torch.float32 if sums_on_host and self.dtype == torch.float32 else None
         accepted = self.last_accepted() if before_step == "read state" else {}
         twins = ((self.plain, self.plain_optimizer), (self.model, self.optimizer))
         for model, optimizer in twins:
             is_overlapped = optimizer is self.optimizer
             for micro_batch in range(micro_batches):
                 accumulates = is_overlapped and micro_batch < micro_batches - 1
-                with self.scheduler.accumulate() if accumulates else nullcontext():
+                with self.scheduler.accumulate(sum_dtype) if accumulates else nullcontext():
                     self.backward(model, seed + micro_batch, scale, with_branch, bad and micro_batch == 0)
+                if accumulates and looks_between:
+                    optimizer.state_dict()
             if before_step == "lr":
                 optimizer.param_groups[0]["lr"] = 1e-3 * (1 + seed % 7)
             elif before_step == "limit":
@@ -146,6 +180,7 @@ class OverlappedRun(RuleBasedStateMachine):
     @rule(seed=SEEDS)
     def write_outside(self, seed: int) -> None:
         """What was written counts by its value when somebody looks, so both twins look at once."""
+        self.scheduler.synchronize()
         for model, optimizer in ((self.plain, self.plain_optimizer), (self.model, self.optimizer)):
             values = torch.randn(24, 24, generator=torch.Generator().manual_seed(seed)).to(self.dtype)
             with torch.no_grad():
@@ -200,12 +235,21 @@ class OverlappedRun(RuleBasedStateMachine):
     @rule()
     def synchronize(self) -> None:
         self.scheduler.synchronize()
+        self.models_are_equal()
+
+    @rule()
+    def state_dicts_are_equal(self) -> None:
+        one, other = self.plain.state_dict(), self.model.state_dict()
+        assert all(same_bits(bits(one[name]), bits(other[name])) for name in one)
 
     @invariant()
+    def parameters_can_be_read(self) -> None:
+        if hasattr(self, "model") and not self.options["overlap_forward"]:
+            self.models_are_equal()
+
     def models_are_equal(self) -> None:
-        if hasattr(self, "model"):
-            for (name, p), q in zip(self.plain.named_parameters(), self.model.parameters(), strict=True):
-                assert same_bits(bits(p), bits(q)), name
+        for (name, p), q in zip(self.plain.named_parameters(), self.model.parameters(), strict=True):
+            assert same_bits(bits(p), bits(q)), name
 
     def teardown(self) -> None:
         if hasattr(self, "scheduler"):

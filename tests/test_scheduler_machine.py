@@ -16,6 +16,7 @@ from overlapped_run import OverlappedRun
 from superadam import transaction as transaction_module
 from superadam.devices import Stream
 from superadam.devices.simulated import SimulatedDevice, SimulatedEvent
+from superadam.scheduler import OffloadScheduler
 from superadam.table import ParameterTable
 from superadam.transaction import Transaction
 from superadam.validation import judge
@@ -102,8 +103,13 @@ def on(device: type[SimulatedDevice]) -> Callable[[pytest.MonkeyPatch], None]:
     return lambda monkeypatch: monkeypatch.setattr(OverlappedRun, "make_device", staticmethod(device))
 
 
+def forward_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OffloadScheduler, "await_parameters", lambda self, parameters: None)
+
+
 FAULTS = {
     "a missing wait": on(WithoutWait),
+    "a forward that does not wait": forward_does_not_wait,
     "a reused event": on(WithOldEvents),
     "a gradient freed early": on(WithoutKeeping),
     "a commit with another lr than the captured one": commit_with_another_lr,
