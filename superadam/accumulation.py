@@ -1,4 +1,4 @@
-"""Gradients of several micro-batches, added up: in `.grad` as autograd does, or in fp32 on the host.
+"""Gradients of several micro-batches, added up: in `.grad` as autograd does, or on the host in the dtype of masters.
 
 Owns the sums on the host. Micro-batches are added in the order in which they come.
 """
@@ -32,7 +32,8 @@ class Accumulation:
         """Add up the gradients that come inside.
 
         Args:
-            dtype: None for sums in `.grad`, in its dtype; torch.float32 for sums on the host.
+            dtype: None for sums in `.grad`, in its dtype; torch.float32 for sums on the host, which are fp64 for fp64
+                parameters.
 
         Raises:
             ValueError: another dtype.
@@ -47,16 +48,22 @@ class Accumulation:
             self._is_on, self._dtype = before
 
     def add(self, state: ParameterState, gradient: Tensor) -> Tensor | None:
-        """Return a gradient together with what was summed before it; None while there is more to come."""
-        total = self._sums.pop(state, None)
-        if total is not None:
-            gradient = total.add_(state.host_copy(gradient, total.dtype))
-        elif self._is_on:
-            gradient = state.host_copy(gradient, torch.float32)
-        if not self._is_on:
+        """Return a gradient together with what was summed before it; None while there is more to come.
+
+        Raises:
+            TypeError, ValueError: the gradient cannot be added, because it does not fit its parameter.
+        """
+        total = self._sums.get(state)
+        if total is None and not self._is_on:
             return gradient
-        self._sums[state] = gradient
-        return None
+        state.check_gradient(gradient)
+        copied = state.host_copy(gradient, state.dtype)
+        total = copied if total is None else total.add_(copied)
+        if self._is_on:
+            self._sums[state] = total
+            return None
+        self._sums.pop(state, None)
+        return total
 
     def take(self) -> dict[ParameterState, Tensor]:
         """Return the sums that no further gradient has come for, and forget them."""

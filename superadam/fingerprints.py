@@ -77,15 +77,8 @@ class Fingerprints:
         """Count a parameter as moved until it is noted again."""
         self._pointers[row] = _NOWHERE
 
-    def announce(self, row: int) -> None:
-        """Tell autograd that we are about to write a parameter; a hint at a write of somebody else stays one."""
-        is_hinted = self.is_hinted(row)
-        torch.autograd.graph.increment_version(self._parameters[row])
-        if not is_hinted:
-            self.note(row)
-
     def bump(self, rows: npt.NDArray[np.int64]) -> None:
-        """Tell autograd that we wrote to the parameters of distinct rows.
+        """Tell autograd that the parameters of distinct rows are written by us, now or soon.
 
         Versions are not read anew: a write of somebody else in between must still be noticed.
         """

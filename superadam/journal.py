@@ -1,6 +1,6 @@
 """What is told of a scheduler's work: statistics of its buckets and a trace of its steps.
 
-Owns the counts of the open step. It decides nothing.
+Owns both. It decides nothing.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ from superadam.trace import Trace
 class Journal:
     """Statistics and trace, kept up by the scheduler's reports.
 
+    Args:
+        redone: parameters that were speculated again before the scheduler was made.
+
     Attributes:
         statistics: since the scheduler was made.
         trace: of the last steps.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, redone: int = 0) -> None:
         self.statistics = OverlapStatistics()
         self.trace = Trace()
-        self._speculated_in_step = 0
-        self._redone_before = 0
+        self._redone_before = redone
         self._backward_began: float | None = None
 
     def note_gradient(self) -> None:
@@ -39,9 +41,7 @@ class Journal:
             sent, arrived: seconds of `time.perf_counter()` when it left the model and when the worker had it.
             is_written: whether it was speculated on.
         """
-        if is_written:
-            self._speculated_in_step += 1
-        else:
+        if not is_written:
             self.statistics.waiting_buckets += 1
         self.trace.add("gradients to host", "download", sent, arrived, elements=elements)
         name = "adam" if is_written else "norm"
@@ -61,13 +61,14 @@ class Journal:
             redone: parameters that were ever speculated again.
         """
         now = time.perf_counter()
+        statistics = self.statistics
         if outcome is None or outcome.kind is StepKind.SKIPPED:
-            self.statistics.dropped_buckets += self._speculated_in_step
+            statistics.dropped_buckets += statistics.open_buckets
         elif redone > self._redone_before:
-            self.statistics.respeculated_buckets += self._speculated_in_step
+            statistics.respeculated_buckets += statistics.open_buckets
         else:
-            self.statistics.accepted_buckets += self._speculated_in_step
-        self._speculated_in_step, self._redone_before = 0, redone
+            statistics.accepted_buckets += statistics.open_buckets
+        self._redone_before = redone
         if self._backward_began is not None:
             self.trace.add("backward and step", "training", self._backward_began, now)
             self._backward_began = None

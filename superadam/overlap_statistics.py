@@ -17,8 +17,10 @@ class OverlapStatistics:
         waiting_buckets: only summed when they came, because clipping was likely, and written with the verdict.
         accepted_buckets: speculated on, and good as they were.
         respeculated_buckets: speculated on in a step that was then clipped, or whose hyper-parameters were changed.
-        dropped_buckets: speculated on in a step that was then skipped or rolled back.
+        dropped_buckets: speculated on in a step that was then skipped or rolled back, or never, because the worker
+            failed.
         downloaded_bytes, uploaded_bytes: moved between host and device; 0 for models in host memory.
+        hook_seconds: time that taking gradients cost the thread that runs backward.
         worker_seconds: time in which the worker worked.
         waited_seconds: of that, time in which the training thread waited for it, in `step()` and in readers of state.
     """
@@ -30,8 +32,15 @@ class OverlapStatistics:
     dropped_buckets: int = 0
     downloaded_bytes: int = 0
     uploaded_bytes: int = 0
+    hook_seconds: float = 0.0
     worker_seconds: float = 0.0
     waited_seconds: float = 0.0
+
+    @property
+    def open_buckets(self) -> int:
+        """Buckets without a verdict, unless they are waiting: speculated on, still to be looked at, or failed."""
+        judged = self.accepted_buckets + self.respeculated_buckets + self.dropped_buckets
+        return self.buckets - self.waiting_buckets - judged
 
     @property
     def speculated_buckets(self) -> int:

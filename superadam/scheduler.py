@@ -41,7 +41,7 @@ from superadam.trace import Trace
 from superadam.transaction import Transaction
 from superadam.transfers import FlatParcel, Transfers
 from superadam.watch import REMEDY, ModelWatch
-from superadam.worker import WorkerError
+from superadam.worker import DeferredWorker, Worker, WorkerError
 
 _logger = logging.getLogger("superadam")
 
@@ -66,7 +66,10 @@ class OffloadScheduler:
             cut.
         link_dtype: dtype in which gradients travel to the host; "auto" keeps theirs. A wider one gives the same bits; a
             narrower one rounds gradients, and norm and step then see the rounded ones. fp64 gradients stay fp64.
-        cores: threads that kernels may use; "auto" leaves `superadam.get_num_threads()` as it is.
+        cores: CPU threads that speculate while the model computes, at most `superadam.get_num_threads()`. "auto" takes
+            the cores that the model leaves idle: all of them if it computes elsewhere, those that torch does not use if
+            it computes on the CPU. Without any, the work waits for `step()`, because beside backward it would cost more
+            than it hides.
         overlap_forward: let each block (element of an `nn.ModuleList` or `nn.Sequential`) wait for its own parameters
             in its next forward, instead of all in `step()`. Whoever reads parameters otherwise than in such a forward,
             through the model's `state_dict()` or through the optimizer calls `synchronize()` first.
@@ -114,19 +117,19 @@ class OffloadScheduler:
         self._states: dict[Tensor, ParameterState] = {}
         self._hyper: dict[ParameterState, Hyperparameters] = {}
         self._transaction: Transaction | None = None
+        self._is_waited_for = False
         self._overlaps = overlap
         self._overlaps_forward = overlap_forward
         self._closed = False
         optimizer.bound_transaction()  # what cannot be bound raises before anything is attached
-        self._worker = self._device.start_worker(self._idle)
+        self._cores = self._device.idle_cores() if cores == "auto" else int(cores)
+        self._worker: Worker = self._device.start_worker(self._idle) if self._cores else DeferredWorker()
         try:
             optimizer.attach_overlap(self)
             self._follow(optimizer.bound_transaction())
         except BaseException:
             self._worker.close()
             raise
-        if cores != "auto":
-            native.set_num_threads(int(cores))
 
     # ---- a gradient is ready (watch.Keeper) --------------------------------------------------------------------------
 
@@ -135,15 +138,18 @@ class OffloadScheduler:
         gradient = parameter.grad
         if gradient is None or self._accumulation.is_in_grad:
             return
+        begin = time.perf_counter()
         try:
             self._take(parameter, gradient)
         except BaseException:  # also Ctrl-C
             self.abandon()
             raise
+        self.statistics.hook_seconds += time.perf_counter() - begin
 
     def _take(self, parameter: Tensor, gradient: Tensor) -> None:
         if not self._watch.has_unsettled:
             self._follow(self.optimizer.bound_transaction())
+            self._journal.note_gradient()
         state = self._states.get(parameter)
         if state is None:  # no longer the optimizer's
             return
@@ -153,11 +159,7 @@ class OffloadScheduler:
         parameter.grad = None
         if total is None:
             return
-        # From now on the parameter may be overwritten: whoever still needs its old value in this backward must notice.
-        assert self._transaction is not None
-        self._transaction.table.fingerprints.announce(state.row)
         self._watch.note_taken(parameter)
-        self._journal.note_gradient()
         self._fill(state, total)
 
     # ---- a bucket on its way -----------------------------------------------------------------------------------------
@@ -170,6 +172,9 @@ class OffloadScheduler:
     def _send(self, bucket: Bucket) -> None:
         """Start a bucket's way to the host, and hand it to the worker."""
         assert self._transaction is not None
+        # From now on parameters may be overwritten: whoever still needs old values in this backward must notice.
+        table = self._transaction.table
+        table.fingerprints.bump(table.rows_of(bucket.states))
         self._hyper = self._hyper or self.optimizer.hyperparameters()
         sent = time.perf_counter()
         hosts, arrived = self._transfers.download(bucket.states, bucket.gradients)
@@ -186,7 +191,8 @@ class OffloadScheduler:
         arrived.synchronize()
         arrival_time = time.perf_counter()
         writes = self._governor.speculates(transaction.norm_so_far() * unscale, self.optimizer.max_grad_norm)
-        with torch.no_grad(), self._transfers.following_download():
+        threads = None if self._is_waited_for else self._cores
+        with torch.no_grad(), self._transfers.following_download(), native.limited_threads(threads):
             transaction.speculate(arrivals, unscale, writes=writes)
         elements = sum(gradient.numel() for gradient in arrivals.gradients)
         self._journal.note_bucket(elements, sent=sent, arrived=arrival_time, is_written=writes)
@@ -196,7 +202,7 @@ class OffloadScheduler:
         transaction = self._transaction
         if transaction is None or not transaction.in_phase(Phase.ACCEPTED):
             return False
-        with self.trace.span("commit", "worker"):
+        with self.trace.span("commit", "worker"), native.limited_threads(self._cores):
             return transaction.commit_some(self._filler.bucket_numel)
 
     # ---- what the optimizer asks (binding.Overlap) -------------------------------------------------------------------
@@ -240,10 +246,13 @@ class OffloadScheduler:
             if bucket is not None:
                 self._send(bucket)
             waits = not self._worker.is_idle
+            self._is_waited_for = True
             self._worker.drain()
         except Exception:
             self.abandon()
             raise
+        finally:
+            self._is_waited_for = False
         self.statistics.worker_seconds = self._worker.busy_seconds
         if waits:
             self._journal.note_wait(begin)

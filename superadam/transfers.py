@@ -61,7 +61,9 @@ class Transfers:
         self.device = device
         self._statistics = statistics
         self._link_dtype = link_dtype
-        self._uploads: list[_Upload] = []
+        self._lock = threading.Lock()  # the worker uploads while a forward inside backward waits
+        self._uploads: list[_Upload] = []  # that the current stream does not wait for, in the order of their stream
+        self._latest: Event | None = None  # after every upload so far
         self._thread = threading.local()
 
     def download(self, states: Sequence[ParameterState], gradients: Sequence[Tensor]) -> tuple[list[Tensor], Event]:
@@ -81,19 +83,23 @@ class Transfers:
         hosts: dict[ParameterState, Tensor] = {}
         distant: dict[torch.dtype, dict[ParameterState, Tensor]] = {}
         for state, gradient in zip(states, gradients, strict=True):
+            state.check_gradient(gradient)
             dtype = self._dtype_on_link(gradient)
             if device.is_host(gradient):
                 hosts[state] = owned(state.host_gradient(gradient).to(dtype))
             else:
-                state.check_gradient(gradient)
                 distant.setdefault(dtype, {})[state] = gradient
+        packed: list[tuple[FlatLayout, Tensor]] = []
         for dtype, chosen in distant.items():
             layout = FlatLayout(list(chosen))
-            packed = device.pack(list(chosen.values()), layout, dtype)
-            device.wait(Stream.DOWNLOAD, device.record(Stream.CURRENT))
-            host = device.host_empty(layout.numel, dtype)
-            device.copy(host, packed, Stream.DOWNLOAD)
-            device.keep(packed, Stream.DOWNLOAD)
+            packed.append((layout, device.pack(list(chosen.values()), layout, dtype)))
+        # Also when every gradient is on the host already: `following_download` must have something to follow.
+        device.wait(Stream.DOWNLOAD, device.record(Stream.CURRENT))
+        for layout, source in packed:
+            host = device.host_empty(layout.numel, source.dtype)
+            device.copy(host, source, Stream.DOWNLOAD)
+            device.keep(source, Stream.DOWNLOAD)
+            device.keep(host, Stream.DOWNLOAD)  # nobody waits for the copy if the step is dropped before
             hosts.update(zip(layout.states, layout.views(host), strict=True))
             self._statistics.downloaded_bytes += host.nbytes
         return [hosts[state] for state in states], device.record(Stream.DOWNLOAD)
@@ -115,11 +121,13 @@ class Transfers:
             device.keep(host, Stream.UPLOAD)
             self._statistics.uploaded_bytes += host.nbytes
         parameters = frozenset(id(state.parameter) for layout, _ in buffers for state in layout.states)
-        self._uploads.append(_Upload(device.record(Stream.UPLOAD), parameters))
+        with self._lock:
+            self._latest = device.record(Stream.UPLOAD)
+            self._uploads.append(_Upload(self._latest, parameters))
 
     @contextmanager
     def following_download(self) -> Iterator[None]:
-        """Upload without waiting for the current stream: it has passed the last use of the old values already."""
+        """Upload without waiting for the current stream: before the download, it passed the last use of old values."""
         self._thread.follows_download = True
         try:
             yield
@@ -132,13 +140,17 @@ class Transfers:
         Args:
             parameters: their ids; default all.
         """
-        waiting = []
-        for upload in self._uploads:
-            if parameters is None or not upload.parameters.isdisjoint(parameters):
-                self.device.wait(Stream.CURRENT, upload.arrived)
-            else:
-                waiting.append(upload)
-        self._uploads = waiting
+        with self._lock:
+            due = [
+                index
+                for index, upload in enumerate(self._uploads)
+                if parameters is None or not upload.parameters.isdisjoint(parameters)
+            ]
+            if not due:
+                return
+            last = self._uploads[due[-1]]  # the others arrive before it
+            del self._uploads[: due[-1] + 1]
+        self.device.wait(Stream.CURRENT, last.arrived)
 
     @property
     def is_awaited(self) -> bool:
@@ -146,10 +158,12 @@ class Transfers:
         return not self._uploads
 
     def settle(self) -> None:
-        """Return when every upload has arrived."""
-        for upload in list(self._uploads):
-            upload.arrived.synchronize()
+        """Return when every upload has arrived, those that the current stream waits for as well."""
+        latest = self._latest
+        if latest is not None:
+            latest.synchronize()
 
     def _dtype_on_link(self, gradient: Tensor) -> torch.dtype:
-        is_converted = self._link_dtype is not None and gradient.dtype != torch.float64
-        return self._link_dtype if is_converted and self._link_dtype is not None else gradient.dtype
+        if self._link_dtype is None or gradient.dtype == torch.float64:
+            return gradient.dtype
+        return self._link_dtype

@@ -59,6 +59,62 @@ def failure(error: BaseException) -> WorkerError:
     )
 
 
+def closed() -> RuntimeError:
+    """Return what is told to whoever submits a job after `close()`."""
+    return RuntimeError("the scheduler's worker is closed; make a new OffloadScheduler")
+
+
+class DeferredWorker:
+    """Runs jobs when somebody waits for them, in the waiting thread: for machines without a core to spare.
+
+    There is no idle work: whoever waits has better things to do.
+    """
+
+    def __init__(self) -> None:
+        self.busy_seconds = 0.0
+        self._jobs: collections.deque[Job] = collections.deque()
+        self._closed = False
+
+    def submit(self, job: Job) -> None:
+        """Add a job.
+
+        Raises:
+            RuntimeError: the worker is closed.
+        """
+        if self._closed:
+            raise closed()
+        self._jobs.append(job)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every submitted job is done."""
+        return not self._jobs
+
+    def drain(self) -> None:
+        """Run every submitted job.
+
+        Raises:
+            WorkerError: a job failed; those behind it are discarded.
+        """
+        begin = time.perf_counter()
+        try:
+            while self._jobs:
+                self._jobs.popleft()()
+        except Exception as error:
+            self._jobs.clear()
+            raise failure(error) from error
+        finally:
+            self.busy_seconds += time.perf_counter() - begin
+
+    def wake(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Run what is left; further jobs are refused."""
+        self._closed = True
+        self.drain()
+
+
 class ThreadWorker:
     """A daemon thread that sleeps on a condition while it has nothing to do."""
 
@@ -87,7 +143,7 @@ class ThreadWorker:
         with self._changed:
             self._raise_error()
             if self._closing:
-                raise RuntimeError("the scheduler's worker is closed; make a new OffloadScheduler")
+                raise closed()
             self._jobs.append(job)
             self._may_idle = True
             self._changed.notify_all()

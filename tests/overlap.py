@@ -46,7 +46,21 @@ class ImmediateWorker:
     def close(self) -> None: ...
 
 
-class ImmediateDevice(PlainDevice):
+class ThreadDevice(PlainDevice):
+    """Host memory, and cores to spare: jobs run in a thread while the model computes."""
+
+    def idle_cores(self) -> int:
+        return 2
+
+
+class DeferredDevice(PlainDevice):
+    """Host memory, and no core to spare: jobs wait for the step."""
+
+    def idle_cores(self) -> int:
+        return 0
+
+
+class ImmediateDevice(ThreadDevice):
     """Host memory and an `ImmediateWorker`."""
 
     def start_worker(self, idle: Work) -> ImmediateWorker:

@@ -12,11 +12,12 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from overlap import DeferredDevice, ThreadDevice
 from reference import same_bits
 from torch import Tensor, nn
 
 from superadam import SpeculativeCPUAdamW
-from superadam.devices import Device, PlainDevice
+from superadam.devices import Device
 from superadam.devices.simulated import SimulatedDevice
 from superadam.scheduler import OffloadScheduler
 
@@ -68,7 +69,7 @@ class OverlappedRun(RuleBasedStateMachine):
     """Whatever happens to both twins, they stay bitwise equal."""
 
     make_device: Callable[[int], Device] = staticmethod(
-        lambda seed: SimulatedDevice(seed) if seed % 4 else PlainDevice()
+        lambda seed: SimulatedDevice(seed) if seed % 4 else ThreadDevice() if seed % 8 else DeferredDevice()
     )
 
     @initialize(

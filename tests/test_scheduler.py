@@ -24,9 +24,11 @@ import pytest
 import torch
 from children import exit_code_of_child
 from overlap import (
+    DeferredDevice,
     ImmediateDevice,
     PlantedError,
     RaiseInBackward,
+    ThreadDevice,
     adam,
     batch,
     changes_nothing,
@@ -42,8 +44,9 @@ from torch.utils.data import DataLoader
 from visible import shown
 
 import superadam
-from superadam import GradScaler, OffloadScheduler, SpeculativeCPUAdam, StepKind
-from superadam.devices import PlainDevice
+from superadam import GradScaler, OffloadScheduler, SpeculativeCPUAdam, StepKind, native
+from superadam.devices import Device, PlainDevice
+from superadam.devices.simulated import SimulatedDevice
 from superadam.hyperparameters import Hyperparameters
 from superadam.transaction import Transaction
 from superadam.worker import WorkerError
@@ -51,10 +54,10 @@ from superadam.worker import WorkerError
 pytestmark = pytest.mark.timeout(20)  # a hang fails with the stack of every thread
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-DEVICES = [ImmediateDevice, PlainDevice]
+DEVICES = [ImmediateDevice, ThreadDevice, DeferredDevice]
 
 
-@pytest.fixture(params=DEVICES, ids=["immediate", "thread"])
+@pytest.fixture(params=DEVICES, ids=["immediate", "thread", "deferred"])
 def device(request: pytest.FixtureRequest) -> PlainDevice:
     """Return the worst timing, and the usual worker."""
     one: PlainDevice = request.param()
@@ -692,7 +695,7 @@ def test_idle_commit_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
         failed.set()
         raise PlantedError("the commit stumbled")
 
-    with eager(optimizer, model, device=PlainDevice()):
+    with eager(optimizer, model, device=ThreadDevice()):
         with monkeypatch.context() as patch:
             patch.setattr(Transaction, "commit_some", stumble)
             loss_of(model, 0).backward()
@@ -776,11 +779,47 @@ def test_distributed_data_parallel_is_refused() -> None:
         OffloadScheduler(adam(model), nn.Sequential(DistributedModel(model)))
 
 
-def test_cores_sets_the_number_of_threads() -> None:
-    before, model = superadam.get_num_threads(), mlp()
-    with OffloadScheduler(adam(model), model, cores=2):
-        assert superadam.get_num_threads() == 2
-    superadam.set_num_threads(before)
+@pytest.mark.parametrize(("cores", "expected"), [("auto", 2), (1, 1), (3, 3)])
+def test_cores_limit_what_runs_beside_backward(
+    cores: int | str, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker uses so many threads until somebody waits for it, and others use theirs meanwhile."""
+    used: list[tuple[bool, int]] = []
+    speculate, before, model = Transaction.speculate, superadam.get_num_threads(), mlp()
+
+    def noting(*arguments: Any, **options: Any) -> None:
+        used.append((threading.current_thread() is threading.main_thread(), native._threads_here()))
+        speculate(*arguments, **options)
+
+    monkeypatch.setattr(Transaction, "speculate", noting)
+    superadam.set_num_threads(8)
+    try:
+        with eager(optimizer := adam(model), model, cores=cores, device=ThreadDevice()):
+            loss_of(model, 0).backward()
+            time.sleep(0.1)
+            assert native._threads_here() == 8
+            optimizer.step()
+    finally:
+        superadam.set_num_threads(before)
+    assert used
+    assert all(thread == (False, expected) for thread in used[:-1])
+
+
+def test_without_idle_cores_the_work_waits_for_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = mlp()
+    optimizer = adam(model)
+    threads = threading.active_count()
+    with eager(optimizer, model, device=DeferredDevice()) as scheduler:
+        assert threading.active_count() == threads
+        loss_of(model, 0).backward()
+        assert scheduler.statistics.buckets == 6
+        assert optimizer.statistics.speculate_seconds == 0.0
+        optimizer.step()
+        assert optimizer.statistics.speculate_seconds > 0.0
+        assert scheduler.statistics.hidden_share == 0.0
+        scheduler.close()
+        with pytest.raises(RuntimeError, match="worker is closed"):
+            scheduler._worker.submit(lambda: None)
 
 
 def test_second_scheduler_on_one_optimizer_is_refused() -> None:
@@ -829,7 +868,7 @@ def test_closed_and_made_again(device: PlainDevice) -> None:
 def test_no_thread_is_left_after_close() -> None:
     model = mlp()
     before = set(threading.enumerate())
-    with OffloadScheduler(adam(model), model) as scheduler:
+    with OffloadScheduler(adam(model), model, cores=1) as scheduler:
         (worker,) = set(threading.enumerate()) - before
         assert worker.name == "superadam-worker"
         train(model, scheduler.optimizer, range(2))
@@ -840,7 +879,7 @@ def test_no_thread_is_left_after_close() -> None:
 
 def test_closed_scheduler_is_collected() -> None:
     model = mlp()
-    scheduler = OffloadScheduler(adam(model), model)
+    scheduler = OffloadScheduler(adam(model), model, cores=1)
     train(model, scheduler.optimizer, range(2))
     collected: list[int] = []
     weakref.finalize(scheduler, collected.append, 1)
@@ -920,7 +959,7 @@ def test_step_returns_before_the_commits_are_done(monkeypatch: pytest.MonkeyPatc
         return commit_some(self, elements)
 
     monkeypatch.setattr(Transaction, "commit_some", slow)
-    with OffloadScheduler(optimizer, model):
+    with OffloadScheduler(optimizer, model, cores=1):
         loss_of(model, 0).backward()
         optimizer.step()
         assert began.wait(5)
@@ -952,13 +991,13 @@ def test_data_loader_workers_are_forked_beside_the_worker() -> None:
                 (30 * (model(x) - 1).square().mean()).backward()
                 optimizer.step()
 
-    both(loaded, device=PlainDevice())
+    both(loaded, device=ThreadDevice())
 
 
 def test_forked_child_is_told_instead_of_hanging() -> None:
     model = mlp()
     optimizer = adam(model)
-    with eager(optimizer, model, device=PlainDevice()):
+    with eager(optimizer, model, device=ThreadDevice()):
         loss_of(model, 0).backward()
 
         def in_child() -> None:
@@ -966,7 +1005,7 @@ def test_forked_child_is_told_instead_of_hanging() -> None:
                 optimizer.step()
             other = mlp()
             train(other, fresh := adam(other), range(2))
-            with eager(fresh, other, device=PlainDevice()):
+            with eager(fresh, other, device=ThreadDevice()):
                 train(other, fresh, range(2))
 
         assert exit_code_of_child(in_child, seconds=10) == 0
@@ -981,7 +1020,7 @@ def test_interpreter_ends_without_close(ending: str) -> None:
         import os, torch, superadam
         model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(40)])
         optimizer = superadam.SpeculativeCPUAdam(model.parameters(), max_grad_norm=1.0)
-        scheduler = superadam.OffloadScheduler(optimizer, model, bucket_numel=100)
+        scheduler = superadam.OffloadScheduler(optimizer, model, bucket_numel=100, cores=1)
         loss = lambda seed: model(torch.randn(8, 64)).square().mean()
         for seed in range(3):
             loss(seed).backward()
@@ -1001,7 +1040,7 @@ def test_interpreter_ends_without_close(ending: str) -> None:
 def test_statistics_of_overlap() -> None:
     model = mlp(width=64)
     optimizer = adam(model, max_grad_norm=math.inf)
-    with OffloadScheduler(optimizer, model, bucket_numel=64 * 64 + 64) as scheduler:
+    with OffloadScheduler(optimizer, model, bucket_numel=64 * 64 + 64, cores=1) as scheduler:
         assert scheduler.statistics.hidden_share == 0.0
         for seed in range(4):
             model(batch(seed, width=64)).square().sum().backward()
@@ -1041,7 +1080,7 @@ def test_frequent_clipping_makes_buckets_wait() -> None:
 def test_exported_trace(tmp_path: Path, poison: bool) -> None:
     model = mlp()
     optimizer = adam(model)
-    with OffloadScheduler(optimizer, model, bucket_numel=70) as scheduler:
+    with OffloadScheduler(optimizer, model, bucket_numel=70, cores=1) as scheduler:
         train(model, optimizer, range(3))
         if poison:
             (loss_of(model, 3) * math.nan).backward()
@@ -1070,3 +1109,254 @@ def test_first_step_that_is_dropped_leaves_no_state(device: PlainDevice) -> None
         (loss_of(model, 0) * math.inf).backward()
         optimizer.step()
         assert not optimizer.state
+
+
+# ---- an asynchronous device, and gradients in other dtypes on the link ----------------------------------------------
+
+ASYNCHRONOUS = [lambda: SimulatedDevice(1, 0.0), lambda: SimulatedDevice(2, 0.6)]
+EVERYWHERE = [*DEVICES, *ASYNCHRONOUS]
+NAMES = ["immediate", "thread", "deferred", "lazy device", "hasty device"]
+
+
+@pytest.fixture(params=EVERYWHERE, ids=NAMES)
+def anywhere(request: pytest.FixtureRequest) -> Device:
+    """Return the host at its worst timing and with its usual worker, and two asynchronous devices."""
+    one: Device = request.param()
+    return one
+
+
+@pytest.fixture(params=ASYNCHRONOUS, ids=NAMES[len(DEVICES) :])
+def asynchronous(request: pytest.FixtureRequest) -> Device:
+    """Return a device that does nothing before somebody waits, and one that does."""
+    one: Device = request.param()
+    return one
+
+
+def twins(
+    story: Callable[[nn.Module, SpeculativeCPUAdam], None],
+    plain_story: Callable[[nn.Module, SpeculativeCPUAdam], None] | None = None,
+    make: Callable[[], nn.Module] = mlp,
+    scheduled: dict[str, Any] | None = None,
+    **options: Any,
+) -> OffloadScheduler:
+    """Run one story under a scheduler and another, or the same, without; bits and outcomes agree."""
+    model, twin = make(), make()
+    optimizer, plain = adam(model, **options), adam(twin, **options)
+    with eager(optimizer, model, **(scheduled or {})) as scheduler:
+        story(model, optimizer)
+    (plain_story or story)(twin, plain)
+    optimizer.zero_grad()
+    plain.zero_grad()
+    assert everything(model, optimizer) == everything(twin, plain)
+    assert optimizer.last_outcome == plain.last_outcome
+    return scheduler
+
+
+@pytest.mark.parametrize("bucket_numel", [1, 100, 1_000_000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_wider_link_gives_the_same_bits(dtype: torch.dtype, bucket_numel: int, anywhere: Device) -> None:
+    twins(
+        lambda model, optimizer: train(model, optimizer, range(6)),
+        make=lambda: mlp(dtype),
+        scheduled={"device": anywhere, "link_dtype": torch.float32, "bucket_numel": bucket_numel},
+    )
+
+
+@pytest.mark.parametrize("link", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_narrow_link_is_a_step_with_rounded_gradients(dtype: torch.dtype, link: torch.dtype, anywhere: Device) -> None:
+    norms: dict[bool, list[float]] = {False: [], True: []}
+
+    def steps(model: nn.Module, optimizer: SpeculativeCPUAdam, *, rounds: bool) -> None:
+        for seed in range(6):
+            optimizer.zero_grad()
+            loss_of(model, seed).backward()
+            for parameter in model.parameters():
+                if parameter.grad is not None and dtype != torch.float64:
+                    parameter.grad = parameter.grad.to(link).to(dtype)
+            optimizer.step()
+            assert optimizer.last_outcome is not None
+            norms[rounds].append(optimizer.last_outcome.grad_norm)
+
+    twins(
+        lambda model, optimizer: steps(model, optimizer, rounds=False),
+        lambda model, optimizer: steps(model, optimizer, rounds=True),
+        make=lambda: mlp(dtype),
+        scheduled={"device": anywhere, "link_dtype": link},
+    )
+    assert norms[False] == norms[True]
+
+
+def test_narrow_link_that_overflows_skips_the_step(anywhere: Device) -> None:
+    model = mlp()
+    optimizer = adam(model, max_grad_norm=math.inf)
+    with eager(optimizer, model, device=anywhere, link_dtype=torch.float16), changes_nothing(model, optimizer):
+        (1e6 * loss_of(model, 0)).backward()
+        optimizer.step()
+        assert optimizer.last_outcome is not None
+        assert optimizer.last_outcome.kind is StepKind.SKIPPED
+        assert optimizer.last_outcome.nonfinite > 0
+
+
+# ---- parameters and gradients of every layout -----------------------------------------------------------------------
+
+
+class Odd(nn.Module):
+    """Parameters that are empty, of no dimension, not contiguous, not dense, and of several dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.convolution = nn.Conv2d(3, 4, 3, padding=1).to(memory_format=torch.channels_last)
+        self.transposed = nn.Parameter(torch.randn(6, 4).t())
+        self.sliced = nn.Parameter(torch.randn(4, 12)[:, ::2])
+        self.scalar = nn.Parameter(torch.tensor(1.5))
+        self.empty = nn.Parameter(torch.zeros(0, 4))
+        self.narrow = nn.Linear(6, 6).to(torch.bfloat16)
+        self.norm = nn.LayerNorm(6)
+        self.wide = nn.Parameter(torch.randn(6, dtype=torch.float64))
+
+    def forward(self, seed: int) -> Tensor:
+        images = batch(seed, width=3 * 5 * 5).reshape(4, 3, 5, 5)
+        hidden = self.convolution(images.contiguous(memory_format=torch.channels_last)).mean((2, 3))
+        hidden = hidden @ self.transposed + hidden @ self.sliced * self.scalar + self.empty.sum()
+        hidden = self.norm(self.narrow(hidden.to(torch.bfloat16)).float())
+        return 3 * (hidden * self.wide).square().mean()
+
+
+@pytest.mark.parametrize("link", ["auto", torch.float32], ids=str)
+@pytest.mark.parametrize("bucket_numel", [50, 1_000_000])
+def test_parameters_of_every_layout_and_dtype(bucket_numel: int, link: Any, anywhere: Device) -> None:
+    def steps(model: nn.Module, optimizer: SpeculativeCPUAdam) -> None:
+        assert not model.transposed.is_contiguous()
+        for seed in range(5):
+            optimizer.zero_grad()
+            model(seed).backward()
+            optimizer.step()
+
+    scheduler = twins(
+        steps,
+        make=Odd,
+        scheduled={"device": anywhere, "bucket_numel": bucket_numel, "link_dtype": link, "overlap_forward": True},
+        max_grad_norm=4.0,
+    )
+    counts = scheduler.optimizer.statistics
+    assert counts.committed
+    assert counts.clipped
+
+
+@pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")
+def test_gradients_in_another_layout_than_their_parameters(anywhere: Device) -> None:
+    def steps(model: nn.Module, optimizer: SpeculativeCPUAdam) -> None:
+        for seed in range(4):
+            optimizer.zero_grad()
+            for parameter in model.parameters():  # what autograd adds to keeps its layout
+                if parameter.ndim == 2:
+                    parameter.grad = torch.zeros(parameter.shape[::-1]).t()
+            loss_of(model, seed).backward()
+            optimizer.step()
+
+    twins(steps, scheduled={"device": anywhere, "bucket_numel": 100})
+
+
+def test_gradients_that_are_part_of_a_larger_buffer_are_copied(anywhere: Device) -> None:
+    """As frameworks keep them, that fill the same buffer again in the next step."""
+
+    def steps(model: nn.Module, optimizer: SpeculativeCPUAdam, *, spoils: bool) -> None:
+        flat = torch.zeros(sum(parameter.numel() for parameter in model.parameters()))
+        for seed in range(4):
+            flat.zero_()
+            parts = flat.split([parameter.numel() for parameter in model.parameters()])
+            for parameter, part in zip(model.parameters(), parts, strict=True):
+                parameter.grad = part.view(parameter.shape)
+            loss_of(model, seed).backward()
+            if spoils:
+                optimizer.state_dict()  # everything is taken by now
+                flat.fill_(math.nan)
+            optimizer.step()
+            if spoils:
+                flat.fill_(math.nan)  # and before the commit
+
+    twins(
+        lambda model, optimizer: steps(model, optimizer, spoils=True),
+        lambda model, optimizer: steps(model, optimizer, spoils=False),
+        scheduled={"device": anywhere, "bucket_numel": 1},
+    )
+
+
+def test_sparse_gradient_is_refused_on_an_asynchronous_device(asynchronous: Device) -> None:
+    model = nn.Sequential(nn.Embedding(8, 8, sparse=True), nn.Linear(8, 8))
+    optimizer = adam(model)
+    with eager(optimizer, model, device=asynchronous), changes_nothing(model, optimizer):
+        with pytest.raises(TypeError, match="is sparse, expected a dense one"):
+            one_step(optimizer, model(batch(0).argmax(-1)).sum())
+        optimizer.zero_grad()
+
+
+# ---- writes while a step is open ------------------------------------------------------------------------------------
+
+
+def write(model: nn.Module, how: str) -> None:
+    with torch.no_grad():
+        match how:
+            case "part":
+                model[2].weight[1:3] = 0.5
+            case "whole":
+                model[0].bias.fill_(-1.0)
+            case "product":
+                model[4].weight.mul_(0.5)
+            case "nothing":
+                model[4].weight.copy_(model[4].weight.clone())
+            case "everything":
+                for parameter in model.parameters():
+                    parameter.add_(0.25)
+
+
+@pytest.mark.parametrize(
+    ("how", "limit"),
+    [(how, math.inf) for how in ("part", "whole", "product", "nothing", "everything")] + [("part", 20), ("whole", 20)],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_parameters_written_between_backward_and_step(
+    dtype: torch.dtype, how: str, limit: float, device: PlainDevice
+) -> None:
+    """As between `speculate()` and `resolve()`: it counts for the written elements, on top of the step.
+
+    Under a limit, parameters need not show the step yet, so that only what does not depend on them is written.
+    """
+    model, twin = mlp(dtype), mlp(dtype)
+    optimizer, plain = adam(model, max_grad_norm=limit), adam(twin, max_grad_norm=limit)
+    with eager(optimizer, model, device=device, bucket_numel=70) as scheduler:
+        for seed in range(4):
+            loss_of(model, seed).backward()
+            loss_of(twin, seed).backward()
+            scheduler.synchronize()
+            plain.speculate()
+            if seed % 2:
+                write(model, how)
+                write(twin, how)
+            optimizer.step()
+            plain.resolve()
+            for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+                assert torch.equal(one, other)
+    assert everything(model, optimizer) == everything(twin, plain)
+
+
+@pytest.mark.parametrize("ending", ["skipped", "zero_grad"])
+def test_parameters_written_in_a_step_that_comes_to_nothing(ending: str, device: PlainDevice) -> None:
+    model, twin = mlp(torch.bfloat16), mlp(torch.bfloat16)
+    optimizer, plain = adam(model, max_grad_norm=math.inf), adam(twin, max_grad_norm=math.inf)
+    with eager(optimizer, model, device=device) as scheduler:
+        train(model, optimizer, range(1))
+        train(twin, plain, range(1))
+        for one in (model, twin):
+            (loss_of(one, 1) * (math.nan if ending == "skipped" else 1.0)).backward()
+        scheduler.synchronize()
+        plain.speculate()
+        for one, its in ((model, optimizer), (twin, plain)):
+            write(one, "part")
+            if ending == "skipped":
+                its.resolve()
+            its.zero_grad()
+            train(one, its, range(2, 4))
+    assert everything(model, optimizer) == everything(twin, plain)

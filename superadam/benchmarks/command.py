@@ -24,13 +24,15 @@ def add_parser(subparsers: Any) -> None:
     """Add `bench` to the parser of `superadam`."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "bench",
-        help="measure the passes against this machine's memory, and steps against torch",
-        description="Measure every pass against the floor of its memory traffic, and whole steps against torch's "
-        "clip_grad_norm_ and AdamW(fused=True), in interleaved pairs.",
+        help="measure the passes against this machine's memory, steps against torch, and overlap against none",
+        description="Measure every pass against the floor of its memory traffic, whole steps against torch's "
+        "clip_grad_norm_ and AdamW(fused=True), and overlapped iterations against plain ones, in interleaved pairs.",
         epilog="By default each of --isa, --threads and --dtype is varied by itself around its first value; --cross "
         "measures all combinations. Leave the machine alone while it runs.",
     )
-    parser.add_argument("what", nargs="?", choices=["all", "passes", "torch"], default="all", help="default: all")
+    parser.add_argument(
+        "what", nargs="?", choices=["all", "passes", "torch", "overlap"], default="all", help="default: all"
+    )
     parser.add_argument(
         "--numel", type=int, default=DEFAULT_NUMEL, metavar="N", help="elements of the large tensor (%(default)s)"
     )
@@ -47,6 +49,9 @@ def add_parser(subparsers: Any) -> None:
         "--small-tensors", type=int, default=10_000, metavar="N", help="tensors of the contest of many (%(default)s)"
     )
     parser.add_argument("--small-numel", type=int, default=1_000, metavar="N", help="elements of each (%(default)s)")
+    parser.add_argument(
+        "--tokens", type=int, default=2048, metavar="N", help="tokens of an overlapped iteration (%(default)s)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
     parser.set_defaults(run=run)
 
@@ -92,9 +97,9 @@ def run(arguments: argparse.Namespace) -> int:
     """
     from rich.console import Console
 
-    from superadam.benchmarks import contests, passes, report
+    from superadam.benchmarks import contests, overlap, passes, report
 
-    for option in ("numel", "pairs", "small_tensors", "small_numel"):
+    for option in ("numel", "pairs", "small_tensors", "small_numel", "tokens"):
         if getattr(arguments, option) < 1:
             raise UsageError(f"--{option.replace('_', '-')} is {getattr(arguments, option)}; expected at least 1")
     if arguments.json is not None and not arguments.json.parent.is_dir():
@@ -107,6 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
     console, progress = Console(), Console(stderr=True)
     pass_rows: list[passes.PassResult] = []
     contest_rows: list[contests.ContestResult] = []
+    overlap_rows: list[overlap.OverlapResult] = []
     try:
         with progress.status("warming up") as status:
             if arguments.what in ("all", "passes"):
@@ -117,17 +123,21 @@ def run(arguments: argparse.Namespace) -> int:
                 for result in contests.measure(games, threads[0], arguments.pairs):
                     contest_rows.append(result)
                     status.update(f"{len(contest_rows)} of {len(games)} comparisons with torch")
+            if arguments.what in ("all", "overlap"):
+                status.update("iterations with and without overlap")
+                overlap_rows.append(overlap.measure(threads[0], arguments.pairs, tokens=arguments.tokens))
         environment = report.Environment.here()
         console.print(
             f"superadam {environment.superadam}, torch {environment.torch} ({environment.torch_capability}), "
             f"{environment.processor}",
             highlight=False,
         )
-        console.print(report.to_table(pass_rows, contest_rows))
-        for line in report.notes(pass_rows, contest_rows):
+        console.print(report.to_table(pass_rows, contest_rows, overlap_rows))
+        for line in report.notes(pass_rows, contest_rows, overlap_rows):
             console.print(line, style="dim", highlight=False)
     finally:
         native.set_active_isa(before)
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(report.to_json(environment, pass_rows, contest_rows), indent=1) + "\n")
+        found = report.to_json(environment, pass_rows, contest_rows, overlap_rows)
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
     return 0

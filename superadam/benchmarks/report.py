@@ -22,6 +22,7 @@ from rich.table import Table
 import superadam
 from superadam.benchmarks.contests import ContestResult
 from superadam.benchmarks.floor import Variant
+from superadam.benchmarks.overlap import OverlapResult
 from superadam.benchmarks.pairs import Comparison, Spread
 from superadam.benchmarks.passes import PassResult, Setting
 from superadam.native import Dtype
@@ -81,7 +82,10 @@ def _processor() -> str:
 
 
 def to_json(
-    environment: Environment, passes: Sequence[PassResult], contests: Sequence[ContestResult]
+    environment: Environment,
+    passes: Sequence[PassResult],
+    contests: Sequence[ContestResult],
+    overlaps: Sequence[OverlapResult] = (),
 ) -> dict[str, Any]:
     """Return everything as plain values: seconds, bytes, elements and ratios."""
 
@@ -123,6 +127,17 @@ def to_json(
             }
             for row in contests
         ],
+        "overlap": [
+            {
+                **{
+                    field.name: getattr(row, field.name)
+                    for field in dataclasses.fields(row)
+                    if field.name != "comparison"
+                },
+                **comparison(row.comparison),
+            }
+            for row in overlaps
+        ],
     }
 
 
@@ -146,8 +161,10 @@ def _floor(variant: Variant) -> str:
     return f"{variant.burst} {variant.prefetch >> 10}K {stores}".rstrip()
 
 
-def to_table(passes: Sequence[PassResult], contests: Sequence[ContestResult]) -> Table:
-    """Return the one table: passes against the floor, grouped by setting, then contests against torch."""
+def to_table(
+    passes: Sequence[PassResult], contests: Sequence[ContestResult], overlaps: Sequence[OverlapResult] = ()
+) -> Table:
+    """Return the one table: passes against the floor, steps against torch, iterations against plain ones."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     table.add_column("what", no_wrap=True)
     table.add_column("ms", justify="right", no_wrap=True)
@@ -180,12 +197,28 @@ def to_table(passes: Sequence[PassResult], contests: Sequence[ContestResult]) ->
             _milliseconds(result.comparison.second.median),
             *_ratio(result.comparison.ratio),
         )
+    for index, overlap in enumerate(overlaps):
+        if index == 0:
+            table.add_section()
+            table.add_row(f"[bold]{superadam.active_isa()}, {overlap.threads} thr., iterations")
+        table.add_row(
+            "  overlapped",
+            _milliseconds(overlap.comparison.first.median),
+            "",
+            "plain step()",
+            _milliseconds(overlap.comparison.second.median),
+            *_ratio(overlap.comparison.ratio),
+        )
     return table
 
 
-def notes(passes: Sequence[PassResult], contests: Sequence[ContestResult]) -> list[str]:
+def notes(
+    passes: Sequence[PassResult], contests: Sequence[ContestResult], overlaps: Sequence[OverlapResult] = ()
+) -> list[str]:
     """Return what a reader of the table needs: sizes, what a ratio is against, and what each side of a contest did."""
-    found = [row.comparison for row in passes] + [result.comparison for result in contests]
+    found: list[Comparison] = [row.comparison for row in passes]
+    found += [result.comparison for result in contests]
+    found += [overlap.comparison for overlap in overlaps]
     lines = []
     if passes:
         lines.append(
@@ -197,6 +230,13 @@ def notes(passes: Sequence[PassResult], contests: Sequence[ContestResult]) -> li
     for result in contests:
         sides.setdefault((result.contest.ours, result.contest.theirs), []).append(result.contest.name)
     lines.extend(f"{'; '.join(names)}: {ours}, against {theirs}." for (ours, theirs), names in sides.items())
+    lines.extend(
+        f"overlapped: forward, backward and step of {row.parameters / 1e6:.1f} M fp32 parameters on the CPU, "
+        f"{row.tokens:,} tokens, {row.buckets:g} buckets, through OffloadScheduler; taking the gradients of a bucket "
+        f"cost the training thread {1e6 * row.hook_seconds:.0f} us; {row.hidden_share:.0%} of the optimizer's time was "
+        "hidden."
+        for row in overlaps
+    )
     if found:
         lines.append(
             f"Ratios are medians of {found[0].pairs} interleaved pairs, both sides warmed; below 1 superadam is faster."

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import enum
+import os
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -83,6 +84,10 @@ class Device(abc.ABC):
     @abc.abstractmethod
     def keep(self, buffer: Tensor, stream: Stream) -> None:
         """Keep a buffer's memory until `stream` has passed its present end, even if the buffer is dropped before."""
+
+    def idle_cores(self) -> int:
+        """Return how many CPU cores of this process are idle while the model computes."""
+        return len(os.sched_getaffinity(0))
 
     def start_worker(self, idle: Work) -> Worker:
         """Return what runs jobs beside the training thread, and `idle` while there is none, until it returns False."""
