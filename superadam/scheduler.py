@@ -190,7 +190,9 @@ class OffloadScheduler:
         """Speculate on a bucket; runs in the worker."""
         arrived.synchronize()
         arrival_time = time.perf_counter()
-        writes = self._governor.speculates(transaction.norm_so_far() * unscale, self.optimizer.max_grad_norm)
+        writes = self._cores > 0 and self._governor.speculates(
+            transaction.norm_so_far() * unscale, self.optimizer.max_grad_norm
+        )
         threads = None if self._is_waited_for else self._cores
         with torch.no_grad(), self._transfers.following_download(), native.limited_threads(threads):
             transaction.speculate(arrivals, unscale, writes=writes)

@@ -30,6 +30,10 @@ Segments = npt.NDArray[np.void]
 """A kernel job: rows of `superadam.native.SEGMENT`."""
 
 
+Indices = Sequence[int] | npt.NDArray[np.int32]
+"""Which coefficients of a `CoefficientTable` each row of a job has."""
+
+
 class CoefficientTable:
     """Collects the coefficient sets of one job; each different one is stored once."""
 
@@ -238,7 +242,7 @@ class ParameterTable:
         rows: Rows,
         gradients: Sequence[Tensor],
         coefficients: CoefficientTable,
-        indices: Sequence[int],
+        indices: Indices,
         *,
         with_norm: bool,
     ) -> None:
@@ -255,8 +259,8 @@ class ParameterTable:
         accepted: Sequence[Tensor],
         gradients: Sequence[Tensor],
         coefficients: CoefficientTable,
-        accepted_indices: Sequence[int],
-        indices: Sequence[int],
+        accepted_indices: Indices,
+        indices: Indices,
     ) -> None:
         """In one pass, fold accepted gradients into the state, speculate with new ones, and sum their squares."""
         segments = self.segments(rows, gradients)
@@ -265,27 +269,44 @@ class ParameterTable:
         segments["coefficients"] = indices
         self._run_with_out(Pass.COMMIT_AND_SPECULATE, rows, segments, coefficients)
 
-    def commit(
-        self, rows: Rows, accepted: Sequence[Tensor], coefficients: CoefficientTable, indices: Sequence[int]
-    ) -> None:
+    def commit(self, rows: Rows, accepted: Sequence[Tensor], coefficients: CoefficientTable, indices: Indices) -> None:
         """Fold the accepted gradients into the state; working copies show them already."""
         segments = self.segments(rows, accepted)
         segments["coefficients"] = indices
         segments["sums"] = segments["nonfinite"] = 0
         native.run(Pass.COMMIT, segments, coefficients.array())
 
-    def update(self, rows: Rows, segments: Segments, runs: Iterable[tuple[Hyperparameters, int]], scale: float) -> None:
+    def update(self, rows: Rows, segments: Segments, coefficients: CoefficientTable, indices: Indices) -> None:
         """Make one synchronous step in place: state, own masters, working copies and step counts.
 
         Args:
             rows: the parameters.
             segments: the job over these rows; no longer of use afterwards.
-            runs: hyper-parameters, and how many of the rows in turn they are for.
-            scale: factor on all gradients.
+            coefficients, indices: of the step, which counts from 1 more than `steps`.
         """
         for column in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master"):  # may have been made since
             segments[column] = self._rows[column][rows]
-        coefficients = CoefficientTable()
+        segments["coefficients"] = indices
+        segments["sums"] = segments["nonfinite"] = 0
+        own = self._is_own_master[rows]
+        segments["master"] = np.where(own, self._parameter_pointers[rows], segments["master"])
+        segments["out_dtype"] = np.where(own, Dtype.NONE, segments["out_dtype"])
+        self._run_with_out(Pass.UPDATE, rows, segments, coefficients)
+        self.steps[rows] += 1
+        self.is_private_fresh[rows] = self.is_published[rows] = False
+
+    def indices_of_next_step(
+        self, rows: Rows, runs: Iterable[tuple[Hyperparameters, int]], scale: float, coefficients: CoefficientTable
+    ) -> Indices:
+        """Return which coefficients the next step of each row has, after adding them to the table.
+
+        Args:
+            rows: the parameters.
+            runs: hyper-parameters, and how many of the rows in turn they are for.
+            scale: factor on all gradients.
+            coefficients: the table.
+        """
+        indices = np.empty(len(rows), np.int32)
         begin = 0
         for hyper, count in runs:
             part = slice(begin, begin + count)
@@ -295,14 +316,9 @@ class ParameterTable:
                 distinct, inverse = keys[:1], np.zeros(count, np.int64)
             else:
                 distinct, inverse = np.unique(keys, return_inverse=True)
-            indices = [coefficients.index(hyper, int(k) // 2, scale, double=bool(k % 2)) for k in distinct]
-            segments["coefficients"][part] = np.array(indices, np.int32)[inverse]
-        segments["sums"] = segments["nonfinite"] = 0
-        own = self._is_own_master[rows]
-        segments["master"] = np.where(own, self._parameter_pointers[rows], segments["master"])
-        segments["out_dtype"] = np.where(own, Dtype.NONE, segments["out_dtype"])
-        self._run_with_out(Pass.UPDATE, rows, segments, coefficients)
-        self.steps[rows] += 1
+            found = [coefficients.index(hyper, int(k) // 2, scale, double=bool(k % 2)) for k in distinct]
+            indices[part] = np.array(found, np.int32)[inverse]
+        return indices
 
     def restore(self, rows: Rows) -> None:
         """Round working copies from their masters again."""

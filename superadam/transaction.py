@@ -111,6 +111,10 @@ class Transaction:
                 self._drop(states)
             else:
                 writes = self._find_outside_writes(states)
+                written = {write.state for write in writes}
+                waiting = [s for s in states if not _pending_of(s).is_written and s not in written]
+                self._update(waiting, hyper_now, outcome.clip_coefficient)
+                states = self.in_phase(Phase.SPECULATED)
                 self._redo(states, hyper_now, outcome.clip_coefficient)
                 for state in states:
                     record = _pending_of(state)
@@ -197,8 +201,9 @@ class Transaction:
             with self._timed("update_seconds"):
                 for state in self._make_ready(arrivals):
                     state.is_provisional = state.is_max_provisional = False
-                self.table.update(rows, segments, arrivals.runs, outcome.clip_coefficient * unscale)
-                self.table.is_private_fresh[rows] = self.table.is_published[rows] = False
+                coefficients, scale = CoefficientTable(), outcome.clip_coefficient * unscale
+                indices = self.table.indices_of_next_step(rows, arrivals.runs, scale, coefficients)
+                self.table.update(rows, segments, coefficients, indices)
         return outcome
 
     def _take_norm(self, arrivals: Arrivals) -> Segments:
@@ -230,6 +235,26 @@ class Transaction:
                 self.statistics.respeculated += _pending_of(state).is_written
                 state.pending = record
 
+    def _update(
+        self, states: Sequence[ParameterState], hyper_now: Mapping[ParameterState, Hyperparameters], clip: float
+    ) -> None:
+        """Make the step of parameters that still show the one before, in place: nothing is left to commit."""
+        if not states:
+            return
+        records = [_pending_of(state) for state in states]
+        gradients = [record.gradient for record in records]
+        self._make_ready(Arrivals(states, gradients, [(hyper_now[state], 1) for state in states]))
+        for state in states:
+            state.is_provisional = state.is_max_provisional = False
+        coefficients = CoefficientTable()
+        pending = {
+            s: record.at_scale(clip * record.unscale, hyper_now[s]) for s, record in zip(states, records, strict=True)
+        }
+        rows = self.table.rows_of(states)
+        self.table.update(rows, self.table.segments(rows, gradients), coefficients, _indices(coefficients, pending))
+        for state in states:
+            self._move(state, Phase.CLEAN, None)
+
     def _write_speculation(self, pending: Mapping[ParameterState, Pending], *, with_norm: bool = False) -> None:
         coefficients = CoefficientTable()
         indices = _indices(coefficients, pending)
@@ -252,7 +277,9 @@ class Transaction:
         if not states:
             return
         writes = self._find_outside_writes(states)
-        self.table.restore(self.table.rows_of(states))
+        shown = [state for state in states if state.pending is not None and state.pending.is_written]
+        if shown:
+            self.table.restore(self.table.rows_of(shown))
         for state in states:
             self._move(state, Phase.CLEAN, None)
         self._adopt_found(writes)
