@@ -72,9 +72,6 @@ class Transaction:
             if not self.is_open:
                 self.table.clear_sums()
             self._make_ready(arrivals)
-            for state in arrivals.states:
-                if state.is_own_master and state.phase is Phase.CLEAN:
-                    self.table.refresh_private(state)
             pending = {
                 state: Pending.of(gradient, hyper, int(self.table.steps[state.row]) + 1, unscale)
                 for state, gradient, hyper in zip(arrivals.states, arrivals.gradients, arrivals.hyper, strict=True)
@@ -84,6 +81,9 @@ class Transaction:
                 self._take_norm(arrivals)
                 self._set_pending(pending)
                 return
+            for state in arrivals.states:
+                if state.is_own_master and state.phase is Phase.CLEAN:
+                    self.table.refresh_private(state)
             pending = {state: record.at_scale(unscale) for state, record in pending.items()}
             self._commit([state for state, new in pending.items() if _cannot_fuse(state, new)])
             fused = {state: new for state, new in pending.items() if state.phase is Phase.ACCEPTED}
@@ -110,18 +110,16 @@ class Transaction:
             if outcome.kind is StepKind.SKIPPED:
                 self._drop(states)
             else:
-                writes = self._find_outside_writes(states)
-                written = {write.state for write in writes}
-                waiting = [s for s in states if not _pending_of(s).is_written and s not in written]
+                shown, waiting = _split(states)
+                writes = self._find_outside_writes(shown)
                 self._update(waiting, hyper_now, outcome.clip_coefficient)
-                states = self.in_phase(Phase.SPECULATED)
-                self._redo(states, hyper_now, outcome.clip_coefficient)
-                for state in states:
+                self._redo(shown, hyper_now, outcome.clip_coefficient)
+                for state in shown:
                     record = _pending_of(state)
                     self._move(state, Phase.ACCEPTED, record)
                     self.table.steps[state.row] = record.step
                     state.is_provisional = state.is_max_provisional = False
-                self.table.is_published[self.table.rows_of(states)] = False
+                self.table.is_published[self.table.rows_of(shown)] = False
                 if writes:
                     self._commit([write.state for write in writes])
                     self._adopt_found(writes)
@@ -232,15 +230,19 @@ class Transaction:
             self._make_ready(Arrivals(list(changed), [record.gradient for record in changed.values()], runs))
             self._write_speculation(changed)
             for state, record in changed.items():
-                self.statistics.respeculated += _pending_of(state).is_written
+                self.statistics.respeculated += 1
                 state.pending = record
 
     def _update(
         self, states: Sequence[ParameterState], hyper_now: Mapping[ParameterState, Hyperparameters], clip: float
     ) -> None:
-        """Make the step of parameters that still show the one before, in place: nothing is left to commit."""
+        """Make the step of parameters that still show the one before, in place: nothing is left to commit.
+
+        What somebody wrote to them meanwhile was written before this step.
+        """
         if not states:
             return
+        self._notice_outside_writes(states)
         records = [_pending_of(state) for state in states]
         gradients = [record.gradient for record in records]
         self._make_ready(Arrivals(states, gradients, [(hyper_now[state], 1) for state in states]))
@@ -276,13 +278,14 @@ class Transaction:
     def _drop(self, states: Sequence[ParameterState]) -> None:
         if not states:
             return
-        writes = self._find_outside_writes(states)
-        shown = [state for state in states if state.pending is not None and state.pending.is_written]
+        shown, waiting = _split(states)
+        writes = self._find_outside_writes(shown)
         if shown:
             self.table.restore(self.table.rows_of(shown))
         for state in states:
             self._move(state, Phase.CLEAN, None)
         self._adopt_found(writes)
+        self._notice_outside_writes(waiting)
         for state in states:
             if state.is_provisional or state.is_max_provisional:
                 state.forget_provisional()
@@ -343,7 +346,7 @@ class Transaction:
             self.table.fingerprints.note(write.state.row)
 
     def _find_outside_writes(self, states: Sequence[ParameterState]) -> list[OutsideWrite]:
-        """Find what was written over open speculation, by making the speculation once more."""
+        """Find what was written over speculation that parameters show, by making it once more."""
         fingerprints = self.table.fingerprints
         hinted = [state for state in states if fingerprints.is_hinted(state.row)]
         if not hinted:
@@ -352,11 +355,7 @@ class Transaction:
         present = [state.parameter.detach().clone() for state in hinted]
         for state in hinted:
             self.table.note_moved(state)
-        written = {state: _pending_of(state) for state in hinted if _pending_of(state).is_written}
-        if written:
-            self._write_speculation(written)
-        if len(written) < len(hinted):
-            self.table.restore(self.table.rows_of([state for state in hinted if state not in written]))
+        self._write_speculation({state: _pending_of(state) for state in hinted})
         self.table.settle()
         writes = []
         for state, values in zip(hinted, present, strict=True):
@@ -377,6 +376,12 @@ class Transaction:
                 yield
             finally:
                 setattr(self.statistics, phase, getattr(self.statistics, phase) + time.perf_counter() - begin)
+
+
+def _split(states: Sequence[ParameterState]) -> tuple[list[ParameterState], list[ParameterState]]:
+    """Return the speculated states whose parameters show the open step, and those that wait for the verdict."""
+    shown = [state for state in states if state.pending is not None and state.pending.is_written]
+    return shown, [state for state in states if state.pending is None or not state.pending.is_written]
 
 
 def _cannot_fuse(state: ParameterState, new: Pending) -> bool:

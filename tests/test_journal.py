@@ -1,0 +1,362 @@
+"""What is told of a scheduler's work adds up: every bucket has one fate, bytes are those that moved, times are sane."""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from overlap import DeferredDevice, ImmediateDevice, PlantedError, ThreadDevice, adam, batch, eager, loss_of, mlp
+from torch import Tensor, nn
+
+from superadam import OffloadScheduler, SpeculativeCPUAdam, StepKind, StepOutcome
+from superadam.devices import Device
+from superadam.devices.simulated import SimulatedDevice
+from superadam.flat import FlatLayout
+from superadam.journal import Journal
+from superadam.overlap_statistics import OverlapStatistics
+from superadam.parameter import ParameterState
+from superadam.transaction import Transaction
+from superadam.worker import WorkerError
+
+pytestmark = pytest.mark.timeout(20)
+
+COMMITTED = StepOutcome(StepKind.COMMITTED, 1.0, 1.0)
+CLIPPED = StepOutcome(StepKind.CLIPPED, 2.0, 0.5)
+SKIPPED = StepOutcome(StepKind.SKIPPED, math.inf, 1.0, 3)
+
+
+def fates(statistics: OverlapStatistics) -> tuple[int, int, int, int]:
+    return (
+        statistics.waiting_buckets,
+        statistics.accepted_buckets,
+        statistics.respeculated_buckets,
+        statistics.dropped_buckets,
+    )
+
+
+# ---- the journal by itself -------------------------------------------------------------------------------------------
+
+
+def handle(journal: Journal, written: int, waiting: int = 0) -> None:
+    for is_written in [True] * written + [False] * waiting:
+        journal.statistics.buckets += 1
+        journal.note_bucket(10, sent=0.0, arrived=1.0, is_written=is_written)
+
+
+def test_fates_of_buckets() -> None:
+    journal = Journal()
+    handle(journal, written=2)
+    assert journal.statistics.open_buckets == 2
+    journal.note_verdict(COMMITTED, redone=0)
+    assert fates(journal.statistics) == (0, 2, 0, 0)
+    handle(journal, written=1, waiting=3)
+    journal.note_verdict(CLIPPED, redone=5)
+    assert fates(journal.statistics) == (3, 2, 1, 0)
+    handle(journal, written=1)
+    journal.note_verdict(COMMITTED, redone=6)  # with another learning rate
+    assert fates(journal.statistics) == (3, 2, 2, 0)
+    handle(journal, written=1, waiting=1)
+    journal.note_verdict(SKIPPED, redone=6)
+    handle(journal, written=1)
+    journal.note_verdict(None, redone=6)
+    assert fates(journal.statistics) == (4, 2, 2, 2)
+    handle(journal, written=1)
+    journal.note_verdict(COMMITTED, redone=6)
+    assert fates(journal.statistics) == (4, 3, 2, 2)
+    assert journal.statistics.buckets == sum(fates(journal.statistics))
+    assert journal.statistics.open_buckets == 0
+
+
+def test_what_was_redone_before_the_scheduler_was_made_is_not_counted() -> None:
+    journal = Journal(redone=7)
+    handle(journal, written=2)
+    journal.note_verdict(COMMITTED, redone=7)
+    assert fates(journal.statistics) == (0, 2, 0, 0)
+
+
+def test_bucket_that_was_handed_over_but_never_looked_at_is_dropped() -> None:
+    journal = Journal()
+    handle(journal, written=1, waiting=1)
+    journal.statistics.buckets += 2  # one failed in the worker, one was behind it
+    journal.note_verdict(None, redone=0)
+    assert fates(journal.statistics) == (1, 0, 0, 3)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 3),
+            st.integers(0, 3),
+            st.sampled_from([COMMITTED, CLIPPED, SKIPPED, None]),
+            st.integers(0, 2),
+        )
+    )
+)
+def test_every_bucket_has_one_fate(steps: list[tuple[int, int, StepOutcome | None, int]]) -> None:
+    journal, redone = Journal(), 0
+    for written, waiting, outcome, more in steps:
+        handle(journal, written, waiting)
+        redone += more
+        journal.note_verdict(outcome, redone)
+        assert journal.statistics.buckets == sum(fates(journal.statistics))
+
+
+def test_spans_of_a_step() -> None:
+    journal = Journal()
+    journal.note_gradient()
+    begin = time.perf_counter()
+    journal.note_gradient()
+    handle(journal, written=1, waiting=1)
+    journal.note_wait(begin)
+    journal.note_verdict(CLIPPED, redone=1)
+    names = [(span.name, span.track) for span in journal.trace.spans]
+    assert names == [
+        ("gradients to host", "download"),
+        ("adam", "worker"),
+        ("gradients to host", "download"),
+        ("norm", "worker"),
+        ("wait for worker", "training"),
+        ("backward and step", "training"),
+        ("verdict: clipped", "training"),
+    ]
+    spans = {span.name: span for span in journal.trace.spans}
+    assert spans["backward and step"].begin < begin <= spans["backward and step"].end
+    assert spans["adam"].details == {"elements": 10}
+    assert spans["verdict: clipped"].details == {"grad_norm": 2.0}
+    assert journal.statistics.waited_seconds == spans["wait for worker"].end - begin
+    journal.note_verdict(None, redone=1)
+    assert len(journal.trace.spans) == 7  # nothing was open
+
+
+@given(st.floats(0, 1e6), st.floats(0, 1e6))
+def test_hidden_share_is_a_share(worker: float, waited: float) -> None:
+    share = OverlapStatistics(worker_seconds=worker, waited_seconds=waited).hidden_share
+    assert 0.0 <= share <= 1.0
+    if worker and waited == 0.0:
+        assert share == 1.0
+
+
+def test_hidden_share_before_any_work() -> None:
+    assert OverlapStatistics().hidden_share == 0.0
+
+
+# ---- of real schedulers ----------------------------------------------------------------------------------------------
+
+DEVICES = [
+    ImmediateDevice,
+    ThreadDevice,
+    DeferredDevice,
+    pytest.param(lambda: SimulatedDevice(3, 0.0), id="lazy device"),
+    pytest.param(lambda: SimulatedDevice(4, 0.7), id="hasty device"),
+]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> Device:
+    one: Device = request.param()
+    return one
+
+
+def check(scheduler: OffloadScheduler) -> None:
+    statistics = scheduler.statistics
+    assert statistics.buckets == sum(fates(statistics))
+    assert statistics.open_buckets == 0
+    assert statistics.speculated_buckets == statistics.buckets - statistics.waiting_buckets
+    assert 0.0 <= statistics.hidden_share <= 1.0
+
+
+EVENTS = ["plain", "plain", "clipped", "skipped", "rolled back", "zero_grad", "lr", "limit", "micro-batches", "forward"]
+
+
+def one_step(event: str, model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler) -> None:
+    optimizer.zero_grad()
+    optimizer.max_grad_norm = 1e-3 if event == "clipped" else math.inf
+    if event == "micro-batches":
+        with scheduler.accumulate(torch.float32):
+            loss_of(model, 1).backward()
+        loss_of(model[2:], 2).backward()
+    else:
+        (loss_of(model, 3) * (math.nan if event == "skipped" else 1.0)).backward()
+    match event:
+        case "rolled back":
+            optimizer.rollback()
+        case "zero_grad":
+            optimizer.zero_grad()
+        case "forward":
+            with pytest.raises(RuntimeError, match="no verdict yet"):
+                model(batch(0))
+        case "lr":
+            optimizer.param_groups[0]["lr"] *= 0.9
+        case "limit":
+            optimizer.clip_grad_norm_(1e-3)
+    if event not in ("rolled back", "zero_grad", "forward"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("bucket_numel", [1, 100, 10**6])
+def test_fates_add_up_after_each_verdict(bucket_numel: int, device: Device) -> None:
+    model = mlp()
+    optimizer = adam(model, lr=1e-3)
+    events = EVENTS + random.Random(0).choices(EVENTS, k=30)
+    with eager(optimizer, model, device=device, bucket_numel=bucket_numel) as scheduler:
+        for event in events + ["clipped"] * 12 + ["plain"]:
+            before = fates(scheduler.statistics)
+            one_step(event, model, optimizer, scheduler)
+            check(scheduler)
+            waiting, accepted, respeculated, dropped = (
+                now - then for now, then in zip(fates(scheduler.statistics), before, strict=True)
+            )
+            if event in ("plain", "micro-batches"):
+                assert accepted > 0 == waiting == respeculated == dropped
+            elif event == "forward" and bucket_numel == 10**6:  # the bucket has not left yet
+                assert waiting == accepted == respeculated == dropped == 0
+            elif event in ("skipped", "rolled back", "zero_grad", "forward"):
+                assert dropped > 0 == waiting == respeculated == accepted
+            elif event == "lr" and bucket_numel == 10**6:  # the bucket leaves in step(), with the new rate
+                assert accepted > 0 == waiting == respeculated == dropped
+            elif event in ("lr", "limit"):
+                assert respeculated > 0 == waiting == accepted == dropped
+            else:
+                assert waiting + respeculated > 0 == accepted == dropped
+        assert waiting == respeculated == 0  # the limit was lifted
+    assert scheduler.statistics.waiting_buckets >= 12 - 7
+
+
+def test_governor_makes_whole_steps_wait(device: Device) -> None:
+    model = mlp()
+    optimizer = adam(model, max_grad_norm=1e-3)
+    with eager(optimizer, model, device=device) as scheduler:
+        for seed in range(12):
+            loss_of(model, seed).backward()
+            optimizer.step()
+            check(scheduler)
+        before = scheduler.statistics.waiting_buckets
+        (loss_of(model, 20) * math.nan).backward()
+        optimizer.step()
+        check(scheduler)
+        assert scheduler.statistics.waiting_buckets - before == 6
+
+
+@pytest.mark.parametrize("at", [1, 2, 4])
+def test_fates_add_up_after_the_worker_failed(at: int, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = mlp()
+    optimizer = adam(model, max_grad_norm=math.inf)
+    speculate, calls = Transaction.speculate, []
+
+    def stumble(*arguments: object, **options: object) -> None:
+        calls.append(1)
+        if len(calls) == at:
+            raise PlantedError("planted")
+        speculate(*arguments, **options)  # type: ignore[arg-type]
+
+    def step() -> None:
+        loss_of(model, 0).backward()
+        optimizer.step()
+
+    with eager(optimizer, model, device=device) as scheduler:
+        step()
+        with monkeypatch.context() as patch:
+            patch.setattr(Transaction, "speculate", stumble)
+            with pytest.raises(WorkerError):
+                step()
+        optimizer.zero_grad()
+        check(scheduler)
+        dropped = scheduler.statistics.dropped_buckets
+        assert at <= dropped <= 6
+        step()
+        check(scheduler)
+        assert fates(scheduler.statistics) == (0, 12, 0, dropped)
+
+
+def test_times_are_those_of_the_worker() -> None:
+    model = mlp()
+    optimizer = adam(model, max_grad_norm=math.inf)
+    begin = time.perf_counter()
+    with eager(optimizer, model, device=ThreadDevice()) as scheduler:
+        statistics = scheduler.statistics
+        loss_of(model, 0).backward()
+        scheduler._worker.submit(functools.partial(time.sleep, 0.05))
+        time.sleep(0.02)
+        optimizer.step()
+        elapsed = time.perf_counter() - begin
+        assert 0.0 < statistics.waited_seconds < elapsed
+        assert 0.05 <= statistics.worker_seconds < elapsed
+        assert 0.0 < statistics.hidden_share < 1.0  # what was done during the second sleep
+        waited = statistics.waited_seconds
+        loss_of(model, 1).backward()
+        time.sleep(0.02)
+        optimizer.step()
+        assert statistics.waited_seconds - waited < 0.05  # there was no sleep to wait for
+    assert statistics.worker_seconds < time.perf_counter() - begin
+
+
+# ---- bytes -----------------------------------------------------------------------------------------------------------
+
+
+def mixed() -> nn.Module:
+    model = mlp()
+    model[0].to(torch.bfloat16)
+    return model
+
+
+def mixed_loss(model: nn.Module, seed: int) -> Tensor:
+    hidden = model[0](batch(seed, torch.bfloat16)).float()
+    return 30 * (model[1:](hidden) - 1).square().mean()
+
+
+def flat_bytes(parameters: list[nn.Parameter], dtype: torch.dtype | None = None) -> int:
+    """Return what parameters, or gradients of `dtype`, take in one flat buffer for each dtype."""
+    by_dtype: dict[torch.dtype, list[ParameterState]] = {}
+    for row, parameter in enumerate(parameters):
+        by_dtype.setdefault(dtype or parameter.dtype, []).append(ParameterState(parameter, row, ""))
+    return sum(FlatLayout(states).numel * one.itemsize for one, states in by_dtype.items())
+
+
+@pytest.mark.parametrize("link", [None, torch.float32], ids=str)
+@pytest.mark.parametrize("bucket_numel", [1, 10**6])
+def test_bytes_are_those_of_flat_buffers(bucket_numel: int, link: torch.dtype | None) -> None:
+    model = mixed()
+    optimizer = adam(model, max_grad_norm=math.inf, lr=1e-3)
+    device = SimulatedDevice(0, 0.5)
+    with eager(optimizer, model, device=device, bucket_numel=bucket_numel, link_dtype=link or "auto") as scheduler:
+        statistics = scheduler.statistics
+        parameters = list(model.parameters())
+        buckets = [parameters] if bucket_numel > 1 else [[parameter] for parameter in parameters]
+        down = sum(flat_bytes(bucket, link) for bucket in buckets)
+        up = sum(flat_bytes(bucket) for bucket in buckets)
+        for step in range(1, 4):
+            mixed_loss(model, step).backward()
+            optimizer.step()
+            assert statistics.downloaded_bytes == step * down
+            assert statistics.uploaded_bytes == step * up
+        optimizer.max_grad_norm = 1e-3
+        mixed_loss(model, 4).backward()
+        optimizer.step()
+        assert statistics.downloaded_bytes == 4 * down
+        written = statistics.respeculated_buckets  # came up twice; the others waited for the verdict
+        assert 0 < written < len(buckets) or bucket_numel > 1
+        redone = statistics.uploaded_bytes - 3 * up
+        assert redone > flat_bytes(parameters)
+        uploaded = statistics.uploaded_bytes
+        optimizer.max_grad_norm = math.inf
+        (mixed_loss(model, 5) * math.nan).backward()
+        optimizer.step()
+        assert statistics.uploaded_bytes - uploaded >= flat_bytes(parameters)  # written back from the masters
+
+
+@pytest.mark.parametrize("make", [ImmediateDevice, ThreadDevice])
+def test_nothing_moves_in_host_memory(make: Callable[[], Device]) -> None:
+    model = mixed()
+    optimizer = adam(model)
+    with eager(optimizer, model, device=make(), link_dtype=torch.float32) as scheduler:
+        for step in range(3):
+            mixed_loss(model, step).backward()
+            optimizer.step()
+    assert scheduler.statistics.downloaded_bytes == scheduler.statistics.uploaded_bytes == 0
