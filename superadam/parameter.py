@@ -270,6 +270,11 @@ class ParameterState:
         self.private.copy_(self.parameter.detach())
 
     @property
+    def shows_open_step(self) -> bool:
+        """Whether the parameter holds values that wait for a verdict."""
+        return self.phase is Phase.SPECULATED and self.pending is not None and self.pending.is_written
+
+    @property
     def speculation_master(self) -> Tensor:
         """The master that speculation reads and commits write."""
         master = self.private if self.is_own_master else self.master

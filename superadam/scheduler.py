@@ -365,14 +365,7 @@ class OffloadScheduler:
         """Return a parameter's value after the last accepted step, if it shows a speculated one (watch.Keeper)."""
         self.catch_up()
         state = self._states.get(parameter)
-        if (
-            state is None
-            or state.phase is not Phase.SPECULATED
-            or state.pending is None
-            or not state.pending.is_written
-        ):
-            return None
-        return state.speculation_master.detach()
+        return state.speculation_master.detach() if state is not None and state.shows_open_step else None
 
     def abandon(self) -> None:
         """Drop the open step, also from inside backward."""

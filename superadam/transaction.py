@@ -380,8 +380,8 @@ class Transaction:
 
 def _split(states: Sequence[ParameterState]) -> tuple[list[ParameterState], list[ParameterState]]:
     """Return the speculated states whose parameters show the open step, and those that wait for the verdict."""
-    shown = [state for state in states if state.pending is not None and state.pending.is_written]
-    return shown, [state for state in states if state.pending is None or not state.pending.is_written]
+    shown = [state for state in states if state.shows_open_step]
+    return shown, [state for state in states if not state.shows_open_step]
 
 
 def _cannot_fuse(state: ParameterState, new: Pending) -> bool:
