@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from superadam import cli, native
-from superadam.benchmarks import contests, floor, passes
+from superadam.benchmarks import contests, floor, overlap, passes
 from superadam.benchmarks.arrays import PassArrays, bytes_per_element
 from superadam.benchmarks.pairs import WARM_UPS, Spread, compare, fastest
 from superadam.native import Dtype, Pass
@@ -302,9 +302,25 @@ def test_contests_use_the_same_threads_and_put_them_back() -> None:
     assert (torch.get_num_threads(), native.get_num_threads()) == before
 
 
+def test_iterations_with_and_without_overlap_reach_the_same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    models, build = [], overlap._loop
+
+    def kept(tokens: int) -> Any:
+        models.append((made := build(tokens))[0])
+        return made
+
+    monkeypatch.setattr(overlap, "_loop", kept)
+    before = torch.get_num_threads(), native.get_num_threads()
+    row = overlap.measure(1, 1, tokens=1)
+    assert (torch.get_num_threads(), native.get_num_threads()) == before
+    assert (row.tokens, row.threads, row.comparison.pairs) == (overlap.SEQ, 1, 1)
+    ours, theirs = (dict(model.named_parameters()) for model in models)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
 # -- the command -----------------------------------------------------------------------------------------------------
 
-TINY = ["--numel", "8192", "--pairs", "2", "--small-tensors", "5", "--small-numel", "100"]
+TINY = ["--numel", "8192", "--pairs", "2", "--small-tensors", "5", "--small-numel", "100", "--tokens", "64"]
 
 
 @pytest.mark.parametrize("columns", [80, 120])
@@ -322,14 +338,19 @@ def test_the_command_prints_one_table_and_writes_json(
     for word in ("commit+speculate, norm", "update", "f32>bf16", "bf16>bf16", "5 x 100 f32", "torch", before):
         assert word in printed
     read = json.loads(target.read_text())
-    assert set(read) == {"environment", "passes", "contests"}
+    assert set(read) == {"environment", "passes", "contests", "overlap"}
+    (overlapped,) = read["overlap"]
+    assert 9.9e6 < overlapped["parameters"] < 10.1e6
+    assert overlapped["buckets"] > 4
+    assert overlapped["hook_seconds"] > 0
+    assert 0.0 <= overlapped["hidden_share"] <= 1.0
     assert read["environment"]["isa"] == before
     settings = {(row["isa"], row["threads"], row["gradient_dtype"]) for row in read["passes"]}
     assert {isa for isa, _, _ in settings} == set(native.available_isas())
     assert {threads for _, threads, _ in settings} == {1, 2}
     assert len(read["passes"]) == len(settings) * len(passes.PASSES)
     assert len(read["contests"]) == 5
-    for row in read["passes"] + read["contests"]:
+    for row in read["passes"] + read["contests"] + read["overlap"]:
         assert row["pairs"] == 2
         assert row["ratio"]["lower"] <= row["ratio"]["median"] <= row["ratio"]["upper"]
         assert row["seconds"]["median"] > 0
@@ -342,7 +363,7 @@ def test_a_part_can_be_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert cli.main(words) == 0
     read = json.loads(target.read_text())
     assert {(row["isa"], row["gradient_dtype"]) for row in read["passes"]} == {("scalar", "float64")}
-    assert read["contests"] == []
+    assert read["contests"] == read["overlap"] == []
     assert "torch" not in capsys.readouterr().out.partition("\n")[2]
 
 
@@ -353,6 +374,7 @@ def test_a_part_can_be_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (["--threads", "0"], "--threads 0 is below 1"),
         (["--pairs", "0"], "--pairs is 0; expected at least 1"),
         (["--numel", "-5"], "--numel is -5; expected at least 1"),
+        (["--tokens", "0"], "--tokens is 0; expected at least 1"),
         (["--json", "/nowhere/at/all.json"], "is in a directory that does not exist"),
     ],
 )

@@ -205,7 +205,7 @@ def to_table(
             "  overlapped",
             _milliseconds(overlap.comparison.first.median),
             "",
-            "plain step()",
+            "plain",
             _milliseconds(overlap.comparison.second.median),
             *_ratio(overlap.comparison.ratio),
         )
