@@ -16,8 +16,6 @@ from superadam.blocks import awaited_parameters
 from superadam.devices import Stream
 from superadam.devices.simulated import SimulatedDevice
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def names(model: nn.Module) -> dict[str, set[str]]:
     """Return, by the name of each module, the names of the parameters that its forward awaits."""

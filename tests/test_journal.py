@@ -152,7 +152,6 @@ def test_hidden_share_before_any_work() -> None:
 DEVICES = [
     ImmediateDevice,
     ThreadDevice,
-    DeferredDevice,
     pytest.param(lambda: SimulatedDevice(3, 0.0), id="lazy device"),
     pytest.param(lambda: SimulatedDevice(4, 0.7), id="hasty device"),
 ]
@@ -227,6 +226,16 @@ def test_fates_add_up_after_each_verdict(bucket_numel: int, device: Device) -> N
                 assert waiting + respeculated > 0 == accepted == dropped
         assert waiting == respeculated == 0  # the limit was lifted
     assert scheduler.statistics.waiting_buckets >= 12 - 7
+
+
+def test_every_bucket_waits_where_no_core_is_idle() -> None:
+    model = mlp()
+    optimizer = adam(model, lr=1e-3)
+    with eager(optimizer, model, device=DeferredDevice()) as scheduler:
+        for event in EVENTS:
+            one_step(event, model, optimizer, scheduler)
+            check(scheduler)
+    assert scheduler.statistics.waiting_buckets == scheduler.statistics.buckets > 0
 
 
 def test_governor_makes_whole_steps_wait(device: Device) -> None:

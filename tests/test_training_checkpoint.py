@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from training_runs import SENTENCES, TINY, are_same, one_torch_thread, tiny_trainer
 
+from superadam import OverlapStatistics
 from superadam.training import checkpoint
 from superadam.training.loop import Trainer
 from superadam.training.text import Text
@@ -27,12 +30,19 @@ def _one_torch_thread() -> Iterator[None]:
 STEPS = 6
 
 
+OF_A_SESSION = (
+    *("seconds", "update_seconds", "sessions", "peak_host_bytes"),
+    *("overlap", "respeculated", "dropped"),  # what is worth speculating on is learnt anew in each session
+)
+
+
 def content_of(trainer: Trainer, folder: Path) -> dict[str, object]:
-    """Return what a checkpoint of the run holds, but for times and the number of sessions."""
+    """Return what a checkpoint of the run holds, but for what depends on how its sessions went."""
     checkpoint.save(trainer, folder)
     content = checkpoint.read(folder)
-    for key in ("seconds", "optimizer_seconds", "sessions"):
+    for key in OF_A_SESSION:
         content["history"].pop(key)
+    content["settings"].pop("overlap")
     return content
 
 
@@ -40,56 +50,85 @@ def content_of(trainer: Trainer, folder: Path) -> dict[str, object]:
     stops=st.sets(st.integers(1, STEPS - 1), max_size=3),
     nan_steps=st.sets(st.integers(1, STEPS), max_size=2),
     dtype=st.sampled_from(["bf16", "fp32"]),
-    is_plain=st.booleans(),
+    overlaps=st.lists(st.booleans(), min_size=5, max_size=5),
 )
 def test_continued_run_is_the_run_that_never_stopped(
     stops: set[int],
     nan_steps: set[int],
     dtype: str,
-    is_plain: bool,
+    overlaps: list[bool],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     folder = tmp_path_factory.mktemp("run")
-    whole, stopped = (tiny_trainer(steps=STEPS, dtype=dtype, is_plain=is_plain) for _ in range(2))
-    for number in range(1, STEPS + 1):
-        for trainer in (whole, stopped):
-            trainer.step(inject_nan=number in nan_steps)
-        if number in stops:
-            checkpoint.save(stopped, folder)
+    whole, stopped = (tiny_trainer(steps=STEPS, dtype=dtype, overlap=overlap) for overlap in overlaps[:2])
+    with whole:
+        for number in range(1, STEPS + 1):
+            whole.step(inject_nan=number in nan_steps)
+        expected = content_of(whole, folder)
+    ends = [*sorted(stops), STEPS]
+    for begin, end, overlap in zip([0, *ends], ends, overlaps[1:], strict=False):
+        if begin:
             content = checkpoint.read(folder)
-            settings = checkpoint.settings_of(content, folder)
-            stopped = Trainer(settings, stopped.text, is_plain=is_plain)
+            settings = checkpoint.settings_of(content, folder).continued({"overlap": overlap})
+            stopped = Trainer(settings, stopped.text)
             checkpoint.restore(stopped, content, folder)
-    assert are_same(content_of(whole, folder), content_of(stopped, folder))
+        with stopped:
+            for number in range(begin + 1, end + 1):
+                stopped.step(inject_nan=number in nan_steps)
+            checkpoint.save(stopped, folder)
+    assert are_same(expected, content_of(stopped, folder))
     assert stopped.history.sessions == 1 + len(stops)
 
 
-def test_verified_run_can_be_continued(tmp_path: Path) -> None:
-    first = tiny_trainer()
-    first.step()
-    checkpoint.save(first, tmp_path)
-    second = tiny_trainer()
+def test_figures_are_those_of_all_sessions(tmp_path: Path) -> None:
+    sessions: list[OverlapStatistics] = []
+    for number in range(3):
+        trainer = tiny_trainer()
+        if number:
+            checkpoint.restore(trainer, checkpoint.read(tmp_path), tmp_path)
+        before = trainer.history.seconds
+        with trainer:
+            trainer.step()
+            trainer.step(inject_nan=True)
+            assert trainer.scheduler is not None
+            sessions.append(copy.copy(trainer.scheduler.statistics))
+            checkpoint.save(trainer, tmp_path)
+        assert trainer.history.seconds > before
+    total = checkpoint.read(tmp_path)["history"]["overlap"]
+    for field in dataclasses.fields(OverlapStatistics):
+        expected = sum(getattr(session, field.name) for session in sessions)
+        assert total[field.name] == pytest.approx(expected, rel=1e-12)  # sums of seconds are rounded in another order
+    assert total["buckets"] == 3 * 2 * 3
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_verified_run_can_be_continued(overlap: bool, tmp_path: Path) -> None:
+    with tiny_trainer(overlap=not overlap) as first:
+        first.step()
+        checkpoint.save(first, tmp_path)
+    second = tiny_trainer(overlap=overlap)
     checkpoint.restore(second, checkpoint.read(tmp_path), tmp_path)
     reference = second.verify()
-    second.step(inject_nan=True)
-    second.step()
-    found = reference.compare()
+    with second:
+        second.step(inject_nan=True)
+        second.step()
+        found = reference.compare()
     assert found.elements_differing + found.parameters_differing + found.verdicts_differing == 0
 
 
 def test_saving_does_not_disturb_the_run(tmp_path: Path) -> None:
-    saved, untouched = tiny_trainer(), tiny_trainer()
-    for _ in range(3):
-        saved.step()
-        checkpoint.save(saved, tmp_path)
-        untouched.step()
-    assert are_same(content_of(saved, tmp_path), content_of(untouched, tmp_path))
+    with tiny_trainer() as saved, tiny_trainer() as untouched:
+        for _ in range(3):
+            saved.step()
+            checkpoint.save(saved, tmp_path)
+            untouched.step()
+        assert are_same(content_of(saved, tmp_path), content_of(untouched, tmp_path))
 
 
 def test_checkpoint_loads_with_weights_only_and_keeps_infinity(tmp_path: Path) -> None:
-    trainer = tiny_trainer(max_grad_norm=math.inf)
-    trainer.step(inject_nan=True)
-    path = checkpoint.save(trainer, tmp_path)
+    with tiny_trainer(max_grad_norm=math.inf) as trainer:
+        trainer.step(inject_nan=True)
+        path = checkpoint.save(trainer, tmp_path)
     content = torch.load(path, weights_only=True)
     assert content["settings"]["max_grad_norm"] == math.inf
     assert content["model"]["head.weight"].dtype == torch.bfloat16
@@ -111,6 +150,13 @@ def test_foreign_file_is_refused(tmp_path: Path) -> None:
         checkpoint.read(tmp_path)
 
 
+def test_file_of_another_layout_is_refused(tmp_path: Path) -> None:
+    path = checkpoint.save(tiny_trainer(), tmp_path)
+    torch.save({**checkpoint.read(tmp_path), "format": "superadam train, 1"}, path)
+    with pytest.raises(UsageError, match="has the layout 'superadam train, 1', expected 'superadam train, 2'"):
+        checkpoint.read(tmp_path)
+
+
 def test_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=f"holds no {checkpoint.FILE_NAME}"):
         checkpoint.read(tmp_path / "nowhere")
@@ -119,8 +165,8 @@ def test_missing_file_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", ["model", "optimizer", "schedule", "batches", "random", "history"])
 @pytest.mark.parametrize("value", [None, {}, {"state": 1}, "text"])
 def test_damaged_part_is_refused(key: str, value: object, tmp_path: Path) -> None:
-    trainer = tiny_trainer()
-    trainer.step()
+    with tiny_trainer() as trainer:
+        trainer.step()
     checkpoint.save(trainer, tmp_path)
     content = checkpoint.read(tmp_path)
     content[key] = value

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import pytest
 import torch
 from training_runs import OPTIONS, are_same, one_torch_thread, read_report, train, write_text
 
+from superadam import OffloadScheduler
 from superadam.training import checkpoint, verification
 from superadam.training.verification import Reference
 
@@ -40,24 +43,92 @@ def test_verified_run_leaves_its_files_and_figures(
     assert report["elements_differing"] == 0
     assert report["norm_max_relative_difference"] <= 1e-10
     tensors = len(torch.load(out / "checkpoint.pt", weights_only=True)["model"])
-    assert report["respeculated"] == report["clipped"] * tensors
+    assert 0 < report["respeculated"] <= report["clipped"] * tensors
     assert report["dropped"] == 2 * tensors
+    assert report["buckets"] == 8 * 3
+    outcomes = ("accepted", "respeculated", "dropped", "waiting")
+    assert sum(report[f"{outcome}_buckets"] for outcome in outcomes) == report["buckets"]
+    assert min(report["respeculated_buckets"], report["dropped_buckets"]) >= 1
+    assert (report["downloaded_bytes"], report["uploaded_bytes"], report["peak_device_bytes"]) == (0, 0, None)
     printed = capsys.readouterr().out
-    for word in ("committed", "clipped", "skipped", "respeculated", "dropped", "tokens/s", "isa", "threads"):
+    for word in (
+        "committed",
+        "clipped",
+        "skipped",
+        "respeculated",
+        "dropped",
+        "hidden",
+        "host GB",
+        "tokens/s",
+        "threads",
+    ):
         assert word in printed
     assert f"verified: 0 of {3 * parameters:,} fp32 elements" in printed
 
 
-def test_plain_run_has_the_same_bits_and_speculates_nothing(tmp_path: Path) -> None:
+def test_run_without_overlap_has_the_same_bits_and_speculates_nothing(tmp_path: Path) -> None:
     text = write_text(tmp_path)
-    for name in ("speculative", "plain"):
-        plain = ["--plain"] if name == "plain" else []
-        words = (*OPTIONS, "--text", text, "--out", tmp_path / name, "--report", tmp_path / f"{name}.json", *plain)
-        assert train(*words, "--verify", "--inject-nan", 2) == 0
-    first, second = (checkpoint.read(tmp_path / name) for name in ("speculative", "plain"))
-    assert are_same([first["model"], first["optimizer"]], [second["model"], second["optimizer"]])
-    report = read_report(tmp_path / "plain.json")
-    assert (report["respeculated"], report["dropped"]) == (0, 0)
+    for name, options in (("overlapped", ()), ("plain", ("--no-overlap",)), ("wide", ("--bucket-numel", "auto"))):
+        words = (*(word for word in OPTIONS if options == () or word not in ("--bucket-numel", "2000")), *options)
+        places = ("--text", text, "--out", tmp_path / name, "--report", tmp_path / f"{name}.json")
+        assert train(*words, *places, "--verify", "--inject-nan", 2) == 0
+    runs = [checkpoint.read(tmp_path / name) for name in ("overlapped", "plain", "wide")]
+    reports = [read_report(tmp_path / f"{name}.json") for name in ("overlapped", "plain", "wide")]
+    for run, report in zip(runs[1:], reports[1:], strict=True):
+        for key in ("model", "optimizer", "schedule", "batches", "random"):
+            assert are_same(runs[0][key], run[key]), key
+        for key in ("steps", "held_out"):
+            assert are_same(runs[0]["history"][key], run["history"][key]), key
+        for key in ("losses", "grad_norms", "held_out_loss", "clipped", "skipped"):
+            assert reports[0][key] == report[key], key
+    assert [report["buckets"] for report in reports] == [24, 0, 8]
+    plain = reports[1]
+    assert (plain["overlap"], plain["respeculated"], plain["dropped"], plain["hidden_share"]) == (False, 0, 0, 0.0)
+
+
+def test_trace_holds_the_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "traces" / "trace.json"
+    assert train(*OPTIONS, "--text", write_text(tmp_path), "--out", tmp_path / "run", "--trace", path) == 0
+    assert str(path) in capsys.readouterr().out
+    names = [event["name"] for event in json.loads(path.read_text())["traceEvents"]]
+    assert sum(name.startswith("verdict: ") for name in names) == 8
+    assert {"backward and step", "adam"} <= set(names)
+    assert os.listdir(path.parent) == ["trace.json"]
+
+
+def test_trace_that_cannot_be_written_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(self: OffloadScheduler, path: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(OffloadScheduler, "export_trace", refuse)
+    words = (*OPTIONS, "--text", write_text(tmp_path), "--out", tmp_path / "run", "--trace", tmp_path / "trace.json")
+    assert train(*words) == 2
+    assert f"cannot write {tmp_path / 'trace.json'}: No space left" in capsys.readouterr().err
+    assert "superadam-worker" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_options_of_overlap_are_refused_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_text(tmp_path)
+    options = [word for word in (*OPTIONS, "--text", "sentences.txt") if word not in ("--bucket-numel", "2000")]
+
+    def refused(option: str, value: str, *words: str) -> bool:
+        sentence = (
+            f"{option} needs an overlapped run, and this one is --no-overlap; leave {option} out, or give --overlap"
+        )
+        return train(*words, option, value) == 2 and sentence in capsys.readouterr().err
+
+    assert refused("--trace", "trace.json", *options, "--no-overlap")
+    assert refused("--bucket-numel", "100", *options, "--no-overlap")
+    assert refused("--cores", "1", *options, "--no-overlap")
+    assert os.listdir() == ["sentences.txt"]
+    assert train(*options, "--no-overlap", "--out", "run", "--stop-at", 2) == 0
+    assert refused("--trace", "trace.json", "--resume", "run")  # a continued run stays as it was
+    assert train("--resume", "run", "--overlap", "--trace", "trace.json", "--bucket-numel", 100, "--cores", 2) == 0
 
 
 def test_stopped_and_continued_run_is_the_run_that_never_stopped(
@@ -74,7 +145,7 @@ def test_stopped_and_continued_run_is_the_run_that_never_stopped(
     for key in ("settings", "model", "optimizer", "schedule", "batches", "random"):
         assert are_same(whole[key], parts[key]), key
     one, other = (read_report(tmp_path / f"{name}.json") for name in ("whole", "parts"))
-    for key in ("steps", "committed", "clipped", "skipped", "respeculated", "dropped", "losses", "grad_norms"):
+    for key in ("steps", "committed", "clipped", "skipped", "buckets", "losses", "grad_norms"):
         assert one[key] == other[key], key
     assert (other["sessions"], other["elements_differing"]) == (2, 0)
 
@@ -140,6 +211,10 @@ def test_difference_ends_with_status_one(
         (["--out", "short.txt/below"], "short.txt is not a folder"),
         (["--report", "short.txt/report.json"], "short.txt is not a folder"),
         (["--report", "."], "--report . is a folder"),
+        (["--trace", "short.txt/trace.json"], "short.txt is not a folder"),
+        (["--trace", "."], "--trace . is a folder"),
+        (["--bucket-numel", "0"], "--bucket-numel is 0"),
+        (["--cores", "0"], "--cores is 0"),
         (["--inject-nan", "9"], "--inject-nan is 9; expected a step from 1 to 8"),
         (["--inject-nan", "0"], "--inject-nan is 0; expected a step from 1 to 8"),
         (["--stop-at", "0"], "--stop-at is 0"),
@@ -167,6 +242,12 @@ def test_bad_input_is_one_sentence_and_writes_nothing(
     assert captured.err.count("\n") == 1
     assert not captured.out
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_bucket_numel_is_a_number_or_auto(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        train("--bucket-numel", "some")
+    assert "argument --bucket-numel: 'some' is neither auto nor an integer" in capsys.readouterr().err
 
 
 def test_resumed_run_refuses_to_become_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,8 +1,10 @@
-"""`superadam.training.loop`: speculation changes no bit of a run, and a skipped step changes nothing but the batch."""
+"""`superadam.training.loop`: overlap changes no bit of a run, and a skipped step changes nothing but the batch."""
 
 from __future__ import annotations
 
 import math
+import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 from training_runs import are_same, one_torch_thread, tiny_trainer
 
 from superadam import StepKind
+from superadam.devices import PlainDevice
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -24,74 +27,177 @@ def _one_torch_thread() -> Iterator[None]:
     nan_steps=st.sets(st.integers(0, 5), max_size=3),
     dtype=st.sampled_from(["bf16", "fp32"]),
     max_grad_norm=st.sampled_from([0.1, 0.75, math.inf]),
+    bucket_numel=st.sampled_from([1, 700, 2000, "auto"]),
 )
-def test_speculative_and_plain_runs_are_the_same_run(nan_steps: set[int], dtype: str, max_grad_norm: float) -> None:
-    runs = [tiny_trainer(dtype=dtype, max_grad_norm=max_grad_norm, is_plain=is_plain) for is_plain in (False, True)]
-    for number in range(6):
-        first, second = (run.step(inject_nan=number in nan_steps) for run in runs)
-        assert are_same([first.loss, first.grad_norm, first.lr], [second.loss, second.grad_norm, second.lr])
-        assert first.kind is second.kind
-    speculative, plain = runs
-    assert are_same(speculative.model.state_dict(), plain.model.state_dict())
-    assert are_same(speculative.optimizer.state_dict(), plain.optimizer.state_dict())
+def test_overlapped_run_is_the_run_without_overlap(
+    nan_steps: set[int], dtype: str, max_grad_norm: float, bucket_numel: int | str
+) -> None:
+    changes = {"dtype": dtype, "max_grad_norm": max_grad_norm, "bucket_numel": bucket_numel}
+    with tiny_trainer(**changes) as overlapped, tiny_trainer(overlap=False, **changes) as plain:
+        for number in range(6):
+            first, second = (run.step(inject_nan=number in nan_steps) for run in (overlapped, plain))
+            assert are_same([first.loss, first.grad_norm, first.lr], [second.loss, second.grad_norm, second.lr])
+            assert first.kind is second.kind
+        assert overlapped.measure_held_out() == plain.measure_held_out()
+    assert are_same(overlapped.model.state_dict(), plain.model.state_dict())
+    assert are_same(overlapped.optimizer.state_dict(), plain.optimizer.state_dict())
+    assert plain.history.overlap.buckets == plain.history.hidden_seconds == 0
+    assert overlapped.history.overlap.buckets >= 6
 
 
-@pytest.mark.parametrize("is_plain", [False, True])
+@pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_skipped_step_leaves_model_state_and_learning_rate(dtype: str, is_plain: bool) -> None:
-    trainer = tiny_trainer(dtype=dtype, is_plain=is_plain)
-    trainer.step()
+def test_skipped_step_leaves_model_state_and_learning_rate(dtype: str, overlap: bool) -> None:
+    with tiny_trainer(dtype=dtype, overlap=overlap) as trainer:
+        trainer.step()
 
-    def snapshot() -> object:
-        model = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
-        state = trainer.optimizer.state_dict()["state"]
-        moments = {index: {key: value.clone() for key, value in entry.items()} for index, entry in state.items()}
-        return [model, moments, trainer.optimizer.param_groups[0]["lr"]]
+        def snapshot() -> object:
+            model = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+            state = trainer.optimizer.state_dict()["state"]
+            moments = {index: {key: value.clone() for key, value in entry.items()} for index, entry in state.items()}
+            return [model, moments, trainer.optimizer.param_groups[0]["lr"]]
 
-    before = snapshot()
-    record = trainer.step(inject_nan=True)
-    assert record.kind is StepKind.SKIPPED
-    assert math.isnan(record.grad_norm)
-    assert are_same(before, snapshot())
-    following = trainer.step()
-    assert following.kind is not StepKind.SKIPPED
-    assert following.lr == record.lr
+        before = snapshot()
+        record = trainer.step(inject_nan=True)
+        assert record.kind is StepKind.SKIPPED
+        assert math.isnan(record.grad_norm)
+        assert are_same(before, snapshot())
+        following = trainer.step()
+        assert following.kind is not StepKind.SKIPPED
+        assert following.lr == record.lr
 
 
-def test_history_tells_what_the_optimizer_counted() -> None:
-    trainer = tiny_trainer()
-    for number in range(6):
-        trainer.step(inject_nan=number == 3)
-    history, statistics = trainer.history, trainer.optimizer.statistics
+@pytest.mark.parametrize("idle_cores", [0, 1])
+def test_optimizer_writes_before_backward_has_ended(idle_cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PlainDevice, "idle_cores", lambda device: idle_cores)
+    trainer = tiny_trainer(max_grad_norm=math.inf)
+    assert trainer.shares_cores is (idle_cores == 0)
+    before = trainer.model.head.weight.detach().clone()
+    seen = []
+
+    def look(gradient: torch.Tensor) -> None:
+        """Wait, in the middle of backward, for the parameter whose gradient came first."""
+        deadline = time.monotonic() + 60.0
+        while torch.equal(trainer.model.head.weight, before) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert trainer.scheduler is not None
+        seen.append((torch.equal(trainer.model.head.weight, before), trainer.scheduler.statistics.buckets))
+
+    with trainer:
+        trainer.model.bytes.weight.register_hook(look)  # type: ignore[no-untyped-call]
+        trainer.step()
+    assert seen == [(False, 2)]
+    assert trainer.history.overlap.accepted_buckets == trainer.history.overlap.buckets == 3
+    assert trainer.history.hidden_seconds > 0.0
+
+
+def test_history_tells_what_optimizer_and_scheduler_counted() -> None:
+    with tiny_trainer() as trainer:
+        for number in range(6):
+            trainer.step(inject_nan=number == 3)
+        assert trainer.scheduler is not None
+        history, statistics, overlap = trainer.history, trainer.optimizer.statistics, trainer.scheduler.statistics
     kinds = (StepKind.COMMITTED, StepKind.CLIPPED, StepKind.SKIPPED)
     assert [history.count(kind) for kind in kinds] == [statistics.committed, statistics.clipped, statistics.skipped]
     assert (history.respeculated, history.dropped) == (statistics.respeculated, statistics.dropped)
-    assert history.dropped == len(list(trainer.model.parameters()))
     assert history.updates == 5
+    counted = history.overlap
+    assert (counted.buckets, counted.waiting_buckets) == (overlap.buckets, overlap.waiting_buckets)
+    assert counted.buckets == 6 * 3
+    outcomes = (
+        counted.waiting_buckets,
+        counted.accepted_buckets,
+        counted.respeculated_buckets,
+        counted.dropped_buckets,
+    )
+    assert sum(outcomes) == counted.buckets
+    assert all(outcomes)
+    assert (counted.downloaded_bytes, counted.uploaded_bytes) == (0, 0)  # of a model in host memory
     assert 0.0 < history.optimizer_seconds < history.seconds
+    assert 0.0 <= history.hidden_share < 1.0
+    assert history.peak_host_bytes > 10_000_000  # Python and torch alone take more
+    assert history.peak_device_bytes is None
+
+
+def test_reference_is_no_part_of_the_runs_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = tiny_trainer()
+    reference = trainer.verify()
+    monkeypatch.setattr(reference, "take_hook_seconds", lambda: 1000.0)
+    with trainer:
+        trainer.step()
+    assert -1000.0 < trainer.history.seconds < -900.0
+
+
+def worker_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "superadam-worker"]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_interrupted_backward_ends_the_overlap_and_leaves_the_last_step(dtype: str) -> None:
+    def interrupt(gradient: torch.Tensor) -> None:
+        raise KeyboardInterrupt
+
+    trainer, expected = tiny_trainer(dtype=dtype), tiny_trainer(dtype=dtype, overlap=False)
+    trainer.verify()
+    with trainer:
+        trainer.step()
+        assert len(worker_threads()) == 1
+    trainer.model.bytes.weight.register_hook(interrupt)  # type: ignore[no-untyped-call]
+    with pytest.raises(KeyboardInterrupt), trainer:
+        trainer.step()
+    assert worker_threads() == []
+    assert trainer.scheduler is None
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in trainer.model.parameters())
+    with expected:
+        expected.step()
+    assert are_same(trainer.model.state_dict(), expected.model.state_dict())
+    assert are_same(trainer.optimizer.state_dict(), expected.optimizer.state_dict())
+
+
+def test_steps_outside_and_references_inside_are_refused() -> None:
+    trainer = tiny_trainer()
+    with pytest.raises(RuntimeError, match="outside 'with trainer:'"):
+        trainer.step()
+    with trainer, pytest.raises(RuntimeError, match="inside 'with trainer:'"):
+        trainer.verify()
+    with pytest.raises(RuntimeError, match="outside 'with trainer:'"):
+        trainer.step()
+
+
+def test_trainer_can_be_entered_again() -> None:
+    again, once = tiny_trainer(), tiny_trainer()
+    for _ in range(2):
+        with again:
+            again.step()
+    with once:
+        once.step()
+        once.step()
+    assert are_same(again.model.state_dict(), once.model.state_dict())
+    assert again.history.overlap.buckets == once.history.overlap.buckets
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_training_learns(dtype: str) -> None:
-    trainer = tiny_trainer(steps=60, dtype=dtype, batch=4)
-    before = trainer.measure_held_out()
-    for _ in range(60):
-        trainer.step()
-    assert trainer.measure_held_out() < 0.75 * before
+    with tiny_trainer(steps=60, dtype=dtype, batch=4) as trainer:
+        before = trainer.measure_held_out()
+        for _ in range(60):
+            trainer.step()
+        assert trainer.measure_held_out() < 0.75 * before
     assert sorted(trainer.history.held_out) == [0, 60]
 
 
-def test_no_scheduler_warning(recwarn: pytest.WarningsRecorder) -> None:
-    trainer = tiny_trainer()
-    trainer.step()
-    trainer.step()
+@pytest.mark.parametrize("overlap", [True, False])
+def test_no_scheduler_warning(overlap: bool, recwarn: pytest.WarningsRecorder) -> None:
+    with tiny_trainer(overlap=overlap) as trainer:
+        trainer.step()
+        trainer.step()
     assert not [str(warning.message) for warning in recwarn]
 
 
 def test_seed_makes_the_run() -> None:
     def model(seed: int) -> dict[str, torch.Tensor]:
-        trainer = tiny_trainer(seed=seed)
-        trainer.step()
+        with tiny_trainer(seed=seed) as trainer:
+            trainer.step()
         return trainer.model.state_dict()
 
     assert are_same(model(1), model(1))

@@ -25,10 +25,10 @@ def _one_torch_thread() -> Iterator[None]:
 
 
 def run_of(steps: int, nan_steps: frozenset[int], max_grad_norm: float) -> tuple[History, Report]:
-    trainer = tiny_trainer(steps=steps, max_grad_norm=max_grad_norm)
-    trainer.measure_held_out()
-    for number in range(1, steps + 1):
-        trainer.step(inject_nan=number in nan_steps)
+    with tiny_trainer(steps=steps, max_grad_norm=max_grad_norm) as trainer:
+        trainer.measure_held_out()
+        for number in range(1, steps + 1):
+            trainer.step(inject_nan=number in nan_steps)
     return trainer.history, Report.of(trainer, None)
 
 

@@ -23,12 +23,12 @@ def _one_torch_thread() -> Iterator[None]:
 GOOD = Verification(300, 0, 0, 0, 1e-15)
 
 
-def report_of(verification: Verification | None) -> Report:
-    trainer = tiny_trainer(max_grad_norm=math.inf)
-    trainer.measure_held_out()
-    for number in range(4):
-        trainer.step(inject_nan=number == 2)
-    trainer.measure_held_out()
+def report_of(verification: Verification | None, *, overlap: bool = True) -> Report:
+    with tiny_trainer(max_grad_norm=math.inf, overlap=overlap) as trainer:
+        trainer.measure_held_out()
+        for number in range(4):
+            trainer.step(inject_nan=number == 2)
+        trainer.measure_held_out()
     return Report.of(trainer, verification)
 
 
@@ -46,6 +46,25 @@ def test_unverified_report_says_so_and_is_no_failure(tmp_path: Path) -> None:
     assert values["held_out_loss"] < values["held_out_loss_before"]
     assert values["seconds"] > 0.0
     assert {"isa", "threads", "dtype", "parameters", "tokens_per_second", "versions"} <= values.keys()
+
+
+def test_overlap_is_told_in_buckets_and_seconds() -> None:
+    report = report_of(None)
+    assert (report.overlap, report.bucket_numel, report.buckets) == (True, 2000, 4 * 3)
+    outcomes = (report.accepted_buckets, report.respeculated_buckets, report.dropped_buckets, report.waiting_buckets)
+    assert outcomes == (9, 0, 3, 0)
+    assert report.hidden_seconds >= 0.0
+    assert report.hidden_share == report.hidden_seconds / (report.hidden_seconds + report.optimizer_seconds)
+    assert report.peak_host_bytes > 0
+    assert report.peak_device_bytes is None
+
+
+def test_report_without_overlap_has_nothing_hidden() -> None:
+    report = report_of(None, overlap=False)
+    assert (report.overlap, report.bucket_numel, report.buckets) == (False, None, 0)
+    assert (report.respeculated, report.dropped) == (0, 0)
+    assert (report.hidden_seconds, report.hidden_share) == (0.0, 0.0)
+    assert 0.0 < report.optimizer_seconds < report.seconds
 
 
 def test_verified_report_holds_what_was_found() -> None:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from training_runs import TINY
 
+from superadam.buckets import DEFAULT_NUMEL
 from superadam.training.settings import Settings
 from superadam.usage import UsageError
 
@@ -25,6 +26,7 @@ from superadam.usage import UsageError
         *[("weight_decay", value) for value in (math.nan, math.inf, -0.1)],
         ("width", 10),
         ("dtype", "int8"),
+        *[(name, value) for name in ("bucket_numel", "cores") for value in (0, -1, "all", 2.5)],
     ],
 )
 def test_values_outside_their_limits_are_refused_by_name(name: str, value: Any) -> None:
@@ -47,6 +49,18 @@ def test_learning_rate_rises_to_its_peak_and_falls_to_a_tenth(steps: int, warmup
 def test_continued_run_changes_only_what_leaves_it_the_same_run() -> None:
     changed = TINY.continued({"steps": 20, "threads": 2, "device": "cpu", "text": "moved.txt", "lr": TINY.lr})
     assert changed == dataclasses.replace(TINY, steps=20, threads=2, text="moved.txt")
+    assert TINY.continued({"overlap": False, "bucket_numel": "auto"}) == dataclasses.replace(
+        TINY, overlap=False, bucket_numel="auto"
+    )
+
+
+@given(parameters=st.integers(1, 10**12))
+def test_automatic_buckets_are_several_and_within_limits(parameters: int) -> None:
+    numel = Settings().elements_of_bucket(parameters)
+    assert 64 * 1024 <= numel <= DEFAULT_NUMEL
+    if 64 * 1024 < numel < DEFAULT_NUMEL:
+        assert 8 * numel <= parameters < 8 * (numel + 1)
+    assert Settings(bucket_numel=77).elements_of_bucket(parameters) == 77
 
 
 @pytest.mark.parametrize("name", ["dtype", "max_grad_norm", "lr", "warmup", "batch", "seq", "width", "seed"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from training_runs import one_torch_thread, tiny_trainer
 
-from superadam import StepKind, StepOutcome, native
+from superadam import OffloadScheduler, StepKind, StepOutcome, native
 from superadam.training.loop import Trainer
+from superadam.training.model import next_byte_loss
 from superadam.training.verification import NORM_TOLERANCE, Reference, Verification, count_differing
 
 
@@ -28,18 +29,26 @@ def _one_torch_thread() -> Iterator[None]:
 def verified_steps(trainer: Trainer, steps: int = 5) -> Verification:
     """Run some steps with a NaN in the second one, and compare."""
     reference = trainer.verify()
-    for number in range(steps):
-        trainer.step(inject_nan=number == 1)
-    return reference.compare()
+    with trainer:
+        for number in range(steps):
+            trainer.step(inject_nan=number == 1)
+        return reference.compare()
 
 
-@pytest.mark.parametrize("is_plain", [False, True])
+def feed(reference: Reference, gradients: Sequence[torch.Tensor]) -> None:
+    """Run a backward that gives each parameter this gradient."""
+    for parameter in reference._parameters:
+        parameter.grad = None
+    loss = sum((p * gradient).sum() for p, gradient in zip(reference._parameters, gradients, strict=True))
+    loss.backward()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_right_run_differs_in_nothing(dtype: str, is_plain: bool) -> None:
-    trainer = tiny_trainer(dtype=dtype, is_plain=is_plain)
+def test_right_run_differs_in_nothing(dtype: str, overlap: bool) -> None:
+    trainer = tiny_trainer(dtype=dtype, overlap=overlap)
     found = verified_steps(trainer)
-    parameters = sum(p.numel() for p in trainer.model.parameters())
-    assert (found.elements, found.elements_differing, found.parameters_differing) == (3 * parameters, 0, 0)
+    assert (found.elements, found.elements_differing, found.parameters_differing) == (3 * trainer.parameters, 0, 0)
     assert found.verdicts_differing == 0
     assert found.norm_max_relative_difference <= NORM_TOLERANCE
     kinds = {record.kind for record in trainer.history.steps}
@@ -49,8 +58,9 @@ def test_right_run_differs_in_nothing(dtype: str, is_plain: bool) -> None:
 def test_run_of_skipped_steps_alone_differs_in_nothing() -> None:
     trainer = tiny_trainer()
     reference = trainer.verify()
-    trainer.step(inject_nan=True)
-    found = reference.compare()
+    with trainer:
+        trainer.step(inject_nan=True)
+        found = reference.compare()
     assert found.elements > 0
     assert found.elements_differing + found.parameters_differing + found.verdicts_differing == 0
 
@@ -66,40 +76,48 @@ def flip(tensor: torch.Tensor, index: int, bit: int) -> None:
 def test_one_planted_bit_is_one_differing_element(dtype: str, key: str, bit: int) -> None:
     trainer = tiny_trainer(dtype=dtype)
     reference = trainer.verify()
-    trainer.step()
-    parameter = trainer.optimizer.param_groups[0]["params"][1]
-    state = trainer.optimizer.state[parameter]
-    tensor = state.get(key, parameter.detach())
-    flip(tensor, tensor.numel() - 1, bit)
-    assert reference.compare().elements_differing == 1
+    with trainer:
+        trainer.step()
+        parameter = trainer.optimizer.param_groups[0]["params"][1]
+        state = trainer.optimizer.state[parameter]
+        tensor = state.get(key, parameter.detach())
+        flip(tensor, tensor.numel() - 1, bit)
+        assert reference.compare().elements_differing == 1
 
 
+@pytest.mark.filterwarnings("ignore:Seems like `optimizer.step")  # it is overridden here, to plant the bit
+@pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_planted_bit_in_the_models_parameter_is_noticed_after_the_step(dtype: str) -> None:
-    trainer = tiny_trainer(dtype=dtype, max_grad_norm=math.inf)
+def test_planted_bit_in_the_models_parameter_is_noticed_after_the_step(
+    dtype: str, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = tiny_trainer(dtype=dtype, max_grad_norm=math.inf, overlap=overlap)
     reference = trainer.verify()
-    resolve = trainer.optimizer.resolve
+    step = trainer.optimizer.step
 
-    def resolve_and_flip() -> StepOutcome:
-        outcome = resolve()
+    def step_and_flip() -> None:
+        step()
+        if trainer.scheduler is not None:
+            trainer.scheduler.synchronize()
         parameter = trainer.optimizer.param_groups[0]["params"][1]
         integers = torch.int16 if dtype == "bf16" else torch.int32
         parameter.data.view(-1).view(integers)[3] ^= 1
-        return outcome
 
-    trainer.optimizer.resolve = resolve_and_flip  # type: ignore[method-assign]
-    trainer.step()
-    assert reference.compare().parameters_differing == 1
+    monkeypatch.setattr(trainer.optimizer, "step", step_and_flip)
+    with trainer:
+        trainer.step()
+        assert reference.compare().parameters_differing == 1
 
 
 def test_wrong_hyperparameter_is_noticed() -> None:
     trainer = tiny_trainer()
     reference = trainer.verify()
-    trainer.step()
-    trainer.step()
-    trainer.optimizer.param_groups[0]["maximize"] = True  # the reference knows nothing of it
-    trainer.step()
-    assert reference.compare().elements_differing > 0
+    with trainer:
+        trainer.step()
+        trainer.step()
+        trainer.optimizer.param_groups[0]["maximize"] = True  # the reference knows nothing of it
+        trainer.step()
+        assert reference.compare().elements_differing > 0
 
 
 @pytest.mark.parametrize(
@@ -116,13 +134,12 @@ def test_wrong_hyperparameter_is_noticed() -> None:
 )
 def test_wrong_outcome_is_noticed(change: dict[str, object], verdicts: int, is_norm_off: bool) -> None:
     trainer = tiny_trainer(dtype="fp32", max_grad_norm=0.5)
-    reference = Reference(trainer.optimizer)
-    for parameter in reference._parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    reference._parameters[0].grad.view(-1)[:2] = torch.tensor([3.0, 4.0])  # type: ignore[union-attr]
+    reference = Reference(trainer.optimizer, trainer.model)
+    gradients = [torch.zeros_like(parameter) for parameter in reference._parameters]
+    gradients[0].view(-1)[:2] = torch.tensor([3.0, 4.0])
     coefficient = float(np.float32(0.5 / (5.0 + 1e-6)))
     outcome = StepOutcome(StepKind.CLIPPED, 5.0, coefficient)
-    reference.take_gradients()
+    feed(reference, gradients)
     reference.step(dataclasses.replace(outcome, **change))  # type: ignore[arg-type]
     found = reference.compare()
     assert found.verdicts_differing == verdicts
@@ -131,29 +148,64 @@ def test_wrong_outcome_is_noticed(change: dict[str, object], verdicts: int, is_n
 
 def test_skipping_is_the_only_right_verdict_over_a_nan() -> None:
     trainer = tiny_trainer(dtype="fp32")
-    reference = Reference(trainer.optimizer)
-    for parameter in reference._parameters:
-        parameter.grad = torch.full_like(parameter, math.nan)
+    reference = Reference(trainer.optimizer, trainer.model)
     for kind, differing in ((StepKind.SKIPPED, 0), (StepKind.COMMITTED, 1)):
-        reference.take_gradients()
+        feed(reference, [torch.full_like(parameter, math.nan) for parameter in reference._parameters])
         reference.step(StepOutcome(kind, math.nan, 1.0))
         assert reference._verdicts_differing == differing
 
 
 def test_reference_never_runs_our_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = tiny_trainer(dtype="fp32")
-    trainer.step()
-    reference = Reference(trainer.optimizer)
-    for parameter in reference._parameters:
-        parameter.grad = torch.ones_like(parameter)
-    trainer.optimizer.commit()
+    with trainer:
+        trainer.step()
+    reference = Reference(trainer.optimizer, trainer.model)
 
     def refuse(*arguments: object, **options: object) -> None:
         raise AssertionError("the reference called superadam's kernels")
 
     monkeypatch.setattr(native, "run", refuse)
-    reference.take_gradients()
+    feed(reference, [torch.ones_like(parameter) for parameter in reference._parameters])
     reference.step(StepOutcome(StepKind.CLIPPED, 1.0, 0.5))
+
+
+def test_parameter_without_a_gradient_is_an_error() -> None:
+    trainer = tiny_trainer()
+    reference = Reference(trainer.optimizer, trainer.model)
+    with pytest.raises(RuntimeError, match="9 parameters gave the reference no gradient in this step, first bytes"):
+        reference.step(StepOutcome(StepKind.COMMITTED, 1.0, 1.0))
+    trainer.model.norm.requires_grad_(False)
+    next_byte_loss(trainer.model, trainer.text.held_out_windows(1, 16)).backward()  # type: ignore[no-untyped-call]
+    with pytest.raises(RuntimeError, match=r"1 parameters gave the reference no gradient in this step, first norm\."):
+        reference.step(StepOutcome(StepKind.COMMITTED, 1.0, 1.0))
+
+
+def test_second_gradient_in_a_step_is_an_error() -> None:
+    trainer = tiny_trainer()
+    reference = Reference(trainer.optimizer, trainer.model)
+    ones = [torch.ones_like(parameter) for parameter in reference._parameters]
+    feed(reference, ones)
+    with pytest.raises(RuntimeError, match="got a second gradient in one step"):
+        feed(reference, ones)
+
+
+def test_reference_made_after_the_scheduler_is_an_error() -> None:
+    trainer = tiny_trainer()
+    with OffloadScheduler(trainer.optimizer, trainer.model):
+        reference = Reference(trainer.optimizer, trainer.model)
+        with pytest.raises(RuntimeError, match="make the Reference before the OffloadScheduler"):
+            feed(reference, [torch.ones_like(parameter) for parameter in reference._parameters])
+
+
+def test_closed_reference_takes_nothing() -> None:
+    trainer = tiny_trainer()
+    reference = trainer.verify()
+    with trainer:
+        trainer.step()
+    with trainer:  # the reference has gone with the first session, and would miss this step
+        trainer.optimizer.zero_grad()
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in trainer.model.parameters())
+    assert reference.compare().elements_differing == 0
 
 
 NAN_PATTERNS = st.sampled_from([0x7FC00000, 0xFFC00000, 0x7F800001, 0x7FFFFFFF])

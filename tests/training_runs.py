@@ -18,22 +18,25 @@ from superadam.training.loop import Trainer
 from superadam.training.settings import Settings
 from superadam.training.text import Text
 
-TINY = Settings(steps=8, layers=1, width=16, heads=2, batch=2, seq=16, warmup=2, lr=1e-2, max_grad_norm=0.75)
-"""A model of about 11 thousand parameters. This limit clips its first step, then commits two, then clips again."""
+TINY = Settings(
+    steps=8, layers=1, width=16, heads=2, batch=2, seq=16, warmup=2, lr=1e-2, max_grad_norm=0.75, bucket_numel=2000
+)
+"""A model of about 11 thousand parameters, in three buckets. This limit clips its first step, then commits two, then
+clips again."""
 
 OPTIONS = (
     *("--steps", "8", "--layers", "1", "--width", "16", "--heads", "2", "--batch", "2", "--seq", "16"),
-    *("--warmup", "2", "--lr", "1e-2", "--max-grad-norm", "0.75", "--threads", "1"),
+    *("--warmup", "2", "--lr", "1e-2", "--max-grad-norm", "0.75", "--threads", "1", "--bucket-numel", "2000"),
 )
 """`TINY` as a person types it."""
 
 SENTENCES = b"".join(b"%d bottles of milk on the wall, and %d on the floor.\n" % (n, n * n % 97) for n in range(200))
 
 
-def tiny_trainer(*, is_plain: bool = False, **changes: Any) -> Trainer:
+def tiny_trainer(**changes: Any) -> Trainer:
     """Return a fresh trainer of a tiny run, with some settings changed."""
     settings = dataclasses.replace(TINY, **changes)
-    return Trainer(settings, Text.of_bytes("sentences", SENTENCES, settings.seq), is_plain=is_plain)
+    return Trainer(settings, Text.of_bytes("sentences", SENTENCES, settings.seq))
 
 
 def write_text(folder: Path) -> Path:

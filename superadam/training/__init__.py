@@ -1,6 +1,7 @@
 """`superadam train`: a small real trainer that shows the optimizer at work and checks every bit of it.
 
 One module for each noun: `settings` (what a run is), `text` (what it learns from), `model`, `loop` (one step),
-`verification` (the reference beside it), `history` (what happened), `checkpoint`, `report`, `picture`, `files`,
-`interruption`, `display` (what the person sees), `session` (a process's work on a run), `command` (what they type).
+`verification` (the reference beside it), `history` (what happened), `memory` (what it took), `checkpoint`, `report`,
+`picture`, `files`, `interruption`, `display` (what the person sees), `session` (a process's work on a run), `command`
+(what they type).
 """

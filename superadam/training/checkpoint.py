@@ -20,7 +20,9 @@ from superadam.usage import UsageError
 
 FILE_NAME = "checkpoint.pt"
 
-FORMAT = "superadam train, 1"
+_FAMILY = "superadam train, "
+
+FORMAT = _FAMILY + "2"
 """Stands in every checkpoint; a later layout counts on."""
 
 
@@ -50,7 +52,7 @@ def read(folder: Path) -> dict[str, Any]:
     """Return the content of the checkpoint in `folder`.
 
     Raises:
-        UsageError: there is none, or it is not one of `superadam train`.
+        UsageError: there is none, or it is not one of this version's `superadam train`.
     """
     path = folder / FILE_NAME
     if not path.is_file():
@@ -59,8 +61,13 @@ def read(folder: Path) -> dict[str, Any]:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch.load raises whatever unzipping or unpickling damaged bytes leads to
         raise UsageError(f"{path} is damaged or no checkpoint; give the folder of an earlier run's --out") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
+    if not isinstance(content, dict) or not str(content.get("format")).startswith(_FAMILY):
         raise UsageError(f"{path} is not a checkpoint of 'superadam train'; give the folder of an earlier run's --out")
+    if content["format"] != FORMAT:
+        raise UsageError(
+            f"{path} has the layout {content['format']!r}, expected {FORMAT!r}; continue it with the version of "
+            "superadam that wrote it, or start a new run without --resume"
+        )
     return content
 
 

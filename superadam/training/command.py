@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,9 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "train",
         help="train a small transformer and, with --verify, check every bit against torch",
-        description="Train a byte-level transformer on the CPU with SpeculativeCPUAdamW. Without options it learns the "
-        "sources of Python's standard library. The folder given by --out receives a checkpoint and a picture.",
+        description="Train a byte-level transformer with SpeculativeCPUAdamW, which works while backward runs. Without "
+        "options it learns the sources of Python's standard library. The folder given by --out receives a checkpoint "
+        "and a picture.",
     )
     what = parser.add_argument_group("what is trained")
     what.add_argument("--text", metavar="FILE", help="text to learn (default: Python's standard library)")
@@ -53,7 +55,26 @@ def add_parser(subparsers: Any) -> None:
     how.add_argument(
         "--threads", type=int, metavar="N", help="threads of torch and of superadam (default: one per CPU)"
     )
-    how.add_argument("--plain", action="store_true", help="call step() instead of speculate() and resolve()")
+    how.add_argument(
+        "--overlap",
+        action=argparse.BooleanOptionalAction,
+        help="run the optimizer while backward does, or after it; the bits are the same (default: --overlap)",
+    )
+    _add_setting(
+        how,
+        "bucket_numel",
+        _auto_or_int,
+        "elements that the optimizer works on together when overlapped; auto: an eighth of the model, within limits",
+        metavar="N",
+    )
+    _add_setting(
+        how,
+        "cores",
+        _auto_or_int,
+        "threads that the optimizer uses beside the model when overlapped; auto: cores that the model leaves idle, "
+        "and one where it leaves none",
+        metavar="N",
+    )
     check = parser.add_argument_group("what is checked")
     check.add_argument(
         "--verify", action="store_true", help="step torch's AdamW(fused=True) beside it and compare every bit"
@@ -75,6 +96,12 @@ def add_parser(subparsers: Any) -> None:
     )
     where.add_argument("--report", type=Path, metavar="FILE", help="write the figures of the run as JSON")
     where.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="write what ran when in the last steps, for chrome://tracing or ui.perfetto.dev",
+    )
+    where.add_argument(
         "--resume", type=Path, metavar="DIR", help="continue the run in this folder, as if it had never stopped"
     )
     where.add_argument(
@@ -84,9 +111,16 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def _add_setting(group: Any, name: str, kind: type, meaning: str, **options: Any) -> None:
+def _add_setting(group: Any, name: str, kind: Callable[[str], object], meaning: str, **options: Any) -> None:
     option = "--" + name.replace("_", "-")
     group.add_argument(option, type=kind, help=f"{meaning} (default: {getattr(_DEFAULTS, name)})", **options)
+
+
+def _auto_or_int(word: str) -> int | str:
+    try:
+        return word if word == "auto" else int(word)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{word!r} is neither auto nor an integer") from None
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -115,6 +149,7 @@ def run(arguments: argparse.Namespace) -> int:
         trainer,
         out,
         report_path=arguments.report,
+        trace_path=arguments.trace,
         last_step=min(last, arguments.stop_at or last),
         save_every=arguments.save_every,
         nan_steps=frozenset(arguments.inject_nan),
@@ -124,10 +159,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _check_places(arguments: argparse.Namespace, out: Path) -> None:
     files.require_writable_folder(out, "--out")
-    if arguments.report is not None:
-        files.require_writable_folder(arguments.report.parent, "--report")
-        if arguments.report.is_dir():
-            raise UsageError(f"--report {arguments.report} is a folder; give the name of a file")
+    for option, path in (("--report", arguments.report), ("--trace", arguments.trace)):
+        if path is not None:
+            files.require_writable_folder(path.parent, option)
+            if path.is_dir():
+                raise UsageError(f"{option} {path} is a folder; give the name of a file")
     if arguments.save_every is not None and arguments.save_every < 1:
         raise UsageError(f"--save-every is {arguments.save_every}; expected an integer of at least 1")
 
@@ -140,6 +176,14 @@ def _prepare(arguments: argparse.Namespace) -> Trainer:
     else:
         content = checkpoint.read(arguments.resume)
         settings = checkpoint.settings_of(content, arguments.resume).continued(explicit)
+    if not settings.overlap:
+        of_overlap = {"--trace": arguments.trace, "--bucket-numel": arguments.bucket_numel, "--cores": arguments.cores}
+        for option, value in of_overlap.items():
+            if value is not None:
+                raise UsageError(
+                    f"{option} needs an overlapped run, and this one is --no-overlap; "
+                    f"leave {option} out, or give --overlap"
+                )
     _check_device(settings.device)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
@@ -148,7 +192,7 @@ def _prepare(arguments: argparse.Namespace) -> Trainer:
         superadam.active_isa(), superadam.get_num_threads()
     except ValueError as error:
         raise UsageError(str(error)) from error
-    trainer = Trainer(settings, Text.read(settings.text, settings.seq), is_plain=arguments.plain)
+    trainer = Trainer(settings, Text.read(settings.text, settings.seq))
     if content is not None:
         checkpoint.restore(trainer, content, arguments.resume)
     return trainer

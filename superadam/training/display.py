@@ -74,65 +74,101 @@ class StepProgress:
 def introduction(trainer: Trainer) -> str:
     """Return one line on what is about to be trained, on what and how."""
     settings = trainer.settings
-    parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
-    way = "step()" if trainer.is_plain else "speculate() and resolve()"
+    way = f"overlapped in buckets of {trainer.bucket_numel:,} elements" if settings.overlap else "not overlapped"
     return (
-        f"{parameters / 1e6:.1f} M parameters in {settings.dtype} on {settings.device}, {trainer.text.name} "
+        f"{trainer.parameters / 1e6:.1f} M parameters in {settings.dtype} on {settings.device}, {trainer.text.name} "
         f"({len(trainer.text.training) / 1e6:.1f} MB), {way}, "
         f"{superadam.active_isa()} kernels, {superadam.get_num_threads()} threads"
     )
 
 
+Row = tuple[str, str, str]
+"""Name, value and meaning, as the table shows them."""
+
+
 def outcome_table(report: Report) -> Table:
-    """Return the table of what came of the steps and what the run cost."""
+    """Return the table of what came of the steps and of the buckets, and what the run cost."""
     table = Table(
         title="What came of the steps", title_justify="left", title_style="bold", show_edge=False, pad_edge=False
     )
     table.add_column("outcome")
     table.add_column("count", justify="right")
     table.add_column("meaning", style="dim")
-    rows = [
-        ("committed", report.committed, "green", "steps applied as they were speculated"),
-        (
-            "clipped",
-            report.clipped,
-            "yellow",
-            f"steps with a gradient norm above {report.max_grad_norm:g}, scaled down to it",
-        ),
-        ("skipped", report.skipped, "red", "steps with an Inf or NaN gradient: nothing changed"),
-        ("respeculated", report.respeculated, "", "parameters written a second time, because their step was clipped"),
-        ("dropped", report.dropped, "", "parameters whose speculation was taken back, because their step was skipped"),
-    ]
-    for name, count, colour, meaning in rows:
-        table.add_row(Text(name, style=colour if count else "dim"), f"{count:,}", meaning)
-    table.add_section()
-    for name, value, meaning in _costs(report):
-        table.add_row(name, value, meaning)
+    limit = f"{report.max_grad_norm:g}"
+    for kind, count, meaning in (
+        (StepKind.COMMITTED, report.committed, "steps applied with their gradients as they were"),
+        (StepKind.CLIPPED, report.clipped, f"steps with a gradient norm above {limit}, scaled down to it"),
+        (StepKind.SKIPPED, report.skipped, "steps with an Inf or NaN gradient: nothing changed"),
+    ):
+        table.add_row(Text(kind.value, style=_COLOURS[kind] if count else "dim"), f"{count:,}", meaning)
+    for rows in (_overlap(report), _costs(report)):
+        table.add_section()
+        for row in rows:
+            table.add_row(*row)
     return table
 
 
-def _costs(report: Report) -> list[tuple[str, str, str]]:
+def _overlap(report: Report) -> list[Row]:
+    """Return what became of the buckets, and how much of the optimizer's work was hidden; nothing without overlap."""
+    if not report.buckets:
+        return []
+    counts = [
+        ("buckets", report.buckets, "of gradients, handed to the worker thread during backward:"),
+        ("accepted", report.accepted_buckets, "speculated on at once, and good as they were"),
+        ("respeculated", report.respeculated_buckets, "speculated on, and written again: their step was clipped"),
+        ("dropped", report.dropped_buckets, "speculated on, and taken back: their step was skipped"),
+        ("waiting", report.waiting_buckets, "only summed, as clipping was likely, and written in step()"),
+    ]
+    hidden, work = report.hidden_seconds, report.hidden_seconds + report.optimizer_seconds
+    where = ", on cores that the model uses, too" if report.shares_cores else ""
+    moved = report.downloaded_bytes + report.uploaded_bytes
+    meaning = "the model is in host memory, where gradients and parameters are used in place"
+    if moved:
+        down, up = (f"{number / 1e9:,.2f}" for number in (report.downloaded_bytes, report.uploaded_bytes))
+        meaning = f"between host and device: {down} of gradients down, {up} of parameters up"
+    return [
+        *((name, f"{count:,}", meaning) for name, count, meaning in counts),
+        (
+            "hidden",
+            f"{report.hidden_share:.0%}",
+            f"of {work:.2f} s of optimizer work: the worker did {hidden:.2f} s of it beside training{where}",
+        ),
+        ("moved, GB", f"{moved / 1e9:,.2f}", meaning),
+    ]
+
+
+def _costs(report: Report) -> list[Row]:
     share = report.optimizer_seconds / report.seconds
-    costs = [
+    rows = [
         (
             "final loss",
             f"{report.final_loss:.3f}",
             f"nats per byte, mean of the last tenth; {report.losses[0]:.3f} at the first step",
         ),
+    ]
+    if report.held_out_loss is not None:
+        rows.append(("held-out loss", f"{report.held_out_loss:.3f}", "nats per byte on text that was never trained on"))
+    rows += [
         (
             "seconds",
             f"{report.seconds:.1f}",
-            f"in steps, {report.optimizer_seconds:.2f} of them ({share:.0%}) in the optimizer",
+            f"in steps, {report.optimizer_seconds:.2f} of them ({share:.1%}) in the optimizer",
         ),
         ("tokens/s", f"{report.tokens_per_second:,.0f}", "bytes trained on in a second"),
+        ("host GB", f"{report.peak_host_bytes / 1e9:.2f}", _held(report)),
+    ]
+    if report.peak_device_bytes is not None:
+        rows.append(("device GB", f"{report.peak_device_bytes / 1e9:.2f}", "held by tensors on the device at most"))
+    return [
+        *rows,
         ("isa", report.isa, "instruction set of the kernels"),
         ("threads", str(report.threads), "of torch and of the kernels"),
     ]
-    if report.held_out_loss is not None:
-        costs.insert(
-            1, ("held-out loss", f"{report.held_out_loss:.3f}", "nats per byte on text that was never trained on")
-        )
-    return costs
+
+
+def _held(report: Report) -> str:
+    beside = "" if report.elements is None else ", the reference included"
+    return f"held by the process at most{beside}"
 
 
 def verdict(report: Report) -> Text:

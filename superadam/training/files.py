@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -30,26 +31,36 @@ def require_writable_folder(folder: Path, option: str) -> None:
         raise UsageError(f"{option} needs the folder {folder}, but {existing} is not writable; choose another place")
 
 
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Make the folder of `path`, and let what runs inside write the file.
+
+    Raises:
+        UsageError: the disk does not take it.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}; free some space or choose another place") from error
+
+
 def replace_file(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     """Make `path` what `write` puts into a binary file, in one step: after a power cut it is the older file or this.
 
     Raises:
         UsageError: the disk does not take it; the older file is as it was.
     """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-            try:
-                write(file)
-                file.flush()
-                os.fsync(file.fileno())
-                os.chmod(file.name, 0o666 & ~_umask())
-                os.replace(file.name, path)
-            except BaseException:
-                Path(file.name).unlink(missing_ok=True)
-                raise
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}; free some space or choose another place") from error
+    with writing(path), tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+        try:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+            os.chmod(file.name, 0o666 & ~_umask())
+            os.replace(file.name, path)
+        except BaseException:
+            Path(file.name).unlink(missing_ok=True)
+            raise
 
 
 def _umask() -> int:

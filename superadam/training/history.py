@@ -9,7 +9,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from superadam import Statistics, StepKind
+from superadam import OverlapStatistics, Statistics, StepKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,11 @@ class History:
         held_out: held-out loss by the number of steps done when it was measured.
         respeculated, dropped: see `superadam.Statistics`.
         seconds: wall time of all steps: batch, forward, backward, optimizer; not of verification and held-out losses.
-        optimizer_seconds: the part of `seconds` inside the optimizer.
+        update_seconds: the part of `seconds` inside the optimizer's `step()`.
+        overlap: what the schedulers of all sessions did. Their hooks' time is in `seconds`, too; their worker's time
+            passed beside it, but for what `step()` waited for.
+        peak_host_bytes: most memory that a session's process held at once, everything included.
+        peak_device_bytes: most memory that a session's tensors took at once on a CUDA device; None without one.
         sessions: processes that worked on the run.
     """
 
@@ -49,7 +53,10 @@ class History:
     respeculated: int = 0
     dropped: int = 0
     seconds: float = 0.0
-    optimizer_seconds: float = 0.0
+    update_seconds: float = 0.0
+    overlap: OverlapStatistics = field(default_factory=OverlapStatistics)
+    peak_host_bytes: int = 0
+    peak_device_bytes: int | None = None
     sessions: int = 1
 
     def count(self, kind: StepKind) -> int:
@@ -61,11 +68,44 @@ class History:
         """Steps that changed the model."""
         return len(self.steps) - self.count(StepKind.SKIPPED)
 
+    @property
+    def optimizer_seconds(self) -> float:
+        """The part of `seconds` that the optimizer took: its `step()`, and the scheduler's hooks in backward."""
+        return self.update_seconds + self.overlap.hook_seconds
+
+    @property
+    def hidden_seconds(self) -> float:
+        """Time in which the scheduler's worker worked and training did not wait for it."""
+        return max(0.0, self.overlap.worker_seconds - self.overlap.waited_seconds)
+
+    @property
+    def hidden_share(self) -> float:
+        """Part of the optimizer's whole work, in the worker or not, that was hidden; 0 before any work."""
+        return self.hidden_seconds / (self.hidden_seconds + self.optimizer_seconds) if self.hidden_seconds else 0.0
+
+    def add_counts(self, now: Statistics, before: Statistics) -> None:
+        """Add what the optimizer counted between two copies of its statistics."""
+        self.respeculated += now.respeculated - before.respeculated
+        self.dropped += now.dropped - before.dropped
+
+    def add_overlap(self, now: OverlapStatistics, before: OverlapStatistics) -> None:
+        """Add what a scheduler did between two copies of its statistics."""
+        for name in (f.name for f in dataclasses.fields(OverlapStatistics)):
+            difference = getattr(now, name) - getattr(before, name)
+            setattr(self.overlap, name, getattr(self.overlap, name) + difference)
+
+    def add_memory(self, host_bytes: int, device_bytes: int | None) -> None:
+        """Take the peaks of the present process into account."""
+        self.peak_host_bytes = max(self.peak_host_bytes, host_bytes)
+        if device_bytes is not None:
+            self.peak_device_bytes = max(self.peak_device_bytes or 0, device_bytes)
+
     def to_plain(self) -> dict[str, Any]:
         """Return lists and numbers only, as a checkpoint that loads with `weights_only` can hold them."""
         plain: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         plain["steps"] = [(r.loss, r.grad_norm, r.clip_coefficient, r.lr, r.kind.value) for r in self.steps]
         plain["held_out"] = dict(self.held_out)
+        plain["overlap"] = dataclasses.asdict(self.overlap)
         return plain
 
     @staticmethod
@@ -76,15 +116,4 @@ class History:
             KeyError, TypeError, ValueError: it was made from something else.
         """
         steps = [StepRecord(loss, norm, clip, lr, StepKind(kind)) for loss, norm, clip, lr, kind in plain["steps"]]
-        return History(**{**plain, "steps": steps})
-
-
-def optimizer_seconds(statistics: Statistics) -> float:
-    """Return the wall time inside all phases of the optimizer."""
-    return (
-        statistics.norm_seconds
-        + statistics.speculate_seconds
-        + statistics.resolve_seconds
-        + statistics.commit_seconds
-        + statistics.update_seconds
-    )
+        return History(**{**plain, "steps": steps, "overlap": OverlapStatistics(**plain["overlap"])})

@@ -1,18 +1,25 @@
 """One run in motion: model, optimizer, schedule and batches, and what a step does with them.
 
-Owns the order of a step. It neither prints nor writes files.
+Owns the order of a step, and the scheduler and the reference that work while it is in motion. It neither prints nor
+writes files.
 """
 
 from __future__ import annotations
 
 import copy
 import time
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Self
 
 import torch
+from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from superadam import SpeculativeCPUAdamW, Statistics, StepKind, StepOutcome
-from superadam.training.history import History, StepRecord, optimizer_seconds
+from superadam import OffloadScheduler, OverlapStatistics, SpeculativeCPUAdamW, Statistics, StepKind
+from superadam.devices import PlainDevice
+from superadam.training.history import History, StepRecord
+from superadam.training.memory import peak_device_bytes, peak_host_bytes
 from superadam.training.model import build_model, next_byte_loss, parameter_groups
 from superadam.training.settings import Settings
 from superadam.training.text import Text
@@ -27,16 +34,21 @@ HELD_OUT_WINDOWS = 32
 class Trainer:
     """A run that can be stepped, measured, saved and continued.
 
+    Steps are made inside `with trainer:`, which starts and ends what works beside them. Restore a checkpoint and call
+    `verify()` before that.
+
     Args:
         settings: the run.
         text: what it learns from, long enough for `settings.seq`.
-        is_plain: call `step()` instead of `speculate()` and `resolve()`.
+
+    Attributes:
+        scheduler: takes gradients while backward runs; None outside `with` and where `settings.overlap` is False.
+        reference: what every step is checked against, or None.
     """
 
-    def __init__(self, settings: Settings, text: Text, *, is_plain: bool = False) -> None:
+    def __init__(self, settings: Settings, text: Text) -> None:
         self.settings = settings
         self.text = text
-        self.is_plain = is_plain
         self.history = History()
         torch.manual_seed(settings.seed)  # for layers that draw while training; weights and batches have their own
         self.model = build_model(settings)
@@ -48,13 +60,61 @@ class Trainer:
         )
         self.schedule = LambdaLR(self.optimizer, settings.lr_factor)
         self.generator = torch.Generator().manual_seed(settings.seed)
+        self.scheduler: OffloadScheduler | None = None
         self.reference: Reference | None = None
         self._device = torch.device(settings.device)
+        self._noted = self._counts()
+        self._at_work: ExitStack | None = None
+
+    @property
+    def parameters(self) -> int:
+        """Elements of all the model's parameters."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    @property
+    def bucket_numel(self) -> int:
+        """Elements that the scheduler, if there is one, hands over together."""
+        return self.settings.elements_of_bucket(self.parameters)
+
+    @property
+    def shares_cores(self) -> bool:
+        """Whether the model computes on every core, so that nothing can work beside it without slowing it down."""
+        return self._device.type == "cpu" and PlainDevice().idle_cores() == 0
+
+    def _cores(self) -> int | str:
+        """Return what the scheduler is told; its own "auto" would leave all work to `step()` where no core is idle."""
+        return 1 if self.settings.cores == "auto" and self.shares_cores else self.settings.cores
 
     def verify(self) -> Reference:
-        """Start a reference from the present state; every later step is checked against it."""
-        self.reference = Reference(self.optimizer)
+        """Start a reference from the present state; every later step is checked against it.
+
+        Raises:
+            RuntimeError: the scheduler is at work already, and would take gradients before the reference sees them.
+        """
+        if self._at_work is not None:
+            raise RuntimeError("verify() was called inside 'with trainer:', expected before it; move the call up")
+        self.reference = Reference(self.optimizer, self.model)
         return self.reference
+
+    def __enter__(self) -> Self:
+        with ExitStack() as entered:
+            if self.reference is not None:
+                entered.callback(self.reference.close)
+            if self.settings.overlap:
+                scheduler = OffloadScheduler(
+                    self.optimizer, self.model, bucket_numel=self.bucket_numel, cores=self._cores()
+                )
+                self.scheduler = entered.enter_context(scheduler)
+            self._noted = self._counts()
+            self._at_work = entered.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._at_work is not None
+        at_work, self._at_work, self.scheduler = self._at_work, None, None
+        at_work.__exit__(kind, error, trace)
 
     def step(self, *, inject_nan: bool = False) -> StepRecord:
         """Draw a batch, run backward, and let the optimizer make of the gradients what it will.
@@ -62,51 +122,58 @@ class Trainer:
         The learning rate moves on only when the model did, so a skipped step costs a batch and nothing else.
 
         Args:
-            inject_nan: put a NaN into one gradient.
+            inject_nan: put a NaN into one gradient, as backward makes it.
+
+        Raises:
+            RuntimeError: called outside `with trainer:`.
         """
-        before = copy.copy(self.optimizer.statistics)
+        if self._at_work is None:
+            raise RuntimeError("step() was called outside 'with trainer:', expected inside; enter the trainer first")
         begin = time.perf_counter()
         windows = self.text.draw(self.settings.batch, self.settings.seq, self.generator).to(self._device)
         loss = next_byte_loss(self.model, windows)
-        loss.backward()  # type: ignore[no-untyped-call]
-        if inject_nan:
-            self._inject_nan()
-        seconds = time.perf_counter() - begin
-        if self.reference is not None:
-            self.reference.take_gradients()
+        self._backward(loss, inject_nan)
         lr = float(self.optimizer.param_groups[0]["lr"])
-        begin = time.perf_counter()
-        outcome = self._update()
-        seconds += time.perf_counter() - begin
+        backward_ended = time.perf_counter()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        end = time.perf_counter()
+        outcome = self.optimizer.last_outcome
+        assert outcome is not None
         if self.reference is not None:
+            begin += self.reference.take_hook_seconds()
             self.reference.step(outcome)
         if outcome.kind is not StepKind.SKIPPED:
             self.schedule.step()
         record = StepRecord(loss.item(), outcome.grad_norm, outcome.clip_coefficient, lr, outcome.kind)
-        self._note(record, before, seconds)
+        self.history.steps.append(record)
+        self.history.seconds += end - begin
+        self.history.update_seconds += end - backward_ended
+        self.history.add_memory(peak_host_bytes(), peak_device_bytes(self._device))
+        self._note_counts()
         return record
 
-    def _update(self) -> StepOutcome:
-        if self.is_plain:
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            outcome = self.optimizer.last_outcome
-            assert outcome is not None
-            return outcome
-        self.optimizer.speculate()
-        return self.optimizer.resolve()
+    def _backward(self, loss: Tensor, inject_nan: bool) -> None:
+        if not inject_nan:
+            loss.backward()  # type: ignore[no-untyped-call]
+            return
+        # The embedding's gradient is the last one that backward makes: everything else is speculated on by then.
+        handle = self.model.bytes.weight.register_hook(_with_nan)  # type: ignore[no-untyped-call]
+        try:
+            loss.backward()  # type: ignore[no-untyped-call]
+        finally:
+            handle.remove()
 
-    def _inject_nan(self) -> None:
-        gradient = self.optimizer.param_groups[0]["params"][0].grad
-        gradient.view(-1)[gradient.numel() // 2] = torch.nan
+    def _note_counts(self) -> None:
+        """Add to the history what optimizer and scheduler have counted since the last call."""
+        counted, overlapped = self._counts()
+        self.history.add_counts(counted, self._noted[0])
+        self.history.add_overlap(overlapped, self._noted[1])
+        self._noted = counted, overlapped
 
-    def _note(self, record: StepRecord, before: Statistics, seconds: float) -> None:
-        history, now = self.history, self.optimizer.statistics
-        history.steps.append(record)
-        history.respeculated += now.respeculated - before.respeculated
-        history.dropped += now.dropped - before.dropped
-        history.optimizer_seconds += optimizer_seconds(now) - optimizer_seconds(before)
-        history.seconds += seconds
+    def _counts(self) -> tuple[Statistics, OverlapStatistics]:
+        overlapped = OverlapStatistics() if self.scheduler is None else self.scheduler.statistics
+        return copy.copy(self.optimizer.statistics), copy.copy(overlapped)
 
     @torch.no_grad()
     def measure_held_out(self) -> float:
@@ -115,3 +182,10 @@ class Trainer:
         loss = next_byte_loss(self.model, windows.to(self._device)).item()
         self.history.held_out[len(self.history.steps)] = loss
         return loss
+
+
+def _with_nan(gradient: Tensor) -> Tensor:
+    """Return the gradient with a NaN in its middle."""
+    changed = gradient.clone()
+    changed.view(-1)[changed.numel() // 2] = torch.nan
+    return changed

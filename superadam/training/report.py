@@ -28,12 +28,21 @@ class Report:
 
     Attributes:
         steps: steps of all kinds; `committed`, `clipped` and `skipped` add up to it.
-        respeculated, dropped: parameters, see `superadam.Statistics`.
+        respeculated, dropped: parameters, see `superadam.Statistics`; 0 where nothing was overlapped.
+        overlap: whether the session that wrote this overlapped the optimizer with backward.
+        bucket_numel: elements that it handed to the worker together; None without overlap.
+        shares_cores: whether the model computes on every core, so that what is hidden slows it down.
+        buckets, speculated_buckets, waiting_buckets, accepted_buckets, respeculated_buckets, dropped_buckets,
+            downloaded_bytes, uploaded_bytes: see `superadam.OverlapStatistics`.
         elements, elements_differing, parameters_differing, verdicts_differing, norm_max_relative_difference: see
             `superadam.training.verification.Verification`; None without --verify.
         final_loss: mean training loss of the last tenth of the steps, in nats for a byte.
         held_out_loss: last loss on held-out text; `held_out_loss_before` that of the initial model.
-        seconds: wall time of the steps, `optimizer_seconds` the part inside the optimizer.
+        seconds: wall time of the steps, `optimizer_seconds` the part that the optimizer took: its `step()`, and the
+            scheduler's hooks in backward.
+        hidden_seconds: time in which the scheduler's worker worked and training did not wait for it; `hidden_share` is
+            its part of the optimizer's whole work, `hidden_seconds + optimizer_seconds`.
+        peak_host_bytes, peak_device_bytes: see `superadam.training.history.History`.
         losses, grad_norms: of every step.
     """
 
@@ -43,6 +52,17 @@ class Report:
     skipped: int
     respeculated: int
     dropped: int
+    overlap: bool
+    bucket_numel: int | None
+    shares_cores: bool
+    buckets: int
+    speculated_buckets: int
+    waiting_buckets: int
+    accepted_buckets: int
+    respeculated_buckets: int
+    dropped_buckets: int
+    downloaded_bytes: int
+    uploaded_bytes: int
     elements: int | None
     elements_differing: int | None
     parameters_differing: int | None
@@ -53,7 +73,11 @@ class Report:
     held_out_loss: float | None
     seconds: float
     optimizer_seconds: float
+    hidden_seconds: float
+    hidden_share: float
     tokens_per_second: float
+    peak_host_bytes: int
+    peak_device_bytes: int | None
     sessions: int
     parameters: int
     dtype: str
@@ -90,15 +114,30 @@ class Report:
             skipped=history.count(StepKind.SKIPPED),
             respeculated=history.respeculated,
             dropped=history.dropped,
+            overlap=settings.overlap,
+            bucket_numel=trainer.bucket_numel if settings.overlap else None,
+            shares_cores=trainer.shares_cores,
+            buckets=history.overlap.buckets,
+            speculated_buckets=history.overlap.speculated_buckets,
+            waiting_buckets=history.overlap.waiting_buckets,
+            accepted_buckets=history.overlap.accepted_buckets,
+            respeculated_buckets=history.overlap.respeculated_buckets,
+            dropped_buckets=history.overlap.dropped_buckets,
+            downloaded_bytes=history.overlap.downloaded_bytes,
+            uploaded_bytes=history.overlap.uploaded_bytes,
             **{f.name: found.get(f.name) for f in dataclasses.fields(Verification)},
             final_loss=math.fsum(last) / len(last),
             held_out_loss_before=held_out[0] if held_out else None,
             held_out_loss=held_out[-1] if held_out else None,
             seconds=history.seconds,
             optimizer_seconds=history.optimizer_seconds,
+            hidden_seconds=history.hidden_seconds,
+            hidden_share=history.hidden_share,
             tokens_per_second=len(losses) * settings.batch * settings.seq / history.seconds,
+            peak_host_bytes=history.peak_host_bytes,
+            peak_device_bytes=history.peak_device_bytes,
             sessions=history.sessions,
-            parameters=sum(parameter.numel() for parameter in trainer.model.parameters()),
+            parameters=trainer.parameters,
             dtype=settings.dtype,
             device=settings.device,
             max_grad_norm=settings.max_grad_norm,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from superadam.training import checkpoint, display, picture
+from superadam.training import checkpoint, display, files, picture
 from superadam.training.interruption import Interruption
 from superadam.training.loop import Trainer
 from superadam.training.report import Report
@@ -36,6 +36,7 @@ class Session:
         trainer: fresh or restored.
         out: folder of the checkpoint and the picture.
         report_path: where the JSON report goes, or None for nowhere.
+        trace_path: where the trace of the session's last steps goes, or None for nowhere; only for overlapped runs.
         last_step: at most the steps of the run.
         save_every: steps between checkpoints, or None for one at the end.
         nan_steps: steps into whose gradients a NaN is put.
@@ -45,17 +46,24 @@ class Session:
     trainer: Trainer
     out: Path
     report_path: Path | None
+    trace_path: Path | None
     last_step: int
     save_every: int | None
     nan_steps: frozenset[int]
     is_verified: bool
 
     def run(self) -> int:
-        """Train, write the files, print the outcome and return the exit status."""
+        """Train, write the files, print the outcome and return the exit status.
+
+        However it ends, the optimizer is left as without a scheduler.
+
+        Raises:
+            UsageError: the disk does not take a file.
+        """
         console = Console()
         reference = self.trainer.verify() if self.is_verified else None
         console.print(display.introduction(self.trainer), highlight=False, soft_wrap=True)
-        with Interruption() as interruption:
+        with Interruption() as interruption, self.trainer:
             with display.StepProgress(
                 console, len(self.trainer.history.steps), self.trainer.settings.steps
             ) as progress:
@@ -89,6 +97,11 @@ class Session:
         if self.report_path is not None:
             report.write(self.report_path)
             written.append(self.report_path)
+        if self.trace_path is not None:
+            assert self.trainer.scheduler is not None
+            with files.writing(self.trace_path):
+                self.trainer.scheduler.export_trace(self.trace_path)
+            written.append(self.trace_path)
         return written
 
     def _tell(self, console: Console, report: Report, written: list[Path], signal_number: int | None) -> None:

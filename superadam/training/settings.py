@@ -11,10 +11,19 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from superadam.buckets import DEFAULT_NUMEL
 from superadam.usage import UsageError
 
-CHANGEABLE = frozenset({"text", "steps", "device", "threads"})
-"""Settings that `--resume` may change: how long, where, and the path of the text, whose digest is compared."""
+CHANGEABLE = frozenset({"text", "steps", "device", "threads", "overlap", "bucket_numel", "cores"})
+"""Settings that `--resume` may change: how long, where, when the optimizer works (which changes no bit), and the path
+of the text, whose digest is compared."""
+
+_AUTO_BUCKETS = 8
+"""Buckets of a step with "auto": the last one, which nothing hides, is then small, and the others are few enough that
+handing them over costs nothing one can see."""
+
+_LEAST_AUTO_NUMEL = 64 * 1024
+"""Elements of a bucket with "auto" at the least: fewer are done before they are handed over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +44,20 @@ class Settings:
         seed: of the initial weights and the batches.
         device: where the model computes, "cpu" or "cuda" with an optional index.
         threads: of torch and of superadam, or None for one per CPU that this process may use.
+        overlap: whether the optimizer works while backward runs, or in a step of its own after it.
+        bucket_numel: elements that it works on together when overlapped; "auto" for an eighth of the model.
+        cores: threads that it uses beside the model when overlapped; "auto" for the cores that the model leaves idle,
+            and one where it leaves none.
     """
 
     text: str | None = None
     steps: int = 300
     dtype: str = "bf16"
     max_grad_norm: float = 1.0
-    lr: float = 2e-3
+    lr: float = 1.5e-3
     warmup: int = 50
     weight_decay: float = 0.1
-    batch: int = 8
+    batch: int = 16
     seq: int = 128
     layers: int = 4
     width: int = 256
@@ -52,6 +65,9 @@ class Settings:
     seed: int = 0
     device: str = "cpu"
     threads: int | None = None
+    overlap: bool = True
+    bucket_numel: int | str = "auto"
+    cores: int | str = "auto"
 
     def __post_init__(self) -> None:
         if self.dtype not in ("bf16", "fp32"):
@@ -61,6 +77,11 @@ class Settings:
                 raise UsageError(f"--{name} is {getattr(self, name)}; expected an integer of at least 1")
         if self.threads is not None and self.threads < 1:
             raise UsageError(f"--threads is {self.threads}; expected an integer of at least 1")
+        for name in ("bucket_numel", "cores"):
+            value = getattr(self, name)
+            if value != "auto" and (not isinstance(value, int) or value < 1):
+                option = "--" + name.replace("_", "-")
+                raise UsageError(f"{option} is {value}; expected auto or an integer of at least 1")
         for name in ("warmup", "seed"):
             if getattr(self, name) < 0:
                 raise UsageError(f"--{name} is {getattr(self, name)}; expected an integer of at least 0")
@@ -79,6 +100,12 @@ class Settings:
             return (updates + 1) / (self.warmup + 1)
         progress = min(1.0, (updates - self.warmup) / max(1, self.steps - self.warmup))
         return 0.55 + 0.45 * math.cos(math.pi * progress)
+
+    def elements_of_bucket(self, parameters: int) -> int:
+        """Return the elements of a bucket in a model of so many `parameters`."""
+        if isinstance(self.bucket_numel, int):
+            return self.bucket_numel
+        return min(DEFAULT_NUMEL, max(_LEAST_AUTO_NUMEL, parameters // _AUTO_BUCKETS))
 
     def continued(self, explicit: dict[str, Any]) -> Settings:
         """Return these settings with the `explicit` ones of a person who continues the run.

@@ -1,20 +1,23 @@
 """The reference beside a run: torch's own AdamW, fed the same gradients.
 
-Owns an fp32 copy of every parameter, stepped by `torch.optim.AdamW(fused=True)`, and the comparison with the run's
-state. It computes norms and verdicts by itself with torch and must never call superadam's arithmetic: a reference that
-shares the code shares the faults. Only the clip coefficient is taken over, after checking that it is the reference's
-own to within one unit in its last place.
+Owns an fp32 copy of every parameter, stepped by `torch.optim.AdamW(fused=True)`, the hooks that feed it, and the
+comparison with the run's state. It computes norms and verdicts by itself with torch and must never call superadam's
+arithmetic: a reference that shares the code shares the faults. Only the clip coefficient is taken over, after checking
+that it is the reference's own to within one unit in its last place.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
 
 from superadam import SpeculativeCPUAdamW, StepKind, StepOutcome
 
@@ -60,15 +63,18 @@ def count_differing(a: Tensor, b: Tensor) -> int:
 class Reference:
     """`torch.optim.AdamW(fused=True)` over flat, padded fp32 copies of a run's parameters.
 
-    Each step: `take_gradients()` before the optimizer consumes them, then `step()` with what it made of them.
+    It takes each gradient by a hook of its own while backward makes it, because a scheduler leaves none behind. Hooks
+    run in the order in which they were registered, so make the reference before the scheduler. Each step: backward,
+    the optimizer's step, then `step()` with what came of it.
 
     Args:
         optimizer: whose present state the reference starts from.
+        model: holds the optimizer's parameters, all of which get one gradient in each step.
     """
 
-    def __init__(self, optimizer: SpeculativeCPUAdamW) -> None:
+    def __init__(self, optimizer: SpeculativeCPUAdamW, model: nn.Module) -> None:
         self._optimizer = optimizer
-        self._parameters: list[Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
+        self._parameters: list[Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
         entries = optimizer.state_dict()["state"]
         self._copies: list[Parameter] = []
         groups = []
@@ -87,17 +93,58 @@ class Reference:
         self._parameters_differing = 0
         self._verdicts_differing = 0
         self._norm_difference = 0.0
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        self._names = [names[parameter] for parameter in self._parameters]
+        self._taken: set[int] = set()
+        self._hook_seconds = 0.0
+        self._handles: list[RemovableHandle] = [
+            parameter.register_post_accumulate_grad_hook(functools.partial(self._take, index))  # type: ignore[no-untyped-call]
+            for index, parameter in enumerate(self._parameters)
+        ]
 
-    def take_gradients(self) -> None:
-        """Copy the gradients of the run's parameters, widened to fp32."""
-        for parameter, copy in zip(self._parameters, self._copies, strict=True):
-            assert parameter.grad is not None
-            assert copy.grad is not None
-            copy.grad[: parameter.numel()] = parameter.grad.detach().flatten()
+    def _take(self, index: int, parameter: Tensor) -> None:
+        """Copy a gradient, widened to fp32; called by autograd in the middle of backward."""
+        begin = time.perf_counter()
+        gradient, copy = parameter.grad, self._copies[index].grad
+        assert copy is not None
+        if gradient is None:
+            raise RuntimeError(
+                f"the gradient of {self._names[index]} was taken before the reference saw it, "
+                "expected to be the first; make the Reference before the OffloadScheduler"
+            )
+        if index in self._taken:
+            raise RuntimeError(
+                f"{self._names[index]} got a second gradient in one step, expected one; "
+                "call Reference.step() after each backward"
+            )
+        self._taken.add(index)
+        copy[: parameter.numel()] = gradient.detach().flatten()
+        self._hook_seconds += time.perf_counter() - begin
+
+    def take_hook_seconds(self) -> float:
+        """Return the time inside the hooks since the last call: the reference's, though it passed in backward."""
+        seconds, self._hook_seconds = self._hook_seconds, 0.0
+        return seconds
+
+    def close(self) -> None:
+        """Take no more gradients; what was found can still be compared."""
+        for handle in self._handles:
+            handle.remove()
 
     @torch.no_grad()
     def step(self, outcome: StepOutcome) -> None:
-        """Do with the taken gradients what `outcome` says, and compare norm, verdict and the model's parameters."""
+        """Do with the taken gradients what `outcome` says, and compare norm, verdict and the model's parameters.
+
+        Raises:
+            RuntimeError: a parameter gave no gradient since the last step.
+        """
+        missing = [name for index, name in enumerate(self._names) if index not in self._taken]
+        if missing:
+            raise RuntimeError(
+                f"{len(missing)} parameters gave the reference no gradient in this step, first {missing[0]}, "
+                "expected one from each; verify only models whose every parameter takes part in the loss"
+            )
+        self._taken.clear()
         gradients = [copy.grad for copy in self._copies if copy.grad is not None]
         is_finite = all(bool(gradient.isfinite().all()) for gradient in gradients)
         norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
