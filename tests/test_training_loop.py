@@ -139,13 +139,14 @@ def test_interrupted_backward_ends_the_overlap_and_leaves_the_last_step(dtype: s
 
     trainer, expected = tiny_trainer(dtype=dtype), tiny_trainer(dtype=dtype, overlap=False)
     trainer.verify()
+    before = worker_threads()  # others may have left some
     with trainer:
         trainer.step()
-        assert len(worker_threads()) == 1
+        assert len(worker_threads()) == len(before) + 1
     trainer.model.bytes.weight.register_hook(interrupt)  # type: ignore[no-untyped-call]
     with pytest.raises(KeyboardInterrupt), trainer:
         trainer.step()
-    assert worker_threads() == []
+    assert worker_threads() == before
     assert trainer.scheduler is None
     assert not any(parameter._post_accumulate_grad_hooks for parameter in trainer.model.parameters())
     with expected:
