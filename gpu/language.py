@@ -1,0 +1,67 @@
+"""Triton as the kernels of this folder are written in it, and why it cannot be used where it cannot.
+
+Owns the import: without Triton, `jit` leaves functions as they are, so that modules with kernels can be imported all
+the same. Whether their kernels may be launched is decided in `choice.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+OLDEST = (3, 6)
+"""The oldest Triton that is used: before it, `div_rn` and `sqrt_rn` flush denormals on NVIDIA's GPUs."""
+
+triton: Any = None
+tl: Any = None
+"""`triton.language`."""
+
+MISSING: str | None = None
+"""Why Triton cannot be used; None where it can."""
+
+IS_INTERPRETED = False
+"""Whether kernels run in Triton's interpreter, on the CPU: TRITON_INTERPRET=1 was set when this module was imported."""
+
+try:
+    import triton  # type: ignore[no-redef]
+    import triton.language as tl  # type: ignore[no-redef]
+except ImportError as error:
+    MISSING = f"Triton cannot be imported ({error})"
+else:
+    if tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:2]) < OLDEST:
+        MISSING = f"Triton is version {triton.__version__}, expected {'.'.join(map(str, OLDEST))} or later"
+
+
+def jit(*, fixed: tuple[str, ...] = ()) -> Callable[[Any], Any]:
+    """Return the decorator of a kernel, or of a function that kernels call.
+
+    Args:
+        fixed: integer parameters of which no value deserves code of its own.
+    """
+    if MISSING is not None:
+        return lambda function: function
+    decorator: Callable[[Any], Any] = triton.jit(do_not_specialize=list(fixed))
+    return decorator
+
+
+def constant(value: int) -> Any:
+    """Return a module's integer as kernels may use it."""
+    return value if MISSING is not None else tl.constexpr(value)
+
+
+@jit()
+def _probe() -> None:
+    """Exist, so that one can see what `jit` makes."""
+
+
+if MISSING is None:
+    IS_INTERPRETED = not isinstance(_probe, triton.JITFunction)
+
+
+def on(device: torch.device) -> AbstractContextManager[Any]:
+    """Return the context in which kernels are launched on a device: on its current stream."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

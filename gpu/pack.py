@@ -1,0 +1,248 @@
+"""Packs the gradients of a bucket into one flat buffer, and takes their norm on the way, in one launch.
+
+Gathers, widens (or, for a link that narrows, rounds), sums squares and counts Inf and NaN; it never scales. The sums
+have the bits of the CPU's NORM pass: chunks of 4096 consecutive elements of one tensor, 16 lanes each, every lane added
+one element after another in fp64 by fma, then the lanes pairwise; see `lanes_total` in `cpu/adam_loop.h`.
+
+A program takes eight chunks at once, as a tile of 8 x 16 elements that walks down the 256 rows of the chunks: a thread
+holds four neighbouring lanes in registers, and loads sixteen rows ahead of the first store, because the compiler
+cannot know that the buffer is not a gradient. Where addresses are aligned a thread loads 16 bytes at once, and the
+tile's part of a chunk is 64 bytes of fp32: whole sectors. The kernel moves every element once and should be bound by
+memory; it has not been measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from superadam.native import CHUNK
+
+from . import fallback
+from .casts import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, VECTOR_BYTES, narrow, pointer, widen
+from .choice import Backend, backend
+from .language import constant, jit, on, tl
+from .tables import Table, entry, find_tensor
+from .tensors import DTYPES, addresses_of, check_flat, check_tensor, checked_offsets, lengths_of, words
+
+MIXED = constant(0)
+"""Instead of a dtype: gradients of several."""
+
+LENGTH = constant(CHUNK)
+LANES = constant(16)
+ROWS_AHEAD = constant(16)
+
+CHUNKS_PER_PROGRAM = 8
+
+OPTIONS = {"num_warps": 1, "enable_fp_fusion": False}
+"""How the kernel is compiled."""
+
+
+@jit()
+def load_mixed(address, dtype, index, mask, IS_ALIGNED: tl.constexpr):
+    """Return gradients, each of its own `dtype`, as float32."""
+    float32 = tl.load(pointer(address, FLOAT32, IS_ALIGNED) + index, mask & (dtype == FLOAT32), other=0)
+    bfloat16 = tl.load(pointer(address, BFLOAT16, IS_ALIGNED) + index, mask & (dtype == BFLOAT16), other=0)
+    float16 = tl.load(pointer(address, FLOAT16, IS_ALIGNED) + index, mask & (dtype == FLOAT16), other=0)
+    halves = tl.where(dtype == BFLOAT16, widen(bfloat16, BFLOAT16), widen(float16, FLOAT16))
+    return tl.where(dtype == FLOAT32, float32, halves)
+
+
+@jit()
+def fold(lanes, CHUNKS: tl.constexpr, WIDTH: tl.constexpr):
+    """Return lane i plus lane i + WIDTH, for the 2 * WIDTH lanes of each chunk."""
+    low, high = lanes.reshape(CHUNKS, 2, WIDTH).permute(0, 2, 1).split()
+    return low + high
+
+
+@jit()
+def lanes_total(lanes, CHUNKS: tl.constexpr):
+    """Return the sum of each chunk's lanes, added pairwise: lane i and i + 8, then i and i + 4, ..."""
+    eight = fold(lanes, CHUNKS, 8)
+    return fold(fold(fold(eight, CHUNKS, 4), CHUNKS, 2), CHUNKS, 1).reshape(CHUNKS)
+
+
+@jit()
+def pack_chunks(
+    source,
+    dtype,
+    target,
+    rest,
+    IS_PARTIAL: tl.constexpr,
+    SOURCE: tl.constexpr,
+    LINK: tl.constexpr,
+    HAS_SUMS: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    """Copy the first `rest` elements of some chunks; return their lanes, and counts of Inf and NaN per lane."""
+    lane = tl.arange(0, LANES)[None, :]
+    lanes = tl.zeros([CHUNKS, LANES], tl.float64)
+    nonfinite = tl.zeros([CHUNKS, LANES], tl.int32)
+    rows = (tl.max(rest) + LANES - 1) // LANES if IS_PARTIAL else LENGTH // LANES
+    for first in range(0, rows, ROWS_AHEAD):
+        block = ()
+        for row in tl.static_range(ROWS_AHEAD):
+            index = (first + row) * LANES + lane
+            if SOURCE == MIXED:
+                stored = load_mixed(source, dtype, index, index < rest, IS_ALIGNED)
+            elif IS_PARTIAL:
+                stored = tl.load(source + index, index < rest, other=0)
+            else:
+                stored = tl.load(source + index)
+            block += (stored,)  # type: ignore[assignment]
+        for row in tl.static_range(ROWS_AHEAD):
+            index = (first + row) * LANES + lane
+            stored = block[row]
+            value = widen(stored, SOURCE)
+            if SOURCE != LINK:
+                stored = narrow(value, LINK)
+                value = widen(stored, LINK)
+            if IS_PARTIAL:
+                tl.store(target + index, stored, index < rest)
+            else:
+                tl.store(target + index, stored)
+            if HAS_SUMS:
+                if LINK == FLOAT64:
+                    exponent = value.to(tl.int64, bitcast=True) >> 52 & 0x7FF
+                    nonfinite += (exponent == 0x7FF).to(tl.int32)
+                else:
+                    exponent = value.to(tl.int32, bitcast=True) >> 23 & 0xFF
+                    nonfinite += (exponent == 0xFF).to(tl.int32)
+                value = value.to(tl.float64)
+                lanes = tl.fma(value, value, lanes)
+    return lanes, nonfinite
+
+
+@jit(fixed=("tensors", "steps", "chunks", "destination", "sums", "counts"))
+def pack_kernel(
+    table,
+    tensors,
+    steps,
+    chunks,
+    destination,
+    sums,
+    counts,
+    SOURCE: tl.constexpr,
+    LINK: tl.constexpr,
+    LINK_BYTES: tl.constexpr,
+    HAS_SUMS: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    """Pack CHUNKS of all `chunks`.
+
+    Rows of the table beside first chunk and length: address, dtype, offset in `destination`. That and `sums` (float64)
+    and `counts` (int64), with an entry for each chunk, are addresses.
+    """
+    number = tl.program_id(0) * CHUNKS + tl.arange(0, CHUNKS)
+    exists = number < chunks
+    number = tl.minimum(number, chunks - 1).to(tl.int64)
+    tensor = find_tensor(table, tensors, steps, number)
+    begin = (number - entry(table, tensors, 0, tensor)) * LENGTH
+    rest = tl.where(exists, tl.minimum(entry(table, tensors, 1, tensor) - begin, LENGTH), 0)
+    dtype = entry(table, tensors, 3, tensor)
+    source = entry(table, tensors, 2, tensor)
+    if SOURCE == MIXED:
+        source += begin * tl.where(dtype == FLOAT32, 4, 2)
+    else:
+        source = pointer(source, SOURCE, IS_ALIGNED) + begin
+    target = destination + (entry(table, tensors, 4, tensor) + begin) * LINK_BYTES
+    source, dtype, target = source[:, None], dtype[:, None], pointer(target, LINK, IS_ALIGNED)[:, None]
+    rest = rest[:, None]
+    # Without masks loads can be as wide as the addresses allow. The branches differ in nothing else.
+    if tl.min(rest) == LENGTH:
+        lanes, nonfinite = pack_chunks(source, dtype, target, rest, False, SOURCE, LINK, HAS_SUMS, IS_ALIGNED, CHUNKS)
+    else:
+        lanes, nonfinite = pack_chunks(source, dtype, target, rest, True, SOURCE, LINK, HAS_SUMS, IS_ALIGNED, CHUNKS)
+    if HAS_SUMS:
+        tl.store(sums.to(tl.pointer_type(tl.float64)) + number, lanes_total(lanes, CHUNKS), exists)
+        tl.store(counts.to(tl.pointer_type(tl.int64)) + number, tl.sum(nonfinite, axis=1).to(tl.int64), exists)
+
+
+def pack_gradients(
+    gradients: Sequence[Tensor],
+    offsets: Sequence[int],
+    destination: Tensor,
+    sums: Tensor | None = None,
+    nonfinite: Tensor | None = None,
+    *,
+    address: int | None = None,
+) -> None:
+    """Copy gradients into one flat buffer, converted to its dtype, and take their norm as they arrive there.
+
+    Enqueued to the current stream, which memory that does not come from torch's allocator must outlive; one launch,
+    whatever the number of gradients. Elements of the buffer that belong to no gradient are left alone.
+
+    Args:
+        gradients: dense tensors of any shape on one device, of float32, bfloat16 and float16 in any mixture, or all of
+            float64; they count as their elements in the order of memory.
+        offsets: first element of each in `destination`.
+        destination: 1-D, contiguous, on the device, or pinned memory of the host, which the kernel then writes
+            directly. float32 widens exactly; bfloat16 and float16 round to nearest even what is not of that dtype;
+            float64 gradients take a float64 buffer, which takes nothing else.
+        sums: float64, 1-D, on the device or pinned: gets the sum of squares of each chunk of 4096 elements of a
+            gradient, in the order of `gradients`; what is squared is the converted element. None for no norm.
+        nonfinite: int64, like `sums`: gets the count of Inf and NaN in each chunk. None exactly when `sums` is.
+        address: where the device reaches `destination`; default is the tensor's own address, which is also right for
+            pinned memory wherever host and device share one address space.
+
+    Raises:
+        TypeError: a tensor has a dtype that does not fit.
+        ValueError: a tensor is not dense, too short or out of reach, or the gradients do not fit into `destination`.
+        RuntimeError: Triton was asked for and cannot be used.
+    """
+    if not gradients:
+        return
+    device = gradients[0].device
+    for position, gradient in enumerate(gradients):
+        check_tensor(gradient, f"gradient {position}", device)
+    sources = {DTYPES[gradient.dtype] for gradient in gradients}
+    lengths = lengths_of(gradients)
+    chunks = int(np.sum(-(-lengths // CHUNK)))
+    check_flat(destination, "destination", None, 0, device)
+    if (destination.dtype == torch.float64) != (gradients[0].dtype == torch.float64) or (
+        len(sources) > 1 and DTYPES[torch.float64] in sources
+    ):
+        names = ", ".join(sorted({words(gradient.dtype) for gradient in gradients}))
+        raise TypeError(
+            f"gradients of {names} cannot be packed into a buffer of {words(destination.dtype)}, expected float64 on "
+            "both sides or on neither; pack float64 gradients by themselves"
+        )
+    places = checked_offsets(offsets, lengths, destination.numel(), "destination")
+    if (sums is None) != (nonfinite is None):
+        raise ValueError("only one of sums and nonfinite is given, expected both or none; give the other, too")
+    if sums is not None and nonfinite is not None:
+        check_flat(sums, "sums", torch.float64, chunks, device)
+        check_flat(nonfinite, "nonfinite", torch.int64, chunks, device)
+    if backend(device).backend is Backend.TORCH:
+        fallback.pack_gradients(gradients, places.tolist(), destination, sums, nonfinite)
+        return
+
+    size = destination.element_size()
+    base = destination.data_ptr() if address is None else address
+    begins = addresses_of(gradients)
+    dtypes = np.array([DTYPES[gradient.dtype] for gradient in gradients], np.int64)
+    with on(device):
+        table = Table.of(lengths, [begins, dtypes, places], CHUNK, device)
+        if table.blocks == 0:
+            return
+        pack_kernel[(-(-table.blocks // CHUNKS_PER_PROGRAM),)](
+            table.entries,
+            table.tensors,
+            table.steps,
+            table.blocks,
+            base,
+            0 if sums is None else sums.data_ptr(),
+            0 if nonfinite is None else nonfinite.data_ptr(),
+            SOURCE=0 if len(sources) > 1 else int(dtypes[0]),
+            LINK=int(DTYPES[destination.dtype]),
+            LINK_BYTES=size,
+            HAS_SUMS=sums is not None,
+            IS_ALIGNED=not np.any((begins | (places * size + base)) % VECTOR_BYTES),
+            CHUNKS=CHUNKS_PER_PROGRAM,
+            **OPTIONS,
+        )
