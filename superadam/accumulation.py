@@ -15,12 +15,16 @@ from superadam.parameter import ParameterState
 
 
 class Accumulation:
-    """Whether gradients are being added up, and the sums so far."""
+    """Whether gradients are being added up, and the sums so far.
+
+    Attributes:
+        sums: on the host, per parameter.
+    """
 
     def __init__(self) -> None:
         self._dtype: torch.dtype | None = None
         self._is_on = False
-        self._sums: dict[ParameterState, Tensor] = {}
+        self.sums: dict[Tensor, Tensor] = {}  # the state of a parameter may be bound anew between micro-batches
 
     @property
     def is_in_grad(self) -> bool:
@@ -53,19 +57,19 @@ class Accumulation:
         Raises:
             TypeError, ValueError: the gradient cannot be added, because it does not fit its parameter.
         """
-        total = self._sums.get(state)
+        total = self.sums.get(state.parameter)
         if total is None and not self._is_on:
             return gradient
         state.check_gradient(gradient)
         copied = state.host_copy(gradient, state.dtype)
         total = copied if total is None else total.add_(copied)
         if self._is_on:
-            self._sums[state] = total
+            self.sums[state.parameter] = total
             return None
-        self._sums.pop(state, None)
+        self.sums.pop(state.parameter, None)
         return total
 
-    def take(self) -> dict[ParameterState, Tensor]:
+    def take(self) -> dict[Tensor, Tensor]:
         """Return the sums that no further gradient has come for, and forget them."""
-        taken, self._sums = self._sums, {}
+        taken, self.sums = self.sums, {}
         return taken

@@ -65,6 +65,19 @@ def check_link_dtype(value: torch.dtype | str) -> None:
         raise ValueError(f"link_dtype is {value!r}, expected 'auto' or one of {expected}")
 
 
+def check_overlap(overlap: bool, *, overlap_forward: bool) -> None:
+    """Raise if forwards are to wait for uploads where nothing tells of them.
+
+    Raises:
+        ValueError: `overlap_forward` without `overlap`.
+    """
+    if overlap_forward and not overlap:
+        raise ValueError(
+            "overlap_forward=True needs the hooks that overlap=False leaves out, so every wait would be missing; "
+            "leave it False with overlap=False"
+        )
+
+
 def check_scaler(scaler: GradScaler | None) -> None:
     """Raise if a scaler does not work with gradients that are taken early.
 

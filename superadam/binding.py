@@ -59,8 +59,14 @@ class Overlap(Delivery, Protocol):
     def catch_up(self) -> None:
         """Return when everything that was handed over is speculated on; raise what went wrong there."""
 
+    def await_parameters(self) -> None:
+        """Let whoever reads or writes parameters from now on find in them what was written to them last."""
+
     def hand_over_sums(self) -> None:
         """Hand over what was accumulated, as the gradients of the step that is due."""
+
+    def accumulated(self) -> dict[Tensor, Tensor]:
+        """Return what `hand_over_sums` would hand over, per parameter, on the host."""
 
     def forget_sums(self) -> None:
         """Drop what was accumulated."""

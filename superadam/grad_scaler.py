@@ -41,7 +41,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not self.is_enabled() or not isinstance(optimizer, SpeculativeCPUAdam):
             return super().step(optimizer, *args, **kwargs)
-        if not optimizer.bound_transaction().is_open:  # nothing was taken: what there is lies in `.grad`
+        if not optimizer.bound_with_sums().is_open:  # nothing was taken: what there is lies in `.grad`
             return super().step(optimizer, *args, **kwargs)
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:

@@ -26,6 +26,9 @@ class Listener(Protocol):
     def state_dict_taken(self, module: nn.Module, entries: dict[str, Any], prefix: str) -> None:
         """A module has put its own parameters into a state dict, under names that begin with `prefix`."""
 
+    def state_dict_loads(self, module: nn.Module) -> None:
+        """A state dict is about to be copied into a module's own parameters."""
+
 
 class Hook:
     """A callable that reports to a listener as long as that lives."""
@@ -68,14 +71,27 @@ class StateDictTaken(Hook):
             listener.state_dict_taken(module, entries, prefix)
 
 
+class StateDictLoads(Hook):
+    """A pre-hook of the loading of state dicts, of a module that owns parameters."""
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        """Report the module."""
+        listener = self._listener()
+        if listener is not None:
+            listener.state_dict_loads(module)
+
+
 def attach(model: nn.Module, parameters: list[Tensor], listener: Listener) -> list[RemovableHandle]:
-    """Hook every given parameter, and every module of the model that holds one of them."""
-    ready, begins, taken = GradientReady(listener), ForwardBegins(listener), StateDictTaken(listener)
-    handles: list[RemovableHandle] = [p.register_post_accumulate_grad_hook(ready) for p in parameters]  # type: ignore[no-untyped-call]
+    """Hook every given parameter that is trained, and every module of the model that holds any of them."""
+    ready, begins = GradientReady(listener), ForwardBegins(listener)
+    taken, loads = StateDictTaken(listener), StateDictLoads(listener)
+    trained = [parameter for parameter in parameters if parameter.requires_grad and parameter.is_leaf]
+    handles: list[RemovableHandle] = [p.register_post_accumulate_grad_hook(ready) for p in trained]  # type: ignore[no-untyped-call]
     listed = set(parameters)
     for module in model.modules():
         if not listed.isdisjoint(module.parameters()):
             handles.append(module.register_forward_pre_hook(begins, prepend=True))
         if not listed.isdisjoint(module.parameters(recurse=False)):
             handles.append(module.register_state_dict_post_hook(taken))  # type: ignore[no-untyped-call]
+            handles.append(module.register_load_state_dict_pre_hook(loads))  # type: ignore[no-untyped-call]
     return handles

@@ -192,14 +192,14 @@ class SpeculativeCPUAdam(Optimizer):
                 loss = closure()
         try:
             scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-            if scale is not None and self._is_open():
+            transaction = self.bound_with_sums()
+            if scale is not None and transaction.is_open:
                 raise RuntimeError(
                     "GradScaler.step() cannot unscale gradients that speculate() has taken already; "
                     "call rollback(), and with a GradScaler use step() alone"
                 )
-            transaction = self._bound_with_sums()
             if transaction.is_open:
-                self.speculate()
+                self._speculate(None)
                 self.resolve()
             else:
                 unscale = 1.0 if scale is None else 1.0 / float(scale)
@@ -224,7 +224,12 @@ class SpeculativeCPUAdam(Optimizer):
             TypeError, ValueError: a gradient does not fit its parameter, a parameter is not one of this optimizer's,
                 or a hyper-parameter is out of range. Whatever is raised, nothing was changed.
         """
-        transaction = self._bound_with_sums()
+        self._speculate(params)
+        if self._binding.overlap is not None:
+            self._binding.overlap.await_parameters()
+
+    def _speculate(self, params: Iterable[Tensor] | None) -> None:
+        transaction = self.bound_with_sums()
         chosen = None if params is None else {id(parameter) for parameter in params}
         if chosen is not None and not chosen <= {id(state.parameter) for state in transaction.table.states}:
             raise ValueError(
@@ -291,8 +296,8 @@ class SpeculativeCPUAdam(Optimizer):
             0-dim fp64 tensor: the 2-norm of all gradients, in `.grad` or speculated, as they arrived.
         """
         limit = checked_limit("max_norm", max_norm)
-        transaction = self._bound_with_sums()
-        norm = transaction.grad_norm(self._arrivals())
+        transaction = self._binding.bound(self.param_groups)
+        norm = transaction.grad_norm(self._arrivals_with_sums())
         self._limit_of_next_step = limit
         return torch.tensor(norm, dtype=torch.float64)
 
@@ -330,6 +335,13 @@ class SpeculativeCPUAdam(Optimizer):
         """Return the transaction over the present parameters."""
         return self._binding.bound(self.param_groups)
 
+    @_untracked
+    def bound_with_sums(self) -> Transaction:
+        """Return the transaction over the present parameters, all gradients of the step that is due handed over."""
+        if self._binding.overlap is not None:
+            self._binding.overlap.hand_over_sums()
+        return self._binding.bound(self.param_groups)
+
     @property
     def last_transaction(self) -> Transaction | None:
         """The transaction as it was bound last; None after loading a state dict."""
@@ -347,12 +359,6 @@ class SpeculativeCPUAdam(Optimizer):
         transaction = self._binding.transaction
         return transaction is not None and transaction.is_open
 
-    def _bound_with_sums(self) -> Transaction:
-        """Return the transaction over the present parameters, all gradients of the step that is due handed over."""
-        if self._binding.overlap is not None:
-            self._binding.overlap.hand_over_sums()
-        return self._binding.bound(self.param_groups)
-
     def _refuse_open(self, what: str) -> None:
         if self._is_open():
             raise RuntimeError(f"{what} while speculation is open; call resolve() or rollback() first")
@@ -364,6 +370,20 @@ class SpeculativeCPUAdam(Optimizer):
         """Return every parameter that has a gradient, with it; of those with an id in `chosen`, where given."""
         assert self._binding.transaction is not None
         return gather(self._binding.transaction.table, runs_of(self.param_groups), chosen)
+
+    def _arrivals_with_sums(self) -> Arrivals:
+        """Return every parameter that has a gradient, in `.grad` or accumulated by a scheduler; only for the norm."""
+        sums = {} if self._binding.overlap is None else self._binding.overlap.accumulated()
+        arrivals = self._arrivals()
+        if not sums:
+            return arrivals
+        assert self._binding.transaction is not None
+        gradients = dict(zip(arrivals.states, arrivals.gradients, strict=True))
+        for state in self._binding.transaction.table.states:
+            total = sums.get(state.parameter)
+            if total is not None:
+                gradients[state] = total if state not in gradients else total + gradients[state].to(total.dtype)
+        return Arrivals(list(gradients), list(gradients.values()), [])
 
     def _conclude(self, outcome: StepOutcome) -> StepOutcome:
         self.last_outcome = outcome
@@ -510,6 +530,8 @@ class SpeculativeCPUAdam(Optimizer):
 
     def _write_masters(self) -> None:
         """Make every parameter that came with a master the rounded value of it."""
+        if self._binding.overlap is not None:
+            self._binding.overlap.await_parameters()
         for parameter, entry in self._binding.published.items():
             if "master" in entry:
                 parameter.copy_(entry["master"])

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from superadam import native
 from superadam.accumulation import Accumulation
-from superadam.admission import check_count, check_link_dtype, check_model, check_scaler
+from superadam.admission import check_count, check_link_dtype, check_model, check_overlap, check_scaler
 from superadam.arrivals import Arrivals
 from superadam.buckets import DEFAULT_NUMEL, Bucket, Filler
 from superadam.devices import Device, Event, PlainDevice
@@ -102,10 +102,11 @@ class OffloadScheduler:
         check_count("bucket_numel", bucket_numel)
         check_count("cores", cores)
         check_link_dtype(link_dtype)
+        check_overlap(overlap, overlap_forward=overlap_forward)
         check_scaler(grad_scaler)
         self.optimizer = optimizer
         self.model = model
-        self._journal = Journal()
+        self._journal = Journal(optimizer.statistics.respeculated)
         self._scaler = grad_scaler
         self._device = device or PlainDevice()
         chosen_dtype = link_dtype if isinstance(link_dtype, torch.dtype) else None
@@ -118,6 +119,7 @@ class OffloadScheduler:
         self._hyper: dict[ParameterState, Hyperparameters] = {}
         self._transaction: Transaction | None = None
         self._is_waited_for = False
+        self._bound_in: int | None = None  # backward in which the optimizer was asked for its parameters last
         self._overlaps = overlap
         self._overlaps_forward = overlap_forward
         self._closed = False
@@ -147,9 +149,11 @@ class OffloadScheduler:
         self.statistics.hook_seconds += time.perf_counter() - begin
 
     def _take(self, parameter: Tensor, gradient: Tensor) -> None:
-        if not self._watch.has_unsettled:
+        backward = torch._C._current_graph_task_id()
+        if backward != self._bound_in and not self._watch.has_unsettled:  # a look at every parameter, once is enough
             self._follow(self.optimizer.bound_transaction())
             self._journal.note_gradient()
+            self._bound_in = backward
         state = self._states.get(parameter)
         if state is None:  # no longer the optimizer's
             return
@@ -228,9 +232,37 @@ class OffloadScheduler:
 
     def hand_over_sums(self) -> None:
         """Speculate on what was accumulated and got no gradient outside `accumulate()`."""
-        for state, total in self._accumulation.take().items():
-            self._watch.note_taken(state.parameter)
-            self._fill(state, total)
+        self._narrow_left()
+        if not self._accumulation.sums:
+            return
+        try:
+            if not self._watch.has_unsettled:  # the parameters may have changed since
+                self._follow(self.optimizer.bound_transaction())
+            for parameter, total in self._accumulation.take().items():
+                state = self._states.get(parameter)
+                if state is None:  # no longer the optimizer's
+                    continue
+                if parameter.grad is not None:
+                    total.add_(state.host_copy(parameter.grad, total.dtype))
+                    parameter.grad = None
+                self._watch.note_taken(parameter)
+                self._fill(state, total)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def accumulated(self) -> dict[Tensor, Tensor]:
+        """Return what `hand_over_sums` would hand over, per parameter."""
+        self._narrow_left()
+        return {parameter: self._transfers.narrowed(total) for parameter, total in self._accumulation.sums.items()}
+
+    def _narrow_left(self) -> None:
+        """Round gradients that were left in `.grad` as if they had travelled."""
+        if not self._transfers.narrows:
+            return
+        for parameter in self._states:
+            if parameter.grad is not None:
+                parameter.grad = self._transfers.narrowed(parameter.grad)
 
     def forget_sums(self) -> None:
         """Drop what was accumulated."""
@@ -261,9 +293,8 @@ class OffloadScheduler:
 
     def conclude(self, outcome: StepOutcome | None) -> None:
         """Make parameters safe to read after a verdict, or after a rollback (None), and let commits begin."""
-        self._watch.reports_reads = self._overlaps_forward and not self._transfers.is_awaited
-        if not self._watch.reports_reads:
-            self._transfers.await_parameters()
+        self._transfers.await_parameters(self._watch.unreported if self._overlaps_forward else None)
+        self._watch.reports_reads = not self._transfers.is_awaited
         self._journal.note_verdict(outcome, self.optimizer.statistics.respeculated)
         if outcome is not None:
             self._governor.note(outcome.kind)
@@ -279,8 +310,8 @@ class OffloadScheduler:
             self._follow(self.optimizer.bound_transaction())
         self._worker.wake()
 
-    def await_parameters(self, parameters: frozenset[int]) -> None:
-        """Let the model's stream wait for the uploads of parameters that are about to be read (watch.Keeper)."""
+    def await_parameters(self, parameters: frozenset[int] | None = None) -> None:
+        """Let the model's stream wait for the uploads of parameters, by default all (also watch.Keeper)."""
         self._transfers.await_parameters(parameters)
         self._watch.reports_reads = not self._transfers.is_awaited
 

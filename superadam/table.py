@@ -26,6 +26,9 @@ Rows = npt.NDArray[np.int64]
 
 _STRIDED = torch.strided
 
+PARCEL_NUMEL = 16 * 1024 * 1024
+"""Elements from which on a pass goes on in another parcel: memory for staging does not grow with the model."""
+
 Segments = npt.NDArray[np.void]
 """A kernel job: rows of `superadam.native.SEGMENT`."""
 
@@ -330,12 +333,21 @@ class ParameterTable:
     def _run_with_out(self, which: Pass, rows: Rows, segments: Segments, coefficients: CoefficientTable) -> None:
         """Run a pass that writes parameters, through a staging tensor for each that kernels cannot reach."""
         segments["out"] = self._parameter_pointers[rows]
-        staged = np.flatnonzero(self._is_staged[rows])
-        parcel = None
-        if len(staged):
-            parcel = self._delivery.parcel([self.states[row] for row in rows[staged]])
-            segments["out"][staged] = [value.data_ptr() for value in parcel.values]
-        native.run(which, segments, coefficients.array())
-        if parcel is not None:
+        is_staged = self._is_staged[rows]
+        if not is_staged.all():
+            native.run(which, segments[~is_staged] if is_staged.any() else segments, coefficients.array())
+        for part in _parts(np.flatnonzero(is_staged), segments["length"]):
+            parcel = self._delivery.parcel([self.states[row] for row in rows[part]])
+            staged = segments[part]
+            staged["out"] = [value.data_ptr() for value in parcel.values]
+            native.run(which, staged, coefficients.array())
             parcel.deliver()
         self.fingerprints.bump(rows)
+
+
+def _parts(chosen: Rows, lengths: npt.NDArray[np.uint64]) -> list[Rows]:
+    """Cut positions in a job into runs of about `PARCEL_NUMEL` elements, and at least one position."""
+    if len(chosen) == 0:
+        return []
+    begins = np.cumsum(lengths[chosen]) - lengths[chosen]
+    return np.split(chosen, 1 + np.flatnonzero(np.diff(begins // PARCEL_NUMEL)))

@@ -341,6 +341,8 @@ class Transaction:
             self.table.note_moved(state)
 
     def _adopt_found(self, writes: Sequence[OutsideWrite]) -> None:
+        if writes:
+            self.table.settle()  # or what is on its way to the parameters would overwrite them afterwards
         for write in writes:
             write.adopt()
             self.table.fingerprints.note(write.state.row)

@@ -104,6 +104,15 @@ class Transfers:
             self._statistics.downloaded_bytes += host.nbytes
         return [hosts[state] for state in states], device.record(Stream.DOWNLOAD)
 
+    @property
+    def narrows(self) -> bool:
+        """Whether travelling may round gradients."""
+        return self._link_dtype not in (None, torch.float32)
+
+    def narrowed(self, gradient: Tensor) -> Tensor:
+        """Return a gradient that does not travel, in its own dtype, with the values that it would have afterwards."""
+        return gradient.to(self._dtype_on_link(gradient)).to(gradient.dtype) if self.narrows else gradient
+
     def parcel(self, states: Sequence[ParameterState]) -> FlatParcel:
         """Return host memory for new values of these parameters."""
         return FlatParcel(self, states)

@@ -37,6 +37,9 @@ class Keeper(Protocol):
     def await_parameters(self, parameters: frozenset[int]) -> None:
         """Parameters with these ids are about to be read."""
 
+    def catch_up(self) -> None:
+        """Return when everything that was taken is speculated on."""
+
     def accepted_value(self, parameter: Tensor) -> Tensor | None:
         """Return a parameter's value after the last accepted step, where the parameter itself shows another."""
 
@@ -53,12 +56,14 @@ class ModelWatch:
 
     Attributes:
         reports_reads: whether to report which parameters a forward or a state dict is about to read.
+        unreported: ids of followed parameters that no forward of the model reports.
     """
 
     def __init__(self, model: nn.Module, keeper: Keeper) -> None:
         self._model = model
         self._keeper = keeper
         self.reports_reads = False
+        self.unreported: frozenset[int] = frozenset()
         self._handles: list[RemovableHandle] = []
         self._awaited: dict[nn.Module, frozenset[int]] = {}
         self._unsettled: set[int] = set()  # ids: compiled hooks cannot look at sets of tensors
@@ -67,9 +72,10 @@ class ModelWatch:
     def follow(self, parameters: Iterable[Tensor]) -> None:
         """Hook these parameters and the model, instead of what was hooked before."""
         self.let_go()
-        trained = [parameter for parameter in parameters if parameter.requires_grad and parameter.is_leaf]
-        self._handles = attach(self._model, trained, self)
+        followed = list(parameters)  # also frozen ones, which may be trained later
+        self._handles = attach(self._model, followed, self)
         self._awaited = awaited_parameters(self._model)
+        self.unreported = frozenset(map(id, followed)).difference(*self._awaited.values())
 
     def let_go(self) -> None:
         """Remove every hook."""
@@ -131,6 +137,13 @@ class ModelWatch:
             self._keeper.abandon()
             name = type(module).__name__
             raise RuntimeError(f"{name}.forward reads parameters whose step has no verdict yet; {REMEDY}")
+
+    def state_dict_loads(self, module: nn.Module) -> None:
+        """Let everything that is on its way to a module's own parameters arrive before they are written."""
+        if self._unsettled:
+            self._keeper.catch_up()
+        if self._unsettled or self.reports_reads:
+            self._keeper.await_parameters(frozenset(map(id, module.parameters(recurse=False))))
 
     def state_dict_taken(self, module: nn.Module, entries: dict[str, Any], prefix: str) -> None:
         """Put the values of the last accepted step into a state dict that is taken while a step is open."""

@@ -20,6 +20,7 @@ from overlap import (
     ThreadDevice,
     adam,
     batch,
+    changes_nothing,
     eager,
     everything,
     loss_of,
@@ -29,11 +30,12 @@ from overlap import (
 from torch import Tensor, nn
 from visible import bits
 
-from superadam import OffloadScheduler, SpeculativeCPUAdam, StepKind
+from superadam import GradScaler, OffloadScheduler, SpeculativeCPUAdam, StepKind
 from superadam.accumulation import Accumulation
 from superadam.devices import Device
 from superadam.devices.simulated import SimulatedDevice
 from superadam.parameter import ParameterState
+from superadam.transfers import Transfers
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -421,3 +423,190 @@ def test_narrow_link_rounds_a_sum_once(device: Device) -> None:
         plain.step()
     plain.zero_grad()
     assert everything(model, optimizer) == everything(twin, plain)
+
+
+# ---- sums of parameters that are bound anew --------------------------------------------------------------------------
+
+
+def add_group(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+
+
+def load(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("when", ["between", "before_step"])
+@pytest.mark.parametrize("how", [add_group, load])
+def test_sums_outlive_the_states_of_their_parameters(how: Moment, when: str, device: Device) -> None:
+    last = slice(2, None) if when == "between" else slice(6, None)
+
+    def stories(*run: Any) -> None:
+        micro_batches(*run, last=lambda model: model[last] if when == "between" else Untrained(), **{when: how})
+
+    both(stories, device)
+
+
+class Untrained(nn.Module):
+    """Gives gradients to nothing that is optimized."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def test_sum_of_a_parameter_that_is_no_longer_optimized_is_dropped() -> None:
+    model, twin = mlp(), mlp()
+    optimizer, plain = adam(model), adam(twin)
+    with eager(optimizer, model) as scheduler:
+        with scheduler.accumulate(torch.float32):
+            loss_of(model, 0).backward()
+        del optimizer.param_groups[0]["params"][0]
+        optimizer.step()
+    loss_of(twin, 0).backward()
+    del plain.param_groups[0]["params"][0]
+    plain.step()
+    plain.zero_grad()
+    assert everything(model, optimizer) == everything(twin, plain)
+    assert torch.equal(model[0].weight, mlp()[0].weight)
+
+
+def clip(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
+    optimizer.clip_grad_norm_(3.0)
+
+
+def test_norm_between_micro_batches_hands_nothing_over(device: Device) -> None:
+    both(lambda *run: micro_batches(*run, between=clip, last=lambda model: model[2:]), device)
+
+
+def test_norm_between_micro_batches_is_that_of_the_sums(device: Device) -> None:
+    norms: list[Tensor] = []
+
+    def note(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
+        norms.append(optimizer.clip_grad_norm_(3.0))
+
+    both(lambda *run: micro_batches(*run, between=note), device)
+    assert norms[:8] == norms[8:]
+    assert len(norms) == 16
+
+
+def test_sum_on_the_host_takes_up_what_came_to_lie_in_grad_later(device: Device) -> None:
+    def stories(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
+        for step in range(3):
+            optimizer.zero_grad()
+            for micro, dtype in enumerate([torch.float32, None]):
+                if scheduler is None:
+                    loss_of(model, 10 * step + micro).backward()
+                else:
+                    with scheduler.accumulate(dtype):
+                        loss_of(model, 10 * step + micro).backward()
+            optimizer.step()
+
+    both(stories, device)
+
+
+def test_narrow_link_rounds_gradients_that_stay(device: Device) -> None:
+    """In `.grad`, because no backward outside of `accumulate()` touched their parameters."""
+    for overlap in (True, False):
+        model, twin = mlp(), mlp()
+        optimizer, plain = adam(model), adam(twin)
+        with eager(optimizer, model, device=device, link_dtype=torch.bfloat16, overlap=overlap) as scheduler:
+            for step in range(3):
+                optimizer.zero_grad()
+                with scheduler.accumulate():
+                    loss_of(model, step).backward()
+                norm = optimizer.clip_grad_norm_(5.0)
+                optimizer.step()
+                assert optimizer.last_outcome is not None
+                assert optimizer.last_outcome.grad_norm == float(norm)
+        optimizer.zero_grad()
+        for step in range(3):
+            plain.zero_grad()
+            loss_of(twin, step).backward()
+            for parameter in twin.parameters():
+                assert parameter.grad is not None
+                parameter.grad = parameter.grad.bfloat16().float()
+            plain.clip_grad_norm_(5.0)
+            plain.step()
+        plain.zero_grad()
+        assert everything(model, optimizer) == everything(twin, plain)
+
+
+def test_worker_that_fails_on_sums_drops_the_step(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, twin = mlp(), mlp()
+    optimizer, plain = adam(model), adam(twin)
+    train(twin, plain, range(2))
+    with eager(optimizer, model, device=device) as scheduler:
+        train(model, optimizer, range(1))
+        before = everything(model, optimizer)
+        with scheduler.accumulate(torch.float32):
+            loss_of(model, 7).backward()
+        loss_of(model[2:], 7).backward()
+        with monkeypatch.context() as patch:
+
+            def stumble(*_: object, **__: object) -> None:
+                raise PlantedError("planted")
+
+            patch.setattr(Transfers, "download", stumble)
+            with pytest.raises(PlantedError):
+                optimizer.step()
+        scheduler.synchronize()
+        assert everything(model, optimizer) == before  # no zero_grad() was needed
+        train(model, optimizer, range(1, 2))
+    assert everything(model, optimizer) == everything(twin, plain)
+
+
+# ---- sums and loss scaling -------------------------------------------------------------------------------------------
+
+
+def test_torch_grad_scaler_is_refused_with_sums_on_the_host() -> None:
+    model = mlp()
+    optimizer = adam(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with eager(optimizer, model) as scheduler, changes_nothing(model, optimizer):
+        with scheduler.accumulate(torch.float32):
+            scaler.scale(loss_of(model, 0)).backward()
+        with pytest.raises(RuntimeError, match="cannot unscale gradients that speculate"):
+            scaler.step(optimizer)
+
+
+def test_grad_scaler_with_sums_on_the_host_alone(device: Device) -> None:
+    results = []
+    for overlaps in (False, True):
+        model = mlp()
+        optimizer = adam(model)
+        scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+        scheduler = eager(optimizer, model, device=device, grad_scaler=scaler) if overlaps else None
+        for seed in range(5):
+            optimizer.zero_grad()
+            loss = scaler.scale(loss_of(model, seed) * (math.inf if seed == 2 else 1.0))
+            if scheduler is None:
+                loss.backward()
+            else:
+                with scheduler.accumulate(torch.float32):
+                    loss.backward()
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.zero_grad()
+        if scheduler is not None:
+            scheduler.close()
+        results.append((everything(model, optimizer), scaler.get_scale()))
+    assert results[0] == results[1]
+
+
+def test_cost_of_a_micro_batch_grows_with_the_number_of_parameters_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The optimizer is asked for its parameters once in a backward, not for every gradient."""
+    model = mlp(layers=10)
+    optimizer = adam(model)
+    with eager(optimizer, model) as scheduler:
+        asked: list[int] = []
+        bound = optimizer.bound_transaction
+        monkeypatch.setattr(optimizer, "bound_transaction", lambda: (asked.append(1), bound())[1])
+        for _ in range(2):
+            asked.clear()
+            with scheduler.accumulate(torch.float32):
+                loss_of(model, 0).backward()
+            assert len(asked) == 1

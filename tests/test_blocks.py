@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -393,3 +394,71 @@ def test_compiled_blocks_read_too_early_without_the_wait(monkeypatch: pytest.Mon
         train(model, optimizer, range(1))
         train(twin, plain, range(1))
         assert not torch.equal(loss_of(model, 50), loss_of(twin, 50))
+
+
+# ---- parameters that no forward tells of -----------------------------------------------------------------------------
+
+
+def test_block_that_is_thawed_waits_for_its_parameters() -> None:
+    model, twin = mlp(), mlp()
+    optimizer, plain = adam(model), adam(twin)
+    for one in (model, twin):
+        one[0].requires_grad_(False)
+    with with_blocks(optimizer, model):
+        train(model, optimizer, range(1))
+        train(twin, plain, range(1))
+        for one in (model, twin):
+            one[0].requires_grad_(True)
+        train(model, optimizer, range(1, 4))
+        train(twin, plain, range(1, 4))
+    assert everything(model, optimizer) == everything(twin, plain)
+
+
+def test_parameter_outside_of_the_model_is_there_after_the_step() -> None:
+    results = []
+    for overlaps in (False, True):
+        model, extra = mlp(), nn.Parameter(torch.ones(8))
+        optimizer = SpeculativeCPUAdam([*model.parameters(), extra], lr=0.05, max_grad_norm=20.0)
+        scheduler = with_blocks(optimizer, model) if overlaps else None
+        for seed in range(3):
+            optimizer.zero_grad()
+            (30 * (model(batch(seed) * extra) - 1).square().mean()).backward()
+            optimizer.step()
+        optimizer.zero_grad()
+        if scheduler is not None:
+            scheduler.close()
+        results.append(everything(model, optimizer))
+    assert results[0] == results[1]
+
+
+# ---- loading ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("what", ["model", "optimizer", "both"])
+@pytest.mark.parametrize("is_open", [False, True])
+def test_what_is_loaded_is_not_overwritten_by_what_is_under_way(what: str, is_open: bool, dtype: torch.dtype) -> None:
+    model, twin = mlp(dtype), mlp(dtype)
+    optimizer, plain = adam(model, max_grad_norm=1e9), adam(twin, max_grad_norm=1e9)
+    saved = copy.deepcopy({"model": mlp(dtype).state_dict(), "optimizer": trained(mlp(dtype)).state_dict()})
+    with with_blocks(optimizer, model):
+        for one, its in ((model, optimizer), (twin, plain)):
+            train(one, its, range(1))
+            if is_open:
+                loss_of(one, 1).backward()
+                if its is plain:
+                    plain.speculate()
+            if what != "model":
+                its.load_state_dict(copy.deepcopy(saved["optimizer"]))
+            if what != "optimizer":
+                one.load_state_dict(saved["model"])
+            its.step()
+            its.zero_grad()
+            train(one, its, range(2, 4))
+    assert everything(model, optimizer) == everything(twin, plain)
+
+
+def trained(model: nn.Module) -> SpeculativeCPUAdam:
+    optimizer = adam(model)
+    train(model, optimizer, range(5, 7))
+    return optimizer

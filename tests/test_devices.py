@@ -361,3 +361,19 @@ def test_seeded_worker_does_idle_work_as_long_as_there_is_some() -> None:
         SimulatedDevice(seed).start_worker(work).wake()
         amounts.add(left[0])
     assert amounts == {3, 2, 1, 0}
+
+
+def test_empty_buffers_are_freed_like_others() -> None:
+    device = lazy()
+    layout = layout_of(torch.ones(0))
+    for _ in range(3):
+        first, second = device.host_empty(0, torch.float32), device.host_empty(0, torch.float32)
+        assert device.is_host(first)
+        assert not device.is_host(torch.ones(0))
+        packed = device.pack([torch.ones(0)], layout, torch.float32)
+        device.copy(first, packed, Stream.DOWNLOAD)
+        device.keep(packed, Stream.DOWNLOAD)
+        device.keep(second, Stream.UPLOAD)
+        del first, second, packed
+        finish(device)
+    assert not device._blocks

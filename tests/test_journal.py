@@ -369,3 +369,17 @@ def test_nothing_moves_in_host_memory(make: Callable[[], Device]) -> None:
             mixed_loss(model, step).backward()
             optimizer.step()
     assert scheduler.statistics.downloaded_bytes == scheduler.statistics.uploaded_bytes == 0
+
+
+def test_scheduler_does_not_count_what_was_redone_before_it() -> None:
+    model = mlp()
+    optimizer = adam(model, max_grad_norm=1e-3)
+    loss_of(model, 0).backward()
+    optimizer.speculate()
+    optimizer.resolve()
+    assert optimizer.statistics.respeculated == 6
+    optimizer.max_grad_norm = math.inf
+    with eager(optimizer, model) as scheduler:
+        loss_of(model, 1).backward()
+        optimizer.step()
+    assert fates(scheduler.statistics) == (0, 6, 0, 0)

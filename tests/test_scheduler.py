@@ -45,7 +45,7 @@ from visible import shown
 
 import superadam
 from superadam import GradScaler, OffloadScheduler, SpeculativeCPUAdam, StepKind, native
-from superadam.devices import Device, PlainDevice
+from superadam.devices import Device, PlainDevice, Stream
 from superadam.devices.simulated import SimulatedDevice
 from superadam.hyperparameters import Hyperparameters
 from superadam.transaction import Transaction
@@ -1342,10 +1342,10 @@ def test_parameters_written_between_backward_and_step(dtype: torch.dtype, how: s
 
 
 @pytest.mark.parametrize("ending", ["skipped", "zero_grad"])
-def test_parameters_written_in_a_step_that_comes_to_nothing(ending: str, device: PlainDevice) -> None:
+def test_parameters_written_in_a_step_that_comes_to_nothing(ending: str, anywhere: Device) -> None:
     model, twin = mlp(torch.bfloat16), mlp(torch.bfloat16)
     optimizer, plain = adam(model, max_grad_norm=math.inf), adam(twin, max_grad_norm=math.inf)
-    with eager(optimizer, model, device=device) as scheduler:
+    with eager(optimizer, model, device=anywhere) as scheduler:
         train(model, optimizer, range(1))
         train(twin, plain, range(1))
         for one in (model, twin):
@@ -1359,3 +1359,70 @@ def test_parameters_written_in_a_step_that_comes_to_nothing(ending: str, device:
             its.zero_grad()
             train(one, its, range(2, 4))
     assert everything(model, optimizer) == everything(twin, plain)
+
+
+# ---- reading what was speculated by hand ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [ImmediateDevice, ThreadDevice, *ASYNCHRONOUS])
+def test_parameters_can_be_read_after_speculating_by_hand(make: Callable[[], Device]) -> None:
+    model, twin = mlp(), mlp()
+    optimizer, plain = adam(model, max_grad_norm=math.inf), adam(twin, max_grad_norm=math.inf)
+    with eager(optimizer, model, device=make()) as scheduler:
+        for seed in range(3):
+            with scheduler.accumulate():
+                loss_of(model[2:], seed).backward()
+            loss_of(model, seed).backward()
+            loss_of(twin[2:], seed).backward()
+            loss_of(twin, seed).backward()
+            optimizer.speculate()
+            plain.speculate()
+            assert shown(optimizer) == shown(plain)
+            optimizer.resolve()
+            plain.resolve()
+    assert everything(model, optimizer) == everything(twin, plain)
+
+
+def test_forward_cannot_overlap_without_hooks() -> None:
+    model = mlp()
+    told = "overlap_forward=True needs the hooks that overlap=False leaves out, .*; leave it False with overlap=False"
+    with pytest.raises(ValueError, match=told):
+        OffloadScheduler(adam(model), model, overlap=False, overlap_forward=True)
+
+
+def test_overlap_off_on_an_asynchronous_device(asynchronous: Device) -> None:
+    twins(
+        lambda model, optimizer: train(model, optimizer, range(4)),
+        scheduled={"device": asynchronous, "overlap": False},
+    )
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_memory_for_staging_does_not_grow_with_the_model(
+    overlap: bool, asynchronous: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does it in steps that are clipped or skipped, which write every parameter at once."""
+    sizes: list[int] = []
+    empty = asynchronous.empty
+
+    def measured(numel: int, dtype: torch.dtype, stream: Stream) -> Tensor:
+        sizes.append(numel)
+        return empty(numel, dtype, stream)
+
+    def steps(model: nn.Module, optimizer: SpeculativeCPUAdam) -> None:
+        for seed in range(6):
+            optimizer.zero_grad()
+            (loss_of(model, seed) * (math.inf if seed == 4 else 1.0)).backward()
+            optimizer.step()
+
+    monkeypatch.setattr(superadam.table, "PARCEL_NUMEL", 200)
+    monkeypatch.setattr(asynchronous, "empty", measured)
+    scheduler = twins(
+        steps,
+        make=lambda: mlp(layers=12),
+        scheduled={"device": asynchronous, "bucket_numel": 200, "overlap": overlap},
+        max_grad_norm=0.1,
+    )
+    assert scheduler.optimizer.statistics.clipped
+    assert scheduler.optimizer.statistics.skipped
+    assert max(sizes) < 200 + 2 * 64 * 5 < 12 * 72

@@ -104,7 +104,7 @@ def on(device: type[SimulatedDevice]) -> Callable[[pytest.MonkeyPatch], None]:
 
 
 def forward_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(OffloadScheduler, "await_parameters", lambda self, parameters: None)
+    monkeypatch.setattr(OffloadScheduler, "await_parameters", lambda self, parameters=None: None)
 
 
 FAULTS = {

@@ -412,3 +412,19 @@ def test_following_ends_with_its_block_also_after_an_error() -> None:
     deliver(transfers, [state], [torch.ones(4)])
     finish(device)
     assert torch.equal(seen[0], torch.zeros(4))
+
+
+# ---- gradients that do not travel ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("link", [None, *DTYPES[:3]], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_narrowed_gradient_has_the_values_of_one_that_travelled(dtype: torch.dtype, link: torch.dtype | None) -> None:
+    transfers, _ = transfers_of(PlainDevice(), link)
+    gradient = random(70, dtype=dtype)
+    (travelled,), _ = transfers.download(states_of(gradient), [gradient])
+    assert transfers.narrows == (link in (torch.bfloat16, torch.float16))
+    narrowed = transfers.narrowed(gradient)
+    assert narrowed.dtype == dtype
+    assert torch.equal(narrowed.double(), travelled.double())
+    assert transfers.narrows or narrowed is gradient

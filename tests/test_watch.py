@@ -40,6 +40,8 @@ class Recorder:
     def accepted_value(self, parameter: Tensor) -> Tensor | None:
         return self.accepted.get(parameter)
 
+    def catch_up(self) -> None: ...
+
     def abandon(self) -> None:
         self.abandoned += 1
         self.watch.note_verdict()
@@ -264,3 +266,45 @@ def test_watch_does_not_outlive_its_keeper() -> None:
     assert gone() is None
     loss(model).backward()
     loss(model)
+
+
+# ---- parameters that are thawed, loaded, or not in the model ---------------------------------------------------------
+
+
+def test_frozen_parameters_are_watched_for_the_day_they_are_trained() -> None:
+    model = mlp()
+    model[0].requires_grad_(False)
+    keeper = Recorder(model)
+    keeper.watch.reports_reads = True
+    model[0].requires_grad_(True)
+    model(batch(0))
+    model[0].state_dict()
+    assert keeper.awaited[1] == keeper.awaited[-1] == ids(*model[0].parameters())
+    assert keeper.watch.unreported == frozenset()
+
+
+def test_parameters_that_no_forward_of_the_model_reports() -> None:
+    model, extra = mlp(), nn.Parameter(torch.ones(2))
+    keeper = Recorder(model)
+    keeper.watch.follow([*model[2:].parameters(), extra])
+    assert keeper.watch.unreported == ids(extra)
+
+
+@pytest.mark.parametrize("moment", ["under way", "open"])
+def test_loading_waits_for_what_would_arrive_later(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = mlp()
+    saved = model.state_dict()
+    keeper = Recorder(model)
+    order: list[str] = []
+    monkeypatch.setattr(keeper, "catch_up", lambda: order.append("caught up"))
+    monkeypatch.setattr(keeper, "await_parameters", lambda parameters: order.append(f"awaited {len(parameters)}"))
+    model.load_state_dict(saved)
+    assert order == []
+    if moment == "open":
+        loss(model).backward()
+    else:
+        keeper.watch.reports_reads = True
+    model.load_state_dict(saved)
+    one = ["caught up", "awaited 2"] if moment == "open" else ["awaited 2"]
+    assert order == 3 * one
+    assert keeper.abandoned == 0

@@ -186,7 +186,7 @@ class SimulatedDevice(Device):
     # ---- memory ------------------------------------------------------------------------------------------------------
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        tensor = torch.empty(numel, dtype=dtype)
+        tensor = _alias(torch.empty(max(numel, 1), dtype=dtype)[:numel])  # empty memory, too, has an address
         storage = tensor.untyped_storage()
         _poison(storage)
         pointer = storage.data_ptr()
