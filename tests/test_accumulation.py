@@ -37,8 +37,6 @@ from superadam.devices.simulated import SimulatedDevice
 from superadam.parameter import ParameterState
 from superadam.transfers import Transfers
 
-pytestmark = pytest.mark.timeout(20)
-
 DEVICES = [
     ImmediateDevice,
     ThreadDevice,

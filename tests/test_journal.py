@@ -25,8 +25,6 @@ from superadam.parameter import ParameterState
 from superadam.transaction import Transaction
 from superadam.worker import WorkerError
 
-pytestmark = pytest.mark.timeout(20)
-
 COMMITTED = StepOutcome(StepKind.COMMITTED, 1.0, 1.0)
 CLIPPED = StepOutcome(StepKind.CLIPPED, 2.0, 0.5)
 SKIPPED = StepOutcome(StepKind.SKIPPED, math.inf, 1.0, 3)

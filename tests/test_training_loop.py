@@ -88,7 +88,7 @@ def test_optimizer_writes_before_backward_has_ended(idle_cores: int, monkeypatch
         trainer.step()
     assert seen == [(False, 2)]
     assert trainer.history.overlap.accepted_buckets == trainer.history.overlap.buckets == 3
-    assert trainer.history.hidden_seconds > 0.0
+    assert trainer.history.overlap.worker_seconds > 0.0
 
 
 def test_history_tells_what_optimizer_and_scheduler_counted() -> None:
