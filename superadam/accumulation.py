@@ -18,18 +18,19 @@ class Accumulation:
     """Whether gradients are being added up, and the sums so far.
 
     Attributes:
+        is_in_grad: whether gradients are to stay where autograd adds them up.
         sums: on the host, per parameter.
     """
 
     def __init__(self) -> None:
-        self._dtype: torch.dtype | None = None
-        self._is_on = False
+        self.is_in_grad = False
+        self._is_on_host = False
         self.sums: dict[Tensor, Tensor] = {}  # the state of a parameter may be bound anew between micro-batches
 
     @property
-    def is_in_grad(self) -> bool:
-        """Whether gradients are to stay where autograd adds them up."""
-        return self._is_on and self._dtype is None
+    def is_at_work(self) -> bool:
+        """Whether a gradient that comes now may have to be added to others."""
+        return self._is_on_host or bool(self.sums)
 
     @contextmanager
     def during(self, dtype: torch.dtype | None) -> Iterator[None]:
@@ -44,12 +45,12 @@ class Accumulation:
         """
         if dtype not in (None, torch.float32):
             raise ValueError(f"accumulate() got dtype {dtype}, expected None (that of .grad) or torch.float32")
-        before = self._is_on, self._dtype
-        self._is_on, self._dtype = True, dtype
+        before = self.is_in_grad, self._is_on_host
+        self.is_in_grad, self._is_on_host = dtype is None, dtype is not None
         try:
             yield
         finally:
-            self._is_on, self._dtype = before
+            self.is_in_grad, self._is_on_host = before
 
     def add(self, state: ParameterState, gradient: Tensor) -> Tensor | None:
         """Return a gradient together with what was summed before it; None while there is more to come.
@@ -58,12 +59,12 @@ class Accumulation:
             TypeError, ValueError: the gradient cannot be added, because it does not fit its parameter.
         """
         total = self.sums.get(state.parameter)
-        if total is None and not self._is_on:
+        if total is None and not self._is_on_host:
             return gradient
         state.check_gradient(gradient)
         copied = state.host_copy(gradient, state.dtype)
         total = copied if total is None else total.add_(copied)
-        if self._is_on:
+        if self._is_on_host:
             self.sums[state.parameter] = total
             return None
         self.sums.pop(state.parameter, None)

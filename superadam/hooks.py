@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 
-class Listener(Protocol):
-    """What the hooks report to."""
+class Taker(Protocol):
+    """What gradients are reported to."""
 
     def gradient_ready(self, parameter: Tensor) -> None:
         """`parameter.grad` is complete for this backward."""
+
+
+class Listener(Protocol):
+    """What forwards and state dicts are reported to."""
 
     def forward_begins(self, module: nn.Module) -> None:
         """A module is about to read parameters."""
@@ -30,18 +34,21 @@ class Listener(Protocol):
         """A state dict is about to be copied into a module's own parameters."""
 
 
-class Hook:
+_Reported = TypeVar("_Reported")
+
+
+class Hook(Generic[_Reported]):
     """A callable that reports to a listener as long as that lives."""
 
-    def __init__(self, listener: Listener | None) -> None:
-        self._listener: Callable[[], Listener | None] = (lambda: None) if listener is None else weakref.ref(listener)
+    def __init__(self, listener: _Reported | None) -> None:
+        self._listener: Callable[[], _Reported | None] = (lambda: None) if listener is None else weakref.ref(listener)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle as a hook that reports to nobody."""
         return type(self), (None,)
 
 
-class GradientReady(Hook):
+class GradientReady(Hook[Taker]):
     """A post-accumulate-grad hook."""
 
     def __call__(self, parameter: Tensor) -> None:
@@ -51,7 +58,7 @@ class GradientReady(Hook):
             listener.gradient_ready(parameter)
 
 
-class ForwardBegins(Hook):
+class ForwardBegins(Hook[Listener]):
     """A forward pre-hook of a module that holds parameters, itself or in its submodules."""
 
     def __call__(self, module: nn.Module, inputs: Any) -> None:
@@ -61,7 +68,7 @@ class ForwardBegins(Hook):
             listener.forward_begins(module)
 
 
-class StateDictTaken(Hook):
+class StateDictTaken(Hook[Listener]):
     """A state dict post-hook of a module that owns parameters."""
 
     def __call__(self, module: nn.Module, entries: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -71,7 +78,7 @@ class StateDictTaken(Hook):
             listener.state_dict_taken(module, entries, prefix)
 
 
-class StateDictLoads(Hook):
+class StateDictLoads(Hook[Listener]):
     """A pre-hook of the loading of state dicts, of a module that owns parameters."""
 
     def __call__(self, module: nn.Module, *_: Any) -> None:
@@ -81,9 +88,9 @@ class StateDictLoads(Hook):
             listener.state_dict_loads(module)
 
 
-def attach(model: nn.Module, parameters: list[Tensor], listener: Listener) -> list[RemovableHandle]:
+def attach(model: nn.Module, parameters: list[Tensor], listener: Listener, taker: Taker) -> list[RemovableHandle]:
     """Hook every given parameter that is trained, and every module of the model that holds any of them."""
-    ready, begins = GradientReady(listener), ForwardBegins(listener)
+    ready, begins = GradientReady(taker), ForwardBegins(listener)
     taken, loads = StateDictTaken(listener), StateDictLoads(listener)
     trained = [parameter for parameter in parameters if parameter.requires_grad and parameter.is_leaf]
     handles: list[RemovableHandle] = [p.register_post_accumulate_grad_hook(ready) for p in trained]  # type: ignore[no-untyped-call]

@@ -205,6 +205,13 @@ class ParameterState:
             TypeError: sparse, or of a dtype that does not fit the state.
             ValueError: of another shape, or neither on the parameter's device nor on the CPU.
         """
+        if (
+            gradient.dtype is self.parameter_dtype
+            and gradient.shape == self.shape
+            and gradient.layout is torch.strided
+            and (gradient.is_cpu or gradient.device == self.parameter.device)
+        ):
+            return  # the usual one, soon
         if gradient.layout is not torch.strided:
             raise TypeError(
                 f"the gradient of {self.name} is sparse, expected a dense one; "
@@ -233,8 +240,8 @@ class ParameterState:
             TypeError, ValueError: as `check_gradient`.
         """
         self.check_gradient(gradient)
-        if gradient.device.type == "cpu" and gradient.stride() == self.strides and not gradient.is_neg():
-            return gradient.detach()
+        if gradient.is_cpu and gradient.stride() == self.strides and not gradient.is_neg():
+            return gradient.detach() if gradient.requires_grad else gradient
         return self.host_copy(gradient, gradient.dtype)
 
     @property

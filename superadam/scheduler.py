@@ -24,14 +24,14 @@ import torch
 from torch import Tensor, nn
 
 from superadam import native
-from superadam.accumulation import Accumulation
 from superadam.admission import check_count, check_link_dtype, check_model, check_overlap, check_scaler
 from superadam.arrivals import Arrivals
-from superadam.buckets import DEFAULT_NUMEL, Bucket, Filler
+from superadam.buckets import DEFAULT_NUMEL, Bucket
 from superadam.devices import Device, Event, PlainDevice
 from superadam.governor import Governor
 from superadam.grad_scaler import GradScaler
 from superadam.hyperparameters import Hyperparameters
+from superadam.intake import Intake
 from superadam.journal import Journal
 from superadam.optimizer import SpeculativeCPUAdam
 from superadam.outcome import StepOutcome
@@ -78,6 +78,10 @@ class OffloadScheduler:
             writing them during backward.
         device: streams and memory of the model; default host memory.
 
+    Attributes:
+        statistics: counts of buckets, bytes and seconds since the scheduler was made.
+        trace: what happened when, in the last steps.
+
     Raises:
         ValueError: no explicit `max_grad_norm`, or an argument is out of range.
         TypeError: the optimizer is not a `SpeculativeCPUAdam`, or the model no `nn.Module`.
@@ -107,15 +111,15 @@ class OffloadScheduler:
         self.optimizer = optimizer
         self.model = model
         self._journal = Journal(optimizer.statistics.respeculated)
+        self.statistics: OverlapStatistics = self._journal.statistics
+        self.trace: Trace = self._journal.trace
         self._scaler = grad_scaler
         self._device = device or PlainDevice()
         chosen_dtype = link_dtype if isinstance(link_dtype, torch.dtype) else None
-        self._transfers = Transfers(self._device, self._journal.statistics, chosen_dtype)
+        self._transfers = Transfers(self._device, self.statistics, chosen_dtype)
         self._watch = ModelWatch(model, self)
-        self._accumulation = Accumulation()
+        self._bucket_numel = DEFAULT_NUMEL if bucket_numel == "auto" else int(bucket_numel)
         self._governor = Governor()
-        self._filler = Filler(DEFAULT_NUMEL if bucket_numel == "auto" else int(bucket_numel))
-        self._states: dict[Tensor, ParameterState] = {}
         self._hyper: dict[ParameterState, Hyperparameters] = {}
         self._transaction: Transaction | None = None
         self._is_waited_for = False
@@ -125,6 +129,8 @@ class OffloadScheduler:
         self._closed = False
         optimizer.bound_transaction()  # what cannot be bound raises before anything is attached
         self._cores = self._device.idle_cores() if cores == "auto" else int(cores)
+        sends_early = self._cores > 0 or self._device.has_link
+        self._intake = Intake(self._watch, self._transfers, self._bucket_numel, self._send, sends_early=sends_early)
         self._worker: Worker = self._device.start_worker(self._idle) if self._cores else DeferredWorker()
         try:
             optimizer.attach_overlap(self)
@@ -138,40 +144,25 @@ class OffloadScheduler:
     def gradient_ready(self, parameter: Tensor) -> None:
         """Take a parameter's gradient; called by autograd in the middle of backward."""
         gradient = parameter.grad
-        if gradient is None or self._accumulation.is_in_grad:
+        if gradient is None or self._intake.accumulation.is_in_grad:
             return
         begin = time.perf_counter()
         try:
-            self._take(parameter, gradient)
+            if torch._C._current_graph_task_id() != self._bound_in:
+                self._begin_backward()
+            self._intake.take(parameter, gradient)
         except BaseException:  # also Ctrl-C
             self.abandon()
             raise
         self.statistics.hook_seconds += time.perf_counter() - begin
 
-    def _take(self, parameter: Tensor, gradient: Tensor) -> None:
-        backward = torch._C._current_graph_task_id()
-        if backward != self._bound_in and not self._watch.has_unsettled:  # a look at every parameter, once is enough
-            self._follow(self.optimizer.bound_transaction())
+    def _begin_backward(self) -> None:
+        self._bound_in = torch._C._current_graph_task_id()
+        if not self._watch.has_unsettled:
+            self._follow(self.optimizer.bound_transaction())  # a look at every parameter: once in a backward is enough
             self._journal.note_gradient()
-            self._bound_in = backward
-        state = self._states.get(parameter)
-        if state is None:  # no longer the optimizer's
-            return
-        if self._watch.is_unsettled(parameter):
-            raise RuntimeError(f"{state.name} got a second gradient before optimizer.step(); {REMEDY}")
-        total = self._accumulation.add(state, gradient)
-        parameter.grad = None
-        if total is None:
-            return
-        self._watch.note_taken(parameter)
-        self._fill(state, total)
 
     # ---- a bucket on its way -----------------------------------------------------------------------------------------
-
-    def _fill(self, state: ParameterState, gradient: Tensor) -> None:
-        bucket = self._filler.add(state, gradient)
-        if bucket is not None:
-            self._send(bucket)
 
     def _send(self, bucket: Bucket) -> None:
         """Start a bucket's way to the host, and hand it to the worker."""
@@ -209,7 +200,7 @@ class OffloadScheduler:
         if transaction is None or not transaction.in_phase(Phase.ACCEPTED):
             return False
         with self.trace.span("commit", "worker"), native.limited_threads(self._cores):
-            return transaction.commit_some(self._filler.bucket_numel)
+            return transaction.commit_some(self._bucket_numel)
 
     # ---- what the optimizer asks (binding.Overlap) -------------------------------------------------------------------
 
@@ -232,41 +223,25 @@ class OffloadScheduler:
 
     def hand_over_sums(self) -> None:
         """Speculate on what was accumulated and got no gradient outside `accumulate()`."""
-        self._narrow_left()
-        if not self._accumulation.sums:
+        self._intake.narrow_left()
+        if not self._intake.accumulation.sums:
             return
         try:
             if not self._watch.has_unsettled:  # the parameters may have changed since
                 self._follow(self.optimizer.bound_transaction())
-            for parameter, total in self._accumulation.take().items():
-                state = self._states.get(parameter)
-                if state is None:  # no longer the optimizer's
-                    continue
-                if parameter.grad is not None:
-                    total.add_(state.host_copy(parameter.grad, total.dtype))
-                    parameter.grad = None
-                self._watch.note_taken(parameter)
-                self._fill(state, total)
+            self._intake.take_sums()
         except BaseException:
             self.abandon()
             raise
 
     def accumulated(self) -> dict[Tensor, Tensor]:
         """Return what `hand_over_sums` would hand over, per parameter."""
-        self._narrow_left()
-        return {parameter: self._transfers.narrowed(total) for parameter, total in self._accumulation.sums.items()}
-
-    def _narrow_left(self) -> None:
-        """Round gradients that were left in `.grad` as if they had travelled."""
-        if not self._transfers.narrows:
-            return
-        for parameter in self._states:
-            if parameter.grad is not None:
-                parameter.grad = self._transfers.narrowed(parameter.grad)
+        self._intake.narrow_left()
+        return self._intake.sums()
 
     def forget_sums(self) -> None:
         """Drop what was accumulated."""
-        self._accumulation.take()
+        self._intake.accumulation.take()
 
     def catch_up(self) -> None:
         """Return when everything that was handed over is speculated on.
@@ -276,9 +251,7 @@ class OffloadScheduler:
         """
         begin = time.perf_counter()
         try:
-            bucket = self._filler.take()
-            if bucket is not None:
-                self._send(bucket)
+            self._intake.flush()
             waits = not self._worker.is_idle
             self._is_waited_for = True
             self._worker.drain()
@@ -317,16 +290,6 @@ class OffloadScheduler:
 
     # ---- for the user ------------------------------------------------------------------------------------------------
 
-    @property
-    def statistics(self) -> OverlapStatistics:
-        """Counts of buckets, bytes and seconds since the scheduler was made."""
-        return self._journal.statistics
-
-    @property
-    def trace(self) -> Trace:
-        """What happened when, in the last steps."""
-        return self._journal.trace
-
     def accumulate(self, dtype: torch.dtype | None = None) -> AbstractContextManager[None]:
         """Leave the gradients of the backwards inside to be added up: for all micro-batches but the last.
 
@@ -343,7 +306,7 @@ class OffloadScheduler:
                 f"accumulate({dtype}) needs a scheduler that takes gradients, but this one has overlap=False; "
                 "call accumulate() without a dtype"
             )
-        return self._accumulation.during(dtype)
+        return self._intake.accumulation.during(dtype)
 
     def synchronize(self) -> None:
         """Return when nothing is under way: buckets speculated on, accepted steps committed, values uploaded."""
@@ -388,20 +351,19 @@ class OffloadScheduler:
         if transaction is self._transaction:
             return
         self._transaction = transaction
-        self._states = {state.parameter: state for state in transaction.table.states}
+        self._intake.follow(transaction.table.states)
         if self._overlaps:
-            self._watch.follow(self._states)
+            self._watch.follow(transaction.table.parameters)
 
     def accepted_value(self, parameter: Tensor) -> Tensor | None:
         """Return a parameter's value after the last accepted step, if it shows a speculated one (watch.Keeper)."""
         self.catch_up()
-        state = self._states.get(parameter)
+        state = self._intake.state_of(parameter)
         return state.speculation_master.detach() if state is not None and state.shows_open_step else None
 
     def abandon(self) -> None:
         """Drop the open step, also from inside backward."""
-        self._filler.take()
-        self.forget_sums()
+        self._intake.forget()
         with suppress(WorkerError):
             self._worker.drain()
         if self._transaction is not None:

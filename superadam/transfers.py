@@ -86,7 +86,8 @@ class Transfers:
             state.check_gradient(gradient)
             dtype = self._dtype_on_link(gradient)
             if device.is_host(gradient):
-                hosts[state] = owned(state.host_gradient(gradient).to(dtype))
+                host = state.host_gradient(gradient)
+                hosts[state] = owned(host if host.dtype is dtype else host.to(dtype))
             else:
                 distant.setdefault(dtype, {})[state] = gradient
         packed: list[tuple[FlatLayout, Tensor]] = []

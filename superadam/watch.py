@@ -16,7 +16,7 @@ from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 
 from superadam.blocks import awaited_parameters
-from superadam.hooks import attach
+from superadam.hooks import Taker, attach
 
 _NO_BACKWARD = -1
 """What autograd calls its running backward when there is none."""
@@ -28,11 +28,8 @@ REMEDY = (
 """What a person can do about a graph that needs a parameter's old value after its gradient is complete."""
 
 
-class Keeper(Protocol):
+class Keeper(Taker, Protocol):
     """Who overwrites parameters, as seen from the watch."""
-
-    def gradient_ready(self, parameter: Tensor) -> None:
-        """`parameter.grad` is complete for this backward."""
 
     def await_parameters(self, parameters: frozenset[int]) -> None:
         """Parameters with these ids are about to be read."""
@@ -68,12 +65,13 @@ class ModelWatch:
         self._awaited: dict[nn.Module, frozenset[int]] = {}
         self._unsettled: set[int] = set()  # ids: compiled hooks cannot look at sets of tensors
         self._running: set[int] = set()  # backwards that gave gradients and have not ended
+        self._counted = _NO_BACKWARD  # the last one among them
 
     def follow(self, parameters: Iterable[Tensor]) -> None:
         """Hook these parameters and the model, instead of what was hooked before."""
         self.let_go()
         followed = list(parameters)  # also frozen ones, which may be trained later
-        self._handles = attach(self._model, followed, self)
+        self._handles = attach(self._model, followed, self, self._keeper)
         self._awaited = awaited_parameters(self._model)
         self.unreported = frozenset(map(id, followed)).difference(*self._awaited.values())
 
@@ -88,15 +86,30 @@ class ModelWatch:
         """Whether a gradient was taken since the last verdict."""
         return bool(self._unsettled)
 
-    def is_unsettled(self, parameter: Tensor) -> bool:
-        """Whether this parameter's gradient was taken since the last verdict."""
-        return id(parameter) in self._unsettled
+    def check_settled(self, parameter: Tensor, name: str) -> None:
+        """Raise if this parameter's gradient was taken since the last verdict.
 
-    def note_taken(self, parameter: Tensor) -> None:
-        """Count a parameter as unsettled, and the present backward, if any, as under way until it ends well."""
+        Raises:
+            RuntimeError: it was; the sentence calls the parameter by `name`.
+        """
+        if id(parameter) in self._unsettled:
+            raise RuntimeError(f"{name} got a second gradient before optimizer.step(); {REMEDY}")
+
+    def note_taken(self, parameter: Tensor, name: str) -> None:
+        """Count a parameter as unsettled, and the present backward, if any, as under way until it ends well.
+
+        Raises:
+            RuntimeError: as `check_settled`.
+        """
+        if id(parameter) in self._unsettled:
+            self.check_settled(parameter, name)
         self._unsettled.add(id(parameter))
-        task = torch._C._current_graph_task_id()
-        if task != _NO_BACKWARD and task not in self._running:
+        if torch._C._current_graph_task_id() != self._counted:
+            self._count_backward()
+
+    def _count_backward(self) -> None:
+        self._counted = task = torch._C._current_graph_task_id()
+        if task != _NO_BACKWARD:
             self._running.add(task)
             torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self._running.discard, task))
 
@@ -108,12 +121,9 @@ class ModelWatch:
         """Count every parameter as settled."""
         self._unsettled.clear()
         self._running.clear()
+        self._counted = _NO_BACKWARD
 
     # ---- what hooks report (hooks.Listener) --------------------------------------------------------------------------
-
-    def gradient_ready(self, parameter: Tensor) -> None:
-        """Pass it on."""
-        self._keeper.gradient_ready(parameter)
 
     def forward_begins(self, module: nn.Module) -> None:
         """Refuse a forward over unsettled parameters; drop the step of a backward that failed."""

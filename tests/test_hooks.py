@@ -37,7 +37,7 @@ class Recorder:
 
 def attached(model: nn.Module) -> tuple[Recorder, list[Any]]:
     recorder = Recorder()
-    return recorder, attach(model, list(model.parameters()), recorder)
+    return recorder, attach(model, list(model.parameters()), recorder, recorder)
 
 
 def test_each_gradient_once_in_the_order_of_backward() -> None:
@@ -75,7 +75,7 @@ def test_state_dicts_of_modules_that_own_parameters() -> None:
 def test_only_the_given_parameters() -> None:
     model = mlp()
     recorder = Recorder()
-    attach(model, [model[2].weight], recorder)
+    attach(model, [model[2].weight], recorder, recorder)
     model(batch(0)).sum().backward()
     model.state_dict()
     assert recorder.begun == [model, model[2]]

@@ -805,16 +805,20 @@ def test_cores_limit_what_runs_beside_backward(
     assert all(thread == (False, expected) for thread in used[:-1])
 
 
-def test_without_idle_cores_the_work_waits_for_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_link", [False, True])
+def test_without_idle_cores_the_work_waits_for_the_step(has_link: bool) -> None:
     model = mlp()
     optimizer = adam(model)
     threads = threading.active_count()
-    with eager(optimizer, model, device=DeferredDevice()) as scheduler:
+    device = DeferredDevice()
+    device.has_link = has_link
+    with eager(optimizer, model, device=device) as scheduler:
         assert threading.active_count() == threads
         loss_of(model, 0).backward()
-        assert scheduler.statistics.buckets == 6
+        assert scheduler.statistics.buckets == (6 if has_link else 0)
         assert optimizer.statistics.speculate_seconds == 0.0
         optimizer.step()
+        assert scheduler.statistics.buckets == 6
         assert optimizer.statistics.speculate_seconds > 0.0
         assert scheduler.statistics.hidden_share == 0.0
         scheduler.close()

@@ -32,7 +32,7 @@ class Recorder:
     def gradient_ready(self, parameter: Tensor) -> None:
         self.ready.append(parameter)
         if self.takes:
-            self.watch.note_taken(parameter)
+            self.watch.note_taken(parameter, "a parameter")
 
     def await_parameters(self, parameters: frozenset[int]) -> None:
         self.awaited.append(parameters)
@@ -65,11 +65,13 @@ def test_parameters_are_unsettled_from_gradient_to_verdict() -> None:
     assert not watch.has_unsettled
     loss(model).backward()
     assert watch.has_unsettled
-    assert all(watch.is_unsettled(parameter) for parameter in model.parameters())
-    assert not watch.is_unsettled(nn.Parameter(torch.ones(2)))
+    for parameter in model.parameters():
+        with pytest.raises(RuntimeError, match=r"a weight got a second gradient before optimizer.step\(\); "):
+            watch.note_taken(parameter, "a weight")
+    watch.check_settled(nn.Parameter(torch.ones(2)), "a weight")
     watch.note_verdict()
     assert not watch.has_unsettled
-    assert not watch.is_unsettled(model[0].weight)
+    watch.check_settled(model[0].weight, "a weight")
 
 
 def test_forward_over_an_unsettled_parameter_is_refused_and_the_step_dropped() -> None:
@@ -120,7 +122,7 @@ def test_block_that_is_computed_again_in_backward_may_read_what_is_below_it() ->
     model = nn.Sequential(Reader(), nn.Linear(8, 8))
     keeper = Recorder(model)
     hidden = checkpoint(model[0], batch(0).requires_grad_(), use_reentrant=False)
-    keeper.watch.note_taken(model[0].inner.weight)
+    keeper.watch.note_taken(model[0].inner.weight, "weight")
     with pytest.raises(RuntimeError, match=r"Reader.forward reads parameters whose step has no verdict yet"):
         model[1](hidden).sum().backward()
     assert keeper.abandoned == 1

@@ -39,7 +39,13 @@ class Event(Protocol):
 
 
 class Device(abc.ABC):
-    """Streams, events, copies and memory of the device that holds the model."""
+    """Streams, events, copies and memory of the device that holds the model.
+
+    Attributes:
+        has_link: whether gradients and parameters travel, so that a bucket had better leave as soon as it is full.
+    """
+
+    has_link = True
 
     @abc.abstractmethod
     def is_host(self, tensor: Tensor) -> bool:
@@ -84,6 +90,21 @@ class Device(abc.ABC):
     @abc.abstractmethod
     def keep(self, buffer: Tensor, stream: Stream) -> None:
         """Keep a buffer's memory until `stream` has passed its present end, even if the buffer is dropped before."""
+
+    def reserve(self, gradient_bytes: int, bucket_bytes: int) -> None:  # noqa: B027 a device may need nothing
+        """Get the host's memory ready, once, before the first step.
+
+        Args:
+            gradient_bytes: the gradients of one whole step, as they travel: they are pending together until the step
+                has its verdict, and longer.
+            bucket_bytes: the largest bucket, of gradients or of new values.
+
+        Raises:
+            MemoryError: the host cannot hold that.
+        """
+
+    def close(self) -> None:  # noqa: B027
+        """Give back what was reserved; what is asked for later is not reserved."""
 
     def idle_cores(self) -> int:
         """Return how many CPU cores of this process are idle while the model computes."""

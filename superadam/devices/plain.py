@@ -25,13 +25,15 @@ class PassedEvent:
 class PlainDevice(Device):
     """Host memory; the streams are all the same: the calling thread."""
 
+    has_link = False
+
     def idle_cores(self) -> int:
         """Return how many CPU cores torch leaves free."""
         return max(0, super().idle_cores() - torch.get_num_threads())
 
     def is_host(self, tensor: Tensor) -> bool:
         """Whether the tensor is on the CPU."""
-        return tensor.device.type == "cpu"
+        return tensor.is_cpu
 
     def pack(self, gradients: Sequence[Tensor], layout: FlatLayout, dtype: torch.dtype) -> Tensor:
         """Copy one gradient after another to the host."""
