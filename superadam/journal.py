@@ -47,6 +47,10 @@ class Journal:
         name = "adam" if is_written else "norm"
         self.trace.add(name, "worker", arrived, time.perf_counter(), elements=elements)
 
+    def note_upload(self, begin: float, elements: int) -> None:
+        """New values that left at `begin`, seconds of `time.perf_counter()`, were just seen to have arrived."""
+        self.trace.add("parameters to device", "upload", begin, time.perf_counter(), elements=elements)
+
     def note_wait(self, begin: float) -> None:
         """The training thread has waited for the worker since `begin`, seconds of `time.perf_counter()`."""
         end = time.perf_counter()

@@ -116,7 +116,7 @@ class OffloadScheduler:
         self._scaler = grad_scaler
         self._device = device or PlainDevice()
         chosen_dtype = link_dtype if isinstance(link_dtype, torch.dtype) else None
-        self._transfers = Transfers(self._device, self.statistics, chosen_dtype)
+        self._transfers = Transfers(self._device, self._journal, chosen_dtype)
         self._watch = ModelWatch(model, self)
         self._bucket_numel = DEFAULT_NUMEL if bucket_numel == "auto" else int(bucket_numel)
         self._governor = Governor()
@@ -268,6 +268,7 @@ class OffloadScheduler:
         """Make parameters safe to read after a verdict, or after a rollback (None), and let commits begin."""
         self._transfers.await_parameters(self._watch.unreported if self._overlaps_forward else None)
         self._watch.reports_reads = not self._transfers.is_awaited
+        self._transfers.note_arrived()
         self._journal.note_verdict(outcome, self.optimizer.statistics.respeculated)
         if outcome is not None:
             self._governor.note(outcome.kind)
@@ -316,7 +317,11 @@ class OffloadScheduler:
         self._transfers.await_parameters()
 
     def export_trace(self, path: str | os.PathLike[str]) -> None:
-        """Write the last steps as a Chrome trace, for chrome://tracing or ui.perfetto.dev."""
+        """Write the last steps as a Chrome trace, for chrome://tracing or ui.perfetto.dev.
+
+        Where nobody waits for an upload, its span ends when it is first seen to have arrived.
+        """
+        self._transfers.note_arrived()
         self.trace.write(path)
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,6 +71,7 @@ class Trace:
         """
         with self._lock:
             spans = list(self.spans)
+        spans += _idle(spans)
         zero = min((span.begin for span in spans), default=0.0)
         events: list[dict[str, Any]] = [
             {"ph": "M", "pid": 0, "tid": row, "name": "thread_name", "args": {"name": track}}
@@ -88,9 +89,25 @@ class Trace:
             }
             for span in spans
         ]
+        text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, allow_nan=False)
         temporary = Path(f"{os.fspath(path)}.part")
-        temporary.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, allow_nan=False))
-        temporary.replace(path)
+        try:
+            temporary.write_text(text)
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+def _idle(spans: Sequence[Span]) -> list[Span]:
+    """Return the times between the worker's first and last span in which it did nothing."""
+    idle: list[Span] = []
+    busy_until = math.inf
+    for begin, end in sorted((span.begin, span.end) for span in spans if span.track == "worker"):
+        if begin > busy_until:
+            idle.append(Span("idle", "worker", busy_until, begin))
+        busy_until = end if busy_until == math.inf else max(busy_until, end)
+    return idle
 
 
 def _readable(value: Any) -> Any:

@@ -6,7 +6,9 @@ memory comes from and how copies run is the device's.
 
 from __future__ import annotations
 
+import collections
 import threading
+import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +18,7 @@ from torch import Tensor
 
 from superadam.devices import Device, Event, Stream
 from superadam.flat import FlatLayout
-from superadam.overlap_statistics import OverlapStatistics
+from superadam.journal import Journal
 from superadam.parameter import ParameterState, owned
 
 
@@ -41,10 +43,12 @@ class FlatParcel:
 
 @dataclass(frozen=True, slots=True)
 class _Upload:
-    """Values under way: which parameters get them, and when they are there."""
+    """Values under way: which parameters get them, when they are there, and what the journal is told then."""
 
     arrived: Event
     parameters: frozenset[int]
+    begin: float
+    elements: int
 
 
 class Transfers:
@@ -52,17 +56,18 @@ class Transfers:
 
     Args:
         device: streams and memory.
-        statistics: counts bytes.
+        journal: is told of bytes, and of uploads once they are seen to have arrived.
         link_dtype: in which gradients travel, and so are seen by norm and step; None for the dtype they have. fp64
             gradients always travel as they are.
     """
 
-    def __init__(self, device: Device, statistics: OverlapStatistics, link_dtype: torch.dtype | None = None) -> None:
+    def __init__(self, device: Device, journal: Journal, link_dtype: torch.dtype | None = None) -> None:
         self.device = device
-        self._statistics = statistics
+        self._journal = journal
         self._link_dtype = link_dtype
         self._lock = threading.Lock()  # the worker uploads while a forward inside backward waits
         self._uploads: list[_Upload] = []  # that the current stream does not wait for, in the order of their stream
+        self._untold: collections.deque[_Upload] = collections.deque()  # not seen to have arrived, in that order
         self._latest: Event | None = None  # after every upload so far
         self._thread = threading.local()
 
@@ -102,7 +107,7 @@ class Transfers:
             device.keep(source, Stream.DOWNLOAD)
             device.keep(host, Stream.DOWNLOAD)  # nobody waits for the copy if the step is dropped before
             hosts.update(zip(layout.states, layout.views(host), strict=True))
-            self._statistics.downloaded_bytes += host.nbytes
+            self._journal.statistics.downloaded_bytes += host.nbytes
         return [hosts[state] for state in states], device.record(Stream.DOWNLOAD)
 
     @property
@@ -121,6 +126,7 @@ class Transfers:
     def upload(self, buffers: Sequence[tuple[FlatLayout, Tensor]]) -> None:
         """Start the way of new values to their parameters."""
         device = self.device
+        begin = time.perf_counter()
         if not getattr(self._thread, "follows_download", False):  # what reads the old values may still be under way
             device.wait(Stream.UPLOAD, device.record(Stream.CURRENT))
         for layout, host in buffers:
@@ -129,11 +135,15 @@ class Transfers:
             device.scatter(arriving, layout, Stream.UPLOAD)
             device.keep(arriving, Stream.UPLOAD)
             device.keep(host, Stream.UPLOAD)
-            self._statistics.uploaded_bytes += host.nbytes
+            self._journal.statistics.uploaded_bytes += host.nbytes
         parameters = frozenset(id(state.parameter) for layout, _ in buffers for state in layout.states)
+        elements = sum(state.shape.numel() for layout, _ in buffers for state in layout.states)
         with self._lock:
             self._latest = device.record(Stream.UPLOAD)
-            self._uploads.append(_Upload(self._latest, parameters))
+            upload = _Upload(self._latest, parameters, begin, elements)
+            self._uploads.append(upload)
+            self._untold.append(upload)
+        self.note_arrived()
 
     @contextmanager
     def following_download(self) -> Iterator[None]:
@@ -172,6 +182,14 @@ class Transfers:
         latest = self._latest
         if latest is not None:
             latest.synchronize()
+        self.note_arrived()
+
+    def note_arrived(self) -> None:
+        """Tell the journal of uploads that have arrived since: nobody waits for them on the host, so we look now."""
+        with self._lock:
+            while self._untold and self._untold[0].arrived.query():
+                upload = self._untold.popleft()
+                self._journal.note_upload(upload.begin, upload.elements)
 
     def _dtype_on_link(self, gradient: Tensor) -> torch.dtype:
         if self._link_dtype is None or gradient.dtype == torch.float64:

@@ -11,7 +11,7 @@ from torch import nn
 from superadam.buckets import Bucket
 from superadam.devices import PlainDevice
 from superadam.intake import Intake
-from superadam.overlap_statistics import OverlapStatistics
+from superadam.journal import Journal
 from superadam.parameter import ParameterState
 from superadam.transfers import Transfers
 from superadam.watch import ModelWatch
@@ -42,7 +42,7 @@ class Line:
         self.states = [ParameterState(p, row, f"p{row}") for row, p in enumerate(self.parameters)]
         self.keeper = Keeper()
         self.watch = ModelWatch(nn.Module(), self.keeper)
-        transfers = Transfers(PlainDevice(), OverlapStatistics(), link)
+        transfers = Transfers(PlainDevice(), Journal(), link)
         self.intake = Intake(self.watch, transfers, bucket_numel, self.sent.append, sends_early=sends_early)
         self.intake.follow(self.states)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import threading
@@ -55,7 +56,7 @@ def test_times_are_microseconds_from_the_first_and_any_value_is_json(
         one.add(name, track, begin, begin + length, value=value)
     path = tmp_path_factory.mktemp("trace") / "trace.json"
     one.write(path)
-    spans = [event for event in events_of(path) if event["ph"] == "X"]
+    spans = [event for event in events_of(path) if event["ph"] == "X"][: len(drawn)]
     first = min((begin for _, _, begin, _, _ in drawn), default=0.0)
     assert len(spans) == len(drawn)
     for span, (name, _, begin, length, value) in zip(spans, drawn, strict=True):
@@ -63,6 +64,24 @@ def test_times_are_microseconds_from_the_first_and_any_value_is_json(
         assert span["ts"] == (begin - first) * 1e6
         assert span["dur"] == ((begin + length) - begin) * 1e6
         assert span["args"]["value"] == (value if math.isfinite(value) else str(value))
+
+
+@given(st.lists(st.tuples(st.integers(0, 100), st.integers(0, 20)), max_size=8))
+def test_the_worker_is_idle_exactly_where_it_has_no_span(
+    tmp_path_factory: pytest.TempPathFactory, drawn: list[tuple[int, int]]
+) -> None:
+    one = Trace()
+    one.add("backward", "training", 0.0, 500.0)
+    for begin, length in drawn:
+        one.add("adam", "worker", begin, begin + length)
+    path = tmp_path_factory.mktemp("trace") / "trace.json"
+    one.write(path)
+    events = [event for event in events_of(path) if event["ph"] == "X"]
+    idle = [(round(e["ts"] / 1e6), round((e["ts"] + e["dur"]) / 1e6)) for e in events if e["name"] == "idle"]
+    busy = {instant for begin, length in drawn for instant in range(begin, begin + length)}
+    last = max((begin + length for begin, length in drawn), default=0)
+    first = min((begin for begin, _ in drawn), default=0)
+    assert {instant for begin, end in idle for instant in range(begin, end)} == set(range(first, last)) - busy
 
 
 def test_span_is_recorded_when_its_work_fails() -> None:
@@ -107,5 +126,16 @@ def test_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
         one.write(path)
     assert path.read_text() == "the old one"
+
+    def fill_the_disk(path: Path, text: str) -> None:
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Path, "write_text", fill_the_disk)
+        with pytest.raises(OSError, match="No space left"):
+            Trace().write(path)
+    assert path.read_text() == "the old one"
+    assert list(tmp_path.iterdir()) == [path]
     Trace().write(path)
     assert [event["ph"] for event in events_of(path)] == ["M"] * len(TRACKS)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from superadam.devices import Device, PlainDevice, Stream
 from superadam.devices.simulated import Operation, SimulatedDevice, SimulatedEvent
 from superadam.flat import ALIGNMENT, FlatLayout
+from superadam.journal import Journal
 from superadam.overlap_statistics import OverlapStatistics
 from superadam.parameter import ParameterState
 from superadam.transfers import Transfers
@@ -61,8 +62,8 @@ def states_of(*tensors: Tensor, device: Device | None = None) -> list[ParameterS
 
 
 def transfers_of(device: Device, link_dtype: torch.dtype | None = None) -> tuple[Transfers, OverlapStatistics]:
-    statistics = OverlapStatistics()
-    return Transfers(device, statistics, link_dtype), statistics
+    journal = Journal()
+    return Transfers(device, journal, link_dtype), journal.statistics
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -428,3 +429,23 @@ def test_narrowed_gradient_has_the_values_of_one_that_travelled(dtype: torch.dty
     assert narrowed.dtype == dtype
     assert torch.equal(narrowed.double(), travelled.double())
     assert transfers.narrows or narrowed is gradient
+
+
+def test_upload_is_told_of_once_it_was_seen_to_arrive() -> None:
+    device, journal = lazy(), Journal()
+    transfers = Transfers(device, journal)
+    states = states_of(torch.zeros(5), torch.zeros(3), device=device)
+
+    def told() -> list[int]:
+        return [span.details["elements"] for span in journal.trace.spans if span.track == "upload"]
+
+    for one in ([states[0]], states):
+        parcel = transfers.parcel(one)
+        for value in parcel.values:
+            value.fill_(1.0)
+        parcel.deliver()
+    transfers.note_arrived()
+    assert told() == []
+    transfers.settle()
+    assert told() == [5, 8]
+    assert all(span.end >= span.begin for span in journal.trace.spans)

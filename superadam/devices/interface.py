@@ -34,6 +34,9 @@ class Stream(enum.Enum):
 class Event(Protocol):
     """A point in a stream that has been recorded."""
 
+    def query(self) -> bool:
+        """Return whether the point has passed, at once."""
+
     def synchronize(self) -> None:
         """Block the calling thread, without spinning and with the GIL released, until the point has passed."""
 

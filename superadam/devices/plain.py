@@ -18,6 +18,10 @@ from superadam.flat import FlatLayout
 class PassedEvent:
     """The event of a stream that never has anything left to do."""
 
+    def query(self) -> bool:
+        """Return True."""
+        return True
+
     def synchronize(self) -> None:
         """Return at once."""
 

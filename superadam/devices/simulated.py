@@ -30,6 +30,10 @@ class SimulatedEvent:
         self.is_recorded = False
         self.has_passed = False
 
+    def query(self) -> bool:
+        """Return whether the point has passed."""
+        return self.has_passed
+
     def synchronize(self) -> None:
         """Run the device until the point has passed; returns at once if it was never recorded."""
         self._device.run_until(self)
