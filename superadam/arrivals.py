@@ -39,6 +39,11 @@ class Arrivals:
         return Arrivals(self.states, [owned(gradient) for gradient in self.gradients], self.runs)
 
     @property
+    def numel(self) -> int:
+        """Elements of all gradients."""
+        return sum(gradient.numel() for gradient in self.gradients)
+
+    @property
     def hyper(self) -> Iterator[Hyperparameters]:
         """Hyper-parameters of each state."""
         return itertools.chain.from_iterable(itertools.repeat(hyper, count) for hyper, count in self.runs)

@@ -20,7 +20,7 @@ from superadam import checkpoint
 from superadam.hyperparameters import Hyperparameters
 from superadam.outcome import Statistics, StepOutcome
 from superadam.parameter import ParameterState, Phase
-from superadam.table import Delivery, ParameterTable, SynchronousDelivery
+from superadam.table import Delivery, ParameterTable, Residence, SynchronousDelivery
 from superadam.transaction import Transaction
 
 _get_kind = operator.attrgetter("parameter_dtype", "shape", "strides")
@@ -46,8 +46,16 @@ def runs_of(groups: Groups) -> list[tuple[Hyperparameters, int]]:
     return [(Hyperparameters.of_group(group), len(group["params"])) for group in groups]
 
 
-class Overlap(Delivery, Protocol):
+class Overlap(Protocol):
     """What runs the optimizer beside the training thread: the scheduler, as seen from here."""
+
+    @property
+    def delivery(self) -> Delivery:
+        """Brings new values to parameters."""
+
+    @property
+    def residence(self) -> Residence:
+        """Holds state that is not on the host."""
 
     @property
     def unscale(self) -> float:
@@ -130,6 +138,7 @@ class Binding:
         if self.published or self.transaction is not None:
             transaction = self.bound(groups)
             transaction.commit()
+            transaction.table.bring_home()
             self._write(transaction.table)
         return self.published
 
@@ -176,6 +185,7 @@ class Binding:
                 for row in table.fingerprints.look():
                     table.fingerprints.distrust(row)
                 self.transaction.commit()
+                table.bring_home()
             finally:
                 for state in converted:
                     table.fingerprints.forget_address(state.row)  # also when binding fails, and is tried again
@@ -187,7 +197,10 @@ class Binding:
         _refuse_shared_memory(parameters, names)
         for row, (state, name) in enumerate(zip(states, names, strict=True)):  # nothing raises from here on
             state.row, state.name = row, name
-        table = ParameterTable(states, self.overlap or SynchronousDelivery())
+        if self.overlap is None:
+            table = ParameterTable(states, SynchronousDelivery())
+        else:
+            table = ParameterTable(states, self.overlap.delivery, self.overlap.residence)
         for state in states:
             self._read(state, table)
         self.transaction = Transaction(table, self._statistics)
@@ -198,9 +211,9 @@ class Binding:
         return ParameterState(parameter, row, name, **on_host)
 
     def _write(self, table: ParameterTable) -> None:
-        """Bring `published` up to date with the table, except where an accepted step is not committed yet."""
+        """Bring `published` up to date with the table, except where the tensors are not the newest themselves."""
         for state in table.states:
-            if not state.has_state or state.is_provisional or state.phase is Phase.ACCEPTED:
+            if not state.has_state or state.is_provisional or state.phase is Phase.ACCEPTED or not table.is_home(state):
                 continue
             entry = self.published.setdefault(state.parameter, {})
             step = entry.setdefault("step", torch.zeros((), dtype=torch.float32, device="cpu"))

@@ -23,11 +23,13 @@ class Bucket:
         states: their parameters.
         gradients: one for each, on the device.
         numel: elements of all.
+        is_kept: whether the gradients stay on the device, where the step will be made.
     """
 
     states: list[ParameterState] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)
     numel: int = 0
+    is_kept: bool = False
 
 
 class Filler:
@@ -35,11 +37,13 @@ class Filler:
 
     Args:
         bucket_numel: elements from which on a bucket is full; the parameter that fills it is the last one in.
+        is_kept: of the buckets.
     """
 
-    def __init__(self, bucket_numel: int) -> None:
+    def __init__(self, bucket_numel: int, *, is_kept: bool = False) -> None:
         self.bucket_numel = bucket_numel
-        self._filling = Bucket()
+        self._is_kept = is_kept
+        self._filling = Bucket(is_kept=is_kept)
 
     def add(self, state: ParameterState, gradient: Tensor) -> Bucket | None:
         """Put a gradient into the bucket; return the bucket if that filled it."""
@@ -50,10 +54,5 @@ class Filler:
 
     def take(self) -> Bucket | None:
         """Return what there is, if anything, and begin a new bucket."""
-        taken, self._filling = self._filling, Bucket()
+        taken, self._filling = self._filling, Bucket(is_kept=self._is_kept)
         return taken if taken.states else None
-
-    @property
-    def states(self) -> list[ParameterState]:
-        """Parameters in the bucket that is being filled."""
-        return self._filling.states

@@ -29,6 +29,7 @@ class Intake:
 
     Attributes:
         accumulation: sums over micro-batches.
+        kept: ids of parameters whose gradients go into buckets of their own, which are not to travel.
     """
 
     def __init__(
@@ -43,11 +44,18 @@ class Intake:
         self.accumulation = Accumulation()
         self._watch = watch
         self._transfers = transfers
+        self.kept: frozenset[int] = frozenset()
         self._filler = Filler(bucket_numel)
+        self._kept_filler = Filler(bucket_numel, is_kept=True)
         self._full: list[Bucket] = []
         self._send = send
         self._sends_early = sends_early
         self._states: dict[int, ParameterState] = {}  # by the parameter's id: tensors take long to hash
+
+    def place(self, bucket_numel: int, kept: Iterable[Tensor]) -> None:
+        """Change the size of buckets, and the parameters that are kept, from the next gradient on."""
+        self._filler.bucket_numel = self._kept_filler.bucket_numel = bucket_numel
+        self.kept = frozenset(map(id, kept))
 
     def follow(self, states: Iterable[ParameterState]) -> None:
         """Take the gradients of these parameters, and of no others."""
@@ -109,8 +117,8 @@ class Intake:
 
     def flush(self) -> None:
         """Send what is there, full or not."""
-        rest = self._filler.take()
-        buckets, self._full = [*self._full, *([rest] if rest else [])], []
+        rest = (self._filler.take(), self._kept_filler.take())
+        buckets, self._full = [*self._full, *filter(None, rest)], []
         for bucket in buckets:
             self._send(bucket)
 
@@ -118,10 +126,14 @@ class Intake:
         """Drop every bucket that was not sent, and all sums."""
         self._full.clear()
         self._filler.take()
+        self._kept_filler.take()
         self.accumulation.take()
 
     def _fill(self, state: ParameterState, gradient: Tensor) -> None:
-        bucket = self._filler.add(state, gradient)
+        filler = self._filler
+        if self.kept and id(state.parameter) in self.kept and not self._transfers.device.is_host(gradient):
+            filler = self._kept_filler
+        bucket = filler.add(state, gradient)
         if bucket is None:
             return
         if self._sends_early:

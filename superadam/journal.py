@@ -47,6 +47,11 @@ class Journal:
         name = "adam" if is_written else "norm"
         self.trace.add(name, "worker", arrived, time.perf_counter(), elements=elements)
 
+    def note_kept(self, elements: int, *, sent: float) -> None:
+        """The norm of a bucket that stays on the device has arrived just now."""
+        self.statistics.kept_buckets += 1
+        self.trace.add("norm to host", "download", sent, time.perf_counter(), elements=elements)
+
     def note_upload(self, begin: float, elements: int) -> None:
         """New values that left at `begin`, seconds of `time.perf_counter()`, were just seen to have arrived."""
         self.trace.add("parameters to device", "upload", begin, time.perf_counter(), elements=elements)

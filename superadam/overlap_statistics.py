@@ -9,11 +9,12 @@ from dataclasses import dataclass
 class OverlapStatistics:
     """Counts of a scheduler.
 
-    Every bucket is in one of `waiting_buckets`, `accepted_buckets`, `respeculated_buckets` and `dropped_buckets` once
-    its step has a verdict.
+    Every bucket is in one of `kept_buckets`, `waiting_buckets`, `accepted_buckets`, `respeculated_buckets` and
+    `dropped_buckets` once its step has a verdict.
 
     Attributes:
         buckets: that were handed to the worker.
+        kept_buckets: whose gradients and state are on the device, where the step is made with the verdict.
         waiting_buckets: only summed when they came, because clipping was likely, and written with the verdict.
         accepted_buckets: speculated on, and good as they were.
         respeculated_buckets: speculated on in a step that was then clipped, or whose hyper-parameters were changed.
@@ -26,6 +27,7 @@ class OverlapStatistics:
     """
 
     buckets: int = 0
+    kept_buckets: int = 0
     waiting_buckets: int = 0
     accepted_buckets: int = 0
     respeculated_buckets: int = 0
@@ -40,12 +42,12 @@ class OverlapStatistics:
     def open_buckets(self) -> int:
         """Buckets without a verdict, unless they are waiting: speculated on, still to be looked at, or failed."""
         judged = self.accepted_buckets + self.respeculated_buckets + self.dropped_buckets
-        return self.buckets - self.waiting_buckets - judged
+        return self.speculated_buckets - judged
 
     @property
     def speculated_buckets(self) -> int:
         """Buckets that were speculated on when they came, or have yet to be looked at."""
-        return self.buckets - self.waiting_buckets
+        return self.buckets - self.kept_buckets - self.waiting_buckets
 
     @property
     def hidden_share(self) -> float:

@@ -44,12 +44,13 @@ class Pending:
     """A gradient that is speculated on or accepted, with everything its commit will need, captured by value.
 
     Attributes:
-        gradient: CPU tensor in the layout of the state, as it arrived: neither scaled nor clipped.
+        gradient: in the layout of the state, as it arrived: neither scaled nor clipped; on the CPU unless `is_kept`.
         hyper: the group's hyper-parameters at that moment.
         step: the step that this gradient makes, counted from 1.
         scale: factor on the gradient in the working copy as it was last speculated; NaN before that.
         unscale: the part of `scale` that undoes loss scaling.
         version: of `gradient`; another one later means that somebody still writes to it.
+        is_kept: whether the gradient stayed on the device, where the step will be made.
     """
 
     gradient: Tensor
@@ -58,11 +59,12 @@ class Pending:
     scale: float
     unscale: float
     version: int
+    is_kept: bool = False
 
     @staticmethod
-    def of(gradient: Tensor, hyper: Hyperparameters, step: int, unscale: float) -> Pending:
+    def of(gradient: Tensor, hyper: Hyperparameters, step: int, unscale: float, *, is_kept: bool = False) -> Pending:
         """Return the record of a gradient that has just arrived, and that nobody else writes to."""
-        return Pending(gradient, hyper, step, math.nan, unscale, gradient._version)
+        return Pending(gradient, hyper, step, math.nan, unscale, gradient._version, is_kept)
 
     @property
     def is_written(self) -> bool:

@@ -15,8 +15,8 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from superadam import native
 from superadam.admission import check_count, check_link_dtype, check_model, check_overlap, check_scaler
 from superadam.arrivals import Arrivals
-from superadam.buckets import DEFAULT_NUMEL, Bucket
-from superadam.devices import Device, Event, PlainDevice
+from superadam.buckets import Bucket
+from superadam.devices import Device, Event, device_for
 from superadam.governor import Governor
 from superadam.grad_scaler import GradScaler
 from superadam.hyperparameters import Hyperparameters
@@ -37,13 +37,35 @@ from superadam.optimizer import SpeculativeCPUAdam
 from superadam.outcome import StepOutcome
 from superadam.overlap_statistics import OverlapStatistics
 from superadam.parameter import ParameterState, Phase
+from superadam.placement import BucketTimes, Placement, last_parameters
+from superadam.placer import Placer
+from superadam.residence import Residence
 from superadam.trace import Trace
 from superadam.transaction import Transaction
-from superadam.transfers import FlatParcel, Transfers
+from superadam.transfers import Held, Transfers
 from superadam.watch import REMEDY, ModelWatch
 from superadam.worker import DeferredWorker, Worker, WorkerError
 
 _logger = logging.getLogger("superadam")
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """What the worker is told of a bucket beside its gradients.
+
+    Attributes:
+        at: seconds of `time.perf_counter()`.
+        handing_seconds: that sending it took.
+        arrived: after which the gradients may be read.
+        placement: how it is to be treated.
+        unscale: factor that undoes loss scaling.
+    """
+
+    at: float
+    handing_seconds: float
+    arrived: Event
+    placement: Placement
+    unscale: float
 
 
 class OffloadScheduler:
@@ -62,28 +84,33 @@ class OffloadScheduler:
         optimizer: with an explicit `max_grad_norm`, `math.inf` for none: code that clips afterwards would find no
             gradients.
         model: every forward of it is watched, so that none reads parameters whose step has no verdict yet.
-        bucket_numel: elements that travel and are speculated on together; "auto" takes 16 Mi. A parameter is never
-            cut.
-        link_dtype: dtype in which gradients travel to the host; "auto" keeps theirs. A wider one gives the same bits; a
-            narrower one rounds gradients, and norm and step then see the rounded ones. fp64 gradients stay fp64.
+        bucket_numel: elements that travel and are speculated on together; "auto" takes an eighth of the model, within
+            1 Mi and 16 Mi, or less where first steps show that smaller buckets cost nothing. A parameter is never cut.
+        gpu_buckets: so many of the last buckets to become ready keep their state on the model's device, and are stepped
+            there with the verdict, from the second step on; they are the first that the next forward needs. "auto"
+            keeps, within the free memory, what the CPU was not done with in the first steps when backward ended.
+        link_dtype: dtype in which gradients travel to the host; "auto" keeps theirs, or widens them to fp32 where first
+            steps show that to be faster. A wider one gives the same bits; a narrower one rounds gradients, and norm and
+            step then see the rounded ones, wherever they are made. fp64 gradients stay fp64.
         cores: CPU threads that speculate while the model computes, at most `superadam.get_num_threads()`. "auto" takes
-            the cores that the model leaves idle: all of them if it computes elsewhere, those that torch does not use if
-            it computes on the CPU. Without any, the work waits for `step()`, because beside backward it would cost more
-            than it hides.
+            the cores that the model leaves idle: those near the device if it computes elsewhere, those that torch does
+            not use if it computes on the CPU, or half of them where first steps show that to be enough. Without any,
+            the work waits for `step()`, because beside backward it would cost more than it hides.
         overlap_forward: let each block (element of an `nn.ModuleList` or `nn.Sequential`) wait for its own parameters
             in its next forward, instead of all in `step()`. Whoever reads parameters otherwise than in such a forward,
             through the model's `state_dict()` or through the optimizer calls `synchronize()` first.
         grad_scaler: a `superadam.GradScaler`, for loss scaling.
         overlap: False leaves everything to `optimizer.step()`: for models that reuse parameters in ways that forbid
             writing them during backward.
-        device: streams and memory of the model; default host memory.
+        device: streams and memory of the model; default is the one that its parameters lie on.
 
     Attributes:
         statistics: counts of buckets, bytes and seconds since the scheduler was made.
         trace: what happened when, in the last steps.
 
     Raises:
-        ValueError: no explicit `max_grad_norm`, or an argument is out of range.
+        ValueError: no explicit `max_grad_norm`, an argument is out of range, or the device cannot keep buckets.
+        MemoryError: the host cannot hold the gradients of a step.
         TypeError: the optimizer is not a `SpeculativeCPUAdam`, or the model no `nn.Module`.
         RuntimeError: the model is wrapped in DistributedDataParallel, or is trained by several ranks without DTensors,
             or the optimizer has a scheduler already.
@@ -95,6 +122,7 @@ class OffloadScheduler:
         model: nn.Module,
         *,
         bucket_numel: int | str = "auto",
+        gpu_buckets: int | str = "auto",
         link_dtype: torch.dtype | str = "auto",
         cores: int | str = "auto",
         overlap_forward: bool = False,
@@ -104,6 +132,7 @@ class OffloadScheduler:
     ) -> None:
         check_model(optimizer, model)
         check_count("bucket_numel", bucket_numel)
+        check_count("gpu_buckets", gpu_buckets, least=0)
         check_count("cores", cores)
         check_link_dtype(link_dtype)
         check_overlap(overlap, overlap_forward=overlap_forward)
@@ -114,11 +143,13 @@ class OffloadScheduler:
         self.statistics: OverlapStatistics = self._journal.statistics
         self.trace: Trace = self._journal.trace
         self._scaler = grad_scaler
-        self._device = device or PlainDevice()
-        chosen_dtype = link_dtype if isinstance(link_dtype, torch.dtype) else None
-        self._transfers = Transfers(self._device, self._journal, chosen_dtype)
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._device = device or device_for(parameters)
+        total = sum(parameter.numel() for parameter in parameters)
+        self._placer = Placer(self._device, total, gpu_buckets, bucket_numel, link_dtype, cores)
+        self._transfers = self.delivery = Transfers(self._device, self._journal, self.placement.link_dtype)
+        self.residence = Residence(self._device)
         self._watch = ModelWatch(model, self)
-        self._bucket_numel = DEFAULT_NUMEL if bucket_numel == "auto" else int(bucket_numel)
         self._governor = Governor()
         self._hyper: dict[ParameterState, Hyperparameters] = {}
         self._transaction: Transaction | None = None
@@ -128,10 +159,15 @@ class OffloadScheduler:
         self._overlaps_forward = overlap_forward
         self._closed = False
         optimizer.bound_transaction()  # what cannot be bound raises before anything is attached
-        self._cores = self._device.idle_cores() if cores == "auto" else int(cores)
-        sends_early = self._cores > 0 or self._device.has_link
-        self._intake = Intake(self._watch, self._transfers, self._bucket_numel, self._send, sends_early=sends_early)
-        self._worker: Worker = self._device.start_worker(self._idle) if self._cores else DeferredWorker()
+        has_cores = self.placement.cores > 0
+        self._intake = Intake(
+            self._watch,
+            self._transfers,
+            self.placement.bucket_numel,
+            self._send,
+            sends_early=has_cores or self._device.has_link,
+        )
+        self._worker: Worker = self._device.start_worker(self._idle) if has_cores else DeferredWorker()
         try:
             optimizer.attach_overlap(self)
             self._follow(optimizer.bound_transaction())
@@ -165,42 +201,67 @@ class OffloadScheduler:
     # ---- a bucket on its way -----------------------------------------------------------------------------------------
 
     def _send(self, bucket: Bucket) -> None:
-        """Start a bucket's way to the host, and hand it to the worker."""
+        """Start a bucket's way to the host, or only its norm's, and hand it to the worker."""
         assert self._transaction is not None
-        # From now on parameters may be overwritten: whoever still needs old values in this backward must notice.
-        table = self._transaction.table
-        table.fingerprints.bump(table.rows_of(bucket.states))
+        begin = time.perf_counter()
         self._hyper = self._hyper or self.optimizer.hyperparameters()
-        sent = time.perf_counter()
-        hosts, arrived = self._transfers.download(bucket.states, bucket.gradients)
-        arrivals = Arrivals(bucket.states, hosts, [(self._hyper[state], 1) for state in bucket.states])
+        placement = self._placer.begin_bucket(bucket)
         self.statistics.buckets += 1
-        self._worker.submit(
-            functools.partial(self._speculate, self._transaction, arrivals, arrived, self.unscale, sent)
-        )
+        if bucket.is_kept:
+            held = self._transfers.hold(bucket.states, bucket.gradients)
+            arrivals = self._arrivals(held.states, held.gradients)
+            job = functools.partial(self._keep, self._transaction, arrivals, held, self.unscale, begin)
+        else:
+            # From now on parameters may be overwritten: whoever still needs old values in this backward must notice.
+            self._transaction.table.announce(bucket.states)
+            widens = placement.link_dtype != self.placement.link_dtype
+            hosts, arrived = self._transfers.download(bucket.states, bucket.gradients, widens=widens)
+            arrivals = self._arrivals(bucket.states, hosts)
+            sent = _Sent(begin, time.perf_counter() - begin, arrived, placement, self.unscale)
+            job = functools.partial(self._speculate, self._transaction, arrivals, sent)
+        self._worker.submit(job)
 
-    def _speculate(
-        self, transaction: Transaction, arrivals: Arrivals, arrived: Event, unscale: float, sent: float
-    ) -> None:
+    def _arrivals(self, states: list[ParameterState], gradients: list[Tensor]) -> Arrivals:
+        return Arrivals(states, gradients, [(self._hyper[state], 1) for state in states])
+
+    def _keep(self, transaction: Transaction, arrivals: Arrivals, held: Held, unscale: float, sent: float) -> None:
+        """Take the norm of a bucket that stays on the device; runs in the worker."""
+        held.arrived.synchronize()
+        transaction.keep(arrivals, held.norm(), unscale)
+        self._journal.note_kept(arrivals.numel, sent=sent)
+
+    def _speculate(self, transaction: Transaction, arrivals: Arrivals, sent: _Sent) -> None:
         """Speculate on a bucket; runs in the worker."""
-        arrived.synchronize()
-        arrival_time = time.perf_counter()
-        writes = self._cores > 0 and self._governor.speculates(
-            transaction.norm_so_far() * unscale, self.optimizer.max_grad_norm
+        sent.arrived.synchronize()
+        begin = time.perf_counter()
+        cores = sent.placement.cores
+        writes = cores > 0 and self._governor.speculates(
+            transaction.norm_so_far() * sent.unscale, self.optimizer.max_grad_norm
         )
-        threads = None if self._is_waited_for else self._cores
-        with torch.no_grad(), self._transfers.following_download(), native.limited_threads(threads):
-            transaction.speculate(arrivals, unscale, writes=writes)
-        elements = sum(gradient.numel() for gradient in arrivals.gradients)
-        self._journal.note_bucket(elements, sent=sent, arrived=arrival_time, is_written=writes)
+        cores = 0 if self._is_waited_for else cores
+        with torch.no_grad(), self._transfers.following_download(), native.limited_threads(cores or None):
+            transaction.speculate(arrivals, sent.unscale, writes=writes)
+        self._journal.note_bucket(arrivals.numel, sent=sent.at, arrived=begin, is_written=writes)
+        if writes:
+            self._placer.note_times(
+                BucketTimes(
+                    elements=arrivals.numel,
+                    gradient_bytes=arrivals.gradients[0].element_size(),
+                    is_widened=sent.placement.link_dtype != self.placement.link_dtype,
+                    cores=cores,
+                    ready=begin,
+                    worker_seconds=time.perf_counter() - begin,
+                    handing_seconds=sent.handing_seconds,
+                )
+            )
 
     def _idle(self) -> bool:
         """Commit a bucket's worth of accepted gradients; runs in the worker while nothing else waits."""
         transaction = self._transaction
         if transaction is None or not transaction.in_phase(Phase.ACCEPTED):
             return False
-        with self.trace.span("commit", "worker"), native.limited_threads(self._cores):
-            return transaction.commit_some(self._bucket_numel)
+        with self.trace.span("commit", "worker"), native.limited_threads(self.placement.cores):
+            return transaction.commit_some(self.placement.bucket_numel)
 
     # ---- what the optimizer asks (binding.Overlap) -------------------------------------------------------------------
 
@@ -212,14 +273,6 @@ class OffloadScheduler:
     def is_host(self, parameter: Tensor) -> bool:
         """Whether kernels on the CPU may write this parameter."""
         return self._device.is_host(parameter)
-
-    def parcel(self, states: Sequence[ParameterState]) -> FlatParcel:
-        """Return host memory for new values of these parameters, which starts their way when it is delivered."""
-        return self._transfers.parcel(states)
-
-    def settle(self) -> None:
-        """Return when every upload has arrived."""
-        self._transfers.settle()
 
     def hand_over_sums(self) -> None:
         """Speculate on what was accumulated and got no gradient outside `accumulate()`."""
@@ -282,12 +335,58 @@ class OffloadScheduler:
         self._hyper = {}
         if self._transaction is not None:
             self._follow(self.optimizer.bound_transaction())
+        if self._placer.end_step(is_whole=outcome is not None):
+            self._apply_placement()
         self._worker.wake()
 
     def await_parameters(self, parameters: frozenset[int] | None = None) -> None:
         """Let the model's stream wait for the uploads of parameters, by default all (also watch.Keeper)."""
         self._transfers.await_parameters(parameters)
         self._watch.reports_reads = not self._transfers.is_awaited
+
+    # ---- placement ---------------------------------------------------------------------------------------------------
+
+    @property
+    def placement(self) -> Placement:
+        """Where and how steps are made at present."""
+        return self._placer.placement
+
+    def place(
+        self, *, gpu_buckets: int | None = None, bucket_numel: int | None = None, cores: int | None = None
+    ) -> None:
+        """Change the placement from the next step on, instead of what "auto" would choose; the results keep their bits.
+
+        Args:
+            gpu_buckets, bucket_numel, cores: as for the constructor; None for no change.
+
+        Raises:
+            ValueError: an argument is out of range, or cannot be met; nothing was changed.
+            RuntimeError: a step is open.
+        """
+        placement = self.placement
+        if gpu_buckets is not None:
+            check_count("gpu_buckets", gpu_buckets, least=0)
+            placement = replace(placement, gpu_buckets=gpu_buckets)
+        if bucket_numel is not None:
+            check_count("bucket_numel", bucket_numel)
+            placement = replace(placement, bucket_numel=bucket_numel)
+        if cores is not None:
+            check_count("cores", cores)
+            placement = replace(placement, cores=cores)
+        if self._watch.has_unsettled:
+            raise RuntimeError("place() was called in the middle of a step; call it after optimizer.step()")
+        self._placer.place(placement)
+        self._apply_placement()
+
+    def _apply_placement(self) -> None:
+        kept = [one for one in last_parameters(self._placer.order, self.placement) if self._can_keep(one)]
+        self._intake.place(self.placement.bucket_numel, kept)
+        self._transfers.link_dtype = self.placement.link_dtype
+        self.residence.bring_home(s for s in self.residence.states if id(s.parameter) not in self._intake.kept)
+
+    def _can_keep(self, parameter: Tensor) -> bool:
+        state = self._intake.state_of(parameter)
+        return state is not None and not self.is_host(parameter) and parameter.stride() == state.strides
 
     # ---- for the user ------------------------------------------------------------------------------------------------
 
@@ -357,6 +456,7 @@ class OffloadScheduler:
             return
         self._transaction = transaction
         self._intake.follow(transaction.table.states)
+        self.residence.forget(but=transaction.table.states)
         if self._overlaps:
             self._watch.follow(transaction.table.parameters)
 

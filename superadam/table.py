@@ -19,6 +19,7 @@ from superadam.fingerprints import Fingerprints
 from superadam.hyperparameters import Coefficients, Hyperparameters
 from superadam.native import Dtype, Pass
 from superadam.parameter import DTYPES, ParameterState
+from superadam.validation import GradientNorm
 
 Rows = npt.NDArray[np.int64]
 """Row numbers of a `ParameterTable`, in the order in which a job visits them."""
@@ -54,6 +55,11 @@ class CoefficientTable:
             self._alive.append(hyper)
         return self._known[key]
 
+    @property
+    def sets(self) -> list[Coefficients]:
+        """The coefficient sets, by index."""
+        return list(self._index)
+
     def array(self) -> npt.NDArray[np.void]:
         """Return the table that kernels take."""
         return np.array([coefficients.row() for coefficients in self._index], native.COEFFICIENTS)
@@ -80,6 +86,29 @@ class Delivery(Protocol):
 
     def settle(self) -> None:
         """Return when every parcel that is under way has arrived, so that parameters can be read."""
+
+
+class Residence(Protocol):
+    """State of some parameters that is newer elsewhere than in the tensors that kernels here read and write."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether all state is at home."""
+
+    def holds(self, state: ParameterState) -> bool:
+        """Whether this parameter's state is newer elsewhere."""
+
+    def bring_home(self, states: Iterable[ParameterState]) -> None:
+        """Return when the tensors here are the newest."""
+
+    def update(
+        self,
+        states: Sequence[ParameterState],
+        gradients: Sequence[Tensor],
+        indices: Sequence[int],
+        sets: Sequence[Coefficients],
+    ) -> None:
+        """Make a step there, in place, parameters included, with gradients that are there."""
 
 
 class SynchronousParcel:
@@ -121,7 +150,9 @@ class ParameterTable:
             gradients of the open step; 0 where a parameter takes no part.
     """
 
-    def __init__(self, states: Sequence[ParameterState], delivery: Delivery) -> None:
+    def __init__(
+        self, states: Sequence[ParameterState], delivery: Delivery, residence: Residence | None = None
+    ) -> None:
         self.states = list(states)
         self.parameters = [state.parameter for state in self.states]
         self.all_rows = np.arange(len(self.states))
@@ -130,6 +161,7 @@ class ParameterTable:
         self.is_published = np.ones(len(self.states), bool)
         self.is_private_fresh = np.zeros(len(self.states), bool)
         self._delivery = delivery
+        self._residence = residence
         self._is_ready = np.zeros(len(self.states), bool)
         self._has_max = np.zeros(len(self.states), bool)
         self._plain_dtypes = [state.parameter_dtype if state.is_contiguous_on_cpu else None for state in self.states]
@@ -137,8 +169,9 @@ class ParameterTable:
         self._shapes = [distinct[state.shape] for state in self.states]
         lengths = [state.parameter.numel() for state in self.states]
         first_chunks = np.cumsum([0] + [native.chunk_count(length) for length in lengths], dtype=np.uint64)
-        self.sums = np.zeros(int(first_chunks[-1]), np.float64)
-        self.nonfinite = np.zeros(int(first_chunks[-1]), np.int64)
+        self._first_chunks = first_chunks.tolist()
+        self.sums = np.zeros(self._first_chunks[-1], np.float64)
+        self.nonfinite = np.zeros(self._first_chunks[-1], np.int64)
         self._rows = np.zeros(len(self.states), native.SEGMENT)
         self._rows["length"] = lengths
         self._rows["sums"] = self.sums.ctypes.data + 8 * first_chunks[:-1]
@@ -217,7 +250,17 @@ class ParameterTable:
         ]
         return fitted, self.segments(rows, fitted)
 
+    def is_home(self, state: ParameterState) -> bool:
+        """Whether the tensors of a state are the newest."""
+        return self._residence is None or not self._residence.holds(state)
+
+    def bring_home(self, rows: Rows | None = None) -> None:
+        """Return when the tensors of the states of these rows, by default of all, are the newest."""
+        if self._residence is not None and not self._residence.is_empty:
+            self._residence.bring_home(self.states if rows is None else [self.states[row] for row in rows])
+
     def _at(self, rows: Rows) -> Segments:
+        self.bring_home(rows)
         return self._rows.copy() if rows is self.all_rows else self._rows[rows]
 
     def segments(self, rows: Rows, gradients: Sequence[Tensor]) -> Segments:
@@ -231,10 +274,25 @@ class ParameterTable:
         """Return when parameters hold what was written to them, so that they can be read."""
         self._delivery.settle()
 
+    def announce(self, states: Sequence[ParameterState]) -> None:
+        """Tell autograd that parameters will be written, and have their state where passes here can write it."""
+        rows = self.rows_of(states)
+        self.bring_home(rows)
+        self.fingerprints.bump(rows)
+
     def clear_sums(self) -> None:
         """Forget the norm of the last step."""
         self.sums.fill(0)
         self.nonfinite.fill(0)
+
+    def put_norm(self, rows: Rows, norm: GradientNorm) -> None:
+        """Fill `sums` and `nonfinite` of these rows with what was taken elsewhere, one row after another."""
+        begin = 0
+        for row in rows:
+            there = slice(self._first_chunks[row], self._first_chunks[row + 1])
+            end = begin + there.stop - there.start
+            self.sums[there], self.nonfinite[there] = norm.sums[begin:end], norm.nonfinite[begin:end]
+            begin = end
 
     def norm(self, segments: Segments) -> None:
         """Fill `sums` and `nonfinite` of a job's rows from its gradients."""
@@ -295,6 +353,18 @@ class ParameterTable:
         segments["master"] = np.where(own, self._parameter_pointers[rows], segments["master"])
         segments["out_dtype"] = np.where(own, Dtype.NONE, segments["out_dtype"])
         self._run_with_out(Pass.UPDATE, rows, segments, coefficients)
+        self._note_step(rows)
+
+    def update_kept(
+        self, rows: Rows, gradients: Sequence[Tensor], coefficients: CoefficientTable, indices: Sequence[int]
+    ) -> None:
+        """Make one synchronous step in place where the gradients are; the state moves there if it is here."""
+        assert self._residence is not None
+        self._residence.update([self.states[row] for row in rows], gradients, indices, coefficients.sets)
+        self.fingerprints.bump(rows)
+        self._note_step(rows)
+
+    def _note_step(self, rows: Rows) -> None:
         self.steps[rows] += 1
         self.is_private_fresh[rows] = self.is_published[rows] = False
 

@@ -21,7 +21,7 @@ from superadam.outcome import Statistics, StepKind, StepOutcome
 from superadam.outside_writes import OutsideWrite, adopt_into_clean
 from superadam.parameter import ParameterState, Pending, Phase
 from superadam.table import CoefficientTable, ParameterTable, Segments
-from superadam.validation import judge
+from superadam.validation import GradientNorm, judge
 
 
 class Transaction:
@@ -61,21 +61,13 @@ class Transaction:
         Raises:
             RuntimeError: a parameter is speculated already; nothing was changed.
         """
-        twice = [state.name for state in arrivals.states if state.phase is Phase.SPECULATED]
-        if twice:
-            raise RuntimeError(
-                f"{twice[0]} has a second gradient while speculation on its first one is open; "
-                "call resolve() or rollback() first, or accumulate both gradients before speculating"
-            )
+        _refuse_second(arrivals.states)
         with self._timed("speculate_seconds"):
             self._notice_outside_writes(arrivals.states)
             if not self.is_open:
                 self.table.clear_sums()
             self._make_ready(arrivals)
-            pending = {
-                state: Pending.of(gradient, hyper, int(self.table.steps[state.row]) + 1, unscale)
-                for state, gradient, hyper in zip(arrivals.states, arrivals.gradients, arrivals.hyper, strict=True)
-            }
+            pending = self._records(arrivals, unscale)
             if not writes:
                 self._commit([state for state in pending if state.phase is Phase.ACCEPTED])
                 self._take_norm(arrivals)
@@ -94,6 +86,25 @@ class Transaction:
             if fused:
                 self._commit_and_speculate(fused)
                 self._set_pending(fused)
+
+    def keep(self, arrivals: Arrivals, norm: GradientNorm, unscale: float = 1.0) -> None:
+        """Keep gradients as pending that stayed on the device, for a step there once the verdict is known.
+
+        Args:
+            arrivals: none of a parameter that is speculated already; their gradients are on the device.
+            norm: of these gradients, in this order.
+            unscale: factor that undoes loss scaling.
+
+        Raises:
+            RuntimeError: as `speculate`.
+        """
+        _refuse_second(arrivals.states)
+        with self._timed("speculate_seconds"):
+            if not self.is_open:
+                self.table.clear_sums()
+            self._commit([state for state in arrivals.states if state.phase is Phase.ACCEPTED])
+            self.table.put_norm(self.table.rows_of(arrivals.states), norm)
+            self._set_pending(self._records(arrivals, unscale, is_kept=True))
 
     def resolve(self, hyper_now: Mapping[ParameterState, Hyperparameters], max_norm: float | None) -> StepOutcome:
         """Validate everything speculated, and accept it, redo it with the right coefficients, or drop it.
@@ -211,6 +222,12 @@ class Transaction:
         self.table.norm(segments)
         return segments
 
+    def _records(self, arrivals: Arrivals, unscale: float, *, is_kept: bool = False) -> dict[ParameterState, Pending]:
+        return {
+            state: Pending.of(gradient, hyper, int(self.table.steps[state.row]) + 1, unscale, is_kept=is_kept)
+            for state, gradient, hyper in zip(arrivals.states, arrivals.gradients, arrivals.hyper, strict=True)
+        }
+
     def _set_pending(self, pending: Mapping[ParameterState, Pending]) -> None:
         for state, record in pending.items():
             self._move(state, Phase.SPECULATED, record)
@@ -248,14 +265,25 @@ class Transaction:
         self._make_ready(Arrivals(states, gradients, [(hyper_now[state], 1) for state in states]))
         for state in states:
             state.is_provisional = state.is_max_provisional = False
-        coefficients = CoefficientTable()
         pending = {
             s: record.at_scale(clip * record.unscale, hyper_now[s]) for s, record in zip(states, records, strict=True)
         }
-        rows = self.table.rows_of(states)
-        self.table.update(rows, self.table.segments(rows, gradients), coefficients, _indices(coefficients, pending))
+        self._update_here({state: record for state, record in pending.items() if not record.is_kept})
+        self._update_kept({state: record for state, record in pending.items() if record.is_kept})
         for state in states:
             self._move(state, Phase.CLEAN, None)
+
+    def _update_here(self, pending: Mapping[ParameterState, Pending]) -> None:
+        if pending:
+            rows, coefficients = self.table.rows_of(list(pending)), CoefficientTable()
+            segments = self.table.segments(rows, [record.gradient for record in pending.values()])
+            self.table.update(rows, segments, coefficients, _indices(coefficients, pending))
+
+    def _update_kept(self, pending: Mapping[ParameterState, Pending]) -> None:
+        if pending:
+            rows, coefficients = self.table.rows_of(list(pending)), CoefficientTable()
+            gradients = [record.gradient for record in pending.values()]
+            self.table.update_kept(rows, gradients, coefficients, _indices(coefficients, pending))
 
     def _write_speculation(self, pending: Mapping[ParameterState, Pending], *, with_norm: bool = False) -> None:
         coefficients = CoefficientTable()
@@ -333,6 +361,7 @@ class Transaction:
 
     def _adopt(self, states: Sequence[ParameterState]) -> None:
         self._commit([state for state in states if state.phase is Phase.ACCEPTED])
+        self.table.bring_home(self.table.rows_of(states))
         self.table.settle()
         for state in states:
             adopt_into_clean(state)
@@ -378,6 +407,15 @@ class Transaction:
                 yield
             finally:
                 setattr(self.statistics, phase, getattr(self.statistics, phase) + time.perf_counter() - begin)
+
+
+def _refuse_second(states: Sequence[ParameterState]) -> None:
+    twice = [state.name for state in states if state.phase is Phase.SPECULATED]
+    if twice:
+        raise RuntimeError(
+            f"{twice[0]} has a second gradient while speculation on its first one is open; "
+            "call resolve() or rollback() first, or accumulate both gradients before speculating"
+        )
 
 
 def _split(states: Sequence[ParameterState]) -> tuple[list[ParameterState], list[ParameterState]]:

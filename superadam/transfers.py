@@ -13,13 +13,17 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from superadam import native
 from superadam.devices import Device, Event, Stream
+from superadam.devices.interface import ChunkSums
 from superadam.flat import FlatLayout
 from superadam.journal import Journal
 from superadam.parameter import ParameterState, owned
+from superadam.validation import GradientNorm
 
 
 class FlatParcel:
@@ -51,6 +55,30 @@ class _Upload:
     elements: int
 
 
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Gradients that stay on the device, and their norm on its way to the host.
+
+    Attributes:
+        states: the parameters, in the order of everything here.
+        gradients: one for each, of our own, in the layout of the state.
+        arrived: after which the norm may be read.
+    """
+
+    states: list[ParameterState]
+    gradients: list[Tensor]
+    arrived: Event
+    buffers: list[Tensor]
+
+    def norm(self) -> GradientNorm:
+        """Return the norm, once it has arrived."""
+        parts = [ChunkSums.over(buffer) for buffer in self.buffers]
+        return GradientNorm(
+            np.concatenate([part.sums.numpy() for part in parts]),
+            np.concatenate([part.nonfinite.numpy() for part in parts]),
+        )
+
+
 class Transfers:
     """Downloads of gradients and uploads of parameters over one device.
 
@@ -59,24 +87,30 @@ class Transfers:
         journal: is told of bytes, and of uploads once they are seen to have arrived.
         link_dtype: in which gradients travel, and so are seen by norm and step; None for the dtype they have. fp64
             gradients always travel as they are.
+
+    Attributes:
+        link_dtype: may be changed between steps.
     """
 
     def __init__(self, device: Device, journal: Journal, link_dtype: torch.dtype | None = None) -> None:
         self.device = device
         self._journal = journal
-        self._link_dtype = link_dtype
+        self.link_dtype = link_dtype
         self._lock = threading.Lock()  # the worker uploads while a forward inside backward waits
         self._uploads: list[_Upload] = []  # that the current stream does not wait for, in the order of their stream
         self._untold: collections.deque[_Upload] = collections.deque()  # not seen to have arrived, in that order
         self._latest: Event | None = None  # after every upload so far
         self._thread = threading.local()
 
-    def download(self, states: Sequence[ParameterState], gradients: Sequence[Tensor]) -> tuple[list[Tensor], Event]:
+    def download(
+        self, states: Sequence[ParameterState], gradients: Sequence[Tensor], *, widens: bool = False
+    ) -> tuple[list[Tensor], Event]:
         """Start the way of gradients to the host.
 
         Args:
             states: the parameters.
             gradients: one for each, on the device or on the host; they may be dropped afterwards.
+            widens: whether these travel in fp32, whatever `link_dtype` is.
 
         Returns:
             tensors of our own in the layout of the states, and the event after which they may be read.
@@ -85,11 +119,12 @@ class Transfers:
             TypeError, ValueError: a gradient does not fit its parameter.
         """
         device = self.device
+        link_dtype = torch.float32 if widens else self.link_dtype
         hosts: dict[ParameterState, Tensor] = {}
         distant: dict[torch.dtype, dict[ParameterState, Tensor]] = {}
         for state, gradient in zip(states, gradients, strict=True):
             state.check_gradient(gradient)
-            dtype = self._dtype_on_link(gradient)
+            dtype = _dtype_on_link(gradient, link_dtype)
             if device.is_host(gradient):
                 host = state.host_gradient(gradient)
                 hosts[state] = owned(host if host.dtype is dtype else host.to(dtype))
@@ -103,21 +138,55 @@ class Transfers:
         device.wait(Stream.DOWNLOAD, device.record(Stream.CURRENT))
         for layout, source in packed:
             host = device.host_empty(layout.numel, source.dtype)
-            device.copy(host, source, Stream.DOWNLOAD)
-            device.keep(source, Stream.DOWNLOAD)
-            device.keep(host, Stream.DOWNLOAD)  # nobody waits for the copy if the step is dropped before
+            self._download(host, source)
             hosts.update(zip(layout.states, layout.views(host), strict=True))
-            self._journal.statistics.downloaded_bytes += host.nbytes
         return [hosts[state] for state in states], device.record(Stream.DOWNLOAD)
+
+    def hold(self, states: Sequence[ParameterState], gradients: Sequence[Tensor]) -> Held:
+        """Copy gradients within the device, so that they may be dropped, and start the way of their norm to the host.
+
+        Args:
+            states: the parameters.
+            gradients: one for each, on the device.
+
+        Raises:
+            TypeError, ValueError: a gradient does not fit its parameter.
+        """
+        device = self.device
+        chosen: dict[torch.dtype, dict[ParameterState, Tensor]] = {}
+        for state, gradient in zip(states, gradients, strict=True):
+            state.check_gradient(gradient)
+            dtype = _dtype_on_link(gradient, self.link_dtype) if self.narrows else gradient.dtype
+            chosen.setdefault(dtype, {})[state] = gradient
+        held: dict[ParameterState, Tensor] = {}
+        norms: list[Tensor] = []
+        for dtype, some in chosen.items():
+            layout = FlatLayout(list(some))
+            chunks = sum(native.chunk_count(state.shape.numel()) for state in layout.states)
+            norms.append(device.empty(2 * chunks, torch.float64, Stream.CURRENT))
+            buffer = device.pack(list(some.values()), layout, dtype, ChunkSums.over(norms[-1]))
+            held.update(zip(layout.states, layout.views(buffer), strict=True))
+        device.wait(Stream.DOWNLOAD, device.record(Stream.CURRENT))
+        hosts = [device.host_empty(norm.numel(), norm.dtype) for norm in norms]
+        for host, norm in zip(hosts, norms, strict=True):
+            self._download(host, norm)
+        return Held(list(held), list(held.values()), device.record(Stream.DOWNLOAD), hosts)
+
+    def _download(self, host: Tensor, source: Tensor) -> None:
+        device = self.device
+        device.copy(host, source, Stream.DOWNLOAD)
+        device.keep(source, Stream.DOWNLOAD)
+        device.keep(host, Stream.DOWNLOAD)  # nobody waits for the copy if the step is dropped before
+        self._journal.statistics.downloaded_bytes += host.nbytes
 
     @property
     def narrows(self) -> bool:
         """Whether travelling may round gradients."""
-        return self._link_dtype not in (None, torch.float32)
+        return self.link_dtype not in (None, torch.float32)
 
     def narrowed(self, gradient: Tensor) -> Tensor:
         """Return a gradient that does not travel, in its own dtype, with the values that it would have afterwards."""
-        return gradient.to(self._dtype_on_link(gradient)).to(gradient.dtype) if self.narrows else gradient
+        return gradient.to(_dtype_on_link(gradient, self.link_dtype)).to(gradient.dtype) if self.narrows else gradient
 
     def parcel(self, states: Sequence[ParameterState]) -> FlatParcel:
         """Return host memory for new values of these parameters."""
@@ -191,7 +260,6 @@ class Transfers:
                 upload = self._untold.popleft()
                 self._journal.note_upload(upload.begin, upload.elements)
 
-    def _dtype_on_link(self, gradient: Tensor) -> torch.dtype:
-        if self._link_dtype is None or gradient.dtype == torch.float64:
-            return gradient.dtype
-        return self._link_dtype
+
+def _dtype_on_link(gradient: Tensor, link_dtype: torch.dtype | None) -> torch.dtype:
+    return gradient.dtype if link_dtype is None or gradient.dtype == torch.float64 else link_dtype

@@ -6,6 +6,7 @@ It knows numbers only. The definition of the coefficient is that of `torch.nn.ut
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,19 @@ from superadam.outcome import StepKind, StepOutcome
 
 _EPSILON = 1e-6
 """What clip_grad_norm_ adds to the norm before it divides."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GradientNorm:
+    """Of some gradients, as they arrived, one after another: an entry for each chunk of each.
+
+    Attributes:
+        sums: of squares.
+        nonfinite: counts of Inf and NaN.
+    """
+
+    sums: npt.NDArray[np.float64]
+    nonfinite: npt.NDArray[np.int64]
 
 
 def clip_coefficient(norm: float, max_norm: float | None) -> float:

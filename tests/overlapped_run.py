@@ -79,6 +79,7 @@ class OverlappedRun(RuleBasedStateMachine):
         seed=SEEDS,
         overlap_forward=st.booleans(),
         widens=st.booleans(),
+        gpu_buckets=st.sampled_from([0, 1, 2, 10**6]),
     )
     def start(
         self,
@@ -88,8 +89,10 @@ class OverlappedRun(RuleBasedStateMachine):
         seed: int,
         overlap_forward: bool,
         widens: bool,
+        gpu_buckets: int,
     ) -> None:
         self.dtype, self.seed = dtype, seed
+        self.gpu_buckets = gpu_buckets
         self.options: dict[str, Any] = {
             "bucket_numel": bucket_numel,
             "overlap_forward": overlap_forward,
@@ -102,7 +105,10 @@ class OverlappedRun(RuleBasedStateMachine):
     def open_scheduler(self) -> None:
         self.seed += 1
         device = type(self).make_device(self.seed)
-        self.scheduler = OffloadScheduler(self.optimizer, self.model, device=device, **self.options)
+        gpu_buckets = self.gpu_buckets if device.can_update else "auto"
+        self.scheduler = OffloadScheduler(
+            self.optimizer, self.model, device=device, gpu_buckets=gpu_buckets, **self.options
+        )
 
     def backward(self, model: Model, seed: int, scale: float, with_branch: bool, bad: bool) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -232,6 +238,12 @@ class OverlappedRun(RuleBasedStateMachine):
                 optimizer.step()
                 optimizer.zero_grad()
         self.open_scheduler()
+
+    @rule(gpu_buckets=st.sampled_from([0, 1, 3, 10**6]), bucket_numel=st.sampled_from([1, 100, 10**6]))
+    def place(self, gpu_buckets: int, bucket_numel: int) -> None:
+        """Move state between host and device."""
+        can_keep = self.scheduler._device.can_update
+        self.scheduler.place(gpu_buckets=gpu_buckets if can_keep else None, bucket_numel=bucket_numel)
 
     @rule()
     def synchronize(self) -> None:

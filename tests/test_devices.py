@@ -123,6 +123,12 @@ def test_packing_takes_gradients_that_carry_a_graph_or_are_negated_views(device:
     assert not packed.requires_grad
 
 
+def test_nothing_is_to_be_reserved_on_the_host(device: Device) -> None:
+    device.reserve(1 << 62, 1 << 60)
+    device.close()
+    assert device.host_empty(3, torch.float32).shape == (3,)
+
+
 # ---- plain -----------------------------------------------------------------------------------------------------------
 
 

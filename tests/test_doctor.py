@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from superadam import cli, native
+from superadam import cli, host_memory, native
 from superadam.benchmarks.arrays import PassArrays
 from superadam.doctor import accelerator, memory, partition, processor, report, software
 from superadam.doctor.diagnosis import PROBES, diagnose
 from superadam.doctor.finding import Finding, Status
-from superadam.doctor.host import Host, cpus_of, ranges_of
+from superadam.host import Host, cpus_of, ranges_of
 from superadam.native import Dtype
 
 SMALL_BANDWIDTH = ("memory bandwidth", lambda host: memory.bandwidth(host, 4 << 20))
@@ -237,13 +237,13 @@ def test_huge_pages(tmp_path: Path, text: str, environment: dict[str, str], stat
 
 
 def test_locked_memory_matters_only_with_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory.resource, "getrlimit", lambda which: (8 << 20, 8 << 20))
+    monkeypatch.setattr(host_memory.resource, "getrlimit", lambda which: (8 << 20, 8 << 20))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert memory.pinned_memory(machine(tmp_path)).status is Status.OK
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     finding = memory.pinned_memory(machine(tmp_path))
     assert (finding.status, finding.remedy) == (Status.BETTER, "ulimit -l unlimited")
-    monkeypatch.setattr(memory.resource, "getrlimit", lambda which: (memory.resource.RLIM_INFINITY,) * 2)
+    monkeypatch.setattr(host_memory.resource, "getrlimit", lambda which: (host_memory.resource.RLIM_INFINITY,) * 2)
     assert memory.pinned_memory(machine(tmp_path)).status is Status.OK
 
 

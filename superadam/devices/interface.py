@@ -11,13 +11,57 @@ import abc
 import enum
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from superadam.flat import FlatLayout
+from superadam.hyperparameters import Coefficients
 from superadam.worker import ThreadWorker, Work, Worker
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChunkSums:
+    """Where the norm of gradients goes: one entry for each chunk of `superadam.native.CHUNK` elements of each.
+
+    Attributes:
+        sums: fp64, sums of squares, with the bits of the kernels of the CPU.
+        nonfinite: int64, counts of Inf and NaN.
+    """
+
+    sums: Tensor
+    nonfinite: Tensor
+
+    @staticmethod
+    def over(buffer: Tensor) -> ChunkSums:
+        """Return both in one fp64 buffer, whose numel is twice the number of chunks."""
+        chunks = buffer.numel() // 2
+        return ChunkSums(buffer[:chunks], buffer[chunks:].view(torch.int64))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptStep:
+    """The step of a parameter whose state is on the device.
+
+    All tensors are dense, lie on the device and have the parameter's elements in the order of memory of its state.
+
+    Attributes:
+        master, exp_avg, exp_avg_sq: the state, fp32, or fp64 for fp64 parameters.
+        max_exp_avg_sq: with amsgrad.
+        gradient: of the step, neither scaled nor clipped.
+        parameter: the working copy.
+        coefficients: index of the step's coefficients.
+    """
+
+    master: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    max_exp_avg_sq: Tensor | None
+    gradient: Tensor
+    parameter: Tensor
+    coefficients: int
 
 
 class Stream(enum.Enum):
@@ -46,16 +90,20 @@ class Device(abc.ABC):
 
     Attributes:
         has_link: whether gradients and parameters travel, so that a bucket had better leave as soon as it is full.
+        can_update: whether `update` works, so that state can be kept on the device.
     """
 
     has_link = True
+    can_update = False
 
     @abc.abstractmethod
     def is_host(self, tensor: Tensor) -> bool:
         """Whether kernels on the CPU may read and write this tensor as soon as Python can."""
 
     @abc.abstractmethod
-    def pack(self, gradients: Sequence[Tensor], layout: FlatLayout, dtype: torch.dtype) -> Tensor:
+    def pack(
+        self, gradients: Sequence[Tensor], layout: FlatLayout, dtype: torch.dtype, norm: ChunkSums | None = None
+    ) -> Tensor:
         """Return gradients, converted to `dtype`, in one flat buffer of our own on the device.
 
         Runs on the current stream, so that the gradients may be dropped when the call returns.
@@ -64,7 +112,25 @@ class Device(abc.ABC):
             gradients: one for each parameter of the layout, of its shape.
             layout: of the buffer.
             dtype: of the buffer.
+            norm: gets the norm of what is in the buffer, one parameter after another; only where `can_update`.
         """
+
+    def update(self, steps: Sequence[KeptStep], sets: Sequence[Coefficients]) -> None:
+        """Enqueue steps in place to the current stream, past version counters; only where `can_update`.
+
+        Args:
+            steps: of distinct parameters.
+            sets: coefficients that the steps index.
+        """
+        raise NotImplementedError(f"{type(self).__name__} keeps no state; check can_update first")
+
+    def link_seconds_per_byte(self) -> float:
+        """Measure how long a byte takes from the device to the host in a large copy; 0 where nothing travels."""
+        return 0.0
+
+    def free_bytes(self) -> int:
+        """Return how much of the device's memory nobody has taken."""
+        return 0
 
     @abc.abstractmethod
     def scatter(self, buffer: Tensor, layout: FlatLayout, stream: Stream) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from superadam.devices.interface import Device, Event, Stream
+from superadam.devices.interface import ChunkSums, Device, Event, Stream
 from superadam.flat import FlatLayout
 
 
@@ -39,8 +39,10 @@ class PlainDevice(Device):
         """Whether the tensor is on the CPU."""
         return tensor.is_cpu
 
-    def pack(self, gradients: Sequence[Tensor], layout: FlatLayout, dtype: torch.dtype) -> Tensor:
-        """Copy one gradient after another to the host."""
+    def pack(
+        self, gradients: Sequence[Tensor], layout: FlatLayout, dtype: torch.dtype, norm: ChunkSums | None = None
+    ) -> Tensor:
+        """Copy one gradient after another to the host, where the CPU takes their norm later."""
         buffer = torch.empty(layout.numel, dtype=dtype)
         for view, gradient in zip(layout.views(buffer), gradients, strict=True):
             view.copy_(gradient.detach())

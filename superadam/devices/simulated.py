@@ -14,11 +14,16 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from superadam.devices.interface import Device, Stream
+from superadam import native
+from superadam.devices.interface import ChunkSums, Device, KeptStep, Stream
 from superadam.flat import FlatLayout
+from superadam.hyperparameters import Coefficients
+from superadam.native import Pass
+from superadam.parameter import DTYPES
 from superadam.worker import Job, Work, failure
 
 
@@ -75,10 +80,14 @@ def _alias(tensor: Tensor) -> Tensor:
 class SimulatedDevice(Device):
     """Streams that run when the seed says so.
 
+    It reports no free memory, so that nothing is kept on it but by explicit wish: measured times would decide.
+
     Args:
         seed: decides every choice; the same seed gives the same run.
         eagerness: chance that one more operation runs whenever the device is touched; 0 leaves everything to waits.
     """
+
+    can_update = True
 
     def __init__(self, seed: int, eagerness: float = 0.3) -> None:
         self._random = random.Random(seed)
@@ -129,14 +138,33 @@ class SimulatedDevice(Device):
         """Whether the tensor lies in memory from `host_empty`; all others count as on the device."""
         return tensor.untyped_storage().data_ptr() in self._host_blocks
 
-    def pack(self, gradients: Sequence[Tensor], layout: FlatLayout, dtype: torch.dtype) -> Tensor:
+    def pack(
+        self, gradients: Sequence[Tensor], layout: FlatLayout, dtype: torch.dtype, norm: ChunkSums | None = None
+    ) -> Tensor:
         """Return device memory that is filled when the current stream gets there; NaN lies between the gradients."""
         self.progress()
         packed = self._allocate(layout.numel, dtype)
         targets = layout.views(_alias(packed))
         sources = [gradient.detach().clone() for gradient in gradients]  # the caching allocator keeps them that long
         self._enqueue(Stream.CURRENT, Operation(lambda: _copy(targets, sources)))
+        if norm is not None:
+            sums, nonfinite = _alias(norm.sums), _alias(norm.nonfinite)
+            self._enqueue(Stream.CURRENT, Operation(lambda: _take_norm(targets, sums, nonfinite)))
         return packed
+
+    def update(self, steps: Sequence[KeptStep], sets: Sequence[Coefficients]) -> None:
+        """Run at once, as everything that the model computes: but after what is under way on its stream."""
+        self.record(Stream.CURRENT).synchronize()
+        segments = np.zeros(len(steps), native.SEGMENT)
+        for segment, step in zip(segments, steps, strict=True):
+            segment["length"] = step.master.numel()
+            for name in ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "gradient"):
+                tensor = getattr(step, name)
+                segment[name] = 0 if tensor is None else tensor.data_ptr()
+            segment["gradient_dtype"] = DTYPES[step.gradient.dtype]
+            segment["out"], segment["out_dtype"] = step.parameter.data_ptr(), DTYPES[step.parameter.dtype]
+            segment["coefficients"] = step.coefficients
+        native.run(Pass.UPDATE, segments, np.array([one.row() for one in sets], native.COEFFICIENTS))
 
     def scatter(self, buffer: Tensor, layout: FlatLayout, stream: Stream) -> None:
         """Enqueue copies; the buffer is read when they run."""
@@ -211,6 +239,17 @@ def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     with torch.no_grad():
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source)
+
+
+def _take_norm(gradients: Sequence[Tensor], sums: Tensor, nonfinite: Tensor) -> None:
+    segments = np.zeros(len(gradients), native.SEGMENT)
+    begin = 0
+    for segment, gradient in zip(segments, gradients, strict=True):
+        segment["length"], segment["gradient"] = gradient.numel(), gradient.data_ptr()
+        segment["gradient_dtype"] = DTYPES[gradient.dtype]
+        segment["sums"], segment["nonfinite"] = sums[begin:].data_ptr(), nonfinite[begin:].data_ptr()
+        begin += native.chunk_count(gradient.numel())
+    native.run(Pass.NORM, segments)
 
 
 class SeededWorker:

@@ -9,7 +9,7 @@ import re
 import subprocess
 
 from superadam.doctor.finding import Finding, Status
-from superadam.doctor.host import Host
+from superadam.host import Host
 
 LINK_FIELDS = "index,name,pci.bus_id,pcie.link.gen.max,pcie.link.width.current,pcie.link.width.max"
 GIGABYTES_PER_LANE = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.97, 5: 3.94, 6: 7.56}

@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     from superadam.doctor import report
     from superadam.doctor.diagnosis import diagnose
     from superadam.doctor.finding import Status
-    from superadam.doctor.host import Host
+    from superadam.host import Host
 
     with Console(stderr=True).status("looking at this machine"):
         findings = diagnose(Host())

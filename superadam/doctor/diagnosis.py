@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from superadam.doctor import accelerator, memory, partition, processor, software
 from superadam.doctor.finding import Finding, Status
-from superadam.doctor.host import Host
+from superadam.host import Host
 
 Probe = Callable[[Host], Finding]
 

@@ -5,15 +5,16 @@ Owns the one measurement of the doctor: the traffic of an update through the ker
 
 from __future__ import annotations
 
-import resource
 import time
+from contextlib import suppress
 
 from superadam import native
 from superadam.benchmarks import floor
 from superadam.benchmarks.arrays import PassArrays, bytes_per_element
 from superadam.benchmarks.floor import Variant
 from superadam.doctor.finding import Finding, Status
-from superadam.doctor.host import Host
+from superadam.host import Host
+from superadam.host_memory import HostMemory, lockable_bytes
 from superadam.native import Dtype, Pass
 
 GIB = 1 << 30
@@ -28,11 +29,10 @@ UPDATE_BYTES = bytes_per_element(Pass.UPDATE, Dtype.FLOAT32, Dtype.BFLOAT16)
 
 def main_memory(host: Host) -> Finding:
     """Report how much memory is free, and how many parameters' state (12 bytes each) would fit into that."""
-    lines = dict(line.split(":", 1) for line in host.read("/proc/meminfo").splitlines() if ":" in line)
-    total, available = (int(lines[key].split()[0]) << 10 for key in ("MemTotal", "MemAvailable"))
-    values = {"total_bytes": total, "available_bytes": available}
-    fits = f"the state of {available / 12e9:.1f} billion parameters"
-    detail = f"{available / GIB:.1f} of {total / GIB:.1f} GiB available: {fits}"
+    memory = HostMemory.of(host)
+    values = {"total_bytes": memory.total, "available_bytes": memory.available}
+    fits = f"the state of {memory.available / 12e9:.1f} billion parameters"
+    detail = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB available: {fits}"
     return Finding("memory", Status.OK, detail, values=values)
 
 
@@ -57,14 +57,13 @@ def pinned_memory(host: Host) -> Finding:
     """Report how much memory this process may lock, which transfers to a GPU at full speed need."""
     import torch
 
-    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    unlimited = limit == resource.RLIM_INFINITY
-    values = {"limit_bytes": None if unlimited else limit}
-    detail = "unlimited" if unlimited else f"at most {limit / (1 << 20):,.0f} MiB"
-    if unlimited or not torch.cuda.is_available():
-        return Finding(
-            "pinned memory", Status.OK, detail if unlimited else f"{detail}; only a GPU needs it", values=values
-        )
+    limit = lockable_bytes()
+    values = {"limit_bytes": limit}
+    if limit is None:
+        return Finding("pinned memory", Status.OK, "unlimited", values=values)
+    detail = f"at most {limit / (1 << 20):,.0f} MiB"
+    if not torch.cuda.is_available():
+        return Finding("pinned memory", Status.OK, f"{detail}; only a GPU needs it", values=values)
     return Finding("pinned memory", Status.BETTER, detail, "ulimit -l unlimited", values)
 
 
@@ -87,9 +86,8 @@ def bandwidth(host: Host, measured_bytes: int = MEASURED_BYTES) -> Finding:
         threads = native.get_num_threads()
     except ValueError:
         threads = len(host.affinity)
-    lines = dict(line.split(":", 1) for line in host.read_or("/proc/meminfo", "").splitlines() if ":" in line)
-    if "MemAvailable" in lines:
-        measured_bytes = min(measured_bytes, (int(lines["MemAvailable"].split()[0]) << 10) // 4)
+    with suppress(OSError, ValueError):
+        measured_bytes = min(measured_bytes, HostMemory.of(host).available // 4)
     numel = max(measured_bytes // 22 // native.CHUNK, 1) * native.CHUNK  # p, m, v, two gradients: 20 B; out: 2 B
     arrays = PassArrays(numel, Dtype.FLOAT32, Dtype.BFLOAT16)
     best = {count: measure_bandwidth(arrays, count) for count in dict.fromkeys((threads, 1))}

@@ -6,7 +6,7 @@ Owns resctrl (Intel RDT, AMD PQoS) and MPAM (Arm), which the kernel offers throu
 from __future__ import annotations
 
 from superadam.doctor.finding import Finding, Status
-from superadam.doctor.host import Host
+from superadam.host import Host
 
 
 def cache_partitioning(host: Host) -> Finding:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 
 from superadam import native
+from superadam.cgroups import groups_of
 from superadam.doctor.finding import Finding, Status
-from superadam.doctor.host import Host, cpus_of, ranges_of
+from superadam.host import Host, cpus_of, ranges_of
 
 REBUILD = "pip install --force-reinstall --no-deps superadam"
 
@@ -55,20 +56,14 @@ def processors(host: Host) -> Finding:
 def cpu_quota(host: Host) -> float | None:
     """Return how many CPUs' time the cgroups of this process allow it, or None when nothing limits it."""
     limits = []
-    for line in host.read_or("/proc/self/cgroup", "0::/").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":  # version 2: the tightest of this group and its parents holds
-            parts = [part for part in path.split("/") if part not in ("", "..")]
-            for depth in range(len(parts) + 1):
-                group = "/".join(["/sys/fs/cgroup", *parts[:depth]])
-                quota, _, period = host.read_or(f"{group}/cpu.max", "max 1").partition(" ")
-                if quota != "max":
-                    limits.append(float(quota) / float(period))
-        elif "cpu" in controllers.split(","):
-            for group in (f"/sys/fs/cgroup/{controllers}{path}", "/sys/fs/cgroup/cpu" + path, "/sys/fs/cgroup/cpu"):
-                quota = host.read_or(f"{group}/cpu.cfs_quota_us", "-1")
-                if float(quota) > 0:
-                    limits.append(float(quota) / float(host.read_or(f"{group}/cpu.cfs_period_us", "100000")))
+    for group in groups_of(host, "cpu"):
+        if group.version == 2:
+            quota, _, period = host.read_or(f"{group.directory}/cpu.max", "max 1").partition(" ")
+        else:
+            quota = host.read_or(f"{group.directory}/cpu.cfs_quota_us", "-1")
+            period = host.read_or(f"{group.directory}/cpu.cfs_period_us", "100000")
+        if quota != "max" and float(quota) > 0:
+            limits.append(float(quota) / float(period))
     return min(limits) if limits else None
 
 

@@ -10,7 +10,7 @@ import re
 from importlib.metadata import PackageNotFoundError, version
 
 from superadam.doctor.finding import Finding, Status
-from superadam.doctor.host import Host
+from superadam.host import Host
 
 OLDEST_TORCH = (2, 6)
 """As in the package's dependencies."""

@@ -1,6 +1,6 @@
-"""The machine and the process that the probes ask about.
+"""The machine and the process: what files, environment and other programs say of them.
 
-Owns every access to files, environment and other programs, so that tests can put a made-up machine in its place.
+Owns every such access, so that tests can put a made-up machine in its place.
 """
 
 from __future__ import annotations

@@ -1,0 +1,218 @@
+"""One GPU, by CUDA or by HIP: torch calls both `cuda`.
+
+Owns two streams of its own, pinned host memory, and which CPUs work for this device. Everything names the device, so
+that calls work from threads whose current device is another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from superadam.devices import cores
+from superadam.devices.interface import ChunkSums, Device, Event, KeptStep, Stream
+from superadam.devices.pinned import PinnedMemory
+from superadam.devices.registration import CudaRegistrar
+from superadam.devices.slab import gigabytes
+from superadam.flat import FlatLayout
+from superadam.gpu import Backend, Segment, backend, pack_gradients, run, scatter_values
+from superadam.host import Host
+from superadam.host_memory import HostMemory
+from superadam.hyperparameters import Coefficients
+from superadam.native import Pass
+from superadam.worker import ThreadWorker, Work, Worker
+
+BUCKETS_UNDER_WAY = 2
+"""Buckets that host memory is reserved for, in each direction: one that travels, and one beside it that is computed."""
+
+
+class CudaDevice(Device):
+    """A GPU that torch addresses as `cuda`.
+
+    Args:
+        device: which; "cuda" is the current one.
+        host: the machine that it is in.
+
+    Raises:
+        ValueError: another type of device.
+    """
+
+    def __init__(self, device: torch.device | str, host: Host | None = None) -> None:
+        device = torch.device(device)
+        if device.type != "cuda":
+            raise ValueError(f"CudaDevice got {device}, expected a CUDA or HIP device; use PlainDevice for others")
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self.device = torch.device("cuda", index)
+        self.can_update = backend(self.device).backend is not Backend.TORCH
+        self._host = host or Host()
+        self._cpus = cores.near(self._host, _pci_address(self.device))
+        self._pinned = PinnedMemory(CudaRegistrar(self.device))
+        self._streams = {
+            stream: torch.cuda.Stream(device=self.device)  # type: ignore[no-untyped-call]
+            for stream in (Stream.DOWNLOAD, Stream.UPLOAD)
+        }
+
+    def _stream(self, stream: Stream) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.device) if stream is Stream.CURRENT else self._streams[stream]
+
+    # ---- the interface -----------------------------------------------------------------------------------------------
+
+    def is_host(self, tensor: Tensor) -> bool:
+        """Whether the tensor is on the CPU."""
+        return tensor.is_cpu
+
+    @torch.no_grad()
+    def pack(
+        self, gradients: Sequence[Tensor], layout: FlatLayout, dtype: torch.dtype, norm: ChunkSums | None = None
+    ) -> Tensor:
+        """Enqueue one launch; gradients that lie otherwise than their states are copied first."""
+        buffer = torch.empty(layout.numel, dtype=dtype, device=self.device)
+        ordered = [
+            gradient
+            if _lies_as(gradient, state.strides)
+            else gradient.new_empty_strided(state.shape, state.strides).copy_(gradient)
+            for state, gradient in zip(layout.states, gradients, strict=True)
+        ]
+        sums, nonfinite = (None, None) if norm is None else (norm.sums, norm.nonfinite)
+        pack_gradients(ordered, layout.offsets, buffer, sums, nonfinite)
+        return buffer
+
+    def update(self, steps: Sequence[KeptStep], sets: Sequence[Coefficients]) -> None:
+        """Enqueue one launch for each combination of dtypes and flags."""
+        segments = [
+            Segment(
+                one.master,
+                one.gradient,
+                one.exp_avg,
+                one.exp_avg_sq,
+                one.max_exp_avg_sq,
+                out=one.parameter,
+                coefficients=one.coefficients,
+            )
+            for one in steps
+        ]
+        run(Pass.UPDATE, segments, sets)
+
+    def free_bytes(self) -> int:
+        """Return what the driver has, and what torch's allocator holds and has not handed out."""
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return free + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+
+    @torch.no_grad()
+    def scatter(self, buffer: Tensor, layout: FlatLayout, stream: Stream) -> None:
+        """Enqueue one launch, and a copy for each parameter that lies otherwise than its state."""
+        offsets: list[int] = []
+        targets: list[Tensor] = []
+        others: list[tuple[int, Tensor]] = []
+        for row, (state, offset) in enumerate(zip(layout.states, layout.offsets, strict=True)):
+            target = state.parameter.data  # with a version counter of its own
+            if _lies_as(target, state.strides):
+                offsets.append(offset)
+                targets.append(target)
+            else:
+                others.append((row, target))
+        with torch.cuda.stream(self._stream(stream)):
+            scatter_values(buffer, offsets, targets)
+            if others:
+                views = layout.views(buffer)
+                for row, target in others:
+                    target.copy_(views[row], non_blocking=True)
+
+    def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return pinned memory as far as it was reserved, and pageable memory beyond."""
+        return self._pinned.empty(numel, dtype)
+
+    def empty(self, numel: int, dtype: torch.dtype, stream: Stream) -> Tensor:
+        """Return memory of torch's allocator, which may have been in use on this stream before."""
+        with torch.cuda.stream(self._stream(stream)):
+            return torch.empty(numel, dtype=dtype, device=self.device)
+
+    @torch.no_grad()
+    def copy(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
+        """Enqueue a copy; the calling thread may wait for it where the host's memory is pageable."""
+        with torch.cuda.stream(self._stream(stream)):
+            destination.copy_(source, non_blocking=True)
+
+    def record(self, stream: Stream) -> torch.cuda.Event:
+        """Return a fresh event that whoever waits for it sleeps on."""
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(self._stream(stream))
+        return event
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        """Let a stream wait."""
+        assert isinstance(event, torch.cuda.Event)
+        self._stream(stream).wait_event(event)
+
+    def keep(self, buffer: Tensor, stream: Stream) -> None:
+        """Tell torch's allocator, or keep the host's memory ourselves."""
+        if self.is_host(buffer):
+            self._pinned.keep(buffer, self.record(stream), stream)
+        else:
+            buffer.record_stream(self._stream(stream))
+
+    # ---- memory and cores of the host --------------------------------------------------------------------------------
+
+    def reserve(self, gradient_bytes: int, bucket_bytes: int) -> None:
+        """Pin what is not pinned yet, near the device; what cannot be pinned is pageable, with a warning."""
+        needed = gradient_bytes + 2 * BUCKETS_UNDER_WAY * bucket_bytes
+        missing = needed - self._pinned.size
+        if missing <= 0:
+            return
+        with suppress(OSError, ValueError):  # then nobody knows what there is
+            available = HostMemory.of(self._host).available
+            if missing > available:
+                raise MemoryError(
+                    f"the gradients of a step and the buckets under way need {gigabytes(missing)} of host memory, but "
+                    f"{gigabytes(available)} are available; allow this process more memory, train fewer parameters, or "
+                    "let gradients travel in a narrower link_dtype"
+                )
+        with cores.bound_thread(self._cpus):
+            self._pinned.grow(missing, bucket_bytes)
+
+    @property
+    def pageable_bytes(self) -> int:
+        """Bytes that were asked for and did not fit into pinned memory, added up over all requests."""
+        return self._pinned.pageable_bytes
+
+    def close(self) -> None:
+        """Unpin what was reserved, once no tensor lies there any more."""
+        self._pinned.close()
+
+    def idle_cores(self) -> int:
+        """Return how many CPUs near the device are not needed to feed it."""
+        return cores.idle_count(self._cpus)
+
+    def start_worker(self, idle: Work) -> Worker:
+        """Return a thread near the device; threads that its kernels start stay there, too."""
+        worker = ThreadWorker(idle)
+        worker.submit(self._settle_in)
+        return worker
+
+    def _settle_in(self) -> None:
+        """Prepare the worker's thread."""
+        torch.cuda.set_device(self.device)  # else it would make a context on device 0 to come back to
+        cores.bind_thread(self._cpus)
+
+
+def _pci_address(device: torch.device) -> str:
+    """Return how sysfs calls a device, or an empty name where torch does not tell."""
+    properties = torch.cuda.get_device_properties(device)
+    numbers = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    if None in numbers:
+        return ""
+    domain, bus, slot = (int(number) for number in numbers if number is not None)
+    return f"{domain:04x}:{bus:02x}:{slot:02x}.0"
+
+
+def _lies_as(tensor: Tensor, strides: tuple[int, ...]) -> bool:
+    """Whether the elements lie in memory as these dense strides say, and mean what they hold."""
+    if tensor.is_neg():
+        return False
+    own = tensor.stride()
+    return own == strides or all(
+        size == 1 or mine == theirs for size, mine, theirs in zip(tensor.shape, own, strides, strict=True)
+    )

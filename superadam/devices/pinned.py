@@ -1,0 +1,143 @@
+"""Host memory that a GPU copies from and to without detours.
+
+Owns pinned slabs and what is kept for copies under way. What does not fit into the slabs lies in pageable memory, which
+is slower and otherwise the same. It knows events, but neither streams nor what the memory is for.
+
+A slab is pinned once, before training: torch's own pinned memory is rounded up to powers of two, and pinning in the
+middle of a step holds up the device.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import threading
+import weakref
+from collections.abc import Hashable
+
+import torch
+from torch import Tensor
+
+from superadam.devices.interface import Event
+from superadam.devices.slab import PinningError, Registrar, Slab, gigabytes
+
+_logger = logging.getLogger("superadam")
+
+
+_Kept = dict[Hashable, collections.deque[tuple[Event, Tensor]]]
+
+
+class PinnedMemory:
+    """Hands out host memory, from any thread.
+
+    Args:
+        registrar: pins slabs.
+
+    Attributes:
+        pageable_count, pageable_bytes: requests that did not fit into the slabs.
+    """
+
+    def __init__(self, registrar: Registrar) -> None:
+        self.pageable_count = self.pageable_bytes = 0
+        self._registrar = registrar
+        self._slabs: list[Slab] = []
+        self._lock = threading.Lock()  # of the slabs and of what is kept
+        self._kept: _Kept = {}
+        weakref.finalize(self, _settle, self._kept).atexit = False
+
+    @property
+    def size(self) -> int:
+        """Bytes of all slabs, taken or free."""
+        return sum(slab.size for slab in self._slabs)
+
+    def grow(self, size: int, largest: int) -> None:
+        """Pin more memory; where not all of it can be pinned, as much as can, with a warning.
+
+        Args:
+            size: bytes.
+            largest: bytes of the largest buffer that is to fit; a smaller slab would be of no use.
+        """
+        missing = attempt = size = max(size, largest)
+        refusal: PinningError | None = None
+        while missing > 0 and attempt >= max(largest, 1):
+            try:
+                slab = Slab(min(attempt, missing), self._registrar)
+            except PinningError as error:
+                refusal = error
+                attempt //= 2
+                continue
+            missing -= slab.size
+            with self._lock:
+                self._slabs.append(slab)
+        if missing > 0:
+            _logger.warning(
+                "superadam pinned %s of the %s of host memory that copies from and to the device pass through; %s "
+                "are pageable, which takes longer and holds up the model: %s",
+                gigabytes(size - missing),
+                gigabytes(size),
+                gigabytes(missing),
+                refusal,
+            )
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return a flat tensor, in pageable memory where it does not fit into the slabs."""
+        self._drop_passed()
+        if numel == 0:
+            return torch.empty(0, dtype=dtype)
+        with self._lock:
+            for slab in self._slabs:
+                tensor = slab.empty(numel, dtype)
+                if tensor is not None:
+                    return tensor
+            self._note_pageable(numel * dtype.itemsize)
+        return torch.empty(numel, dtype=dtype)
+
+    def keep(self, tensor: Tensor, event: Event, queue: Hashable) -> None:
+        """Keep a tensor's memory, pinned or pageable, until an event has passed, even if it is dropped before.
+
+        Args:
+            tensor: over memory from `empty`.
+            event: what to wait for.
+            queue: events of one queue pass in the order in which they are named here.
+        """
+        with self._lock:
+            self._kept.setdefault(queue, collections.deque()).append((event, tensor))
+
+    def close(self) -> None:
+        """Wait for what is kept, then give every slab back as soon as no tensor lies in it; later ones are pageable."""
+        with self._lock:
+            kept = dict(self._kept)
+            self._kept.clear()
+            self._slabs.clear()
+        _settle(kept)
+
+    def _drop_passed(self) -> None:
+        passed = []  # dropped outside the lock: that may run anybody's finalizers
+        with self._lock:
+            for queue in self._kept.values():
+                while queue and queue[0][0].query():
+                    passed.append(queue.popleft())
+
+    def _note_pageable(self, size: int) -> None:
+        self.pageable_count += 1
+        self.pageable_bytes += size
+        if self.pageable_count > 1:
+            return
+        largest = max((end - begin for slab in self._slabs for begin, end in slab.free), default=0)
+        _logger.warning(
+            "superadam needs %s of host memory for one copy, but of its %s of pinned memory only %s are free in one "
+            "piece: %s are missing, and such copies pass through pageable memory from now on, which takes longer and "
+            "may hold up the model; smaller buckets and more cores free pinned memory sooner",
+            gigabytes(size),
+            gigabytes(self.size),
+            gigabytes(largest),
+            gigabytes(size - largest),
+        )
+
+
+def _settle(kept: _Kept) -> None:
+    """Wait for every event, and drop what was kept."""
+    for queue in kept.values():
+        for event, _ in queue:
+            event.synchronize()
+    kept.clear()

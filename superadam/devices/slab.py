@@ -1,0 +1,121 @@
+"""One stretch of host memory that the GPU's driver knows, and the tensors that lie in it.
+
+Owns the mapping, its registration, and which ranges are taken. The storage of a tensor holds a lease on its range, and
+the lease holds the slab: a range is free again when no tensor and no view over it is left, and the slab goes when
+nobody uses it and its last range is free.
+"""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import logging
+import mmap
+import os
+import weakref
+from contextlib import suppress
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from superadam.devices.gaps import Gaps
+
+PAGE_BYTES = mmap.PAGESIZE
+"""Ranges are whole pages: rounded sizes recur, so that gaps fit again."""
+
+_logger = logging.getLogger("superadam")
+_left_to_parent: list[mmap.mmap] = []
+
+
+class PinningError(RuntimeError):
+    """Host memory could not be mapped, or not be registered with the driver."""
+
+
+class Registrar(Protocol):
+    """Makes pageable memory pinned and back."""
+
+    def register(self, address: int, size: int) -> None:
+        """Pin `size` bytes from `address` on; raises `PinningError`."""
+
+    def unregister(self, address: int) -> None:
+        """Undo `register`; raises `PinningError`."""
+
+
+class Slab:
+    """Pinned memory, handed out in ranges. Not thread-safe, except that ranges come back from whatever thread.
+
+    Args:
+        size: bytes, rounded up to whole pages.
+        registrar: pins them.
+
+    Raises:
+        PinningError: there is no room to map them, or the registrar refuses.
+    """
+
+    def __init__(self, size: int, registrar: Registrar) -> None:
+        self.size = in_pages(size)
+        try:
+            memory = mmap.mmap(-1, self.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError, ValueError) as error:
+            raise PinningError(f"{gigabytes(self.size)} of host memory could not be mapped: {error}") from error
+        # A forked process would get its own copy of every pinned page, at once; it has no use for them.
+        for advice in (mmap.MADV_DONTFORK, mmap.MADV_HUGEPAGE):
+            with suppress(OSError):  # kernels may lack huge pages
+                memory.madvise(advice)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        try:
+            registrar.register(self._address, self.size)
+        except BaseException:
+            memory.close()
+            raise
+        self._gaps = Gaps(self.size)
+        # Leases end in any thread at any moment, also while this very object is at work: they only add a line here.
+        self._returned: collections.deque[tuple[int, int]] = collections.deque()
+        weakref.finalize(self, _let_go, memory, self._address, registrar, os.getpid()).atexit = False
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        """Return a flat tensor of at least one element, or None where no gap is large enough."""
+        size = in_pages(numel * dtype.itemsize)
+        self._collect()
+        begin = self._gaps.take(size)
+        if begin is None:
+            return None
+        lease: Any = (ctypes.c_char * size).from_address(self._address + begin)
+        lease.slab = self
+        weakref.finalize(lease, self._returned.append, (begin, size)).atexit = False
+        return torch.frombuffer(lease, dtype=dtype, count=numel)
+
+    @property
+    def free(self) -> list[tuple[int, int]]:
+        """First byte, and the byte after the last, of every range that is not taken."""
+        self._collect()
+        return self._gaps.ranges
+
+    def _collect(self) -> None:
+        while self._returned:
+            self._gaps.give_back(*self._returned.popleft())
+
+
+def in_pages(size: int) -> int:
+    """Return `size` rounded up to whole pages."""
+    return -(-size // PAGE_BYTES) * PAGE_BYTES
+
+
+def gigabytes(size: int) -> str:
+    """Return how errors write a number of bytes."""
+    return f"{size / 1e9:.2f} GB"
+
+
+def _let_go(memory: mmap.mmap, address: int, registrar: Registrar, process: int) -> None:
+    """Unregister and unmap what no lease needs any more."""
+    if os.getpid() != process:  # which inherited neither the mapping nor the driver; another one may lie there now
+        _left_to_parent.append(memory)
+        return
+    try:
+        registrar.unregister(address)
+    except Exception:
+        _left_to_parent.append(memory)  # the device may still write there
+        _logger.warning("superadam could not unpin %s of host memory; it stays taken", gigabytes(len(memory)))
+    else:
+        memory.close()

@@ -1,0 +1,184 @@
+"""Chooses the placement of a run, once, after trying what was left to it in the first steps.
+
+Owns the present placement, the order in which gradients become ready, and the times of the tried buckets.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from superadam.buckets import DEFAULT_NUMEL, Bucket
+from superadam.devices import Device
+from superadam.placement import (
+    LEAST_BUCKETS,
+    LEAST_NUMEL,
+    BucketTimes,
+    Placement,
+    elements_to_keep,
+    enough_cores,
+    numel_of_buckets,
+    rate,
+    should_widen,
+)
+
+_logger = logging.getLogger("superadam")
+
+_WIDENED, _WITH_FEWER_CORES = 1, 2
+"""Numbers of the buckets of a step that are treated otherwise, where that is tried."""
+
+_FLOAT32_BYTES = 4
+
+WARM_UP_STEPS = 1
+TRIED_STEPS = 2
+"""Steps whose buckets are timed, after those that warm up."""
+
+FREE_SHARE = 0.9
+"""Of the device's free memory, what may be taken for state: fragments and peaks need the rest."""
+
+BYTES_PER_ELEMENT = 16 + 4
+"""Of state on the device, with amsgrad, and of the gradient beside it, at most."""
+
+
+class Placer:
+    """The present placement, and how it comes about.
+
+    Args:
+        device: of the model.
+        total: elements of all parameters.
+        gpu_buckets, bucket_numel, link_dtype, cores: as in `superadam.Placement`, or "auto".
+
+    Attributes:
+        placement: present.
+        order: parameters in the order in which their gradients became ready in the last whole step; those that stayed
+            on the device last.
+
+    Raises:
+        ValueError: buckets are to be kept on a device that cannot.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        total: int,
+        gpu_buckets: int | str,
+        bucket_numel: int | str,
+        link_dtype: torch.dtype | str,
+        cores: int | str,
+    ) -> None:
+        check_can_keep(device, gpu_buckets)
+        self._device = device
+        self._total = total
+        threads = device.idle_cores() if isinstance(cores, str) else cores
+        numel = max(LEAST_NUMEL, min(DEFAULT_NUMEL, total // LEAST_BUCKETS)) if threads else DEFAULT_NUMEL
+        self.placement = Placement(
+            gpu_buckets=0 if isinstance(gpu_buckets, str) else gpu_buckets,
+            bucket_numel=numel if isinstance(bucket_numel, str) else bucket_numel,
+            link_dtype=None if isinstance(link_dtype, str) else link_dtype,
+            cores=threads,
+        )
+        self.order: list[Tensor] = []
+        self._ready: dict[bool, list[Tensor]] = {False: [], True: []}  # of this step, by whether they stay
+        self._buckets = 0
+        self._steps = 0
+        self._step: list[BucketTimes] = []  # times of this step
+        self._tried: list[list[BucketTimes]] = []
+        self._chooses_gpu_buckets = isinstance(gpu_buckets, str) and device.can_update
+        self._chooses_numel = isinstance(bucket_numel, str)
+        self._chooses_link = isinstance(link_dtype, str) and device.has_link
+        self._chooses_cores = isinstance(cores, str)
+        chooses = self._chooses_gpu_buckets or self._chooses_numel or self._chooses_link or self._chooses_cores
+        self._is_trying = chooses and threads > 0
+
+    def begin_bucket(self, bucket: Bucket) -> Placement:
+        """Note that a bucket is ready, and return how it is to be treated, which may be a trial."""
+        number = self._buckets
+        self._buckets += 1
+        self._ready[bucket.is_kept] += [state.parameter for state in bucket.states]
+        if not self._is_trying or self._steps < WARM_UP_STEPS or bucket.is_kept:
+            return self.placement
+        if number == _WIDENED and self._chooses_link and bucket.gradients[0].element_size() < _FLOAT32_BYTES:
+            return replace(self.placement, link_dtype=torch.float32)
+        if number == _WITH_FEWER_CORES and self._chooses_cores:
+            return replace(self.placement, cores=-(-self.placement.cores // 2))
+        return self.placement
+
+    def note_times(self, times: BucketTimes) -> None:
+        """Note how long a bucket took that was speculated on; called by the worker."""
+        self._step.append(times)
+
+    def end_step(self, *, is_whole: bool) -> bool:
+        """Return whether there is another placement from now on, or another order that it applies to.
+
+        Args:
+            is_whole: whether all gradients of the step have come.
+        """
+        times, self._step = self._step, []
+        ready, self._ready = self._ready[False] + self._ready[True], {False: [], True: []}
+        buckets, self._buckets = self._buckets, 0
+        if not is_whole or not ready:
+            return False
+        is_new = self.placement.gpu_buckets > 0 and len(ready) > len(self.order)
+        if len(ready) >= len(self.order):
+            self.order = ready
+        self._steps += 1
+        is_timed = len(times) == buckets and any(one.cores == self.placement.cores for one in times)
+        if self._is_trying and self._steps > WARM_UP_STEPS and is_timed:
+            self._tried.append(times)
+            if len(self._tried) == TRIED_STEPS:
+                self._is_trying = False
+                self.placement = self._chosen()
+                _logger.info("placement: %s", self.placement)
+                return True
+        return is_new
+
+    def place(self, placement: Placement) -> None:
+        """Change the placement; nothing is tried any more.
+
+        Raises:
+            ValueError: buckets are to be kept on a device that cannot, or the worker is to come or go.
+        """
+        check_can_keep(self._device, placement.gpu_buckets)
+        if (placement.cores > 0) != (self.placement.cores > 0):
+            raise ValueError(
+                f"cores is {placement.cores}, but the scheduler was made with {self.placement.cores}, and a worker can "
+                "neither come nor go; make another scheduler"
+            )
+        self._is_trying = False
+        self.placement = placement
+
+    def _chosen(self) -> Placement:
+        every = list(itertools.chain.from_iterable(self._tried))
+        plain = [one for one in every if not one.is_widened]
+        usual = [one for one in plain if one.cores == self.placement.cores]
+        chosen = self.placement
+        if self._chooses_cores:
+            chosen = replace(chosen, cores=enough_cores([one for one in plain if one.cores]))
+        if self._chooses_link and any(one.is_widened for one in every):
+            seconds = self._device.link_seconds_per_byte()
+            if should_widen([one for one in every if one.cores == self.placement.cores], seconds):
+                chosen = replace(chosen, link_dtype=torch.float32)
+        if self._chooses_numel:
+            chosen = replace(chosen, bucket_numel=numel_of_buckets(usual, self._total))
+        if self._chooses_gpu_buckets:
+            affordable = int(self._device.free_bytes() * FREE_SHARE) // BYTES_PER_ELEMENT
+            kept = elements_to_keep(self._tried[-1], rate(usual), affordable)
+            chosen = replace(chosen, gpu_buckets=-(-kept // chosen.bucket_numel))
+        return chosen
+
+
+def check_can_keep(device: Device, gpu_buckets: int | str) -> None:
+    """Raise if buckets are to be kept on a device that cannot.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if isinstance(gpu_buckets, int) and gpu_buckets > 0 and not device.can_update:
+        raise ValueError(
+            f"gpu_buckets is {gpu_buckets}, but {type(device).__name__} cannot make steps where the model is; it takes "
+            "a GPU with Triton, so leave gpu_buckets at 'auto' or 0"
+        )

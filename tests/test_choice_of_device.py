@@ -1,0 +1,66 @@
+"""Which device a model gets, and that choosing imports nothing that is not needed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from fake_cuda import fake_cuda
+
+import superadam.devices
+from superadam.devices import CudaDevice, PlainDevice, device_for
+
+
+class Placed:
+    """A parameter that says where it lies; no GPU is needed to say so."""
+
+    def __init__(self, device: str) -> None:
+        self.device = torch.device(device)
+        self.is_cpu = self.device.type == "cpu"
+
+
+def parameters(*devices: str) -> Any:
+    return (Placed(device) for device in devices)  # models hand out generators
+
+
+@pytest.mark.parametrize("devices", [[], ["cpu"], ["meta", "cpu"], ["mps:0"], ["xpu:0", "xpu:1"]], ids=str)
+def test_models_without_cuda_are_copied_plainly(devices: list[str]) -> None:
+    assert type(device_for(parameters(*devices))) is PlainDevice
+
+
+@pytest.mark.parametrize("devices", [["cuda:1"], ["cpu", "cuda:1", "cuda:1"]], ids=str)
+def test_models_on_one_gpu_get_its_device(devices: list[str]) -> None:
+    with fake_cuda():
+        device = device_for(parameters(*devices))
+        assert isinstance(device, CudaDevice)
+        assert device.device == torch.device("cuda:1")
+
+
+@pytest.mark.parametrize("devices", [["cuda:1", "cuda:0", "cpu"], ["cuda:0", "meta"]], ids=str)
+def test_models_on_several_are_refused(devices: list[str]) -> None:
+    names = ", ".join(sorted(set(devices) - {"cpu"}))
+    with pytest.raises(ValueError, match=f"the parameters lie on {names}, expected one CUDA device.*FSDP2"):
+        device_for(parameters(*devices))
+
+
+def test_real_parameters_are_asked_for_where_they_lie() -> None:
+    assert type(device_for(torch.nn.Linear(2, 2).parameters())) is PlainDevice
+    assert type(device_for(torch.nn.Linear(2, 2, device="meta").parameters())) is PlainDevice
+
+
+def test_names_of_the_package() -> None:
+    assert all(getattr(superadam.devices, name) for name in superadam.devices.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'RocmDevice'"):
+        _ = superadam.devices.RocmDevice
+
+
+def test_importing_superadam_imports_no_kernels() -> None:
+    program = (
+        "import sys, superadam, torch; from superadam.devices import device_for\n"
+        "device_for([torch.ones(2)])\n"
+        "raise SystemExit('superadam.gpu' in sys.modules or 'superadam.devices.cuda' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=120).returncode == 0

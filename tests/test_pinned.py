@@ -1,0 +1,329 @@
+"""Pinned memory: no two tensors overlap, what is free is found again, and nothing is free while a copy needs it."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from children import exit_code_of_child
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from pinning import Point, RecordingRegistrar
+from torch import Tensor
+
+from superadam.devices import slab
+from superadam.devices.gaps import Gaps
+from superadam.devices.pinned import PinnedMemory
+from superadam.devices.slab import PAGE_BYTES, PinningError
+
+PAGES = 24
+
+
+def pinned(pages: int = PAGES, largest: int = 1) -> tuple[PinnedMemory, RecordingRegistrar]:
+    registrar = RecordingRegistrar()
+    memory = PinnedMemory(registrar)
+    memory.grow(pages * PAGE_BYTES, largest * PAGE_BYTES)
+    return memory, registrar
+
+
+def page_of(tensor: Tensor, registrar: RecordingRegistrar) -> int | None:
+    """Return the page in which a tensor begins, of all registered ones, or None for pageable memory."""
+    before = 0
+    for address, size in registrar.registered.items():
+        if address <= tensor.data_ptr() < address + size:
+            return before + (tensor.data_ptr() - address) // PAGE_BYTES
+        before += size // PAGE_BYTES
+    return None
+
+
+def take(memory: PinnedMemory, pages: int) -> Tensor:
+    return memory.empty(pages * PAGE_BYTES, torch.uint8)
+
+
+# ---- gaps ------------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 9), st.integers(0, 99)), max_size=60))
+def test_gaps_are_what_is_not_taken(actions: list[tuple[bool, int, int]]) -> None:
+    gaps, taken = Gaps(40), dict[int, int]()
+    for takes, size, which in actions:
+        free = [n for n in range(40) if not any(begin <= n < begin + taken[begin] for begin in taken)]
+        if takes:
+            begin = gaps.take(size)
+            runs = [n for n in free if all(n + i in free for i in range(size))]
+            assert begin == (runs[0] if runs else None)  # the lowest one
+            if begin is not None:
+                taken[begin] = size
+        elif taken:
+            begin = sorted(taken)[which % len(taken)]
+            gaps.give_back(begin, taken.pop(begin))
+    free = [n for n in range(40) if not any(begin <= n < begin + taken[begin] for begin in taken)]
+    assert [n for begin, end in gaps.ranges for n in range(begin, end)] == free
+    assert all(end < begin for (_, end), (begin, _) in zip(gaps.ranges, gaps.ranges[1:], strict=False))
+
+
+def test_nothing_is_free_of_nothing() -> None:
+    assert Gaps(0).take(1) is None
+    assert Gaps(0).ranges == []
+
+
+# ---- tensors, views, and what is kept --------------------------------------------------------------------------------
+
+
+class Traffic(RuleBasedStateMachine):
+    """Tensors come and go, some live on in a view, some are kept for events that pass late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory, self.registrar = pinned()
+        self.live: list[tuple[int, int, Tensor]] = []  # first page, pages, the tensor or a view of it
+        self.kept: dict[str, list[tuple[int, int, Point]]] = {"one": [], "other": []}
+
+    @property
+    def occupied(self) -> set[int]:
+        ranges = [(first, pages) for first, pages, _ in self.live]
+        for queue in self.kept.values():
+            passed = [event.has_passed for _, _, event in queue]
+            waiting = passed.index(False) if False in passed else len(queue)
+            ranges += [(first, pages) for first, pages, _ in queue[waiting:]]
+        return {page for first, pages in ranges for page in range(first, first + pages)}
+
+    @rule(pages=st.integers(1, 9), odd=st.integers(0, PAGE_BYTES - 1))
+    def ask(self, pages: int, odd: int) -> None:
+        occupied = self.occupied
+        fits = [p for p in range(PAGES - pages + 1) if not occupied & set(range(p, p + pages))]
+        before = self.memory.pageable_bytes
+        tensor = self.memory.empty(pages * PAGE_BYTES - odd, torch.uint8)
+        page = page_of(tensor, self.registrar)
+        assert page == (fits[0] if fits else None)
+        assert self.memory.pageable_bytes - before == (0 if fits else tensor.numel())
+        if page is not None:
+            tensor.fill_(page)
+            self.live.append((page, pages, tensor))
+
+    @precondition(lambda self: self.live)
+    @rule(which=st.integers(0, 99), as_view=st.booleans())
+    def drop(self, which: int, as_view: bool) -> None:
+        page, pages, tensor = self.live.pop(which % len(self.live))
+        if as_view:
+            self.live.append((page, pages, tensor[-1:].view(torch.int8)))
+
+    @precondition(lambda self: self.live)
+    @rule(which=st.integers(0, 99), queue=st.sampled_from(["one", "other"]))
+    def keep(self, which: int, queue: str) -> None:
+        page, pages, tensor = self.live[which % len(self.live)]
+        event = Point()
+        self.memory.keep(tensor, event, queue)
+        self.kept[queue].append((page, pages, event))
+
+    @rule(queue=st.sampled_from(["one", "other"]))
+    def let_pass(self, queue: str) -> None:
+        waiting = [event for _, _, event in self.kept[queue] if not event.has_passed]
+        if waiting:
+            waiting[0].has_passed = True
+
+    @invariant()
+    def tensors_hold_what_was_written(self) -> None:
+        for page, _, tensor in self.live:
+            assert (tensor.view(torch.uint8) == page).all()
+
+    def teardown(self) -> None:
+        self.live.clear()
+        for queue in self.kept.values():
+            for _, _, event in queue:
+                event.has_passed = True
+        assert page_of(take(self.memory, PAGES), self.registrar) == 0  # everything is one gap again
+
+
+def test_traffic() -> None:
+    run_state_machine_as_test(Traffic, settings=settings(stateful_step_count=40))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_tensors_begin_at_pages_and_have_the_length_that_was_asked_for(dtype: torch.dtype) -> None:
+    memory, registrar = pinned()
+    for numel in (1, 63, PAGE_BYTES // dtype.itemsize, PAGE_BYTES // dtype.itemsize + 1):
+        tensor = memory.empty(numel, dtype)
+        assert (tensor.shape, tensor.dtype) == ((numel,), dtype)
+        assert tensor.data_ptr() % PAGE_BYTES == 0
+        assert page_of(tensor, registrar) is not None
+        assert tensor.fill_(1.0).sum() == numel
+
+
+def test_an_empty_tensor_takes_nothing() -> None:
+    memory, registrar = pinned(1)
+    empty = memory.empty(0, torch.float32)
+    assert empty.shape == (0,)
+    assert page_of(take(memory, 1), registrar) == 0
+
+
+def test_memory_in_a_cycle_comes_back_while_memory_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The collector runs whenever it likes: also between the lines that hold the lock."""
+    memory, registrar = pinned(2)
+    cycle: list[Any] = [take(memory, 1)]
+    cycle.append(cycle)
+    del cycle
+    original = Gaps.take
+
+    def collecting(gaps: Gaps, size: int) -> int | None:
+        gc.collect()
+        return original(gaps, size)
+
+    monkeypatch.setattr(Gaps, "take", collecting)
+    assert page_of(take(memory, 1), registrar) == 1
+    assert page_of(take(memory, 2), registrar) == 0
+
+
+def test_two_threads_get_memory_of_their_own() -> None:
+    memory, _ = pinned(8)
+    wrong: list[int] = []
+
+    def work(mark: int) -> None:
+        for turn in range(300):
+            tensor = take(memory, 1 + turn % 3)
+            tensor.fill_(mark)
+            memory.keep(tensor, Point(has_passed=True), mark)
+            if not (tensor == mark).all():
+                wrong.append(turn)
+
+    threads = [threading.Thread(target=work, args=(mark,)) for mark in (1, 2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert page_of(take(memory, 8), memory._registrar) == 0  # type: ignore[arg-type]
+
+
+# ---- what does not fit -----------------------------------------------------------------------------------------------
+
+
+def test_what_does_not_fit_is_pageable_counted_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    memory, registrar = pinned(4)
+    held = take(memory, 3)
+    with caplog.at_level(logging.WARNING, "superadam"):
+        for _ in range(3):
+            assert page_of(take(memory, 3), registrar) is None
+    assert (memory.pageable_count, memory.pageable_bytes) == (3, 9 * PAGE_BYTES)
+    (record,) = caplog.records
+    figures = [f"{pages * PAGE_BYTES / 1e9:.2f} GB" for pages in (3, 4, 1, 2)]
+    assert record.args == tuple(figures)
+    del held
+    assert page_of(take(memory, 3), registrar) == 0
+
+
+def test_pageable_memory_is_kept_as_well() -> None:
+    """Its copy may be under way, too: some devices reach pageable memory by themselves."""
+    memory = PinnedMemory(RecordingRegistrar())
+    tensor, event = take(memory, 1), Point()
+    memory.keep(tensor, event, "queue")
+    alive = weakref.ref(tensor)
+    del tensor
+    take(memory, 1)
+    assert alive() is not None
+    event.has_passed = True
+    take(memory, 1)
+    assert alive() is None
+
+
+def test_as_much_as_the_driver_allows_is_pinned(caplog: pytest.LogCaptureFixture) -> None:
+    registrar = RecordingRegistrar(limit=11 * PAGE_BYTES)
+    memory = PinnedMemory(registrar)
+    with caplog.at_level(logging.WARNING, "superadam"):
+        memory.grow(16 * PAGE_BYTES, 2 * PAGE_BYTES)
+    assert sorted(registrar.registered.values()) == [2 * PAGE_BYTES, 8 * PAGE_BYTES]
+    assert memory.size == 10 * PAGE_BYTES
+    (record,) = caplog.records
+    assert "no more" in record.getMessage()
+    assert record.args is not None
+    assert tuple(record.args)[:3] == tuple(f"{n * PAGE_BYTES / 1e9:.2f} GB" for n in (10, 16, 6))
+
+
+def test_slab_that_cannot_be_mapped_is_refused_in_a_sentence(caplog: pytest.LogCaptureFixture) -> None:
+    memory = PinnedMemory(RecordingRegistrar())
+    with caplog.at_level(logging.WARNING, "superadam"):
+        memory.grow(1 << 60, 1 << 60)
+    assert memory.size == 0
+    assert "could not be mapped" in caplog.text
+
+
+def test_memory_is_at_least_one_buffer() -> None:
+    memory, registrar = pinned(1, largest=5)
+    assert page_of(take(memory, 5), registrar) == 0
+
+
+# ---- the end of a slab -----------------------------------------------------------------------------------------------
+
+
+def test_closing_unpins_when_the_last_view_is_gone() -> None:
+    memory, registrar = pinned()
+    view = take(memory, 2)[5:]
+    (address,) = registrar.registered
+    memory.close()
+    assert registrar.unregistered == []
+    assert page_of(take(memory, 1), registrar) is None
+    view.fill_(3)
+    del view
+    assert registrar.unregistered == [address]
+
+
+@pytest.mark.parametrize("closes", [True, False], ids=["closed", "dropped"])
+def test_the_end_waits_for_copies_under_way(closes: bool) -> None:
+    memory, registrar = pinned()
+    event = Point()
+    event.at_synchronize = lambda: registrar.registered  # raises where memory is gone already
+    memory.keep(take(memory, 1), event, "queue")
+    if closes:
+        memory.close()
+    del memory
+    gc.collect()
+    assert event.waits == 1
+    assert registrar.registered == {}
+
+
+def test_a_driver_that_does_not_unpin_leaves_the_memory_mapped(caplog: pytest.LogCaptureFixture) -> None:
+    memory, registrar = pinned()
+    (address,) = registrar.registered
+    registrar.refuses_to_unregister = True
+    with caplog.at_level(logging.WARNING, "superadam"):
+        memory.close()
+    assert "could not unpin" in caplog.text
+    with open("/proc/self/maps") as maps:
+        ranges = [line.split()[0].split("-") for line in maps]
+    assert any(int(begin, 16) <= address < int(end, 16) for begin, end in ranges)
+
+
+def test_a_forked_child_leaves_the_parents_memory_alone() -> None:
+    memory, registrar = pinned()
+    held = take(memory, 1)
+    held.fill_(7)
+    tensors = [held]
+
+    def end_everything() -> None:
+        memory.close()
+        tensors.clear()
+        gc.collect()
+        assert registrar.unregistered == []
+        assert [left.closed for left in slab._left_to_parent[-1:]] == [False]
+
+    del held
+    assert exit_code_of_child(end_everything) == 0
+    assert (tensors[0] == 7).all()
+
+
+def test_refusal_leaves_no_mapping_behind() -> None:
+    def mapped() -> int:
+        with open("/proc/self/statm") as statm:
+            return int(statm.read().split()[0])
+
+    memory, before = PinnedMemory(RecordingRegistrar(limit=0)), mapped()
+    with pytest.raises(PinningError, match="no more"):
+        memory._registrar.register(0, 1)
+    memory.grow(1 << 32, 1 << 32)
+    assert mapped() - before < (1 << 32) // PAGE_BYTES
