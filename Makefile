@@ -11,7 +11,7 @@ export PYTHONSAFEPATH := 1
 # torch's OpenMP threads would spin between its operations, and slow down whatever else wants these cores.
 export OMP_WAIT_POLICY := passive
 
-.PHONY: demo test test-deep arm-test lint format clean
+.PHONY: demo test test-deep arm-test gpu-check lint format clean
 
 demo: $(VENV)/installed
 	$(BIN)/superadam train --verify --steps 200 --max-grad-norm 1.0 --inject-nan 70 --report demo/report.json --out demo
@@ -24,6 +24,10 @@ test-deep: $(VENV)/test-tools
 
 arm-test: $(VENV)/test-tools
 	tests/arm/run $(BIN)/python
+
+# On a machine with a GPU, with a Python that has superadam[cli] installed: sets up and downloads nothing.
+gpu-check:
+	$(PYTHON) bench/gpu_check.py
 
 lint: $(VENV)/test-tools
 	$(BIN)/ruff check .

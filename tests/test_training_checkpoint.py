@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from training_runs import SENTENCES, TINY, are_same, one_torch_thread, tiny_trainer
+from training_runs import SENTENCES, TINY, TINY_SHAPE, are_same, one_torch_thread, tiny_trainer
 
 from superadam import OverlapStatistics
 from superadam.training import checkpoint
@@ -153,8 +153,43 @@ def test_foreign_file_is_refused(tmp_path: Path) -> None:
 def test_file_of_another_layout_is_refused(tmp_path: Path) -> None:
     path = checkpoint.save(tiny_trainer(), tmp_path)
     torch.save({**checkpoint.read(tmp_path), "format": "superadam train, 1"}, path)
-    with pytest.raises(UsageError, match="has the layout 'superadam train, 1', expected 'superadam train, 2'"):
+    with pytest.raises(UsageError, match="has the layout 'superadam train, 1', expected 'superadam train, 3'"):
         checkpoint.read(tmp_path)
+
+
+def test_run_from_before_presets_goes_on(tmp_path: Path) -> None:
+    with tiny_trainer() as first:
+        first.step()
+        path = checkpoint.save(first, tmp_path)
+    content = checkpoint.read(tmp_path)
+    for name in ("shape", "checkpointing"):
+        del content["settings"][name]
+    torch.save({**content, "format": "superadam train, 2"}, path)
+    content = checkpoint.read(tmp_path)
+    assert checkpoint.settings_of(content, tmp_path) == first.settings
+    checkpoint.restore(second := tiny_trainer(), content, tmp_path)
+    assert are_same(second.model.state_dict(), first.model.state_dict())
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_run_of_a_shape_goes_on_as_if_it_had_never_stopped(checkpointing: bool, tmp_path: Path) -> None:
+    whole = tiny_trainer(shape=TINY_SHAPE, checkpointing=checkpointing)
+    with whole:
+        for _ in range(4):
+            whole.step()
+    with tiny_trainer(shape=TINY_SHAPE) as stopped:
+        stopped.step()
+        stopped.step()
+        checkpoint.save(stopped, tmp_path)
+    content = checkpoint.read(tmp_path)
+    settings = checkpoint.settings_of(content, tmp_path).continued({"checkpointing": checkpointing})
+    assert settings == whole.settings
+    with Trainer(settings, stopped.text) as again:
+        checkpoint.restore(again, content, tmp_path)
+        again.step()
+        again.step()
+    assert are_same(again.model.state_dict(), whole.model.state_dict())
+    assert are_same(again.optimizer.state_dict(), whole.optimizer.state_dict())
 
 
 def test_missing_file_is_refused(tmp_path: Path) -> None:
@@ -174,7 +209,17 @@ def test_damaged_part_is_refused(key: str, value: object, tmp_path: Path) -> Non
         checkpoint.restore(tiny_trainer(), content, tmp_path)
 
 
-@pytest.mark.parametrize("value", [None, {"wings": 2}, {"steps": "many"}])
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        {"wings": 2},
+        {"steps": "many"},
+        {"shape": "round"},
+        {"shape": {"name": "round"}},
+        {"shape": {**dataclasses.asdict(TINY_SHAPE), "heads": 3}},
+    ],
+)
 def test_damaged_settings_are_refused(value: object, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="damaged settings"):
         checkpoint.settings_of({"settings": value}, tmp_path)

@@ -14,10 +14,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from training_runs import OPTIONS, are_same, one_torch_thread, read_report, train, write_text
+from training_runs import OPTIONS, TINY_SHAPE, are_same, one_torch_thread, read_report, train, write_text
 
 from superadam import OffloadScheduler
 from superadam.training import checkpoint, verification
+from superadam.training.loop import Trainer
+from superadam.training.presets import PRESETS, Preset
 from superadam.training.verification import Reference
 
 
@@ -159,6 +161,49 @@ def test_finished_run_goes_on_with_more_steps(tmp_path: Path, capsys: pytest.Cap
     assert len(checkpoint.read(tmp_path / "longer")["history"]["steps"]) == 10
 
 
+def test_run_without_a_checkpoint_leaves_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (*OPTIONS, "--text", write_text(tmp_path), "--out", tmp_path / "run", "--stop-at", 2, "--no-save")
+    assert train(*words) == 0
+    assert os.listdir(tmp_path / "run") == ["training.png"]
+    printed = capsys.readouterr().out
+    assert "stopped after step 2 of 8" in printed
+    assert "--resume" not in printed
+
+
+def test_preset_has_defaults_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    preset = Preset(TINY_SHAPE, resembles="nothing", batch=3, seq=24, lr=0.125)
+    monkeypatch.setitem(PRESETS, "10m", preset)
+    words = ("--model", "10m", "--text", write_text(tmp_path), "--steps", 2, "--threads", 1, "--verify")
+    chosen = ("--batch", 2, "--seq", 8, "--lr", 0.5, "--no-checkpointing")
+    found = []
+    for name, options in (("preset", ()), ("chosen", chosen)):
+        report = tmp_path / f"{name}.json"
+        assert train(*words, *options, "--out", tmp_path / name, "--report", report) == 0
+        settings = checkpoint.settings_of(checkpoint.read(tmp_path / name), tmp_path)
+        assert settings.shape == TINY_SHAPE
+        found.append((settings.batch, settings.seq, settings.lr, settings.checkpointing))
+        assert [read_report(report)[key] for key in ("model", "elements_differing")] == ["tiny", 0]
+    assert found == [(3, 24, 0.125, True), (2, 8, 0.5, False)]
+    assert train("--resume", tmp_path / "preset", "--steps", 4, "--no-checkpointing", "--verify") == 0
+    settings = checkpoint.settings_of(checkpoint.read(tmp_path / "preset"), tmp_path)
+    assert (settings.seq, settings.checkpointing) == (24, False)
+
+
+def test_memory_that_does_not_suffice_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(self: Trainer, *, inject_nan: bool = False) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Trainer, "step", refuse)
+    assert train(*OPTIONS, "--text", write_text(tmp_path), "--out", tmp_path / "run") == 2
+    error = capsys.readouterr().err
+    assert (
+        "--model bytes with --batch 2 and --seq 16 does not fit in the memory of cpu; choose a smaller batch" in error
+    )
+    assert error.count("\n") == 1
+
+
 def test_checkpoint_is_also_written_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = []
     save = checkpoint.save
@@ -220,6 +265,8 @@ def test_difference_ends_with_status_one(
         (["--inject-nan", "0"], "--inject-nan is 0; expected a step from 1 to 8"),
         (["--stop-at", "0"], "--stop-at is 0"),
         (["--save-every", "0"], "--save-every is 0"),
+        (["--save-every", "2", "--no-save"], "--save-every and --no-save were both given"),
+        (["--model", "8b"], "--layers shapes the byte transformer, and this run has --model 8b"),
         (["--resume", "nowhere"], "--resume nowhere holds no checkpoint.pt"),
         (["--resume", "damaged"], "is damaged or no checkpoint"),
     ],
@@ -258,6 +305,7 @@ def test_resumed_run_refuses_to_become_another(tmp_path: Path, capsys: pytest.Ca
     capsys.readouterr()
     for words, sentence in (
         (["--width", 32], "--width 16, not 32"),
+        (["--model", "10m"], "--model bytes, not 10m"),
         (["--dtype", "fp32"], "--dtype bf16, not fp32"),
         (["--text", __file__], "was trained on other bytes"),
         (["--stop-at", 2], "--stop-at is 2; expected a step after 2"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from training_runs import one_torch_thread, tiny_trainer
+from training_runs import TINY_SHAPE, one_torch_thread, tiny_trainer
 
 from superadam.training import display
 from superadam.training.report import Report
@@ -66,6 +66,12 @@ def test_run_without_overlap_tells_nothing_of_buckets() -> None:
         assert word not in table
     for word in ("committed", "clipped", "skipped", "seconds", "in the optimizer", "host GB", "threads"):
         assert word in table
+
+
+def test_introduction_names_the_model_and_what_it_computes_again() -> None:
+    words = display.introduction(tiny_trainer(shape=TINY_SHAPE, checkpointing=True))
+    assert words.startswith("tiny: 0.0 M parameters in bf16 on cpu, blocks computed again in backward, 2 x 16 bytes")
+    assert "again" not in display.introduction(tiny_trainer())
 
 
 @pytest.mark.parametrize(("overlap", "words"), [(True, "overlapped in buckets of 2,000"), (False, "not overlapped")])

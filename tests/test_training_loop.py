@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from training_runs import are_same, one_torch_thread, tiny_trainer
+from training_runs import DEVICES, TINY_SHAPE, are_same, one_torch_thread, tiny_trainer
 
 from superadam import StepKind
 from superadam.devices import PlainDevice
+from superadam.training import loop
+from superadam.training.presets import Shape
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -43,6 +47,29 @@ def test_overlapped_run_is_the_run_without_overlap(
     assert are_same(overlapped.optimizer.state_dict(), plain.optimizer.state_dict())
     assert plain.history.overlap.buckets == plain.history.hidden_seconds == 0
     assert overlapped.history.overlap.buckets >= 6
+
+
+def test_computing_blocks_again_changes_no_bit_of_a_run() -> None:
+    changes: dict[str, Any]
+    for changes in ({}, {"shape": TINY_SHAPE}, {"shape": dataclasses.replace(TINY_SHAPE, tied=False)}):
+        runs = [tiny_trainer(checkpointing=checkpointing, **changes) for checkpointing in (True, False)]
+        for run in runs:
+            with run:
+                for number in range(4):
+                    run.step(inject_nan=number == 2)
+        assert runs[0].model.checkpointing
+        assert are_same(*(run.model.state_dict() for run in runs))
+        assert are_same(*(run.optimizer.state_dict() for run in runs))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_step_lasts_as_long_as_the_device_works(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[str] = []
+    monkeypatch.setattr(loop, "wait_for", lambda device: waited.append(device.type))
+    with tiny_trainer(device=device) as trainer:
+        trainer.optimizer.register_step_pre_hook(lambda *_: waited.append("step"))
+        trainer.step()
+    assert waited == [device, "step", device]
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -177,9 +204,10 @@ def test_trainer_can_be_entered_again() -> None:
     assert again.history.overlap.buckets == once.history.overlap.buckets
 
 
+@pytest.mark.parametrize("shape", [None, TINY_SHAPE])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_training_learns(dtype: str) -> None:
-    with tiny_trainer(steps=60, dtype=dtype, batch=4) as trainer:
+def test_training_learns(dtype: str, shape: Shape | None) -> None:
+    with tiny_trainer(steps=60, dtype=dtype, batch=4, shape=shape) as trainer:
         before = trainer.measure_held_out()
         for _ in range(60):
             trainer.step()

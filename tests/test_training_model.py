@@ -7,7 +7,8 @@ import math
 
 import pytest
 import torch
-from training_runs import TINY
+from torch.utils._python_dispatch import TorchDispatchMode
+from training_runs import DEVICES, TINY, TINY_SHAPE, are_same
 
 from superadam.training.model import build_model, next_byte_loss, parameter_groups
 from superadam.training.settings import Settings
@@ -61,3 +62,45 @@ def test_only_matrices_decay() -> None:
     assert {p.dim() for p in kept["params"]} == {1}  # type: ignore[attr-defined]
     grouped = [id(p) for group in (decayed, kept) for p in group["params"]]  # type: ignore[attr-defined]
     assert sorted(grouped) == sorted(id(p) for p in model.parameters())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_decoder_is_drawn_on_its_device_in_its_dtype(dtype: str, device: str) -> None:
+    settings = dataclasses.replace(TINY, shape=TINY_SHAPE, dtype=dtype, device=device)
+    before = torch.get_rng_state()
+    model = build_model(settings)
+    assert {(p.device.type, str(p.dtype)[6:]) for p in model.parameters()} == {
+        (device, {"bf16": "bfloat16", "fp32": "float32"}[dtype])
+    }
+    assert all(p.isfinite().all() for p in model.parameters())
+    assert {bool((p == 1.0).all()) for p in model.parameters() if p.dim() == 1} == {True}
+    assert are_same(model.state_dict(), build_model(settings).state_dict())
+    assert not are_same(model.state_dict(), build_model(dataclasses.replace(settings, seed=1)).state_dict())
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_decoder_never_lies_in_host_memory_in_fp32() -> None:
+    made: list[tuple[str, torch.dtype, int]] = []
+
+    class Recording(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor):
+                made.append((result.device.type, result.dtype, result.numel()))
+            return result
+
+    with Recording():
+        build_model(dataclasses.replace(TINY, shape=TINY_SHAPE))
+    largest = max(numel for device, dtype, numel in made if (device, dtype) == ("cpu", torch.bfloat16))
+    assert largest == TINY_SHAPE.vocabulary * TINY_SHAPE.width
+    assert not [entry for entry in made if entry[0] == "cpu" and entry[1] == torch.float32 and entry[2] > 1]
+
+
+def test_byte_model_is_the_same_on_every_device_and_with_checkpoints() -> None:
+    models = [
+        build_model(dataclasses.replace(TINY, device=device, checkpointing=checkpointing)).cpu()
+        for device in DEVICES
+        for checkpointing in (False, True)
+    ]
+    assert all(are_same(models[0].state_dict(), model.state_dict()) for model in models)

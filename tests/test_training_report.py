@@ -46,6 +46,7 @@ def test_unverified_report_says_so_and_is_no_failure(tmp_path: Path) -> None:
     assert values["held_out_loss"] < values["held_out_loss_before"]
     assert values["seconds"] > 0.0
     assert {"isa", "threads", "dtype", "parameters", "tokens_per_second", "versions"} <= values.keys()
+    assert [values[key] for key in ("model", "checkpointing", "batch", "seq")] == ["bytes", False, 2, 16]
 
 
 def test_overlap_is_told_in_buckets_and_seconds() -> None:

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from training_runs import TINY
+from training_runs import TINY, TINY_SHAPE
 
 from superadam.buckets import DEFAULT_NUMEL
+from superadam.training.presets import Shape
 from superadam.training.settings import Settings
 from superadam.usage import UsageError
 
@@ -52,6 +53,22 @@ def test_continued_run_changes_only_what_leaves_it_the_same_run() -> None:
     assert TINY.continued({"overlap": False, "bucket_numel": "auto"}) == dataclasses.replace(
         TINY, overlap=False, bucket_numel="auto"
     )
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, TINY_SHAPE), (TINY_SHAPE, None)])
+def test_continued_run_keeps_its_model(before: Shape | None, after: Shape | None) -> None:
+    settings = dataclasses.replace(TINY, shape=before)
+    name, other = settings.model, dataclasses.replace(TINY, shape=after).model
+    assert {name, other} == {"bytes", "tiny"}
+    with pytest.raises(UsageError, match=f"has --model {name}, not {other}; leave --model out"):
+        settings.continued({"shape": after})
+    assert settings.continued({"shape": before, "checkpointing": True}).checkpointing
+
+
+@pytest.mark.parametrize("shape", [None, TINY_SHAPE])
+def test_settings_come_back_from_plain_values(shape: Shape | None) -> None:
+    settings = dataclasses.replace(TINY, shape=shape, checkpointing=True)
+    assert Settings.of_plain(dataclasses.asdict(settings)) == settings
 
 
 @given(parameters=st.integers(1, 10**12))

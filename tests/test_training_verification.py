@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from training_runs import one_torch_thread, tiny_trainer
+from training_runs import DEVICES, TINY_SHAPE, one_torch_thread, tiny_trainer
 
 from superadam import OffloadScheduler, StepKind, StepOutcome, native
 from superadam.training.loop import Trainer
@@ -53,6 +53,23 @@ def test_right_run_differs_in_nothing(dtype: str, overlap: bool) -> None:
     assert found.norm_max_relative_difference <= NORM_TOLERANCE
     kinds = {record.kind for record in trainer.history.steps}
     assert kinds == set(StepKind)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_right_run_of_a_decoder_differs_in_nothing(dtype: str, checkpointing: bool, tied: bool, device: str) -> None:
+    shape = dataclasses.replace(TINY_SHAPE, tied=tied)
+    trainer = tiny_trainer(
+        dtype=dtype, shape=shape, checkpointing=checkpointing, device=device, max_grad_norm=1.5, steps=12
+    )
+    found = verified_steps(trainer, steps=12)
+    assert trainer.parameters == shape.parameters
+    assert (found.elements, found.elements_differing, found.parameters_differing) == (3 * trainer.parameters, 0, 0)
+    assert found.verdicts_differing == 0
+    assert found.norm_max_relative_difference <= NORM_TOLERANCE
+    assert {record.kind for record in trainer.history.steps} == set(StepKind)
 
 
 def test_run_of_skipped_steps_alone_differs_in_nothing() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 import superadam
 from superadam.cli import main
 from superadam.training.loop import Trainer
+from superadam.training.presets import Shape
 from superadam.training.settings import Settings
 from superadam.training.text import Text
 
@@ -23,6 +24,23 @@ TINY = Settings(
 )
 """A model of about 11 thousand parameters, in three buckets. This limit clips its first step, then commits two, then
 clips again."""
+
+TINY_SHAPE = Shape(
+    name="tiny",
+    vocabulary=300,
+    width=24,
+    layers=2,
+    heads=4,
+    key_value_heads=2,
+    head_width=8,
+    feed_forward=40,
+    tied=True,
+    query_key_norm=True,
+)
+"""A decoder of about 18 thousand parameters, with everything that a shape may have."""
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+"""Where runs can be tested here."""
 
 OPTIONS = (
     *("--steps", "8", "--layers", "1", "--width", "16", "--heads", "2", "--batch", "2", "--seq", "16"),

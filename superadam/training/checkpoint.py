@@ -22,8 +22,11 @@ FILE_NAME = "checkpoint.pt"
 
 _FAMILY = "superadam train, "
 
-FORMAT = _FAMILY + "2"
+FORMAT = _FAMILY + "3"
 """Stands in every checkpoint; a later layout counts on."""
+
+_READABLE = (_FAMILY + "2", FORMAT)
+"""Layout 2 lacks the settings that came with presets, whose defaults are what its runs had."""
 
 
 def save(trainer: Trainer, folder: Path) -> Path:
@@ -63,7 +66,7 @@ def read(folder: Path) -> dict[str, Any]:
         raise UsageError(f"{path} is damaged or no checkpoint; give the folder of an earlier run's --out") from error
     if not isinstance(content, dict) or not str(content.get("format")).startswith(_FAMILY):
         raise UsageError(f"{path} is not a checkpoint of 'superadam train'; give the folder of an earlier run's --out")
-    if content["format"] != FORMAT:
+    if content["format"] not in _READABLE:
         raise UsageError(
             f"{path} has the layout {content['format']!r}, expected {FORMAT!r}; continue it with the version of "
             "superadam that wrote it, or start a new run without --resume"
@@ -78,8 +81,8 @@ def settings_of(content: dict[str, Any], folder: Path) -> Settings:
         UsageError: they are damaged.
     """
     try:
-        return Settings(**content["settings"])
-    except (KeyError, TypeError) as error:
+        return Settings.of_plain(content["settings"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UsageError(f"{folder / FILE_NAME} has damaged settings; start a new run without --resume") from error
 
 

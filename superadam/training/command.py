@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,14 +18,17 @@ import torch
 import superadam
 from superadam.training import checkpoint, files
 from superadam.training.loop import Trainer
-from superadam.training.settings import Settings
+from superadam.training.presets import PRESETS
+from superadam.training.settings import BYTE_MODEL, Settings
 from superadam.training.text import Text
 from superadam.usage import UsageError
 
 DEFAULT_OUT = Path("superadam-run")
 
 _DEFAULTS = Settings()
-_SETTING_NAMES = [field.name for field in dataclasses.fields(Settings)]
+_SETTING_NAMES = [field.name for field in dataclasses.fields(Settings) if field.name != "shape"]
+_OF_PRESETS = ("batch", "seq", "lr")
+"""Settings whose default a preset brings."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -32,16 +36,17 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "train",
         help="train a small transformer and, with --verify, check every bit against torch",
-        description="Train a byte-level transformer with SpeculativeCPUAdamW, which works while backward runs. Without "
-        "options it learns the sources of Python's standard library. The folder given by --out receives a checkpoint "
+        description="Train a transformer with SpeculativeCPUAdamW, which works while backward runs. Without options it "
+        "learns the sources of Python's standard library byte by byte. The folder given by --out receives a checkpoint "
         "and a picture.",
     )
     what = parser.add_argument_group("what is trained")
     what.add_argument("--text", metavar="FILE", help="text to learn (default: Python's standard library)")
+    what.add_argument("--model", choices=(BYTE_MODEL, *PRESETS), metavar="NAME", help=_models())
     _add_setting(what, "dtype", str, "bf16 parameters with fp32 masters, or fp32 parameters", choices=("bf16", "fp32"))
-    _add_setting(what, "layers", int, "blocks of the transformer", metavar="N")
-    _add_setting(what, "width", int, "features in the residual stream", metavar="N")
-    _add_setting(what, "heads", int, "attention heads", metavar="N")
+    _add_setting(what, "layers", int, "blocks of the byte transformer", metavar="N")
+    _add_setting(what, "width", int, "features in its residual stream", metavar="N")
+    _add_setting(what, "heads", int, "its attention heads", metavar="N")
     how = parser.add_argument_group("how it is trained")
     _add_setting(how, "steps", int, "steps of the whole run", metavar="N")
     _add_setting(how, "batch", int, "sequences in a step", metavar="N")
@@ -52,6 +57,12 @@ def add_parser(subparsers: Any) -> None:
     _add_setting(how, "max_grad_norm", float, "clip gradients to this global norm; inf for never", metavar="NORM")
     _add_setting(how, "seed", int, "of initial weights and batches", metavar="N")
     _add_setting(how, "device", str, "where the model computes: cpu or cuda", metavar="DEVICE")
+    how.add_argument(
+        "--checkpointing",
+        action=argparse.BooleanOptionalAction,
+        help="let backward compute each block again instead of keeping its inside: less memory for the same bits "
+        "(default: --no-checkpointing, and of a preset --checkpointing)",
+    )
     how.add_argument(
         "--threads", type=int, metavar="N", help="threads of torch and of superadam (default: one per CPU)"
     )
@@ -108,12 +119,27 @@ def add_parser(subparsers: Any) -> None:
         "--stop-at", type=int, metavar="STEP", help="stop after this step, to continue later with --resume"
     )
     where.add_argument("--save-every", type=int, metavar="N", help="also write the checkpoint every N steps")
+    where.add_argument(
+        "--no-save", action="store_true", help="write no checkpoint: it takes 14 bytes per bf16 parameter"
+    )
     parser.set_defaults(run=run)
 
 
 def _add_setting(group: Any, name: str, kind: Callable[[str], object], meaning: str, **options: Any) -> None:
     option = "--" + name.replace("_", "-")
-    group.add_argument(option, type=kind, help=f"{meaning} (default: {getattr(_DEFAULTS, name)})", **options)
+    default = f"{getattr(_DEFAULTS, name)}, or the preset's" if name in _OF_PRESETS else getattr(_DEFAULTS, name)
+    group.add_argument(option, type=kind, help=f"{meaning} (default: {default})", **options)
+
+
+def _models() -> str:
+    presets = "; ".join(
+        f"{name} ({preset.shape.parameters / 1e6:,.0f} M parameters, like {preset.resembles})"
+        for name, preset in PRESETS.items()
+    )
+    return (
+        f"what is trained: {BYTE_MODEL}, the byte transformer of --layers, --width and --heads (default), or a decoder "
+        f"with random weights: {presets}. All of them learn bytes: a larger vocabulary has ids that never come"
+    )
 
 
 def _auto_or_int(word: str) -> int | str:
@@ -145,16 +171,19 @@ def run(arguments: argparse.Namespace) -> int:
             raise UsageError(f"--inject-nan is {step}; expected a step from {done + 1} to {last}")
     from superadam.training.session import Session  # it needs rich and matplotlib, which are optional until here
 
-    return Session(
+    session = Session(
         trainer,
         out,
         report_path=arguments.report,
         trace_path=arguments.trace,
         last_step=min(last, arguments.stop_at or last),
         save_every=arguments.save_every,
+        is_saved=not arguments.no_save,
         nan_steps=frozenset(arguments.inject_nan),
         is_verified=arguments.verify,
-    ).run()
+    )
+    with _memory_in_words(trainer.settings):
+        return session.run()
 
 
 def _check_places(arguments: argparse.Namespace, out: Path) -> None:
@@ -166,16 +195,29 @@ def _check_places(arguments: argparse.Namespace, out: Path) -> None:
                 raise UsageError(f"{option} {path} is a folder; give the name of a file")
     if arguments.save_every is not None and arguments.save_every < 1:
         raise UsageError(f"--save-every is {arguments.save_every}; expected an integer of at least 1")
+    if arguments.no_save and arguments.save_every is not None:
+        raise UsageError("--save-every and --no-save were both given; leave one of them out")
 
 
 def _prepare(arguments: argparse.Namespace) -> Trainer:
     """Return the trainer, fresh or where the run to resume stopped."""
     explicit = {name: getattr(arguments, name) for name in _SETTING_NAMES if getattr(arguments, name) is not None}
+    preset = PRESETS.get(arguments.model)
+    if arguments.model is not None:
+        explicit["shape"] = None if preset is None else preset.shape
     if arguments.resume is None:
-        settings, content = Settings(**explicit), None
+        of_preset: dict[str, Any] = {}
+        if preset is not None:
+            of_preset = {"checkpointing": True, **{name: getattr(preset, name) for name in _OF_PRESETS}}
+        settings, content = Settings(**(of_preset | explicit)), None
     else:
         content = checkpoint.read(arguments.resume)
         settings = checkpoint.settings_of(content, arguments.resume).continued(explicit)
+    for name in ("layers", "width", "heads"):
+        if settings.shape is not None and name in explicit:
+            raise UsageError(
+                f"--{name} shapes the byte transformer, and this run has --model {settings.model}; leave --{name} out"
+            )
     if not settings.overlap:
         of_overlap = {"--trace": arguments.trace, "--bucket-numel": arguments.bucket_numel, "--cores": arguments.cores}
         for option, value in of_overlap.items():
@@ -192,10 +234,29 @@ def _prepare(arguments: argparse.Namespace) -> Trainer:
         superadam.active_isa(), superadam.get_num_threads()
     except ValueError as error:
         raise UsageError(str(error)) from error
-    trainer = Trainer(settings, Text.read(settings.text, settings.seq))
+    text = Text.read(settings.text, settings.seq)
+    with _memory_in_words(settings):
+        trainer = Trainer(settings, text)
     if content is not None:
         checkpoint.restore(trainer, content, arguments.resume)
     return trainer
+
+
+@contextmanager
+def _memory_in_words(settings: Settings) -> Iterator[None]:
+    """Turn the error of a GPU whose memory is full into a sentence.
+
+    Raises:
+        UsageError: what runs inside does not fit.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        remedy = "" if settings.checkpointing else ", --checkpointing"
+        raise UsageError(
+            f"--model {settings.model} with --batch {settings.batch} and --seq {settings.seq} does not fit in the "
+            f"memory of {settings.device}; choose a smaller batch, a shorter --seq{remedy} or a smaller model"
+        ) from error
 
 
 def _check_device(name: str) -> None:

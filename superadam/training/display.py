@@ -75,8 +75,11 @@ def introduction(trainer: Trainer) -> str:
     """Return one line on what is about to be trained, on what and how."""
     settings = trainer.settings
     way = f"overlapped in buckets of {trainer.bucket_numel:,} elements" if settings.overlap else "not overlapped"
+    model = "" if settings.shape is None else f"{settings.model}: "
+    kept = ", blocks computed again in backward" if settings.checkpointing else ""
     return (
-        f"{trainer.parameters / 1e6:.1f} M parameters in {settings.dtype} on {settings.device}, {trainer.text.name} "
+        f"{model}{trainer.parameters / 1e6:,.1f} M parameters in {settings.dtype} on {settings.device}{kept}, "
+        f"{settings.batch} x {settings.seq} bytes a step of {trainer.text.name} "
         f"({len(trainer.text.training) / 1e6:.1f} MB), {way}, "
         f"{superadam.active_isa()} kernels, {superadam.get_num_threads()} threads"
     )

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from superadam import OffloadScheduler, OverlapStatistics, SpeculativeCPUAdamW, Statistics, StepKind
 from superadam.devices import PlainDevice
+from superadam.training.device import moved, wait_for
 from superadam.training.history import History, StepRecord
 from superadam.training.memory import peak_device_bytes, peak_host_bytes
 from superadam.training.model import build_model, next_byte_loss, parameter_groups
@@ -29,6 +30,7 @@ BETAS = (0.9, 0.95)
 """Decay rates of the moments that language models are usually trained with."""
 
 HELD_OUT_WINDOWS = 32
+"""Of the byte transformer; for a preset's model, whose sequences are long, as many as a step has."""
 
 
 class Trainer:
@@ -119,7 +121,9 @@ class Trainer:
     def step(self, *, inject_nan: bool = False) -> StepRecord:
         """Draw a batch, run backward, and let the optimizer make of the gradients what it will.
 
-        The learning rate moves on only when the model did, so a skipped step costs a batch and nothing else.
+        The learning rate moves on only when the model did, so a skipped step costs a batch and nothing else. On a GPU
+        the host waits twice: for the end of backward, before the optimizer's time begins, and for the new parameters,
+        before the step's time ends. Neither costs much: gradients and the loss's value have to be waited for anyway.
 
         Args:
             inject_nan: put a NaN into one gradient, as backward makes it.
@@ -130,13 +134,15 @@ class Trainer:
         if self._at_work is None:
             raise RuntimeError("step() was called outside 'with trainer:', expected inside; enter the trainer first")
         begin = time.perf_counter()
-        windows = self.text.draw(self.settings.batch, self.settings.seq, self.generator).to(self._device)
+        windows = moved(self.text.draw(self.settings.batch, self.settings.seq, self.generator), self._device)
         loss = next_byte_loss(self.model, windows)
         self._backward(loss, inject_nan)
         lr = float(self.optimizer.param_groups[0]["lr"])
+        wait_for(self._device)
         backward_ended = time.perf_counter()
         self.optimizer.step()
         self.optimizer.zero_grad()
+        wait_for(self._device)
         end = time.perf_counter()
         outcome = self.optimizer.last_outcome
         assert outcome is not None
@@ -158,7 +164,7 @@ class Trainer:
             loss.backward()  # type: ignore[no-untyped-call]
             return
         # The embedding's gradient is the last one that backward makes: everything else is speculated on by then.
-        handle = self.model.bytes.weight.register_hook(_with_nan)  # type: ignore[no-untyped-call]
+        handle = self.model.embedding.weight.register_hook(_with_nan)  # type: ignore[no-untyped-call]
         try:
             loss.backward()  # type: ignore[no-untyped-call]
         finally:
@@ -178,8 +184,9 @@ class Trainer:
     @torch.no_grad()
     def measure_held_out(self) -> float:
         """Return the loss on the held-out text, and note it in the history."""
-        windows = self.text.held_out_windows(HELD_OUT_WINDOWS, self.settings.seq)
-        loss = next_byte_loss(self.model, windows.to(self._device)).item()
+        count = HELD_OUT_WINDOWS if self.settings.shape is None else self.settings.batch
+        windows = moved(self.text.held_out_windows(count, self.settings.seq), self._device)
+        loss = next_byte_loss(self.model, windows).item()
         self.history.held_out[len(self.history.steps)] = loss
         return loss
 

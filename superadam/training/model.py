@@ -1,6 +1,7 @@
-"""A decoder-only transformer over bytes, in plain `torch.nn`.
+"""The model of a run: a small decoder-only transformer over bytes, in plain `torch.nn`, or a preset's decoder.
 
-Owns the model's shape and its initial weights. It knows nothing of superadam: any script's model would do in its place.
+Owns the byte transformer, its initial weights, and where and in what dtype a run's model is made. It knows nothing of
+superadam: any script's model would do in its place.
 """
 
 from __future__ import annotations
@@ -11,53 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from superadam.training.layers import Linear, Norm, rotated, rotations, through_block
+from superadam.training.llama import Decoder
+from superadam.training.presets import BYTE_VALUES
 from superadam.training.settings import Settings
-
-VOCABULARY = 256
-"""Every byte is a token."""
 
 _INITIAL_STD = 0.02
 
 _EMBEDDING_STD = 0.5
 """Large beside what the blocks add at first, so that the stream starts as what the byte is."""
-
-
-class Linear(nn.Linear):
-    """A bias-free linear layer that computes in the dtype of its input, whatever dtype its weight is kept in."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__(inputs, outputs, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return `x @ weight.T`; `x` is (..., inputs)."""
-        return functional.linear(x, self.weight.to(x.dtype))
-
-
-class Norm(nn.RMSNorm):
-    """Root-mean-square normalisation over the last dimension, in the dtype of its input."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the normalised `x`, of the same shape."""
-        assert self.weight is not None
-        return functional.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), eps=1e-6)
-
-
-def rotations(seq: int, head_width: int, like: Tensor) -> Tensor:
-    """Return (2, seq, head_width / 2), as `like`: cosine and sine of each position's angles.
-
-    Source: Su et al., arXiv 2104.09864 (rotary position embedding).
-    """
-    half = head_width // 2
-    frequencies = 10000.0 ** (-torch.arange(half, device=like.device) / half)
-    angles = torch.outer(torch.arange(seq, device=like.device), frequencies)
-    return torch.stack((angles.cos(), angles.sin())).to(like.dtype)
-
-
-def rotated(x: Tensor, rotation: Tensor) -> Tensor:
-    """Return queries or keys (batch, heads, seq, head_width) turned by their positions' angles."""
-    cosine, sine = rotation
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cosine - second * sine, first * sine + second * cosine), dim=-1)
 
 
 class Block(nn.Module):
@@ -96,11 +59,17 @@ class ByteTransformer(nn.Module):
     def __init__(self, settings: Settings) -> None:
         super().__init__()
         self.compute_dtype = torch.float32
+        self.checkpointing = settings.checkpointing
         self.head_width = settings.width // settings.heads
-        self.bytes = nn.Embedding(VOCABULARY, settings.width)
+        self.bytes = nn.Embedding(BYTE_VALUES, settings.width)
         self.blocks = nn.ModuleList([Block(settings.width, settings.heads) for _ in range(settings.layers)])
         self.norm = Norm(settings.width)
-        self.head = Linear(settings.width, VOCABULARY)
+        self.head = Linear(settings.width, BYTE_VALUES)
+
+    @property
+    def embedding(self) -> nn.Embedding:
+        """What reads the bytes."""
+        return self.bytes
 
     def initialise(self, generator: torch.Generator) -> None:
         """Draw every weight in fp32; what joins the residual stream is scaled down with its depth, the head is 0."""
@@ -121,15 +90,23 @@ class ByteTransformer(nn.Module):
         x: Tensor = self.bytes(tokens).to(self.compute_dtype)
         rotation = rotations(tokens.shape[1], self.head_width, like=x)
         for block in self.blocks:
-            x = block(x, rotation)
+            x = through_block(block, x, rotation, recomputes=self.checkpointing)
         logits: Tensor = self.head(self.norm(x))
         return logits.float()
 
 
+Model = ByteTransformer | Decoder
+"""What a run trains."""
+
+
 def next_byte_loss(model: nn.Module, windows: Tensor) -> Tensor:
     """Return the mean cross-entropy in nats of predicting each byte of `windows` from those before it."""
-    logits: Tensor = model(windows[:, :-1])
-    return functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
+    inputs, targets = windows[:, :-1], windows[:, 1:]
+    if isinstance(model, Decoder):  # its vocabulary is too large to hold the logits of a whole batch
+        loss: Tensor = model(inputs, targets)
+        return loss
+    logits: Tensor = model(inputs)
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
@@ -141,11 +118,24 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, ob
     ]
 
 
-def build_model(settings: Settings) -> ByteTransformer:
-    """Return the initial model of a run, on its device and in its dtype."""
+def build_model(settings: Settings) -> Model:
+    """Return the initial model of a run, on its device and in its dtype.
+
+    The byte transformer is drawn on the CPU, and so has the same weights on every device. A preset's decoder is made
+    and drawn on its device in its dtype, because it may be larger than the host's memory in fp32.
+    """
     device = torch.device(settings.device)
-    model = ByteTransformer(settings)
-    model.initialise(torch.Generator().manual_seed(settings.seed))
-    if device.type != "cpu" and settings.dtype == "bf16":
-        model.compute_dtype = torch.bfloat16
-    return model.to(device=device, dtype=torch.bfloat16 if settings.dtype == "bf16" else torch.float32)
+    dtype = torch.bfloat16 if settings.dtype == "bf16" else torch.float32
+    model: Model
+    if settings.shape is None:
+        model = ByteTransformer(settings)
+        model.initialise(torch.Generator().manual_seed(settings.seed))
+        model.to(device=device, dtype=dtype)
+    else:
+        with torch.device("meta"):
+            model = Decoder(settings.shape, checkpointing=settings.checkpointing)
+        model.to(dtype=dtype).to_empty(device=device)
+        model.initialise(torch.Generator(device).manual_seed(settings.seed))
+    if device.type != "cpu":
+        model.compute_dtype = dtype
+    return model

@@ -186,7 +186,7 @@ def _numbers(history: History, kind: StepKind) -> list[int]:
 
 def _summary(report: Report) -> str:
     parts = [
-        f"{report.parameters / 1e6:.1f} M parameters in {report.dtype}",
+        f"{report.parameters / 1e6:,.1f} M parameters in {report.dtype}",
         f"{report.steps} steps",
         f"loss {report.losses[0]:.2f} \N{RIGHTWARDS ARROW} {report.final_loss:.2f}",
         f"{report.tokens_per_second:,.0f} tokens/s",

@@ -42,6 +42,9 @@ class Report:
             scheduler's hooks in backward.
         hidden_seconds: time in which the scheduler's worker worked and training did not wait for it; `hidden_share` is
             its part of the optimizer's whole work, `hidden_seconds + optimizer_seconds`.
+        model: name of what was trained.
+        checkpointing: whether backward computed each block again.
+        batch, seq: sequences in a step, and bytes in a sequence.
         peak_host_bytes, peak_device_bytes: see `superadam.training.history.History`.
         losses, grad_norms: of every step.
     """
@@ -79,7 +82,11 @@ class Report:
     peak_host_bytes: int
     peak_device_bytes: int | None
     sessions: int
+    model: str
     parameters: int
+    checkpointing: bool
+    batch: int
+    seq: int
     dtype: str
     device: str
     max_grad_norm: float
@@ -137,7 +144,11 @@ class Report:
             peak_host_bytes=history.peak_host_bytes,
             peak_device_bytes=history.peak_device_bytes,
             sessions=history.sessions,
+            model=settings.model,
             parameters=trainer.parameters,
+            checkpointing=settings.checkpointing,
+            batch=settings.batch,
+            seq=settings.seq,
             dtype=settings.dtype,
             device=settings.device,
             max_grad_norm=settings.max_grad_norm,

@@ -39,6 +39,7 @@ class Session:
         trace_path: where the trace of the session's last steps goes, or None for nowhere; only for overlapped runs.
         last_step: at most the steps of the run.
         save_every: steps between checkpoints, or None for one at the end.
+        is_saved: whether a checkpoint is written at all.
         nan_steps: steps into whose gradients a NaN is put.
         is_verified: whether a reference runs beside it.
     """
@@ -49,6 +50,7 @@ class Session:
     trace_path: Path | None
     last_step: int
     save_every: int | None
+    is_saved: bool
     nan_steps: frozenset[int]
     is_verified: bool
 
@@ -93,7 +95,8 @@ class Session:
                 return
 
     def _write(self, report: Report) -> list[Path]:
-        written = [checkpoint.save(self.trainer, self.out), picture.write(self.trainer.history, report, self.out)]
+        written = [checkpoint.save(self.trainer, self.out)] if self.is_saved else []
+        written.append(picture.write(self.trainer.history, report, self.out))
         if self.report_path is not None:
             report.write(self.report_path)
             written.append(self.report_path)
@@ -112,7 +115,7 @@ class Session:
         steps = self.trainer.settings.steps
         if report.steps < steps:
             cause = "" if signal_number is None else f" by {signal.Signals(signal_number).name}"
-            words = (
-                f"stopped{cause} after step {report.steps} of {steps}; go on with: superadam train --resume {self.out}"
-            )
+            words = f"stopped{cause} after step {report.steps} of {steps}"
+            if self.is_saved:
+                words += f"; go on with: superadam train --resume {self.out}"
             console.print(words, highlight=False, soft_wrap=True)

@@ -12,11 +12,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from superadam.buckets import DEFAULT_NUMEL
+from superadam.training.presets import Shape
 from superadam.usage import UsageError
 
-CHANGEABLE = frozenset({"text", "steps", "device", "threads", "overlap", "bucket_numel", "cores"})
-"""Settings that `--resume` may change: how long, where, when the optimizer works (which changes no bit), and the path
-of the text, whose digest is compared."""
+BYTE_MODEL = "bytes"
+"""Name of the model that `layers`, `width` and `heads` shape."""
+
+CHANGEABLE = frozenset({"text", "steps", "device", "threads", "checkpointing", "overlap", "bucket_numel", "cores"})
+"""Settings that `--resume` may change: how long, where, what is kept for backward and when the optimizer works (which
+change no bit), and the path of the text, whose digest is compared."""
+
+_OPTIONS = {"shape": "--model"}
+"""Options that are not called as their setting is."""
 
 _AUTO_BUCKETS = 8
 """Buckets of a step with "auto": the last one, which nothing hides, is then small, and the others are few enough that
@@ -40,7 +47,9 @@ class Settings:
         weight_decay: decoupled decay of matrices; vectors are never decayed.
         batch: sequences in a step.
         seq: bytes in a sequence that are predicted.
-        layers, width, heads: shape of the transformer.
+        shape: of the decoder that is trained, or None for the byte transformer of `layers`, `width` and `heads`.
+        layers, width, heads: shape of the byte transformer; without effect beside `shape`.
+        checkpointing: whether backward computes each block again instead of keeping its inside.
         seed: of the initial weights and the batches.
         device: where the model computes, "cpu" or "cuda" with an optional index.
         threads: of torch and of superadam, or None for one per CPU that this process may use.
@@ -59,9 +68,11 @@ class Settings:
     weight_decay: float = 0.1
     batch: int = 16
     seq: int = 128
+    shape: Shape | None = None
     layers: int = 4
     width: int = 256
     heads: int = 4
+    checkpointing: bool = False
     seed: int = 0
     device: str = "cpu"
     threads: int | None = None
@@ -91,8 +102,13 @@ class Settings:
             raise UsageError(f"--weight-decay is {self.weight_decay}; expected a finite number of at least 0")
         if not self.max_grad_norm > 0.0:
             raise UsageError(f"--max-grad-norm is {self.max_grad_norm}; expected a number above 0, or inf for no limit")
-        if self.width % (2 * self.heads):
+        if self.shape is None and self.width % (2 * self.heads):
             raise UsageError(f"--width is {self.width}; expected a multiple of twice --heads, which is {self.heads}")
+
+    @property
+    def model(self) -> str:
+        """Name of what is trained, as a person types it."""
+        return BYTE_MODEL if self.shape is None else self.shape.name
 
     def lr_factor(self, updates: int) -> float:
         """Return what `lr` is multiplied by after `updates` updates: linear warm-up, then a cosine down to a tenth."""
@@ -115,9 +131,20 @@ class Settings:
         """
         for name, value in explicit.items():
             if name not in CHANGEABLE and value != getattr(self, name):
-                option = "--" + name.replace("_", "-")
+                option = _OPTIONS.get(name, "--" + name.replace("_", "-"))
+                before, after = (BYTE_MODEL if shown is None else shown for shown in (getattr(self, name), value))
                 raise UsageError(
-                    f"the run to resume has {option} {getattr(self, name)}, not {value}; leave {option} out, "
+                    f"the run to resume has {option} {before}, not {after}; leave {option} out, "
                     "or start a new run without --resume"
                 )
         return dataclasses.replace(self, **explicit)
+
+    @staticmethod
+    def of_plain(plain: dict[str, Any]) -> Settings:
+        """Return what `dataclasses.asdict` was given; what a version without some settings wrote gets their defaults.
+
+        Raises:
+            TypeError, ValueError: it was something else.
+        """
+        shape = plain.get("shape")
+        return Settings(**{**plain, "shape": None if shape is None else Shape(**shape)})

@@ -1,0 +1,173 @@
+"""The stages that find out where this runs and whether everything is right: tests, verified runs, compute-sanitizer.
+
+Owns which tests and runs these are. A difference or a failed test is a failure of the check.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from gpucheck.findings import Context, Finding, Limit, Outcome
+from gpucheck.programs import ROOT, Done, python
+
+_RESULT = re.compile(r"^tests/\S+.* (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b", re.MULTILINE)
+_PYTEST = ("-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider")
+
+REHEARSED_TEST = "tests/test_gpu_scatter.py::test_many_tensors_take_one_launch"
+OF_SEVERAL_DEVICES = ("device", "model", "verification", "loop")
+"""Test modules of `superadam.training` that take every device there is as a parameter."""
+
+SANITIZED = "test_many_tensors_take_one_launch or test_many_small_tensors_take_one_launch or test_every_configuration"
+"""Tests with a launch of each kernel, small enough for a tool that slows them down a hundredfold."""
+
+
+def machine(context: Context, limit: Limit) -> Iterator[Finding]:
+    """Ask `superadam doctor` about versions, driver, GPU, link and memory; what it calls broken is no failure here."""
+    done = context.run(python("-m", "superadam", "doctor", "--json"), limit.left, {})
+    begin = done.output.find("{")
+    try:
+        report = json.loads(done.output[begin:])
+    except ValueError:
+        yield Finding(Outcome.SHORTENED, f"superadam doctor gave no report: {done.last_line}")
+        return
+    yield Finding(Outcome.GOOD, f"superadam doctor's report, status {done.status}", {"doctor": report})
+
+
+def gpu_tests() -> list[str]:
+    """Return the test files that exist for GPUs, those on real devices first."""
+    names = [
+        path.name for pattern in ("test_cuda*.py", "test_gpu_*.py") for path in sorted(ROOT.glob(f"tests/{pattern}"))
+    ]
+    return [f"tests/{name}" for name in names if name != "test_gpu_check.py"]
+
+
+def tests(context: Context, limit: Limit) -> Iterator[Finding]:
+    """Run every test that needs a GPU, kernels compiled."""
+    missing = [module for module in ("pytest", "hypothesis") if find_spec(module) is None]
+    if missing:
+        yield Finding(Outcome.LEFT_OUT, f"{', '.join(missing)} is not installed; pip install {' '.join(missing)}")
+        return
+    selections: list[tuple[str, ...]] = [(REHEARSED_TEST,)]
+    if not context.rehearses:
+        of_devices = (f"tests/test_training_{name}.py" for name in OF_SEVERAL_DEVICES)
+        selections = [(*of_devices, "-k", "cuda"), tuple(gpu_tests())]
+    counts: collections.Counter[str] = collections.Counter()
+    failed: list[str] = []
+    for selection in selections:
+        done = context.run(
+            python(*_PYTEST, *selection), limit.left, {"TRITON_INTERPRET": "1" if context.rehearses else "0"}
+        )
+        counts.update(word.lower() for word in _RESULT.findall(done.output))
+        failed += re.findall(r"^(?:FAILED|ERROR) (tests/\S+)", done.output, re.MULTILINE)
+        figures: dict[str, Any] = {"tests": dict(counts), "failed": failed}
+        words = ", ".join(f"{count} {word}" for word, count in sorted(counts.items())) or "none ran"
+        if done.status not in (0, None):
+            figures["output"] = done.output[-20_000:]
+            yield Finding(Outcome.FAILED, f"{words}; {', '.join(failed[:3]) or done.last_line}", figures)
+            return
+        if done.status is None or counts["failed"] + counts["error"]:
+            is_wrong = counts["failed"] + counts["error"] > 0
+            yield Finding(Outcome.FAILED if is_wrong else Outcome.SHORTENED, f"{words} when time was over", figures)
+            return
+        yield Finding(Outcome.GOOD, words, figures)
+
+
+def verified_runs(context: Context) -> list[list[str]]:
+    """Return the options of the runs that are verified against torch, bit by bit."""
+    if context.rehearses:
+        tiny = "--layers 1 --width 16 --heads 2 --batch 2 --seq 16 --warmup 2 --lr 1e-2 --threads 1"
+        words = f"{tiny} --steps 8 --max-grad-norm 0.88 --inject-nan 3 --bucket-numel 2000".split()
+        return [[*words, "--text", str(ROOT / "LICENSE")]]
+    common = "--model 10m --warmup 10 --inject-nan 5 --inject-nan 6 --max-grad-norm 4"
+    return [f"{common} --steps 40".split(), f"{common} --steps 20 --dtype fp32 --no-overlap".split()]
+
+
+def verification(context: Context, limit: Limit) -> Iterator[Finding]:
+    """Train beside torch's AdamW, with clipped and skipped steps, and compare every bit."""
+    figures: dict[str, Any] = {"runs": []}
+    details: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for options in verified_runs(context):
+            report = Path(folder, f"{len(details)}.json")
+            words = ["-m", "superadam", "train", "--verify", "--device", context.device, *options, "--no-save"]
+            words += ["--out", folder, "--report", str(report)]
+            if "--no-overlap" not in options:
+                words += ["--trace", context.trace]
+            done = context.run(python(*words), limit.left, {})
+            if done.status is None:
+                outcome = Outcome.SHORTENED if details else Outcome.LEFT_OUT
+                yield Finding(outcome, "; ".join([*details, "a run was not over in time"]), figures)
+                return
+            found = json.loads(report.read_text()) if report.exists() else {}
+            figures["runs"].append({"command": words[1:], "status": done.status, **found})
+            wrong = what_is_wrong(done, found)
+            details.append(wrong or _praise(found))
+            if wrong:
+                figures["output"] = done.output[-20_000:]
+                yield Finding(Outcome.FAILED, "; ".join(details), figures)
+                return
+            yield Finding(Outcome.GOOD, "; ".join(details), figures)
+
+
+def what_is_wrong(done: Done, report: dict[str, Any]) -> str:
+    """Return what is wrong with a verified run, in words; nothing if it is right."""
+    if not report:
+        return f"superadam train ended with status {done.status}: {done.last_line}"
+    for name in ("elements_differing", "parameters_differing", "verdicts_differing"):
+        if report[name] != 0:
+            return f"{name.replace('_', ' ')}: {report[name]:,}"
+    if done.status != 0:
+        return f"superadam train ended with status {done.status}: {done.last_line}"
+    missing = [kind for kind in ("committed", "clipped", "skipped") if not report[kind]]
+    if missing or not report["elements"]:
+        return f"the run had no {' and no '.join(missing) or 'elements'} steps, and so shows too little"
+    return ""
+
+
+def _praise(report: dict[str, Any]) -> str:
+    kinds = ", ".join(f"{report[kind]} {kind}" for kind in ("committed", "clipped", "skipped"))
+    how = "overlapped" if report["overlap"] else "not overlapped"
+    return f"0 of {report['elements']:,} elements differ in {report['dtype']}, {how} ({kinds} steps)"
+
+
+def sanitizer_path() -> str | None:
+    """Return where compute-sanitizer is, on PATH or in CUDA's folder."""
+    folders = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    places = [os.path.join(folder, "bin") for folder in (*folders, "/usr/local/cuda")]
+    return shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=os.pathsep.join(places))
+
+
+def sanitized(context: Context, limit: Limit) -> Iterator[Finding]:
+    """Run one test of each kernel under memcheck and racecheck."""
+    sanitizer = sanitizer_path()
+    if sanitizer is None or find_spec("pytest") is None:
+        what = "compute-sanitizer" if sanitizer is None else "pytest"
+        yield Finding(Outcome.LEFT_OUT, f"{what} is not installed")
+        return
+    files = [name for name in gpu_tests() if name.startswith("tests/test_gpu_")]
+    results: dict[str, str] = {}
+    for tool in ("memcheck", "racecheck"):
+        command: Sequence[str] = [sanitizer, "--tool", tool, "--error-exitcode", "9", "--target-processes", "all"]
+        # Without torch's cache every tensor is an allocation of its own, whose edges the tool sees.
+        done = context.run(
+            [*command, *python(*_PYTEST, *files, "-k", SANITIZED)], limit.left, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        )
+        summary = re.findall(r"^=+ ((?:ERROR|RACECHECK) SUMMARY: .*)$", done.output, re.MULTILINE)
+        results[tool] = "not over in time" if done.status is None else (summary or [done.last_line])[-1]
+        words = "; ".join(f"{name}: {result}" for name, result in results.items())
+        if done.status is None:
+            yield Finding(Outcome.SHORTENED, words, {"tools": results})
+            return
+        if done.status:
+            yield Finding(Outcome.FAILED, words, {"tools": results, "output": done.output[-20_000:]})
+            return
+        yield Finding(Outcome.GOOD, words, {"tools": results})
