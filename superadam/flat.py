@@ -15,6 +15,11 @@ ALIGNMENT = 64
 """Every tensor begins at a multiple of so many elements: a cache line or more for every dtype."""
 
 
+def aligned(numel: int) -> int:
+    """Return the elements that a tensor takes in a buffer, with the gap after it."""
+    return -(-numel // ALIGNMENT) * ALIGNMENT
+
+
 class FlatLayout:
     """Tensors one after another, each dense and in the layout of its parameter's state.
 
@@ -30,7 +35,7 @@ class FlatLayout:
         self.numel = 0
         for state in self.states:
             self.offsets.append(self.numel)
-            self.numel += -(-state.shape.numel() // ALIGNMENT) * ALIGNMENT
+            self.numel += aligned(state.shape.numel())
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """Return one view for each parameter of a 1-D buffer of `numel` elements."""

@@ -44,8 +44,16 @@ class Journal:
         if not is_written:
             self.statistics.waiting_buckets += 1
         self.trace.add("gradients to host", "download", sent, arrived, elements=elements)
-        name = "adam" if is_written else "norm"
-        self.trace.add(name, "worker", arrived, time.perf_counter(), elements=elements)
+        self._note_work("adam" if is_written else "norm", arrived, elements)
+
+    def note_commit(self, begin: float, elements: int) -> None:
+        """Accepted gradients were folded into the state since `begin`, seconds of `time.perf_counter()`."""
+        self._note_work("commit", begin, elements)
+
+    def _note_work(self, name: str, begin: float, elements: int) -> None:
+        end = time.perf_counter()
+        self.statistics.worker_seconds += end - begin
+        self.trace.add(name, "worker", begin, end, elements=elements)
 
     def note_kept(self, elements: int, *, sent: float) -> None:
         """The norm of a bucket that stays on the device has arrived just now."""

@@ -27,7 +27,7 @@ from superadam import native
 from superadam.admission import check_count, check_link_dtype, check_model, check_overlap, check_scaler
 from superadam.arrivals import Arrivals
 from superadam.buckets import Bucket
-from superadam.devices import Device, Event, device_for
+from superadam.devices import Device, Event, Stream, device_for
 from superadam.governor import Governor
 from superadam.grad_scaler import GradScaler
 from superadam.hyperparameters import Hyperparameters
@@ -145,6 +145,7 @@ class OffloadScheduler:
         self._scaler = grad_scaler
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._device = device or device_for(parameters)
+        self._owns_device = device is None
         total = sum(parameter.numel() for parameter in parameters)
         self._placer = Placer(self._device, total, gpu_buckets, bucket_numel, link_dtype, cores)
         self._transfers = self.delivery = Transfers(self._device, self._journal, self.placement.link_dtype)
@@ -169,10 +170,11 @@ class OffloadScheduler:
         )
         self._worker: Worker = self._device.start_worker(self._idle) if has_cores else DeferredWorker()
         try:
+            self._transfers.reserve(parameters, self.placement.bucket_numel)
             optimizer.attach_overlap(self)
             self._follow(optimizer.bound_transaction())
         except BaseException:
-            self._worker.close()
+            self._end()
             raise
 
     # ---- a gradient is ready (watch.Keeper) --------------------------------------------------------------------------
@@ -260,8 +262,11 @@ class OffloadScheduler:
         transaction = self._transaction
         if transaction is None or not transaction.in_phase(Phase.ACCEPTED):
             return False
-        with self.trace.span("commit", "worker"), native.limited_threads(self.placement.cores):
-            return transaction.commit_some(self.placement.bucket_numel)
+        begin = time.perf_counter()
+        with native.limited_threads(self.placement.cores):
+            elements = transaction.commit_some(self.placement.bucket_numel)
+        self._journal.note_commit(begin, elements)
+        return True
 
     # ---- what the optimizer asks (binding.Overlap) -------------------------------------------------------------------
 
@@ -302,10 +307,14 @@ class OffloadScheduler:
         Raises:
             WorkerError: the worker failed; the open step was dropped.
         """
-        begin = time.perf_counter()
         try:
             self._intake.flush()
-            waits = not self._worker.is_idle
+            if self._worker.is_idle:
+                self._worker.drain()  # tells what went wrong
+                return
+            if self.placement.cores:
+                self._device.record(Stream.CURRENT).synchronize()  # until then, the worker hides behind the model
+            begin = time.perf_counter()
             self._is_waited_for = True
             self._worker.drain()
         except Exception:
@@ -313,9 +322,7 @@ class OffloadScheduler:
             raise
         finally:
             self._is_waited_for = False
-        self.statistics.worker_seconds = self._worker.busy_seconds
-        if waits:
-            self._journal.note_wait(begin)
+        self._journal.note_wait(begin)
 
     def conclude(self, outcome: StepOutcome | None) -> None:
         """Make parameters safe to read after a verdict, or after a rollback (None), and let commits begin."""
@@ -436,7 +443,12 @@ class OffloadScheduler:
             self._transfers.await_parameters()
         finally:
             self.optimizer.detach_overlap()
-            self._worker.close()
+            self._end()
+
+    def _end(self) -> None:
+        self._worker.close()
+        if self._owns_device:
+            self._device.close()
 
     def __enter__(self) -> Self:
         return self

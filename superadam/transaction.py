@@ -147,8 +147,8 @@ class Transaction:
             self._commit(self.in_phase(Phase.ACCEPTED))
             self._notice_outside_writes(self.in_phase(Phase.CLEAN))
 
-    def commit_some(self, elements: int) -> bool:
-        """Commit accepted gradients of so many elements, first those that came first; return whether more wait."""
+    def commit_some(self, elements: int) -> int:
+        """Commit accepted gradients of so many elements, first those that came first; return of how many it was."""
         with self._timed("commit_seconds"):
             chosen: list[ParameterState] = []
             count = 0
@@ -158,7 +158,7 @@ class Transaction:
                 chosen.append(state)
                 count += state.parameter.numel()
             self._commit(chosen)
-            return bool(self._members[Phase.ACCEPTED])
+            return count
 
     def norm_so_far(self) -> float:
         """Return the norm of the gradients that were speculated on in the open step, as they arrived."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from superadam import native
 from superadam.devices import Device, Event, Stream
 from superadam.devices.interface import ChunkSums
-from superadam.flat import FlatLayout
+from superadam.flat import FlatLayout, aligned
 from superadam.journal import Journal
 from superadam.parameter import ParameterState, owned
 from superadam.validation import GradientNorm
@@ -101,6 +101,21 @@ class Transfers:
         self._untold: collections.deque[_Upload] = collections.deque()  # not seen to have arrived, in that order
         self._latest: Event | None = None  # after every upload so far
         self._thread = threading.local()
+
+    def reserve(self, parameters: Iterable[Tensor], bucket_numel: int) -> None:
+        """Get host memory ready for the gradients of a step, and for buckets of this size.
+
+        Raises:
+            MemoryError: the host cannot hold that.
+        """
+        distant = [parameter for parameter in parameters if not self.device.is_host(parameter)]
+        if not distant:
+            return
+        on_link = [_dtype_on_link(parameter, self.link_dtype).itemsize for parameter in distant]
+        gradients = sum(aligned(one.numel()) * size for one, size in zip(distant, on_link, strict=True))
+        largest = max(parameter.numel() for parameter in distant)
+        widest = max(*on_link, *(parameter.element_size() for parameter in distant))
+        self.device.reserve(gradients, aligned(bucket_numel + largest) * widest)  # the last one in makes a bucket full
 
     def download(
         self, states: Sequence[ParameterState], gradients: Sequence[Tensor], *, widens: bool = False

@@ -11,7 +11,6 @@ import collections
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -26,9 +25,6 @@ Work = Callable[[], bool]
 
 class Worker(Protocol):
     """Runs jobs in order, beside or interleaved with the caller."""
-
-    busy_seconds: float
-    """Time spent in jobs and idle work so far."""
 
     def submit(self, job: Job) -> None:
         """Add a job; raises what an earlier one raised."""
@@ -71,7 +67,6 @@ class DeferredWorker:
     """
 
     def __init__(self) -> None:
-        self.busy_seconds = 0.0
         self._jobs: collections.deque[Job] = collections.deque()
         self._closed = False
 
@@ -96,15 +91,12 @@ class DeferredWorker:
         Raises:
             WorkerError: a job failed; those behind it are discarded.
         """
-        begin = time.perf_counter()
         try:
             while self._jobs:
                 self._jobs.popleft()()
         except Exception as error:
             self._jobs.clear()
             raise failure(error) from error
-        finally:
-            self.busy_seconds += time.perf_counter() - begin
 
     def wake(self) -> None:
         """Do nothing."""
@@ -119,7 +111,6 @@ class ThreadWorker:
     """A daemon thread that sleeps on a condition while it has nothing to do."""
 
     def __init__(self, idle: Work) -> None:
-        self.busy_seconds = 0.0
         self._idle = idle
         self._jobs: collections.deque[Job] = collections.deque()
         self._changed = threading.Condition()
@@ -220,7 +211,6 @@ class ThreadWorker:
                 job = self._next()
             except SystemExit:
                 return
-            begin = time.perf_counter()
             try:
                 if job is not None:
                     job()
@@ -234,7 +224,6 @@ class ThreadWorker:
                     self._error = error
                     self._jobs.clear()
             finally:
-                self.busy_seconds += time.perf_counter() - begin
                 with self._changed:
                     self._running = False
                     self._changed.notify_all()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,17 +22,13 @@ class ImmediateWorker:
     """
 
     def __init__(self, idle: Work) -> None:
-        self.busy_seconds = 0.0
         self.idle_now = idle
 
     def submit(self, job: Job) -> None:
-        begin = time.perf_counter()
         try:
             job()
         except Exception as error:
             raise failure(error) from error
-        finally:
-            self.busy_seconds += time.perf_counter() - begin
 
     @property
     def is_idle(self) -> bool:

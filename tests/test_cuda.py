@@ -232,7 +232,7 @@ def test_free_memory_counts_what_torch_holds_and_has_not_handed_out(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 5000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 300)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 100)
     assert FakeDevice(cuda).free_bytes() == 1200
 
 
@@ -345,8 +345,8 @@ def meminfo(available: int) -> dict[str, str]:
     return {"/proc/meminfo": f"MemTotal: {available >> 9} kB\nMemAvailable: {available >> 10} kB\n"}
 
 
-def test_gradients_of_a_step_and_two_buckets_each_way_are_pinned_once(cuda: FakeCuda) -> None:
-    device = FakeDevice(cuda)
+def test_gradients_of_a_step_and_two_buckets_each_way_are_pinned_once(cuda: FakeCuda, tmp_path: Path) -> None:
+    device = FakeDevice(cuda, machine(tmp_path, meminfo(3 << 20)))
     for _ in range(2):
         device.reserve(1 << 20, 1 << 16)
         assert list(cuda.registered.values()) == [(1 << 20) + 4 * (1 << 16)]
@@ -359,6 +359,14 @@ def test_gradients_of_a_step_and_two_buckets_each_way_are_pinned_once(cuda: Fake
     assert device.pageable_bytes == 4 << 20
     device.close()
     assert cuda.registered == {}
+
+
+def test_gradients_of_the_step_before_are_pinned_where_there_is_plenty_of_memory(
+    cuda: FakeCuda, tmp_path: Path
+) -> None:
+    device = FakeDevice(cuda, machine(tmp_path, meminfo(1 << 30)))
+    device.reserve(1 << 20, 1 << 16)
+    assert list(cuda.registered.values()) == [(2 << 20) + 4 * (1 << 16)]
 
 
 def test_what_the_host_cannot_hold_is_refused_with_both_figures(cuda: FakeCuda, tmp_path: Path) -> None:
@@ -376,12 +384,12 @@ def test_a_machine_that_does_not_say_what_is_free_is_trusted(cuda: FakeCuda, tmp
 
 
 def test_memory_that_cannot_be_pinned_is_pageable_with_a_warning(
-    cuda: FakeCuda, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    cuda: FakeCuda, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     import superadam.devices.registration as registration
 
     monkeypatch.setattr(registration, "lockable_bytes", lambda: 8 << 20)
-    device = FakeDevice(cuda)
+    device = FakeDevice(cuda, machine(tmp_path, meminfo(4 << 30)))
     device._pinned._registrar._device = torch.device("cpu")
     cuda.refuses = True
     with caplog.at_level(logging.WARNING, "superadam"):

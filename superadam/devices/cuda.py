@@ -29,6 +29,11 @@ BUCKETS_UNDER_WAY = 2
 """Buckets that host memory is reserved for, in each direction: one that travels, and one beside it that is computed."""
 
 
+PROBE_BYTES = 16 * 1024 * 1024
+PROBES = 3
+"""Copies that the link is measured with."""
+
+
 class CudaDevice(Device):
     """A GPU that torch addresses as `cuda`.
 
@@ -97,9 +102,9 @@ class CudaDevice(Device):
         run(Pass.UPDATE, segments, sets)
 
     def free_bytes(self) -> int:
-        """Return what the driver has, and what torch's allocator holds and has not handed out."""
+        """Return what the driver has, and what torch's allocator holds and has never handed out at once."""
         free, _ = torch.cuda.mem_get_info(self.device)
-        return free + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return free + torch.cuda.memory_reserved(self.device) - torch.cuda.max_memory_allocated(self.device)
 
     @torch.no_grad()
     def scatter(self, buffer: Tensor, layout: FlatLayout, stream: Stream) -> None:
@@ -158,12 +163,14 @@ class CudaDevice(Device):
 
     def reserve(self, gradient_bytes: int, bucket_bytes: int) -> None:
         """Pin what is not pinned yet, near the device; what cannot be pinned is pageable, with a warning."""
-        needed = gradient_bytes + 2 * BUCKETS_UNDER_WAY * bucket_bytes
-        missing = needed - self._pinned.size
+        buckets = 2 * BUCKETS_UNDER_WAY * bucket_bytes
+        missing = gradient_bytes + buckets - self._pinned.size
         if missing <= 0:
             return
         with suppress(OSError, ValueError):  # then nobody knows what there is
             available = HostMemory.of(self._host).available
+            if 2 * (2 * gradient_bytes + buckets) <= available:
+                missing += gradient_bytes  # of the step before, where the CPU is slower than backward
             if missing > available:
                 raise MemoryError(
                     f"the gradients of a step and the buckets under way need {gigabytes(missing)} of host memory, but "
@@ -181,6 +188,21 @@ class CudaDevice(Device):
     def close(self) -> None:
         """Unpin what was reserved, once no tensor lies there any more."""
         self._pinned.close()
+
+    def link_seconds_per_byte(self) -> float:
+        """Time a copy of pinned memory; a few milliseconds, in which the device does nothing else of ours."""
+        size = max(1, min(PROBE_BYTES, self._pinned.size // 8))
+        source = self.empty(size, torch.uint8, Stream.DOWNLOAD)
+        target = self.host_empty(size, torch.uint8)
+        seconds = []
+        for _ in range(PROBES):
+            begin, end = (torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            begin.record(self._streams[Stream.DOWNLOAD])
+            self.copy(target, source, Stream.DOWNLOAD)
+            end.record(self._streams[Stream.DOWNLOAD])
+            end.synchronize()
+            seconds.append(float(begin.elapsed_time(end)) / 1e3)
+        return min(seconds) / size
 
     def idle_cores(self) -> int:
         """Return how many CPUs near the device are not needed to feed it."""

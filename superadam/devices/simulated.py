@@ -256,7 +256,6 @@ class SeededWorker:
     """A worker without a thread: its jobs run inside the training thread's calls, as late as the seed says."""
 
     def __init__(self, choices: random.Random, idle: Work) -> None:
-        self.busy_seconds = 0.0
         self._random = choices
         self._idle = idle
         self._jobs: collections.deque[Job] = collections.deque()
