@@ -5,12 +5,14 @@ from superadam.native import active_isa, available_isas, get_num_threads, set_nu
 from superadam.optimizer import SpeculativeCPUAdam, SpeculativeCPUAdamW
 from superadam.outcome import Statistics, StepKind, StepOutcome
 from superadam.overlap_statistics import OverlapStatistics
+from superadam.placement import Placement
 from superadam.scheduler import OffloadScheduler
 
 __all__ = [
     "GradScaler",
     "OffloadScheduler",
     "OverlapStatistics",
+    "Placement",
     "SpeculativeCPUAdam",
     "SpeculativeCPUAdamW",
     "Statistics",

@@ -51,7 +51,8 @@ def test_unverified_report_says_so_and_is_no_failure(tmp_path: Path) -> None:
 
 def test_overlap_is_told_in_buckets_and_seconds() -> None:
     report = report_of(None)
-    assert (report.overlap, report.bucket_numel, report.buckets) == (True, 2000, 4 * 3)
+    assert (report.overlap, report.buckets, report.kept_buckets) == (True, 4 * 3, 0)
+    assert report.placement == {"gpu_buckets": 0, "bucket_numel": 2000, "link_dtype": None, "cores": 1}
     outcomes = (report.accepted_buckets, report.respeculated_buckets, report.dropped_buckets, report.waiting_buckets)
     assert outcomes == (9, 0, 3, 0)
     assert report.hidden_seconds >= 0.0
@@ -62,7 +63,7 @@ def test_overlap_is_told_in_buckets_and_seconds() -> None:
 
 def test_report_without_overlap_has_nothing_hidden() -> None:
     report = report_of(None, overlap=False)
-    assert (report.overlap, report.bucket_numel, report.buckets) == (False, None, 0)
+    assert (report.overlap, report.placement, report.buckets) == (False, None, 0)
     assert (report.respeculated, report.dropped) == (0, 0)
     assert (report.hidden_seconds, report.hidden_share) == (0.0, 0.0)
     assert 0.0 < report.optimizer_seconds < report.seconds

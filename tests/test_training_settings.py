@@ -28,6 +28,7 @@ from superadam.usage import UsageError
         ("width", 10),
         ("dtype", "int8"),
         *[(name, value) for name in ("bucket_numel", "cores") for value in (0, -1, "all", 2.5)],
+        *[("gpu_buckets", value) for value in (-1, "all", 2.5)],
     ],
 )
 def test_values_outside_their_limits_are_refused_by_name(name: str, value: Any) -> None:

@@ -80,6 +80,13 @@ def add_parser(subparsers: Any) -> None:
     )
     _add_setting(
         how,
+        "gpu_buckets",
+        _auto_or_int,
+        "buckets whose state stays on the GPU when overlapped, the last of backward; auto: chosen in the first steps",
+        metavar="N",
+    )
+    _add_setting(
+        how,
         "cores",
         _auto_or_int,
         "threads that the optimizer uses beside the model when overlapped; auto: cores that the model leaves idle, "
@@ -219,7 +226,12 @@ def _prepare(arguments: argparse.Namespace) -> Trainer:
                 f"--{name} shapes the byte transformer, and this run has --model {settings.model}; leave --{name} out"
             )
     if not settings.overlap:
-        of_overlap = {"--trace": arguments.trace, "--bucket-numel": arguments.bucket_numel, "--cores": arguments.cores}
+        of_overlap = {
+            "--trace": arguments.trace,
+            "--bucket-numel": arguments.bucket_numel,
+            "--gpu-buckets": arguments.gpu_buckets,
+            "--cores": arguments.cores,
+        }
         for option, value in of_overlap.items():
             if value is not None:
                 raise UsageError(

@@ -74,7 +74,9 @@ class StepProgress:
 def introduction(trainer: Trainer) -> str:
     """Return one line on what is about to be trained, on what and how."""
     settings = trainer.settings
-    way = f"overlapped in buckets of {trainer.bucket_numel:,} elements" if settings.overlap else "not overlapped"
+    way = "overlapped" if settings.overlap else "not overlapped"
+    if settings.overlap and isinstance(trainer.bucket_numel, int):
+        way += f" in buckets of {trainer.bucket_numel:,} elements"
     model = "" if settings.shape is None else f"{settings.model}: "
     kept = ", blocks computed again in backward" if settings.checkpointing else ""
     return (
@@ -122,6 +124,8 @@ def _overlap(report: Report) -> list[Row]:
         ("dropped", report.dropped_buckets, "speculated on, and taken back: their step was skipped"),
         ("waiting", report.waiting_buckets, "only summed, as clipping was likely, and written in step()"),
     ]
+    if report.kept_buckets:
+        counts.append(("kept", report.kept_buckets, "never handed over: their state is on the GPU, and so was the step"))
     hidden, work = report.hidden_seconds, report.hidden_seconds + report.optimizer_seconds
     where = ", on cores that the model uses, too" if report.shares_cores else ""
     moved = report.downloaded_bytes + report.uploaded_bytes

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from superadam import OffloadScheduler, OverlapStatistics, SpeculativeCPUAdamW, Statistics, StepKind
 from superadam.devices import PlainDevice
+from superadam.placement import Placement
 from superadam.training.device import moved, wait_for
 from superadam.training.history import History, StepRecord
 from superadam.training.memory import peak_device_bytes, peak_host_bytes
@@ -67,6 +68,7 @@ class Trainer:
         self._device = torch.device(settings.device)
         self._noted = self._counts()
         self._at_work: ExitStack | None = None
+        self._placement: Placement | None = None
 
     @property
     def parameters(self) -> int:
@@ -74,14 +76,20 @@ class Trainer:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     @property
-    def bucket_numel(self) -> int:
-        """Elements that the scheduler, if there is one, hands over together."""
-        return self.settings.elements_of_bucket(self.parameters)
+    def placement(self) -> Placement | None:
+        """Where and how the scheduler makes steps, or made them last; None without one so far."""
+        return self._placement if self.scheduler is None else self.scheduler.placement
 
     @property
     def shares_cores(self) -> bool:
         """Whether the model computes on every core, so that nothing can work beside it without slowing it down."""
         return self._device.type == "cpu" and PlainDevice().idle_cores() == 0
+
+    @property
+    def bucket_numel(self) -> int | str:
+        """What the scheduler is told; models for the CPU are small, and its own "auto" would make few buckets of one."""
+        is_small = self._device.type == "cpu"
+        return self.settings.elements_of_bucket(self.parameters) if is_small else self.settings.bucket_numel
 
     def _cores(self) -> int | str:
         """Return what the scheduler is told; its own "auto" would leave all work to `step()` where no core is idle."""
@@ -104,7 +112,11 @@ class Trainer:
                 entered.callback(self.reference.close)
             if self.settings.overlap:
                 scheduler = OffloadScheduler(
-                    self.optimizer, self.model, bucket_numel=self.bucket_numel, cores=self._cores()
+                    self.optimizer,
+                    self.model,
+                    bucket_numel=self.bucket_numel,
+                    gpu_buckets=self.settings.gpu_buckets,
+                    cores=self._cores(),
                 )
                 self.scheduler = entered.enter_context(scheduler)
             self._noted = self._counts()
@@ -115,6 +127,7 @@ class Trainer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._at_work is not None
+        self._placement = self.placement
         at_work, self._at_work, self.scheduler = self._at_work, None, None
         at_work.__exit__(kind, error, trace)
 

@@ -17,6 +17,7 @@ import torch
 
 import superadam
 from superadam import StepKind
+from superadam.placement import Placement
 from superadam.training.files import replace_file
 from superadam.training.loop import Trainer
 from superadam.training.verification import NORM_TOLERANCE, Verification
@@ -30,9 +31,9 @@ class Report:
         steps: steps of all kinds; `committed`, `clipped` and `skipped` add up to it.
         respeculated, dropped: parameters, see `superadam.Statistics`; 0 where nothing was overlapped.
         overlap: whether the session that wrote this overlapped the optimizer with backward.
-        bucket_numel: elements that it handed to the worker together; None without overlap.
+        placement: where and how it made steps in the end, see `superadam.Placement`; None without overlap.
         shares_cores: whether the model computes on every core, so that what is hidden slows it down.
-        buckets, speculated_buckets, waiting_buckets, accepted_buckets, respeculated_buckets, dropped_buckets,
+        buckets, kept_buckets, speculated_buckets, waiting_buckets, accepted_buckets, respeculated_buckets, dropped_buckets,
             downloaded_bytes, uploaded_bytes: see `superadam.OverlapStatistics`.
         elements, elements_differing, parameters_differing, verdicts_differing, norm_max_relative_difference: see
             `superadam.training.verification.Verification`; None without --verify.
@@ -56,9 +57,10 @@ class Report:
     respeculated: int
     dropped: int
     overlap: bool
-    bucket_numel: int | None
+    placement: dict[str, int | str | None] | None
     shares_cores: bool
     buckets: int
+    kept_buckets: int
     speculated_buckets: int
     waiting_buckets: int
     accepted_buckets: int
@@ -122,9 +124,10 @@ class Report:
             respeculated=history.respeculated,
             dropped=history.dropped,
             overlap=settings.overlap,
-            bucket_numel=trainer.bucket_numel if settings.overlap else None,
+            placement=_plain(trainer.placement) if settings.overlap else None,
             shares_cores=trainer.shares_cores,
             buckets=history.overlap.buckets,
+            kept_buckets=history.overlap.kept_buckets,
             speculated_buckets=history.overlap.speculated_buckets,
             waiting_buckets=history.overlap.waiting_buckets,
             accepted_buckets=history.overlap.accepted_buckets,
@@ -180,3 +183,11 @@ def _json_value(value: object) -> object:
     if isinstance(value, list):
         return [_json_value(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _plain(placement: Placement | None) -> dict[str, int | str | None] | None:
+    """Return a placement as JSON holds it."""
+    if placement is None:
+        return None
+    plain = dataclasses.asdict(placement)
+    return plain | {"link_dtype": None if placement.link_dtype is None else str(placement.link_dtype)}

@@ -18,7 +18,7 @@ from superadam.usage import UsageError
 BYTE_MODEL = "bytes"
 """Name of the model that `layers`, `width` and `heads` shape."""
 
-CHANGEABLE = frozenset({"text", "steps", "device", "threads", "checkpointing", "overlap", "bucket_numel", "cores"})
+CHANGEABLE = frozenset({"text", "steps", "device", "threads", "checkpointing", "overlap", "bucket_numel", "gpu_buckets", "cores"})
 """Settings that `--resume` may change: how long, where, what is kept for backward and when the optimizer works (which
 change no bit), and the path of the text, whose digest is compared."""
 
@@ -55,6 +55,8 @@ class Settings:
         threads: of torch and of superadam, or None for one per CPU that this process may use.
         overlap: whether the optimizer works while backward runs, or in a step of its own after it.
         bucket_numel: elements that it works on together when overlapped; "auto" for an eighth of the model.
+        gpu_buckets: buckets whose state stays on a GPU when overlapped; "auto" for what measured times and free memory
+            suggest.
         cores: threads that it uses beside the model when overlapped; "auto" for the cores that the model leaves idle,
             and one where it leaves none.
     """
@@ -78,6 +80,7 @@ class Settings:
     threads: int | None = None
     overlap: bool = True
     bucket_numel: int | str = "auto"
+    gpu_buckets: int | str = "auto"
     cores: int | str = "auto"
 
     def __post_init__(self) -> None:
@@ -88,11 +91,11 @@ class Settings:
                 raise UsageError(f"--{name} is {getattr(self, name)}; expected an integer of at least 1")
         if self.threads is not None and self.threads < 1:
             raise UsageError(f"--threads is {self.threads}; expected an integer of at least 1")
-        for name in ("bucket_numel", "cores"):
+        for name, least in (("bucket_numel", 1), ("gpu_buckets", 0), ("cores", 1)):
             value = getattr(self, name)
-            if value != "auto" and (not isinstance(value, int) or value < 1):
+            if value != "auto" and (not isinstance(value, int) or value < least):
                 option = "--" + name.replace("_", "-")
-                raise UsageError(f"{option} is {value}; expected auto or an integer of at least 1")
+                raise UsageError(f"{option} is {value}; expected auto or an integer of at least {least}")
         for name in ("warmup", "seed"):
             if getattr(self, name) < 0:
                 raise UsageError(f"--{name} is {getattr(self, name)}; expected an integer of at least 0")
