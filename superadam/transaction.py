@@ -319,7 +319,7 @@ class Transaction:
                 state.forget_provisional()
                 self.table.note_moved(state)
         self.table.clear_sums()
-        self.statistics.dropped += len(states)
+        self.statistics.dropped += len(shown)
 
     def _commit(self, states: Sequence[ParameterState]) -> None:
         if not states:

@@ -6,7 +6,9 @@ Owns what each of them does after backward. All do AdamW on fp32 masters, and ta
 from __future__ import annotations
 
 import abc
+import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +35,10 @@ class Side(abc.ABC):
 
     def close(self) -> None:  # noqa: B027 - most have nothing to close
         """End what works beside training."""
+
+    def figures(self) -> dict[str, Any]:
+        """Return what it can tell of itself, as JSON holds it."""
+        return {}
 
 
 class NoOptimizer(Side):
@@ -115,6 +121,13 @@ class Superadam(Side):
         """Step."""
         self._optimizer.step()
         self._optimizer.zero_grad()
+
+    def figures(self) -> dict[str, Any]:
+        """Return where steps were made, and what the scheduler counted since it was made."""
+        if self._scheduler is None:
+            return {}
+        placement = {name: str(value) for name, value in dataclasses.asdict(self._scheduler.placement).items()}
+        return {"placement": placement, "statistics": dataclasses.asdict(self._scheduler.statistics)}
 
     def close(self) -> None:
         """Close the scheduler."""

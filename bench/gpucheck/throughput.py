@@ -24,8 +24,8 @@ from superadam.training.model import build_model, next_byte_loss
 from superadam.training.presets import BYTE_VALUES, PRESETS, Shape
 from superadam.training.settings import Settings
 
-WARM_UPS = 2
-"""Untimed steps at each batch size: the first touches memory, the second finds all that done."""
+WARM_UPS = 5
+"""Untimed steps at each batch size: the first touches memory, two are tried out by superadam, one moves state."""
 
 FEWEST, MOST = 3, 15
 """Timed steps at each batch size; their median counts."""
@@ -181,4 +181,5 @@ def _steps(
         "tokens_per_second": batch * request.seq / median,
         "peak_device_bytes": peak_device_bytes(device),
         "peak_host_bytes": peak_host_bytes(),
+        **side.figures(),
     }
