@@ -50,6 +50,7 @@ class Intake:
         self._full: list[Bucket] = []
         self._send = send
         self._sends_early = sends_early
+        self._note_ready = transfers.device.note_ready if transfers.device.has_link else None
         self._states: dict[int, ParameterState] = {}  # by the parameter's id: tensors take long to hash
 
     def place(self, bucket_numel: int, kept: Iterable[Tensor]) -> None:
@@ -88,6 +89,8 @@ class Intake:
             gradient = total
         self._watch.note_taken(parameter, state.name)
         parameter.grad = None
+        if self._note_ready is not None:
+            self._note_ready()
         self._fill(state, gradient)
 
     def take_sums(self) -> None:

@@ -60,6 +60,19 @@ def closed() -> RuntimeError:
     return RuntimeError("the scheduler's worker is closed; make a new OffloadScheduler")
 
 
+def _refuse_fork(process: int) -> None:
+    """Raise in a child that was forked from this process: a thread is not there, and a device is not to be touched.
+
+    Raises:
+        RuntimeError: this is another process.
+    """
+    if os.getpid() != process:
+        raise RuntimeError(
+            "the scheduler's worker belongs to the process that this one was forked from; close() the scheduler "
+            "before forking a process that trains on or saves, and make a new one there"
+        )
+
+
 class DeferredWorker:
     """Runs jobs when somebody waits for them, in the waiting thread: for machines without a core to spare.
 
@@ -69,13 +82,15 @@ class DeferredWorker:
     def __init__(self) -> None:
         self._jobs: collections.deque[Job] = collections.deque()
         self._closed = False
+        self._process = os.getpid()
 
     def submit(self, job: Job) -> None:
         """Add a job.
 
         Raises:
-            RuntimeError: the worker is closed.
+            RuntimeError: the worker is closed, or belongs to the process that this one was forked from.
         """
+        _refuse_fork(self._process)
         if self._closed:
             raise closed()
         self._jobs.append(job)
@@ -90,7 +105,9 @@ class DeferredWorker:
 
         Raises:
             WorkerError: a job failed; those behind it are discarded.
+            RuntimeError: the worker belongs to the process that this one was forked from.
         """
+        _refuse_fork(self._process)
         try:
             while self._jobs:
                 self._jobs.popleft()()
@@ -102,9 +119,10 @@ class DeferredWorker:
         """Do nothing."""
 
     def close(self) -> None:
-        """Run what is left; further jobs are refused."""
+        """Run what is left, unless this is a forked child; further jobs are refused."""
         self._closed = True
-        self.drain()
+        if os.getpid() == self._process:
+            self.drain()
 
 
 class ThreadWorker:
@@ -130,7 +148,7 @@ class ThreadWorker:
             WorkerError: an earlier job failed.
             RuntimeError: the worker is closed, or belongs to the process that this one was forked from.
         """
-        self._refuse_fork()
+        _refuse_fork(self._process)
         with self._changed:
             self._raise_error()
             if self._closing:
@@ -151,7 +169,7 @@ class ThreadWorker:
             WorkerError: a job failed.
             RuntimeError: the worker belongs to the process that this one was forked from.
         """
-        self._refuse_fork()
+        _refuse_fork(self._process)
         with self._changed:
             while (self._jobs or self._running) and self._error is None:
                 self._changed.wait()
@@ -177,14 +195,6 @@ class ThreadWorker:
         if os.getpid() == self._process:
             self._jobs.clear()
             self.close()
-
-    def _refuse_fork(self) -> None:
-        """Raise in a forked child: the thread is not there, and what it was doing was cut off."""
-        if os.getpid() != self._process:
-            raise RuntimeError(
-                "the scheduler's worker belongs to the process that this one was forked from; close() the scheduler "
-                "before forking a process that trains on or saves, and make a new one there"
-            )
 
     def _raise_error(self) -> None:
         if self._error is not None:

@@ -29,7 +29,7 @@ REAL = {
 }
 METHODS = {
     name: getattr(torch.cuda, kind).__dict__[name]
-    for kind, names in (("Stream", ["wait_event"]), ("Event", ["record", "query", "synchronize"]))
+    for kind, names in (("Stream", ["wait_event", "wait_stream"]), ("Event", ["record", "query", "synchronize"]))
     for name in names
 }
 
@@ -116,6 +116,13 @@ class FakeStream:
 
     def __init__(self, cuda: FakeCuda, name: str) -> None:
         self.cuda, self.name = cuda, name
+
+    @property
+    def cuda_stream(self) -> int:
+        return sum(map(ord, self.name))
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.cuda.log.append(("wait for stream", self.name, other.name))
 
     def wait_event(self, event: FakeEvent) -> None:
         assert event.recorded_on is not None

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_cuda import FakeCuda, FakeDevice, OperationsOnStreams, fake_cuda
+from fake_cuda import FakeCuda, FakeDevice, FakeStream, OperationsOnStreams, fake_cuda
 from gpu_arrays import BACKENDS, asked_for
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
@@ -316,6 +316,21 @@ def test_order_of_an_upload(cuda: FakeCuda) -> None:
 def test_only_cuda_devices_are_taken() -> None:
     with pytest.raises(ValueError, match="CudaDevice got meta, expected a CUDA or HIP device; use PlainDevice"):
         CudaDevice("meta")
+
+
+def test_gradients_made_on_another_stream_are_packed_behind_it(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FakeDevice(cuda)
+    layout = layout_of([torch.zeros(9)], device)
+    kept: list[str] = []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda gradient, stream: kept.append(stream.name))
+    device.note_ready()
+    device.pack([random(9)], layout, torch.float32)
+    assert not any(entry[0] == "wait for stream" for entry in cuda.log)
+    with cuda.stream(FakeStream(cuda, "branch")):
+        device.note_ready()
+    device.pack([random(9)], layout, torch.float32)
+    assert ("wait for stream", "current", "branch") in cuda.log
+    assert kept == ["current"]
 
 
 def test_host_memory_is_not_used_again_while_a_copy_is_under_way(cuda: FakeCuda) -> None:

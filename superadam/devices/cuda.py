@@ -55,6 +55,7 @@ class CudaDevice(Device):
         self._host = host or Host()
         self._cpus = cores.near(self._host, _pci_address(self.device))
         self._pinned = PinnedMemory(CudaRegistrar(self.device))
+        self._noted: dict[int, torch.cuda.Stream] = {}
         self._streams = {
             stream: torch.cuda.Stream(device=self.device)  # type: ignore[no-untyped-call]
             for stream in (Stream.DOWNLOAD, Stream.UPLOAD)
@@ -69,11 +70,22 @@ class CudaDevice(Device):
         """Whether the tensor is on the CPU."""
         return tensor.is_cpu
 
+    def note_ready(self) -> None:
+        """Remember the stream: models compute on one, as a rule, and otherwise on a few."""
+        stream = torch.cuda.current_stream(self.device)
+        self._noted[stream.cuda_stream] = stream
+
     @torch.no_grad()
     def pack(
         self, gradients: Sequence[Tensor], layout: FlatLayout, dtype: torch.dtype, norm: ChunkSums | None = None
     ) -> Tensor:
         """Enqueue one launch; gradients that lie otherwise than their states are copied first."""
+        current = torch.cuda.current_stream(self.device)
+        for handle, stream in self._noted.items():
+            if handle != current.cuda_stream:
+                current.wait_stream(stream)
+                for gradient in gradients:
+                    gradient.record_stream(current)  # its memory belongs to the stream that it was made on
         buffer = torch.empty(layout.numel, dtype=dtype, device=self.device)
         ordered = [
             gradient

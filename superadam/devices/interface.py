@@ -100,13 +100,17 @@ class Device(abc.ABC):
     def is_host(self, tensor: Tensor) -> bool:
         """Whether kernels on the CPU may read and write this tensor as soon as Python can."""
 
+    def note_ready(self) -> None:  # noqa: B027 a device may have one stream
+        """A gradient was made on the current stream, and is to be packed later, perhaps with another one current."""
+
     @abc.abstractmethod
     def pack(
         self, gradients: Sequence[Tensor], layout: FlatLayout, dtype: torch.dtype, norm: ChunkSums | None = None
     ) -> Tensor:
         """Return gradients, converted to `dtype`, in one flat buffer of our own on the device.
 
-        Runs on the current stream, so that the gradients may be dropped when the call returns.
+        Runs on the current stream, behind every stream that was noted, so that gradients may be dropped when the call
+        returns.
 
         Args:
             gradients: one for each parameter of the layout, of its shape.

@@ -125,7 +125,9 @@ def _overlap(report: Report) -> list[Row]:
         ("waiting", report.waiting_buckets, "only summed, as clipping was likely, and written in step()"),
     ]
     if report.kept_buckets:
-        counts.append(("kept", report.kept_buckets, "never handed over: their state is on the GPU, and so was the step"))
+        counts.append(
+            ("kept", report.kept_buckets, "never handed over: their state is on the GPU, and so was the step")
+        )
     hidden, work = report.hidden_seconds, report.hidden_seconds + report.optimizer_seconds
     where = ", on cores that the model uses, too" if report.shares_cores else ""
     moved = report.downloaded_bytes + report.uploaded_bytes

@@ -33,8 +33,8 @@ class Report:
         overlap: whether the session that wrote this overlapped the optimizer with backward.
         placement: where and how it made steps in the end, see `superadam.Placement`; None without overlap.
         shares_cores: whether the model computes on every core, so that what is hidden slows it down.
-        buckets, kept_buckets, speculated_buckets, waiting_buckets, accepted_buckets, respeculated_buckets, dropped_buckets,
-            downloaded_bytes, uploaded_bytes: see `superadam.OverlapStatistics`.
+        buckets, kept_buckets, speculated_buckets, waiting_buckets, accepted_buckets, respeculated_buckets,
+            dropped_buckets, downloaded_bytes, uploaded_bytes: see `superadam.OverlapStatistics`.
         elements, elements_differing, parameters_differing, verdicts_differing, norm_max_relative_difference: see
             `superadam.training.verification.Verification`; None without --verify.
         final_loss: mean training loss of the last tenth of the steps, in nats for a byte.

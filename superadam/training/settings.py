@@ -18,7 +18,9 @@ from superadam.usage import UsageError
 BYTE_MODEL = "bytes"
 """Name of the model that `layers`, `width` and `heads` shape."""
 
-CHANGEABLE = frozenset({"text", "steps", "device", "threads", "checkpointing", "overlap", "bucket_numel", "gpu_buckets", "cores"})
+CHANGEABLE = frozenset(
+    {"text", "steps", "device", "threads", "checkpointing", "overlap", "bucket_numel", "gpu_buckets", "cores"}
+)
 """Settings that `--resume` may change: how long, where, what is kept for backward and when the optimizer works (which
 change no bit), and the path of the text, whose digest is compared."""
 
