@@ -102,6 +102,11 @@ class Binding:
         self.is_exposed = False
         self._statistics = statistics
 
+    @property
+    def has_state(self) -> bool:
+        """Whether any parameter was bound, or has a state that was loaded."""
+        return bool(self.published) or self.transaction is not None
+
     def bound(self, groups: Groups) -> Transaction:
         """Return the transaction over the present parameters of the groups, its clean rows equal to what is published.
 
@@ -135,7 +140,7 @@ class Binding:
 
     def committed(self, groups: Groups) -> defaultdict[Tensor, Any]:
         """Return the published state after committing what is accepted and adopting what was written to parameters."""
-        if self.published or self.transaction is not None:
+        if self.has_state:
             transaction = self.bound(groups)
             transaction.commit()
             transaction.table.bring_home()

@@ -278,8 +278,8 @@ class SpeculativeCPUAdam(Optimizer):
 
     @_untracked
     def commit(self) -> None:
-        """Fold accepted steps into the state now. Readers of the state do it themselves."""
-        if self._binding.transaction is not None:
+        """Fold accepted steps, and what was written to parameters, into the state. Readers of it do so themselves."""
+        if self._binding.has_state:
             self._binding.bound(self.param_groups).commit()
             self._binding.keep_published()
 

@@ -131,6 +131,23 @@ def test_only_differing_elements_are_adopted(dtype: torch.dtype) -> None:
     assert bits(master.flatten()[:3]) == bits(p.flatten()[:3].float())
 
 
+@WORKING_COPIES
+def test_commit_looks_at_parameters_also_after_a_state_was_loaded(dtype: torch.dtype) -> None:
+    """There and back with a look in between is a write: the element's master is what was written."""
+    optimizer = make(dtype)
+    train(optimizer, 1)
+    (p,) = parameters_of(optimizer)
+    optimizer.load_state_dict(optimizer.state_dict())
+    value = p[0, 0].item()
+    assert optimizer.state_dict()["state"][0]["master"][0, 0].item() != value
+    optimizer.load_state_dict(optimizer.state_dict())
+    for written in (7.0, value):
+        with torch.no_grad():
+            p[0, 0] = written
+        optimizer.commit()
+    assert optimizer.state[p]["master"][0, 0].item() == value
+
+
 @pytest.mark.parametrize("is_uncommitted", [False, True])
 def test_averaged_weights_swapped_in_and_out(is_uncommitted: bool) -> None:
     """Evaluation with other weights, from a backup of the rounded ones, costs no master."""
