@@ -1,34 +1,29 @@
 """`OffloadScheduler`: the optimizer's step, bucket by bucket, while backward still runs.
 
-The story of one step: a gradient is ready (`gradient_ready`), a bucket is full and starts its way to the host
-(`_send`), the worker speculates on it, which starts the way back (`_speculate`, `parcel`), `optimizer.step()` waits for
-the worker (`catch_up`), judges, and lets the model's stream wait for the uploads (`conclude`); in the worker's idle
-time accepted gradients are committed (`_idle`).
+The story of one step: a gradient is ready and goes into a bucket (`gradient_ready`); a full bucket goes its way, on
+which the worker speculates on it (`_send`); `optimizer.step()` waits for that (`catch_up`), judges, and lets the
+model's stream wait for the new parameters (`conclude`); in the worker's idle time accepted gradients are committed.
 
 Owns the order of these things. Arithmetic and verdicts are the optimizer's, streams and copies those of `Transfers`,
-and `ModelWatch` sees to it that nobody reads a parameter of an open step.
+`Pipeline` runs the worker, and `ModelWatch` sees to it that nobody reads a parameter of an open step.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import time
-from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
 import torch
 from torch import Tensor, nn
 
-from superadam import native
 from superadam.admission import check_count, check_link_dtype, check_model, check_overlap, check_scaler
-from superadam.arrivals import Arrivals
 from superadam.buckets import Bucket
-from superadam.devices import Device, Event, Stream, device_for
-from superadam.governor import Governor
+from superadam.devices import Device, device_for
 from superadam.grad_scaler import GradScaler
 from superadam.hyperparameters import Hyperparameters
 from superadam.intake import Intake
@@ -36,36 +31,17 @@ from superadam.journal import Journal
 from superadam.optimizer import SpeculativeCPUAdam
 from superadam.outcome import StepOutcome
 from superadam.overlap_statistics import OverlapStatistics
-from superadam.parameter import ParameterState, Phase
-from superadam.placement import BucketTimes, Placement, last_parameters
+from superadam.parameter import ParameterState
+from superadam.pipeline import Pipeline
+from superadam.placement import Placement, last_parameters
 from superadam.placer import Placer
 from superadam.residence import Residence
 from superadam.trace import Trace
 from superadam.transaction import Transaction
-from superadam.transfers import Held, Transfers
+from superadam.transfers import Transfers
 from superadam.watch import REMEDY, ModelWatch
-from superadam.worker import DeferredWorker, Worker, WorkerError
 
 _logger = logging.getLogger("superadam")
-
-
-@dataclass(frozen=True, slots=True)
-class _Sent:
-    """What the worker is told of a bucket beside its gradients.
-
-    Attributes:
-        at: seconds of `time.perf_counter()`.
-        handing_seconds: that sending it took.
-        arrived: after which the gradients may be read.
-        placement: how it is to be treated.
-        unscale: factor that undoes loss scaling.
-    """
-
-    at: float
-    handing_seconds: float
-    arrived: Event
-    placement: Placement
-    unscale: float
 
 
 class OffloadScheduler:
@@ -151,24 +127,18 @@ class OffloadScheduler:
         self._transfers = self.delivery = Transfers(self._device, self._journal, self.placement.link_dtype)
         self.residence = Residence(self._device)
         self._watch = ModelWatch(model, self)
-        self._governor = Governor()
         self._hyper: dict[ParameterState, Hyperparameters] = {}
-        self._transaction: Transaction | None = None
-        self._is_waited_for = False
         self._bound_in: int | None = None  # backward in which the optimizer was asked for its parameters last
         self._overlaps = overlap
         self._overlaps_forward = overlap_forward
         self._closed = False
         optimizer.bound_transaction()  # what cannot be bound raises before anything is attached
-        has_cores = self.placement.cores > 0
-        self._intake = Intake(
-            self._watch,
-            self._transfers,
-            self.placement.bucket_numel,
-            self._send,
-            sends_early=has_cores or self._device.has_link,
+        sends_early = self.placement.cores > 0 or self._device.has_link
+        numel = self.placement.bucket_numel
+        self._intake = Intake(self._watch, self._transfers, numel, self._send, sends_early=sends_early)
+        self._pipeline = Pipeline(
+            self._device, self._transfers, self._placer, self._journal, lambda: optimizer.max_grad_norm
         )
-        self._worker: Worker = self._device.start_worker(self._idle) if has_cores else DeferredWorker()
         try:
             self._transfers.reserve(parameters, self.placement.bucket_numel)
             optimizer.attach_overlap(self)
@@ -200,73 +170,10 @@ class OffloadScheduler:
             self._follow(self.optimizer.bound_transaction())  # a look at every parameter: once in a backward is enough
             self._journal.note_gradient()
 
-    # ---- a bucket on its way -----------------------------------------------------------------------------------------
-
     def _send(self, bucket: Bucket) -> None:
-        """Start a bucket's way to the host, or only its norm's, and hand it to the worker."""
-        assert self._transaction is not None
-        begin = time.perf_counter()
+        """Let a bucket go its way; called by the intake when it is full."""
         self._hyper = self._hyper or self.optimizer.hyperparameters()
-        placement = self._placer.begin_bucket(bucket)
-        self.statistics.buckets += 1
-        if bucket.is_kept:
-            held = self._transfers.hold(bucket.states, bucket.gradients)
-            arrivals = self._arrivals(held.states, held.gradients)
-            job = functools.partial(self._keep, self._transaction, arrivals, held, self.unscale, begin)
-        else:
-            # From now on parameters may be overwritten: whoever still needs old values in this backward must notice.
-            self._transaction.table.announce(bucket.states)
-            widens = placement.link_dtype != self.placement.link_dtype
-            hosts, arrived = self._transfers.download(bucket.states, bucket.gradients, widens=widens)
-            arrivals = self._arrivals(bucket.states, hosts)
-            sent = _Sent(begin, time.perf_counter() - begin, arrived, placement, self.unscale)
-            job = functools.partial(self._speculate, self._transaction, arrivals, sent)
-        self._worker.submit(job)
-
-    def _arrivals(self, states: list[ParameterState], gradients: list[Tensor]) -> Arrivals:
-        return Arrivals(states, gradients, [(self._hyper[state], 1) for state in states])
-
-    def _keep(self, transaction: Transaction, arrivals: Arrivals, held: Held, unscale: float, sent: float) -> None:
-        """Take the norm of a bucket that stays on the device; runs in the worker."""
-        held.arrived.synchronize()
-        transaction.keep(arrivals, held.norm(), unscale)
-        self._journal.note_kept(arrivals.numel, sent=sent)
-
-    def _speculate(self, transaction: Transaction, arrivals: Arrivals, sent: _Sent) -> None:
-        """Speculate on a bucket; runs in the worker."""
-        sent.arrived.synchronize()
-        begin = time.perf_counter()
-        cores = sent.placement.cores
-        writes = cores > 0 and self._governor.speculates(
-            transaction.norm_so_far() * sent.unscale, self.optimizer.max_grad_norm
-        )
-        cores = 0 if self._is_waited_for else cores
-        with torch.no_grad(), self._transfers.following_download(), native.limited_threads(cores or None):
-            transaction.speculate(arrivals, sent.unscale, writes=writes)
-        self._journal.note_bucket(arrivals.numel, sent=sent.at, arrived=begin, is_written=writes)
-        if writes:
-            self._placer.note_times(
-                BucketTimes(
-                    elements=arrivals.numel,
-                    gradient_bytes=arrivals.gradients[0].element_size(),
-                    is_widened=sent.placement.link_dtype != self.placement.link_dtype,
-                    cores=cores,
-                    ready=begin,
-                    worker_seconds=time.perf_counter() - begin,
-                    handing_seconds=sent.handing_seconds,
-                )
-            )
-
-    def _idle(self) -> bool:
-        """Commit a bucket's worth of accepted gradients; runs in the worker while nothing else waits."""
-        transaction = self._transaction
-        if transaction is None or not transaction.in_phase(Phase.ACCEPTED):
-            return False
-        begin = time.perf_counter()
-        with native.limited_threads(self.placement.cores):
-            elements = transaction.commit_some(self.placement.bucket_numel)
-        self._journal.note_commit(begin, elements)
-        return True
+        self._pipeline.send(bucket, self._hyper, self.unscale)
 
     # ---- what the optimizer asks (binding.Overlap) -------------------------------------------------------------------
 
@@ -309,20 +216,10 @@ class OffloadScheduler:
         """
         try:
             self._intake.flush()
-            if self._worker.is_idle:
-                self._worker.drain()  # tells what went wrong
-                return
-            if self.placement.cores:
-                self._device.record(Stream.CURRENT).synchronize()  # until then, the worker hides behind the model
-            begin = time.perf_counter()
-            self._is_waited_for = True
-            self._worker.drain()
+            self._pipeline.drain()
         except Exception:
             self.abandon()
             raise
-        finally:
-            self._is_waited_for = False
-        self._journal.note_wait(begin)
 
     def conclude(self, outcome: StepOutcome | None) -> None:
         """Make parameters safe to read after a verdict, or after a rollback (None), and let commits begin."""
@@ -331,7 +228,7 @@ class OffloadScheduler:
         self._transfers.note_arrived()
         self._journal.note_verdict(outcome, self.optimizer.statistics.respeculated)
         if outcome is not None:
-            self._governor.note(outcome.kind)
+            self._pipeline.governor.note(outcome.kind)
         elif self._watch.is_backward_broken():
             _logger.warning(
                 "the step of a backward that failed was dropped; if it failed because a variable was modified by an "
@@ -340,11 +237,11 @@ class OffloadScheduler:
             )
         self._watch.note_verdict()
         self._hyper = {}
-        if self._transaction is not None:
+        if self._pipeline.transaction is not None:
             self._follow(self.optimizer.bound_transaction())
         if self._placer.end_step(is_whole=outcome is not None):
             self._apply_placement()
-        self._worker.wake()
+        self._pipeline.wake()
 
     def await_parameters(self, parameters: frozenset[int] | None = None) -> None:
         """Let the model's stream wait for the uploads of parameters, by default all (also watch.Keeper)."""
@@ -446,7 +343,7 @@ class OffloadScheduler:
             self._end()
 
     def _end(self) -> None:
-        self._worker.close()
+        self._pipeline.close()
         if self._owns_device:
             self._device.close()
 
@@ -464,9 +361,9 @@ class OffloadScheduler:
 
     def _follow(self, transaction: Transaction) -> None:
         """Watch the parameters that the optimizer has now."""
-        if transaction is self._transaction:
+        if transaction is self._pipeline.transaction:
             return
-        self._transaction = transaction
+        self._pipeline.transaction = transaction
         self._intake.follow(transaction.table.states)
         self.residence.forget(but=transaction.table.states)
         if self._overlaps:
@@ -481,9 +378,5 @@ class OffloadScheduler:
     def abandon(self) -> None:
         """Drop the open step, also from inside backward."""
         self._intake.forget()
-        with suppress(WorkerError):
-            self._worker.drain()
-        if self._transaction is not None:
-            with torch.no_grad():
-                self._transaction.roll_back()
+        self._pipeline.abandon()
         self.conclude(None)

@@ -823,7 +823,7 @@ def test_without_idle_cores_the_work_waits_for_the_step(has_link: bool) -> None:
         assert scheduler.statistics.hidden_share == 0.0
         scheduler.close()
         with pytest.raises(RuntimeError, match="worker is closed"):
-            scheduler._worker.submit(lambda: None)
+            scheduler._pipeline._worker.submit(lambda: None)
 
 
 def test_second_scheduler_on_one_optimizer_is_refused() -> None:
@@ -859,7 +859,7 @@ def test_closed_and_made_again(device: PlainDevice) -> None:
             train(model, optimizer, range(begin, begin + 1))
             loss_of(model, 77).backward()  # dropped when closing
         scheduler.close()
-        assert optimizer.statistics.dropped > 0
+        assert (optimizer.statistics.dropped > 0) is not isinstance(device, DeferredDevice)  # where nothing was written
         train(model, optimizer, range(begin + 1, begin + 2))
         loss_of(model, 77).backward()
         assert model[0].weight.grad is not None  # no hook is left
@@ -878,7 +878,7 @@ def test_no_thread_is_left_after_close() -> None:
         train(model, scheduler.optimizer, range(2))
     assert not worker.is_alive()
     with pytest.raises(RuntimeError, match="worker is closed; make a new OffloadScheduler"):
-        scheduler._worker.submit(lambda: None)
+        scheduler._pipeline._worker.submit(lambda: None)
 
 
 def test_closed_scheduler_is_collected() -> None:
