@@ -23,10 +23,26 @@ class GradScaler(torch.amp.GradScaler):
     unscaled gradients anyway; set `max_grad_norm`.
     """
 
+    _known_scale: float | None = None
+
     @property
     def inverse_scale(self) -> float:
         """Factor that undoes the present scale; 1.0 when disabled."""
-        return 1.0 / self.get_scale() if self.is_enabled() else 1.0
+        if not self.is_enabled():
+            return 1.0
+        if self._known_scale is None:
+            self._known_scale = self.get_scale()
+        return 1.0 / self._known_scale
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        """Set the next scale, as in torch; it is read here, where a GPU has little to do, and not amid backward."""
+        super().update(new_scale)
+        self._known_scale = self.get_scale() if self.is_enabled() else None
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load, as in torch."""
+        super().load_state_dict(state_dict)
+        self._known_scale = None
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Do nothing for the optimizer whose gradients are taken; otherwise as in torch."""

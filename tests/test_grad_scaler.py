@@ -133,3 +133,33 @@ def test_checkpoint_goes_to_and_from_the_scaler_of_torch() -> None:
     fresh = GradScaler("cpu")
     fresh.load_state_dict(other.state_dict())
     assert fresh.inverse_scale == 1 / 16
+
+
+def test_scale_is_not_read_amid_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU that would wait for everything that backward has enqueued so far."""
+    model, optimizer, scaler = pair()
+    reads: list[int] = []
+    get_scale = GradScaler.get_scale
+    with eager(optimizer, model, grad_scaler=scaler, cores=1):
+        step(model, optimizer, scaler, 0)
+        monkeypatch.setattr(GradScaler, "get_scale", lambda self: [reads.append(1), get_scale(self)][1])
+        scaler.scale(loss_of(model, 1)).backward()
+        scaler.step(optimizer)
+        assert not reads
+        scaler.update()
+        assert reads
+
+
+def test_loaded_scale_is_undone() -> None:
+    model, optimizer, scaler = pair()
+    twin_model = mlp()
+    twin = adam(twin_model)
+    with eager(optimizer, model, grad_scaler=scaler):
+        step(model, optimizer, scaler, 0)
+        scaler.load_state_dict(scaler.state_dict() | {"scale": 2.0})
+        step(model, optimizer, scaler, 1)
+    for seed in range(2):
+        twin.zero_grad()
+        loss_of(twin_model, seed).backward()
+        twin.step()
+    assert shown(optimizer) == shown(twin)
