@@ -19,18 +19,15 @@ class Accumulation:
 
     Attributes:
         is_in_grad: whether gradients are to stay where autograd adds them up.
+        is_at_work: whether a gradient that comes now may have to be added to others.
         sums: on the host, per parameter.
     """
 
     def __init__(self) -> None:
         self.is_in_grad = False
+        self.is_at_work = False
         self._is_on_host = False
         self.sums: dict[Tensor, Tensor] = {}  # the state of a parameter may be bound anew between micro-batches
-
-    @property
-    def is_at_work(self) -> bool:
-        """Whether a gradient that comes now may have to be added to others."""
-        return self._is_on_host or bool(self.sums)
 
     @contextmanager
     def during(self, dtype: torch.dtype | None) -> Iterator[None]:
@@ -47,10 +44,12 @@ class Accumulation:
             raise ValueError(f"accumulate() got dtype {dtype}, expected None (that of .grad) or torch.float32")
         before = self.is_in_grad, self._is_on_host
         self.is_in_grad, self._is_on_host = dtype is None, dtype is not None
+        self._note_work()
         try:
             yield
         finally:
             self.is_in_grad, self._is_on_host = before
+            self._note_work()
 
     def add(self, state: ParameterState, gradient: Tensor) -> Tensor | None:
         """Return a gradient together with what was summed before it; None while there is more to come.
@@ -68,9 +67,14 @@ class Accumulation:
             self.sums[state.parameter] = total
             return None
         self.sums.pop(state.parameter, None)
+        self._note_work()
         return total
 
     def take(self) -> dict[Tensor, Tensor]:
         """Return the sums that no further gradient has come for, and forget them."""
         taken, self.sums = self.sums, {}
+        self._note_work()
         return taken
+
+    def _note_work(self) -> None:
+        self.is_at_work = self._is_on_host or bool(self.sums)

@@ -39,7 +39,7 @@ from superadam.residence import Residence
 from superadam.trace import Trace
 from superadam.transaction import Transaction
 from superadam.transfers import Transfers
-from superadam.watch import REMEDY, ModelWatch
+from superadam.watch import REMEDY, ModelWatch, present_backward
 
 _logger = logging.getLogger("superadam")
 
@@ -156,7 +156,7 @@ class OffloadScheduler:
             return
         begin = time.perf_counter()
         try:
-            if torch._C._current_graph_task_id() != self._bound_in:
+            if present_backward() != self._bound_in:
                 self._begin_backward()
             self._intake.take(parameter, gradient)
         except BaseException:  # also Ctrl-C
@@ -165,7 +165,8 @@ class OffloadScheduler:
         self.statistics.hook_seconds += time.perf_counter() - begin
 
     def _begin_backward(self) -> None:
-        self._bound_in = torch._C._current_graph_task_id()
+        self._bound_in = present_backward()
+        self._watch.note_backward()
         if not self._watch.has_unsettled:
             self._follow(self.optimizer.bound_transaction())  # a look at every parameter: once in a backward is enough
             self._journal.note_gradient()

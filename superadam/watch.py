@@ -7,7 +7,7 @@ that are under way. Refuses a forward over unsettled parameters, and keeps them 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -18,8 +18,11 @@ from torch.utils.hooks import RemovableHandle
 from superadam.blocks import awaited_parameters
 from superadam.hooks import Taker, attach
 
-_NO_BACKWARD = -1
-"""What autograd calls its running backward when there is none."""
+present_backward: Callable[[], int] = torch._C._current_graph_task_id
+"""Returns what autograd calls its running backward."""
+
+NO_BACKWARD = -1
+"""What it calls it when there is none."""
 
 REMEDY = (
     "leave gradients to accumulate() for all but the last backward, call optimizer.step() before the next forward, "
@@ -65,7 +68,7 @@ class ModelWatch:
         self._awaited: dict[nn.Module, frozenset[int]] = {}
         self._unsettled: set[int] = set()  # ids: compiled hooks cannot look at sets of tensors
         self._running: set[int] = set()  # backwards that gave gradients and have not ended
-        self._counted = _NO_BACKWARD  # the last one among them
+        self._is_counted = False  # whether the present one is among them
 
     def follow(self, parameters: Iterable[Tensor]) -> None:
         """Hook these parameters and the model, instead of what was hooked before."""
@@ -104,24 +107,29 @@ class ModelWatch:
         if id(parameter) in self._unsettled:
             self.check_settled(parameter, name)
         self._unsettled.add(id(parameter))
-        if torch._C._current_graph_task_id() != self._counted:
+        if not self._is_counted:
             self._count_backward()
 
+    def note_backward(self) -> None:
+        """Gradients that come from now on are those of another backward."""
+        self._is_counted = False
+
     def _count_backward(self) -> None:
-        self._counted = task = torch._C._current_graph_task_id()
-        if task != _NO_BACKWARD:
+        self._is_counted = True
+        task = present_backward()
+        if task != NO_BACKWARD:
             self._running.add(task)
             torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self._running.discard, task))
 
     def is_backward_broken(self) -> bool:
         """Whether a backward that gave gradients ended with an error."""
-        return bool(self._running) and torch._C._current_graph_task_id() == _NO_BACKWARD
+        return bool(self._running) and present_backward() == NO_BACKWARD
 
     def note_verdict(self) -> None:
         """Count every parameter as settled."""
         self._unsettled.clear()
         self._running.clear()
-        self._counted = _NO_BACKWARD
+        self._is_counted = False
 
     # ---- what hooks report (hooks.Listener) --------------------------------------------------------------------------
 
@@ -142,7 +150,7 @@ class ModelWatch:
             self._keeper.abandon()
             return
         # A checkpoint recomputes a block, which may read its submodules' parameters without calling them.
-        in_backward = torch._C._current_graph_task_id() != _NO_BACKWARD
+        in_backward = present_backward() != NO_BACKWARD
         if not self._unsettled.isdisjoint(map(id, module.parameters(recurse=in_backward))):
             self._keeper.abandon()
             name = type(module).__name__
