@@ -21,6 +21,7 @@ from superadam.placement import (
     Placement,
     elements_to_keep,
     enough_cores,
+    last_parameters,
     numel_of_buckets,
     rate,
     should_widen,
@@ -83,7 +84,7 @@ class Placer:
         )
         self.order: list[Tensor] = []
         self._ready: dict[bool, list[Tensor]] = {False: [], True: []}  # of this step, by whether they stay
-        self._buckets = 0
+        self._buckets = 0  # of this step that travelled
         self._steps = 0
         self._step: list[BucketTimes] = []  # times of this step
         self._tried: list[list[BucketTimes]] = []
@@ -96,10 +97,12 @@ class Placer:
 
     def begin_bucket(self, bucket: Bucket) -> Placement:
         """Note that a bucket is ready, and return how it is to be treated, which may be a trial."""
+        self._ready[bucket.is_kept] += [state.parameter for state in bucket.states]
+        if bucket.is_kept:
+            return self.placement
         number = self._buckets
         self._buckets += 1
-        self._ready[bucket.is_kept] += [state.parameter for state in bucket.states]
-        if not self._is_trying or self._steps < WARM_UP_STEPS or bucket.is_kept:
+        if not self._is_trying or self._steps < WARM_UP_STEPS:
             return self.placement
         if number == _WIDENED and self._chooses_link and bucket.gradients[0].element_size() < _FLOAT32_BYTES:
             return replace(self.placement, link_dtype=torch.float32)
@@ -122,11 +125,12 @@ class Placer:
         buckets, self._buckets = self._buckets, 0
         if not is_whole or not ready:
             return False
-        is_new = self.placement.gpu_buckets > 0 and len(ready) > len(self.order)
+        is_new = False
         if len(ready) >= len(self.order):
+            is_new = self.placement.gpu_buckets > 0 and set(map(id, ready)) != set(map(id, self.order))
             self.order = ready
         self._steps += 1
-        is_timed = len(times) == buckets and any(one.cores == self.placement.cores for one in times)
+        is_timed = len(times) == buckets and any(self._is_usual(one) for one in times)
         if self._is_trying and self._steps > WARM_UP_STEPS and is_timed:
             self._tried.append(times)
             if len(self._tried) == TRIED_STEPS:
@@ -154,7 +158,7 @@ class Placer:
     def _chosen(self) -> Placement:
         every = list(itertools.chain.from_iterable(self._tried))
         plain = [one for one in every if not one.is_widened]
-        usual = [one for one in plain if one.cores == self.placement.cores]
+        usual = [one for one in every if self._is_usual(one)]
         chosen = self.placement
         if self._chooses_cores:
             chosen = replace(chosen, cores=enough_cores([one for one in plain if one.cores]))
@@ -167,8 +171,14 @@ class Placer:
         if self._chooses_gpu_buckets:
             affordable = int(self._device.free_bytes() * FREE_SHARE) // BYTES_PER_ELEMENT
             kept = elements_to_keep(self._tried[-1], rate(usual), affordable)
-            chosen = replace(chosen, gpu_buckets=-(-kept // chosen.bucket_numel))
+            rounded_up = replace(chosen, gpu_buckets=-(-kept // chosen.bucket_numel))
+            fits = sum(one.numel() for one in last_parameters(self.order, rounded_up)) <= affordable
+            chosen = rounded_up if fits else replace(chosen, gpu_buckets=kept // chosen.bucket_numel)
         return chosen
+
+    def _is_usual(self, times: BucketTimes) -> bool:
+        """Whether a bucket was treated as the present placement says, while the model computed."""
+        return times.cores == self.placement.cores and not times.is_widened
 
 
 def check_can_keep(device: Device, gpu_buckets: int | str) -> None:

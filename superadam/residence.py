@@ -81,20 +81,43 @@ class Residence:
             gradients: one for each, on the device, in the layout of the state.
             indices: which coefficients each has.
             sets: the coefficients.
+
+        Whatever is raised, nothing was changed, as far as the device changed nothing.
         """
-        steps = []
-        for state, gradient, index in zip(states, gradients, indices, strict=True):
-            one = self._residents.get(state)
-            if one is None or (one.max_exp_avg_sq is None and state.max_exp_avg_sq is not None):
-                self.bring_home([state])
-                one = self._residents[state] = self._moved(state)
-            parameter = _flat(state.parameter.detach())
-            steps.append(
-                KeptStep(
-                    one.master, one.exp_avg, one.exp_avg_sq, one.max_exp_avg_sq, _flat(gradient), parameter, int(index)
+        steps: list[KeptStep] = []
+        arrived: list[ParameterState] = []
+        delivered: list[tuple[Tensor, Tensor]] = []
+        try:
+            for state, gradient, index in zip(states, gradients, indices, strict=True):
+                one = self._residents.get(state)
+                if one is None or (one.max_exp_avg_sq is None and state.max_exp_avg_sq is not None):
+                    self.bring_home([state])
+                    one = self._residents[state] = self._moved(state)
+                    arrived.append(state)
+                parameter = state.parameter.data
+                if parameter.stride() != state.strides:  # no longer dense: somebody replaced `.data`
+                    values = self._device.empty(parameter.numel(), parameter.dtype, Stream.CURRENT)
+                    values = values.as_strided(state.shape, state.strides)
+                    delivered.append((parameter, values))
+                    parameter = values
+                steps.append(
+                    KeptStep(
+                        one.master,
+                        one.exp_avg,
+                        one.exp_avg_sq,
+                        one.max_exp_avg_sq,
+                        _flat(gradient),
+                        _flat(parameter),
+                        int(index),
+                    )
                 )
-            )
-        self._device.update(steps, sets)
+            self._device.update(steps, sets)
+        except BaseException:
+            for state in arrived:
+                del self._residents[state]  # the host's tensors are as new, and may be dropped
+            raise
+        for parameter, values in delivered:
+            parameter.copy_(values)
 
     def bring_home(self, states: Iterable[ParameterState] | None = None) -> None:
         """Return when the host's tensors are the newest, and keep nothing of them on the device.

@@ -129,7 +129,7 @@ class Transaction:
                     record = _pending_of(state)
                     self._move(state, Phase.ACCEPTED, record)
                     self.table.steps[state.row] = record.step
-                    state.is_provisional = state.is_max_provisional = False
+                    self._settle_provisional(state, record.hyper)
                 self.table.is_published[self.table.rows_of(shown)] = False
                 if writes:
                     self._commit([write.state for write in writes])
@@ -263,27 +263,38 @@ class Transaction:
         records = [_pending_of(state) for state in states]
         gradients = [record.gradient for record in records]
         self._make_ready(Arrivals(states, gradients, [(hyper_now[state], 1) for state in states]))
-        for state in states:
-            state.is_provisional = state.is_max_provisional = False
         pending = {
             s: record.at_scale(clip * record.unscale, hyper_now[s]) for s, record in zip(states, records, strict=True)
         }
-        self._update_here({state: record for state, record in pending.items() if not record.is_kept})
+        # The device first: it works beside us, and where its memory is short, nothing was changed yet.
         self._update_kept({state: record for state, record in pending.items() if record.is_kept})
-        for state in states:
-            self._move(state, Phase.CLEAN, None)
+        self._update_here({state: record for state, record in pending.items() if not record.is_kept})
 
     def _update_here(self, pending: Mapping[ParameterState, Pending]) -> None:
         if pending:
             rows, coefficients = self.table.rows_of(list(pending)), CoefficientTable()
             segments = self.table.segments(rows, [record.gradient for record in pending.values()])
             self.table.update(rows, segments, coefficients, _indices(coefficients, pending))
+            self._note_updated(pending)
 
     def _update_kept(self, pending: Mapping[ParameterState, Pending]) -> None:
         if pending:
             rows, coefficients = self.table.rows_of(list(pending)), CoefficientTable()
             gradients = [record.gradient for record in pending.values()]
             self.table.update_kept(rows, gradients, coefficients, _indices(coefficients, pending))
+            self._note_updated(pending)
+
+    def _note_updated(self, pending: Mapping[ParameterState, Pending]) -> None:
+        for state, record in pending.items():
+            self._settle_provisional(state, record.hyper)
+            self._move(state, Phase.CLEAN, None)
+
+    def _settle_provisional(self, state: ParameterState, hyper: Hyperparameters) -> None:
+        """Keep what was made for a step that is accepted with these hyper-parameters."""
+        if state.is_max_provisional and not hyper.amsgrad:  # it was switched off after speculating
+            state.max_exp_avg_sq = None
+            self.table.note_moved(state)
+        state.is_provisional = state.is_max_provisional = False
 
     def _write_speculation(self, pending: Mapping[ParameterState, Pending], *, with_norm: bool = False) -> None:
         coefficients = CoefficientTable()

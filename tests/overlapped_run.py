@@ -125,6 +125,8 @@ class OverlappedRun(RuleBasedStateMachine):
         before_step=st.sampled_from(["nothing", "lr", "limit", "read state", "save", "zero_grad"]),
         sums_on_host=st.booleans(),
         looks_between=st.booleans(),
+        steps=st.integers(1, 3),
+        placement=st.sampled_from([None, None, (0, 1), (1, 100), (10**6, 100), (10**6, 10**6)]),
     )
     def train(
         self,
@@ -136,8 +138,28 @@ class OverlappedRun(RuleBasedStateMachine):
         before_step: str,
         sums_on_host: bool,
         looks_between: bool,
+        steps: int,
+        placement: tuple[int, int] | None,
     ) -> None:
-        """Make a step; sums on the host are those of autograd where gradients are fp32."""
+        """Make steps, the last of which is special; perhaps with another placement from then on."""
+        if placement is not None:
+            self.place(*placement)
+        for number in range(steps - 1):
+            self.make_step(seed + 10 * number, scale, 1, with_branch, False, "nothing", False, False)
+        self.make_step(seed, scale, micro_batches, with_branch, bad, before_step, sums_on_host, looks_between)
+
+    def make_step(
+        self,
+        seed: int,
+        scale: float,
+        micro_batches: int,
+        with_branch: bool,
+        bad: bool,
+        before_step: str,
+        sums_on_host: bool,
+        looks_between: bool,
+    ) -> None:
+        """Make one step; sums on the host are those of autograd where gradients are fp32."""
         sum_dtype = torch.float32 if sums_on_host and self.dtype == torch.float32 else None
         accepted = self.last_accepted() if before_step == "read state" else {}
         twins = ((self.plain, self.plain_optimizer), (self.model, self.optimizer))
@@ -184,8 +206,8 @@ class OverlappedRun(RuleBasedStateMachine):
             for group in optimizer.param_groups:
                 group["lr"] = lr
 
-    @rule(seed=SEEDS)
-    def write_outside(self, seed: int) -> None:
+    @rule(seed=SEEDS, then_trains=st.booleans())
+    def write_outside(self, seed: int, then_trains: bool) -> None:
         """What was written counts by its value when somebody looks, so both twins look at once."""
         self.scheduler.synchronize()
         for model, optimizer in ((self.plain, self.plain_optimizer), (self.model, self.optimizer)):
@@ -193,6 +215,8 @@ class OverlappedRun(RuleBasedStateMachine):
             with torch.no_grad():
                 model.branch.weight.copy_(torch.where(values > 1, values, model.branch.weight))
             optimizer.commit()
+        if then_trains:
+            self.make_step(seed, 1.0, 1, True, False, "nothing", False, False)
 
     @rule()
     def states_are_equal(self) -> None:

@@ -248,6 +248,23 @@ def test_hyperparameters_that_change_between_backward_and_step(change: str, devi
     both(changing, device=device)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_amsgrad_that_is_switched_off_before_its_first_step(dtype: torch.dtype, device: PlainDevice) -> None:
+    """What was made when speculating is absent again."""
+
+    def switched(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
+        for seed in range(3):
+            optimizer.zero_grad()
+            optimizer.param_groups[0]["amsgrad"] = True
+            loss_of(model, seed).backward()
+            if scheduler is not None:
+                scheduler.catch_up()
+            optimizer.param_groups[0]["amsgrad"] = False
+            optimizer.step()
+
+    both(switched, lambda: mlp(dtype), device)
+
+
 def test_the_optimizer_steps_by_hand(device: PlainDevice) -> None:
     """`speculate()` takes what backward left, `resolve()` judges, `rollback()` drops, with a scheduler as without."""
 
