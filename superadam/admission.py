@@ -44,14 +44,17 @@ def check_model(optimizer: SpeculativeCPUAdam, model: nn.Module) -> None:
         )
 
 
-def check_count(name: str, value: int | str, *, least: int = 1) -> None:
-    """Raise if an argument is neither "auto" nor an integer of at least `least`.
+def check_count(name: str, value: int | str, *, least: int = 1, may_be_auto: bool = True) -> None:
+    """Raise if an argument is neither an integer of at least `least` nor, where it may be, "auto".
 
     Raises:
         ValueError: it is something else.
     """
-    if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-        raise ValueError(f"{name} is {value!r}, expected 'auto' or an integer of at least {least}")
+    if may_be_auto and value == "auto":
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        expected = "'auto' or an integer" if may_be_auto else "an integer"
+        raise ValueError(f"{name} is {value!r}, expected {expected} of at least {least}")
 
 
 def check_link_dtype(value: torch.dtype | str) -> None:

@@ -136,7 +136,7 @@ class Pipeline:
                     gradient_bytes=arrivals.gradients[0].element_size(),
                     is_widened=sent.placement.link_dtype != self._placer.placement.link_dtype,
                     cores=cores,
-                    ready=begin,
+                    ready=sent.arrived.passed_at(),
                     worker_seconds=time.perf_counter() - begin,
                     handing_seconds=sent.handing_seconds,
                 )

@@ -189,12 +189,8 @@ class OffloadScheduler:
 
     def hand_over_sums(self) -> None:
         """Speculate on what was accumulated and got no gradient outside `accumulate()`."""
-        self._intake.narrow_left()
-        if not self._intake.accumulation.sums:
-            return
         try:
-            if not self._watch.has_unsettled:  # the parameters may have changed since
-                self._follow(self.optimizer.bound_transaction())
+            self._look_at_left()
             self._intake.take_sums()
         except BaseException:
             self.abandon()
@@ -202,8 +198,16 @@ class OffloadScheduler:
 
     def accumulated(self) -> dict[Tensor, Tensor]:
         """Return what `hand_over_sums` would hand over, per parameter."""
-        self._intake.narrow_left()
+        self._look_at_left()
         return self._intake.sums()
+
+    def _look_at_left(self) -> None:
+        """Treat gradients that were left in `.grad`, also of parameters that came since, as if they had travelled."""
+        if not (self._transfers.narrows or self._intake.accumulation.sums):
+            return
+        if not self._watch.has_unsettled:
+            self._follow(self.optimizer.bound_transaction())
+        self._intake.narrow_left()
 
     def forget_sums(self) -> None:
         """Drop what was accumulated."""
@@ -270,13 +274,13 @@ class OffloadScheduler:
         """
         placement = self.placement
         if gpu_buckets is not None:
-            check_count("gpu_buckets", gpu_buckets, least=0)
+            check_count("gpu_buckets", gpu_buckets, least=0, may_be_auto=False)
             placement = replace(placement, gpu_buckets=gpu_buckets)
         if bucket_numel is not None:
-            check_count("bucket_numel", bucket_numel)
+            check_count("bucket_numel", bucket_numel, may_be_auto=False)
             placement = replace(placement, bucket_numel=bucket_numel)
         if cores is not None:
-            check_count("cores", cores)
+            check_count("cores", cores, may_be_auto=False)
             placement = replace(placement, cores=cores)
         if self._watch.has_unsettled:
             raise RuntimeError("place() was called in the middle of a step; call it after optimizer.step()")

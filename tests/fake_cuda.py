@@ -157,6 +157,7 @@ class FakeDevice(CudaDevice):
 
     def __init__(self, cuda: FakeCuda, host: Host | None = None) -> None:
         super().__init__("cuda:0", host)
+        cuda.log.clear()  # of the start of its clock
         self._cuda = cuda
         self.device = torch.device("cpu")
 

@@ -8,6 +8,7 @@ import itertools
 import math
 import os
 import pickle
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -315,8 +316,6 @@ class Twins:
     def after(self, step: dict[str, Any]) -> None:
         """Do something between two steps."""
         what, seed = step["after"], step["seed"]
-        if what == "grow" and self.narrows:  # what joins is rounded once the scheduler has seen a step of it
-            what = "nothing"
         if what == "place":
             self.scheduler.place(gpu_buckets=step["gpu_buckets"], bucket_numel=step["bucket_numel"])
         elif what == "reopen":
@@ -926,3 +925,59 @@ def test_what_cannot_be_kept_is_told_and_changes_nothing(device: Device) -> None
                 scheduler.place(**wrong)  # type: ignore[arg-type]
             assert scheduler.placement == before
             assert resident(scheduler) == 6
+
+
+# ---- choosing --------------------------------------------------------------------------------------------------------
+
+
+class Roomy(ThreadDevice):
+    """Says that it can keep everything, and cannot: only for what is chosen."""
+
+    can_update = True
+
+    def free_bytes(self) -> int:
+        return 10**12
+
+
+def test_a_worker_that_is_far_behind_backward_leaves_nearly_all_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    speculate = Transaction.speculate
+
+    def slow(*arguments: Any, **options: Any) -> None:
+        time.sleep(0.03)
+        speculate(*arguments, **options)
+
+    monkeypatch.setattr(Transaction, "speculate", slow)
+    model = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(6)])
+    optimizer = adam(model, max_grad_norm=math.inf)
+    with OffloadScheduler(optimizer, model, device=Roomy(), bucket_numel=64) as scheduler:
+        for seed in range(4):
+            loss_of(model, seed).backward()
+            time.sleep(0.05)  # so that the worker is timed beside the model
+            optimizer.step()
+        assert scheduler.placement.gpu_buckets >= 5  # backward takes a few ms, the worker 180 ms
+
+
+def test_place_takes_numbers() -> None:
+    model = mlp()
+    optimizer = adam(model)
+    with OffloadScheduler(optimizer, model, device=SimulatedDevice(1), gpu_buckets=1, bucket_numel=1) as scheduler:
+        before = scheduler.placement
+        for name in ("gpu_buckets", "bucket_numel", "cores"):
+            with pytest.raises(ValueError, match=f"{name} is 'auto', expected an integer of at least "):
+                scheduler.place(**{name: "auto"})  # type: ignore[arg-type]
+            assert scheduler.placement == before
+
+
+def test_gradients_of_a_group_that_joined_are_narrowed() -> None:
+    models = [mlp(), mlp()]
+    optimizers = [adam(model, max_grad_norm=math.inf) for model in models]
+    with OffloadScheduler(optimizers[0], models[0], device=SimulatedDevice(1), link_dtype=torch.bfloat16):
+        for optimizer in optimizers:
+            extra = nn.Parameter(torch.linspace(-1, 1, 30))
+            optimizer.add_param_group({"params": [extra]})
+            (extra * torch.linspace(1, 2, 30)).sin().sum().backward()  # type: ignore[no-untyped-call]
+            assert extra.grad is not None
+            if optimizer is optimizers[1]:
+                extra.grad = extra.grad.to(torch.bfloat16).float()
+            optimizer.step()
+    assert optimizers[0].last_outcome == optimizers[1].last_outcome

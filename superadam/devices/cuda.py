@@ -6,6 +6,7 @@ that calls work from threads whose current device is another one.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -34,6 +35,37 @@ PROBES = 3
 """Copies that the link is measured with."""
 
 
+class CudaEvent:
+    """A point in a stream, recorded now.
+
+    Args:
+        stream: in which it is.
+        start: a point that has passed, whose time on the host is known; None for a start.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream, start: CudaEvent | None) -> None:
+        self.event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+        self.event.record(stream)
+        self._start = start
+        if start is None:
+            self.event.synchronize()
+            self._passed_at = time.perf_counter()
+
+    def query(self) -> bool:
+        """Return whether the point has passed."""
+        return bool(self.event.query())  # type: ignore[no-untyped-call]
+
+    def synchronize(self) -> None:
+        """Sleep until the point has passed."""
+        self.event.synchronize()
+
+    def passed_at(self) -> float:
+        """Return when it passed: the device's clock, counted from the start."""
+        if self._start is None:
+            return self._passed_at
+        return self._start.passed_at() + float(self._start.event.elapsed_time(self.event)) / 1e3
+
+
 class CudaDevice(Device):
     """A GPU that torch addresses as `cuda`.
 
@@ -60,6 +92,7 @@ class CudaDevice(Device):
             stream: torch.cuda.Stream(device=self.device)  # type: ignore[no-untyped-call]
             for stream in (Stream.DOWNLOAD, Stream.UPLOAD)
         }
+        self._start = CudaEvent(self._streams[Stream.DOWNLOAD], None)
 
     def _stream(self, stream: Stream) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device) if stream is Stream.CURRENT else self._streams[stream]
@@ -153,16 +186,14 @@ class CudaDevice(Device):
         with torch.cuda.stream(self._stream(stream)):
             destination.copy_(source, non_blocking=True)
 
-    def record(self, stream: Stream) -> torch.cuda.Event:
+    def record(self, stream: Stream) -> CudaEvent:
         """Return a fresh event that whoever waits for it sleeps on."""
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        event.record(self._stream(stream))
-        return event
+        return CudaEvent(self._stream(stream), self._start)
 
     def wait(self, stream: Stream, event: Event) -> None:
         """Let a stream wait."""
-        assert isinstance(event, torch.cuda.Event)
-        self._stream(stream).wait_event(event)
+        assert isinstance(event, CudaEvent)
+        self._stream(stream).wait_event(event.event)
 
     def keep(self, buffer: Tensor, stream: Stream) -> None:
         """Tell torch's allocator, or keep the host's memory ourselves."""
@@ -208,12 +239,11 @@ class CudaDevice(Device):
         target = self.host_empty(size, torch.uint8)
         seconds = []
         for _ in range(PROBES):
-            begin, end = (torch.cuda.Event(enable_timing=True, blocking=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            begin.record(self._streams[Stream.DOWNLOAD])
+            begin = self.record(Stream.DOWNLOAD)
             self.copy(target, source, Stream.DOWNLOAD)
-            end.record(self._streams[Stream.DOWNLOAD])
+            end = self.record(Stream.DOWNLOAD)
             end.synchronize()
-            seconds.append(float(begin.elapsed_time(end)) / 1e3)
+            seconds.append(end.passed_at() - begin.passed_at())
         return min(seconds) / size
 
     def idle_cores(self) -> int:

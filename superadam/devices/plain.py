@@ -6,6 +6,7 @@ thread. Parameters that kernels cannot write, because they are not dense or not 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import torch
@@ -18,9 +19,16 @@ from superadam.flat import FlatLayout
 class PassedEvent:
     """The event of a stream that never has anything left to do."""
 
+    def __init__(self) -> None:
+        self._now = time.perf_counter()
+
     def query(self) -> bool:
         """Return True."""
         return True
+
+    def passed_at(self) -> float:
+        """Return when it was recorded."""
+        return self._now
 
     def synchronize(self) -> None:
         """Return at once."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import random
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -34,10 +35,20 @@ class SimulatedEvent:
         self._device = device
         self.is_recorded = False
         self.has_passed = False
+        self._passed_at = 0.0
+
+    def note_passed(self) -> None:
+        """Let the point pass."""
+        self.has_passed = True
+        self._passed_at = time.perf_counter()
 
     def query(self) -> bool:
         """Return whether the point has passed."""
         return self.has_passed
+
+    def passed_at(self) -> float:
+        """Return when the device got there."""
+        return self._passed_at
 
     def synchronize(self) -> None:
         """Run the device until the point has passed; returns at once if it was never recorded."""
@@ -113,7 +124,7 @@ class SimulatedDevice(Device):
         operation = self._streams[self._random.choice(streams)].popleft()
         operation.run()
         if operation.event is not None:
-            operation.event.has_passed = True
+            operation.event.note_passed()
         return True
 
     def progress(self) -> None:
