@@ -38,11 +38,14 @@ WARM_UP_STEPS = 1
 TRIED_STEPS = 2
 """Steps whose buckets are timed, after those that warm up."""
 
-FREE_SHARE = 0.9
+FREE_SHARE = 0.8
 """Of the device's free memory, what may be taken for state: fragments and peaks need the rest."""
 
+LEAST_BYTES_PER_ELEMENT = 12
+"""Of state on the device: master and moments."""
+
 BYTES_PER_ELEMENT = 16 + 4
-"""Of state on the device, with amsgrad, and of the gradient beside it, at most."""
+"""With amsgrad, and with the gradient beside it, at most."""
 
 
 class Placer:
@@ -60,6 +63,7 @@ class Placer:
 
     Raises:
         ValueError: buckets are to be kept on a device that cannot.
+        MemoryError: it has no room for them.
     """
 
     def __init__(
@@ -82,6 +86,7 @@ class Placer:
             link_dtype=None if isinstance(link_dtype, str) else link_dtype,
             cores=threads,
         )
+        self._check_room(self.placement.gpu_buckets * self.placement.bucket_numel)
         self.order: list[Tensor] = []
         self._ready: dict[bool, list[Tensor]] = {False: [], True: []}  # of this step, by whether they stay
         self._buckets = 0  # of this step that travelled
@@ -145,8 +150,11 @@ class Placer:
 
         Raises:
             ValueError: buckets are to be kept on a device that cannot, or the worker is to come or go.
+            MemoryError: the device has no room for them.
         """
         check_can_keep(self._device, placement.gpu_buckets)
+        before = self.placement.gpu_buckets * self.placement.bucket_numel
+        self._check_room(placement.gpu_buckets * placement.bucket_numel - min(before, self._total))
         if (placement.cores > 0) != (self.placement.cores > 0):
             raise ValueError(
                 f"cores is {placement.cores}, but the scheduler was made with {self.placement.cores}, and a worker can "
@@ -154,6 +162,15 @@ class Placer:
             )
         self._is_trying = False
         self.placement = placement
+
+    def _check_room(self, elements: int) -> None:
+        """Raise if the state of so many more elements cannot be kept."""
+        needed, free = min(elements, self._total) * LEAST_BYTES_PER_ELEMENT, self._device.free_bytes()
+        if free is not None and needed > free:
+            raise MemoryError(
+                f"the state that is to stay on the device takes {needed / 1e9:.2f} GB, but {free / 1e9:.2f} GB are "
+                "free there; keep fewer buckets, or leave gpu_buckets at 'auto'"
+            )
 
     def _chosen(self) -> Placement:
         every = list(itertools.chain.from_iterable(self._tried))
@@ -169,7 +186,7 @@ class Placer:
         if self._chooses_numel:
             chosen = replace(chosen, bucket_numel=numel_of_buckets(usual, self._total))
         if self._chooses_gpu_buckets:
-            affordable = int(self._device.free_bytes() * FREE_SHARE) // BYTES_PER_ELEMENT
+            affordable = int((self._device.free_bytes() or 0) * FREE_SHARE) // BYTES_PER_ELEMENT
             kept = elements_to_keep(self._tried[-1], rate(usual), affordable)
             rounded_up = replace(chosen, gpu_buckets=-(-kept // chosen.bucket_numel))
             fits = sum(one.numel() for one in last_parameters(self.order, rounded_up)) <= affordable

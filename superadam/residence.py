@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from superadam.devices import Device, Stream
@@ -47,9 +48,13 @@ class Residence:
 
     Args:
         device: of the parameters.
+
+    Attributes:
+        is_full: whether the device had no memory for more; for others to look at and to take back.
     """
 
     def __init__(self, device: Device) -> None:
+        self.is_full = False
         self._device = device
         self._residents: dict[ParameterState, _Resident] = {}
 
@@ -82,6 +87,9 @@ class Residence:
             indices: which coefficients each has.
             sets: the coefficients.
 
+        Raises:
+            torch.OutOfMemoryError: the device has no memory for state that is not there.
+
         Whatever is raised, nothing was changed, as far as the device changed nothing.
         """
         steps: list[KeptStep] = []
@@ -112,7 +120,8 @@ class Residence:
                     )
                 )
             self._device.update(steps, sets)
-        except BaseException:
+        except BaseException as error:
+            self.is_full = self.is_full or isinstance(error, torch.OutOfMemoryError)
             for state in arrived:
                 del self._residents[state]  # the host's tensors are as new, and may be dropped
             raise

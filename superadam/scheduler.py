@@ -86,7 +86,7 @@ class OffloadScheduler:
 
     Raises:
         ValueError: no explicit `max_grad_norm`, an argument is out of range, or the device cannot keep buckets.
-        MemoryError: the host cannot hold the gradients of a step.
+        MemoryError: the host cannot hold the gradients of a step, or the device the state of `gpu_buckets`.
         TypeError: the optimizer is not a `SpeculativeCPUAdam`, or the model no `nn.Module`.
         RuntimeError: the model is wrapped in DistributedDataParallel, or is trained by several ranks without DTensors,
             or the optimizer has a scheduler already.
@@ -246,6 +246,8 @@ class OffloadScheduler:
             self._follow(self.optimizer.bound_transaction())
         if self._placer.end_step(is_whole=outcome is not None):
             self._apply_placement()
+        if self.residence.is_full:
+            self._make_room()
         self._pipeline.wake()
 
     def await_parameters(self, parameters: frozenset[int] | None = None) -> None:
@@ -270,6 +272,7 @@ class OffloadScheduler:
 
         Raises:
             ValueError: an argument is out of range, or cannot be met; nothing was changed.
+            MemoryError: the device cannot hold the state of so many buckets; nothing was changed.
             RuntimeError: a step is open.
         """
         placement = self.placement
@@ -292,6 +295,19 @@ class OffloadScheduler:
         self._intake.place(self.placement.bucket_numel, kept)
         self._transfers.link_dtype = self.placement.link_dtype
         self.residence.bring_home(s for s in self.residence.states if id(s.parameter) not in self._intake.kept)
+
+    def _make_room(self) -> None:
+        """Keep half as many buckets, because the device has no memory for so many."""
+        fewer = replace(self.placement, gpu_buckets=self.placement.gpu_buckets // 2)
+        _logger.warning(
+            "the device has no memory left for the state of %d buckets, so their step was made on the host, and %d are "
+            "kept from now on; free some, or set gpu_buckets",
+            self.placement.gpu_buckets,
+            fewer.gpu_buckets,
+        )
+        self.residence.is_full = False
+        self._placer.place(fewer)
+        self._apply_placement()
 
     def _can_keep(self, parameter: Tensor) -> bool:
         state = self._intake.state_of(parameter)

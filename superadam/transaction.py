@@ -12,8 +12,10 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from superadam.arrivals import Arrivals
 from superadam.hyperparameters import Hyperparameters
@@ -281,8 +283,12 @@ class Transaction:
         if pending:
             rows, coefficients = self.table.rows_of(list(pending)), CoefficientTable()
             gradients = [record.gradient for record in pending.values()]
-            self.table.update_kept(rows, gradients, coefficients, _indices(coefficients, pending))
-            self._note_updated(pending)
+            try:
+                self.table.update_kept(rows, gradients, coefficients, _indices(coefficients, pending))
+            except torch.OutOfMemoryError:  # nothing was changed; the host has room
+                self._update_here({s: replace(record, gradient=_host_copy(s)) for s, record in pending.items()})
+            else:
+                self._note_updated(pending)
 
     def _note_updated(self, pending: Mapping[ParameterState, Pending]) -> None:
         for state, record in pending.items():
@@ -438,6 +444,11 @@ def _split(states: Sequence[ParameterState]) -> tuple[list[ParameterState], list
 def _cannot_fuse(state: ParameterState, new: Pending) -> bool:
     """Whether an accepted gradient must be committed before the new one: the fused pass takes two of one dtype."""
     return state.phase is Phase.ACCEPTED and _pending_of(state).gradient.dtype != new.gradient.dtype
+
+
+def _host_copy(state: ParameterState) -> Tensor:
+    gradient = _pending_of(state).gradient
+    return state.host_copy(gradient, gradient.dtype)
 
 
 def _pending_of(state: ParameterState) -> Pending:

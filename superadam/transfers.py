@@ -214,10 +214,15 @@ class Transfers:
         if not getattr(self._thread, "follows_download", False):  # what reads the old values may still be under way
             device.wait(Stream.UPLOAD, device.record(Stream.CURRENT))
         for layout, host in buffers:
-            arriving = device.empty(layout.numel, host.dtype, Stream.UPLOAD)
-            device.copy(arriving, host, Stream.UPLOAD)
-            device.scatter(arriving, layout, Stream.UPLOAD)
-            device.keep(arriving, Stream.UPLOAD)
+            try:
+                arriving = device.empty(layout.numel, host.dtype, Stream.UPLOAD)
+            except torch.OutOfMemoryError:  # slower, but the state has made this step already
+                for state, view in zip(layout.states, layout.views(host), strict=True):
+                    device.copy(state.parameter.data, view, Stream.UPLOAD)
+            else:
+                device.copy(arriving, host, Stream.UPLOAD)
+                device.scatter(arriving, layout, Stream.UPLOAD)
+                device.keep(arriving, Stream.UPLOAD)
             device.keep(host, Stream.UPLOAD)
             self._journal.statistics.uploaded_bytes += host.nbytes
         parameters = frozenset(id(state.parameter) for layout, _ in buffers for state in layout.states)

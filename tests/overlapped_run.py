@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import io
 import math
 from collections.abc import Callable
@@ -23,6 +24,10 @@ from superadam.scheduler import OffloadScheduler
 
 SEEDS = st.integers(0, 2**32 - 1)
 SCALES = st.sampled_from([1e-3, 1.0, 100.0])
+
+
+HANG_SECONDS = 30
+"""A schedule takes a few hundredths of a second; one that hangs ends the process with every thread's stack."""
 
 
 class Model(nn.Module):
@@ -91,6 +96,7 @@ class OverlappedRun(RuleBasedStateMachine):
         widens: bool,
         gpu_buckets: int,
     ) -> None:
+        faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
         self.dtype, self.seed = dtype, seed
         self.gpu_buckets = gpu_buckets
         self.options: dict[str, Any] = {
@@ -289,8 +295,11 @@ class OverlappedRun(RuleBasedStateMachine):
             assert same_bits(bits(p), bits(q)), name
 
     def teardown(self) -> None:
-        if hasattr(self, "scheduler"):
-            self.states_are_equal()
-            self.scheduler.close()
-            self.states_are_equal()
-            self.models_are_equal()
+        try:
+            if hasattr(self, "scheduler"):
+                self.states_are_equal()
+                self.scheduler.close()
+                self.states_are_equal()
+                self.models_are_equal()
+        finally:
+            faulthandler.cancel_dump_traceback_later()

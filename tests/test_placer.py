@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ class Measured(SimulatedDevice):
 
     def __init__(self, free_elements: int = 10**9, cores: int = CORES, link_seconds_per_byte: float = 0.0) -> None:
         super().__init__(0)
-        self.free = -(-free_elements * BYTES_PER_ELEMENT // 9) * 10
+        self.free = int(free_elements * BYTES_PER_ELEMENT / FREE_SHARE) + 1
         self.cores = cores
         self.link = link_seconds_per_byte
 
@@ -384,3 +385,20 @@ def test_device_that_cannot_keep_is_told() -> None:
     with pytest.raises(ValueError, match=told):
         placer.place(Placement(3, 10, None, 1))
     assert placer.placement == before
+
+
+def test_more_state_than_the_device_has_room_for_is_refused_with_both_figures() -> None:
+    device = Measured()
+    device.free = 12 * 10**9 - 1
+    options: dict[str, Any] = {"bucket_numel": 10**6, "link_dtype": None, "cores": 1}
+    with pytest.raises(MemoryError, match=r"takes 12\.00 GB, but 12\.00 GB are free there; keep fewer buckets"):
+        Placer(device, 2 * 10**9, 1000, **options)
+    placer = Placer(device, 2 * 10**9, 999, **options)
+    device.free -= 999 * 12 * 10**6  # it has moved there
+    before = placer.placement
+    with pytest.raises(MemoryError, match=r"takes 0\.01 GB"):
+        placer.place(replace(before, gpu_buckets=1000))
+    assert placer.placement == before
+    placer.place(replace(before, gpu_buckets=998))
+    assert placer.placement.gpu_buckets == 998
+    Placer(device, 10**3, 10**6, **options)  # no more than there is

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import faulthandler
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -26,21 +25,13 @@ from superadam.validation import judge
 
 DEEP = os.environ.get("SUPERADAM_DEEP") == "1"
 MACHINE = settings(
-    max_examples=10_000 if DEEP else 200,
+    max_examples=10_000 if DEEP else 300,
     stateful_step_count=12,
     suppress_health_check=list(HealthCheck),
 )
 
 TestOverlappedRun = OverlappedRun.TestCase
 TestOverlappedRun.settings = MACHINE
-
-
-@pytest.fixture(autouse=True)
-def stacks_of_a_hang() -> Iterator[None]:
-    """Print every thread's stack and end the process when a test hangs."""
-    faulthandler.dump_traceback_later(3000 if DEEP else 200, exit=True)
-    yield
-    faulthandler.cancel_dump_traceback_later()
 
 
 # -- planted faults ----------------------------------------------------------------------------------------------------

@@ -135,9 +135,9 @@ class Device(abc.ABC):
         """Measure how long a byte takes from the device to the host in a large copy; 0 where nothing travels."""
         return 0.0
 
-    def free_bytes(self) -> int:
-        """Return how much of the device's memory nobody has taken."""
-        return 0
+    def free_bytes(self) -> int | None:
+        """Return how much of the device's memory nobody has taken or will need; None where nobody knows."""
+        return None
 
     @abc.abstractmethod
     def scatter(self, buffer: Tensor, layout: FlatLayout, stream: Stream) -> None:
@@ -153,7 +153,7 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def copy(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
-        """Enqueue a copy between flat buffers of the host and of the device."""
+        """Enqueue a copy between buffers of one shape, of the host and of the device."""
 
     @abc.abstractmethod
     def record(self, stream: Stream) -> Event:

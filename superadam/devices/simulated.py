@@ -91,7 +91,7 @@ def _alias(tensor: Tensor) -> Tensor:
 class SimulatedDevice(Device):
     """Streams that run when the seed says so.
 
-    It reports no free memory, so that nothing is kept on it but by explicit wish: measured times would decide.
+    It does not tell its free memory, so that nothing is kept on it but by explicit wish: measured times would decide.
 
     Args:
         seed: decides every choice; the same seed gives the same run.
