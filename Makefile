@@ -11,16 +11,19 @@ export PYTHONSAFEPATH := 1
 # torch's OpenMP threads would spin between its operations, and slow down whatever else wants these cores.
 export OMP_WAIT_POLICY := passive
 
+# A file's tests stay together: some share what took long to make.
+IN_PARALLEL := -n 2 --dist loadfile
+
 .PHONY: demo test test-deep arm-test gpu-check lint format clean
 
 demo: $(VENV)/installed
 	$(BIN)/superadam train --verify --steps 200 --max-grad-norm 1.0 --inject-nan 70 --report demo/report.json --out demo
 
 test: $(VENV)/test-tools lint
-	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest $(IN_PARALLEL) tests
 
 test-deep: $(VENV)/test-tools
-	SUPERADAM_DEEP=1 $(BIN)/python -m pytest tests
+	SUPERADAM_DEEP=1 $(BIN)/python -m pytest $(IN_PARALLEL) tests
 
 arm-test: $(VENV)/test-tools
 	tests/arm/run $(BIN)/python

@@ -165,6 +165,8 @@ class Placer:
 
     def _check_room(self, elements: int) -> None:
         """Raise if the state of so many more elements cannot be kept."""
+        if elements <= 0:
+            return
         needed, free = min(elements, self._total) * LEAST_BYTES_PER_ELEMENT, self._device.free_bytes()
         if free is not None and needed > free:
             raise MemoryError(

@@ -214,6 +214,9 @@ def fake_cuda() -> Iterator[FakeCuda]:
             fake_method = getattr(FakeEvent if method is Event else FakeStream, name)
             patch.setattr(method, name, _checked(name, METHODS[name], fake_method))
         patch.setattr(torch.cuda, "Event", Event)
+        patch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 0))
+        patch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+        patch.setattr(torch.cuda, "max_memory_allocated", lambda device: 0)
         patch.setattr(torch.cuda, "cudart", cuda.cudart)
         patch.setattr(
             Tensor,
