@@ -23,7 +23,7 @@ test: $(VENV)/test-tools lint
 	$(BIN)/python -m pytest $(IN_PARALLEL) tests
 
 test-deep: $(VENV)/test-tools
-	SUPERADAM_DEEP=1 $(BIN)/python -m pytest $(IN_PARALLEL) tests
+	SUPERADAM_DEEP=1 $(BIN)/python -m pytest $(IN_PARALLEL) --timeout 7200 tests
 
 arm-test: $(VENV)/test-tools
 	tests/arm/run $(BIN)/python

@@ -25,6 +25,19 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("deep" if os.environ.get("SUPERADAM_DEEP") == "1" else "default")
 
 
+DEEPER = 20
+"""How many times as long a test may take with the "deep" profile, which draws so many more examples."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let deep tests take their time, also those that have a limit of their own."""
+    if os.environ.get("SUPERADAM_DEEP") == "1":
+        for item in items:
+            marker = item.get_closest_marker("timeout")
+            if marker is not None:
+                item.add_marker(pytest.mark.timeout(DEEPER * marker.args[0]), append=False)
+
+
 LISTED_SKIPS = {
     "test_the_document_holds_what_the_script_prints"
 }  # needs the very compiler that docs/grace.md was made with
