@@ -491,7 +491,8 @@ def test_norm_between_micro_batches_is_that_of_the_sums(device: Device) -> None:
     assert len(norms) == 16
 
 
-def test_sum_on_the_host_takes_up_what_came_to_lie_in_grad_later(device: Device) -> None:
+@pytest.mark.parametrize("clips", [False, True])
+def test_sum_on_the_host_takes_up_what_came_to_lie_in_grad_later(device: Device, clips: bool) -> None:
     def stories(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
         for step in range(3):
             optimizer.zero_grad()
@@ -501,7 +502,10 @@ def test_sum_on_the_host_takes_up_what_came_to_lie_in_grad_later(device: Device)
                 else:
                     with scheduler.accumulate(dtype):
                         loss_of(model, 10 * step + micro).backward()
+            norm = optimizer.clip_grad_norm_(3.0) if clips else None
             optimizer.step()
+            assert optimizer.last_outcome is not None
+            assert norm is None or float(norm) == optimizer.last_outcome.grad_norm
 
     both(stories, device)
 
