@@ -83,6 +83,7 @@ class OffloadScheduler:
     Attributes:
         statistics: counts of buckets, bytes and seconds since the scheduler was made.
         trace: what happened when, in the last steps.
+        delivery, residence: for the optimizer.
 
     Raises:
         ValueError: no explicit `max_grad_norm`, an argument is out of range, or the device cannot keep buckets.
@@ -140,7 +141,8 @@ class OffloadScheduler:
             self._device, self._transfers, self._placer, self._journal, lambda: optimizer.max_grad_norm
         )
         try:
-            self._transfers.reserve(parameters, self.placement.bucket_numel)
+            if overlap:
+                self._transfers.reserve(parameters, self.placement.bucket_numel)
             optimizer.attach_overlap(self)
             self._follow(optimizer.bound_transaction())
         except BaseException:
