@@ -105,6 +105,16 @@ def should_widen(times: Sequence[BucketTimes], link_seconds_per_byte: float) -> 
     return bool(own) and bool(wide) and seconds(wide) < seconds(own)
 
 
+def unmeasured_numel(total: int, least: int = LEAST_NUMEL) -> int:
+    """Return the elements of a bucket as long as nothing is measured: an eighth of a step, within bounds.
+
+    Args:
+        total: elements of a whole step.
+        least: lower bound.
+    """
+    return max(least, min(DEFAULT_NUMEL, total // LEAST_BUCKETS))
+
+
 def numel_of_buckets(times: Sequence[BucketTimes], total: int) -> int:
     """Return the smallest bucket whose handing over is cheap beside its step, within bounds.
 
@@ -114,7 +124,7 @@ def numel_of_buckets(times: Sequence[BucketTimes], total: int) -> int:
     """
     handing = statistics.median(one.handing_seconds for one in times)
     cheap = handing / OVERHEAD_SHARE / max(rate(times), 1e-15)
-    return max(LEAST_NUMEL, min(DEFAULT_NUMEL, total // LEAST_BUCKETS, math.ceil(cheap)))
+    return max(LEAST_NUMEL, min(unmeasured_numel(total), math.ceil(cheap)))
 
 
 def elements_to_keep(step: Sequence[BucketTimes], seconds_per_element: float, affordable: int) -> int:

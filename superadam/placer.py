@@ -15,8 +15,6 @@ from torch import Tensor
 from superadam.buckets import DEFAULT_NUMEL, Bucket
 from superadam.devices import Device
 from superadam.placement import (
-    LEAST_BUCKETS,
-    LEAST_NUMEL,
     BucketTimes,
     Placement,
     elements_to_keep,
@@ -25,14 +23,13 @@ from superadam.placement import (
     numel_of_buckets,
     rate,
     should_widen,
+    unmeasured_numel,
 )
 
 _logger = logging.getLogger("superadam")
 
 _WIDENED, _WITH_FEWER_CORES = 1, 2
 """Numbers of the buckets of a step that are treated otherwise, where that is tried."""
-
-_FLOAT32_BYTES = 4
 
 WARM_UP_STEPS = 1
 TRIED_STEPS = 2
@@ -79,7 +76,7 @@ class Placer:
         self._device = device
         self._total = total
         threads = device.idle_cores() if isinstance(cores, str) else cores
-        numel = max(LEAST_NUMEL, min(DEFAULT_NUMEL, total // LEAST_BUCKETS)) if threads else DEFAULT_NUMEL
+        numel = unmeasured_numel(total) if threads else DEFAULT_NUMEL
         self.placement = Placement(
             gpu_buckets=0 if isinstance(gpu_buckets, str) else gpu_buckets,
             bucket_numel=numel if isinstance(bucket_numel, str) else bucket_numel,
@@ -109,7 +106,7 @@ class Placer:
         self._buckets += 1
         if not self._is_trying or self._steps < WARM_UP_STEPS:
             return self.placement
-        if number == _WIDENED and self._chooses_link and bucket.gradients[0].element_size() < _FLOAT32_BYTES:
+        if number == _WIDENED and self._chooses_link and bucket.gradients[0].element_size() < torch.float32.itemsize:
             return replace(self.placement, link_dtype=torch.float32)
         if number == _WITH_FEWER_CORES and self._chooses_cores:
             return replace(self.placement, cores=-(-self.placement.cores // 2))

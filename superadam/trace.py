@@ -10,9 +10,7 @@ import json
 import math
 import os
 import threading
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,15 +51,6 @@ class Trace:
         """Record a span whose times are known."""
         with self._lock:
             self.spans.append(Span(name, track, begin, end, details))
-
-    @contextmanager
-    def span(self, name: str, track: str, **details: Any) -> Iterator[None]:
-        """Record what runs inside."""
-        begin = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.add(name, track, begin, time.perf_counter(), **details)
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write everything recorded so far as Chrome trace JSON.

@@ -333,6 +333,25 @@ def test_gradients_made_on_another_stream_are_packed_behind_it(cuda: FakeCuda, m
     assert kept == ["current"]
 
 
+def test_kept_gradients_that_were_packed_on_another_stream_are_stepped_behind_it(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = FakeDevice(cuda)
+    kept: list[Tensor] = []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda gradient, stream: kept.append(gradient))
+    monkeypatch.setattr("superadam.devices.cuda.run", lambda *_: cuda.log.append(("run", cuda.now.name)))
+    step = KeptStep(random(3), random(3), random(3), None, random(3), random(3), 0)
+    device.note_ready()
+    device.update([step], [])
+    assert (cuda.log, kept) == ([("run", "current")], [])
+    with cuda.stream(FakeStream(cuda, "branch")):
+        device.note_ready()
+    device.update([step], [])
+    assert cuda.log[1:] == [("wait for stream", "current", "branch"), ("run", "current")]
+    assert len(kept) == 1
+    assert kept[0] is step.gradient
+
+
 def test_host_memory_is_not_used_again_while_a_copy_is_under_way(cuda: FakeCuda) -> None:
     device = FakeDevice(cuda)
     device.reserve(4096, 1)

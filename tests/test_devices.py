@@ -383,3 +383,10 @@ def test_empty_buffers_are_freed_like_others() -> None:
         del first, second, packed
         finish(device)
     assert not device._blocks
+
+
+def test_host_memory_keeps_no_state() -> None:
+    device = PlainDevice()
+    assert not device.can_update
+    with pytest.raises(RuntimeError, match="PlainDevice makes no steps, expected one with can_update"):
+        device.update([], [])

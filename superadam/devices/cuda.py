@@ -7,7 +7,7 @@ that calls work from threads whose current device is another one.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 import torch
@@ -108,17 +108,21 @@ class CudaDevice(Device):
         stream = torch.cuda.current_stream(self.device)
         self._noted[stream.cuda_stream] = stream
 
+    def _claim(self, gradients: Iterable[Tensor]) -> None:
+        """Order the current stream behind those that gradients were made or packed on."""
+        current = torch.cuda.current_stream(self.device)
+        others = [stream for handle, stream in self._noted.items() if handle != current.cuda_stream]
+        for stream in others:
+            current.wait_stream(stream)
+        for gradient in gradients if others else ():
+            gradient.record_stream(current)  # its memory belongs to the other stream
+
     @torch.no_grad()
     def pack(
         self, gradients: Sequence[Tensor], layout: FlatLayout, dtype: torch.dtype, norm: ChunkSums | None = None
     ) -> Tensor:
         """Enqueue one launch; gradients that lie otherwise than their states are copied first."""
-        current = torch.cuda.current_stream(self.device)
-        for handle, stream in self._noted.items():
-            if handle != current.cuda_stream:
-                current.wait_stream(stream)
-                for gradient in gradients:
-                    gradient.record_stream(current)  # its memory belongs to the stream that it was made on
+        self._claim(gradients)
         buffer = torch.empty(layout.numel, dtype=dtype, device=self.device)
         ordered = [
             gradient
@@ -132,6 +136,7 @@ class CudaDevice(Device):
 
     def update(self, steps: Sequence[KeptStep], sets: Sequence[Coefficients]) -> None:
         """Enqueue one launch for each combination of dtypes and flags."""
+        self._claim(one.gradient for one in steps)
         segments = [
             Segment(
                 one.master,

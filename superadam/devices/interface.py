@@ -123,13 +123,16 @@ class Device(abc.ABC):
         """
 
     def update(self, steps: Sequence[KeptStep], sets: Sequence[Coefficients]) -> None:
-        """Enqueue steps in place to the current stream, past version counters; only where `can_update`.
+        """Enqueue steps in place to the current stream, past version counters.
 
         Args:
             steps: of distinct parameters.
             sets: coefficients that the steps index.
+
+        Raises:
+            RuntimeError: the device has `can_update` False.
         """
-        raise NotImplementedError(f"{type(self).__name__} keeps no state; check can_update first")
+        raise RuntimeError(f"{type(self).__name__} makes no steps, expected one with can_update; set gpu_buckets=0")
 
     def link_seconds_per_byte(self) -> float:
         """Measure how long a byte takes from the device to the host in a large copy; 0 where nothing travels."""

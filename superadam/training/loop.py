@@ -87,7 +87,7 @@ class Trainer:
 
     @property
     def bucket_numel(self) -> int | str:
-        """What the scheduler is told; models for the CPU are small, and "auto" would make one bucket of them."""
+        """What the scheduler is told; models for the CPU are small, and "auto" would make few buckets of them."""
         is_small = self._device.type == "cpu"
         return self.settings.elements_of_bucket(self.parameters) if is_small else self.settings.bucket_numel
 

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from superadam.buckets import DEFAULT_NUMEL
+from superadam.placement import unmeasured_numel
 from superadam.training.presets import Shape
 from superadam.usage import UsageError
 
@@ -26,10 +26,6 @@ change no bit), and the path of the text, whose digest is compared."""
 
 _OPTIONS = {"shape": "--model"}
 """Options that are not called as their setting is."""
-
-_AUTO_BUCKETS = 8
-"""Buckets of a step with "auto": the last one, which nothing hides, is then small, and the others are few enough that
-handing them over costs nothing one can see."""
 
 _LEAST_AUTO_NUMEL = 64 * 1024
 """Elements of a bucket with "auto" at the least: fewer are done before they are handed over."""
@@ -126,7 +122,7 @@ class Settings:
         """Return the elements of a bucket in a model of so many `parameters`."""
         if isinstance(self.bucket_numel, int):
             return self.bucket_numel
-        return min(DEFAULT_NUMEL, max(_LEAST_AUTO_NUMEL, parameters // _AUTO_BUCKETS))
+        return unmeasured_numel(parameters, _LEAST_AUTO_NUMEL)
 
     def continued(self, explicit: dict[str, Any]) -> Settings:
         """Return these settings with the `explicit` ones of a person who continues the run.
