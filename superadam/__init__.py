@@ -1,6 +1,5 @@
 """superadam: Adam on the CPU that runs speculatively, validates afterwards, and never changes a bit."""
 
-from superadam.grad_scaler import GradScaler
 from superadam.native import active_isa, available_isas, get_num_threads, set_num_threads
 from superadam.optimizer import SpeculativeCPUAdam, SpeculativeCPUAdamW
 from superadam.outcome import Statistics, StepKind, StepOutcome
@@ -9,7 +8,6 @@ from superadam.placement import Placement
 from superadam.scheduler import OffloadScheduler
 
 __all__ = [
-    "GradScaler",
     "OffloadScheduler",
     "OverlapStatistics",
     "Placement",

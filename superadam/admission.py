@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from superadam.grad_scaler import GradScaler
 from superadam.optimizer import SpeculativeCPUAdam
 
 LINK_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -18,23 +18,18 @@ def check_model(optimizer: SpeculativeCPUAdam, model: nn.Module) -> None:
 
     Raises:
         TypeError: the optimizer is not a `SpeculativeCPUAdam`, or the model no `nn.Module`.
-        ValueError: the optimizer has no explicit `max_grad_norm`.
         RuntimeError: gradients would have to be reduced over ranks by somebody else.
     """
     if not isinstance(optimizer, SpeculativeCPUAdam):
         raise TypeError(f"optimizer is a {type(optimizer).__name__}, expected a SpeculativeCPUAdam; make one first")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}, expected the nn.Module whose parameters are optimized")
-    if optimizer.max_grad_norm is None:
-        raise ValueError(
-            "the optimizer has max_grad_norm=None, expected an explicit limit, because gradients are gone before other "
-            "code could clip them; set it, to math.inf for no limit"
-        )
-    if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
-        raise RuntimeError(
-            "the model is wrapped in DistributedDataParallel, whose hooks come after ours; "
-            "use torch.distributed.fsdp.fully_shard (FSDP2) instead"
-        )
+    for wrapper in (nn.parallel.DistributedDataParallel, FullyShardedDataParallel):
+        if any(isinstance(module, wrapper) for module in model.modules()):
+            raise RuntimeError(
+                f"the model is wrapped in {wrapper.__name__}, whose gradients are not reduced yet when ours are taken; "
+                "use torch.distributed.fsdp.fully_shard (FSDP2) instead"
+            )
     world_size = torch.distributed.get_world_size() if _is_distributed() else 1
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if world_size > 1 and not any(isinstance(parameter, DTensor) for parameter in parameters):
@@ -66,31 +61,6 @@ def check_link_dtype(value: torch.dtype | str) -> None:
     if value != "auto" and value not in LINK_DTYPES:
         expected = ", ".join(str(dtype) for dtype in LINK_DTYPES)
         raise ValueError(f"link_dtype is {value!r}, expected 'auto' or one of {expected}")
-
-
-def check_overlap(overlap: bool, *, overlap_forward: bool) -> None:
-    """Raise if forwards are to wait for uploads where nothing tells of them.
-
-    Raises:
-        ValueError: `overlap_forward` without `overlap`.
-    """
-    if overlap_forward and not overlap:
-        raise ValueError(
-            "overlap_forward=True needs the hooks that overlap=False leaves out, so every wait would be missing; "
-            "leave it False with overlap=False"
-        )
-
-
-def check_scaler(scaler: GradScaler | None) -> None:
-    """Raise if a scaler does not work with gradients that are taken early.
-
-    Raises:
-        ValueError: not a `superadam.GradScaler`.
-    """
-    if scaler is not None and not isinstance(scaler, GradScaler):
-        raise ValueError(
-            f"grad_scaler is a {type(scaler).__name__}, expected a superadam.GradScaler: torch's looks into .grad"
-        )
 
 
 def _is_distributed() -> bool:

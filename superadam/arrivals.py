@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from superadam.gradient_handle import GradientHandle
 from superadam.hyperparameters import Hyperparameters
-from superadam.parameter import ParameterState, owned
+from superadam.parameter import ParameterState
 from superadam.table import ParameterTable, Segments
+from superadam.taken_gradient import TakenGradient
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,24 +26,15 @@ class Arrivals:
 
     Attributes:
         states: the parameters.
-        gradients: one for each, as `ParameterState.host_gradient` returns it.
+        gradients: one for each: as `ParameterState.host_gradient` returns it, or one that was taken before.
         runs: present hyper-parameters, and how many of the states in turn they are for.
-        segments: the job over them, where one was made when the gradients were looked at.
+        segments: the job over them; None where some were taken.
     """
 
     states: Sequence[ParameterState]
-    gradients: list[Tensor]
+    gradients: Sequence[Tensor | TakenGradient]
     runs: list[tuple[Hyperparameters, int]]
     segments: Segments | None = None
-
-    def owned(self) -> Arrivals:
-        """Return these with gradients that may be kept: `superadam.parameter.owned` of each."""
-        return Arrivals(self.states, [owned(gradient) for gradient in self.gradients], self.runs)
-
-    @property
-    def numel(self) -> int:
-        """Elements of all gradients."""
-        return sum(gradient.numel() for gradient in self.gradients)
 
     @property
     def hyper(self) -> Iterator[Hyperparameters]:
@@ -50,30 +43,44 @@ class Arrivals:
 
 
 def gather(
-    table: ParameterTable, runs: list[tuple[Hyperparameters, int]], chosen: Collection[int] | None = None
+    table: ParameterTable, runs: list[tuple[Hyperparameters, int]], received: Callable[[Tensor], Tensor]
 ) -> Arrivals:
     """Return every parameter of a table that has a gradient in `.grad`, with it.
 
     Args:
         table: the parameters.
         runs: hyper-parameters, and how many rows of the table in turn they are for.
-        chosen: only parameters with these ids; default all.
+        received: returns what counts of a gradient that was not taken.
 
     Raises:
         TypeError, ValueError: a gradient does not fit its parameter.
     """
     every: list[Any] = [parameter.grad for parameter in table.parameters]
-    if chosen is None and not any(map(operator.is_, every, itertools.repeat(None))):
-        gradients, segments = table.job(table.all_rows, every)
-        return Arrivals(table.states, gradients, runs, segments)
-    takes_part = [
-        gradient is not None and (chosen is None or id(parameter) in chosen)
-        for parameter, gradient in zip(table.parameters, every, strict=True)
-    ]
-    begins = [0, *itertools.accumulate(count for _, count in runs)]
-    present_runs = [
-        (hyper, sum(takes_part[begin : begin + count])) for (hyper, count), begin in zip(runs, begins, strict=False)
-    ]
-    states = list(itertools.compress(table.states, takes_part))
-    gradients, segments = table.job(table.rows_of(states), list(itertools.compress(every, takes_part)))
+    has_taken = GradientHandle in set(map(type, every))
+    states, present_runs = table.states, runs
+    if any(map(operator.is_, every, itertools.repeat(None))):
+        takes_part = [gradient is not None for gradient in every]
+        begins = [0, *itertools.accumulate(count for _, count in runs)]
+        present_runs = [
+            (hyper, sum(takes_part[begin : begin + count])) for (hyper, count), begin in zip(runs, begins, strict=False)
+        ]
+        states = list(itertools.compress(table.states, takes_part))
+        every = list(itertools.compress(every, takes_part))
+    if has_taken:
+        told = [_told(one, state, received) for one, state in zip(every, states, strict=True)]
+        return Arrivals(states, told, present_runs)
+    gradients, segments = table.job(table.rows_of(states), [*map(received, every)])
     return Arrivals(states, gradients, present_runs, segments)
+
+
+def _told(
+    gradient: Tensor, state: ParameterState, received: Callable[[Tensor], Tensor]
+) -> Tensor | TakenGradient:
+    """Return the gradient that a `.grad` stands for."""
+    if type(gradient) is GradientHandle:
+        taken: TakenGradient = gradient.taken
+        if taken.given is None:
+            state.check_gradient(gradient)
+            return taken
+        gradient = taken.given
+    return state.host_gradient(received(gradient))

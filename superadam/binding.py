@@ -21,6 +21,7 @@ from superadam.hyperparameters import Hyperparameters
 from superadam.outcome import Statistics, StepOutcome
 from superadam.parameter import ParameterState, Phase
 from superadam.table import Delivery, ParameterTable, Residence, SynchronousDelivery
+from superadam.taken_gradient import TakenGradient
 from superadam.transaction import Transaction
 
 _get_kind = operator.attrgetter("parameter_dtype", "shape", "strides")
@@ -47,7 +48,7 @@ def runs_of(groups: Groups) -> list[tuple[Hyperparameters, int]]:
 
 
 class Overlap(Protocol):
-    """What runs the optimizer beside the training thread: the scheduler, as seen from here."""
+    """What runs the optimizer during backward: the scheduler, as seen from here."""
 
     @property
     def delivery(self) -> Delivery:
@@ -57,30 +58,23 @@ class Overlap(Protocol):
     def residence(self) -> Residence:
         """Holds state that is not on the host."""
 
-    @property
-    def unscale(self) -> float:
-        """Factor that undoes the loss scaling of gradients that arrive now."""
-
     def is_host(self, parameter: Tensor) -> bool:
         """Whether kernels on the CPU may write this parameter."""
 
     def catch_up(self) -> None:
-        """Return when everything that was handed over is speculated on; raise what went wrong there."""
+        """Return when everything that was taken is speculated on; raise what went wrong there."""
 
-    def await_parameters(self) -> None:
-        """Let whoever reads or writes parameters from now on find in them what was written to them last."""
+    def as_transferred(self, gradient: Tensor) -> Tensor:
+        """Return a gradient that was not taken as it would be if it had been."""
 
-    def hand_over_sums(self) -> None:
-        """Hand over what was accumulated, as the gradients of the step that is due."""
+    def conclude(self, outcome: StepOutcome) -> None:
+        """A step has this outcome: let commits begin."""
 
-    def accumulated(self) -> dict[Tensor, Tensor]:
-        """Return what `hand_over_sums` would hand over, per parameter, on the host."""
+    def note_norm(self) -> None:
+        """Somebody asked torch for the norms of gradients that were taken."""
 
-    def forget_sums(self) -> None:
-        """Drop what was accumulated."""
-
-    def conclude(self, outcome: StepOutcome | None) -> None:
-        """Make parameters safe to read after a step with this outcome, or after a rollback (None)."""
+    def note_given_back(self, taken: TakenGradient) -> None:
+        """Somebody wrote to a gradient that was taken."""
 
 
 class Binding:
@@ -102,20 +96,27 @@ class Binding:
         self.is_exposed = False
         self._statistics = statistics
 
+    def replace_published(self, published: defaultdict[Tensor, Any]) -> None:
+        """Forget everything but this; gradients stay in `.grad`."""
+        self.catch_up()
+        if self.transaction is not None:
+            self.transaction.drop()
+        self.published = published
+        self.transaction = None
+        self.is_exposed = False
+
     @property
     def has_state(self) -> bool:
         """Whether any parameter was bound, or has a state that was loaded."""
         return bool(self.published) or self.transaction is not None
 
     def bound(self, groups: Groups) -> Transaction:
-        """Return the transaction over the present parameters of the groups, its clean rows equal to what is published.
+        """Return the transaction over the present parameters of the groups, its rows equal to what is published.
 
         Raises:
-            RuntimeError: the parameters changed while speculation was open.
             ValueError: two parameters share memory, or somebody published what cannot be a state.
         """
-        if self.overlap is not None:
-            self.overlap.catch_up()
+        self.catch_up()
         parameters = [parameter for group in groups for parameter in group["params"]]
         transaction = self.transaction
         if transaction is None or not _are_same(transaction.table, parameters):
@@ -124,8 +125,8 @@ class Binding:
             )
         if self.is_exposed:
             for state in transaction.table.states:
-                if state.pending is None:
-                    self._read(state, transaction.table)
+                if state.phase is not Phase.ACCEPTED and self._read(state, transaction.table):
+                    transaction.distrust(state)
         return transaction
 
     def hyperparameters(self, groups: Groups) -> dict[ParameterState, Hyperparameters]:
@@ -147,27 +148,20 @@ class Binding:
             self._write(transaction.table)
         return self.published
 
-    def open_transaction(self) -> Transaction:
-        """Return the transaction that was bound last, of which the verdict is due.
-
-        Raises:
-            RuntimeError: kernels can no longer write what they speculated on.
-        """
-        assert self.transaction is not None
-        for state in self.transaction.table.states:
-            if state.phase is Phase.SPECULATED and _is_converted(state, self.transaction.table):
-                raise RuntimeError(
-                    f"{state.name} was converted to {state.parameter.dtype} of shape {tuple(state.parameter.shape)} on "
-                    f"{state.parameter.device} while speculation was open; give it back the data it had, "
-                    "and call resolve() or rollback() before converting"
-                )
-        return self.transaction
-
     def set_overlap(self, overlap: Overlap | None, groups: Groups) -> None:
         """Bind anew, so that parameters are reached through `overlap`; nothing may be open."""
         self.committed(groups)
         self.overlap = overlap
         self.transaction = None
+
+    def catch_up(self) -> None:
+        """Return when everything that a scheduler has taken is speculated on."""
+        if self.overlap is not None:
+            self.overlap.catch_up()
+
+    def as_transferred(self, gradient: Tensor) -> Tensor:
+        """Return a gradient that was not taken as it would be if it had been."""
+        return gradient if self.overlap is None else self.overlap.as_transferred(gradient)
 
     def keep_published(self) -> None:
         """Bring what somebody may hold up to date after a step."""
@@ -177,11 +171,7 @@ class Binding:
     def _bind(self, parameters: Sequence[Tensor], names: Sequence[str]) -> Transaction:
         known: dict[Tensor, ParameterState] = {}
         if self.transaction is not None:
-            if self.transaction.is_open:
-                raise RuntimeError(
-                    "the parameters of the optimizer changed while speculation was open; "
-                    "call resolve() or rollback() before changing them"
-                )
+            self.transaction.drop()  # the gradients in `.grad` still count
             table = self.transaction.table
             converted = {state for state in table.states if _is_converted(state, table)}
             try:
@@ -218,35 +208,36 @@ class Binding:
     def _write(self, table: ParameterTable) -> None:
         """Bring `published` up to date with the table, except where the tensors are not the newest themselves."""
         for state in table.states:
-            if not state.has_state or state.is_provisional or state.phase is Phase.ACCEPTED or not table.is_home(state):
+            if not state.has_state or state.phase is Phase.ACCEPTED or not table.is_home(state):
                 continue
             entry = self.published.setdefault(state.parameter, {})
             step = entry.setdefault("step", torch.zeros((), dtype=torch.float32, device="cpu"))
             if step != table.steps[state.row]:
                 step.fill_(float(table.steps[state.row]))
             for key in TENSORS:
-                tensor = None if key == "max_exp_avg_sq" and state.is_max_provisional else getattr(state, key)
+                tensor = getattr(state, key)
                 if tensor is not None:
                     entry[key] = tensor
             table.is_published[state.row] = True
 
-    def _read(self, state: ParameterState, table: ParameterTable) -> None:
-        """Bring a clean row of the table up to date with `published`, unless the row is the newer of the two."""
+    def _read(self, state: ParameterState, table: ParameterTable) -> bool:
+        """Bring a row of the table up to date with `published`, unless the row is the newer; return if it changed."""
         if state.has_state and not table.is_published[state.row]:
-            return
+            return False
         entry = self.published.get(state.parameter)
         if not entry:
-            if state.has_state:
-                state.is_provisional = state.is_max_provisional = True
-                state.forget_provisional()
-                table.steps[state.row] = 0
-                table.note_moved(state)
-            return
+            if not state.has_state:
+                return False
+            state.master = state.exp_avg = state.exp_avg_sq = state.max_exp_avg_sq = None
+            table.steps[state.row] = 0
+            table.note_moved(state)
+            return True
         if not isinstance(entry, dict) or "step" not in entry:
             checkpoint.check_entry(entry, state)
         if state.is_own_master:
             entry.pop("master", None)  # of a working copy once: of lower precision, elsewhere, or not dense
-        if any(getattr(state, key) is not entry.get(key) for key in TENSORS):
+        is_new = any(getattr(state, key) is not entry.get(key) for key in TENSORS)
+        if is_new:
             checkpoint.check_entry(entry, state)
             for key in TENSORS:
                 tensor = entry.get(key)
@@ -255,10 +246,32 @@ class Binding:
                 setattr(state, key, tensor)
             table.note_moved(state)
             table.fingerprints.distrust(state.row)
-        table.steps[state.row] = checkpoint.read_step(entry["step"], state.name)
+        step = checkpoint.read_step(entry["step"], state.name)
+        is_new = is_new or step != int(table.steps[state.row])
+        table.steps[state.row] = step
         table.is_published[state.row] = True
         if not isinstance(entry["step"], Tensor):
             entry["step"] = torch.tensor(float(entry["step"]), dtype=torch.float32, device="cpu")
+        return is_new
+
+    # ---- what gradients that were taken report (taken_gradient.Keeper) -----------------------------------------------
+
+    def nonfinite_of(self, taken: TakenGradient) -> int | None:
+        """Return how many elements of a gradient are Inf or NaN, where that was counted."""
+        self.catch_up()
+        parameter, transaction = taken.parameter, self.transaction
+        state = None if parameter is None or transaction is None else transaction.table.state_of(parameter)
+        return None if state is None or transaction is None else transaction.nonfinite_of(state, taken)
+
+    def note_norm(self, taken: TakenGradient) -> None:
+        """Pass on that somebody asked torch for a norm."""
+        if self.overlap is not None:
+            self.overlap.note_norm()
+
+    def note_given_back(self, taken: TakenGradient) -> None:
+        """Pass on that somebody wrote to a gradient."""
+        if self.overlap is not None:
+            self.overlap.note_given_back(taken)
 
 
 def _are_same(table: ParameterTable, parameters: Sequence[Tensor]) -> bool:

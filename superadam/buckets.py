@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
 from superadam.parameter import ParameterState
+from superadam.taken_gradient import TakenGradient
 
 DEFAULT_NUMEL = 16 * 1024 * 1024
 """Elements of a bucket: 32 MiB of bf16 or 64 MiB of fp32, as in SuperOffload; enough to saturate a link."""
@@ -27,7 +26,7 @@ class Bucket:
     """
 
     states: list[ParameterState] = field(default_factory=list)
-    gradients: list[Tensor] = field(default_factory=list)
+    gradients: list[TakenGradient] = field(default_factory=list)
     numel: int = 0
     is_kept: bool = False
 
@@ -45,11 +44,11 @@ class Filler:
         self._is_kept = is_kept
         self._filling = Bucket(is_kept=is_kept)
 
-    def add(self, state: ParameterState, gradient: Tensor) -> Bucket | None:
+    def add(self, state: ParameterState, gradient: TakenGradient) -> Bucket | None:
         """Put a gradient into the bucket; return the bucket if that filled it."""
         self._filling.states.append(state)
         self._filling.gradients.append(gradient)
-        self._filling.numel += gradient.numel()
+        self._filling.numel += state.shape.numel()
         return self.take() if self._filling.numel >= self.bucket_numel else None
 
     def take(self) -> Bucket | None:

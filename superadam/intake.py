@@ -1,57 +1,49 @@
-"""What becomes of a gradient before it travels: added to those of earlier micro-batches, then put into a bucket.
+"""What becomes of a gradient before it travels: it leaves a handle in `.grad`, and goes into a bucket.
 
-Owns the sums on the host and the bucket that is being filled. It runs in the middle of backward, where every call
-finds cold caches, so that it does as little as it can for each gradient. It sends nothing itself.
+Owns the buckets that are being filled and which gradients were taken in the present step. It runs in the middle of
+backward, where every call finds cold caches, so that it does as little as it can for each gradient. It sends nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import threading
+import weakref
+from collections.abc import Iterable
 
 from torch import Tensor
 
-from superadam.accumulation import Accumulation
 from superadam.buckets import Bucket, Filler
+from superadam.devices import Device
+from superadam.gradient_handle import take, taken_of
+from superadam.micro_batches import MicroBatches
 from superadam.parameter import ParameterState
-from superadam.transfers import Transfers
-from superadam.watch import ModelWatch
+from superadam.taken_gradient import Keeper, TakenGradient
 
 
 class Intake:
     """Takes gradients out of `.grad`, for one step after another.
 
     Args:
-        watch: is told whose gradients were taken.
-        transfers: say how travelling rounds gradients that stay.
+        device: that gradients are on.
+        keeper: answers for gradients that were taken.
         bucket_numel: elements from which on a bucket is full.
-        send: gets every bucket that is full.
-        sends_early: whether it gets it at once; otherwise with `flush`.
 
     Attributes:
-        accumulation: sums over micro-batches.
+        micro_batches: say whether a gradient is the last one of its step.
         kept: ids of parameters whose gradients go into buckets of their own, which are not to travel.
     """
 
-    def __init__(
-        self,
-        watch: ModelWatch,
-        transfers: Transfers,
-        bucket_numel: int,
-        send: Callable[[Bucket], None],
-        *,
-        sends_early: bool,
-    ) -> None:
-        self.accumulation = Accumulation()
-        self._watch = watch
-        self._transfers = transfers
+    def __init__(self, device: Device, keeper: Keeper, bucket_numel: int) -> None:
+        self.micro_batches = MicroBatches()
         self.kept: frozenset[int] = frozenset()
+        self._device = device
+        self._keeper = keeper
         self._filler = Filler(bucket_numel)
         self._kept_filler = Filler(bucket_numel, is_kept=True)
-        self._full: list[Bucket] = []
-        self._send = send
-        self._sends_early = sends_early
-        self._note_ready = transfers.device.note_ready if transfers.device.has_link else None
+        self._lock = threading.Lock()  # a backward may run in another thread
         self._states: dict[int, ParameterState] = {}  # by the parameter's id: tensors take long to hash
+        # The latest one of each parameter in this step; None once it was given back, when nobody else may hold it.
+        self._taken: dict[int, weakref.ref[TakenGradient] | None] = {}
 
     def place(self, bucket_numel: int, kept: Iterable[Tensor]) -> None:
         """Change the size of buckets, and the parameters that are kept, from the next gradient on."""
@@ -66,80 +58,58 @@ class Intake:
         """Return the state of a parameter whose gradients are taken."""
         return self._states.get(id(parameter))
 
-    def take(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Take a gradient that is ready.
-
-        Args:
-            parameter: whose `.grad` it is.
-            gradient: all of it for this backward.
-
-        Raises:
-            RuntimeError: the parameter's gradient was taken already.
-            TypeError, ValueError: the gradient cannot be added to a sum, because it does not fit its parameter.
-        """
-        state = self._states.get(id(parameter))
+    def take(self, parameter: Tensor) -> Bucket | None:
+        """Take the gradient that a backward has just completed, if it is the last one; return a bucket that is full."""
+        key = id(parameter)
+        state = self._states.get(key)
         if state is None:  # no longer the optimizer's
-            return
-        if self.accumulation.is_at_work:
-            self._watch.check_settled(parameter, state.name)
-            total = self.accumulation.add(state, gradient)
-            parameter.grad = None
-            if total is None:
-                return
-            gradient = total
-        self._watch.note_taken(parameter, state.name)
-        parameter.grad = None
-        if self._note_ready is not None:
-            self._note_ready()
-        self._fill(state, gradient)
+            return None
+        is_last = self.micro_batches.is_last(key, is_first=self._taken.get(key) is not None)
+        if not is_last and self.micro_batches.sum_dtype is None:
+            return None
+        taken = self._take(parameter, state)
+        if taken is None:
+            return None
+        if not is_last:
+            taken.pending, taken.is_sum = state.host_copy(taken.pending, state.dtype), True
+            return None
+        self._device.note_ready()
+        self._taken[key] = weakref.ref(taken)
+        filler = self._kept_filler if key in self.kept and not self._device.is_host(taken.pending) else self._filler
+        with self._lock:
+            return filler.add(state, taken)
 
-    def take_sums(self) -> None:
-        """Take what was added up and got no gradient outside `accumulate()`, with what lies in `.grad` beside it."""
-        for parameter, total in self.accumulation.take().items():
-            state = self._states.get(id(parameter))
-            if state is None:  # no longer the optimizer's
-                continue
-            self._watch.note_taken(parameter, state.name)
-            if parameter.grad is not None:
-                total.add_(state.host_copy(parameter.grad, total.dtype))
-                parameter.grad = None
-            self._fill(state, total)
+    def _take(self, parameter: Tensor, state: ParameterState) -> TakenGradient | None:
+        """Return a gradient that was not taken yet, or a sum of micro-batches; None where it has to be left alone."""
+        gradient = parameter.grad
+        assert gradient is not None
+        known = taken_of(gradient)
+        if known is not None:
+            return known if known.is_sum and not known.in_use and self.micro_batches.sum_dtype is None else None
+        try:
+            state.check_gradient(gradient)
+        except (TypeError, ValueError):
+            return None  # step() tells
+        del gradient  # or it would not be the only one
+        return take(parameter, state, self._keeper)
 
-    def sums(self) -> dict[Tensor, Tensor]:
-        """Return what `take_sums` would find, per parameter, as it is after travelling."""
-        return {parameter: self._transfers.narrowed(total) for parameter, total in self.accumulation.sums.items()}
+    def rest(self) -> list[Bucket]:
+        """Return what there is, full or not."""
+        with self._lock:
+            return [bucket for bucket in (self._filler.take(), self._kept_filler.take()) if bucket is not None]
 
-    def narrow_left(self) -> None:
-        """Round gradients that were left in `.grad` as if they had travelled."""
-        if not self._transfers.narrows:
-            return
-        for state in self._states.values():
-            gradient = state.parameter.grad
-            if gradient is not None:
-                state.parameter.grad = self._transfers.narrowed(gradient)
+    def note_given_back(self, taken: TakenGradient) -> bool:
+        """Somebody wrote to a gradient that was taken; return whether it is one of the present step."""
+        parameter = taken.parameter
+        known = None if parameter is None else self._taken.get(id(parameter))
+        if known is None or known() is not taken:
+            return False
+        self._taken[id(parameter)] = None
+        return True
 
-    def flush(self) -> None:
-        """Send what is there, full or not."""
-        rest = (self._filler.take(), self._kept_filler.take())
-        buckets, self._full = [*self._full, *filter(None, rest)], []
-        for bucket in buckets:
-            self._send(bucket)
-
-    def forget(self) -> None:
-        """Drop every bucket that was not sent, and all sums."""
-        self._full.clear()
-        self._filler.take()
-        self._kept_filler.take()
-        self.accumulation.take()
-
-    def _fill(self, state: ParameterState, gradient: Tensor) -> None:
-        filler = self._filler
-        if self.kept and id(state.parameter) in self.kept and not self._transfers.device.is_host(gradient):
-            filler = self._kept_filler
-        bucket = filler.add(state, gradient)
-        if bucket is None:
-            return
-        if self._sends_early:
-            self._send(bucket)
-        else:
-            self._full.append(bucket)
+    def end_step(self) -> None:
+        """A step was made: the next gradient of each parameter is its first one."""
+        elements = {key: self._states[key].shape.numel() for key in self._taken if key in self._states}
+        edited = sum(count for key, count in elements.items() if self._taken[key] is None)
+        self.micro_batches.end_step(is_edited=edited > 0 and 2 * edited >= sum(elements.values()))
+        self._taken = {}

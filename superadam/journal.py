@@ -5,9 +5,10 @@ Owns both. It decides nothing.
 
 from __future__ import annotations
 
+import copy
 import time
 
-from superadam.outcome import StepKind, StepOutcome
+from superadam.outcome import Statistics, StepOutcome
 from superadam.overlap_statistics import OverlapStatistics
 from superadam.trace import Trace
 
@@ -16,17 +17,17 @@ class Journal:
     """Statistics and trace, kept up by the scheduler's reports.
 
     Args:
-        redone: parameters that were speculated again before the scheduler was made.
+        counts: of the optimizer, when the scheduler was made.
 
     Attributes:
         statistics: since the scheduler was made.
         trace: of the last steps.
     """
 
-    def __init__(self, redone: int = 0) -> None:
+    def __init__(self, counts: Statistics) -> None:
         self.statistics = OverlapStatistics()
         self.trace = Trace()
-        self._redone_before = redone
+        self._counts = copy.copy(counts)
         self._backward_began: float | None = None
 
     def note_gradient(self) -> None:
@@ -70,22 +71,22 @@ class Journal:
         self.statistics.waited_seconds += end - begin
         self.trace.add("wait for worker", "training", begin, end)
 
-    def note_verdict(self, outcome: StepOutcome | None, redone: int) -> None:
+    def note_verdict(self, outcome: StepOutcome | None, counts: Statistics) -> None:
         """The open step was concluded.
 
         Args:
-            outcome: what came of it; None for a rollback.
-            redone: parameters that were ever speculated again.
+            outcome: what came of it; None where it was dropped.
+            counts: of the optimizer, now.
         """
         now = time.perf_counter()
-        statistics = self.statistics
-        if outcome is None or outcome.kind is StepKind.SKIPPED:
-            statistics.dropped_buckets += statistics.open_buckets
-        elif redone > self._redone_before:
+        statistics, before = self.statistics, self._counts
+        if counts.respeculated > before.respeculated:
             statistics.respeculated_buckets += statistics.open_buckets
-        else:
+        elif counts.accepted > before.accepted:
             statistics.accepted_buckets += statistics.open_buckets
-        self._redone_before = redone
+        else:
+            statistics.dropped_buckets += statistics.open_buckets
+        self._counts = copy.copy(counts)
         if self._backward_began is not None:
             self.trace.add("backward and step", "training", self._backward_began, now)
             self._backward_began = None

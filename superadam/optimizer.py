@@ -6,9 +6,9 @@ Owns the parameter groups and the limits of validation. Arithmetic and phases li
 from __future__ import annotations
 
 import functools
-import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -18,14 +18,14 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from superadam import checkpoint, native
 from superadam.arguments import LATER_GROUP_KEYS, check_group, check_together, checked_limit
-from superadam.arrivals import Arrivals, gather
+from superadam.arrivals import gather
 from superadam.binding import Binding, Overlap, names_of, runs_of
+from superadam.gradient_handle import take, taken_of
 from superadam.hyperparameters import Hyperparameters
 from superadam.outcome import Statistics, StepKind, StepOutcome
 from superadam.parameter import ParameterState, check_parameter
+from superadam.taken_gradient import Keeper, TakenGradient
 from superadam.transaction import Transaction
-
-_logger = logging.getLogger("superadam")
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -43,18 +43,27 @@ def _untracked(method: Callable[_Arguments, _Result]) -> Callable[_Arguments, _R
     return uncompiled
 
 
+@dataclass(slots=True)
+class _Verdicts:
+    """Limits and what came of them, in an object that copies of the optimizer's `__dict__` share, as Lightning's do."""
+
+    max_grad_norm: float | None = None
+    on_nonfinite: str = "skip"
+    limit_of_next_step: float | None = None
+    last_outcome: StepOutcome | None = None
+
+
 class SpeculativeCPUAdam(Optimizer):
     r"""Adam with fp32 masters and moments in CPU memory, validated updates, and speculation that never changes a bit.
 
     A drop-in for `torch.optim.Adam`. `step()` computes the global gradient norm, skips the step when a gradient is Inf
     or NaN, clips to `max_grad_norm`, and updates state and parameters. `speculate()` and `resolve()` are the same step
-    in two
-    parts: the first writes parameters as if the gradients were good, the second validates and, where needed, redoes or
-    undoes it exactly.
+    in two parts: the first computes new values as if the gradients were good, the second validates, and publishes the
+    new values or makes the step anew. Until then neither parameters nor state change, and `.grad` holds a handle that
+    behaves as the gradient.
 
     A parameter that is fp32 or fp64 and dense on the CPU is its own master. Any other parameter (bf16, fp16, or on a
-    GPU) is
-    a working copy: the rounded value of an fp32 master that the optimizer owns.
+    GPU) is a working copy: the rounded value of an fp32 master that the optimizer owns.
 
     Args:
         params: tensors, (name, tensor) pairs or group dicts, as for `torch.optim.Adam`; float32, bfloat16, float16 or
@@ -67,8 +76,8 @@ class SpeculativeCPUAdam(Optimizer):
         maximize: ascend instead of descend.
         decoupled_weight_decay: weight decay as in AdamW.
         max_grad_norm: limit of the global 2-norm of all gradients, as in `torch.nn.utils.clip_grad_norm_`; None or
-            `math.inf` for none. An attribute, not a group key; may be changed at any time. Do not call
-            `torch.nn.utils.clip_grad_norm_` beside it.
+            `math.inf` for none. An attribute, not a group key; may be changed at any time. Where
+            `torch.nn.utils.clip_grad_norm_` is called as well, the step is clipped by both.
         on_nonfinite: what an Inf or NaN gradient does: "skip" the step, or "raise" FloatingPointError; nothing is
             changed.
         foreach, fused: accepted for compatibility; there is one implementation.
@@ -84,7 +93,7 @@ class SpeculativeCPUAdam(Optimizer):
     """
 
     _binding: Binding
-    _step_supports_amp_scaling = True  # torch.amp.GradScaler then hands its scale over instead of unscaling itself
+    _verdicts: _Verdicts
 
     def __init__(
         self,
@@ -120,20 +129,18 @@ class SpeculativeCPUAdam(Optimizer):
         }
         check_group(defaults)
         native.active_isa()  # a wrong SUPERADAM_ISA is an error here, not in the middle of training
+        self._verdicts = _Verdicts()
         self.max_grad_norm = max_grad_norm
         self.on_nonfinite = on_nonfinite
         self.statistics = Statistics()
-        self.last_outcome: StepOutcome | None = None
-        self._limit_of_next_step: float | None = None
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as torch.optim does.
 
         Raises:
-            ValueError, TypeError, RuntimeError: as the constructor, or speculation is open; the group was not added.
+            ValueError, TypeError, RuntimeError: as the constructor; the group was not added.
         """
-        self._refuse_open("a parameter group cannot be added")
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -149,31 +156,33 @@ class SpeculativeCPUAdam(Optimizer):
     @property
     def max_grad_norm(self) -> float | None:
         """Limit of the global gradient norm; None or inf for none."""
-        return self._max_grad_norm
+        return self._verdicts.max_grad_norm
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float | None) -> None:
-        self._max_grad_norm = None if value is None else checked_limit("max_grad_norm", value)
+        self._verdicts.max_grad_norm = None if value is None else checked_limit("max_grad_norm", value)
 
     @property
     def on_nonfinite(self) -> str:
         """What an Inf or NaN gradient does: "skip" or "raise"."""
-        return self._on_nonfinite
+        return self._verdicts.on_nonfinite
 
     @on_nonfinite.setter
     def on_nonfinite(self, value: str) -> None:
         if value not in ("skip", "raise"):
             raise ValueError(f"on_nonfinite is {value!r}, expected 'skip' or 'raise'")
-        self._on_nonfinite = value
+        self._verdicts.on_nonfinite = value
+
+    @property
+    def last_outcome(self) -> StepOutcome | None:
+        """What came of the last step; None before the first."""
+        return self._verdicts.last_outcome
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
     @_untracked
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Make one step with the gradients in `.grad`, which stay there, unscaled.
-
-        With speculation open, takes the remaining gradients too and resolves. What came of it is in `last_outcome`.
-        Called by `torch.amp.GradScaler.step`, undoes its scale, and skips when it has found an Inf.
+        """Make one step with the gradients in `.grad`, which stay there; what came of it is in `last_outcome`.
 
         Args:
             closure: reevaluates the model and returns the loss.
@@ -190,91 +199,85 @@ class SpeculativeCPUAdam(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        try:
-            scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-            transaction = self.bound_with_sums()
-            if scale is not None and transaction.is_open:
-                raise RuntimeError(
-                    "GradScaler.step() cannot unscale gradients that speculate() has taken already; "
-                    "call rollback(), and with a GradScaler use step() alone"
-                )
-            if transaction.is_open:
-                self._speculate(None)
-                self.resolve()
-            else:
-                unscale = 1.0 if scale is None else 1.0 / float(scale)
-                is_rejected = found_inf is not None and bool(found_inf)
-                arrivals = self._arrivals()
-                self._conclude(transaction.step(arrivals, self._limit(), unscale=unscale, is_rejected=is_rejected))
-        except Exception:
-            for left_by_scaler in ("grad_scale", "found_inf"):  # GradScaler only takes them away after a success
-                self.__dict__.pop(left_by_scaler, None)
-            raise
+        self.resolve()
         return loss
 
     @_untracked
+    def resolve(self) -> StepOutcome:
+        """Make one step, as `step()` does, and return what came of it.
+
+        `.grad` decides for each parameter: nothing for None; the speculation where it holds the handle that
+        `speculate()` or a scheduler has put there; any other gradient counts as it is. Hyper-parameters count as they
+        are now.
+
+        Raises:
+            TypeError, ValueError, FloatingPointError: as `step()`.
+        """
+        transaction = self._binding.bound(self.param_groups)
+        limit = self._verdicts.limit_of_next_step
+        arrivals = gather(transaction.table, runs_of(self.param_groups), self._binding.as_transferred)
+        outcome = transaction.step(arrivals, self._verdicts.max_grad_norm if limit is None else limit)
+        self._verdicts.last_outcome, self._verdicts.limit_of_next_step = outcome, None
+        self._opt_called = True  # learning-rate schedulers warn unless step() or this was called before theirs
+        self.statistics.count(outcome.kind)
+        self._binding.keep_published()
+        if self._binding.overlap is not None:
+            self._binding.overlap.conclude(outcome)
+        if outcome.kind is StepKind.SKIPPED and self._verdicts.on_nonfinite == "raise":
+            raise FloatingPointError(
+                f"{outcome.nonfinite} gradient elements are Inf or NaN, expected finite ones; nothing was changed: "
+                "lower the learning rate or the loss scale, or set on_nonfinite='skip'"
+            )
+        return outcome
+
+    @_untracked
     def speculate(self, params: Iterable[Tensor] | None = None) -> None:
-        """Take gradients, set `.grad` to None, and write parameters as if the step were good; `state` does not change.
+        """Take gradients and compute new values as if the step were good; parameters and `state` do not change.
+
+        `.grad` becomes a handle that behaves as the gradient. A gradient that is held by others, too, is left alone.
 
         Args:
             params: only these parameters; default all. Those without a gradient are passed over.
 
         Raises:
-            RuntimeError: a parameter has a second gradient while its speculation is open.
             TypeError, ValueError: a gradient does not fit its parameter, a parameter is not one of this optimizer's,
                 or a hyper-parameter is out of range. Whatever is raised, nothing was changed.
         """
-        self._speculate(params)
-        if self._binding.overlap is not None:
-            self._binding.overlap.await_parameters()
-
-    def _speculate(self, params: Iterable[Tensor] | None) -> None:
-        transaction = self.bound_with_sums()
+        transaction = self._binding.bound(self.param_groups)
+        hyper = self._binding.hyperparameters(self.param_groups)
         chosen = None if params is None else {id(parameter) for parameter in params}
-        if chosen is not None and not chosen <= {id(state.parameter) for state in transaction.table.states}:
+        if chosen is not None and not chosen <= {id(state.parameter) for state in hyper}:
             raise ValueError(
                 "speculate() got a parameter that is in no group of this optimizer; call add_param_group() first"
             )
-        arrivals = self._arrivals(chosen).owned()
-        overlap = self._binding.overlap
-        transaction.speculate(arrivals, 1.0 if overlap is None else overlap.unscale)
-        for state in arrivals.states:
-            state.parameter.grad = None
-
-    @_untracked
-    def resolve(self) -> StepOutcome:
-        """Validate everything that is speculated: accept it, redo it clipped, or drop it.
-
-        Without open speculation this is a step without gradients.
-        Hyper-parameters that changed since `speculate()` count: the speculation is redone with the present ones.
-
-        Returns:
-            what came of the step; also in `last_outcome`.
-
-        Raises:
-            FloatingPointError: a gradient is Inf or NaN and `on_nonfinite` is "raise"; the speculation was dropped.
-            ValueError: a hyper-parameter is out of range; the speculation is still open.
-        """
-        transaction = self._binding.bound(self.param_groups)
-        hyper_now = self._binding.hyperparameters(self.param_groups)
-        if not transaction.is_open:
-            transaction.table.clear_sums()
-        return self._conclude(transaction.resolve(hyper_now, self._limit()))
+        asked = [state for state in hyper if chosen is None or id(state.parameter) in chosen]
+        for state in asked:
+            if state.parameter.grad is not None:
+                state.check_gradient(state.parameter.grad)
+        gradients: dict[ParameterState, TakenGradient] = {}
+        for state in asked:
+            taken = take(state.parameter, state, self._binding)
+            if taken is not None:
+                taken.pending, taken.in_use = state.host_gradient(taken.pending), True
+                gradients[state] = taken
+        able = [state for state in gradients if transaction.can_speculate(state, hyper[state])]
+        places = dict(zip(able, transaction.table.delivery.shadows(able), strict=True))
+        transaction.table.bring_home(transaction.table.rows_of(list(gradients)))
+        transaction.speculate(
+            {s: transaction.pending(s, one, hyper[s], places.get(s)) for s, one in gradients.items()}
+        )
 
     @_untracked
     def rollback(self) -> None:
-        """Drop unresolved speculation: parameters and state are as before `speculate()`, bit for bit.
-
-        The gradients are gone. Without open speculation this does nothing.
-
-        Raises:
-            RuntimeError: a parameter was converted while speculation on it was open; nothing was changed.
-        """
-        if self._is_open():
-            self._binding.open_transaction().roll_back()
-            self._binding.keep_published()
-            if self._binding.overlap is not None:
-                self._binding.overlap.conclude(None)
+        """Drop unresolved speculation and give its gradients back to `.grad`; parameters and state did not change."""
+        self._binding.catch_up()
+        if self._binding.transaction is not None:
+            self._binding.transaction.drop()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                taken = None if parameter.grad is None else taken_of(parameter.grad)
+                if taken is not None:
+                    taken.give_back()
 
     @_untracked
     def commit(self) -> None:
@@ -287,28 +290,24 @@ class SpeculativeCPUAdam(Optimizer):
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Set the limit of the global gradient norm for the coming step only, and return that norm.
 
-        For frameworks that clip by themselves: unlike `torch.nn.utils.clip_grad_norm_`, leaves the gradients alone.
+        Unlike `torch.nn.utils.clip_grad_norm_`, leaves the gradients alone.
 
         Args:
             max_norm: limit, at least 0; `math.inf` for none.
 
         Returns:
-            0-dim fp64 tensor: the 2-norm of all gradients, in `.grad` or speculated, as they arrived.
+            0-dim fp64 tensor: the 2-norm of all gradients in `.grad`.
         """
         limit = checked_limit("max_norm", max_norm)
         transaction = self._binding.bound(self.param_groups)
-        norm = transaction.grad_norm(self._arrivals_with_sums())
-        self._limit_of_next_step = limit
-        return torch.tensor(norm, dtype=torch.float64)
+        arrivals = gather(transaction.table, runs_of(self.param_groups), self._binding.as_transferred)
+        norm = transaction.grad_norm(arrivals)
+        self._verdicts.limit_of_next_step = limit
+        return torch.tensor(norm, dtype=torch.float64, device="cpu")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset gradients as torch.optim does; drops speculation that is still open."""
-        if self._is_open():
-            _logger.info("zero_grad() dropped an open speculation; call step() or resolve() first to keep it")
-            self.rollback()
-        if self._binding.overlap is not None:
-            self._binding.overlap.forget_sums()
-        self._limit_of_next_step = None
+        """Reset gradients as torch.optim does."""
+        self._verdicts.limit_of_next_step = None
         super().zero_grad(set_to_none)
 
     # ---- what a scheduler uses ---------------------------------------------------------------------------------------
@@ -318,11 +317,10 @@ class SpeculativeCPUAdam(Optimizer):
         """Let a scheduler carry gradients and parameters from now on.
 
         Raises:
-            RuntimeError: there is a scheduler already, or speculation is open.
+            RuntimeError: there is a scheduler already.
         """
         if self._binding.overlap is not None:
             raise RuntimeError("the optimizer has a scheduler already; close() it before making another one")
-        self._refuse_open("a scheduler cannot be attached")
         self._binding.set_overlap(overlap, self.param_groups)
 
     @_untracked
@@ -335,70 +333,19 @@ class SpeculativeCPUAdam(Optimizer):
         """Return the transaction over the present parameters."""
         return self._binding.bound(self.param_groups)
 
-    @_untracked
-    def bound_with_sums(self) -> Transaction:
-        """Return the transaction over the present parameters, all gradients of the step that is due handed over."""
-        if self._binding.overlap is not None:
-            self._binding.overlap.hand_over_sums()
-        return self._binding.bound(self.param_groups)
-
     @property
     def last_transaction(self) -> Transaction | None:
-        """The transaction as it was bound last; None after loading a state dict."""
+        """The transaction as it was bound last; None where it has to be bound again."""
         return self._binding.transaction
+
+    @property
+    def keeper(self) -> Keeper:
+        """Who answers for gradients that were taken from this optimizer's parameters."""
+        return self._binding
 
     def hyperparameters(self) -> dict[ParameterState, Hyperparameters]:
         """Return the present hyper-parameters of every parameter that was bound last."""
         return self._binding.hyperparameters(self.param_groups)
-
-    # ---- helpers -----------------------------------------------------------------------------------------------------
-
-    def _is_open(self) -> bool:
-        if self._binding.overlap is not None:
-            self._binding.overlap.catch_up()
-        transaction = self._binding.transaction
-        return transaction is not None and transaction.is_open
-
-    def _refuse_open(self, what: str) -> None:
-        if self._is_open():
-            raise RuntimeError(f"{what} while speculation is open; call resolve() or rollback() first")
-
-    def _limit(self) -> float | None:
-        return self._max_grad_norm if self._limit_of_next_step is None else self._limit_of_next_step
-
-    def _arrivals(self, chosen: set[int] | None = None) -> Arrivals:
-        """Return every parameter that has a gradient, with it; of those with an id in `chosen`, where given."""
-        assert self._binding.transaction is not None
-        return gather(self._binding.transaction.table, runs_of(self.param_groups), chosen)
-
-    def _arrivals_with_sums(self) -> Arrivals:
-        """Return every parameter that has a gradient, in `.grad` or accumulated by a scheduler; only for the norm."""
-        sums = {} if self._binding.overlap is None else self._binding.overlap.accumulated()
-        arrivals = self._arrivals()
-        if not sums:
-            return arrivals
-        assert self._binding.transaction is not None
-        gradients = dict(zip(arrivals.states, arrivals.gradients, strict=True))
-        for state in self._binding.transaction.table.states:
-            total = sums.get(state.parameter)
-            if total is not None:
-                gradients[state] = total if state not in gradients else total + gradients[state].to(total.dtype)
-        return Arrivals(list(gradients), list(gradients.values()), [])
-
-    def _conclude(self, outcome: StepOutcome) -> StepOutcome:
-        self.last_outcome = outcome
-        self._limit_of_next_step = None
-        self._opt_called = True  # learning-rate schedulers warn unless step() or this was called before theirs
-        self.statistics.count(outcome.kind)
-        self._binding.keep_published()
-        if self._binding.overlap is not None:
-            self._binding.overlap.conclude(outcome)
-        if outcome.kind is StepKind.SKIPPED and self.on_nonfinite == "raise":
-            raise FloatingPointError(
-                f"{outcome.nonfinite} gradient elements are Inf or NaN, expected finite ones; nothing was changed: "
-                "lower the learning rate or the loss scale, or set on_nonfinite='skip'"
-            )
-        return outcome
 
     # ---- state -------------------------------------------------------------------------------------------------------
 
@@ -415,11 +362,10 @@ class SpeculativeCPUAdam(Optimizer):
 
     @state.setter
     def state(self, value: defaultdict[Tensor, Any]) -> None:
-        overlap = None
         if "_binding" in self.__dict__:
-            self.rollback()
-            overlap = self._binding.overlap
-        self._binding = Binding(value, self.statistics, overlap)
+            self._binding.replace_published(value)
+        else:
+            self._binding = Binding(value, self.statistics)
 
     @_untracked
     def reload_masters(self, params: Iterable[Tensor] | None = None) -> None:
@@ -429,9 +375,6 @@ class SpeculativeCPUAdam(Optimizer):
 
         Args:
             params: only these parameters; default all.
-
-        Raises:
-            RuntimeError: speculation is open; nothing was changed.
         """
         transaction = self._binding.bound(self.param_groups)
         chosen = None if params is None else {id(parameter) for parameter in params}
@@ -443,7 +386,7 @@ class SpeculativeCPUAdam(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return groups and state as `torch.optim.Optimizer.state_dict` does, with `master` for every working copy.
 
-        Accepted steps are committed first; open speculation is not part of it.
+        Accepted steps are committed first; gradients that wait for their verdict are no part of it.
         """
         was_exposed = self._binding.is_exposed
         result = super().state_dict()
@@ -464,8 +407,7 @@ class SpeculativeCPUAdam(Optimizer):
         """Load what `state_dict()` of this class, or of torch.optim's Adam or AdamW, returned.
 
         fp32 state stays fp32 and on the CPU, whatever the parameters are. With `master` in the state, working copies
-        become the rounded masters; without, masters are read from the parameters when they are first needed. Open
-        speculation is rolled back.
+        become the rounded masters; without, masters are read from the parameters when they are first needed.
 
         Raises:
             ValueError: the state dict is not one of Adam over such parameters; nothing was changed.
@@ -491,7 +433,6 @@ class SpeculativeCPUAdam(Optimizer):
             for group in final["param_groups"]:
                 check_group({**LATER_GROUP_KEYS, **group})
             arriving.update({state.parameter: checkpoint.copied(entry, state) for state, entry in entries.items()})
-            self.rollback()
             return {**final, "state": {}}
 
         handle = self.register_load_state_dict_pre_hook(
@@ -518,20 +459,12 @@ class SpeculativeCPUAdam(Optimizer):
             self._write_masters()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what pickles and deep copies hold, committed; hooks stay behind, as in torch.
-
-        Raises:
-            RuntimeError: speculation is open, so the parameters that would be copied are unsettled.
-        """
-        self._refuse_open("the optimizer cannot be copied or pickled")
-        kept = ("defaults", "param_groups", "statistics", "last_outcome", "_max_grad_norm", "_on_nonfinite")
-        values = {key: self.__dict__[key] for key in (*kept, "_limit_of_next_step")}
+        """Return what pickles and deep copies hold, committed; hooks stay behind, as in torch."""
+        values = {key: self.__dict__[key] for key in ("defaults", "param_groups", "statistics", "_verdicts")}
         return {**values, "state": self._binding.committed(self.param_groups)}
 
     def _write_masters(self) -> None:
         """Make every parameter that came with a master the rounded value of it."""
-        if self._binding.overlap is not None:
-            self._binding.overlap.await_parameters()
         for parameter, entry in self._binding.published.items():
             if "master" in entry:
                 parameter.copy_(entry["master"])

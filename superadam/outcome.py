@@ -24,7 +24,9 @@ class StepOutcome:
     Attributes:
         kind: committed, clipped or skipped.
         grad_norm: global 2-norm of all (unscaled) gradients before clipping, summed in fp64; Inf or NaN when skipped.
-        clip_coefficient: factor on the gradients, 1.0 when not clipped; a value of fp32, at most 1.
+        clip_coefficient: factor on the gradients, 1.0 when not clipped: that of `max_grad_norm`, a value of fp32 and at
+            most 1, times what others multiplied all gradients with where the optimizer knows it, because it had taken
+            them: as `torch.nn.utils.clip_grad_norm_` does.
         nonfinite: number of gradient elements that are Inf or NaN.
     """
 
@@ -40,9 +42,11 @@ class Statistics:
 
     Attributes:
         committed, clipped, skipped: steps by kind.
-        respeculated: parameters whose working copy was speculated a second time, because the step was clipped or a
-            hyper-parameter had changed.
-        dropped: parameters whose speculation was taken back, because the step was skipped or rolled back.
+        accepted: parameters whose speculated value was published as it was.
+        respeculated: parameters whose step was made with the verdict although it had been speculated on, because it was
+            clipped, a hyper-parameter had changed, or somebody had written to the parameter.
+        dropped: parameters whose speculation was forgotten, because the step was skipped or rolled back, or because
+            their gradient was dropped or edited.
         norm_seconds, update_seconds: wall time of the two parts of plain synchronous steps.
         speculate_seconds, resolve_seconds, commit_seconds: wall time of the parts of speculative steps; a commit that
             shares the pass of a speculation counts as speculation.
@@ -51,6 +55,7 @@ class Statistics:
     committed: int = 0
     clipped: int = 0
     skipped: int = 0
+    accepted: int = 0
     respeculated: int = 0
     dropped: int = 0
     norm_seconds: float = 0.0

@@ -52,7 +52,7 @@ class OutsideWrite:
     def adopt(self) -> None:
         """Make the written elements the truth, in the parameter and in its master; the others are left alone."""
         state = self.state
-        for target in (state.master, state.private, state.parameter):
+        for target in (state.master, state.parameter):
             if target is not None:
                 target[self.where.to(target.device)] = self.values.to(target.device)[self.where.to(target.device)].to(
                     target.dtype

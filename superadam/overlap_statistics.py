@@ -15,11 +15,14 @@ class OverlapStatistics:
     Attributes:
         buckets: that were handed to the worker.
         kept_buckets: whose gradients and state are on the device, where the step is made with the verdict.
-        waiting_buckets: only summed when they came, because clipping was likely, and written with the verdict.
+        waiting_buckets: only summed when they came, and stepped with the verdict: because clipping was likely, because
+            their parameters had no state yet or were written to by others, or because they are their own masters.
         accepted_buckets: speculated on, and good as they were.
         respeculated_buckets: speculated on in a step that was then clipped, or whose hyper-parameters were changed.
-        dropped_buckets: speculated on in a step that was then skipped or rolled back, or never, because the worker
-            failed.
+        dropped_buckets: speculated on, and then their gradients were dropped, edited or added to, or the step was
+            skipped or rolled back; or never, because the worker failed.
+        given_back_gradients: that somebody wrote to or added to after they had been taken.
+        shadow_bytes: most memory that new values took while they waited for a verdict.
         downloaded_bytes, uploaded_bytes: moved between host and device; 0 for models in host memory.
         hook_seconds: time that taking gradients cost the thread that runs backward.
         worker_seconds: time in which the worker worked.
@@ -32,6 +35,8 @@ class OverlapStatistics:
     accepted_buckets: int = 0
     respeculated_buckets: int = 0
     dropped_buckets: int = 0
+    given_back_gradients: int = 0
+    shadow_bytes: int = 0
     downloaded_bytes: int = 0
     uploaded_bytes: int = 0
     hook_seconds: float = 0.0

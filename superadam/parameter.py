@@ -3,21 +3,22 @@
 Owns the master, the moments and the phase of its transaction. It runs no kernel and knows no other parameter.
 
 A parameter that is fp32 or fp64, dense and on the CPU is its own master. Every other one is a *working copy*: its
-master lies beside the moments, on the CPU. While speculation runs, an own master lends its tensor as working copy, and
-a private copy is the master.
+master lies beside the moments, on the CPU.
 """
 
 from __future__ import annotations
 
 import enum
-import math
-from dataclasses import dataclass, replace
+import weakref
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from superadam.hyperparameters import Hyperparameters
 from superadam.native import Dtype
+from superadam.taken_gradient import TakenGradient
 
 DTYPES = {
     torch.float32: Dtype.FLOAT32,
@@ -34,71 +35,54 @@ class Phase(enum.Enum):
     CLEAN = "clean"
     """Nothing is pending; the working copy is the rounded master."""
     SPECULATED = "speculated"
-    """The working copy shows a step that waits for its verdict; the state does not know of it."""
+    """A gradient waits for its verdict; neither the parameter nor the state knows of it."""
     ACCEPTED = "accepted"
-    """The verdict was good; the pending gradient is still to be folded into the state."""
+    """The verdict was good, and the parameter has its new value; the state is still to be updated."""
+
+
+class Shadow(Protocol):
+    """New values of some parameters, in memory of their own until a verdict publishes them."""
+
+    @property
+    def values(self) -> list[Tensor]:
+        """One host tensor for each parameter, of its dtype and in the layout of its state, for kernels to write."""
+
+
+class Place(NamedTuple):
+    """Where the new value of one parameter lies."""
+
+    shadow: Shadow
+    position: int
+
+    @property
+    def value(self) -> Tensor:
+        """The tensor that kernels write."""
+        return self.shadow.values[self.position]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pending:
-    """A gradient that is speculated on or accepted, with everything its commit will need, captured by value.
+    """A gradient that waits for its verdict, or for its commit, with everything that depends on, captured by value.
 
     Attributes:
-        gradient: in the layout of the state, as it arrived: neither scaled nor clipped; on the CPU unless `is_kept`.
+        taken: the record of the gradient, held weakly: nobody else may hold a gradient that was given back.
+        gradient: as kernels read it: on the host in the layout of the state, or on the device where `is_kept`.
+        version: of `taken`, whose gradient this is.
         hyper: the group's hyper-parameters at that moment.
         step: the step that this gradient makes, counted from 1.
-        scale: factor on the gradient in the working copy as it was last speculated; NaN before that.
-        unscale: the part of `scale` that undoes loss scaling.
-        version: of `gradient`; another one later means that somebody still writes to it.
+        scale: factor on the gradient in the speculated value.
+        place: of the speculated value; None where only the norm was taken.
         is_kept: whether the gradient stayed on the device, where the step will be made.
     """
 
+    taken: weakref.ref[TakenGradient]
     gradient: Tensor
+    version: int
     hyper: Hyperparameters
     step: int
     scale: float
-    unscale: float
-    version: int
+    place: Place | None = None
     is_kept: bool = False
-
-    @staticmethod
-    def of(gradient: Tensor, hyper: Hyperparameters, step: int, unscale: float, *, is_kept: bool = False) -> Pending:
-        """Return the record of a gradient that has just arrived, and that nobody else writes to."""
-        return Pending(gradient, hyper, step, math.nan, unscale, gradient._version, is_kept)
-
-    @property
-    def is_written(self) -> bool:
-        """Whether the working copy shows this gradient; if not, only its norm was taken so far."""
-        return not math.isnan(self.scale)
-
-    def at_scale(self, scale: float, hyper: Hyperparameters | None = None) -> Pending:
-        """Return this record as it is once the working copy shows it so."""
-        return replace(self, scale=scale, hyper=self.hyper if hyper is None else hyper)
-
-    def check_unchanged(self, name: str) -> None:
-        """Raise if the gradient is no longer what arrived.
-
-        Raises:
-            RuntimeError: somebody wrote to it.
-        """
-        if self.gradient._version != self.version:
-            raise RuntimeError(
-                f"the gradient of {name} was written to after speculate() had taken it, expected it to be left alone; "
-                "speculate on a copy of it, or call commit() before writing"
-            )
-
-
-def owned(gradient: Tensor) -> Tensor:
-    """Return a gradient that may be kept: itself, or a copy where it is part of a larger buffer.
-
-    The owner of such a buffer will fill it again.
-    """
-    if gradient.requires_grad:  # made with create_graph: the graph must not live as long as the gradient
-        gradient = gradient.detach()
-    if gradient.untyped_storage().nbytes() != gradient.nbytes or gradient.is_inference():
-        with torch.inference_mode(False):  # whose tensors count no versions
-            gradient = gradient.clone(memory_format=torch.preserve_format)
-    return gradient
 
 
 def check_parameter(parameter: Tensor, name: str) -> None:
@@ -138,20 +122,17 @@ class ParameterState:
         is_own_master: whether the tensor itself holds the master.
         is_staged: whether kernels cannot write the tensor directly: on another device, or not dense.
         master: the master of a working copy.
-        is_provisional, is_max_provisional: whether the state, or max_exp_avg_sq, was made for a step not accepted yet.
-        private: the master of an own master while its tensor serves as working copy.
         exp_avg, exp_avg_sq, max_exp_avg_sq: moments, as in torch.optim.Adam.
         phase, pending: the transaction.
     """
 
     __slots__ = (
+        "__weakref__",
         "dtype",
         "exp_avg",
         "exp_avg_sq",
         "is_contiguous_on_cpu",
-        "is_max_provisional",
         "is_own_master",
-        "is_provisional",
         "is_staged",
         "master",
         "max_exp_avg_sq",
@@ -160,7 +141,6 @@ class ParameterState:
         "parameter_dtype",
         "pending",
         "phase",
-        "private",
         "row",
         "shape",
         "strides",
@@ -180,11 +160,9 @@ class ParameterState:
         self.is_staged = not on_host or parameter.stride() != self.strides
         self.is_own_master = parameter.dtype == self.dtype and not self.is_staged
         self.master: Tensor | None = None
-        self.private: Tensor | None = None
         self.exp_avg: Tensor | None = None
         self.exp_avg_sq: Tensor | None = None
         self.max_exp_avg_sq: Tensor | None = None
-        self.is_provisional = self.is_max_provisional = False
         self.phase = Phase.CLEAN
         self.pending: Pending | None = None
 
@@ -251,41 +229,11 @@ class ParameterState:
         """Whether master and moments exist."""
         return self.exp_avg is not None and (self.is_own_master or self.master is not None)
 
-    def create_state(self) -> None:
-        """Make zero moments, provisional until a step is accepted, and the master, from the present value."""
+    def create_state(self, *, with_max: bool) -> None:
+        """Make what a step reads and writes: zero moments, and the master, from the present value."""
         if self.exp_avg is None:
             self.exp_avg, self.exp_avg_sq = self.zeros(), self.zeros()
-            self.is_provisional = True
         if not self.is_own_master and self.master is None:  # also after loading moments that came without masters
             self.master = self.host_copy(self.parameter, self.dtype)
-
-    def create_max(self) -> None:
-        """Make the largest second moment of amsgrad; provisional until a step is accepted."""
-        self.max_exp_avg_sq = self.zeros()
-        self.is_max_provisional = True
-
-    def forget_provisional(self) -> None:
-        """Be again as before the tensors were made for a step that was never accepted."""
-        if self.is_provisional:
-            self.master = self.exp_avg = self.exp_avg_sq = None
-        if self.is_max_provisional:
-            self.max_exp_avg_sq = None
-        self.is_provisional = self.is_max_provisional = False
-
-    def refresh_private(self) -> None:
-        """Give an own master its private copy, equal to the parameter."""
-        if self.private is None:
-            self.private = self.empty(self.dtype)
-        self.private.copy_(self.parameter.detach())
-
-    @property
-    def shows_open_step(self) -> bool:
-        """Whether the parameter holds values that wait for a verdict."""
-        return self.phase is Phase.SPECULATED and self.pending is not None and self.pending.is_written
-
-    @property
-    def speculation_master(self) -> Tensor:
-        """The master that speculation reads and commits write."""
-        master = self.private if self.is_own_master else self.master
-        assert master is not None
-        return master
+        if with_max and self.max_exp_avg_sq is None:
+            self.max_exp_avg_sq = self.zeros()

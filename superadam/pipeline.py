@@ -8,25 +8,24 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from superadam import native
-from superadam.arrivals import Arrivals
 from superadam.buckets import Bucket
 from superadam.devices import Device, Event, Stream
 from superadam.governor import Governor
 from superadam.hyperparameters import Hyperparameters
 from superadam.journal import Journal
-from superadam.parameter import ParameterState, Phase
+from superadam.parameter import ParameterState, Pending, Phase
 from superadam.placement import BucketTimes, Placement
 from superadam.placer import Placer
 from superadam.transaction import Transaction
-from superadam.transfers import Held, Transfers
-from superadam.worker import DeferredWorker, Worker, WorkerError
+from superadam.transfers import FlatShadow, Transfers, norm_in
+from superadam.worker import Worker, WorkerError
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +37,12 @@ class _Sent:
         handing_seconds: that sending it took.
         arrived: after which the gradients may be read.
         placement: how it is to be treated.
-        unscale: factor that undoes loss scaling.
     """
 
     at: float
     handing_seconds: float
     arrived: Event
     placement: Placement
-    unscale: float
 
 
 class Pipeline:
@@ -79,61 +76,69 @@ class Pipeline:
         self._journal = journal
         self._limit = limit
         self._is_waited_for = False
-        self._worker: Worker = device.start_worker(self._idle) if placer.placement.cores else DeferredWorker()
+        self._worker: Worker = device.start_worker(self._idle)
 
-    def send(self, bucket: Bucket, hyper: Mapping[ParameterState, Hyperparameters], unscale: float) -> None:
+    def send(self, bucket: Bucket, hyper: Mapping[ParameterState, Hyperparameters]) -> None:
         """Start a bucket's way to the host, or only its norm's where it stays, and hand it to the worker.
 
         Args:
             bucket: of gradients on the device or on the host.
             hyper: present hyper-parameters of its parameters.
-            unscale: factor that undoes loss scaling.
-
-        Raises:
-            TypeError, ValueError: a gradient does not fit its parameter.
-            WorkerError: an earlier bucket failed.
         """
-        assert self.transaction is not None
+        transaction = self.transaction
+        assert transaction is not None
         begin = time.perf_counter()
         placement = self._placer.begin_bucket(bucket)
         self._journal.statistics.buckets += 1
-
-        def arrivals(states: list[ParameterState], gradients: list[torch.Tensor]) -> Arrivals:
-            return Arrivals(states, gradients, [(hyper[state], 1) for state in states])
-
         if bucket.is_kept:
-            held = self._transfers.hold(bucket.states, bucket.gradients)
-            kept = arrivals(held.states, held.gradients)
-            self._worker.submit(functools.partial(self._keep, self.transaction, kept, held, unscale, begin))
+            ordered, arrived, norms = self._transfers.hold(bucket.states, bucket.gradients)
+            kept = {s: transaction.pending(s, one, hyper[s], is_kept=True) for s, one in ordered.items()}
+            self._worker.submit(functools.partial(self._keep, transaction, kept, arrived, norms, begin))
             return
-        # From now on parameters may be overwritten: whoever still needs old values in this backward must notice.
-        self.transaction.table.announce(bucket.states)
+        states = bucket.states
+        transaction.table.bring_home(transaction.table.rows_of(states))
+        able = {state for state in states if transaction.can_speculate(state, hyper[state])}
         widens = placement.link_dtype != self._placer.placement.link_dtype
-        hosts, arrived = self._transfers.download(bucket.states, bucket.gradients, widens=widens)
-        sent = _Sent(begin, time.perf_counter() - begin, arrived, placement, unscale)
-        self._worker.submit(functools.partial(self._speculate, self.transaction, arrivals(bucket.states, hosts), sent))
+        places, arrived = self._transfers.download(states, bucket.gradients, able, widens=widens)
+        pending = {
+            state: transaction.pending(state, taken, hyper[state], places.get(state))
+            for state, taken in zip(states, bucket.gradients, strict=True)
+        }
+        sent = _Sent(begin, time.perf_counter() - begin, arrived, placement)
+        self._worker.submit(functools.partial(self._speculate, transaction, pending, sent))
 
-    def _keep(self, transaction: Transaction, arrivals: Arrivals, held: Held, unscale: float, sent: float) -> None:
+    def _keep(
+        self,
+        transaction: Transaction,
+        pending: Mapping[ParameterState, Pending],
+        arrived: Event,
+        norms: list[torch.Tensor],
+        sent: float,
+    ) -> None:
         """Take the norm of a bucket that stays on the device; runs in the worker."""
-        held.arrived.synchronize()
-        transaction.keep(arrivals, held.norm(), unscale)
-        self._journal.note_kept(arrivals.numel, sent=sent)
+        arrived.synchronize()
+        transaction.keep(pending, norm_in(norms))
+        self._journal.note_kept(_numel(pending), sent=sent)
 
-    def _speculate(self, transaction: Transaction, arrivals: Arrivals, sent: _Sent) -> None:
-        """Speculate on a bucket, which starts its parameters' way back; runs in the worker."""
+    def _speculate(self, transaction: Transaction, pending: Mapping[ParameterState, Pending], sent: _Sent) -> None:
+        """Speculate on a bucket, which starts its new values' way to the device; runs in the worker."""
         sent.arrived.synchronize()
         begin = time.perf_counter()
-        cores = sent.placement.cores
-        writes = cores > 0 and self.governor.speculates(transaction.norm_so_far() * sent.unscale, self._limit())
-        cores = 0 if self._is_waited_for else cores
-        with torch.no_grad(), self._transfers.following_download(), native.limited_threads(cores or None):
-            transaction.speculate(arrivals, sent.unscale, writes=writes)
-        self._journal.note_bucket(arrivals.numel, sent=sent.at, arrived=begin, is_written=writes)
-        if writes:
+        if not self.governor.speculates(transaction.norm_so_far(), self._limit()):
+            pending = {state: replace(record, place=None) for state, record in pending.items()}
+        cores = 0 if self._is_waited_for else sent.placement.cores
+        with torch.no_grad(), native.limited_threads(cores or None):
+            transaction.speculate(pending)
+        written = {id(one.place.shadow): one.place.shadow for one in pending.values() if one.place is not None}
+        for shadow in written.values():
+            assert isinstance(shadow, FlatShadow)
+            shadow.send()
+        self._journal.note_bucket(_numel(pending), sent=sent.at, arrived=begin, is_written=bool(written))
+        if written:
             self._placer.note_times(
                 BucketTimes(
-                    elements=arrivals.numel,
-                    gradient_bytes=arrivals.gradients[0].element_size(),
+                    elements=_numel(pending),
+                    gradient_bytes=next(iter(pending.values())).gradient.element_size(),
                     is_widened=sent.placement.link_dtype != self._placer.placement.link_dtype,
                     cores=cores,
                     ready=sent.arrived.passed_at(),
@@ -162,8 +167,7 @@ class Pipeline:
         if self._worker.is_idle:
             self._worker.drain()  # tells what went wrong
             return
-        if self._placer.placement.cores:
-            self._device.record(Stream.CURRENT).synchronize()  # until then, the worker hides behind the model
+        self._device.record(Stream.CURRENT).synchronize()  # until then, the worker hides behind the model
         begin = time.perf_counter()
         self._is_waited_for = True
         try:
@@ -173,12 +177,11 @@ class Pipeline:
         self._journal.note_wait(begin)
 
     def abandon(self) -> None:
-        """Return when the worker does nothing, whatever went wrong, and take back what it speculated."""
+        """Return when the worker does nothing, whatever went wrong, and forget what it speculated."""
         with suppress(WorkerError):
             self._worker.drain()
         if self.transaction is not None:
-            with torch.no_grad():
-                self.transaction.roll_back()
+            self.transaction.drop()
 
     def wake(self) -> None:
         """Let the worker commit what is accepted."""
@@ -187,3 +190,7 @@ class Pipeline:
     def close(self) -> None:
         """Finish what is under way, and end the worker."""
         self._worker.close()
+
+
+def _numel(states: Iterable[ParameterState]) -> int:
+    return sum(state.shape.numel() for state in states)

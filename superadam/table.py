@@ -1,6 +1,6 @@
 """All parameters of one optimizer as rows of pointers, and the passes over chosen rows.
 
-Owns the sums of squares of the open step and the step counts. It turns parameter states into kernel jobs; whether a
+Owns the norm of the open step, the step counts, and the memory that passes work on. It turns parameter states into kernel jobs; whether a
 job ought to run is decided in transaction.py.
 """
 
@@ -18,7 +18,7 @@ from superadam import native
 from superadam.fingerprints import Fingerprints
 from superadam.hyperparameters import Coefficients, Hyperparameters
 from superadam.native import Dtype, Pass
-from superadam.parameter import DTYPES, ParameterState
+from superadam.parameter import DTYPES, ParameterState, Place
 from superadam.validation import GradientNorm
 
 Rows = npt.NDArray[np.int64]
@@ -27,8 +27,8 @@ Rows = npt.NDArray[np.int64]
 
 _STRIDED = torch.strided
 
-PARCEL_NUMEL = 16 * 1024 * 1024
-"""Elements from which on a pass goes on in another parcel: memory for staging does not grow with the model."""
+STAGED_NUMEL = 16 * 1024 * 1024
+"""Elements from which on an update goes on in other shadows: memory for staging does not grow with the model."""
 
 Segments = npt.NDArray[np.void]
 """A kernel job: rows of `superadam.native.SEGMENT`."""
@@ -65,27 +65,17 @@ class CoefficientTable:
         return np.array([coefficients.row() for coefficients in self._index], native.COEFFICIENTS)
 
 
-class Parcel(Protocol):
-    """Host memory for new values of some parameters, which travel together.
-
-    Attributes:
-        values: one tensor for each parameter, of its dtype and in the layout of its state.
-    """
-
-    values: list[Tensor]
-
-    def deliver(self) -> None:
-        """Copy the values into their parameters, without touching version counters."""
-
-
 class Delivery(Protocol):
-    """How new values reach parameters that kernels cannot write themselves."""
+    """How new values reach parameters that kernels on the host do not write themselves."""
 
-    def parcel(self, states: Sequence[ParameterState]) -> Parcel:
-        """Return an empty parcel for these parameters."""
+    def shadows(self, states: Sequence[ParameterState]) -> list[Place]:
+        """Return memory for one new value of each of these parameters."""
+
+    def publish(self, states: Sequence[ParameterState], places: Sequence[Place]) -> None:
+        """Copy new values into their parameters, past version counters, before anything later on the current stream."""
 
     def settle(self) -> None:
-        """Return when every parcel that is under way has arrived, so that parameters can be read."""
+        """Return when everything that was published has arrived, so that the host can read parameters."""
 
 
 class Residence(Protocol):
@@ -111,25 +101,24 @@ class Residence(Protocol):
         """Make a step there, in place, parameters included, with gradients that are there."""
 
 
-class SynchronousParcel:
-    """Pageable memory, and copies that are done, or at least ordered before everything later, when the call returns."""
+class HostShadow:
+    """New values in pageable memory, each in a tensor of its own."""
 
     def __init__(self, states: Sequence[ParameterState]) -> None:
-        self._states = list(states)
-        self.values = [state.empty(state.parameter.dtype) for state in self._states]
-
-    def deliver(self) -> None:
-        """Copy one parameter after another."""
-        for state, value in zip(self._states, self.values, strict=True):
-            state.parameter.data.copy_(value)
+        self.values = [state.empty(state.parameter_dtype) for state in states]
 
 
 class SynchronousDelivery:
-    """Makes a `SynchronousParcel`."""
+    """Copies that are done, or at least ordered before everything later, when the call returns."""
 
-    def parcel(self, states: Sequence[ParameterState]) -> Parcel:
-        """Return an empty parcel for these parameters."""
-        return SynchronousParcel(states)
+    def shadows(self, states: Sequence[ParameterState]) -> list[Place]:
+        """Return pageable memory."""
+        shadow = HostShadow(states)
+        return [Place(shadow, position) for position in range(len(states))]
+
+    def publish(self, states: Sequence[ParameterState], places: Sequence[Place]) -> None:
+        """Copy all of them in one call."""
+        torch._foreach_copy_([state.parameter.data for state in states], [place.value for place in places])
 
     def settle(self) -> None:
         """Return at once."""
@@ -145,9 +134,9 @@ class ParameterTable:
         fingerprints: of the parameters.
         steps: accepted steps of each parameter.
         is_published: whether what users see in the optimizer's `state` is what the row holds.
-        is_private_fresh: whether an own master's private copy equals it while nothing is pending.
-        sums, nonfinite: per (parameter, chunk), in that order: sum of squares and count of Inf and NaN of the
-            gradients of the open step; 0 where a parameter takes no part.
+        delivery: brings new values to parameters.
+        norm: of the gradients of the open step, per (parameter, chunk), in that order; 0 where a parameter takes no
+            part.
     """
 
     def __init__(
@@ -155,12 +144,12 @@ class ParameterTable:
     ) -> None:
         self.states = list(states)
         self.parameters = [state.parameter for state in self.states]
+        self._states_by_id = {id(state.parameter): state for state in self.states}
         self.all_rows = np.arange(len(self.states))
         self.fingerprints = Fingerprints(self.parameters)
         self.steps = np.zeros(len(self.states), np.int64)
         self.is_published = np.ones(len(self.states), bool)
-        self.is_private_fresh = np.zeros(len(self.states), bool)
-        self._delivery = delivery
+        self.delivery = delivery
         self._residence = residence
         self._is_ready = np.zeros(len(self.states), bool)
         self._has_max = np.zeros(len(self.states), bool)
@@ -170,35 +159,41 @@ class ParameterTable:
         lengths = [state.parameter.numel() for state in self.states]
         first_chunks = np.cumsum([0] + [native.chunk_count(length) for length in lengths], dtype=np.uint64)
         self._first_chunks = first_chunks.tolist()
-        self.sums = np.zeros(self._first_chunks[-1], np.float64)
-        self.nonfinite = np.zeros(self._first_chunks[-1], np.int64)
+        self.norm = GradientNorm.zeros(self._first_chunks[-1])
         self._rows = np.zeros(len(self.states), native.SEGMENT)
         self._rows["length"] = lengths
-        self._rows["sums"] = self.sums.ctypes.data + 8 * first_chunks[:-1]
-        self._rows["nonfinite"] = self.nonfinite.ctypes.data + 8 * first_chunks[:-1]
+        self._rows["sums"] = self.norm.sums.ctypes.data + 8 * first_chunks[:-1]
+        self._rows["nonfinite"] = self.norm.nonfinite.ctypes.data + 8 * first_chunks[:-1]
         self._rows["out_dtype"] = [DTYPES[state.parameter.dtype] for state in self.states]
         self._rows["gradient_dtype"] = self._rows["out_dtype"]  # the usual one
         self._is_own_master = np.array([state.is_own_master for state in self.states], bool)
         self._is_double = np.array([state.dtype == torch.float64 for state in self.states], bool)
         self._parameter_pointers = np.zeros(len(self.states), np.uint64)
         self._is_staged = np.array([state.is_staged for state in self.states], bool)
+        self._owned: list[list[torch.UntypedStorage]] = [[] for _ in self.states]  # memory that passes work on
         for state in self.states:
             self.note_moved(state)
 
     def note_moved(self, state: ParameterState) -> None:
-        """Read the pointers of a state anew, after its tensors were made, replaced or dropped."""
+        """Refresh the pointers of a state, after its tensors were made, replaced or dropped."""
 
         def pointer(tensor: Tensor | None) -> int:
             return 0 if tensor is None else tensor.data_ptr()
 
+        tensors = (state.master, state.exp_avg, state.exp_avg_sq, state.max_exp_avg_sq)
+        self._owned[state.row] = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
         row = self._rows[state.row]
-        row["master"] = pointer(state.private if state.is_own_master else state.master)
+        row["master"] = pointer(state.parameter if state.is_own_master else state.master)
         row["exp_avg"] = pointer(state.exp_avg)
         row["exp_avg_sq"] = pointer(state.exp_avg_sq)
         row["max_exp_avg_sq"] = pointer(state.max_exp_avg_sq)
         self._is_ready[state.row] = state.has_state
         self._has_max[state.row] = state.max_exp_avg_sq is not None
         self._parameter_pointers[state.row] = 0 if state.is_staged else state.parameter.data_ptr()
+
+    def state_of(self, parameter: Tensor) -> ParameterState | None:
+        """Return the state of a parameter; None if it is none of these."""
+        return self._states_by_id.get(id(parameter))
 
     def rows_of(self, states: Sequence[ParameterState]) -> Rows:
         """Return the row numbers of these states, in their order."""
@@ -209,13 +204,6 @@ class ParameterTable:
     def are_ready(self, rows: Rows, *, with_max: bool) -> bool:
         """Whether these rows have everything that a step reads and writes."""
         return bool(self._is_ready[rows].all() and (not with_max or self._has_max[rows].all()))
-
-    def refresh_private(self, state: ParameterState) -> None:
-        """Give an own master a private copy that equals it, so that its tensor can be a working copy."""
-        if not self.is_private_fresh[state.row]:
-            state.refresh_private()
-            self.is_private_fresh[state.row] = True
-        self.note_moved(state)
 
     def job(self, rows: Rows, gradients: Sequence[Tensor]) -> tuple[list[Tensor], Segments]:
         """Return gradients as `ParameterState.host_gradient` does, and the job over these rows that reads them.
@@ -270,65 +258,56 @@ class ParameterTable:
         segments["gradient_dtype"] = [DTYPES[gradient.dtype] for gradient in gradients]
         return segments
 
-    def settle(self) -> None:
-        """Return when parameters hold what was written to them, so that they can be read."""
-        self._delivery.settle()
-
-    def announce(self, states: Sequence[ParameterState]) -> None:
-        """Tell autograd that parameters will be written, and have their state where passes here can write it."""
-        rows = self.rows_of(states)
-        self.bring_home(rows)
-        self.fingerprints.bump(rows)
-
-    def clear_sums(self) -> None:
-        """Forget the norm of the last step."""
-        self.sums.fill(0)
-        self.nonfinite.fill(0)
-
     def put_norm(self, rows: Rows, norm: GradientNorm) -> None:
-        """Fill `sums` and `nonfinite` of these rows with what was taken elsewhere, one row after another."""
+        """Fill the norm of these rows with what was taken elsewhere, one row after another."""
         begin = 0
         for row in rows:
-            there = slice(self._first_chunks[row], self._first_chunks[row + 1])
+            there = self.chunks_of(row)
             end = begin + there.stop - there.start
-            self.sums[there], self.nonfinite[there] = norm.sums[begin:end], norm.nonfinite[begin:end]
+            self.norm.sums[there], self.norm.nonfinite[there] = norm.sums[begin:end], norm.nonfinite[begin:end]
             begin = end
 
-    def norm(self, segments: Segments) -> None:
-        """Fill `sums` and `nonfinite` of a job's rows from its gradients."""
+    def chunks_of(self, row: int) -> slice:
+        """Return where the entries of one parameter lie in a norm of all parameters."""
+        return slice(self._first_chunks[row], self._first_chunks[row + 1])
+
+    def take_norm(self, segments: Segments, into: GradientNorm | None = None) -> None:
+        """Fill `norm`, or another one of all parameters, at a job's rows from its gradients."""
+        if into is not None:
+            segments = segments.copy()
+            for name in ("sums", "nonfinite"):
+                segments[name] -= np.uint64(getattr(self.norm, name).ctypes.data)
+                segments[name] += np.uint64(getattr(into, name).ctypes.data)
         native.run(Pass.NORM, segments)
 
     def speculate(
         self,
         rows: Rows,
         gradients: Sequence[Tensor],
+        outs: Sequence[Tensor],
         coefficients: CoefficientTable,
         indices: Indices,
-        *,
-        with_norm: bool,
+        accepted: tuple[Sequence[Tensor], Indices] | None = None,
     ) -> None:
-        """Write working copies as if these gradients were a step; the state stays as it is."""
-        segments = self.segments(rows, gradients)
-        segments["coefficients"] = indices
-        if not with_norm:
-            segments["sums"] = segments["nonfinite"] = 0
-        self._run_with_out(Pass.SPECULATE, rows, segments, coefficients)
+        """Write new values as if these gradients were a step, and sum their squares.
 
-    def commit_and_speculate(
-        self,
-        rows: Rows,
-        accepted: Sequence[Tensor],
-        gradients: Sequence[Tensor],
-        coefficients: CoefficientTable,
-        accepted_indices: Indices,
-        indices: Indices,
-    ) -> None:
-        """In one pass, fold accepted gradients into the state, speculate with new ones, and sum their squares."""
+        Args:
+            rows: the parameters.
+            gradients: one for each.
+            outs: get the new values, one for each.
+            coefficients, indices: of the step.
+            accepted: gradients of the step before and which coefficients each has, which the same pass folds into the
+                state; without them the state stays as it is.
+        """
         segments = self.segments(rows, gradients)
-        segments["accepted_gradient"] = [gradient.data_ptr() for gradient in accepted]
-        segments["accepted_coefficients"] = accepted_indices
         segments["coefficients"] = indices
-        self._run_with_out(Pass.COMMIT_AND_SPECULATE, rows, segments, coefficients)
+        segments["out"] = [out.data_ptr() for out in outs]
+        which = Pass.SPECULATE
+        if accepted is not None:
+            which = Pass.COMMIT_AND_SPECULATE
+            segments["accepted_gradient"] = [gradient.data_ptr() for gradient in accepted[0]]
+            segments["accepted_coefficients"] = accepted[1]
+        native.run(which, segments, coefficients.array())
 
     def commit(self, rows: Rows, accepted: Sequence[Tensor], coefficients: CoefficientTable, indices: Indices) -> None:
         """Fold the accepted gradients into the state; working copies show them already."""
@@ -338,7 +317,7 @@ class ParameterTable:
         native.run(Pass.COMMIT, segments, coefficients.array())
 
     def update(self, rows: Rows, segments: Segments, coefficients: CoefficientTable, indices: Indices) -> None:
-        """Make one synchronous step in place: state, own masters, working copies and step counts.
+        """Make one step in place: state, own masters, working copies and step counts.
 
         Args:
             rows: the parameters.
@@ -349,24 +328,32 @@ class ParameterTable:
             segments[column] = self._rows[column][rows]
         segments["coefficients"] = indices
         segments["sums"] = segments["nonfinite"] = 0
-        own = self._is_own_master[rows]
-        segments["master"] = np.where(own, self._parameter_pointers[rows], segments["master"])
-        segments["out_dtype"] = np.where(own, Dtype.NONE, segments["out_dtype"])
-        self._run_with_out(Pass.UPDATE, rows, segments, coefficients)
-        self._note_step(rows)
+        segments["out_dtype"] = np.where(self._is_own_master[rows], Dtype.NONE, segments["out_dtype"])
+        segments["out"] = self._parameter_pointers[rows]
+        is_staged, table = self._is_staged[rows], coefficients.array()
+        if not is_staged.all():
+            native.run(Pass.UPDATE, segments[~is_staged] if is_staged.any() else segments, table)
+        for part in _parts(np.flatnonzero(is_staged), segments["length"]):
+            states = [self.states[row] for row in rows[part]]
+            places, staged = self.delivery.shadows(states), segments[part]
+            staged["out"] = [place.value.data_ptr() for place in places]
+            native.run(Pass.UPDATE, staged, table)
+            self.delivery.publish(states, places)
+        self.note_step(rows)
 
     def update_kept(
         self, rows: Rows, gradients: Sequence[Tensor], coefficients: CoefficientTable, indices: Sequence[int]
     ) -> None:
-        """Make one synchronous step in place where the gradients are; the state moves there if it is here."""
+        """Make one step in place where the gradients are; the state moves there if it is here."""
         assert self._residence is not None
         self._residence.update([self.states[row] for row in rows], gradients, indices, coefficients.sets)
-        self.fingerprints.bump(rows)
-        self._note_step(rows)
+        self.note_step(rows)
 
-    def _note_step(self, rows: Rows) -> None:
+    def note_step(self, rows: Rows) -> None:
+        """Count a step of parameters that have just got their new values."""
+        self.fingerprints.bump(rows)
         self.steps[rows] += 1
-        self.is_private_fresh[rows] = self.is_published[rows] = False
+        self.is_published[rows] = False
 
     def indices_of_next_step(
         self, rows: Rows, runs: Iterable[tuple[Hyperparameters, int]], scale: float, coefficients: CoefficientTable
@@ -393,31 +380,10 @@ class ParameterTable:
             indices[part] = np.array(found, np.int32)[inverse]
         return indices
 
-    def restore(self, rows: Rows) -> None:
-        """Round working copies from their masters again."""
-        segments = self._at(rows)
-        segments["gradient_dtype"] = [DTYPES[self.states[row].dtype] for row in rows]
-        segments["sums"] = segments["nonfinite"] = 0
-        self._run_with_out(Pass.ROUND, rows, segments, CoefficientTable())
-
-    def _run_with_out(self, which: Pass, rows: Rows, segments: Segments, coefficients: CoefficientTable) -> None:
-        """Run a pass that writes parameters, through a staging tensor for each that kernels cannot reach."""
-        segments["out"] = self._parameter_pointers[rows]
-        is_staged = self._is_staged[rows]
-        if not is_staged.all():
-            native.run(which, segments[~is_staged] if is_staged.any() else segments, coefficients.array())
-        for part in _parts(np.flatnonzero(is_staged), segments["length"]):
-            parcel = self._delivery.parcel([self.states[row] for row in rows[part]])
-            staged = segments[part]
-            staged["out"] = [value.data_ptr() for value in parcel.values]
-            native.run(which, staged, coefficients.array())
-            parcel.deliver()
-        self.fingerprints.bump(rows)
-
 
 def _parts(chosen: Rows, lengths: npt.NDArray[np.uint64]) -> list[Rows]:
-    """Cut positions in a job into runs of about `PARCEL_NUMEL` elements, and at least one position."""
+    """Cut positions in a job into runs of about `STAGED_NUMEL` elements, and at least one position."""
     if len(chosen) == 0:
         return []
     begins = np.cumsum(lengths[chosen]) - lengths[chosen]
-    return np.split(chosen, 1 + np.flatnonzero(np.diff(begins // PARCEL_NUMEL)))
+    return np.split(chosen, 1 + np.flatnonzero(np.diff(begins // STAGED_NUMEL)))

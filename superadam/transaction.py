@@ -1,18 +1,21 @@
 """The transaction: speculate, validate, then accept, redo or drop; commit later.
 
-Speculation reads the state and writes only working copies, so that rolling back is writing them again from the
-masters, exactly. The gradient is kept as *pending*; an accepted pending gradient is folded into the state by a commit,
-which may wait until the next gradient of that parameter arrives and share its pass. This module decides which pass
-runs over which rows, and owns the phases of all parameters. It knows nothing of torch.optim.
+Speculation reads the state and writes shadows: neither a parameter nor the state changes before the verdict, so that
+dropping it costs nothing. The gradient is kept as *pending*. The verdict publishes the shadows of what was speculated
+rightly, and makes the step of everything else in place. An accepted pending gradient is folded into the state by a
+commit, which may wait until the next gradient of that parameter arrives and share its pass. This module decides which
+pass runs over which rows, and owns the phases of all parameters. It knows nothing of torch.optim.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,18 +23,56 @@ from torch import Tensor
 from superadam.arrivals import Arrivals
 from superadam.hyperparameters import Hyperparameters
 from superadam.outcome import Statistics, StepKind, StepOutcome
-from superadam.outside_writes import OutsideWrite, adopt_into_clean
-from superadam.parameter import ParameterState, Pending, Phase
+from superadam.outside_writes import adopt_into_clean
+from superadam.parameter import ParameterState, Pending, Phase, Place
 from superadam.table import CoefficientTable, ParameterTable, Segments
+from superadam.taken_gradient import FactorKind, TakenGradient
 from superadam.validation import GradientNorm, judge
 
 
+@dataclass(slots=True)
+class _Part:
+    """What one parameter brings to a step.
+
+    Attributes:
+        state: of the parameter.
+        hyper: present.
+        gradient: as kernels read it, on the device where `is_kept`; neither scaled nor clipped.
+        scale: factor on the gradient that somebody recorded on its handle.
+        is_kept: whether the gradient is on the device, where the step is to be made.
+        taken: whose gradient it is, if it was taken.
+        pending: of `taken`, while it still describes it; its norm is known.
+    """
+
+    state: ParameterState
+    hyper: Hyperparameters
+    gradient: Tensor
+    scale: float = 1.0
+    is_kept: bool = False
+    taken: TakenGradient | None = None
+    pending: Pending | None = None
+
+    def apply_factors(self) -> None:
+        """Let the gradient be the product that torch makes, where kernels would round otherwise."""
+        assert self.taken is not None
+        self.gradient = self.state.host_gradient(self.taken.scaled())
+        self.scale, self.is_kept, self.pending = 1.0, False, None
+
+
 class Transaction:
-    """Phases and passes over the parameters of one `ParameterTable`."""
+    """Phases and passes over the parameters of one `ParameterTable`.
+
+    Attributes:
+        table: the parameters.
+        statistics: of the optimizer.
+        expected_scale: what gradients are multiplied with before the verdict is known: the factor by which the last
+            step's gradients were unscaled.
+    """
 
     def __init__(self, table: ParameterTable, statistics: Statistics) -> None:
         self.table = table
         self.statistics = statistics
+        self.expected_scale = 1.0
         self._lock = threading.RLock()
         self._members: dict[Phase, dict[ParameterState, None]] = {phase: {} for phase in Phase}
         for state in table.states:
@@ -43,7 +84,7 @@ class Transaction:
 
     @property
     def is_open(self) -> bool:
-        """Whether speculation waits for its verdict."""
+        """Whether gradients wait for their verdict."""
         return bool(self._members[Phase.SPECULATED])
 
     def _move(self, state: ParameterState, phase: Phase, pending: Pending | None) -> None:
@@ -51,103 +92,273 @@ class Transaction:
         self._members[phase][state] = None
         state.phase, state.pending = phase, pending
 
-    def speculate(self, arrivals: Arrivals, unscale: float = 1.0, *, writes: bool = True) -> None:
-        """Write working copies as if these gradients were accepted unclipped, and keep the gradients as pending.
+    # ---- before the verdict ------------------------------------------------------------------------------------------
 
-        Args:
-            arrivals: none of a parameter that is speculated already.
-            unscale: factor that undoes loss scaling.
-            writes: whether working copies are written now; otherwise only the norm is taken, and they are written once,
-                with the verdict.
+    def can_speculate(self, state: ParameterState, hyper: Hyperparameters) -> bool:
+        """Whether a parameter's next step can be computed before its verdict: everything that it reads is there.
 
-        Raises:
-            RuntimeError: a parameter is speculated already; nothing was changed.
+        An own master is updated in one pass with the verdict. What was written to a parameter by others counts from the
+        verdict on, because it may be taken back before.
         """
-        _refuse_second(arrivals.states)
-        with self._timed("speculate_seconds"):
-            self._notice_outside_writes(arrivals.states)
-            if not self.is_open:
-                self.table.clear_sums()
-            self._make_ready(arrivals)
-            pending = self._records(arrivals, unscale)
-            if not writes:
-                self._commit([state for state in pending if state.phase is Phase.ACCEPTED])
-                self._take_norm(arrivals)
-                self._set_pending(pending)
-                return
-            for state in arrivals.states:
-                if state.is_own_master and state.phase is Phase.CLEAN:
-                    self.table.refresh_private(state)
-            pending = {state: record.at_scale(unscale) for state, record in pending.items()}
-            self._commit([state for state, new in pending.items() if _cannot_fuse(state, new)])
-            fused = {state: new for state, new in pending.items() if state.phase is Phase.ACCEPTED}
-            alone = {state: new for state, new in pending.items() if state.phase is Phase.CLEAN}
-            if alone:
-                self._write_speculation(alone, with_norm=True)
-                self._set_pending(alone)
-            if fused:
-                self._commit_and_speculate(fused)
-                self._set_pending(fused)
+        is_complete = state.has_state and (state.max_exp_avg_sq is not None or not hyper.amsgrad)
+        return is_complete and not state.is_own_master and not self.table.fingerprints.is_hinted(state.row)
 
-    def keep(self, arrivals: Arrivals, norm: GradientNorm, unscale: float = 1.0) -> None:
-        """Keep gradients as pending that stayed on the device, for a step there once the verdict is known.
+    def pending(
+        self,
+        state: ParameterState,
+        taken: TakenGradient,
+        hyper: Hyperparameters,
+        place: Place | None = None,
+        *,
+        is_kept: bool = False,
+    ) -> Pending:
+        """Return the record of a gradient that was taken, as it is now, for `speculate` or `keep`."""
+        step = int(self.table.steps[state.row]) + 1
+        return Pending(weakref.ref(taken), taken.pending, taken.version, hyper, step, self.expected_scale, place, is_kept)
+
+    def speculate(self, pending: Mapping[ParameterState, Pending]) -> None:
+        """Take the norm of gradients that kernels can read, and where there is a place for it, write the new value.
+
+        What waited for a verdict on these parameters is forgotten.
+        """
+        with self._timed("speculate_seconds"):
+            self._forget(pending)
+            self._commit([s for s, new in pending.items() if s.phase is Phase.ACCEPTED and _cannot_fuse(s, new)])
+            waiting = [state for state, record in pending.items() if record.place is None]
+            alone = [s for s, record in pending.items() if record.place and s.phase is Phase.CLEAN]
+            fused = [s for s, record in pending.items() if record.place and s.phase is Phase.ACCEPTED]
+            if waiting:
+                self.table.take_norm(self._segments(waiting, [pending[state].gradient for state in waiting]))
+            for chosen in (alone, fused):
+                if chosen:
+                    self._speculate(chosen, [pending[state] for state in chosen], fuses=chosen is fused)
+            for state, record in pending.items():
+                self._move(state, Phase.SPECULATED, record)
+
+    def keep(self, pending: Mapping[ParameterState, Pending], norm: GradientNorm) -> None:
+        """Note gradients that stayed on the device, for a step there once the verdict is known.
 
         Args:
-            arrivals: none of a parameter that is speculated already; their gradients are on the device.
+            pending: of parameters on which nothing else waits for a verdict any more.
             norm: of these gradients, in this order.
-            unscale: factor that undoes loss scaling.
-
-        Raises:
-            RuntimeError: as `speculate`.
         """
-        _refuse_second(arrivals.states)
         with self._timed("speculate_seconds"):
-            if not self.is_open:
-                self.table.clear_sums()
-            self._commit([state for state in arrivals.states if state.phase is Phase.ACCEPTED])
-            self.table.put_norm(self.table.rows_of(arrivals.states), norm)
-            self._set_pending(self._records(arrivals, unscale, is_kept=True))
+            self._forget(pending)
+            self._commit([state for state in pending if state.phase is Phase.ACCEPTED])
+            self.table.put_norm(self.table.rows_of(list(pending)), norm)
+            for state, record in pending.items():
+                self._move(state, Phase.SPECULATED, record)
 
-    def resolve(self, hyper_now: Mapping[ParameterState, Hyperparameters], max_norm: float | None) -> StepOutcome:
-        """Validate everything speculated, and accept it, redo it with the right coefficients, or drop it.
+    def _speculate(self, states: Sequence[ParameterState], pending: Sequence[Pending], *, fuses: bool) -> None:
+        coefficients = CoefficientTable()
+        accepted = None
+        if fuses:
+            old = [_pending_of(state) for state in states]
+            accepted = [one.gradient for one in old], _indices(coefficients, states, old)
+        self.table.speculate(
+            self.table.rows_of(states),
+            [record.gradient for record in pending],
+            [record.place.value for record in pending if record.place],
+            coefficients,
+            _indices(coefficients, states, pending),
+            accepted,
+        )
+
+    def drop(self) -> None:
+        """Forget everything that waits for a verdict; the gradients stay where they are."""
+        with self._timed("resolve_seconds"):
+            self._forget(self.in_phase(Phase.SPECULATED))
+
+    def _forget(self, states: Iterable[ParameterState]) -> None:
+        """Forget what is pending on those of the states that wait for a verdict."""
+        for state in states:
+            if state.phase is Phase.SPECULATED:
+                self.statistics.dropped += _pending_of(state).place is not None
+                self.table.norm.clear(self.table.chunks_of(state.row))
+                self._move(state, Phase.CLEAN, None)
+
+    def distrust(self, state: ParameterState) -> None:
+        """Let the verdict make a parameter's step in place, because what speculation has read was changed."""
+        if state.phase is Phase.SPECULATED:
+            state.pending = replace(_pending_of(state), place=None)
+
+    # ---- the verdict -------------------------------------------------------------------------------------------------
+
+    def step(self, arrivals: Arrivals, max_norm: float | None) -> StepOutcome:
+        """Validate gradients, and unless one of them is not finite, make a step with them.
+
+        A gradient that was speculated on, and is still what it was, has its new value published; every other parameter
+        is updated in place. What else waits for a verdict is forgotten.
 
         Args:
-            hyper_now: the present hyper-parameters of each speculated parameter; where they differ from the captured
-                ones, the working copy is speculated again with them.
+            arrivals: the gradients.
             max_norm: limit of the global gradient norm; None or inf for no limit.
         """
+        rows = self.table.rows_of(arrivals.states)
+        with self._timed("commit_seconds"):
+            self._commit([state for state in arrivals.states if state.phase is Phase.ACCEPTED])
+            self._adopt_rows(self.table.fingerprints.seen_hints(rows))  # bound() has just looked
+        if arrivals.segments is not None:
+            return self._step_in_place(arrivals, arrivals.segments, max_norm)
+        with self._timed("norm_seconds"):
+            parts = self._parts(arrivals)
+            self._forget(self._others(parts))
+            outcome = self._judge(parts, max_norm)
+            told = self._told(parts, outcome)
         with self._timed("resolve_seconds"):
-            states = self.in_phase(Phase.SPECULATED)
-            unscale = states[0].pending.unscale if states and states[0].pending else 1.0
-            outcome = judge(self.table.sums, self.table.nonfinite, unscale, max_norm)
             if outcome.kind is StepKind.SKIPPED:
-                self._drop(states)
+                self._forget(self.in_phase(Phase.SPECULATED))
             else:
-                shown, waiting = _split(states)
-                writes = self._find_outside_writes(shown)
-                self._update(waiting, hyper_now, outcome.clip_coefficient)
-                self._redo(shown, hyper_now, outcome.clip_coefficient)
-                for state in shown:
-                    record = _pending_of(state)
-                    self._move(state, Phase.ACCEPTED, record)
-                    self.table.steps[state.row] = record.step
-                    self._settle_provisional(state, record.hyper)
-                self.table.is_published[self.table.rows_of(shown)] = False
-                if writes:
-                    self._commit([write.state for write in writes])
-                    self._adopt_found(writes)
-            return outcome
+                self._apply(parts, outcome.clip_coefficient)
+            self.table.norm.clear()
+        return told
 
-    def roll_back(self) -> None:
-        """Drop unresolved speculation: working copies and state are what they were before it, bit for bit."""
-        with self._timed("resolve_seconds"):
-            self._drop(self.in_phase(Phase.SPECULATED))
+    def _step_in_place(self, arrivals: Arrivals, segments: Segments, max_norm: float | None) -> StepOutcome:
+        """Make a step of gradients none of which was taken: one job, whatever their number."""
+        with self._timed("norm_seconds"):
+            self._forget(self.in_phase(Phase.SPECULATED))
+            self.table.take_norm(segments)
+            outcome = judge(self.table.norm, max_norm)
+            self.table.norm.clear()
+        if outcome.kind is not StepKind.SKIPPED:
+            with self._timed("update_seconds"):
+                self._make_ready(arrivals.states, arrivals.hyper)
+                rows, coefficients = self.table.rows_of(arrivals.states), CoefficientTable()
+                indices = self.table.indices_of_next_step(rows, arrivals.runs, outcome.clip_coefficient, coefficients)
+                self.table.update(rows, segments, coefficients, indices)
+        return outcome
+
+    def _parts(self, arrivals: Arrivals) -> list[_Part]:
+        parts = []
+        for state, gradient, hyper in zip(arrivals.states, arrivals.gradients, arrivals.hyper, strict=True):
+            if isinstance(gradient, Tensor):
+                parts.append(_Part(state, hyper, gradient))
+                continue
+            part = _Part(state, hyper, gradient.ready(), taken=gradient)
+            pending = state.pending
+            if pending is not None and _waits(state, gradient):
+                part.pending, part.gradient, part.is_kept = pending, pending.gradient, pending.is_kept
+            if gradient.factors:
+                scale = gradient.scale()
+                if scale is None or part.pending is None:
+                    part.apply_factors()
+                else:
+                    part.scale = scale
+            elif part.pending is None:
+                part.gradient = state.host_gradient(part.gradient)
+            parts.append(part)
+        return parts
+
+    def _others(self, parts: Sequence[_Part]) -> list[ParameterState]:
+        """Return whose gradient waits for a verdict and is none of these."""
+        these = {part.state for part in parts if part.taken is not None and _waits(part.state, part.taken)}
+        return [state for state in self.in_phase(Phase.SPECULATED) if state not in these]
+
+    def _judge(self, parts: Sequence[_Part], max_norm: float | None) -> StepOutcome:
+        """Return the verdict over the gradients as they are now in `.grad`."""
+        if max_norm is not None and not math.isinf(max_norm):
+            for part in parts:  # the norm of a product is no product of the norm, but for powers of two
+                if math.frexp(part.scale)[0] != 0.5 and part.scale != 1.0:
+                    part.apply_factors()
+        norm = self.table.norm.copy()
+        for state in self._others(parts):
+            norm.clear(self.table.chunks_of(state.row))
+        uncounted = [part for part in parts if part.pending is None]
+        if uncounted:
+            self.table.take_norm(self._segments(*_columns(uncounted)), norm)
+        for part in parts:
+            if part.scale != 1.0:
+                norm.sums[self.table.chunks_of(part.state.row)] *= part.scale * part.scale
+        return judge(norm, max_norm)
+
+    def _apply(self, parts: Sequence[_Part], clip: float) -> None:
+        """Make a step that is certain."""
+        accepted: list[_Part] = []
+        rest: list[_Part] = []
+        for part in parts:
+            if clip != 1.0 and part.scale != 1.0:
+                part.apply_factors()
+            pending = part.pending
+            is_right = (
+                pending is not None
+                and pending.place is not None
+                and pending.scale == clip * part.scale
+                and pending.hyper == part.hyper
+            )
+            (accepted if is_right else rest).append(part)
+            was_speculated = _waits(part.state, part.taken) and _pending_of(part.state).place is not None
+            self.statistics.respeculated += was_speculated and not is_right
+        self._update(rest, clip)
+        self._publish(accepted)
+
+    def _publish(self, parts: Sequence[_Part]) -> None:
+        if not parts:
+            return
+        states = [part.state for part in parts]
+        records = [_pending_of(state) for state in states]
+        self.table.delivery.publish(states, [record.place for record in records if record.place])
+        self.table.note_step(self.table.rows_of(states))
+        self.statistics.accepted += len(states)
+        for state, record in zip(states, records, strict=True):
+            self._move(state, Phase.ACCEPTED, replace(record, place=None))  # its memory is needed no more
+
+    def _update(self, parts: Sequence[_Part], clip: float) -> None:
+        """Make the step of parameters in place: nothing is left to commit."""
+        if not parts:
+            return
+        self._make_ready([part.state for part in parts], (part.hyper for part in parts))
+        # The device first: it works while we do, and where its memory is short, nothing was changed yet.
+        kept = [part for part in parts if part.is_kept]
+        here = [part for part in parts if not part.is_kept]
+        if kept:
+            try:
+                states, gradients = _columns(kept)
+                coefficients, indices = self._coefficients(kept, clip)
+                self.table.update_kept(self.table.rows_of(states), gradients, coefficients, indices)
+            except torch.OutOfMemoryError:  # nothing was changed; the host has room
+                for part in kept:
+                    part.gradient, part.is_kept = part.state.host_gradient(part.gradient), False
+                here += kept
+        if here:
+            states, gradients = _columns(here)
+            coefficients, indices = self._coefficients(here, clip)
+            self.table.update(self.table.rows_of(states), self._segments(states, gradients), coefficients, indices)
+        for part in parts:
+            if part.state.phase is not Phase.CLEAN:
+                self._move(part.state, Phase.CLEAN, None)
+
+    def _coefficients(self, parts: Sequence[_Part], clip: float) -> tuple[CoefficientTable, list[int]]:
+        table = CoefficientTable()
+        return table, [
+            table.index(
+                part.hyper,
+                int(self.table.steps[part.state.row]) + 1,
+                clip * part.scale,
+                double=part.state.dtype == torch.float64,
+            )
+            for part in parts
+        ]
+
+    def _told(self, parts: Sequence[_Part], outcome: StepOutcome) -> StepOutcome:
+        """Return the outcome with what others did to all gradients alike, and expect the same unscaling next time."""
+        taken = [part.taken for part in parts if part.taken is not None and _waits(part.state, part.taken)]
+        factors = {(one.unscale_factor(), _clip_factor(one)) for one in taken}
+        if len(taken) != len(parts) or len(factors) != 1:
+            return outcome
+        unscale, clip = factors.pop()
+        self.expected_scale = unscale
+        if clip == 1.0 or outcome.kind is StepKind.SKIPPED:
+            return outcome
+        norm = self.table.norm.total * unscale  # before anybody clipped
+        return StepOutcome(StepKind.CLIPPED, norm, outcome.clip_coefficient * clip)
+
+    # ---- after the verdict -------------------------------------------------------------------------------------------
 
     def commit(self) -> None:
         """Fold every accepted gradient into the state, and every outside write into the masters."""
         with self._timed("commit_seconds"):
             self._commit(self.in_phase(Phase.ACCEPTED))
-            self._notice_outside_writes(self.in_phase(Phase.CLEAN))
+            self._adopt_rows(self.table.fingerprints.hints(self.table.all_rows))
 
     def commit_some(self, elements: int) -> int:
         """Commit accepted gradients of so many elements, first those that came first; return of how many it was."""
@@ -162,215 +373,44 @@ class Transaction:
             self._commit(chosen)
             return count
 
-    def norm_so_far(self) -> float:
-        """Return the norm of the gradients that were speculated on in the open step, as they arrived."""
-        with self._lock:
-            return judge(self.table.sums, self.table.nonfinite, 1.0, None).grad_norm if self.is_open else 0.0
-
-    def grad_norm(self, arrivals: Arrivals) -> float:
-        """Return the norm of these gradients together with the speculated ones, as they arrived."""
-        with self._timed("norm_seconds"):
-            if not self.is_open:
-                self.table.clear_sums()
-            self._take_norm(arrivals)
-            return judge(self.table.sums, self.table.nonfinite, 1.0, None).grad_norm
-
-    def adopt_outside_writes(self, states: Sequence[ParameterState]) -> None:
-        """Compare parameters with their masters and adopt what differs.
-
-        Raises:
-            RuntimeError: one of them has open speculation; nothing was changed.
-        """
-        for state in states:
-            if state.phase is Phase.SPECULATED:
-                raise RuntimeError(
-                    f"{state.name} has open speculation, so its value is unsettled; call resolve() or rollback() first"
-                )
-        with self._timed("commit_seconds"):
-            self._adopt(states)
-
-    def step(
-        self, arrivals: Arrivals, max_norm: float | None, *, unscale: float = 1.0, is_rejected: bool = False
-    ) -> StepOutcome:
-        """Make one synchronous step: norm, verdict, then an update in place unless a gradient is not finite.
-
-        Args:
-            arrivals: the gradients.
-            max_norm: limit of the global gradient norm; None or inf for no limit.
-            unscale: factor that undoes loss scaling.
-            is_rejected: skip this step whatever the gradients are.
-        """
-        with self._timed("commit_seconds"):
-            self._commit(self.in_phase(Phase.ACCEPTED))
-        rows = self.table.rows_of(arrivals.states)
-        with self._timed("norm_seconds"):
-            self._adopt_rows(self.table.fingerprints.seen_hints(rows))  # bound() has just looked
-            self.table.clear_sums()
-            segments = self._take_norm(arrivals)
-            outcome = judge(self.table.sums, self.table.nonfinite, unscale, max_norm, is_rejected=is_rejected)
-        if outcome.kind is not StepKind.SKIPPED:
-            with self._timed("update_seconds"):
-                for state in self._make_ready(arrivals):
-                    state.is_provisional = state.is_max_provisional = False
-                coefficients, scale = CoefficientTable(), outcome.clip_coefficient * unscale
-                indices = self.table.indices_of_next_step(rows, arrivals.runs, scale, coefficients)
-                self.table.update(rows, segments, coefficients, indices)
-        return outcome
-
-    def _take_norm(self, arrivals: Arrivals) -> Segments:
-        segments = arrivals.segments
-        if segments is None:
-            segments = self.table.segments(self.table.rows_of(arrivals.states), arrivals.gradients)
-        self.table.norm(segments)
-        return segments
-
-    def _records(self, arrivals: Arrivals, unscale: float, *, is_kept: bool = False) -> dict[ParameterState, Pending]:
-        return {
-            state: Pending.of(gradient, hyper, int(self.table.steps[state.row]) + 1, unscale, is_kept=is_kept)
-            for state, gradient, hyper in zip(arrivals.states, arrivals.gradients, arrivals.hyper, strict=True)
-        }
-
-    def _set_pending(self, pending: Mapping[ParameterState, Pending]) -> None:
-        for state, record in pending.items():
-            self._move(state, Phase.SPECULATED, record)
-
-    def _redo(
-        self, states: Sequence[ParameterState], hyper_now: Mapping[ParameterState, Hyperparameters], clip: float
-    ) -> None:
-        """Speculate again where the captured scale or hyper-parameters are not those of the verdict."""
-        changed: dict[ParameterState, Pending] = {}
-        for state in states:
-            record = _pending_of(state)
-            scale = clip * record.unscale
-            if scale != record.scale or hyper_now[state] != record.hyper:
-                changed[state] = record.at_scale(scale, hyper_now[state])
-        if changed:
-            runs = [(record.hyper, 1) for record in changed.values()]
-            self._make_ready(Arrivals(list(changed), [record.gradient for record in changed.values()], runs))
-            self._write_speculation(changed)
-            for state, record in changed.items():
-                self.statistics.respeculated += 1
-                state.pending = record
-
-    def _update(
-        self, states: Sequence[ParameterState], hyper_now: Mapping[ParameterState, Hyperparameters], clip: float
-    ) -> None:
-        """Make the step of parameters that still show the one before, in place: nothing is left to commit.
-
-        What somebody wrote to them meanwhile was written before this step.
-        """
-        if not states:
-            return
-        self._notice_outside_writes(states)
-        records = [_pending_of(state) for state in states]
-        gradients = [record.gradient for record in records]
-        self._make_ready(Arrivals(states, gradients, [(hyper_now[state], 1) for state in states]))
-        pending = {
-            s: record.at_scale(clip * record.unscale, hyper_now[s]) for s, record in zip(states, records, strict=True)
-        }
-        # The device first: it works beside us, and where its memory is short, nothing was changed yet.
-        self._update_kept({state: record for state, record in pending.items() if record.is_kept})
-        self._update_here({state: record for state, record in pending.items() if not record.is_kept})
-
-    def _update_here(self, pending: Mapping[ParameterState, Pending]) -> None:
-        if pending:
-            rows, coefficients = self.table.rows_of(list(pending)), CoefficientTable()
-            segments = self.table.segments(rows, [record.gradient for record in pending.values()])
-            self.table.update(rows, segments, coefficients, _indices(coefficients, pending))
-            self._note_updated(pending)
-
-    def _update_kept(self, pending: Mapping[ParameterState, Pending]) -> None:
-        if pending:
-            rows, coefficients = self.table.rows_of(list(pending)), CoefficientTable()
-            gradients = [record.gradient for record in pending.values()]
-            try:
-                self.table.update_kept(rows, gradients, coefficients, _indices(coefficients, pending))
-            except torch.OutOfMemoryError:  # nothing was changed; the host has room
-                self._update_here({s: replace(record, gradient=_host_copy(s)) for s, record in pending.items()})
-            else:
-                self._note_updated(pending)
-
-    def _note_updated(self, pending: Mapping[ParameterState, Pending]) -> None:
-        for state, record in pending.items():
-            self._settle_provisional(state, record.hyper)
-            self._move(state, Phase.CLEAN, None)
-
-    def _settle_provisional(self, state: ParameterState, hyper: Hyperparameters) -> None:
-        """Keep what was made for a step that is accepted with these hyper-parameters."""
-        if state.is_max_provisional and not hyper.amsgrad:  # it was switched off after speculating
-            state.max_exp_avg_sq = None
-            self.table.note_moved(state)
-        state.is_provisional = state.is_max_provisional = False
-
-    def _write_speculation(self, pending: Mapping[ParameterState, Pending], *, with_norm: bool = False) -> None:
-        coefficients = CoefficientTable()
-        indices = _indices(coefficients, pending)
-        gradients = [record.gradient for record in pending.values()]
-        self.table.speculate(self.table.rows_of(list(pending)), gradients, coefficients, indices, with_norm=with_norm)
-
-    def _commit_and_speculate(self, pending: Mapping[ParameterState, Pending]) -> None:
-        coefficients = CoefficientTable()
-        accepted = {state: _pending_of(state) for state in pending}
-        self.table.commit_and_speculate(
-            self.table.rows_of(list(pending)),
-            [record.gradient for record in accepted.values()],
-            [record.gradient for record in pending.values()],
-            coefficients,
-            _indices(coefficients, accepted),
-            _indices(coefficients, pending),
-        )
-
-    def _drop(self, states: Sequence[ParameterState]) -> None:
-        if not states:
-            return
-        shown, waiting = _split(states)
-        writes = self._find_outside_writes(shown)
-        if shown:
-            self.table.restore(self.table.rows_of(shown))
-        for state in states:
-            self._move(state, Phase.CLEAN, None)
-        self._adopt_found(writes)
-        self._notice_outside_writes(waiting)
-        for state in states:
-            if state.is_provisional or state.is_max_provisional:
-                state.forget_provisional()
-                self.table.note_moved(state)
-        self.table.clear_sums()
-        self.statistics.dropped += len(shown)
-
     def _commit(self, states: Sequence[ParameterState]) -> None:
         if not states:
             return
-        coefficients = CoefficientTable()
-        accepted = {state: _pending_of(state) for state in states}
-        gradients = [record.gradient for record in accepted.values()]
-        self.table.commit(self.table.rows_of(states), gradients, coefficients, _indices(coefficients, accepted))
+        coefficients, accepted = CoefficientTable(), [_pending_of(state) for state in states]
+        gradients = [record.gradient for record in accepted]
+        self.table.commit(self.table.rows_of(states), gradients, coefficients, _indices(coefficients, states, accepted))
         for state in states:
             self._move(state, Phase.CLEAN, None)
 
-    def _make_ready(self, arrivals: Arrivals) -> list[ParameterState]:
-        """Create what a step with these hyper-parameters reads and writes; return the states that lacked something."""
-        with_max = any(hyper.amsgrad for hyper, _ in arrivals.runs)
-        if self.table.are_ready(self.table.rows_of(arrivals.states), with_max=with_max):
-            return []
-        made = [
-            state
-            for state, hyper in zip(arrivals.states, arrivals.hyper, strict=True)
-            if state.exp_avg is None
-            or (state.master is None and not state.is_own_master)
-            or (hyper.amsgrad and state.max_exp_avg_sq is None)
-        ]
-        hyper_of = dict(zip(arrivals.states, arrivals.hyper, strict=True))
-        for state in made:
-            state.create_state()
-            if hyper_of[state].amsgrad and state.max_exp_avg_sq is None:
-                state.create_max()
-            self.table.note_moved(state)
-        return made
+    # ---- questions ---------------------------------------------------------------------------------------------------
 
-    def _notice_outside_writes(self, states: Sequence[ParameterState]) -> None:
-        """Adopt what was written to parameters without open speculation, after committing what is accepted."""
-        self._adopt_rows(self.table.fingerprints.hints(self.table.rows_of(states)))
+    def norm_so_far(self) -> float:
+        """Return the norm of the gradients that wait for a verdict, as they are expected to be unscaled."""
+        with self._lock:
+            return self.table.norm.total * self.expected_scale if self.is_open else 0.0
+
+    def nonfinite_of(self, state: ParameterState, taken: TakenGradient) -> int | None:
+        """Return how many elements of a gradient are Inf or NaN, where that was counted."""
+        with self._lock:
+            if not _waits(state, taken):
+                return None
+            return int(self.table.norm.nonfinite[self.table.chunks_of(state.row)].sum())
+
+    def grad_norm(self, arrivals: Arrivals) -> float:
+        """Return the norm of these gradients, as a step would judge it."""
+        with self._timed("norm_seconds"):
+            if arrivals.segments is None:
+                return self._judge(self._parts(arrivals), 0.0).grad_norm
+            norm = GradientNorm.zeros(len(self.table.norm.sums))
+            self.table.take_norm(arrivals.segments, norm)
+            return norm.total
+
+    # ---- what others do to parameters --------------------------------------------------------------------------------
+
+    def adopt_outside_writes(self, states: Sequence[ParameterState]) -> None:
+        """Compare parameters with their masters and adopt what differs."""
+        with self._timed("commit_seconds"):
+            self._adopt(states)
 
     def _adopt_rows(self, rows: Sequence[int]) -> None:
         if rows:
@@ -379,41 +419,27 @@ class Transaction:
     def _adopt(self, states: Sequence[ParameterState]) -> None:
         self._commit([state for state in states if state.phase is Phase.ACCEPTED])
         self.table.bring_home(self.table.rows_of(states))
-        self.table.settle()
+        self.table.delivery.settle()
         for state in states:
+            self.distrust(state)
             adopt_into_clean(state)
-            self.table.is_private_fresh[state.row] = False
             self.table.fingerprints.note(state.row)
             self.table.note_moved(state)
 
-    def _adopt_found(self, writes: Sequence[OutsideWrite]) -> None:
-        if writes:
-            self.table.settle()  # or what is on its way to the parameters would overwrite them afterwards
-        for write in writes:
-            write.adopt()
-            self.table.fingerprints.note(write.state.row)
+    def _make_ready(self, states: Sequence[ParameterState], hyper: Iterator[Hyperparameters]) -> None:
+        """Create what a certain step with these hyper-parameters reads and writes."""
+        captured = list(hyper)
+        with_max = any(one.amsgrad for one in set(captured))
+        if self.table.are_ready(self.table.rows_of(states), with_max=with_max):
+            return
+        for state, one in zip(states, captured, strict=True):
+            if not state.has_state or (one.amsgrad and state.max_exp_avg_sq is None):
+                self.table.bring_home(self.table.rows_of([state]))
+                state.create_state(with_max=one.amsgrad)
+                self.table.note_moved(state)
 
-    def _find_outside_writes(self, states: Sequence[ParameterState]) -> list[OutsideWrite]:
-        """Find what was written over speculation that parameters show, by making it once more."""
-        fingerprints = self.table.fingerprints
-        hinted = [state for state in states if fingerprints.is_hinted(state.row)]
-        if not hinted:
-            return []
-        self.table.settle()
-        present = [state.parameter.detach().clone() for state in hinted]
-        for state in hinted:
-            self.table.note_moved(state)
-        self._write_speculation({state: _pending_of(state) for state in hinted})
-        self.table.settle()
-        writes = []
-        for state, values in zip(hinted, present, strict=True):
-            speculated = state.parameter.detach().cpu().clone()
-            state.parameter.data.copy_(values)
-            fingerprints.note(state.row)
-            found = OutsideWrite.found_in(state, speculated)
-            if found is not None:
-                writes.append(found)
-        return writes
+    def _segments(self, states: Sequence[ParameterState], gradients: Sequence[Tensor]) -> Segments:
+        return self.table.segments(self.table.rows_of(states), gradients)
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
@@ -426,39 +452,43 @@ class Transaction:
                 setattr(self.statistics, phase, getattr(self.statistics, phase) + time.perf_counter() - begin)
 
 
-def _refuse_second(states: Sequence[ParameterState]) -> None:
-    twice = [state.name for state in states if state.phase is Phase.SPECULATED]
-    if twice:
-        raise RuntimeError(
-            f"{twice[0]} has a second gradient while speculation on its first one is open; "
-            "call resolve() or rollback() first, or accumulate both gradients before speculating"
-        )
+def _columns(parts: Sequence[_Part]) -> tuple[list[ParameterState], list[Tensor]]:
+    return [part.state for part in parts], [part.gradient for part in parts]
 
 
-def _split(states: Sequence[ParameterState]) -> tuple[list[ParameterState], list[ParameterState]]:
-    """Return the speculated states whose parameters show the open step, and those that wait for the verdict."""
-    shown = [state for state in states if state.shows_open_step]
-    return shown, [state for state in states if not state.shows_open_step]
+def _clip_factor(taken: TakenGradient) -> float:
+    """Return what somebody multiplied a gradient with, but for unscaling."""
+    return math.prod(
+        1.0 / one.number if one.kind is FactorKind.DIVIDE else one.number
+        for one in taken.factors
+        if one.kind is not FactorKind.UNSCALE and one.number
+    )
+
+
+def _waits(state: ParameterState, taken: TakenGradient | None) -> bool:
+    """Whether this very gradient waits for its verdict, unchanged."""
+    if taken is None:
+        return False
+    pending = state.pending if state.phase is Phase.SPECULATED else None
+    return pending is not None and pending.taken() is taken and pending.version == taken.version
 
 
 def _cannot_fuse(state: ParameterState, new: Pending) -> bool:
     """Whether an accepted gradient must be committed before the new one: the fused pass takes two of one dtype."""
-    return state.phase is Phase.ACCEPTED and _pending_of(state).gradient.dtype != new.gradient.dtype
-
-
-def _host_copy(state: ParameterState) -> Tensor:
-    gradient = _pending_of(state).gradient
-    return state.host_copy(gradient, gradient.dtype)
+    return new.place is None or _pending_of(state).gradient.dtype != new.gradient.dtype
 
 
 def _pending_of(state: ParameterState) -> Pending:
     assert state.pending is not None
-    state.pending.check_unchanged(state.name)
     return state.pending
 
 
-def _indices(coefficients: CoefficientTable, pending: Mapping[ParameterState, Pending]) -> list[int]:
+def _indices(
+    coefficients: CoefficientTable, states: Sequence[ParameterState], pending: Sequence[Pending]
+) -> list[int]:
     return [
         coefficients.index(record.hyper, record.step, record.scale, double=state.dtype == torch.float64)
-        for state, record in pending.items()
+        for state, record in zip(states, pending, strict=True)
     ]
+
+

@@ -9,9 +9,8 @@ from __future__ import annotations
 import collections
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+import weakref
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -22,61 +21,59 @@ from superadam.devices import Device, Event, Stream
 from superadam.devices.interface import ChunkSums
 from superadam.flat import FlatLayout, aligned
 from superadam.journal import Journal
-from superadam.parameter import ParameterState, owned
+from superadam.parameter import ParameterState, Place
+from superadam.taken_gradient import TakenGradient
 from superadam.validation import GradientNorm
 
 
-class FlatParcel:
-    """New values of some parameters, in one flat buffer for each dtype; see `superadam.table.Parcel`."""
+class FlatShadow:
+    """New values of some parameters of one dtype, in one flat buffer; see `superadam.parameter.Shadow`.
 
-    def __init__(self, transfers: Transfers, states: Sequence[ParameterState]) -> None:
-        self._transfers = transfers
-        self._buffers: list[tuple[FlatLayout, Tensor]] = []
-        values: dict[ParameterState, Tensor] = {}
-        for dtype in {state.parameter_dtype: None for state in states}:
-            layout = FlatLayout([state for state in states if state.parameter_dtype == dtype])
-            buffer = transfers.device.host_empty(layout.numel, dtype)
-            self._buffers.append((layout, buffer))
-            values.update(zip(layout.states, layout.views(buffer), strict=True))
-        self.values = [values[state] for state in states]
-
-    def deliver(self) -> None:
-        """Start the way of the values to their parameters."""
-        self._transfers.upload(self._buffers)
-
-
-@dataclass(frozen=True, slots=True)
-class _Upload:
-    """Values under way: which parameters get them, when they are there, and what the journal is told then."""
-
-    arrived: Event
-    parameters: frozenset[int]
-    begin: float
-    elements: int
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """Gradients that stay on the device, and their norm on its way to the host.
-
-    Attributes:
-        states: the parameters, in the order of everything here.
-        gradients: one for each, of our own, in the layout of the state.
-        arrived: after which the norm may be read.
+    Args:
+        transfers: their way.
+        states: the parameters.
+        distant: buffer on the device that the values travel to as soon as they are written; None where they stay on the
+            host until they are published.
     """
 
-    states: list[ParameterState]
-    gradients: list[Tensor]
-    arrived: Event
-    buffers: list[Tensor]
+    def __init__(self, transfers: Transfers, states: Sequence[ParameterState], distant: Tensor | None = None) -> None:
+        self._transfers = transfers
+        self._layout = FlatLayout(states)
+        self._dtype = states[0].parameter_dtype
+        self._distant = distant
+        self._travels = transfers.device.has_link and not transfers.device.is_host(states[0].parameter)
+        self._host: list[Tensor] = []
+        self._views: list[Tensor] = []
+        self._arrived: Event | None = None
+        size = self._layout.numel * self._dtype.itemsize
+        transfers.count_shadow(size)
+        weakref.finalize(self, transfers.count_shadow, -size)
 
-    def norm(self) -> GradientNorm:
-        """Return the norm, once it has arrived."""
-        parts = [ChunkSums.over(buffer) for buffer in self.buffers]
-        return GradientNorm(
-            np.concatenate([part.sums.numpy() for part in parts]),
-            np.concatenate([part.nonfinite.numpy() for part in parts]),
-        )
+    @property
+    def values(self) -> list[Tensor]:
+        """One host tensor for each parameter, in memory that is taken when it is first asked for."""
+        if not self._views:
+            self._host = [self._transfers.device.host_empty(self._layout.numel, self._dtype)]
+            self._views = self._layout.views(self._host[0])
+        return self._views
+
+    def send(self) -> None:
+        """Start the way of the values to the device, where they travel; their memory on the host is free afterwards."""
+        if self._distant is not None and self._arrived is None:
+            self._arrived = self._transfers.upload(self._host[0], self._distant)
+            self._host, self._views = [], self._layout.views(self._distant)
+
+    def sources(self) -> list[Tensor]:
+        """Return what to publish, which the current stream may read: on the device where that has room for it."""
+        if self._travels and self._distant is None:
+            self._distant = self._transfers.room_on_device(self._layout.numel, self._dtype)
+        self.send()
+        if self._arrived is not None:
+            device = self._transfers.device
+            device.wait(Stream.CURRENT, self._arrived)
+            assert self._distant is not None
+            device.keep(self._distant, Stream.CURRENT)
+        return self._views
 
 
 class Transfers:
@@ -86,106 +83,164 @@ class Transfers:
         device: streams and memory.
         journal: is told of bytes, and of uploads once they are seen to have arrived.
         link_dtype: in which gradients travel, and so are seen by norm and step; None for the dtype they have. fp64
-            gradients always travel as they are.
+            gradients, and sums that were made on the host, are as they are.
 
     Attributes:
         link_dtype: may be changed between steps.
+        takes_norms: whether torch is to take the norms of gradients before they travel, because somebody will ask.
     """
 
     def __init__(self, device: Device, journal: Journal, link_dtype: torch.dtype | None = None) -> None:
         self.device = device
-        self._journal = journal
         self.link_dtype = link_dtype
-        self._lock = threading.Lock()  # the worker uploads while a forward inside backward waits
-        self._uploads: list[_Upload] = []  # that the current stream does not wait for, in the order of their stream
-        self._untold: collections.deque[_Upload] = collections.deque()  # not seen to have arrived, in that order
-        self._latest: Event | None = None  # after every upload so far
-        self._thread = threading.local()
+        self.takes_norms = False
+        self._journal = journal
+        self._lock = threading.Lock()  # the worker uploads while the training thread publishes
+        self._untold: collections.deque[tuple[Event, float, int]] = collections.deque()  # uploads not seen to arrive
+        self._shadow_bytes = 0
 
     def reserve(self, parameters: Iterable[Tensor], bucket_numel: int) -> None:
-        """Get host memory ready for the gradients of a step, and for buckets of this size.
+        """Get memory ready for the gradients and new values of a step, and for buckets of this size.
 
         Raises:
             MemoryError: the host cannot hold that.
         """
+        parameters = list(parameters)
         distant = [parameter for parameter in parameters if not self.device.is_host(parameter)]
-        if not distant:
-            return
+        local = [one for one in parameters if self.device.is_host(one) and one.dtype.itemsize < torch.float32.itemsize]
+        shadows = sum(one.nbytes for one in (*distant, *local))
         on_link = [_dtype_on_link(parameter, self.link_dtype).itemsize for parameter in distant]
         gradients = sum(aligned(one.numel()) * size for one, size in zip(distant, on_link, strict=True))
-        largest = max(parameter.numel() for parameter in distant)
-        widest = max(*on_link, *(parameter.element_size() for parameter in distant))
-        self.device.reserve(gradients, aligned(bucket_numel + largest) * widest)  # the last one in makes a bucket full
+        largest = max((parameter.numel() for parameter in distant), default=0)
+        widest = max((*on_link, *(parameter.element_size() for parameter in distant)), default=0)
+        # The last one in makes a bucket full.
+        self.device.reserve(gradients, aligned(bucket_numel + largest) * widest, shadows)
+
+    # ---- gradients ---------------------------------------------------------------------------------------------------
 
     def download(
-        self, states: Sequence[ParameterState], gradients: Sequence[Tensor], *, widens: bool = False
-    ) -> tuple[list[Tensor], Event]:
-        """Start the way of gradients to the host.
+        self,
+        states: Sequence[ParameterState],
+        gradients: Sequence[TakenGradient],
+        speculated: Collection[ParameterState],
+        *,
+        widens: bool = False,
+    ) -> tuple[dict[ParameterState, Place], Event]:
+        """Start the way of gradients to the host, and find room for the new values of some of their parameters.
 
         Args:
             states: the parameters.
-            gradients: one for each, on the device or on the host; they may be dropped afterwards.
+            gradients: one for each, on the device or on the host; what each waits for afterwards is on the host.
+            speculated: those of the states that are to be speculated on.
             widens: whether these travel in fp32, whatever `link_dtype` is.
 
         Returns:
-            tensors of our own in the layout of the states, and the event after which they may be read.
-
-        Raises:
-            TypeError, ValueError: a gradient does not fit its parameter.
+            a place for each state that is to be speculated on, and the event after which the gradients may be read.
         """
         device = self.device
-        link_dtype = torch.float32 if widens else self.link_dtype
-        hosts: dict[ParameterState, Tensor] = {}
-        distant: dict[torch.dtype, dict[ParameterState, Tensor]] = {}
-        for state, gradient in zip(states, gradients, strict=True):
-            state.check_gradient(gradient)
-            dtype = _dtype_on_link(gradient, link_dtype)
-            if device.is_host(gradient):
-                host = state.host_gradient(gradient)
-                hosts[state] = owned(host if host.dtype is dtype else host.to(dtype))
-            else:
-                distant.setdefault(dtype, {})[state] = gradient
-        packed: list[tuple[FlatLayout, Tensor]] = []
-        for dtype, chosen in distant.items():
-            layout = FlatLayout(list(chosen))
-            packed.append((layout, device.pack(list(chosen.values()), layout, dtype)))
-        # Also when every gradient is on the host already: `following_download` must have something to follow.
+        places: dict[ParameterState, Place] = {}
+        local: dict[torch.dtype, list[ParameterState]] = {}
+        groups: dict[tuple[torch.dtype, torch.dtype], dict[ParameterState, TakenGradient]] = {}
+        for state, taken in zip(states, gradients, strict=True):
+            taken.in_use = True
+            if device.is_host(taken.pending):
+                if not taken.is_sum:
+                    taken.pending = self.narrowed(taken.pending, keeps_dtype=False)
+                taken.pending = state.host_gradient(taken.pending)
+                if state in speculated and device.is_host(state.parameter):
+                    local.setdefault(state.parameter_dtype, []).append(state)
+                elif state in speculated:
+                    self._add_places(places, [state], None)
+                continue
+            dtype = _dtype_on_link(taken.pending, torch.float32 if widens else self.link_dtype)
+            groups.setdefault((dtype, state.parameter_dtype), {})[state] = taken
+        for some in local.values():
+            self._add_places(places, some, None)
+        self._take_norms([taken for group in groups.values() for taken in group.values()])
+        packed: list[tuple[FlatLayout, list[TakenGradient], Tensor]] = []
+        for (dtype, parameter_dtype), group in groups.items():
+            layout, some_taken = FlatLayout(list(group)), list(group.values())
+            source = device.pack([taken.pending for taken in some_taken], layout, dtype)
+            packed.append((layout, some_taken, source))
+            if any(state in speculated for state in group):
+                self._add_places(places, layout.states, self._shadow_on_device(source, layout.numel, parameter_dtype))
         device.wait(Stream.DOWNLOAD, device.record(Stream.CURRENT))
-        for layout, source in packed:
+        for layout, some_taken, source in packed:
             host = device.host_empty(layout.numel, source.dtype)
             self._download(host, source)
-            hosts.update(zip(layout.states, layout.views(host), strict=True))
-        return [hosts[state] for state in states], device.record(Stream.DOWNLOAD)
+            for taken, view in zip(some_taken, layout.views(host), strict=True):
+                taken.pending = view
+        arrived = device.record(Stream.DOWNLOAD)
+        for _, some_taken, _ in packed:
+            for taken in some_taken:
+                taken.arrived = arrived
+        return {state: place for state, place in places.items() if state in speculated}, arrived
 
-    def hold(self, states: Sequence[ParameterState], gradients: Sequence[Tensor]) -> Held:
-        """Copy gradients within the device, so that they may be dropped, and start the way of their norm to the host.
+    def _add_places(
+        self, places: dict[ParameterState, Place], states: Sequence[ParameterState], distant: Tensor | None
+    ) -> None:
+        shadow = FlatShadow(self, states, distant)
+        places.update((state, Place(shadow, position)) for position, state in enumerate(states))
+
+    def _shadow_on_device(self, packed: Tensor, numel: int, dtype: torch.dtype) -> Tensor | None:
+        """Return memory on the device for new values: that of the packed gradients, which leave it before.
+
+        None where it has none: the values then stay on the host until the verdict.
+        """
+        if packed.dtype.itemsize >= dtype.itemsize:
+            return packed.view(dtype)[:numel]
+        return self.room_on_device(numel, dtype)
+
+    def room_on_device(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        """Return memory on the device, or None where it has none."""
+        try:
+            return self.device.empty(numel, dtype, Stream.CURRENT)
+        except torch.OutOfMemoryError:
+            return None
+
+    def hold(
+        self, states: Sequence[ParameterState], gradients: Sequence[TakenGradient]
+    ) -> tuple[dict[ParameterState, TakenGradient], Event, list[Tensor]]:
+        """Copy gradients within the device, where they stay, and start the way of their norm to the host.
 
         Args:
             states: the parameters.
             gradients: one for each, on the device.
 
-        Raises:
-            TypeError, ValueError: a gradient does not fit its parameter.
+        Returns:
+            the gradients in the order of their norm, the event after which `norm_in` may read that, and where it is.
         """
         device = self.device
-        chosen: dict[torch.dtype, dict[ParameterState, Tensor]] = {}
-        for state, gradient in zip(states, gradients, strict=True):
-            state.check_gradient(gradient)
-            dtype = _dtype_on_link(gradient, self.link_dtype) if self.narrows else gradient.dtype
-            chosen.setdefault(dtype, {})[state] = gradient
-        held: dict[ParameterState, Tensor] = {}
+        groups: dict[torch.dtype, dict[ParameterState, TakenGradient]] = {}
+        for state, taken in zip(states, gradients, strict=True):
+            taken.in_use = True
+            dtype = _dtype_on_link(taken.pending, self.link_dtype) if self.narrows else taken.pending.dtype
+            groups.setdefault(dtype, {})[state] = taken
+        self._take_norms(gradients)
         norms: list[Tensor] = []
-        for dtype, some in chosen.items():
-            layout = FlatLayout(list(some))
+        for dtype, group in groups.items():
+            layout = FlatLayout(list(group))
             chunks = sum(native.chunk_count(state.shape.numel()) for state in layout.states)
             norms.append(device.empty(2 * chunks, torch.float64, Stream.CURRENT))
-            buffer = device.pack(list(some.values()), layout, dtype, ChunkSums.over(norms[-1]))
-            held.update(zip(layout.states, layout.views(buffer), strict=True))
+            some_taken = list(group.values())
+            buffer = device.pack([taken.pending for taken in some_taken], layout, dtype, ChunkSums.over(norms[-1]))
+            for taken, view in zip(some_taken, layout.views(buffer), strict=True):
+                taken.pending = view
         device.wait(Stream.DOWNLOAD, device.record(Stream.CURRENT))
         hosts = [device.host_empty(norm.numel(), norm.dtype) for norm in norms]
         for host, norm in zip(hosts, norms, strict=True):
             self._download(host, norm)
-        return Held(list(held), list(held.values()), device.record(Stream.DOWNLOAD), hosts)
+        arrived = device.record(Stream.DOWNLOAD)
+        for taken in gradients:
+            taken.arrived = arrived
+        return {state: taken for group in groups.values() for state, taken in group.items()}, arrived, hosts
+
+    def _take_norms(self, gradients: Sequence[TakenGradient]) -> None:
+        """Let torch take the norms that somebody will ask for, while the gradients are on the device."""
+        if self.takes_norms and gradients:
+            norms = torch._foreach_norm([taken.pending for taken in gradients])
+            for taken, norm in zip(gradients, norms, strict=True):
+                taken.norm = norm
 
     def _download(self, host: Tensor, source: Tensor) -> None:
         device = self.device
@@ -199,86 +254,88 @@ class Transfers:
         """Whether travelling may round gradients."""
         return self.link_dtype not in (None, torch.float32)
 
-    def narrowed(self, gradient: Tensor) -> Tensor:
-        """Return a gradient that does not travel, in its own dtype, with the values that it would have afterwards."""
-        return gradient.to(_dtype_on_link(gradient, self.link_dtype)).to(gradient.dtype) if self.narrows else gradient
+    def narrowed(self, gradient: Tensor, *, keeps_dtype: bool = True) -> Tensor:
+        """Return a gradient that does not travel with the values that it would have afterwards."""
+        if not self.narrows:
+            return gradient
+        narrow = gradient.to(_dtype_on_link(gradient, self.link_dtype))
+        return narrow.to(gradient.dtype) if keeps_dtype else narrow
 
-    def parcel(self, states: Sequence[ParameterState]) -> FlatParcel:
-        """Return host memory for new values of these parameters."""
-        return FlatParcel(self, states)
+    # ---- new values (superadam.table.Delivery) -----------------------------------------------------------------------
 
-    def upload(self, buffers: Sequence[tuple[FlatLayout, Tensor]]) -> None:
-        """Start the way of new values to their parameters."""
+    def shadows(self, states: Sequence[ParameterState]) -> list[Place]:
+        """Return memory for new values that are to be published soon."""
+        groups: dict[torch.dtype, list[ParameterState]] = {}
+        for state in states:
+            groups.setdefault(state.parameter_dtype, []).append(state)
+        places: dict[ParameterState, Place] = {}
+        for some in groups.values():
+            self._add_places(places, some, None)
+        return [places[state] for state in states]
+
+    def publish(self, states: Sequence[ParameterState], places: Sequence[Place]) -> None:
+        """Copy new values into their parameters on the current stream, in one launch where they are on the device."""
         device = self.device
-        begin = time.perf_counter()
-        if not getattr(self._thread, "follows_download", False):  # what reads the old values may still be under way
-            device.wait(Stream.UPLOAD, device.record(Stream.CURRENT))
-        for layout, host in buffers:
-            try:
-                arriving = device.empty(layout.numel, host.dtype, Stream.UPLOAD)
-            except torch.OutOfMemoryError:  # slower, but the state has made this step already
-                for state, view in zip(layout.states, layout.views(host), strict=True):
-                    device.copy(state.parameter.data, view, Stream.UPLOAD)
+        sources: dict[int, list[Tensor]] = {}
+        values, targets = [], []
+        left = False
+        for state, (shadow, position) in zip(states, places, strict=True):
+            assert isinstance(shadow, FlatShadow)
+            if id(shadow) not in sources:
+                sources[id(shadow)] = shadow.sources()
+            value, target = sources[id(shadow)][position], state.parameter
+            if device.has_link and device.is_host(value) and not device.is_host(target):  # the device has no room
+                device.copy(target.data, value, Stream.CURRENT)
+                device.keep(value, Stream.CURRENT)
+                left = True
             else:
-                device.copy(arriving, host, Stream.UPLOAD)
-                device.scatter(arriving, layout, Stream.UPLOAD)
-                device.keep(arriving, Stream.UPLOAD)
-            device.keep(host, Stream.UPLOAD)
+                values.append(value)
+                targets.append(target)
+        if values:
+            device.scatter(values, targets)
+        if left:
+            device.wait(Stream.CURRENT, device.record(Stream.CURRENT))
+
+    def upload(self, host: Tensor, distant: Tensor) -> Event:
+        """Start the way of new values to the device; return the event after which they may be read there."""
+        device, begin = self.device, time.perf_counter()
+        device.copy(distant, host, Stream.UPLOAD)
+        device.keep(host, Stream.UPLOAD)
+        device.keep(distant, Stream.UPLOAD)
+        arrived = device.record(Stream.UPLOAD)
+        with self._lock:
             self._journal.statistics.uploaded_bytes += host.nbytes
-        parameters = frozenset(id(state.parameter) for layout, _ in buffers for state in layout.states)
-        elements = sum(state.shape.numel() for layout, _ in buffers for state in layout.states)
-        with self._lock:
-            self._latest = device.record(Stream.UPLOAD)
-            upload = _Upload(self._latest, parameters, begin, elements)
-            self._uploads.append(upload)
-            self._untold.append(upload)
+            self._untold.append((arrived, begin, host.numel()))
         self.note_arrived()
-
-    @contextmanager
-    def following_download(self) -> Iterator[None]:
-        """Upload without waiting for the current stream: before the download, it passed the last use of old values."""
-        self._thread.follows_download = True
-        try:
-            yield
-        finally:
-            self._thread.follows_download = False
-
-    def await_parameters(self, parameters: Collection[int] | None = None) -> None:
-        """Let the current stream wait for the uploads of parameters.
-
-        Args:
-            parameters: their ids; default all.
-        """
-        with self._lock:
-            due = [
-                index
-                for index, upload in enumerate(self._uploads)
-                if parameters is None or not upload.parameters.isdisjoint(parameters)
-            ]
-            if not due:
-                return
-            last = self._uploads[due[-1]]  # the others arrive before it
-            del self._uploads[: due[-1] + 1]
-        self.device.wait(Stream.CURRENT, last.arrived)
-
-    @property
-    def is_awaited(self) -> bool:
-        """Whether the current stream waits for every upload."""
-        return not self._uploads
+        return arrived
 
     def settle(self) -> None:
-        """Return when every upload has arrived, those that the current stream waits for as well."""
-        latest = self._latest
-        if latest is not None:
-            latest.synchronize()
+        """Return when everything that was published has arrived."""
+        self.device.record(Stream.CURRENT).synchronize()
         self.note_arrived()
 
     def note_arrived(self) -> None:
         """Tell the journal of uploads that have arrived since: nobody waits for them on the host, so we look now."""
         with self._lock:
-            while self._untold and self._untold[0].arrived.query():
-                upload = self._untold.popleft()
-                self._journal.note_upload(upload.begin, upload.elements)
+            while self._untold and self._untold[0][0].query():
+                _, begin, elements = self._untold.popleft()
+                self._journal.note_upload(begin, elements)
+
+    def count_shadow(self, size: int) -> None:
+        """Count memory that waits for a verdict: bytes, negative once it is free."""
+        with self._lock:
+            self._shadow_bytes += size
+            statistics = self._journal.statistics
+            statistics.shadow_bytes = max(statistics.shadow_bytes, self._shadow_bytes)
+
+
+def norm_in(hosts: Sequence[Tensor]) -> GradientNorm:
+    """Return the norm that `Transfers.hold` has sent, once it has arrived."""
+    parts = [ChunkSums.over(host) for host in hosts]
+    return GradientNorm(
+        np.concatenate([part.sums.numpy() for part in parts]),
+        np.concatenate([part.nonfinite.numpy() for part in parts]),
+    )
 
 
 def _dtype_on_link(gradient: Tensor, link_dtype: torch.dtype | None) -> torch.dtype:

@@ -30,6 +30,25 @@ class GradientNorm:
     sums: npt.NDArray[np.float64]
     nonfinite: npt.NDArray[np.int64]
 
+    @staticmethod
+    def zeros(chunks: int) -> GradientNorm:
+        """Return that of no gradient, with so many entries."""
+        return GradientNorm(np.zeros(chunks, np.float64), np.zeros(chunks, np.int64))
+
+    def copy(self) -> GradientNorm:
+        """Return one of its own with the same entries."""
+        return GradientNorm(self.sums.copy(), self.nonfinite.copy())
+
+    def clear(self, where: slice = slice(None)) -> None:
+        """Make entries those of no gradient."""
+        self.sums[where] = 0
+        self.nonfinite[where] = 0
+
+    @property
+    def total(self) -> float:
+        """The 2-norm, added up in the order of the entries."""
+        return math.sqrt(native.ordered_sum(self.sums))
+
 
 def clip_coefficient(norm: float, max_norm: float | None) -> float:
     """Return min(1, max_norm / (norm + 1e-6)), computed in double and rounded once to fp32; 1.0 without a limit."""
@@ -38,26 +57,15 @@ def clip_coefficient(norm: float, max_norm: float | None) -> float:
     return float(np.float32(min(1.0, max_norm / (norm + _EPSILON))))
 
 
-def judge(
-    sums: npt.NDArray[np.float64],
-    nonfinite: npt.NDArray[np.int64],
-    unscale: float,
-    max_norm: float | None,
-    *,
-    is_rejected: bool = False,
-) -> StepOutcome:
+def judge(norm: GradientNorm, max_norm: float | None) -> StepOutcome:
     """Return what is to become of a step.
 
     Args:
-        sums: sum of squared gradients per (parameter, chunk), in this order, as they arrived.
-        nonfinite: count of Inf and NaN, likewise.
-        unscale: factor that undoes loss scaling.
-        max_norm: limit of the global norm after unscaling; None or inf for no limit.
-        is_rejected: skip whatever the sums say, because somebody else found the gradients wanting.
+        norm: of its gradients, in the order of parameters and chunks.
+        max_norm: limit of the global norm; None or inf for no limit.
     """
-    norm = math.sqrt(native.ordered_sum(sums)) * unscale
-    count = int(nonfinite.sum())
-    if count or is_rejected:
-        return StepOutcome(StepKind.SKIPPED, norm, 1.0, count)
-    clip = clip_coefficient(norm, max_norm)
-    return StepOutcome(StepKind.COMMITTED if clip == 1.0 else StepKind.CLIPPED, norm, clip)
+    total, count = norm.total, int(norm.nonfinite.sum())
+    if count:
+        return StepOutcome(StepKind.SKIPPED, total, 1.0, count)
+    clip = clip_coefficient(total, max_norm)
+    return StepOutcome(StepKind.COMMITTED if clip == 1.0 else StepKind.CLIPPED, total, clip)

@@ -16,6 +16,9 @@ from typing import Protocol
 
 _logger = logging.getLogger("superadam")
 
+_LOOK_SECONDS = 1.0
+"""How often whoever waits for the thread looks whether it is still alive."""
+
 Job = Callable[[], None]
 """Something to run once."""
 
@@ -27,7 +30,7 @@ class Worker(Protocol):
     """Runs jobs in order, beside or interleaved with the caller."""
 
     def submit(self, job: Job) -> None:
-        """Add a job; raises what an earlier one raised."""
+        """Add a job; it is discarded if an earlier one has failed, which `drain` tells."""
 
     @property
     def is_idle(self) -> bool:
@@ -50,8 +53,8 @@ class WorkerError(RuntimeError):
 def failure(error: BaseException) -> WorkerError:
     """Return what the training thread is told of a job's exception."""
     return WorkerError(
-        f"the scheduler's worker failed with {type(error).__name__}: {error}; the open step was dropped, "
-        "so call zero_grad() and go on, or stop and mend the cause"
+        f"the scheduler's worker failed with {type(error).__name__}: {error}; nothing was changed, and the "
+        "gradients are in .grad, so call step() again to make the step without it, or stop and mend the cause"
     )
 
 
@@ -73,58 +76,6 @@ def _refuse_fork(process: int) -> None:
         )
 
 
-class DeferredWorker:
-    """Runs jobs when somebody waits for them, in the waiting thread: for machines without a core to spare.
-
-    There is no idle work: whoever waits has better things to do.
-    """
-
-    def __init__(self) -> None:
-        self._jobs: collections.deque[Job] = collections.deque()
-        self._closed = False
-        self._process = os.getpid()
-
-    def submit(self, job: Job) -> None:
-        """Add a job.
-
-        Raises:
-            RuntimeError: the worker is closed, or belongs to the process that this one was forked from.
-        """
-        _refuse_fork(self._process)
-        if self._closed:
-            raise closed()
-        self._jobs.append(job)
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether every submitted job is done."""
-        return not self._jobs
-
-    def drain(self) -> None:
-        """Run every submitted job.
-
-        Raises:
-            WorkerError: a job failed; those behind it are discarded.
-            RuntimeError: the worker belongs to the process that this one was forked from.
-        """
-        _refuse_fork(self._process)
-        try:
-            while self._jobs:
-                self._jobs.popleft()()
-        except Exception as error:
-            self._jobs.clear()
-            raise failure(error) from error
-
-    def wake(self) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Run what is left, unless this is a forked child; further jobs are refused."""
-        self._closed = True
-        if os.getpid() == self._process:
-            self.drain()
-
-
 class ThreadWorker:
     """A daemon thread that sleeps on a condition while it has nothing to do."""
 
@@ -142,15 +93,15 @@ class ThreadWorker:
         atexit.register(self._end_with_interpreter)  # which would kill the thread inside C++, and abort
 
     def submit(self, job: Job) -> None:
-        """Add a job.
+        """Add a job, unless an earlier one has failed.
 
         Raises:
-            WorkerError: an earlier job failed.
             RuntimeError: the worker is closed, or belongs to the process that this one was forked from.
         """
         _refuse_fork(self._process)
         with self._changed:
-            self._raise_error()
+            if self._error is not None:
+                return
             if self._closing:
                 raise closed()
             self._jobs.append(job)
@@ -172,7 +123,10 @@ class ThreadWorker:
         _refuse_fork(self._process)
         with self._changed:
             while (self._jobs or self._running) and self._error is None:
-                self._changed.wait()
+                if not self._changed.wait(_LOOK_SECONDS) and not self._thread.is_alive():
+                    self._jobs.clear()
+                    self._running = False
+                    self._error = RuntimeError("its thread has ended; make a new OffloadScheduler")
             self._raise_error()
 
     def wake(self) -> None:

@@ -106,7 +106,7 @@ def prepare_passes(tensors: int, numel: int) -> tuple[Action, Action]:
 
     def run() -> None:
         native.run(Pass.NORM, norm)
-        outcome = validation.judge(arrays.sums, arrays.nonfinite, 1.0, MAX_GRAD_NORM)
+        outcome = validation.judge(validation.GradientNorm(arrays.sums, arrays.nonfinite), MAX_GRAD_NORM)
         if outcome.clip_coefficient != 1.0 or outcome.nonfinite:
             raise RuntimeError(f"the gradients of a benchmark were not accepted ({outcome}); report this as a bug")
         native.run(Pass.UPDATE, update, arrays.coefficients)

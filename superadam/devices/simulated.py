@@ -273,12 +273,9 @@ class SeededWorker:
         self._error: BaseException | None = None
 
     def submit(self, job: Job) -> None:
-        """Add a job, and perhaps run some.
-
-        Raises:
-            WorkerError: an earlier job failed.
-        """
-        self._raise_error()
+        """Add a job, unless an earlier one has failed, and perhaps run some."""
+        if self._error is not None:
+            return
         self._jobs.append(job)
         while self._jobs and self._random.random() < 0.5:
             self._run_one()

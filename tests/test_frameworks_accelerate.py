@@ -1,0 +1,117 @@
+"""Loops around Accelerate, and around torch's own scaler of losses: the bits with a scheduler are those without."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from frameworks import Predictor, Result, Run, Sentences, Training, adamw, alone, compare, dtypes
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _alone() -> Iterator[None]:
+    with alone():
+        yield
+
+
+# ---- Accelerate ------------------------------------------------------------------------------------------------------
+
+
+def accelerated(dtype: torch.dtype, clip: str, size: float = math.inf, **options: Any) -> Training:
+    """Return a loop as Accelerate documents it."""
+
+    def train(run: Run) -> Result:
+        AcceleratorState._reset_state(reset_partial_state=True)  # a process has one otherwise, with one precision
+        GradientState._reset_state()
+        accelerator = Accelerator(cpu=True, **options)
+        optimizer = adamw(plain := Predictor(dtype))
+        model, wrapped, batches = accelerator.prepare(plain, optimizer, DataLoader(Sentences(), batch_size=2))
+        run.open(wrapped.optimizer, model)
+        logged: list[dict[str, Any]] = []
+        for _ in range(2):
+            for batch in batches:
+                with accelerator.accumulate(model):
+                    loss = model(batch)
+                    accelerator.backward(loss)
+                    logged.append({"loss": loss.detach()})
+                    if accelerator.sync_gradients and clip == "norm":
+                        logged[-1]["norm"] = accelerator.clip_grad_norm_(model.parameters(), size)
+                    elif accelerator.sync_gradients and clip == "value":
+                        accelerator.clip_grad_value_(model.parameters(), size)
+                    wrapped.step()
+                    wrapped.zero_grad()
+        return Result(optimizer, logged)
+
+    return train
+
+
+@dtypes
+@pytest.mark.parametrize("size", [math.inf, 0.75, 0.1])
+def test_clipping_by_norm(dtype: torch.dtype, size: float) -> None:
+    seen = compare(accelerated(dtype, "norm", size), dtype, accepts=size > 0.1)
+    assert sum(name.endswith("norm") for name in seen) == 14
+
+
+@dtypes
+def test_clipping_by_value(dtype: torch.dtype) -> None:
+    compare(accelerated(dtype, "value", 0.01), dtype, accepts=False)
+
+
+@dtypes
+@pytest.mark.parametrize("steps", [1, 2, 3])
+@pytest.mark.parametrize("clip", ["none", "norm"])
+def test_accumulation(dtype: torch.dtype, clip: str, steps: int) -> None:
+    """The last step of an epoch has fewer micro-batches."""
+    compare(accelerated(dtype, clip, 2.0, gradient_accumulation_steps=steps), dtype)
+
+
+def test_mixed_precision() -> None:
+    compare(accelerated(torch.float32, "norm", 0.5, mixed_precision="bf16"), torch.float32)
+
+
+# ---- loss scaling ----------------------------------------------------------------------------------------------------
+
+
+def scaled(dtype: torch.dtype, use: str, growth: float) -> Training:
+    """Return a loop with a scale that grows every two steps, until a loss is Inf in the fifth."""
+
+    def train(run: Run) -> Result:
+        optimizer = adamw(model := Predictor(dtype))
+        run.open(optimizer, model)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_factor=growth, growth_interval=2)
+        logged: list[dict[str, Any]] = []
+        for index, batch in enumerate(DataLoader(Sentences(20), batch_size=2)):
+            loss: Tensor = model(batch) * (math.inf if index == 4 else 1.0)
+            scaler.scale(loss).backward()
+            logged.append({"loss": loss.detach()})
+            if use != "step":
+                scaler.unscale_(optimizer)
+            if use == "clip":
+                logged[-1]["norm"] = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.75)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            logged[-1]["scale"] = scaler.get_scale()
+        scales = [entry["scale"] for entry in logged]
+        assert scales[3] > scales[1] > scales[0]
+        assert scales[4] < scales[3] < scales[-1] * growth**2
+        return Result(optimizer, logged)
+
+    return train
+
+
+@dtypes
+@pytest.mark.parametrize("growth", [2.0, 1.7])
+@pytest.mark.parametrize("use", ["step", "unscale", "clip"])
+def test_loss_scaling(dtype: torch.dtype, use: str, growth: float) -> None:
+    """Scales that are no powers of two are products that are rounded."""
+    compare(scaled(dtype, use, growth), dtype, accepts=False)

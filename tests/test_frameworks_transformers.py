@@ -1,0 +1,191 @@
+"""The Trainer of transformers with its own loop: the bits with a scheduler are those without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from frameworks import (
+    VOCABULARY,
+    Result,
+    Run,
+    Sentences,
+    Training,
+    adamw,
+    alone,
+    assert_same,
+    compare,
+    dtypes,
+    everything_in,
+    history,
+)
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _alone() -> Iterator[None]:
+    with alone():
+        yield
+
+
+class Examples(Dataset[dict[str, Tensor]]):
+    """Sentences as language models of transformers take them."""
+
+    def __init__(self, count: int = 14) -> None:
+        self.sentences = Sentences(count, 20)
+
+    def __len__(self) -> int:
+        return len(self.sentences)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = self.sentences[index]
+        return {"input_ids": tokens, "labels": tokens, "attention_mask": torch.ones_like(tokens)}
+
+
+def llama(dtype: torch.dtype, **options: Any) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "max_position_embeddings": 32}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **sizes, **heads, **options)).to(dtype)
+
+
+class Opening(TrainerCallback):
+    """Opens the scheduler when training begins: the optimizer is wrapped by then, and a checkpoint is loaded."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def on_train_begin(self, *_: Any, model: nn.Module, optimizer: Any, **__: Any) -> None:
+        self.run.open(optimizer.optimizer, model)
+
+
+class Closing(Opening):
+    """Closes it again when training ends."""
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        self.run.close()
+
+
+class Around(TrainerCallback):
+    """Leaves it to others to open the scheduler: who does so around all that the Trainer does."""
+
+    def __init__(self, run: Run) -> None: ...
+
+
+def training(
+    folder: Path,
+    dtype: torch.dtype,
+    *,
+    model: dict[str, Any] | None = None,
+    resume: str | None = None,
+    callback: type[TrainerCallback] = Opening,
+    **arguments: Any,
+) -> Training:
+    """Return a run of the Trainer."""
+    quiet = {"report_to": [], "disable_tqdm": True, "use_cpu": True}
+    often = {"per_device_train_batch_size": 2, "num_train_epochs": 2, "logging_steps": 1}
+    chosen = {"save_strategy": "no", **quiet, **often, **arguments}
+
+    def train(run: Run) -> Result:
+        trained = llama(dtype, **(model or {}))
+        optimizer = adamw(trained)
+        trainer = Trainer(
+            trained,
+            TrainingArguments(str(folder), **chosen),
+            train_dataset=Examples(),
+            eval_dataset=Examples(4),
+            optimizers=(optimizer, None),
+            callbacks=[callback(run)],
+        )
+        if callback is Around:
+            run.open(optimizer, trained)
+        trainer.train(resume_from_checkpoint=resume)
+        return Result(optimizer, history(trainer.state.log_history))
+
+    return train
+
+
+def norms(everything: dict[str, Any]) -> list[float]:
+    """Return what the Trainer logged as gradient norms."""
+    return [float(value) for name, value in everything.items() if name.endswith("grad_norm")]
+
+
+@dtypes
+def test_limit_that_clips_some_steps(tmp_path: Path, dtype: torch.dtype) -> None:
+    seen = norms(compare(training(tmp_path, dtype, max_grad_norm=1.0), dtype))
+    assert len(seen) == 14
+    assert min(seen) < 1.0 < max(seen)
+
+
+@dtypes
+def test_limit_that_clips_every_step(tmp_path: Path, dtype: torch.dtype) -> None:
+    assert min(norms(compare(training(tmp_path, dtype, max_grad_norm=0.1), dtype, accepts=False))) > 0.1
+
+
+@dtypes
+def test_no_limit(tmp_path: Path, dtype: torch.dtype) -> None:
+    """The Trainer asks for norms all the same, with a limit that is infinite."""
+    assert len(norms(compare(training(tmp_path, dtype, max_grad_norm=0.0), dtype))) == 14
+
+
+@dtypes
+@pytest.mark.parametrize("steps", [2, 3])
+def test_accumulation_with_fewer_at_the_end_of_an_epoch(tmp_path: Path, dtype: torch.dtype, steps: int) -> None:
+    accumulated = training(tmp_path, dtype, gradient_accumulation_steps=steps, max_grad_norm=2.0)
+    assert len(norms(compare(accumulated, dtype))) == {2: 8, 3: 6}[steps]
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing(tmp_path: Path, reentrant: bool, accumulation: int) -> None:
+    checkpointing = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
+    compare(training(tmp_path, torch.bfloat16, gradient_accumulation_steps=accumulation, **checkpointing))
+
+
+@dtypes
+def test_tied_weights(tmp_path: Path, dtype: torch.dtype) -> None:
+    compare(training(tmp_path, dtype, model={"tie_word_embeddings": True}), dtype)
+
+
+def test_autocast(tmp_path: Path) -> None:
+    compare(training(tmp_path, torch.float32, bf16=True), torch.float32)
+
+
+def test_scheduler_that_was_open_before(tmp_path: Path) -> None:
+    compare(training(tmp_path, torch.bfloat16, callback=Around))
+
+
+def test_norms_that_are_rarely_logged(tmp_path: Path) -> None:
+    """The Trainer asks for them in every step, and for their values now and then."""
+    compare(training(tmp_path, torch.bfloat16, logging_steps=4))
+
+
+def test_evaluation_and_saving_in_the_middle(tmp_path: Path) -> None:
+    """At the end the best weights are loaded, over those that were trained."""
+    evaluation = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    seen = compare(training(tmp_path, torch.bfloat16, load_best_model_at_end=True, **evaluation))
+    assert sum(name.endswith("eval_loss") for name in seen) == 7
+
+
+def test_resumption(tmp_path: Path) -> None:
+    """A checkpoint is the same, and is continued alike, whether or not a scheduler was at work before or is now."""
+    ways = [False, True]
+    saving = {"save_strategy": "steps", "save_steps": 5, "callback": Closing}
+    folders = {scheduled: tmp_path / str(scheduled) for scheduled in ways}
+    whole = [
+        everything_in(training(folders[scheduled], torch.bfloat16, **saving), scheduled=scheduled, accepts=True)
+        for scheduled in ways
+    ]
+    assert_same(*whole)
+    for saved in ways:
+        checkpoint = str(folders[saved] / "checkpoint-5")
+        for scheduled, callback in [(False, Opening), (True, Opening), (True, Around)]:
+            resumed = training(tmp_path, torch.bfloat16, resume=checkpoint, callback=callback)
+            assert_same(whole[0], everything_in(resumed, scheduled=scheduled, accepts=True))

@@ -1,0 +1,142 @@
+"""Fine-tuning with TRL and PEFT, in their own loops: the bits with a scheduler are those without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from frameworks import Result, Run, Training, adamw, alone, compare, dtypes, history
+from peft import LoraConfig, get_peft_model
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import nn
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+from trl import SFTConfig, SFTTrainer
+
+pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")]
+
+WORDS = 60
+ADAPTERS = ["q_proj", "v_proj", "down_proj"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _alone() -> Iterator[None]:
+    with alone():
+        yield
+
+
+class Opening(TrainerCallback):
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def on_train_begin(self, *_: Any, model: nn.Module, optimizer: Any, **__: Any) -> None:
+        self.run.open(optimizer.optimizer, model)
+
+
+def llama(dtype: torch.dtype) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 32}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **sizes, **heads)).to(dtype)
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = {f"w{i}": i for i in range(WORDS)} | {"<unk>": WORDS, "<pad>": WORDS + 1, "<eos>": WORDS + 2}
+    words_alone = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    words_alone.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words_alone, unk_token="<unk>", pad_token="<pad>", eos_token="<eos>"
+    )
+
+
+def texts() -> list[str]:
+    return [" ".join(f"w{(7 * i + 3 * j) % WORDS}" for j in range(10)) for i in range(14)]
+
+
+def adapted(base: torch.dtype, adapters: torch.dtype) -> nn.Module:
+    """Return a frozen model with adapters; their second factors are not zero, so that all gradients are not."""
+    config = LoraConfig(r=4, target_modules=ADAPTERS, task_type="CAUSAL_LM", init_lora_weights=False)
+    model: nn.Module = get_peft_model(llama(base), config, autocast_adapter_dtype=adapters != base)
+    assert {parameter.dtype for parameter in model.parameters() if parameter.requires_grad} == {adapters}
+    return model
+
+
+def result(trainer: Trainer, run: Run) -> Result:
+    """Train with a scheduler that is opened when training begins."""
+    trainer.add_callback(Opening(run))
+    optimizer = trainer.optimizer
+    trainer.train()
+    return Result(optimizer, history(trainer.state.log_history))
+
+
+QUIET = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "save_strategy": "no"}
+OFTEN = {"per_device_train_batch_size": 2, "num_train_epochs": 2, "logging_steps": 1}
+
+
+def fine_tuned(folder: Path, make: Any, **arguments: Any) -> Training:
+    """Return supervised fine-tuning as TRL does it, of what `make` returns."""
+    from datasets import Dataset  # it looks at the environment, which `frameworks` prepares
+
+    def train(run: Run) -> Result:
+        model = make()
+        chosen = SFTConfig(str(folder), **{"bf16": False, **QUIET, **OFTEN, **arguments})
+        data = Dataset.from_dict({"text": texts()})
+        optimizers = (adamw(model), None)
+        return result(SFTTrainer(model, chosen, None, data, processing_class=tokenizer(), optimizers=optimizers), run)
+
+    return train
+
+
+@dtypes
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_sft(tmp_path: Path, dtype: torch.dtype, accumulation: int) -> None:
+    compare(fine_tuned(tmp_path, lambda: llama(dtype), gradient_accumulation_steps=accumulation), dtype)
+
+
+def test_sft_as_configured_by_default(tmp_path: Path) -> None:
+    """With autocast to bf16 and checkpointing."""
+    compare(fine_tuned(tmp_path, lambda: llama(torch.float32), bf16=True), torch.float32)
+
+
+PAIRS = [(torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float32, torch.float32)]
+pairs = pytest.mark.parametrize(("base", "adapters"), PAIRS, ids=["bf16", "bf16-fp32", "fp32"])
+
+
+@pairs
+def test_sft_of_adapters(tmp_path: Path, base: torch.dtype, adapters: torch.dtype) -> None:
+    compare(fine_tuned(tmp_path, lambda: adapted(base, adapters)), adapters)
+
+
+class Examples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    def __init__(self) -> None:
+        self.tokens = torch.tensor([tokenizer()(text)["input_ids"] for text in texts()])
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
+
+
+@pairs
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_trainer_with_adapters(
+    tmp_path: Path, base: torch.dtype, adapters: torch.dtype, accumulation: int, checkpointing: bool
+) -> None:
+    def train(run: Run) -> Result:
+        model = adapted(base, adapters)
+        steps = {"gradient_accumulation_steps": accumulation, "gradient_checkpointing": checkpointing}
+        arguments = TrainingArguments(str(tmp_path), **{**QUIET, **OFTEN, **steps})
+        return result(Trainer(model, arguments, train_dataset=Examples(), optimizers=(adamw(model), None)), run)
+
+    compare(train, adapters)
