@@ -77,7 +77,7 @@ def chunk_sums_on_host(padded: Tensor) -> Tensor:
     return torch.from_numpy(sums)
 
 
-def scatter_values(buffer: Tensor, offsets: Sequence[int], tensors: Sequence[Tensor]) -> None:
+def scatter_values(sources: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
     """Do what `scatter.scatter_values` does, after its checks."""
-    for tensor, offset in zip(tensors, offsets, strict=True):
-        in_memory_order(tensor).copy_(buffer[offset : offset + tensor.numel()], non_blocking=True)
+    targets = [in_memory_order(tensor) for tensor in tensors]
+    torch._foreach_copy_(targets, [in_memory_order(source) for source in sources], non_blocking=True)

@@ -1,4 +1,4 @@
-"""Copies a flat buffer into many tensors in one launch: the way of new working copies into their parameters.
+"""Copies many tensors into as many others in one launch: publishes new values, from flat buffers into parameters.
 
 A plain copy: it converts nothing and should be bound by memory; it has not been measured.
 """
@@ -15,7 +15,7 @@ from .casts import VECTOR_BYTES, pointer
 from .choice import Backend, backend
 from .language import jit, on, tl
 from .tables import Table, entry, find_tensor
-from .tensors import DTYPES, addresses_of, check_flat, check_tensor, checked_offsets, lengths_of, words
+from .tensors import DTYPES, check_tensor, checked_addresses, lengths_of, words
 
 BLOCK = 4096
 """Elements that one program copies, of one tensor."""
@@ -24,79 +24,87 @@ OPTIONS = {"num_warps": 4}
 """How the kernel is compiled."""
 
 
-@jit(fixed=("tensors", "steps", "source"))
+@jit(fixed=("tensors", "steps"))
 def scatter_kernel(
     table,
     tensors,
     steps,
-    source,
     DTYPE: tl.constexpr,
     BYTES: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Copy one block. Rows of the table beside first block and length: address, offset in the buffer at `source`."""
+    """Copy one block. Further rows of the table: addresses of the targets, addresses of the sources."""
     number = tl.program_id(0).to(tl.int64)
     tensor = find_tensor(table, tensors, steps, number)
     begin = (number - entry(table, tensors, 0, tensor)) * BLOCK
     rest = entry(table, tensors, 1, tensor) - begin
     target = pointer(entry(table, tensors, 2, tensor) + begin * BYTES, DTYPE, IS_ALIGNED)
-    values = pointer(source + (entry(table, tensors, 3, tensor) + begin) * BYTES, DTYPE, IS_ALIGNED)
+    source = pointer(entry(table, tensors, 3, tensor) + begin * BYTES, DTYPE, IS_ALIGNED)
     index = tl.arange(0, BLOCK)
     if rest >= BLOCK:  # without masks loads can be as wide as the addresses allow
-        tl.store(target + index, tl.load(values + index))
+        tl.store(target + index, tl.load(source + index))
     else:
-        tl.store(target + index, tl.load(values + index, index < rest), index < rest)
+        tl.store(target + index, tl.load(source + index, index < rest), index < rest)
 
 
-def scatter_values(buffer: Tensor, offsets: Sequence[int], tensors: Sequence[Tensor]) -> None:
-    """Copy consecutive elements of a flat buffer into each of many tensors, past their version counters.
+def scatter_values(sources: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """Copy each source into the tensor of the same position, past version counters.
 
-    Enqueued to the current stream; one launch, whatever the number of tensors.
+    Enqueued to the current stream; one launch for each dtype, whatever the number of tensors and of buffers that the
+    sources lie in. Sources that do not come from torch's allocator must outlive it.
 
     Args:
-        buffer: 1-D, contiguous, of float32, bfloat16, float16 or float64, on the device of the tensors, or pinned
-            memory of the host, which the kernel then reads directly.
-        offsets: where in the buffer the elements of each tensor begin.
-        tensors: dense, of any shape and of the buffer's dtype, on one device; their elements count in the order of
-            memory.
+        sources: dense, of any shape, each with the dtype and the number of elements of its tensor, on the device of the
+            tensors, or in pinned memory of the host, which the kernel then reads directly.
+        tensors: dense, of any shape, of float32, bfloat16, float16 or float64, on one device. They do not overlap.
+            Elements of both count in the order of memory.
 
     Raises:
-        TypeError: a tensor has another dtype than the buffer, or one that is not taken.
-        ValueError: a tensor is not dense or out of reach, or its elements do not lie within the buffer.
+        TypeError: a source has another dtype than its tensor, or a dtype is not taken.
+        ValueError: there is not one source for each tensor, one has another number of elements, or a tensor or source
+            is not dense, out of reach or without memory.
         RuntimeError: Triton was asked for and cannot be used.
     """
+    if len(sources) != len(tensors):
+        raise ValueError(f"there are {len(sources)} sources for {len(tensors)} tensors; give one for each tensor")
     if not tensors:
         return
     device = tensors[0].device
-    check_flat(buffer, "buffer", None, 0, device)
-    for position, tensor in enumerate(tensors):
+    for position, (source, tensor) in enumerate(zip(sources, tensors, strict=True)):
         check_tensor(tensor, f"tensor {position}", device)
-        if tensor.dtype != buffer.dtype:
+        check_tensor(source, f"source {position}", device, may_be_pinned=True)
+        if source.dtype != tensor.dtype:
             raise TypeError(
-                f"tensor {position} is {words(tensor.dtype)}, expected {words(buffer.dtype)} as the buffer; make a "
-                "buffer for each dtype"
+                f"source {position} is {words(source.dtype)}, expected {words(tensor.dtype)} as its tensor; "
+                "convert it first"
+            )
+        if source.numel() != tensor.numel():
+            raise ValueError(
+                f"source {position} has {source.numel()} elements, expected {tensor.numel()} as its tensor; give each "
+                "tensor a source of its length"
             )
     lengths = lengths_of(tensors)
-    places = checked_offsets(offsets, lengths, buffer.numel(), "buffer")
+    origins = checked_addresses(sources, lengths, "source")
+    targets = checked_addresses(tensors, lengths, "tensor")
     if backend(device).backend is Backend.TORCH:
-        fallback.scatter_values(buffer, places.tolist(), tensors)
+        fallback.scatter_values(sources, tensors)
         return
 
-    size = buffer.element_size()
-    begins = addresses_of(tensors)
+    dtypes = np.array([DTYPES[tensor.dtype] for tensor in tensors], np.int64)
     with on(device):
-        table = Table.of(lengths, [begins, places], BLOCK, device)
-        if table.blocks == 0:
-            return
-        scatter_kernel[(table.blocks,)](
-            table.entries,
-            table.tensors,
-            table.steps,
-            buffer.data_ptr(),
-            DTYPE=int(DTYPES[buffer.dtype]),
-            BYTES=size,
-            IS_ALIGNED=not np.any((begins | (places * size + buffer.data_ptr())) % VECTOR_BYTES),
-            BLOCK=BLOCK,
-            **OPTIONS,
-        )
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+            chosen = dtypes == DTYPES[dtype]
+            table = Table.of(lengths[chosen], [targets[chosen], origins[chosen]], BLOCK, device)
+            if table.blocks == 0:
+                continue
+            scatter_kernel[(table.blocks,)](
+                table.entries,
+                table.tensors,
+                table.steps,
+                DTYPE=int(DTYPES[dtype]),
+                BYTES=dtype.itemsize,
+                IS_ALIGNED=not np.any((targets[chosen] | origins[chosen]) % VECTOR_BYTES),
+                BLOCK=BLOCK,
+                **OPTIONS,
+            )

@@ -23,6 +23,11 @@ DTYPES = {
 """Element types that the kernels take."""
 
 
+def is_pinned(tensor: Tensor) -> bool:
+    """Whether the tensor lies in pinned memory of the host, which kernels reach as well."""
+    return tensor.is_cpu and tensor.is_pinned()
+
+
 def words(dtype: torch.dtype | None) -> str:
     """Return how errors call a dtype."""
     return "none" if dtype is None else str(dtype).removeprefix("torch.")
@@ -41,12 +46,18 @@ def is_dense(tensor: Tensor) -> bool:
     return True
 
 
-def check_tensor(tensor: Tensor, name: str, device: torch.device) -> None:
+def check_tensor(tensor: Tensor, name: str, device: torch.device, *, may_be_pinned: bool = False) -> None:
     """Raise unless kernels may walk over the tensor's memory.
+
+    Args:
+        tensor: what is checked.
+        name: how errors call it.
+        device: where kernels run.
+        may_be_pinned: whether pinned memory of the host will do as well.
 
     Raises:
         TypeError: its dtype is not one of `DTYPES`, or it is sparse.
-        ValueError: it is not dense or not on `device`.
+        ValueError: it is not dense or out of reach.
     """
     if tensor.dtype not in DTYPES or tensor.layout is not torch.strided:
         expected = ", ".join(map(words, DTYPES))
@@ -54,8 +65,9 @@ def check_tensor(tensor: Tensor, name: str, device: torch.device) -> None:
             f"{name} is {words(tensor.dtype)} of layout {tensor.layout}, expected a strided tensor of {expected}; "
             "convert it first"
         )
-    if tensor.device != device:
-        raise ValueError(f"{name} is on {tensor.device}, expected {device}; move it there, or make a list per device")
+    if tensor.device != device and not (may_be_pinned and is_pinned(tensor)):
+        expected = f"{device} or pinned memory of the host" if may_be_pinned else str(device)
+        raise ValueError(f"{name} is on {tensor.device}, expected {expected}; move it there, or make a list per device")
     if not is_dense(tensor):
         raise ValueError(
             f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}, expected its elements to lie in "
@@ -85,7 +97,7 @@ def check_flat(tensor: Tensor, name: str, dtype: torch.dtype | None, numel: int,
             f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}, expected one contiguous dimension "
             f"of at least {numel} elements; allocate it so"
         )
-    if tensor.device != device and not (tensor.is_cpu and tensor.is_pinned()):
+    if tensor.device != device and not is_pinned(tensor):
         raise ValueError(
             f"{name} is on {tensor.device}, expected {device} or pinned memory of the host; allocate it there"
         )
@@ -128,6 +140,27 @@ def lengths_of(tensors: Sequence[Tensor]) -> npt.NDArray[np.int64]:
 def addresses_of(tensors: Sequence[Tensor]) -> npt.NDArray[np.int64]:
     """Return the address of each tensor."""
     return np.fromiter((tensor.data_ptr() for tensor in tensors), np.int64, len(tensors))
+
+
+def checked_addresses(tensors: Sequence[Tensor], lengths: npt.NDArray[np.int64], name: str) -> npt.NDArray[np.int64]:
+    """Return the address of each tensor.
+
+    Args:
+        tensors: whose addresses.
+        lengths: elements of each.
+        name: how errors call one of them.
+
+    Raises:
+        ValueError: a tensor with elements has no memory.
+    """
+    addresses = addresses_of(tensors)
+    absent = np.flatnonzero((addresses == 0) & (lengths > 0))
+    if len(absent):
+        raise ValueError(
+            f"{name} {absent[0]} of {lengths[absent[0]]} elements has no memory, expected its storage to hold them; "
+            "resize the storage back before"
+        )
+    return addresses
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:

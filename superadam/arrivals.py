@@ -73,9 +73,7 @@ def gather(
     return Arrivals(states, gradients, present_runs, segments)
 
 
-def _told(
-    gradient: Tensor, state: ParameterState, received: Callable[[Tensor], Tensor]
-) -> Tensor | TakenGradient:
+def _told(gradient: Tensor, state: ParameterState, received: Callable[[Tensor], Tensor]) -> Tensor | TakenGradient:
     """Return the gradient that a `.grad` stands for."""
     if type(gradient) is GradientHandle:
         taken: TakenGradient = gradient.taken

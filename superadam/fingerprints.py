@@ -1,41 +1,75 @@
-"""Version counters and addresses of parameters, as they were after our last write to each.
+"""Version counters, storages and addresses of parameters, as they were after our last write to each.
 
-Others mean that somebody else may have written to the parameter: a hint, not a proof. What was written is found by
+Others mean that the parameter may have been written by others: a hint, not a proof. What was written is found by
 comparing values, in outside_writes.py. This module knows tensors, and nothing of their state.
+
+An address alone does not identify memory: the allocator hands it out again, often at once. So storages are compared as
+well, by the address of torch's StorageImpl, and a weak reference to each keeps that address from being used again; the
+storage's memory is freed all the same. One thing stays unseen: a storage that is resized to 0 and back between two
+looks, and gets the same address again.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 _get_version = operator.attrgetter("_version")
 _DISTRUSTED = -1
 _NOWHERE = np.iinfo(np.uint64).max
+_NO_STORAGE = 0
+
+
+def _storage_of(tensor: Tensor) -> int:
+    """Return the address of a tensor's StorageImpl; for tensors that have none, always the same number."""
+    try:
+        address: int = tensor.untyped_storage()._cdata
+    except RuntimeError:
+        return _NO_STORAGE
+    return address
+
+
+def _weak_reference(tensor: Tensor) -> StorageWeakRef | None:
+    """Return what keeps the address of a tensor's StorageImpl, but not its memory, from being used again."""
+    try:
+        return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        return None
 
 
 class Fingerprints:
-    """One version and one address for each of a fixed list of parameters, called by their row in it."""
+    """One version, storage and address for each of a fixed list of parameters, called by their row in it."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = list(parameters)
-        self._pointers, self._versions = self._present()
+        self._references = [_weak_reference(parameter) for parameter in self._parameters]
+        self._pointers, self._storages, self._versions = self._present()
         self._seen_versions = self._versions.copy()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("fingerprints are of this process's memory and cannot be copied; make new ones of the copies")
 
     def are_of(self, parameters: Sequence[Tensor]) -> bool:
         """Whether these very tensors were listed, in this order."""
         return len(parameters) == len(self._parameters) and all(map(operator.is_, parameters, self._parameters))
 
     def look(self) -> list[int]:
-        """Look at every parameter; return the rows of those that lie elsewhere now."""
-        pointers, self._seen_versions = self._present()
-        moved: list[int] = np.flatnonzero(pointers != self._pointers).tolist()
-        return moved
+        """Look at every parameter; return the rows of those that lie elsewhere now, or did in an earlier look.
+
+        A row counts as moved until it is noted.
+        """
+        pointers, storages, self._seen_versions = self._present()
+        moved = np.flatnonzero((pointers != self._pointers) | (storages != self._storages))
+        self._pointers[moved] = _NOWHERE  # also if the same address comes back before they are noted
+        rows: list[int] = moved.tolist()
+        return rows
 
     def seen_hints(self, rows: npt.NDArray[np.int64]) -> list[int]:
         """Return those rows whose version hinted at a write of somebody else when `look` was called last."""
@@ -43,8 +77,9 @@ class Fingerprints:
         return hinted
 
     def is_moved(self, row: int) -> bool:
-        """Whether a parameter lies elsewhere now."""
-        return bool(self._parameters[row].data_ptr() != self._pointers[row])
+        """Whether a parameter lies elsewhere now, or did in an earlier look."""
+        parameter = self._parameters[row]
+        return bool(parameter.data_ptr() != self._pointers[row] or _storage_of(parameter) != self._storages[row])
 
     def hints(self, rows: npt.NDArray[np.int64]) -> list[int]:
         """Return those of distinct rows whose version hints at a write of somebody else; addresses are `look`'s."""
@@ -55,7 +90,7 @@ class Fingerprints:
         return found
 
     def is_hinted(self, row: int) -> bool:
-        """Whether version or address hint at a write of somebody else."""
+        """Whether version, storage or address hint at a write of somebody else."""
         return bool(self._parameters[row]._version != self._versions[row]) or self.is_moved(row)
 
     def _at(self, rows: npt.NDArray[np.int64]) -> Sequence[Tensor]:
@@ -66,8 +101,13 @@ class Fingerprints:
 
     def note(self, row: int) -> None:
         """Remember a parameter as it is now."""
-        self._versions[row] = self._parameters[row]._version
-        self._pointers[row] = self._parameters[row].data_ptr()
+        parameter = self._parameters[row]
+        self._versions[row] = parameter._version
+        self._pointers[row] = parameter.data_ptr()
+        storage = _storage_of(parameter)
+        if storage != self._storages[row]:  # else it is the same: its address cannot have been used again
+            self._references[row] = _weak_reference(parameter)
+            self._storages[row] = storage
 
     def distrust(self, row: int) -> None:
         """Make the next look compare values: the master is new, so nobody knows who wrote the parameter last."""
@@ -85,11 +125,16 @@ class Fingerprints:
         torch.autograd.graph.increment_version(self._at(rows))
         self._versions[rows] += 1
 
-    def _present(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
-        """Return address and version of every parameter, taken together while it is in the cache."""
-        pointers, versions = [], []
+    def _present(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
+        """Return address, storage and version of every parameter, taken together while it is in the cache."""
+        pointers, storages, versions = [], [], []
         for parameter in self._parameters:
             pointers.append(parameter.data_ptr())
+            storages.append(_storage_of(parameter))
             versions.append(parameter._version)
         count = len(pointers)
-        return np.fromiter(pointers, np.uint64, count), np.fromiter(versions, np.int64, count)
+        return (
+            np.fromiter(pointers, np.uint64, count),
+            np.fromiter(storages, np.uint64, count),
+            np.fromiter(versions, np.int64, count),
+        )

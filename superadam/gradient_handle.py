@@ -8,6 +8,7 @@ gradient.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -156,12 +157,11 @@ def _copy(handle: GradientHandle) -> Tensor:
 
 def _is_tracing() -> bool:
     """Return whether a compiler looks at tensors."""
-    from torch._dynamo import compiled_autograd
-
+    compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")  # importing it takes seconds
     return (
         torch.compiler.is_compiling()
         or TracingContext.try_get() is not None
-        or bool(compiled_autograd.compiled_autograd_enabled)
+        or bool(getattr(compiled_autograd, "compiled_autograd_enabled", False))
     )
 
 
@@ -239,27 +239,31 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _run(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operation on the values of handles if it only reads them, else on the gradients given back."""
-    if _only_reads(operation, args, kwargs):
-        values: list[Tensor] = []
-
-        def value_of(handle: GradientHandle) -> Tensor:
-            value = handle.taken.value()
-            if not handle.taken.is_given:
-                values.append(value)
-            return value
-
-        result = operation(*_map(args, value_of), **{name: _map(value, value_of) for name, value in kwargs.items()})
-        if not _share_memory(result, values):
-            return result
+    """Run an operation on the values of handles that it only reads, and on the gradients of others, given back."""
+    written, aliased = _changed_by(operation, args, kwargs)
+    for handle in itertools.chain(written, aliased):
+        _memory(handle)
+    read: list[tuple[GradientHandle, Tensor]] = []
     passed: dict[int, GradientHandle] = {}
 
-    def memory_of(handle: GradientHandle) -> Tensor:
+    def ordinary(handle: GradientHandle) -> Tensor:
+        if handle.taken.given is None:
+            value = handle.taken.value()
+            read.append((handle, value))
+            return value
         memory = _memory(handle)
         passed.setdefault(id(memory), handle)
         return memory
 
-    result = operation(*_map(args, memory_of), **{name: _map(value, memory_of) for name, value in kwargs.items()})
+    result = operation(*_map(args, ordinary), **{name: _map(value, ordinary) for name, value in kwargs.items()})
+    if read and _share_memory(result, [value for _, value in read]):  # although the schema says otherwise
+        for handle, _ in read:
+            _memory(handle)
+        return _run(operation, args, kwargs)
+    for handle in written:
+        memory = _memory(handle)
+        if not memory.is_inference():
+            torch.autograd.graph.increment_version(memory)  # the dispatcher counts a version of the handle only
     if _writes_result(operation):  # an operation in place returns the object that was passed
         if isinstance(result, Tensor):
             return passed.get(id(result), result)
@@ -268,23 +272,33 @@ def _run(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return result
 
 
-_aliased: dict[Any, tuple[tuple[int, str], ...]] = {}
+_changing: dict[Any, tuple[tuple[int, str, bool], ...]] = {}
+"""Place and name of each operation's arguments that are written to (True) or aliased, as its schema says."""
 
 
-def _only_reads(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether no handle is in an argument that the schema says is written to or aliased."""
+def _changed_by(
+    operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[GradientHandle], list[GradientHandle]]:
+    """Return the handles that an operation writes to, and those that it may return aliases of."""
     if operation.namespace not in _READABLE:
-        return False
-    aliased = _aliased.get(operation)
-    if aliased is None:
-        arguments = enumerate(operation._schema.arguments)
-        aliased = tuple((place, argument.name) for place, argument in arguments if argument.alias_info is not None)
-        _aliased[operation] = aliased
-    for place, name in aliased:
-        for tensor in _tensors(args[place] if place < len(args) else kwargs.get(name)):
-            if isinstance(tensor, GradientHandle):
-                return False
-    return True
+        return [], [*_handles(args), *_handles(kwargs)]
+    changing = _changing.get(operation)
+    if changing is None:
+        changing = _changing[operation] = tuple(
+            (place, argument.name, argument.alias_info.is_write)
+            for place, argument in enumerate(operation._schema.arguments)
+            if argument.alias_info is not None
+        )
+    written: list[GradientHandle] = []
+    aliased: list[GradientHandle] = []
+    for place, name, is_write in changing:
+        handles = _handles(args[place] if place < len(args) else kwargs.get(name))
+        (written if is_write else aliased).extend(handles)
+    return written, aliased
+
+
+def _handles(value: Any) -> list[GradientHandle]:
+    return [tensor for tensor in _tensors(value) if isinstance(tensor, GradientHandle)]
 
 
 def _writes_result(operation: Any) -> bool:
@@ -292,7 +306,7 @@ def _writes_result(operation: Any) -> bool:
 
 
 def _share_memory(result: Any, values: list[Tensor]) -> bool:
-    """Return whether an operation returned memory it was given, although its schema says otherwise."""
+    """Return whether a result lies in the memory of one of the values."""
     memory = {value.untyped_storage()._cdata for value in values}
     return any(
         tensor.layout is torch.strided and tensor.untyped_storage()._cdata in memory for tensor in _tensors(result)
@@ -517,6 +531,8 @@ _USUAL = _references_of_nobody_else()
 
 def is_exclusive(parameter: Tensor) -> bool:
     """Return whether nothing but `.grad` holds the gradient or its memory; the caller must not, either."""
+    if parameter.grad is None or parameter.grad.layout is not torch.strided:
+        return False
     python, uses, storage, storage_uses = _references(parameter)
     return python <= _USUAL[0] and uses <= _USUAL[1] and storage <= _USUAL[2] and storage_uses <= _USUAL[3]
 

@@ -263,9 +263,7 @@ class SpeculativeCPUAdam(Optimizer):
         able = [state for state in gradients if transaction.can_speculate(state, hyper[state])]
         places = dict(zip(able, transaction.table.delivery.shadows(able), strict=True))
         transaction.table.bring_home(transaction.table.rows_of(list(gradients)))
-        transaction.speculate(
-            {s: transaction.pending(s, one, hyper[s], places.get(s)) for s, one in gradients.items()}
-        )
+        transaction.speculate({s: transaction.pending(s, one, hyper[s], places.get(s)) for s, one in gradients.items()})
 
     @_untracked
     def rollback(self) -> None:

@@ -106,7 +106,8 @@ class Placer:
         self._buckets += 1
         if not self._is_trying or self._steps < WARM_UP_STEPS:
             return self.placement
-        if number == _WIDENED and self._chooses_link and bucket.gradients[0].pending.element_size() < torch.float32.itemsize:
+        itemsize = bucket.gradients[0].dtype.itemsize
+        if number == _WIDENED and self._chooses_link and itemsize < torch.float32.itemsize:
             return replace(self.placement, link_dtype=torch.float32)
         if number == _WITH_FEWER_CORES and self._chooses_cores:
             return replace(self.placement, cores=-(-self.placement.cores // 2))

@@ -1,7 +1,7 @@
 """All parameters of one optimizer as rows of pointers, and the passes over chosen rows.
 
-Owns the norm of the open step, the step counts, and the memory that passes work on. It turns parameter states into kernel jobs; whether a
-job ought to run is decided in transaction.py.
+Owns the norm of the open step, the step counts, and the memory that passes work on. It turns parameter states into
+kernel jobs; whether a job ought to run is decided in transaction.py.
 """
 
 from __future__ import annotations

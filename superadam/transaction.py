@@ -113,8 +113,8 @@ class Transaction:
         is_kept: bool = False,
     ) -> Pending:
         """Return the record of a gradient that was taken, as it is now, for `speculate` or `keep`."""
-        step = int(self.table.steps[state.row]) + 1
-        return Pending(weakref.ref(taken), taken.pending, taken.version, hyper, step, self.expected_scale, place, is_kept)
+        step, scale = int(self.table.steps[state.row]) + 1, self.expected_scale
+        return Pending(weakref.ref(taken), taken.pending, taken.version, hyper, step, scale, place, is_kept)
 
     def speculate(self, pending: Mapping[ParameterState, Pending]) -> None:
         """Take the norm of gradients that kernels can read, and where there is a place for it, write the new value.
@@ -287,7 +287,9 @@ class Transaction:
             )
             (accepted if is_right else rest).append(part)
             was_speculated = _waits(part.state, part.taken) and _pending_of(part.state).place is not None
-            self.statistics.respeculated += was_speculated and not is_right
+            if not is_right:
+                self.statistics.respeculated += was_speculated
+                self.distrust(part.state)  # its new value's memory is needed no more
         self._update(rest, clip)
         self._publish(accepted)
 
@@ -483,12 +485,8 @@ def _pending_of(state: ParameterState) -> Pending:
     return state.pending
 
 
-def _indices(
-    coefficients: CoefficientTable, states: Sequence[ParameterState], pending: Sequence[Pending]
-) -> list[int]:
+def _indices(coefficients: CoefficientTable, states: Sequence[ParameterState], pending: Sequence[Pending]) -> list[int]:
     return [
         coefficients.index(record.hyper, record.step, record.scale, double=state.dtype == torch.float64)
         for state, record in zip(states, pending, strict=True)
     ]
-
-

@@ -32,15 +32,15 @@ class FlatShadow:
     Args:
         transfers: their way.
         states: the parameters.
-        distant: buffer on the device that the values travel to as soon as they are written; None where they stay on the
-            host until they are published.
+        memory: flat buffer on the device that the values travel to as soon as they are written; None where they stay on
+            the host until they are published.
     """
 
-    def __init__(self, transfers: Transfers, states: Sequence[ParameterState], distant: Tensor | None = None) -> None:
+    def __init__(self, transfers: Transfers, states: Sequence[ParameterState], memory: Tensor | None = None) -> None:
         self._transfers = transfers
         self._layout = FlatLayout(states)
         self._dtype = states[0].parameter_dtype
-        self._distant = distant
+        self._memory = memory
         self._travels = transfers.device.has_link and not transfers.device.is_host(states[0].parameter)
         self._host: list[Tensor] = []
         self._views: list[Tensor] = []
@@ -59,20 +59,21 @@ class FlatShadow:
 
     def send(self) -> None:
         """Start the way of the values to the device, where they travel; their memory on the host is free afterwards."""
-        if self._distant is not None and self._arrived is None:
-            self._arrived = self._transfers.upload(self._host[0], self._distant)
-            self._host, self._views = [], self._layout.views(self._distant)
+        if self._memory is not None and self._arrived is None:
+            distant = self._memory.view(self._dtype)[: self._layout.numel]
+            self._arrived = self._transfers.upload(self._host[0], distant)
+            self._host, self._views = [], self._layout.views(distant)
 
     def sources(self) -> list[Tensor]:
         """Return what to publish, which the current stream may read: on the device where that has room for it."""
-        if self._travels and self._distant is None:
-            self._distant = self._transfers.room_on_device(self._layout.numel, self._dtype)
+        if self._travels and self._memory is None:
+            self._memory = self._transfers.room_on_device(self._layout.numel, self._dtype)
         self.send()
         if self._arrived is not None:
             device = self._transfers.device
             device.wait(Stream.CURRENT, self._arrived)
-            assert self._distant is not None
-            device.keep(self._distant, Stream.CURRENT)
+            assert self._memory is not None
+            device.keep(self._memory, Stream.CURRENT)
         return self._views
 
 
@@ -177,9 +178,9 @@ class Transfers:
         return {state: place for state, place in places.items() if state in speculated}, arrived
 
     def _add_places(
-        self, places: dict[ParameterState, Place], states: Sequence[ParameterState], distant: Tensor | None
+        self, places: dict[ParameterState, Place], states: Sequence[ParameterState], memory: Tensor | None
     ) -> None:
-        shadow = FlatShadow(self, states, distant)
+        shadow = FlatShadow(self, states, memory)
         places.update((state, Place(shadow, position)) for position, state in enumerate(states))
 
     def _shadow_on_device(self, packed: Tensor, numel: int, dtype: torch.dtype) -> Tensor | None:
@@ -188,7 +189,7 @@ class Transfers:
         None where it has none: the values then stay on the host until the verdict.
         """
         if packed.dtype.itemsize >= dtype.itemsize:
-            return packed.view(dtype)[:numel]
+            return packed
         return self.room_on_device(numel, dtype)
 
     def room_on_device(self, numel: int, dtype: torch.dtype) -> Tensor | None:

@@ -188,6 +188,7 @@ class ThreadWorker:
                     self._error = error
                     self._jobs.clear()
             finally:
+                job = None  # what it holds may be large
                 with self._changed:
                     self._running = False
                     self._changed.notify_all()

@@ -175,11 +175,20 @@ class OperationsOnStreams(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.ops.aten.copy_.default:
-            is_waiting = not (len(args) > 2 and args[2]) and not (kwargs or {}).get("non_blocking")
-            self._cuda.log.append(("copy that waits" if is_waiting else "copy", self._cuda.now.name))
+            self._cuda.log.append(
+                ("copy" if _is_non_blocking(args, kwargs) else "copy that waits", self._cuda.now.name)
+            )
+        elif function is torch.ops.aten._foreach_copy_.default:
+            assert _is_non_blocking(args, kwargs)
+            self._cuda.log.append(("scatter", self._cuda.now.name, len(args[0])))
         elif function is torch.ops.aten.empty.memory_format:
             self._cuda.log.append(("allocate", self._cuda.now.name))
         return function(*args, **(kwargs or {}))
+
+
+def _is_non_blocking(args: Any, kwargs: Any) -> bool:
+    """Whether a copy was asked not to let the calling thread wait."""
+    return bool(args[2] if len(args) > 2 else (kwargs or {}).get("non_blocking"))
 
 
 def _checked(name: str, real: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:

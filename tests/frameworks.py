@@ -184,8 +184,8 @@ def everything_in(training: Training, *, scheduled: bool, accepts: bool | None =
     Args:
         training: makes model and optimizer, calls `run.open`, and trains.
         scheduled: whether a scheduler works in it.
-        accepts: for a run with a scheduler, whether it must have accepted what it speculated; None if nothing may be
-            speculated on at all.
+        accepts: for a run with a scheduler, whether it must have accepted some of what it speculated on; None if it
+            may have speculated on nothing.
     """
     run = Run(scheduled=scheduled)
     try:
@@ -206,13 +206,14 @@ def assert_same(plain: Mapping[str, Any], scheduled: Mapping[str, Any]) -> None:
     assert not differing, f"{len(differing)} of {len(plain)} differ: {', '.join(differing[:12])}"
 
 
-def compare(training: Training, dtype: torch.dtype = torch.bfloat16, *, accepts: bool = True) -> dict[str, Any]:
+def compare(training: Training, dtype: torch.dtype = torch.bfloat16, *, accepts: bool | None = True) -> dict[str, Any]:
     """Train without and with a scheduler, and check that both come to the same bits; return what both came to.
 
     Args:
         training: makes model and optimizer, calls `run.open`, and trains.
         dtype: of the trained parameters; fp32 ones in host memory are not speculated on.
-        accepts: whether speculation must have been accepted, other than where every step is clipped.
+        accepts: whether speculation must have been accepted, which it is not where every step is clipped; None where
+            it may not have been tried, because all gradients are edited.
     """
     plain = everything_in(training, scheduled=False)
     speculates = None if dtype is torch.float32 else accepts

@@ -30,6 +30,7 @@ from superadam.devices import CudaDevice, Device, Stream
 from superadam.devices.interface import ChunkSums, KeptStep
 from superadam.devices.simulated import SimulatedDevice
 from superadam.flat import FlatLayout
+from superadam.gpu import scatter_values
 from superadam.host import Host
 from superadam.hyperparameters import Coefficients, Hyperparameters
 from superadam.native import chunk_count
@@ -129,11 +130,11 @@ def test_gradients_go_to_the_host_and_values_come_back(device: CudaDevice, dtype
             assert bits(view) == bits(gradient)
         there = device.empty(layout.numel, dtype, Stream.UPLOAD)
         device.copy(there, host, Stream.UPLOAD)
-        versions = [parameter._version for parameter in parameters]
-        device.scatter(there, layout, Stream.UPLOAD)
-        device.keep(there, Stream.UPLOAD)
         device.keep(host, Stream.UPLOAD)
+        versions = [parameter._version for parameter in parameters]
         device.wait(Stream.CURRENT, device.record(Stream.UPLOAD))
+        device.scatter(layout.views(there), [state.parameter.data for state in layout.states])
+        device.keep(there, Stream.CURRENT)
         for state, gradient in zip(layout.states, gradients, strict=True):
             assert bits(state.parameter) == bits(gradient)
         assert [parameter._version for parameter in parameters] == versions
@@ -171,7 +172,8 @@ def test_every_implementation_of_the_kernels(cuda: FakeCuda, implementation: str
     gradients = oddly_laid_out(device.device, seed=5)
     gradients[-1] = torch._neg_view(gradients[-1])  # whose memory does not hold its values
     with asked_for(implementation):
-        device.scatter(device.pack(gradients, layout, torch.float32), layout, Stream.UPLOAD)
+        packed = device.pack(gradients, layout, torch.float32)
+        device.scatter(layout.views(packed), [state.parameter.data for state in layout.states])
     for state, gradient in zip(layout.states, gradients, strict=True):
         assert bits(state.parameter) == bits(gradient)
 
@@ -246,9 +248,10 @@ def test_calls_work_from_any_thread(device: CudaDevice) -> None:
             host.fill_(3.0)
             there = device.empty(layout.numel, torch.float32, Stream.UPLOAD)
             device.copy(there, host, Stream.UPLOAD)
-            device.scatter(there, layout, Stream.UPLOAD)
             device.keep(host, Stream.UPLOAD)
-            device.record(Stream.UPLOAD).synchronize()
+            device.wait(Stream.CURRENT, device.record(Stream.UPLOAD))
+            device.scatter(layout.views(there), [state.parameter.data for state in layout.states])
+            device.record(Stream.CURRENT).synchronize()
         except BaseException as error:
             errors.append(error)
 
@@ -292,25 +295,68 @@ def test_order_of_a_download(cuda: FakeCuda) -> None:
 def test_order_of_an_upload(cuda: FakeCuda) -> None:
     device = FakeDevice(cuda)
     device.reserve(ROOM, 1 << 16)
-    layout = layout_of([torch.zeros(70), torch.zeros(8, 6)[:, ::2]], device)
+    layout = layout_of([torch.zeros(70), torch.zeros(8, 6)[:, ::2], torch.zeros(6, 4).t()], device)
     host = device.host_empty(layout.numel, torch.float32)
     with OperationsOnStreams(cuda):
         arriving = device.empty(layout.numel, torch.float32, Stream.UPLOAD)
         device.copy(arriving, host, Stream.UPLOAD)
-        device.scatter(arriving, layout, Stream.UPLOAD)
-        device.keep(arriving, Stream.UPLOAD)
         device.keep(host, Stream.UPLOAD)
         device.wait(Stream.CURRENT, device.record(Stream.UPLOAD))
+        device.scatter(layout.views(arriving), [state.parameter.data for state in layout.states])
+        device.keep(arriving, Stream.CURRENT)
     assert cuda.log == [
         ("allocate", "upload"),
         ("copy", "upload"),
-        ("copy", "upload"),
-        ("copy", "upload"),  # a parameter that is not dense
-        ("record_stream", "upload"),
         ("record", "upload"),  # for the host's memory
         ("record", "upload"),
         ("wait", "current", "upload"),
+        ("scatter", "current", 2),
+        ("copy", "current"),  # a parameter that is not dense
+        ("record_stream", "current"),
     ]
+
+
+@pytest.mark.parametrize("numel", [50, ROOM])
+def test_sources_may_lie_in_memory_of_the_host(device: CudaDevice, numel: int) -> None:
+    """Pinned as far as it was reserved, and pageable beyond; the parameter may lie on the host as well."""
+    host = device.host_empty(numel, torch.float32)
+    host.copy_(torch.arange(float(numel)))
+    there = torch.arange(3.0, device=device.device)
+    targets = [
+        torch.zeros(30, device=device.device),
+        torch.zeros(20),
+        torch.zeros(3),
+        torch.zeros(3, device=device.device),
+    ]
+    versions = [target._version for target in targets]
+    device.scatter([host[:30], host[-20:], there, there], targets)
+    device.record(Stream.CURRENT).synchronize()
+    assert [target._version for target in targets] == versions
+    for target, first in zip(targets, (0, numel - 20, 0, 0), strict=True):
+        assert target.tolist() == list(range(first, first + len(target)))
+
+
+def test_parameters_that_differ_from_their_sources_are_copied_one_by_one(cuda: FakeCuda) -> None:
+    device = FakeDevice(cuda)
+    targets = [
+        torch.zeros(4),
+        torch.zeros(4, dtype=torch.bfloat16),
+        torch._neg_view(torch.zeros(4)),
+        torch.zeros(8)[::2],
+    ]
+    with OperationsOnStreams(cuda):
+        device.scatter([torch.arange(4.0)] * 4, targets)
+    assert cuda.log == [("scatter", "current", 1), *[("copy", "current")] * 3]
+    for target in targets:
+        assert target.tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_host_memory_does_not_follow_the_default_device(cuda: FakeCuda) -> None:
+    device = FakeDevice(cuda)
+    device.reserve(1 << 16, 1 << 12)
+    with torch.device("meta"):
+        for numel in (0, 8, ROOM):  # in a slab, and beyond
+            assert device.host_empty(numel, torch.float32).is_cpu
 
 
 def test_only_cuda_devices_are_taken() -> None:
@@ -450,6 +496,10 @@ def test_cores_near_the_device_but_two_are_idle(cuda: FakeCuda, tmp_path: Path) 
     assert FakeDevice(cuda, machine(tmp_path, TWO_NODES)).idle_cores() == 4
 
 
+def test_one_core_works_beside_training(cuda: FakeCuda, tmp_path: Path) -> None:
+    assert FakeDevice(cuda, Host(tmp_path, {}, frozenset({3}))).idle_cores() == 1
+
+
 def test_worker_stays_near_the_device(cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bound: dict[str, frozenset[int]] = {}
     monkeypatch.setattr(
@@ -583,6 +633,20 @@ def test_reserved_memory_is_pinned_for_torch(gpu: str) -> None:
     assert device.pageable_bytes == 0
     assert not device.host_empty(1 << 22, torch.float32).is_pinned()
     device.close()
+
+
+@where_there_are("gpu", GPUS)
+def test_kernels_read_pinned_memory_of_the_host_and_no_other(gpu: str) -> None:
+    targets = [torch.zeros(100, device=gpu), torch.zeros(5, device=gpu)]
+    for implementation in BACKENDS:
+        with asked_for(implementation):
+            scatter_values([torch.arange(100.0).pin_memory(), torch.ones(5, device=gpu)], targets)
+            with pytest.raises(ValueError, match=f"source 0 is on cpu, expected {gpu} or pinned memory of the host"):
+                scatter_values([torch.zeros(100)], targets[:1])
+        assert targets[0].tolist() == list(range(100))
+        assert targets[1].tolist() == [1.0] * 5
+        for target in targets:
+            target.zero_()
 
 
 @where_there_are("gpu", GPUS)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from superadam.devices import Device, PlainDevice, Stream
+from superadam.devices.interface import ChunkSums
 from superadam.devices.simulated import Operation, SeededWorker, SimulatedDevice, SimulatedEvent
 from superadam.flat import FlatLayout
 from superadam.parameter import ParameterState
@@ -37,7 +38,7 @@ def oddly_laid_out(dtype: torch.dtype = torch.float32) -> list[Tensor]:
     return tensors
 
 
-def finish(device: SimulatedDevice) -> None:
+def finish(device: Device) -> None:
     for stream in Stream:
         device.record(stream).synchronize()
 
@@ -79,11 +80,12 @@ def test_gradients_go_to_the_host_and_values_come_back(device: Device, dtype: to
     there = device.empty(layout.numel, dtype, Stream.UPLOAD)
     device.copy(there, host, Stream.UPLOAD)
     versions = [state.parameter._version for state in layout.states]
-    device.scatter(there, layout, Stream.UPLOAD)
-    device.keep(there, Stream.UPLOAD)
     device.keep(host, Stream.UPLOAD)
-    del there, host
+    del host
     device.wait(Stream.CURRENT, device.record(Stream.UPLOAD))
+    device.scatter(layout.views(there), [state.parameter.data for state in layout.states])
+    device.keep(there, Stream.CURRENT)
+    del there
     for state, tensor in zip(layout.states, tensors, strict=True):
         assert torch.equal(state.parameter, tensor)
     assert [state.parameter._version for state in layout.states] == versions
@@ -123,6 +125,39 @@ def test_packing_takes_gradients_that_carry_a_graph_or_are_negated_views(device:
     assert not packed.requires_grad
 
 
+def test_scatter_reaches_parameters_of_any_layout_and_leaves_versions_alone(device: Device) -> None:
+    parameters = [nn.Parameter(torch.zeros(12)[::3]), nn.Parameter(torch.zeros(2, 3).t()), nn.Parameter(torch.zeros(0))]
+    versions = [parameter._version for parameter in parameters]
+    sources = [torch.arange(4.0), torch.arange(6.0).view(2, 3).t(), torch.zeros(0)]
+    device.scatter(sources, parameters)
+    device.scatter([], [])
+    for parameter, source in zip(parameters, sources, strict=True):
+        assert torch.equal(parameter, source)
+    assert [parameter._version for parameter in parameters] == versions
+
+
+def test_host_memory_does_not_follow_the_default_device(device: Device) -> None:
+    gradient = torch.ones(5)
+    layout = layout_of(gradient)
+    torch.set_default_device("meta")
+    try:
+        buffers = [
+            device.host_empty(3, torch.float32),
+            device.empty(3, torch.bfloat16, Stream.UPLOAD),
+            device.pack([gradient], layout, torch.float32),
+        ]
+        device.copy(buffers[0], gradient[:3], Stream.DOWNLOAD)
+        device.record(Stream.CURRENT).synchronize()
+        device.record(Stream.DOWNLOAD).synchronize()
+    finally:
+        torch.set_default_device(None)
+    assert all(buffer.is_cpu for buffer in buffers)
+    assert torch.equal(buffers[0], gradient[:3])
+    assert torch.equal(layout.views(buffers[2])[0], gradient)
+    del buffers
+    finish(device)
+
+
 def test_nothing_is_to_be_reserved_on_the_host(device: Device) -> None:
     device.reserve(1 << 62, 1 << 60)
     device.close()
@@ -150,12 +185,44 @@ def test_nothing_has_happened_before_somebody_waits() -> None:
     host = device.host_empty(layout.numel, torch.float32)
     host.fill_(2.0)
     device.copy(there, host, Stream.UPLOAD)
-    device.scatter(there, layout, Stream.UPLOAD)
     event = device.record(Stream.UPLOAD)
-    (parameter,) = [state.parameter for state in layout.states]
-    assert torch.equal(parameter, torch.zeros(3))
+    assert there.isnan().all()
     device.wait(Stream.CURRENT, event)
-    assert torch.equal(parameter, torch.full((3,), 2.0))
+    assert torch.equal(layout.views(there)[0], torch.full((3,), 2.0))
+
+
+def test_scatter_comes_at_once_but_after_what_is_under_way_on_the_current_stream() -> None:
+    device, layout = lazy(), layout_of(torch.zeros(3))
+    packed = device.pack([torch.ones(3)], layout, torch.float32)
+    parameter = layout.states[0].parameter
+    assert packed.isnan().all()
+    device.scatter(layout.views(packed), [parameter.data])
+    assert torch.equal(parameter, torch.ones(3))
+
+
+def test_scatter_does_not_wait_for_other_streams_by_itself() -> None:
+    seen = set()
+    for seed in range(20):
+        for waits in (False, True):
+            device, layout = lazy(seed), layout_of(torch.zeros(3))
+            there, host = device.empty(layout.numel, torch.float32, Stream.UPLOAD), device.host_empty(64, torch.float32)
+            host.fill_(2.0)
+            device.copy(there, host, Stream.UPLOAD)
+            if waits:
+                device.wait(Stream.CURRENT, device.record(Stream.UPLOAD))
+            device.scatter(layout.views(there), [layout.states[0].parameter.data])
+            seen.add((waits, bool(layout.states[0].parameter.isnan().all())))
+    assert seen == {(False, True), (False, False), (True, False)}
+
+
+def test_scatter_reads_what_was_freed_as_nan() -> None:
+    device, layout = lazy(), layout_of(torch.zeros(3))
+    there = device.empty(layout.numel, torch.float32, Stream.UPLOAD)
+    there.fill_(2.0)
+    sources = [memory_of(there).view(torch.float32)[:3]]
+    del there
+    device.scatter(sources, [layout.states[0].parameter.data])
+    assert layout.states[0].parameter.isnan().all()
 
 
 def test_event_waits_for_what_was_enqueued_before_it_only() -> None:
@@ -317,6 +384,54 @@ def test_source_that_is_dropped_before_its_copy_runs_shows_in_the_copy() -> None
     del source
     finish(device)
     assert target.isnan().all()
+
+
+def test_storages_that_others_drop_before_a_copy_runs_are_kept() -> None:
+    device, parameter = lazy(), nn.Parameter(torch.zeros(4))
+    source, before = device.host_empty(4, torch.float32), parameter.data
+    source.fill_(1.0)
+    device.copy(parameter.data, source, Stream.UPLOAD)
+    parameter.data = torch.zeros(4)
+    finish(device)
+    assert torch.equal(before, torch.ones(4))
+    assert torch.equal(parameter, torch.zeros(4))
+
+
+@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize("which", ["source", "target"])
+def test_storages_that_others_resize_before_a_copy_runs_crash_nothing(which: str, back: bool) -> None:
+    device, numel = lazy(), 1 << 20
+    source, target = device.host_empty(numel, torch.float32), torch.zeros(numel)
+    source.fill_(1.0)
+    device.copy(target, source, Stream.UPLOAD)
+    device.keep(source, Stream.UPLOAD)
+    storage = (source if which == "source" else target).untyped_storage()
+    storage.resize_(0)
+    if back:
+        storage.resize_(4 * numel)
+        source.fill_(2.0)
+    finish(device)
+    if which == "source":
+        assert torch.allclose(target, torch.full((numel,), 2.0 if back else torch.nan), equal_nan=True)
+    elif back:
+        assert torch.equal(target, torch.full((numel,), 2.0))
+    assert device.is_host(source)
+    del source, storage
+    assert not device._blocks
+    assert not device._host_blocks
+
+
+@pytest.mark.parametrize("which", ["packed", "sums"])
+def test_storages_that_others_resize_before_packing_crash_nothing(which: str) -> None:
+    device, layout = lazy(), layout_of(torch.zeros(9000))
+    room = torch.full((6,), -1.0, dtype=torch.float64)
+    packed = device.pack([torch.ones(9000)], layout, torch.float32, ChunkSums.over(room))
+    (packed if which == "packed" else room).untyped_storage().resize_(0)
+    finish(device)
+    if which == "packed":
+        assert (room == -1.0).all()
+    else:
+        assert torch.equal(layout.views(packed)[0], torch.ones(9000))
 
 
 # ---- its worker ------------------------------------------------------------------------------------------------------

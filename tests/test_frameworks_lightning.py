@@ -109,14 +109,14 @@ def automatic(dtype: torch.dtype, *, norms: bool = False, **options: Any) -> Tra
 
 
 @dtypes
-@pytest.mark.parametrize("size", [0.75, 0.1])
+@pytest.mark.parametrize("size", [1.2, 0.1])
 def test_clipping_by_norm(dtype: torch.dtype, size: float) -> None:
     compare(automatic(dtype, gradient_clip_val=size), dtype, accepts=size > 0.1)
 
 
 @dtypes
 def test_clipping_by_value(dtype: torch.dtype) -> None:
-    compare(automatic(dtype, gradient_clip_val=0.01, gradient_clip_algorithm="value"), dtype, accepts=False)
+    compare(automatic(dtype, gradient_clip_val=0.01, gradient_clip_algorithm="value"), dtype, accepts=None)
 
 
 @dtypes
@@ -127,11 +127,11 @@ def test_accumulation(dtype: torch.dtype, steps: int) -> None:
 
 
 def test_accumulation_with_clipping() -> None:
-    compare(automatic(torch.bfloat16, accumulate_grad_batches=3, gradient_clip_val=0.5))
+    compare(automatic(torch.bfloat16, accumulate_grad_batches=3, gradient_clip_val=0.69))
 
 
 def test_model_in_bf16_by_precision() -> None:
-    compare(automatic(torch.bfloat16, precision="bf16-true", gradient_clip_val=0.75))
+    compare(automatic(torch.bfloat16, precision="bf16-true", gradient_clip_val=1.2))
 
 
 @pytest.mark.parametrize("size", [None, 0.5])
@@ -141,7 +141,7 @@ def test_precision(precision: str, size: float | None) -> None:
 
 
 def test_detection_of_anomalies() -> None:
-    compare(automatic(torch.bfloat16, detect_anomaly=True, gradient_clip_val=0.75))
+    compare(automatic(torch.bfloat16, detect_anomaly=True, gradient_clip_val=1.2))
 
 
 @dtypes
@@ -151,10 +151,10 @@ def test_norms_of_all_parameters(dtype: torch.dtype) -> None:
 
 
 @dtypes
-@pytest.mark.parametrize(("algorithm", "size"), [("norm", 0.75), ("value", 0.01)])
+@pytest.mark.parametrize(("algorithm", "size"), [("norm", 1.2), ("value", 0.01)])
 def test_manual_optimization(dtype: torch.dtype, algorithm: str, size: float) -> None:
     clip = {"gradient_clip_algorithm": algorithm, "gradient_clip_val": size}
-    compare(lambda run: fitted(Manual(dtype, clip), run), dtype, accepts=algorithm == "norm")
+    compare(lambda run: fitted(Manual(dtype, clip), run), dtype, accepts=True if algorithm == "norm" else None)
 
 
 @dtypes

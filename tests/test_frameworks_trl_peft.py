@@ -88,7 +88,7 @@ def fine_tuned(folder: Path, make: Any, **arguments: Any) -> Training:
 
     def train(run: Run) -> Result:
         model = make()
-        chosen = SFTConfig(str(folder), **{"bf16": False, **QUIET, **OFTEN, **arguments})
+        chosen = SFTConfig(str(folder), **{"bf16": False, "max_grad_norm": 2.5, **QUIET, **OFTEN, **arguments})
         data = Dataset.from_dict({"text": texts()})
         optimizers = (adamw(model), None)
         return result(SFTTrainer(model, chosen, None, data, processing_class=tokenizer(), optimizers=optimizers), run)

@@ -262,7 +262,7 @@ def test_without_triton_torch_packs_and_says_so_once() -> None:
         "sums, counts = torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.int64)\n"
         "buffer = torch.zeros(4)\n"
         "gpu.pack_gradients([torch.ones(3)], [1], buffer, sums, counts)\n"
-        "gpu.scatter_values(buffer, [1], [torch.zeros(3)])\n"
+        "gpu.scatter_values([buffer[1:]], [torch.zeros(3)])\n"
         "print(buffer.tolist(), sums.tolist())\n"
         "try: gpu.run(Pass.ROUND, [gpu.Segment(torch.ones(3), out=torch.ones(3))])\n"
         "except RuntimeError as error: print(error)\n"

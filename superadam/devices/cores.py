@@ -35,8 +35,11 @@ def near(host: Host, pci_address: str) -> frozenset[int]:
 
 
 def idle_count(cpus: Set[int]) -> int:
-    """Return how many of these CPUs are idle while the model computes on a GPU."""
-    return min(len(cpus) - 1, max(1, len(cpus) - LEFT_TO_TRAINING))
+    """Return how many of these CPUs are idle while the model computes on a GPU; at least 1.
+
+    A worker that shares its only CPU with the training thread still beats none: that thread mostly waits for the GPU.
+    """
+    return max(1, len(cpus) - LEFT_TO_TRAINING)
 
 
 def bind_thread(cpus: Set[int]) -> None:

@@ -157,24 +157,21 @@ class CudaDevice(Device):
         return free + torch.cuda.memory_reserved(self.device) - torch.cuda.max_memory_allocated(self.device)
 
     @torch.no_grad()
-    def scatter(self, buffer: Tensor, layout: FlatLayout, stream: Stream) -> None:
-        """Enqueue one launch, and a copy for each parameter that lies otherwise than its state."""
-        offsets: list[int] = []
-        targets: list[Tensor] = []
-        others: list[tuple[int, Tensor]] = []
-        for row, (state, offset) in enumerate(zip(layout.states, layout.offsets, strict=True)):
-            target = state.parameter.data  # with a version counter of its own
-            if _lies_as(target, state.strides):
-                offsets.append(offset)
-                targets.append(target)
-            else:
-                others.append((row, target))
-        with torch.cuda.stream(self._stream(stream)):
-            scatter_values(buffer, offsets, targets)
-            if others:
-                views = layout.views(buffer)
-                for row, target in others:
-                    target.copy_(views[row], non_blocking=True)
+    def scatter(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        """Enqueue one launch for each dtype, and a copy for each target that lies otherwise than its source."""
+        alike: list[tuple[Tensor, Tensor]] = []
+        others: list[tuple[Tensor, Tensor]] = []
+        for source, parameter in zip(sources, targets, strict=True):
+            target = parameter.data  # with a version counter of its own
+            is_alike = target.dtype == source.dtype and _lies_as(target, source.stride())
+            (alike if is_alike and self._reaches(source, target) else others).append((source, target))
+        scatter_values([source for source, _ in alike], [target for _, target in alike])
+        for source, target in others:
+            target.copy_(source, non_blocking=not self.is_host(target))
+
+    def _reaches(self, source: Tensor, target: Tensor) -> bool:
+        """Whether kernels reach both; the host's memory beyond what was reserved is not pinned."""
+        return target.device == self.device and (source.device == self.device or source.is_pinned())
 
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return pinned memory as far as it was reserved, and pageable memory beyond."""
@@ -209,9 +206,12 @@ class CudaDevice(Device):
 
     # ---- memory and cores of the host --------------------------------------------------------------------------------
 
-    def reserve(self, gradient_bytes: int, bucket_bytes: int) -> None:
-        """Pin what is not pinned yet, near the device; what cannot be pinned is pageable, with a warning."""
-        buckets = 2 * BUCKETS_UNDER_WAY * bucket_bytes
+    def reserve(self, gradient_bytes: int, bucket_bytes: int, shadow_bytes: int) -> None:
+        """Pin what is not pinned yet, near the device; what cannot be pinned is pageable, with a warning.
+
+        New values for which the device has no memory wait on the host.
+        """
+        buckets = 2 * BUCKETS_UNDER_WAY * bucket_bytes + max(0, shadow_bytes - self.free_bytes())
         missing = gradient_bytes + buckets - self._pinned.size
         if missing <= 0:
             return
@@ -221,8 +221,8 @@ class CudaDevice(Device):
                 missing += gradient_bytes  # of the step before, where the CPU is slower than backward
             if missing > available:
                 raise MemoryError(
-                    f"the gradients of a step and the buckets under way need {gigabytes(missing)} of host memory, but "
-                    f"{gigabytes(available)} are available; allow this process more memory, train fewer parameters, or "
+                    f"gradients, buckets under way and new values without room on the device need {gigabytes(missing)} of "
+                    f"host memory, but {gigabytes(available)} are available; allow this process more memory, train fewer parameters, or "
                     "let gradients travel in a narrower link_dtype"
                 )
         with cores.bound_thread(self._cpus):
@@ -252,7 +252,7 @@ class CudaDevice(Device):
         return min(seconds) / size
 
     def idle_cores(self) -> int:
-        """Return how many CPUs near the device are not needed to feed it."""
+        """Return how many CPUs near the device are not needed to feed it; at least 1."""
         return cores.idle_count(self._cpus)
 
     def start_worker(self, idle: Work) -> Worker:

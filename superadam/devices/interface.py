@@ -143,8 +143,16 @@ class Device(abc.ABC):
         return None
 
     @abc.abstractmethod
-    def scatter(self, buffer: Tensor, layout: FlatLayout, stream: Stream) -> None:
-        """Enqueue copies from a flat buffer on the device into the parameters of the layout, past version counters."""
+    def scatter(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        """Enqueue copies of each source into its target to the current stream, past version counters.
+
+        What fills a source on another stream is to be waited for before, and its memory to be kept for the current one.
+
+        Args:
+            sources: each of the shape and the dense strides of its parameter's state, on the device or in memory from
+                `host_empty`.
+            targets: data of distinct parameters, of whatever strides.
+        """
 
     @abc.abstractmethod
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -170,13 +178,15 @@ class Device(abc.ABC):
     def keep(self, buffer: Tensor, stream: Stream) -> None:
         """Keep a buffer's memory until `stream` has passed its present end, even if the buffer is dropped before."""
 
-    def reserve(self, gradient_bytes: int, bucket_bytes: int) -> None:  # noqa: B027 a device may need nothing
+    def reserve(self, gradient_bytes: int, bucket_bytes: int, shadow_bytes: int) -> None:  # noqa: B027 may need nothing
         """Get the host's memory ready, once, before the first step.
 
         Args:
             gradient_bytes: the gradients of one whole step, as they travel: they are pending together until the step
                 has its verdict, and longer.
             bucket_bytes: the largest bucket, of gradients or of new values.
+            shadow_bytes: new values of all parameters, which wait for the verdict where the parameters are: in the
+                memory that gradients leave on a device, in memory of their own on the host.
 
         Raises:
             MemoryError: the host cannot hold that.

@@ -83,14 +83,14 @@ class PinnedMemory:
         """Return a flat tensor, in pageable memory where it does not fit into the slabs."""
         self._drop_passed()
         if numel == 0:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         with self._lock:
             for slab in self._slabs:
                 tensor = slab.empty(numel, dtype)
                 if tensor is not None:
                     return tensor
             self._note_pageable(numel * dtype.itemsize)
-        return torch.empty(numel, dtype=dtype)
+        return torch.empty(numel, dtype=dtype, device="cpu")
 
     def keep(self, tensor: Tensor, event: Event, queue: Hashable) -> None:
         """Keep a tensor's memory, pinned or pageable, until an event has passed, even if it is dropped before.

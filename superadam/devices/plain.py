@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
 
 from superadam.devices.interface import ChunkSums, Device, Event, Stream
+from superadam.devices.slab import gigabytes
 from superadam.flat import FlatLayout
+from superadam.host import Host
+from superadam.host_memory import HostMemory
 
 
 class PassedEvent:
@@ -51,23 +55,24 @@ class PlainDevice(Device):
         self, gradients: Sequence[Tensor], layout: FlatLayout, dtype: torch.dtype, norm: ChunkSums | None = None
     ) -> Tensor:
         """Copy one gradient after another to the host, where the CPU takes their norm later."""
-        buffer = torch.empty(layout.numel, dtype=dtype)
+        buffer = torch.empty(layout.numel, dtype=dtype, device="cpu")
         for view, gradient in zip(layout.views(buffer), gradients, strict=True):
             view.copy_(gradient.detach())
         return buffer
 
-    def scatter(self, buffer: Tensor, layout: FlatLayout, stream: Stream) -> None:
-        """Copy one parameter after another."""
-        for state, view in zip(layout.states, layout.views(buffer), strict=True):
-            state.parameter.data.copy_(view)
+    @torch.no_grad()
+    def scatter(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        """Copy now, in one call."""
+        if targets:  # torch takes no empty lists
+            torch._foreach_copy_([target.data for target in targets], list(sources))
 
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return pageable memory."""
-        return torch.empty(numel, dtype=dtype)
+        return torch.empty(numel, dtype=dtype, device="cpu")
 
     def empty(self, numel: int, dtype: torch.dtype, stream: Stream) -> Tensor:
         """Return host memory."""
-        return torch.empty(numel, dtype=dtype)
+        return torch.empty(numel, dtype=dtype, device="cpu")
 
     def copy(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
         """Copy now."""
@@ -82,3 +87,13 @@ class PlainDevice(Device):
 
     def keep(self, buffer: Tensor, stream: Stream) -> None:
         """Return at once."""
+
+    def reserve(self, gradient_bytes: int, bucket_bytes: int, shadow_bytes: int) -> None:
+        """Look whether there is room for new values; gradients stay where torch has put them."""
+        with suppress(OSError, ValueError):  # then nobody knows what there is
+            available = HostMemory.of(Host()).available
+            if shadow_bytes > available:
+                raise MemoryError(
+                    f"the new values of a step need {gigabytes(shadow_bytes)} of host memory until the verdict, but "
+                    f"{gigabytes(available)} are available; allow this process more memory, or train without a scheduler"
+                )

@@ -9,6 +9,7 @@ model's own computations run at once: they are the current stream, and only what
 from __future__ import annotations
 
 import collections
+import math
 import random
 import time
 import weakref
@@ -78,14 +79,25 @@ def _nothing() -> None:
 
 def _poison(storage: torch.UntypedStorage) -> None:
     """Fill with bytes that are NaN in every float type."""
-    torch.empty(0, dtype=torch.uint8).set_(storage).fill_(0xFF)
+    torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).fill_(0xFF)
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """Return a tensor over the same memory whose life and version counter are its own, as an address is."""
-    return torch.empty(0, dtype=tensor.dtype).set_(
+    """Return a tensor over the same memory whose life and version counter are its own, as an address is.
+
+    It owns the storage. Its memory may still be taken away by `resize_` on the storage: see `_has_memory`.
+    """
+    return torch.empty(0, dtype=tensor.dtype, device="cpu").set_(
         tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
     )
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Whether a storage still holds all elements of a tensor over it: torch touches memory without looking."""
+    if tensor.numel() == 0:
+        return True
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (tensor.storage_offset() + last + 1) * tensor.element_size() <= tensor.untyped_storage().nbytes()
 
 
 class SimulatedDevice(Device):
@@ -147,7 +159,7 @@ class SimulatedDevice(Device):
 
     def is_host(self, tensor: Tensor) -> bool:
         """Whether the tensor lies in memory from `host_empty`; all others count as on the device."""
-        return tensor.untyped_storage().data_ptr() in self._host_blocks
+        return tensor.untyped_storage()._cdata in self._host_blocks
 
     def pack(
         self, gradients: Sequence[Tensor], layout: FlatLayout, dtype: torch.dtype, norm: ChunkSums | None = None
@@ -177,18 +189,17 @@ class SimulatedDevice(Device):
             segment["coefficients"] = step.coefficients
         native.run(Pass.UPDATE, segments, np.array([one.row() for one in sets], native.COEFFICIENTS))
 
-    def scatter(self, buffer: Tensor, layout: FlatLayout, stream: Stream) -> None:
-        """Enqueue copies; the buffer is read when they run."""
-        sources, targets = layout.views(_alias(buffer)), [_alias(state.parameter.data) for state in layout.states]
-        self._enqueue(stream, Operation(lambda: _copy(targets, sources)))
-        self.progress()
+    def scatter(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        """Run at once, as everything that the model computes: but after what is under way on its stream."""
+        self.record(Stream.CURRENT).synchronize()
+        _copy([target.data for target in targets], sources)
 
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return host memory full of NaN."""
         tensor = self._allocate(numel, dtype)
-        pointer = tensor.untyped_storage().data_ptr()
-        self._host_blocks.add(pointer)
-        weakref.finalize(tensor, self._host_blocks.discard, pointer)
+        key = tensor.untyped_storage()._cdata
+        self._host_blocks.add(key)
+        weakref.finalize(tensor, self._host_blocks.discard, key)
         return tensor
 
     def empty(self, numel: int, dtype: torch.dtype, stream: Stream) -> Tensor:
@@ -220,7 +231,7 @@ class SimulatedDevice(Device):
 
     def keep(self, buffer: Tensor, stream: Stream) -> None:
         """Keep memory until the stream has passed its present end."""
-        self._blocks[buffer.untyped_storage().data_ptr()].kept_for.append((stream, self.record(stream)))
+        self._blocks[buffer.untyped_storage()._cdata].kept_for.append((stream, self.record(stream)))
 
     def start_worker(self, idle: Work) -> SeededWorker:
         """Return a worker whose jobs run between the training thread's calls, when the seed says so."""
@@ -229,16 +240,16 @@ class SimulatedDevice(Device):
     # ---- memory ------------------------------------------------------------------------------------------------------
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        tensor = _alias(torch.empty(max(numel, 1), dtype=dtype)[:numel])  # empty memory, too, has an address
+        tensor = _alias(torch.empty(max(numel, 1), dtype=dtype, device="cpu")[:numel])  # empty memory has an address
         storage = tensor.untyped_storage()
         _poison(storage)
-        pointer = storage.data_ptr()
-        self._blocks[pointer] = Block(_alias(tensor).untyped_storage())
-        weakref.finalize(tensor, self._free, pointer)
+        key = storage._cdata  # of the storage that the block owns: an address would change when others resize it
+        self._blocks[key] = Block(_alias(tensor).untyped_storage())
+        weakref.finalize(tensor, self._free, key)
         return tensor
 
-    def _free(self, pointer: int) -> None:
-        block = self._blocks.pop(pointer)
+    def _free(self, key: int) -> None:
+        block = self._blocks.pop(key)
         events = tuple(event for _, event in block.kept_for)
         if all(event.has_passed for event in events):
             _poison(block.storage)
@@ -247,12 +258,20 @@ class SimulatedDevice(Device):
 
 
 def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy; memory that others freed by resizing its storage is not touched, and reads as NaN."""
     with torch.no_grad():
         for target, source in zip(targets, sources, strict=True):
-            target.copy_(source)
+            if not _has_memory(target):
+                continue
+            if _has_memory(source):
+                target.copy_(source)
+            else:
+                target.fill_(math.nan if target.is_floating_point() else 0)
 
 
 def _take_norm(gradients: Sequence[Tensor], sums: Tensor, nonfinite: Tensor) -> None:
+    if not all(map(_has_memory, (*gradients, sums, nonfinite))):
+        return
     segments = np.zeros(len(gradients), native.SEGMENT)
     begin = 0
     for segment, gradient in zip(segments, gradients, strict=True):

@@ -119,10 +119,10 @@ def _overlap(report: Report) -> list[Row]:
         return []
     counts = [
         ("buckets", report.buckets, "of gradients, handed to the worker thread during backward:"),
-        ("accepted", report.accepted_buckets, "speculated on at once, and good as they were"),
-        ("respeculated", report.respeculated_buckets, "speculated on, and written again: their step was clipped"),
-        ("dropped", report.dropped_buckets, "speculated on, and taken back: their step was skipped"),
-        ("waiting", report.waiting_buckets, "only summed, as clipping was likely, and written in step()"),
+        ("accepted", report.accepted_buckets, "speculated on, and published as they were"),
+        ("respeculated", report.respeculated_buckets, "speculated on, and stepped again in step(): it was clipped"),
+        ("dropped", report.dropped_buckets, "speculated on, and dropped: their step was skipped"),
+        ("waiting", report.waiting_buckets, "only summed, and stepped in step(): the first, or clipping was likely"),
     ]
     if report.kept_buckets:
         counts.append(

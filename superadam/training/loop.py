@@ -37,8 +37,8 @@ HELD_OUT_WINDOWS = 32
 class Trainer:
     """A run that can be stepped, measured, saved and continued.
 
-    Steps are made inside `with trainer:`, which starts and ends what works beside them. Restore a checkpoint and call
-    `verify()` before that.
+    Steps are made inside `with trainer:`, which starts and ends what works beside them. Restore a checkpoint before
+    that.
 
     Args:
         settings: the run.
@@ -96,13 +96,7 @@ class Trainer:
         return 1 if self.settings.cores == "auto" and self.shares_cores else self.settings.cores
 
     def verify(self) -> Reference:
-        """Start a reference from the present state; every later step is checked against it.
-
-        Raises:
-            RuntimeError: the scheduler is at work already, and would take gradients before the reference sees them.
-        """
-        if self._at_work is not None:
-            raise RuntimeError("verify() was called inside 'with trainer:', expected before it; move the call up")
+        """Start a reference from the present state; every later step is checked against it."""
         self.reference = Reference(self.optimizer, self.model)
         return self.reference
 

@@ -64,9 +64,8 @@ def count_differing(a: Tensor, b: Tensor) -> int:
 class Reference:
     """`torch.optim.AdamW(fused=True)` over flat, padded fp32 copies of a run's parameters.
 
-    It takes each gradient by a hook of its own while backward makes it, because a scheduler leaves none behind. Hooks
-    run in the order in which they were registered, so make the reference before the scheduler. Each step: backward,
-    the optimizer's step, then `step()` with what came of it.
+    It copies each gradient by a hook of its own while backward makes it. Each step: backward, the optimizer's step,
+    then `step()` with what came of it.
 
     Everything of it is on the CPU, wherever the model is: 16 bytes of memory per parameter, and while a step is checked
     another 16 per element of the largest one. A model on a GPU waits for the copy of each gradient and computes nothing
@@ -112,19 +111,15 @@ class Reference:
         wait_for(parameter.device)  # backward's time up to here is not the reference's
         begin = time.perf_counter()
         gradient, copy = parameter.grad, self._copies[index].grad
+        assert gradient is not None
         assert copy is not None
-        if gradient is None:
-            raise RuntimeError(
-                f"the gradient of {self._names[index]} was taken before the reference saw it, "
-                "expected to be the first; make the Reference before the OffloadScheduler"
-            )
         if index in self._taken:
             raise RuntimeError(
                 f"{self._names[index]} got a second gradient in one step, expected one; "
                 "call Reference.step() after each backward"
             )
         self._taken.add(index)
-        copy[: parameter.numel()] = gradient.detach().flatten()
+        copy[: parameter.numel()].view(parameter.shape).copy_(gradient)
         self._hook_seconds += time.perf_counter() - begin
 
     def take_hook_seconds(self) -> float:
