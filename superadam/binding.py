@@ -317,7 +317,7 @@ def _refuse_shared_memory(parameters: Sequence[Tensor], names: Sequence[str]) ->
                 f"{name} is expanded: its elements share memory, expected each element in memory of its own; "
                 "clone() it before optimizing"
             )
-        if p.numel():
+        if p.data_ptr():
             extent = 1 + sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True))
             spans.append((str(p.device), p.data_ptr(), p.data_ptr() + extent * p.element_size(), name))
     spans.sort()

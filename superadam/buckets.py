@@ -52,6 +52,14 @@ class Filler:
         return self.take() if self._filling.numel >= self.bucket_numel else None
 
     def take(self) -> Bucket | None:
-        """Return what there is, if anything, and begin a new bucket."""
-        taken, self._filling = self._filling, Bucket(is_kept=self._is_kept)
-        return taken if taken.states else None
+        """Return what there is, if anything, and begin a new bucket.
+
+        What was given back is left out, and so is what was dropped before another gradient of its parameter came.
+        """
+        filled, self._filling = self._filling, Bucket(is_kept=self._is_kept)
+        latest = dict(zip(filled.states, filled.gradients, strict=True))
+        latest = {state: gradient for state, gradient in latest.items() if not gradient.is_given}
+        if not latest:
+            return None
+        numel = sum(state.shape.numel() for state in latest)
+        return Bucket(list(latest), list(latest.values()), numel, self._is_kept)

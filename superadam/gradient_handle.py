@@ -8,9 +8,10 @@ gradient.
 
 from __future__ import annotations
 
-import itertools
+import functools
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +19,16 @@ from torch import Tensor
 from torch._guards import TracingContext
 from torch.utils import _foreach_utils
 
-from superadam.taken_gradient import Factor, FactorKind, Keeper, Number, Owner, TakenGradient, continue_version
+from superadam.taken_gradient import (
+    Factor,
+    FactorKind,
+    Keeper,
+    Number,
+    Owner,
+    TakenGradient,
+    continue_version,
+    outside_inference_mode,
+)
 
 aten = torch.ops.aten
 
@@ -34,9 +44,13 @@ class GradientHandle(torch.Tensor):
 
     Attributes:
         taken: the record of the gradient.
+        is_alias: whether it was made from another handle. Replacing the memory of one does not change the other.
+        has_memory: whether it has got the memory of the gradient that was given back.
     """
 
     taken: TakenGradient
+    is_alias = False
+    has_memory = False
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # `.shape` stays fast
 
@@ -72,8 +86,7 @@ class GradientHandle(torch.Tensor):
     @property
     def data(self) -> Tensor:
         """As in torch: an alias without history."""
-        given = self.taken.given
-        return GradientHandle(self.taken) if given is None else given.data
+        return _memory(self).data if self.taken.is_given else _alias_of(self.taken)
 
     @data.setter
     def data(self, new: Tensor) -> None:
@@ -83,9 +96,9 @@ class GradientHandle(torch.Tensor):
             new = _memory(new)
         parameter = self.taken.parameter
         is_gradient = parameter is not None and parameter.grad is self
-        with torch.inference_mode(False), torch.no_grad():
+        _set_memory(self, new)
+        with outside_inference_mode():
             given = new.detach()
-            torch.Tensor.data.__set__(self, new.detach())  # type: ignore[attr-defined]
         continue_version(given, self)
         self.taken = TakenGradient.of_given(given)
         if parameter is not None and is_gradient:
@@ -121,18 +134,17 @@ class GradientHandle(torch.Tensor):
 
     def is_shared(self) -> bool:
         """As in torch."""
-        given = self.taken.given
-        return self.is_cuda if given is None else bool(given.is_shared())  # type: ignore[no-untyped-call]
+        return _memory(self).is_shared() if self.taken.is_given else self.is_cuda  # type: ignore[no-untyped-call]
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return repr(self.taken.value())
+        return repr(_value(self))
 
     def __format__(self, format_spec: str) -> str:
-        return format(self.taken.value(), format_spec)
+        return format(_value(self), format_spec)
 
     def tolist(self) -> Any:
         """As in torch."""
-        return self.taken.value().tolist()
+        return _value(self).tolist()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:
@@ -145,13 +157,20 @@ class GradientHandle(torch.Tensor):
         return given.detach().requires_grad_(given.requires_grad)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        given = self.taken.given
-        return (_copy(self) if given is None else given).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        whole = _memory(self) if self.taken.is_given else _copy(self)
+        return whole.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+def _alias_of(taken: TakenGradient) -> GradientHandle:
+    """Return another handle of the gradient."""
+    handle = GradientHandle(taken)
+    handle.is_alias = True
+    return handle
 
 
 def _copy(handle: GradientHandle) -> Tensor:
     """Return the values in memory of their own."""
-    value = handle.taken.value().detach()
+    value = _value(handle).detach()
     return value.clone() if handle.taken.is_given or value is handle.taken.pending else value
 
 
@@ -165,14 +184,29 @@ def _is_tracing() -> bool:
     )
 
 
+def _value(tensor: Tensor) -> Tensor:
+    """Return the values of a handle, not to be written to; any other tensor as it is."""
+    if not isinstance(tensor, GradientHandle):
+        return tensor
+    return _memory(tensor) if tensor.taken.is_given else tensor.taken.value()
+
+
 def _memory(handle: GradientHandle) -> Tensor:
     """Give back, and return the ordinary tensor; let code in C++ that holds the handle find its memory."""
-    given = handle.taken.give_back()
-    if not handle.__dict__.get("has_memory", False):
-        with torch.inference_mode(False), torch.no_grad():
-            torch.Tensor.data.__set__(handle, given.detach())  # type: ignore[attr-defined]
-        handle.has_memory = True  # type: ignore[attr-defined]
+    taken = handle.taken
+    given = taken.give_back()
+    if handle.is_alias and taken.alias is not None:
+        given = taken.alias
+    if not handle.has_memory:
+        _set_memory(handle, given)
     return given
+
+
+def _set_memory(handle: GradientHandle, memory: Tensor) -> None:
+    """Let the handle itself have the memory of an ordinary tensor."""
+    with torch.inference_mode(False):  # within the dispatcher, only this lets the setter reach autograd
+        torch.Tensor.data.__set__(handle, memory.detach())  # type: ignore[attr-defined]
+    handle.has_memory = True
 
 
 def _give_memory_to(name: str) -> None:
@@ -191,8 +225,7 @@ def _return_gradient_from(name: str) -> None:
 
     def method(self: GradientHandle, other: Any) -> Any:
         result = operator(self, other)
-        given = self.taken.given
-        return given if result is self and given is not None else result
+        return _memory(self) if result is self and self.taken.is_given else result
 
     method.__name__ = name
     setattr(GradientHandle, name, method)
@@ -240,8 +273,8 @@ def _tensors(value: Any) -> list[Tensor]:
 
 def _run(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation on the values of handles that it only reads, and on the gradients of others, given back."""
-    written, aliased = _changed_by(operation, args, kwargs)
-    for handle in itertools.chain(written, aliased):
+    schema = _schema_of(operation)
+    for handle in _handles_at(schema.aliased, args, kwargs):
         _memory(handle)
     read: list[tuple[GradientHandle, Tensor]] = []
     passed: dict[int, GradientHandle] = {}
@@ -260,11 +293,11 @@ def _run(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for handle, _ in read:
             _memory(handle)
         return _run(operation, args, kwargs)
-    for handle in written:
+    for handle in _handles_at(schema.written, args, kwargs):
         memory = _memory(handle)
         if not memory.is_inference():
             torch.autograd.graph.increment_version(memory)  # the dispatcher counts a version of the handle only
-    if _writes_result(operation):  # an operation in place returns the object that was passed
+    if schema.returns_written:  # an operation in place returns the object that was passed
         if isinstance(result, Tensor):
             return passed.get(id(result), result)
         if isinstance(result, list | tuple):
@@ -272,37 +305,41 @@ def _run(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return result
 
 
-_changing: dict[Any, tuple[tuple[int, str, bool], ...]] = {}
-"""Place and name of each operation's arguments that are written to (True) or aliased, as its schema says."""
+@dataclass(frozen=True)
+class _Schema:
+    """What an operation does to its arguments, as far as it can be trusted.
+
+    Attributes:
+        written: place and name of arguments that are written to.
+        aliased: of those, and of those that results may be aliases of; of all, where the schema cannot be trusted.
+        returns_written: whether results are arguments that were written to.
+    """
+
+    written: tuple[tuple[int, str], ...]
+    aliased: tuple[tuple[int, str], ...]
+    returns_written: bool
 
 
-def _changed_by(
-    operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[list[GradientHandle], list[GradientHandle]]:
-    """Return the handles that an operation writes to, and those that it may return aliases of."""
-    if operation.namespace not in _READABLE:
-        return [], [*_handles(args), *_handles(kwargs)]
-    changing = _changing.get(operation)
-    if changing is None:
-        changing = _changing[operation] = tuple(
-            (place, argument.name, argument.alias_info.is_write)
-            for place, argument in enumerate(operation._schema.arguments)
-            if argument.alias_info is not None
-        )
-    written: list[GradientHandle] = []
-    aliased: list[GradientHandle] = []
-    for place, name, is_write in changing:
-        handles = _handles(args[place] if place < len(args) else kwargs.get(name))
-        (written if is_write else aliased).extend(handles)
-    return written, aliased
+@functools.cache
+def _schema_of(operation: Any) -> _Schema:
+    arguments = operation._schema.arguments
+    marked = [(it.alias_info, (place, it.name)) for place, it in enumerate(arguments) if it.alias_info is not None]
+    is_trusted = operation.namespace in _READABLE
+    return _Schema(
+        tuple(where for alias, where in marked if alias.is_write),
+        tuple((place, it.name) for place, it in enumerate(arguments) if not is_trusted or it.alias_info is not None),
+        any(result.alias_info is not None and result.alias_info.is_write for result in operation._schema.returns),
+    )
+
+
+def _handles_at(
+    places: tuple[tuple[int, str], ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[GradientHandle]:
+    return _handles([args[place] if place < len(args) else kwargs.get(name) for place, name in places])
 
 
 def _handles(value: Any) -> list[GradientHandle]:
     return [tensor for tensor in _tensors(value) if isinstance(tensor, GradientHandle)]
-
-
-def _writes_result(operation: Any) -> bool:
-    return any(result.alias_info is not None and result.alias_info.is_write for result in operation._schema.returns)
 
 
 def _share_memory(result: Any, values: list[Tensor]) -> bool:
@@ -334,11 +371,6 @@ def _taken(tensor: Any) -> TakenGradient | None:
     return tensor.taken
 
 
-def _plain(tensor: Tensor) -> Tensor:
-    """Return a tensor that is no open handle as an ordinary one."""
-    return _memory(tensor) if isinstance(tensor, GradientHandle) else tensor
-
-
 def _is_scalar_for(tensor: Tensor, value: Any) -> bool:
     """Return whether a product with `value` can be recorded."""
     if type(value) is not Tensor:
@@ -360,13 +392,13 @@ def _kept(value: Number) -> Number:
 @_serves(aten.detach.default, aten.alias.default)
 def _detach(operation: Any, tensor: Tensor) -> Any:
     taken = _taken(tensor)
-    return NotImplemented if taken is None else GradientHandle(taken)
+    return NotImplemented if taken is None else _alias_of(taken)
 
 
 @_serves(aten.view.default)
 def _view(operation: Any, tensor: Tensor, size: list[int]) -> Any:
     taken = _taken(tensor)
-    return NotImplemented if taken is None or tuple(size) != tuple(taken.shape) else GradientHandle(taken)
+    return NotImplemented if taken is None or tuple(size) != tuple(taken.shape) else _alias_of(taken)
 
 
 @_serves(aten._foreach_norm.Scalar)
@@ -384,11 +416,6 @@ def _foreach_norm(operation: Any, tensors: list[Tensor], ord: Any = 2, dtype: An
     missing = [_value(tensor) for tensor, norm in zip(tensors, norms, strict=True) if norm is None]
     computed = iter(operation(missing, ord, dtype=dtype) if missing else ())
     return [next(computed) if norm is None else norm for norm in norms]
-
-
-def _value(tensor: Tensor) -> Tensor:
-    taken = _taken(tensor)
-    return _plain(tensor) if taken is None else taken.value()
 
 
 def _recorded(kind: FactorKind) -> Callable[..., Any]:
@@ -425,7 +452,7 @@ def _record_each(tensors: list[Tensor], factor: Factor) -> list[Tensor]:
     for tensor in tensors:
         taken = _taken(tensor)
         if taken is None:
-            others.append(_plain(tensor))
+            others.append(_value(tensor))
         else:
             taken.record_factor(factor)
     return others

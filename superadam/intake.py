@@ -65,6 +65,8 @@ class Intake:
         if state is None:  # no longer the optimizer's
             return None
         is_last = self.micro_batches.is_last(key, is_first=self._taken.get(key) is not None)
+        if key in self._taken and self._taken[key] is None:
+            del self._taken[key]  # it was given back to autograd, which has added to it
         if not is_last and self.micro_batches.sum_dtype is None:
             return None
         taken = self._take(parameter, state)

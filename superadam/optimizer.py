@@ -24,6 +24,7 @@ from superadam.gradient_handle import take, taken_of
 from superadam.hyperparameters import Hyperparameters
 from superadam.outcome import Statistics, StepKind, StepOutcome
 from superadam.parameter import ParameterState, check_parameter
+from superadam.signals import DeferredSignals
 from superadam.taken_gradient import Keeper, TakenGradient
 from superadam.transaction import Transaction
 
@@ -216,13 +217,14 @@ class SpeculativeCPUAdam(Optimizer):
         transaction = self._binding.bound(self.param_groups)
         limit = self._verdicts.limit_of_next_step
         arrivals = gather(transaction.table, runs_of(self.param_groups), self._binding.as_transferred)
-        outcome = transaction.step(arrivals, self._verdicts.max_grad_norm if limit is None else limit)
-        self._verdicts.last_outcome, self._verdicts.limit_of_next_step = outcome, None
-        self._opt_called = True  # learning-rate schedulers warn unless step() or this was called before theirs
-        self.statistics.count(outcome.kind)
-        self._binding.keep_published()
-        if self._binding.overlap is not None:
-            self._binding.overlap.conclude(outcome)
+        with DeferredSignals():  # a step is made wholly or not at all
+            outcome = transaction.step(arrivals, self._verdicts.max_grad_norm if limit is None else limit)
+            self._verdicts.last_outcome, self._verdicts.limit_of_next_step = outcome, None
+            self._opt_called = True  # learning-rate schedulers warn unless step() or this was called before theirs
+            self.statistics.count(outcome.kind)
+            self._binding.keep_published()
+            if self._binding.overlap is not None:
+                self._binding.overlap.conclude(outcome)
         if outcome.kind is StepKind.SKIPPED and self._verdicts.on_nonfinite == "raise":
             raise FloatingPointError(
                 f"{outcome.nonfinite} gradient elements are Inf or NaN, expected finite ones; nothing was changed: "

@@ -71,8 +71,10 @@ class Pending:
         hyper: the group's hyper-parameters at that moment.
         step: the step that this gradient makes, counted from 1.
         scale: factor on the gradient in the speculated value.
-        place: of the speculated value; None where only the norm was taken.
+        place: of the speculated value; None where only the norm was taken, or the value is of no use any more.
         is_kept: whether the gradient stayed on the device, where the step will be made.
+        is_outdated: whether there was a speculated value that is of no use any more.
+        versions: of the tensors of the state that speculation has read.
     """
 
     taken: weakref.ref[TakenGradient]
@@ -83,6 +85,8 @@ class Pending:
     scale: float
     place: Place | None = None
     is_kept: bool = False
+    is_outdated: bool = False
+    versions: tuple[int, ...] = ()
 
 
 def check_parameter(parameter: Tensor, name: str) -> None:
@@ -170,6 +174,16 @@ class ParameterState:
         """Return an uninitialised CPU tensor in the layout of the state."""
         return torch.empty_strided(self.parameter.shape, self.strides, dtype=dtype, device="cpu")
 
+    @property
+    def has_memory(self) -> bool:
+        """Whether the parameter's elements are there: their storage may have been freed, or never been."""
+        parameter = self.parameter
+        if not parameter.numel():
+            return True
+        last = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+        needed = (parameter.storage_offset() + last + 1) * parameter.element_size()
+        return not parameter.is_meta and parameter.untyped_storage().nbytes() >= needed
+
     def host_copy(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Return a copy of `tensor` on the CPU in the layout of the state."""
         return self.empty(dtype).copy_(tensor.detach())
@@ -228,6 +242,12 @@ class ParameterState:
     def has_state(self) -> bool:
         """Whether master and moments exist."""
         return self.exp_avg is not None and (self.is_own_master or self.master is not None)
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Version counters of master and moments: others when somebody has written to them; kernels count none."""
+        tensors = (self.master, self.exp_avg, self.exp_avg_sq, self.max_exp_avg_sq)
+        return tuple(one._version for one in tensors if one is not None and not one.is_inference())
 
     def create_state(self, *, with_max: bool) -> None:
         """Make what a step reads and writes: zero moments, and the master, from the present value."""

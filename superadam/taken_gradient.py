@@ -6,10 +6,12 @@ torch's own operations and rounding. It must not keep the parameter alive: its `
 
 from __future__ import annotations
 
+import ctypes
 import enum
 import math
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -129,6 +131,7 @@ class TakenGradient:
         in_use: whether `pending` is read by work under way, so that `absorb` must leave it as it is.
         version: counts changes of `pending` by `absorb`.
         given: the ordinary gradient, once it was given back.
+        alias: the same memory, as aliases made before see it; None before.
     """
 
     __slots__ = (
@@ -136,6 +139,7 @@ class TakenGradient:
         "_handed_norm",
         "_keeper",
         "_owner",
+        "alias",
         "arrived",
         "device",
         "dtype",
@@ -166,13 +170,14 @@ class TakenGradient:
         self.is_sum = self.in_use = False
         self.version = 0
         self.given: Tensor | None = None
+        self.alias: Tensor | None = None
 
     @staticmethod
     def of_given(gradient: Tensor) -> TakenGradient:
         """Return the record of an ordinary gradient that something else than giving back put in a handle's place."""
         taken = TakenGradient(gradient)
         del taken.pending
-        taken.given = gradient
+        taken.given = taken.alias = gradient
         return taken
 
     @property
@@ -281,7 +286,7 @@ class TakenGradient:
         factor = factors[0]
         if not self.shape and isinstance(factor.value, Tensor) and factor.value.dtype.itemsize > self.dtype.itemsize:
             return None  # torch computes in the wider dtype where neither has dimensions
-        scale = torch.tensor(factor.number, dtype=self.dtype).item()
+        scale = factor.number if self.dtype == torch.float64 else ctypes.c_float(factor.number).value
         if factor.kind is FactorKind.DIVIDE:
             if not math.isfinite(scale) or abs(math.frexp(scale)[0]) != 0.5:
                 return None
@@ -314,9 +319,10 @@ class TakenGradient:
         """
         if self.given is not None:
             return self.given
-        with torch.inference_mode(False), torch.no_grad():
+        with outside_inference_mode():
             value = self.value()
             given = self._copy_of(value) if value is self.pending else value
+            self.alias = given.detach()
         self.given = given
         del self.pending
         self.factors = []
@@ -343,6 +349,11 @@ class TakenGradient:
             if local is not None and getattr(local, "taken", None) is self:
                 continue_version(given, local)
                 gradient._local_tensor = given  # type: ignore[attr-defined]
+
+
+def outside_inference_mode() -> AbstractContextManager[object]:
+    """Let tensors count versions."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def continue_version(tensor: Tensor, predecessor: Tensor) -> None:

@@ -25,6 +25,7 @@ from superadam.hyperparameters import Hyperparameters
 from superadam.outcome import Statistics, StepKind, StepOutcome
 from superadam.outside_writes import adopt_into_clean
 from superadam.parameter import ParameterState, Pending, Phase, Place
+from superadam.signals import DeferredSignals
 from superadam.table import CoefficientTable, ParameterTable, Segments
 from superadam.taken_gradient import FactorKind, TakenGradient
 from superadam.validation import GradientNorm, judge
@@ -129,11 +130,13 @@ class Transaction:
             fused = [s for s, record in pending.items() if record.place and s.phase is Phase.ACCEPTED]
             if waiting:
                 self.table.take_norm(self._segments(waiting, [pending[state].gradient for state in waiting]))
+            self.table.bring_home(self.table.rows_of([*alone, *fused]))
+            seen = {state: replace(pending[state], versions=state.versions) for state in (*alone, *fused)}
             for chosen in (alone, fused):
                 if chosen:
                     self._speculate(chosen, [pending[state] for state in chosen], fuses=chosen is fused)
             for state, record in pending.items():
-                self._move(state, Phase.SPECULATED, record)
+                self._move(state, Phase.SPECULATED, seen.get(state, record))
 
     def keep(self, pending: Mapping[ParameterState, Pending], norm: GradientNorm) -> None:
         """Note gradients that stayed on the device, for a step there once the verdict is known.
@@ -173,14 +176,15 @@ class Transaction:
         """Forget what is pending on those of the states that wait for a verdict."""
         for state in states:
             if state.phase is Phase.SPECULATED:
-                self.statistics.dropped += _pending_of(state).place is not None
+                self.statistics.dropped += _was_speculated(_pending_of(state))
                 self.table.norm.clear(self.table.chunks_of(state.row))
                 self._move(state, Phase.CLEAN, None)
 
     def distrust(self, state: ParameterState) -> None:
         """Let the verdict make a parameter's step in place, because what speculation has read was changed."""
         if state.phase is Phase.SPECULATED:
-            state.pending = replace(_pending_of(state), place=None)
+            pending = _pending_of(state)
+            state.pending = replace(pending, place=None, is_outdated=_was_speculated(pending))
 
     # ---- the verdict -------------------------------------------------------------------------------------------------
 
@@ -284,11 +288,13 @@ class Transaction:
                 and pending.place is not None
                 and pending.scale == clip * part.scale
                 and pending.hyper == part.hyper
+                and pending.versions == part.state.versions
             )
             (accepted if is_right else rest).append(part)
-            was_speculated = _waits(part.state, part.taken) and _pending_of(part.state).place is not None
             if not is_right:
-                self.statistics.respeculated += was_speculated
+                self.statistics.respeculated += _waits(part.state, part.taken) and _was_speculated(
+                    _pending_of(part.state)
+                )
                 self.distrust(part.state)  # its new value's memory is needed no more
         self._update(rest, clip)
         self._publish(accepted)
@@ -360,7 +366,8 @@ class Transaction:
         """Fold every accepted gradient into the state, and every outside write into the masters."""
         with self._timed("commit_seconds"):
             self._commit(self.in_phase(Phase.ACCEPTED))
-            self._adopt_rows(self.table.fingerprints.hints(self.table.all_rows))
+            hinted = self.table.fingerprints.hints(self.table.all_rows)
+            self._adopt_rows([row for row in hinted if self.table.states[row].has_memory])
 
     def commit_some(self, elements: int) -> int:
         """Commit accepted gradients of so many elements, first those that came first; return of how many it was."""
@@ -419,6 +426,12 @@ class Transaction:
             self._adopt([self.table.states[row] for row in rows])
 
     def _adopt(self, states: Sequence[ParameterState]) -> None:
+        for state in states:
+            if not state.has_memory:
+                raise ValueError(
+                    f"{state.name} has no data, because its storage was freed or it is on the meta device, expected "
+                    "its values in memory; bring them back before this call, or set its .grad to None"
+                )
         self._commit([state for state in states if state.phase is Phase.ACCEPTED])
         self.table.bring_home(self.table.rows_of(states))
         self.table.delivery.settle()
@@ -445,8 +458,11 @@ class Transaction:
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
-        """Hold the lock, so that a worker and the training thread never run a pass at once, and take the time."""
-        with self._lock:
+        """Hold the lock, so that a worker and the training thread never run a pass at once, and take the time.
+
+        What is done inside is done wholly, whatever signals come.
+        """
+        with DeferredSignals(), self._lock:
             begin = time.perf_counter()
             try:
                 yield
@@ -473,6 +489,10 @@ def _waits(state: ParameterState, taken: TakenGradient | None) -> bool:
         return False
     pending = state.pending if state.phase is Phase.SPECULATED else None
     return pending is not None and pending.taken() is taken and pending.version == taken.version
+
+
+def _was_speculated(pending: Pending) -> bool:
+    return pending.place is not None or pending.is_outdated
 
 
 def _cannot_fuse(state: ParameterState, new: Pending) -> bool:

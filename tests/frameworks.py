@@ -9,7 +9,6 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 # Before any framework is imported: nothing is looked up, reported or asked for.
@@ -28,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
-from visible import bits, state_bits
+from visible import bits, parameters_of, state_bits
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
 
@@ -118,38 +117,30 @@ class Run:
     """One training run.
 
     Attributes:
-        scheduled: whether a scheduler works in it.
-        scheduler: the one that was opened last.
+        scheduled: whether schedulers work in it.
+        schedulers: those that were opened.
+        optimizers: whose parameters and state are compared.
+        logged: per step, or whatever is logged at once, names and values.
     """
 
     def __init__(self, *, scheduled: bool) -> None:
         self.scheduled = scheduled
-        self.scheduler: OffloadScheduler | None = None
+        self.schedulers: list[OffloadScheduler] = []
+        self.optimizers: list[Optimizer] = []
+        self.logged: list[dict[str, Any]] = []
 
     def open(self, optimizer: Optimizer, model: nn.Module) -> None:
-        """Open the scheduler, if there is to be one, with buckets of a few parameters."""
+        """Let an optimizer train a model: with a scheduler, if there is to be one, and buckets of a few parameters."""
+        assert isinstance(optimizer, SpeculativeCPUAdamW)
+        if optimizer not in self.optimizers:
+            self.optimizers.append(optimizer)
         if self.scheduled:
-            assert isinstance(optimizer, SpeculativeCPUAdamW)
-            self.close()
-            self.scheduler = OffloadScheduler(optimizer, model, cores=1, bucket_numel=500)
+            self.schedulers.append(OffloadScheduler(optimizer, model, cores=1, bucket_numel=500))
 
     def close(self) -> None:
-        """Close the scheduler, if there is one."""
-        if self.scheduler is not None:
-            self.scheduler.close()
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a run came to.
-
-    Attributes:
-        optimizer: whose parameters and state are compared.
-        logged: per step, or whatever is logged at once, names and values.
-    """
-
-    optimizer: Optimizer
-    logged: Sequence[Mapping[str, Any]]
+        """Close what is open."""
+        for scheduler in self.schedulers:
+            scheduler.close()
 
     def everything(self) -> dict[str, Any]:
         """Return bits and numbers, each under a name of its own."""
@@ -157,15 +148,16 @@ class Result:
         for index, entry in enumerate(self.logged):
             for name, value in entry.items():
                 named[f"log {index} {name}"] = bits(value) if isinstance(value, Tensor) else repr(value)
-        gradients = [parameter.grad for group in self.optimizer.param_groups for parameter in group["params"]]
-        for index, gradient in enumerate(gradients):
-            named[f"gradient {index}"] = None if gradient is None else bits(gradient)
-        seen = state_bits(self.optimizer)
-        for index, state in seen["state"].items():
-            for name, value in state.items():
-                named[f"state {index} {name}"] = value
-        for index, value in enumerate(seen["parameters"]):
-            named[f"parameter {index}"] = value
+        for number, optimizer in enumerate(self.optimizers):
+            for index, parameter in enumerate(parameters_of(optimizer)):
+                gradient = parameter.grad
+                named[f"gradient {number}.{index}"] = None if gradient is None else bits(gradient)
+            seen = state_bits(optimizer)
+            for index, state in seen["state"].items():
+                for name, value in state.items():
+                    named[f"state {number}.{index} {name}"] = value
+            for index, value in enumerate(seen["parameters"]):
+                named[f"parameter {number}.{index}"] = value
         return named
 
 
@@ -175,27 +167,29 @@ def history(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [{name: value for name, value in entry.items() if not name.endswith(passing)} for entry in entries]
 
 
-Training = Callable[[Run], Result]
+Training = Callable[[Run], None]
+"""Makes model and optimizer, calls `run.open`, trains, and adds to `run.logged`."""
 
 
 def everything_in(training: Training, *, scheduled: bool, accepts: bool | None = None) -> dict[str, Any]:
     """Train, and return what the run came to.
 
     Args:
-        training: makes model and optimizer, calls `run.open`, and trains.
-        scheduled: whether a scheduler works in it.
+        training: to be run.
+        scheduled: whether schedulers work in it.
         accepts: for a run with a scheduler, whether it must have accepted some of what it speculated on; None if it
             may have speculated on nothing.
     """
     run = Run(scheduled=scheduled)
     try:
-        everything = training(run).everything()  # while the scheduler is at work, which readers need not know
+        training(run)
+        everything = run.everything()  # while schedulers are at work, which readers need not know
     finally:
         run.close()
-    if scheduled and accepts is not None:
-        assert run.scheduler is not None
-        assert run.scheduler.statistics.speculated_buckets > 0
-        assert run.scheduler.statistics.accepted_buckets > 0 or not accepts
+    assert bool(run.schedulers) == scheduled
+    for scheduler in run.schedulers if accepts is not None else ():
+        assert scheduler.statistics.speculated_buckets > 0
+        assert scheduler.statistics.accepted_buckets > 0 or not accepts
     return everything
 
 
@@ -210,7 +204,7 @@ def compare(training: Training, dtype: torch.dtype = torch.bfloat16, *, accepts:
     """Train without and with a scheduler, and check that both come to the same bits; return what both came to.
 
     Args:
-        training: makes model and optimizer, calls `run.open`, and trains.
+        training: to be run.
         dtype: of the trained parameters; fp32 ones in host memory are not speculated on.
         accepts: whether speculation must have been accepted, which it is not where every step is clipped; None where
             it may not have been tried, because all gradients are edited.

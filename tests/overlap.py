@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,30 +11,38 @@ from torch import Tensor, nn
 from visible import state_bits
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam
-from superadam.devices import PlainDevice
-from superadam.worker import Job, Work, failure
+from superadam.devices import PlainDevice, Stream
+from superadam.devices.interface import ChunkSums
+from superadam.devices.simulated import SimulatedDevice
+from superadam.flat import FlatLayout
+from superadam.worker import Job, ThreadWorker, Work, failure
 
 
 class ImmediateWorker:
-    """Runs each job when it is submitted, inside backward: parameters are overwritten as early as is possible at all.
+    """Runs each job when it is submitted, inside backward: new values are computed as early as is possible at all.
 
     Idle work waits for `idle_now`, so that steps stay accepted and uncommitted as long as is possible.
     """
 
     def __init__(self, idle: Work) -> None:
         self.idle_now = idle
+        self._error: BaseException | None = None
 
     def submit(self, job: Job) -> None:
-        try:
-            job()
-        except Exception as error:
-            raise failure(error) from error
+        if self._error is None:
+            try:
+                job()
+            except Exception as error:
+                self._error = error
 
     @property
     def is_idle(self) -> bool:
         return True
 
-    def drain(self) -> None: ...
+    def drain(self) -> None:
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise failure(error) from error
 
     def wake(self) -> None: ...
 
@@ -49,7 +57,7 @@ class ThreadDevice(PlainDevice):
 
 
 class DeferredDevice(PlainDevice):
-    """Host memory, and no core to spare: jobs wait for the step."""
+    """Host memory, and no core to spare: everything is left to the step."""
 
     def idle_cores(self) -> int:
         return 0
@@ -60,6 +68,50 @@ class ImmediateDevice(ThreadDevice):
 
     def start_worker(self, idle: Work) -> ImmediateWorker:
         return ImmediateWorker(idle)
+
+
+def end_thread(worker: ThreadWorker, *, with_job: bool = False) -> None:
+    """Let a worker's thread end without a word.
+
+    Args:
+        with_job: only at its next job, which it takes along.
+    """
+    begin = worker._next
+
+    def leave() -> Job | None:
+        if with_job:
+            begin()
+            assert worker._running
+        raise SystemExit
+
+    worker._next = leave  # type: ignore[method-assign]
+    if not with_job:
+        worker.wake()
+        worker._thread.join(5)
+        assert not worker._thread.is_alive()
+
+
+class FullDevice(SimulatedDevice):
+    """A device that has no memory left when it is told so.
+
+    Attributes:
+        is_full: for anything.
+        has_no_room: for new values and state, but gradients can still be packed.
+    """
+
+    is_full = has_no_room = False
+
+    def empty(self, numel: int, dtype: torch.dtype, stream: Stream) -> Tensor:
+        if self.is_full or self.has_no_room:
+            raise torch.OutOfMemoryError("planted")
+        return super().empty(numel, dtype, stream)
+
+    def pack(
+        self, gradients: Sequence[Tensor], layout: FlatLayout, dtype: torch.dtype, norm: ChunkSums | None = None
+    ) -> Tensor:
+        if self.is_full:
+            raise torch.OutOfMemoryError("planted")
+        return super().pack(gradients, layout, dtype, norm)
 
 
 class PlantedError(RuntimeError):

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import copy
 import faulthandler
 import io
 import math
+import sys
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from overlap import DeferredDevice, ThreadDevice
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from overlap import DeferredDevice, ImmediateDevice, PlantedError, RaiseInBackward, ThreadDevice
 from reference import same_bits
+from step_actions import ACTIONS, NAMES, ORDINARY_ERRORS, Twin
 from torch import Tensor, nn
 
-from superadam import SpeculativeCPUAdamW
-from superadam.devices import Device
+from superadam import SpeculativeCPUAdamW, StepKind
+from superadam.devices import Device, Stream
 from superadam.devices.simulated import SimulatedDevice
+from superadam.flat import FlatLayout
 from superadam.scheduler import OffloadScheduler
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -27,42 +32,76 @@ SCALES = st.sampled_from([1e-3, 1.0, 100.0])
 
 
 HANG_SECONDS = 30
-"""A schedule takes a few hundredths of a second; one that hangs ends the process with every thread's stack."""
+"""A schedule takes a few tenths of a second; one that hangs ends the process with every thread's stack."""
 
 
 class Model(nn.Module):
-    """Small, with everything that makes gradients arrive oddly: a tied weight, an optional branch, a frozen layer.
+    """Small, with everything that makes gradients arrive oddly.
 
-    The branch and the wide layer are blocks, which wait for their parameters themselves.
+    A tied weight, an optional branch, a frozen layer, a layer that the optimizer gets later, and more than one dtype.
     """
 
-    def __init__(self, dtype: torch.dtype, seed: int) -> None:
+    def __init__(self, dtype: torch.dtype, seed: int, *, is_mixed: bool = False) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.first = nn.Linear(8, 24)
         self.norm = nn.LayerNorm(24)
         self.frozen = nn.Linear(24, 24).requires_grad_(False)
         self.blocks = nn.ModuleList([nn.Linear(24, 24), nn.Linear(24, 200)])
+        self.late = nn.Linear(24, 24)
+        self.uses_late = False
         self.to(dtype)
+        if is_mixed:
+            self.norm.float()
+            self.late.float()
 
     @property
     def branch(self) -> nn.Module:
         return self.blocks[0]
 
-    def forward(self, inputs: Tensor, with_branch: bool) -> Tensor:
-        hidden = self.norm(torch.tanh(self.first(inputs)))
+    def forward(self, inputs: Tensor, with_branch: bool, error: BaseException | None = None) -> Tensor:
+        hidden = _run(self.norm, torch.tanh(_run(self.first, inputs)))
         if with_branch:
-            hidden = hidden + self.branch(self.frozen(hidden))
-        return self.blocks[1](hidden).sum(-1, keepdim=True) + nn.functional.linear(hidden, self.first.weight.t())
+            hidden = hidden + _run(self.branch, _run(self.frozen, hidden))
+        if error is not None:
+            hidden = RaiseInBackward.apply(hidden, error)
+        if self.uses_late:
+            hidden = hidden + _run(self.late, hidden)
+        hidden = hidden.to(self.first.weight.dtype)
+        return _run(self.blocks[1], hidden).sum(-1, keepdim=True) + nn.functional.linear(hidden, self.first.weight.t())
 
 
-def build(dtype: torch.dtype, seed: int, limit: float) -> tuple[Model, SpeculativeCPUAdamW]:
+def _run(layer: nn.Module, inputs: Tensor) -> Tensor:
+    output: Tensor = layer(inputs.to(next(layer.parameters()).dtype))
+    return output
+
+
+def build(
+    dtype: torch.dtype, seed: int, limit: float | None, *, is_mixed: bool = False
+) -> tuple[Model, SpeculativeCPUAdamW]:
     """Return a model and its optimizer, with two groups."""
-    model = Model(dtype, seed)
-    matrices = [p for p in model.parameters() if p.ndim == 2 and p.requires_grad]
-    others = [p for p in model.parameters() if p.ndim != 2 and p.requires_grad]
+    model = Model(dtype, seed, is_mixed=is_mixed)
+    early = [parameter for name, parameter in model.named_parameters() if not name.startswith("late")]
+    matrices = [p for p in early if p.ndim == 2]
+    others = [p for p in early if p.ndim != 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "lr": 3e-3, "amsgrad": True}]
     return model, SpeculativeCPUAdamW(groups, lr=1e-2, weight_decay=0.0, max_grad_norm=limit)
+
+
+class FullDevice(SimulatedDevice):
+    """Has no memory left, whenever the seed says so."""
+
+    def empty(self, numel: int, dtype: torch.dtype, stream: Stream) -> Tensor:
+        self._perhaps_be_full()
+        return super().empty(numel, dtype, stream)
+
+    def pack(self, gradients: Any, layout: FlatLayout, dtype: torch.dtype, norm: Any = None) -> Tensor:
+        self._perhaps_be_full()
+        return super().pack(gradients, layout, dtype, norm)
+
+    def _perhaps_be_full(self) -> None:
+        if self._random.random() < 0.3:
+            raise torch.OutOfMemoryError("planted: the device is full")
 
 
 def bits(tensor: Tensor) -> np.ndarray:
@@ -70,164 +109,307 @@ def bits(tensor: Tensor) -> np.ndarray:
     return tensor.detach().to(torch.float64 if tensor.dtype == torch.float64 else torch.float32).numpy().copy()
 
 
+def are_same(one: Any, other: Any) -> bool:
+    """Whether two values, with the tensors in them, have the same bits."""
+    if isinstance(one, Tensor | np.ndarray | float):
+        if type(one) is not type(other) and not (isinstance(one, Tensor) and isinstance(other, Tensor)):
+            return False
+        one, other = torch.as_tensor(one), torch.as_tensor(other)
+        if one.dtype != other.dtype or one.stride() != other.stride():
+            return False
+        return same_bits(bits(one), bits(other)) if one.is_floating_point() else torch.equal(one, other)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(are_same, one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(are_same(one[key], other[key]) for key in one)
+    return bool(one == other)
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """One iteration of training.
+
+    Attributes:
+        seed: of its batches, and of details of its actions.
+        scale: of the loss.
+        micro_batches: for each, whether it uses the branch.
+        zeroes: how and when gradients are reset.
+        hint: what is told of micro-batches that are not the last one.
+        is_bad: whether the first micro-batch's loss is not finite.
+        fails: whether a backward fails half-way before, and whether its gradients are dropped then.
+        binarises: whether the weights are others during forward and backward.
+        loss_scale: of a GradScaler; None for none.
+        unscales: whether it unscales before the actions, as for clipping.
+        actions: what is done between backward and step.
+        steps: how often the step is made.
+        looks: whether gradients and state are compared afterwards.
+    """
+
+    seed: int
+    scale: float = 1.0
+    micro_batches: tuple[bool, ...] = (True,)
+    zeroes: str = "after"
+    hint: str = "none"
+    is_bad: bool = False
+    fails: str = "no"
+    binarises: bool = False
+    loss_scale: float | None = None
+    unscales: bool = False
+    actions: tuple[str, ...] = ()
+    steps: int = 1
+    looks: bool = False
+
+
+def usually(value: Any, *others: Any) -> st.SearchStrategy[Any]:
+    """Draw the usual value more often than all others together."""
+    return st.sampled_from([value] * (len(others) + 1) + list(others))
+
+
+ITERATIONS = st.builds(
+    Iteration,
+    seed=SEEDS,
+    scale=SCALES,
+    micro_batches=st.lists(usually(True, False), min_size=1, max_size=3).map(tuple),
+    zeroes=usually("after", "before", "before, with zeros", "by the model", "never"),
+    hint=st.sampled_from(["none", "accumulate", "accumulate in fp32"]),
+    is_bad=usually(False, True),
+    fails=usually("no", "and is made again", "and its gradients are dropped"),
+    binarises=usually(False, True),
+    loss_scale=usually(None, 2.0**12, 1000.0),
+    unscales=st.booleans(),
+    actions=st.lists(st.sampled_from(NAMES), max_size=3).map(tuple),
+    steps=usually(1, 0, 2),
+    looks=st.booleans(),
+)
+
+
 class OverlappedRun(RuleBasedStateMachine):
     """Whatever happens to both twins, they stay bitwise equal."""
 
-    make_device: Callable[[int], Device] = staticmethod(
-        lambda seed: SimulatedDevice(seed) if seed % 4 else ThreadDevice() if seed % 8 else DeferredDevice()
+    devices: tuple[Callable[[int], Device], ...] = (
+        SimulatedDevice,
+        SimulatedDevice,
+        SimulatedDevice,
+        FullDevice,
+        lambda seed: ImmediateDevice(),
+        lambda seed: ThreadDevice(),
+        lambda seed: DeferredDevice(),
     )
 
     @initialize(
-        dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+        dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.bfloat16]),
+        is_mixed=usually(False, True),
         limit=st.sampled_from([1.0, 30.0, math.inf]),
         bucket_numel=st.sampled_from([1, 100, 1000, 10**6]),
         seed=SEEDS,
-        overlap_forward=st.booleans(),
         widens=st.booleans(),
-        gpu_buckets=st.sampled_from([0, 1, 2, 10**6]),
+        gpu_buckets=st.sampled_from([0, 0, 1, 2, 10**6]),
     )
     def start(
         self,
         dtype: torch.dtype,
+        is_mixed: bool,
         limit: float,
         bucket_numel: int,
         seed: int,
-        overlap_forward: bool,
         widens: bool,
         gpu_buckets: int,
     ) -> None:
         faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
-        self.dtype, self.seed = dtype, seed
+        self.dtype, self.is_mixed, self.seed = dtype, is_mixed and dtype != torch.float32, seed
         self.gpu_buckets = gpu_buckets
         self.options: dict[str, Any] = {
             "bucket_numel": bucket_numel,
-            "overlap_forward": overlap_forward,
             "link_dtype": torch.float32 if widens else "auto",
         }
-        self.plain, self.plain_optimizer = build(dtype, 0, limit)
-        self.model, self.optimizer = build(dtype, 0, limit)
+        self.plain = Twin(*build(dtype, 0, limit, is_mixed=self.is_mixed))
+        self.ours = Twin(*build(dtype, 0, limit, is_mixed=self.is_mixed))
         self.open_scheduler()
+
+    @property
+    def twins(self) -> tuple[Twin, Twin]:
+        return self.plain, self.ours
 
     def open_scheduler(self) -> None:
         self.seed += 1
-        device = type(self).make_device(self.seed)
+        device = self.devices[self.seed % len(self.devices)](self.seed)
         gpu_buckets = self.gpu_buckets if device.can_update else "auto"
-        self.scheduler = OffloadScheduler(
-            self.optimizer, self.model, device=device, gpu_buckets=gpu_buckets, **self.options
+        self.ours.scheduler = OffloadScheduler(
+            self.ours.optimizer, self.ours.model, device=device, gpu_buckets=gpu_buckets, **self.options
         )
 
-    def backward(self, model: Model, seed: int, scale: float, with_branch: bool, bad: bool) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        inputs = torch.randn(4, 8, generator=generator).to(self.dtype)
-        loss = (model(inputs, with_branch).float().pow(2).mean() * scale) + (math.inf if bad else 0.0)
-        (loss * (math.nan if bad else 1.0)).backward()
+    @property
+    def scheduler(self) -> OffloadScheduler:
+        assert self.ours.scheduler is not None
+        return self.ours.scheduler
 
-    @rule(
-        seed=SEEDS,
-        scale=SCALES,
-        micro_batches=st.integers(1, 3),
-        with_branch=st.booleans(),
-        bad=st.sampled_from([False, False, False, True]),
-        before_step=st.sampled_from(["nothing", "lr", "limit", "read state", "save", "zero_grad"]),
-        sums_on_host=st.booleans(),
-        looks_between=st.booleans(),
-        steps=st.integers(1, 3),
-        placement=st.sampled_from([None, None, (0, 1), (1, 100), (10**6, 100), (10**6, 10**6)]),
-    )
-    def train(
-        self,
-        seed: int,
-        scale: float,
-        micro_batches: int,
-        with_branch: bool,
-        bad: bool,
-        before_step: str,
-        sums_on_host: bool,
-        looks_between: bool,
-        steps: int,
-        placement: tuple[int, int] | None,
-    ) -> None:
-        """Make steps, the last of which is special; perhaps with another placement from then on."""
-        if placement is not None:
-            self.place(*placement)
-        for number in range(steps - 1):
-            self.make_step(seed + 10 * number, scale, 1, with_branch, False, "nothing", False, False)
-        self.make_step(seed, scale, micro_batches, with_branch, bad, before_step, sums_on_host, looks_between)
+    # ---- iterations --------------------------------------------------------------------------------------------------
 
-    def make_step(
-        self,
-        seed: int,
-        scale: float,
-        micro_batches: int,
-        with_branch: bool,
-        bad: bool,
-        before_step: str,
-        sums_on_host: bool,
-        looks_between: bool,
-    ) -> None:
-        """Make one step; sums on the host are those of autograd where gradients are fp32."""
-        sum_dtype = torch.float32 if sums_on_host and self.dtype == torch.float32 else None
-        accepted = self.last_accepted() if before_step == "read state" else {}
-        twins = ((self.plain, self.plain_optimizer), (self.model, self.optimizer))
-        for model, optimizer in twins:
-            is_overlapped = optimizer is self.optimizer
-            for micro_batch in range(micro_batches):
-                accumulates = is_overlapped and micro_batch < micro_batches - 1
-                with self.scheduler.accumulate(sum_dtype) if accumulates else nullcontext():
-                    self.backward(model, seed + micro_batch, scale, with_branch, bad and micro_batch == 0)
-                if accumulates and looks_between:
-                    optimizer.state_dict()
-            if before_step == "lr":
-                optimizer.param_groups[0]["lr"] = 1e-3 * (1 + seed % 7)
-            elif before_step == "limit":
-                optimizer.max_grad_norm = [0.5, 5.0, math.inf][seed % 3]
-            elif before_step == "read state" and is_overlapped:
-                present = self.last_accepted()  # whatever is open now; masters may have been made meanwhile
-                assert {key: present[key] for key in accepted} == accepted
-                assert all(name == "master" for _, name in set(present) - set(accepted))
-            elif before_step == "save" and is_overlapped:
-                self.optimizer.state_dict()
-            elif before_step == "zero_grad":
+    @rule(iteration=ITERATIONS, plain_ones_before=st.integers(0, 2))
+    def train(self, iteration: Iteration, plain_ones_before: int) -> None:
+        """Make iterations, the last of which is special."""
+        for number in range(plain_ones_before):
+            self.iterate(Iteration(iteration.seed + 10 * number, iteration.scale))
+        self.iterate(iteration)
+
+    def iterate(self, iteration: Iteration) -> None:
+        theirs, ours = (self.made(twin, iteration) for twin in self.twins)
+        for (what, one), (_, other) in zip(theirs, ours, strict=True):
+            assert are_same(one, other), (what, one, other)
+        if iteration.steps:
+            self.outcomes_are_equal()
+        if iteration.looks:
+            self.gradients_are_equal()
+            self.states_are_equal()
+
+    def made(self, twin: Twin, iteration: Iteration) -> list[tuple[str, Any]]:
+        """Make one iteration with one of the twins; return what was done and seen."""
+        model, optimizer = twin.model, twin.optimizer
+        if iteration.zeroes == "by the model":
+            model.zero_grad()
+        elif iteration.zeroes.startswith("before"):
+            optimizer.zero_grad(set_to_none=iteration.zeroes == "before")
+        scaler = None
+        if iteration.loss_scale is not None:
+            scaler = torch.amp.GradScaler("cpu", init_scale=iteration.loss_scale)
+        weights = [parameter.detach().clone() for parameter in model.parameters()] if iteration.binarises else []
+        with torch.no_grad():
+            for parameter in model.parameters() if weights else ():
+                parameter.sign_().mul_(0.1)
+        if iteration.fails != "no":
+            with suppress(PlantedError):
+                self.backward(twin, iteration, 7, PlantedError())
+            if iteration.fails == "and its gradients are dropped":
                 optimizer.zero_grad()
-                continue
-            optimizer.step()
-            if optimizer.param_groups[0]["lr"] > 1e-2:
-                optimizer.param_groups[0]["lr"] *= 0.5
+        for number in range(len(iteration.micro_batches)):
+            with self.told(twin, iteration, number):
+                self.backward(twin, iteration, number, scaler=scaler)
+        with torch.no_grad():
+            for parameter, value in zip(model.parameters(), weights, strict=False):
+                parameter.copy_(value)
+        seen: list[tuple[str, Any]] = []
+        if scaler is not None and iteration.unscales and twin.gradients:
+            scaler.unscale_(optimizer)
+        for name in iteration.actions:
+            try:
+                seen.append((name, ACTIONS[name](twin, iteration.seed)))
+            except ORDINARY_ERRORS as error:
+                seen.append((name, type(error).__name__))
+        if scaler is not None and twin.gradients:
+            scaler.step(optimizer)
+            scaler.update()
+            seen.append(("loss scale", scaler.get_scale()))
+        else:
+            for _ in range(iteration.steps):
+                optimizer.step()
+        if iteration.zeroes == "after":
             optimizer.zero_grad()
-        if before_step != "zero_grad":
-            ours, theirs = self.optimizer.last_outcome, self.plain_optimizer.last_outcome
-            assert ours is not None
-            assert theirs is not None
-            assert ours == theirs or (math.isnan(ours.grad_norm) and ours.kind is theirs.kind)
+        return seen
 
-    def last_accepted(self) -> dict[tuple[int, str], bytes]:
-        """Return every tensor of the overlapped optimizer's state."""
-        entries = [self.optimizer.state.get(parameter) or {} for parameter in self.model.parameters()]
-        return {(i, key): bits(value).tobytes() for i, entry in enumerate(entries) for key, value in entry.items()}
+    def told(self, twin: Twin, iteration: Iteration, number: int) -> Any:
+        """Enter what is told of a micro-batch; sums in fp32 are those of autograd where gradients are fp32."""
+        if twin.scheduler is None or iteration.hint == "none" or number == len(iteration.micro_batches) - 1:
+            return nullcontext()
+        in_fp32 = iteration.hint == "accumulate in fp32" and self.dtype == torch.float32
+        return twin.scheduler.accumulate(torch.float32 if in_fp32 else None)
 
-    @rule(lr=st.sampled_from([1e-3, 1e-2, 0.1]))
-    def change_lr(self, lr: float) -> None:
-        """Between a verdict and its commit: the commit must not see it."""
-        for optimizer in (self.plain_optimizer, self.optimizer):
-            for group in optimizer.param_groups:
-                group["lr"] = lr
+    def backward(
+        self,
+        twin: Twin,
+        iteration: Iteration,
+        number: int,
+        error: BaseException | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        generator = torch.Generator().manual_seed(iteration.seed + number)
+        inputs = torch.randn(4, 8, generator=generator)
+        with_branch = iteration.micro_batches[number % len(iteration.micro_batches)]
+        loss = twin.model(inputs, with_branch, error).float().pow(2).mean() * iteration.scale
+        if iteration.is_bad and number == 0:
+            loss = (loss + math.inf) * math.nan
+        (loss if scaler is None else scaler.scale(loss)).backward()
 
-    @rule(seed=SEEDS, then_trains=st.booleans())
-    def write_outside(self, seed: int, then_trains: bool) -> None:
-        """What was written counts by its value when somebody looks, so both twins look at once."""
-        self.scheduler.synchronize()
-        for model, optimizer in ((self.plain, self.plain_optimizer), (self.model, self.optimizer)):
-            values = torch.randn(24, 24, generator=torch.Generator().manual_seed(seed)).to(self.dtype)
-            with torch.no_grad():
-                model.branch.weight.copy_(torch.where(values > 1, values, model.branch.weight))
-            optimizer.commit()
-        if then_trains:
-            self.make_step(seed, 1.0, 1, True, False, "nothing", False, False)
+    def outcomes_are_equal(self) -> None:
+        """What others did to gradients is told of handles, but cannot be told of gradients that do not remember it."""
+        ours, theirs = self.ours.optimizer.last_outcome, self.plain.optimizer.last_outcome
+        if ours is None or theirs is None:  # a GradScaler made no step yet, perhaps since the optimizer was loaded
+            return
+        assert ours.nonfinite == theirs.nonfinite
+        assert (ours.kind is StepKind.SKIPPED) == (theirs.kind is StepKind.SKIPPED)
+        if ours.kind is theirs.kind and ours.clip_coefficient == theirs.clip_coefficient:
+            assert math.isnan(ours.grad_norm) or math.isclose(ours.grad_norm, theirs.grad_norm, rel_tol=1e-6)
+
+    # ---- between iterations ------------------------------------------------------------------------------------------
+
+    @rule(name=st.sampled_from(NAMES), seed=SEEDS)
+    def act(self, name: str, seed: int) -> None:
+        """Do between iterations what may also be done before a step."""
+        results = []
+        for twin in self.twins:
+            try:
+                results.append(ACTIONS[name](twin, seed))
+            except ORDINARY_ERRORS as error:
+                results.append(type(error).__name__)
+        assert are_same(*results), (name, *results)
+
+    @precondition(lambda self: hasattr(self, "ours") and not self.ours.model.uses_late)
+    @rule()
+    def add_group(self) -> None:
+        for twin in self.twins:
+            twin.model.uses_late = True
+            twin.optimizer.add_param_group({"params": list(twin.model.late.parameters()), "lr": 5e-3})
+
+    @rule(before=st.booleans())
+    def continue_from_disk(self, before: bool) -> None:
+        """Load what was saved into a fresh model and optimizer, with a scheduler from before or after the loading."""
+        file = io.BytesIO()
+        old = self.ours
+        torch.save({"model": old.model.state_dict(), "optimizer": old.optimizer.state_dict()}, file)
+        file.seek(0)
+        saved: dict[str, Any] = torch.load(file, weights_only=True)
+        self.scheduler.close()
+        self.plain.optimizer.zero_grad()
+        for twin in self.twins:
+            twin.kept.clear()
+        self.ours = Twin(*build(self.dtype, 1, old.optimizer.max_grad_norm, is_mixed=self.is_mixed))
+        self.ours.model.uses_late = old.model.uses_late
+        for parameter, other in zip(self.ours.model.parameters(), old.model.parameters(), strict=True):
+            parameter.requires_grad_(other.requires_grad)
+        if old.model.uses_late:
+            self.ours.optimizer.add_param_group({"params": list(self.ours.model.late.parameters())})
+        if before:
+            self.open_scheduler()
+        self.ours.model.load_state_dict(saved["model"])
+        self.ours.optimizer.load_state_dict(saved["optimizer"])
+        if not before:
+            self.open_scheduler()
+
+    @rule(keeps_scheduler=st.booleans())
+    def continue_with_copies(self, keeps_scheduler: bool) -> None:
+        """Go on with deep copies of model and optimizer; the scheduler is closed before or afterwards."""
+        if not keeps_scheduler:
+            self.scheduler.close()
+        for twin in self.twins:
+            twin.kept.clear()
+            twin.model, twin.optimizer = copy.deepcopy((twin.model, twin.optimizer))
+        if keeps_scheduler:
+            self.scheduler.close()
+        self.open_scheduler()
+
+    @rule(iteration=ITERATIONS, reopens_at_once=st.booleans())
+    def close_scheduler(self, iteration: Iteration, reopens_at_once: bool) -> None:
+        self.scheduler.close()
+        self.ours.scheduler = None
+        if not reopens_at_once:
+            self.iterate(iteration)
+        self.open_scheduler()
+
+    # ---- what must be equal ------------------------------------------------------------------------------------------
 
     @rule()
     def states_are_equal(self) -> None:
-        plain, ours = self.plain_optimizer.state, self.optimizer.state
-        for p, q in zip(self.plain.parameters(), self.model.parameters(), strict=True):
+        plain, ours = self.plain.optimizer.state, self.ours.optimizer.state
+        for p, q in zip(self.plain.model.parameters(), self.ours.model.parameters(), strict=True):
             one, other = plain.get(p) or {}, ours.get(q) or {}
             assert set(one) - {"master"} == set(other) - {"master"}
             for key in one:
@@ -236,70 +418,35 @@ class OverlappedRun(RuleBasedStateMachine):
                 assert same_bits(bits(one.get("master", p)), bits(other["master"]))
 
     @rule()
-    def evaluate(self) -> None:
-        inputs = torch.ones(2, 8, dtype=self.dtype)
-        with torch.no_grad():
-            assert same_bits(bits(self.plain(inputs, True)), bits(self.model(inputs, True)))
-
-    @rule(before=st.booleans())
-    def continue_from_disk(self, before: bool) -> None:
-        """Load what was saved into a fresh model and optimizer, with a scheduler from before or after the loading."""
-        file = io.BytesIO()
-        torch.save({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}, file)
-        file.seek(0)
-        saved: dict[str, Any] = torch.load(file, weights_only=True)
-        self.scheduler.close()
-        self.model, optimizer = build(self.dtype, 1, 1.0)
-        optimizer.max_grad_norm = self.optimizer.max_grad_norm
-        self.optimizer = optimizer
-        if before:
-            self.open_scheduler()
-        self.model.load_state_dict(saved["model"])
-        self.optimizer.load_state_dict(saved["optimizer"])
-        if not before:
-            self.open_scheduler()
-
-    @rule(reopens_at_once=st.booleans())
-    def close_scheduler(self, reopens_at_once: bool) -> None:
-        self.scheduler.close()
-        if not reopens_at_once:
-            for model, optimizer in ((self.plain, self.plain_optimizer), (self.model, self.optimizer)):
-                self.backward(model, 5, 1.0, True, False)
-                optimizer.step()
-                optimizer.zero_grad()
-        self.open_scheduler()
-
-    @rule(gpu_buckets=st.sampled_from([0, 1, 3, 10**6]), bucket_numel=st.sampled_from([1, 100, 10**6]))
-    def place(self, gpu_buckets: int, bucket_numel: int) -> None:
-        """Move state between host and device."""
-        can_keep = self.scheduler._device.can_update
-        self.scheduler.place(gpu_buckets=gpu_buckets if can_keep else None, bucket_numel=bucket_numel)
+    def gradients_are_equal(self) -> None:
+        for (name, p), q in zip(self.plain.model.named_parameters(), self.ours.model.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None), name
+            assert p.grad is None or are_same(p.grad, q.grad), name
 
     @rule()
-    def synchronize(self) -> None:
-        self.scheduler.synchronize()
-        self.models_are_equal()
+    def evaluate(self) -> None:
+        with torch.no_grad():
+            assert are_same(*(twin.model(torch.ones(2, 8), True) for twin in self.twins))
 
     @rule()
     def state_dicts_are_equal(self) -> None:
-        one, other = self.plain.state_dict(), self.model.state_dict()
-        assert all(same_bits(bits(one[name]), bits(other[name])) for name in one)
+        assert are_same(*(dict(twin.model.state_dict()) for twin in self.twins))
 
     @invariant()
-    def parameters_can_be_read(self) -> None:
-        if hasattr(self, "model") and not self.options["overlap_forward"]:
-            self.models_are_equal()
-
     def models_are_equal(self) -> None:
-        for (name, p), q in zip(self.plain.named_parameters(), self.model.parameters(), strict=True):
-            assert same_bits(bits(p), bits(q)), name
+        """Always: nothing that was speculated shows before the plain twin has it."""
+        if hasattr(self, "ours"):
+            for (name, p), q in zip(self.plain.model.named_parameters(), self.ours.model.parameters(), strict=True):
+                assert same_bits(bits(p), bits(q)), name
 
     def teardown(self) -> None:
         try:
-            if hasattr(self, "scheduler"):
+            if hasattr(self, "ours") and sys.exc_info()[0] is None:  # or it would hide what went wrong
                 self.states_are_equal()
+                self.gradients_are_equal()
                 self.scheduler.close()
                 self.states_are_equal()
+                self.gradients_are_equal()
                 self.models_are_equal()
         finally:
             faulthandler.cancel_dump_traceback_later()

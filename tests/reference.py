@@ -47,29 +47,34 @@ def rounded(values: Array, dtype: torch.dtype) -> Array:
 
 @dataclass
 class Parameter:
-    """One parameter's state, flat."""
+    """One parameter's state, flat; `shown` is what the model computes with."""
 
     p: Array
     dtype: torch.dtype
     m: Array = field(init=False)
     v: Array = field(init=False)
     vmax: Array = field(init=False)
+    shown: Array = field(init=False)
     step: int = 0
 
     def __post_init__(self) -> None:
         self.m, self.v, self.vmax = (np.zeros_like(self.p) for _ in range(3))
+        self.show()
 
-    @property
-    def shown(self) -> Array:
-        """What the model computes with."""
-        return rounded(self.p, self.dtype)
+    def show(self) -> None:
+        """Let the model compute with the rounded master."""
+        self.shown = rounded(self.p, self.dtype)
 
     def write(self, where: Array, values: Array) -> None:
-        """Write to the model's parameter from outside: only elements whose shown bits change are adopted."""
-        new = rounded(values.astype(self.p.dtype), self.dtype)
+        """Write to the model's parameter from outside; what is undone before somebody adopts it was never written."""
+        self.shown = np.where(where, rounded(values.astype(self.p.dtype), self.dtype), self.shown)
+
+    def adopt(self) -> None:
+        """Take over the elements of the model's parameter that are not the rounded master."""
         bits = np.int64 if self.p.dtype == np.float64 else np.int32
-        changed = where & (self.shown.view(bits) != new.view(bits)) & ~(np.isnan(self.shown) & np.isnan(new))
-        self.p = np.where(changed, new, self.p)
+        before = rounded(self.p, self.dtype)
+        changed = (before.view(bits) != self.shown.view(bits)) & ~(np.isnan(before) & np.isnan(self.shown))
+        self.p = np.where(changed, self.shown, self.p)
 
 
 class Synchronous:
@@ -82,6 +87,8 @@ class Synchronous:
         self, gradients: Mapping[int, Array], hyper: Sequence[Hyperparameters], max_norm: float | None
     ) -> tuple[StepKind, float]:
         """Make one step with flat gradients by position; return its kind and norm."""
+        for i in gradients:
+            self.parameters[i].adopt()
         sums = [s for i in sorted(gradients) for s in formula.chunk_sums(gradients[i]).tolist()]
         norm = math.sqrt(formula.ordered_sum(np.array(sums, np.float64)))
         if not all(np.isfinite(gradient).all() for gradient in gradients.values()):
@@ -93,4 +100,5 @@ class Synchronous:
             one.step += 1
             k = Coefficients.at_step(hyper[i], one.step, clip, double=one.p.dtype == np.float64)
             one.p, one.m, one.v, one.vmax = formula.adam_formula(k, gradient, one.m, one.v, one.vmax, one.p)
+            one.show()
         return (StepKind.COMMITTED if clip == 1.0 else StepKind.CLIPPED), norm

@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from superadam import GradScaler, OffloadScheduler, SpeculativeCPUAdam
-from superadam.admission import LINK_DTYPES, check_count, check_link_dtype, check_model, check_scaler
+from superadam import OffloadScheduler, SpeculativeCPUAdam
+from superadam.admission import LINK_DTYPES, check_count, check_link_dtype, check_model
 
 
 def refused(error: type[Exception], sentence: str, check: Any, *arguments: Any, **options: Any) -> None:
@@ -43,6 +43,12 @@ def test_least_count() -> None:
     refused(ValueError, told, check_count, "gpu_buckets", -1, least=0)
 
 
+def test_counts_that_may_not_be_automatic() -> None:
+    check_count("cores", 2, may_be_auto=False)
+    told = "^cores is 'auto', expected an integer of at least 1$"
+    refused(ValueError, told, check_count, "cores", "auto", may_be_auto=False)
+
+
 @pytest.mark.parametrize("value", ["auto", *LINK_DTYPES], ids=str)
 def test_link_dtypes(value: Any) -> None:
     check_link_dtype(value)
@@ -65,16 +71,8 @@ def test_scheduler_refuses_them_before_it_changes_anything(options: dict[str, An
     model = mlp()
     optimizer = adam(model)
     refused(ValueError, f"^{next(iter(options))} is ", OffloadScheduler, optimizer, model, **options)
-    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
     OffloadScheduler(optimizer, model).close()
-
-
-def test_scalers() -> None:
-    check_scaler(None)
-    check_scaler(GradScaler("cpu"))
-    told = r"^grad_scaler is a {}, expected a superadam.GradScaler: torch's looks into .grad$"
-    refused(ValueError, told.format("GradScaler"), check_scaler, torch.amp.GradScaler("cpu"))
-    refused(ValueError, told.format("float"), check_scaler, 65536.0)
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
@@ -84,6 +82,7 @@ def test_models_and_optimizers() -> None:
     model = mlp()
     check_model(adam(model), model)
     check_model(adam(model, max_grad_norm=math.inf), model)
+    check_model(adam(model, max_grad_norm=None), model)  # as torch's, which has no limit
     check_model(adam(model), nn.Sequential())  # the parameters are those of the optimizer
 
 
@@ -94,12 +93,6 @@ def test_wrong_kinds() -> None:
     refused(TypeError, told.format("Sequential"), check_model, model, adam(model))
     told = "^model is a function, expected the nn.Module whose parameters are optimized$"
     refused(TypeError, told, check_model, adam(model), lambda x: x)
-
-
-def test_limit_must_be_explicit() -> None:
-    model = mlp()
-    told = "^the optimizer has max_grad_norm=None, expected an explicit limit, .* set it, to math.inf for no limit$"
-    refused(ValueError, told, check_model, adam(model, max_grad_norm=None), model)
 
 
 # ---- several ranks ---------------------------------------------------------------------------------------------------
@@ -133,7 +126,7 @@ def test_several_ranks_without_sharded_parameters_are_refused(two_ranks: None) -
     )
     refused(RuntimeError, told, check_model, optimizer, model)
     refused(RuntimeError, told, OffloadScheduler, optimizer, model)
-    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("placements", [[Shard(0)] * 3, [Replicate()] * 3, [Shard(0)]], ids=str)

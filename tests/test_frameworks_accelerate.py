@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from frameworks import Predictor, Result, Run, Sentences, Training, adamw, alone, compare, dtypes
+from frameworks import Predictor, Run, Sentences, Training, adamw, alone, compare, dtypes
 from torch import Tensor
 from torch.utils.data import DataLoader
+from visible import bits
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")]
 
@@ -26,31 +28,34 @@ def _alone() -> Iterator[None]:
 # ---- Accelerate ------------------------------------------------------------------------------------------------------
 
 
+def fresh(**options: Any) -> Accelerator:
+    """Return an Accelerator with options of its own; a process has otherwise those of its first one."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    return Accelerator(cpu=True, **options)
+
+
 def accelerated(dtype: torch.dtype, clip: str, size: float = math.inf, **options: Any) -> Training:
     """Return a loop as Accelerate documents it."""
 
-    def train(run: Run) -> Result:
-        AcceleratorState._reset_state(reset_partial_state=True)  # a process has one otherwise, with one precision
-        GradientState._reset_state()
-        accelerator = Accelerator(cpu=True, **options)
+    def train(run: Run) -> None:
+        accelerator = fresh(**options)
         optimizer = adamw(plain := Predictor(dtype))
         model, wrapped, batches = accelerator.prepare(plain, optimizer, DataLoader(Sentences(), batch_size=2))
         run.open(wrapped.optimizer, model)
-        logged: list[dict[str, Any]] = []
         for _ in range(2):
             for batch in batches:
                 with accelerator.accumulate(model):
                     loss = model(batch)
                     accelerator.backward(loss)
-                    logged.append({"loss": loss.detach()})
+                    run.logged.append({"loss": loss.detach()})
                     if accelerator.sync_gradients and clip == "norm":
                         norm = accelerator.clip_grad_norm_(model.parameters(), size)
-                        logged[-1]["norm"] = norm.item()
+                        run.logged[-1]["norm"] = norm.item()
                     elif accelerator.sync_gradients and clip == "value":
                         accelerator.clip_grad_value_(model.parameters(), size)
                     wrapped.step()
                     wrapped.zero_grad()
-        return Result(optimizer, logged)
 
     return train
 
@@ -83,33 +88,56 @@ def test_mixed_precision() -> None:
     compare(accelerated(torch.float32, "norm", 0.5, mixed_precision="bf16"), torch.float32)
 
 
+def test_states_that_are_saved_and_loaded(tmp_path: Path) -> None:
+    """Training goes on from what was saved, while the scheduler stays open."""
+
+    def train(run: Run) -> None:
+        accelerator = fresh()
+        optimizer = adamw(plain := Predictor(torch.bfloat16))
+        model, wrapped, batches = accelerator.prepare(plain, optimizer, DataLoader(Sentences(), batch_size=2))
+        run.open(wrapped.optimizer, model)
+        for epoch in range(3):
+            for batch in batches:
+                loss = model(batch)
+                accelerator.backward(loss)
+                run.logged.append({"loss": loss.detach()})
+                wrapped.step()
+                wrapped.zero_grad()
+            if epoch == 0:
+                accelerator.save_state(str(tmp_path))
+            if epoch == 1:
+                accelerator.load_state(str(tmp_path))
+        losses = [bits(entry["loss"]) for entry in run.logged]
+        assert losses[7:14] == losses[14:]
+
+    compare(train)
+
+
 # ---- loss scaling ----------------------------------------------------------------------------------------------------
 
 
 def scaled(dtype: torch.dtype, use: str, growth: float) -> Training:
     """Return a loop with a scale that grows every two steps, until a loss is Inf in the fifth."""
 
-    def train(run: Run) -> Result:
+    def train(run: Run) -> None:
         optimizer = adamw(model := Predictor(dtype))
         run.open(optimizer, model)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_factor=growth, growth_interval=2)
-        logged: list[dict[str, Any]] = []
         for index, batch in enumerate(DataLoader(Sentences(20), batch_size=2)):
             loss: Tensor = model(batch) * (math.inf if index == 4 else 1.0)
             scaler.scale(loss).backward()
-            logged.append({"loss": loss.detach()})
+            run.logged.append({"loss": loss.detach()})
             if use != "step":
                 scaler.unscale_(optimizer)
             if use == "clip":
-                logged[-1]["norm"] = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.2)
+                run.logged[-1]["norm"] = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.2)
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-            logged[-1]["scale"] = scaler.get_scale()
-        scales = [entry["scale"] for entry in logged]
+            run.logged[-1]["scale"] = scaler.get_scale()
+        scales = [entry["scale"] for entry in run.logged]
         assert scales[3] > scales[1] > scales[0]
         assert scales[4] < scales[3] < scales[-1] * growth**2
-        return Result(optimizer, logged)
 
     return train
 

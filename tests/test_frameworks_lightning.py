@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import lightning
 import pytest
 import torch
-from frameworks import Predictor, Result, Run, Sentences, Training, adamw, alone, compare, dtypes, everything_in
+from frameworks import (
+    Predictor,
+    Run,
+    Sentences,
+    Training,
+    adamw,
+    alone,
+    assert_same,
+    compare,
+    dtypes,
+    everything_in,
+)
+from lightning.pytorch.callbacks import BaseFinetuning, EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
+
+from superadam import SpeculativeCPUAdamW
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")]
 
@@ -34,17 +49,21 @@ class Module(lightning.LightningModule):
     def __init__(self, dtype: torch.dtype, *, norms: bool = False) -> None:
         super().__init__()
         self.model = Predictor(dtype)
-        self.optimizer = adamw(self.model)
+        self.optimizer: SpeculativeCPUAdamW | None = adamw(self.model)
         self.norms = norms
         self.logged: list[dict[str, Any]] = []
 
     def configure_optimizers(self) -> Optimizer:
+        assert self.optimizer is not None
         return self.optimizer
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         loss: Tensor = self.model(batch)
         self.logged.append({"loss": loss.detach()})
         return loss
+
+    def validation_step(self, batch: Tensor, index: int) -> None:
+        self.logged.append({"validation": self.model(batch)})
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         if self.norms:
@@ -95,17 +114,25 @@ class Limiting(Manual):
         return loss
 
 
-def fitted(module: Module, run: Run, **options: Any) -> Result:
+def fitted(module: Module, run: Run, *, resume: str | None = None, **options: Any) -> None:
     """Train with a scheduler open around all that Lightning does, before training and after it."""
-    run.open(module.optimizer, module)
+    if module.optimizer is not None:
+        run.open(module.optimizer, module)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    trainer = lightning.Trainer(accelerator="cpu", max_epochs=2, enable_checkpointing=False, **quiet, **options)
-    trainer.fit(module, DataLoader(Sentences(), batch_size=2))
-    return Result(module.optimizer, module.logged)
+    chosen = {"max_epochs": 2, "enable_checkpointing": False, "num_sanity_val_steps": 0, **quiet, **options}
+    batches = DataLoader(Sentences(), batch_size=2)
+    lightning.Trainer(accelerator="cpu", **chosen).fit(module, batches, batches, ckpt_path=resume)
+    run.logged += module.logged
 
 
-def automatic(dtype: torch.dtype, *, norms: bool = False, **options: Any) -> Training:
-    return lambda run: fitted(Module(dtype, norms=norms), run, **options)
+def automatic(
+    dtype: torch.dtype, *, norms: bool = False, callback: Callable[[], lightning.Callback] | None = None, **options: Any
+) -> Training:
+    def train(run: Run) -> None:
+        callbacks = [callback()] if callback else []
+        fitted(Module(dtype, norms=norms), run, callbacks=callbacks, **options)
+
+    return train
 
 
 @dtypes
@@ -166,8 +193,111 @@ def test_our_own_limit_through_what_lightning_hands_out(dtype: torch.dtype, way:
 
 
 def test_both_ways_of_setting_our_limit_are_one() -> None:
-    ways = [
+    ways: list[dict[str, Any]] = [
         everything_in(lambda run, way=way: fitted(Limiting(torch.bfloat16, way), run), scheduled=True)
         for way in ("attribute", "method")
     ]
     assert ways[0].items() <= ways[1].items()
+
+
+def test_weights_that_are_averaged() -> None:
+    """They take the place of those that are trained while these are validated, and at the end."""
+    compare(automatic(torch.bfloat16, callback=lambda: EMAWeightAveraging(decay=0.5)))
+
+
+class Unfreezing(BaseFinetuning):
+    """Trains the first layers from the second epoch on."""
+
+    def freeze_before_training(self, module: Any) -> None:
+        self.freeze([module.model.embedding, module.model.blocks[0]])
+
+    def finetune_function(self, module: Any, epoch: int, optimizer: Optimizer) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group([module.model.embedding, module.model.blocks[0]], optimizer)
+
+
+class Late(Module):
+    """Makes its optimizer when Lightning asks for one, and opens the scheduler when training begins."""
+
+    def __init__(self, dtype: torch.dtype, run: Run) -> None:
+        super().__init__(dtype)
+        self.optimizer = None
+        self.run = run
+
+    def configure_optimizers(self) -> Optimizer:
+        self.optimizer = adamw(self.model)
+        return self.optimizer
+
+    def on_train_start(self) -> None:
+        assert self.optimizer is not None
+        self.run.open(self.optimizer, self)
+
+
+@dtypes
+def test_layers_that_are_trained_later(dtype: torch.dtype) -> None:
+    seen = compare(lambda run: fitted(Late(dtype, run), run, callbacks=[Unfreezing()]), dtype)
+    assert sum(name.startswith("parameter") for name in seen) == 15
+
+
+def test_resumption(tmp_path: Path) -> None:
+    """A checkpoint is continued alike, whether or not a scheduler was at work before or is now."""
+    wholes = []
+    for saved in (False, True):
+        folder = tmp_path / str(saved)
+
+        def whole(run: Run, folder: Path = folder) -> None:
+            saving = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
+            fitted(Module(torch.bfloat16), run, callbacks=[saving], enable_checkpointing=True)
+            del run.logged[:14]
+
+        wholes.append(everything_in(whole, scheduled=saved, accepts=True))
+        for scheduled in (False, True):
+            resumed = everything_in(
+                lambda run, folder=folder: fitted(Module(torch.bfloat16), run, resume=str(folder / "epoch=0.ckpt")),
+                scheduled=scheduled,
+                accepts=True,
+            )
+            assert_same(wholes[0], resumed)
+    assert_same(*wholes)
+
+
+class Rivals(lightning.LightningModule):
+    """Two models with an optimizer each; the second is trained on what the first one makes of a batch."""
+
+    optimizer = None  # there are two, which are made late
+
+    def __init__(self, dtype: torch.dtype, run: Run) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.run = run
+        self.models = torch.nn.ModuleList([Predictor(dtype), Predictor(dtype)])
+        self.logged: list[dict[str, Any]] = []
+
+    def configure_optimizers(self) -> tuple[Optimizer, Optimizer]:
+        first, second = map(adamw, self.models)
+        return first, second
+
+    def on_train_start(self) -> None:
+        for optimizer, model in zip(self.optimizers(use_pl_optimizer=False), self.models, strict=True):
+            self.run.open(optimizer, model)
+
+    def training_step(self, batch: Tensor, index: int) -> None:
+        first, second = self.optimizers()
+        for optimizer, sign in ((first, 1.0), (second, -1.0)):
+            with optimizer.toggle_model():
+                losses = [model(batch) for model in self.models]
+                loss = losses[0] * sign + losses[1]
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                self.clip_gradients(optimizer, gradient_clip_val=1.2)
+                optimizer.step()
+                self.logged.append({"loss": loss.detach()})
+
+    def validation_step(self, batch: Tensor, index: int) -> None: ...
+
+
+@dtypes
+def test_two_optimizers(dtype: torch.dtype) -> None:
+    """Each has a scheduler, and freezes the other's parameters while it is at work."""
+    seen = compare(lambda run: fitted(Rivals(dtype, run), run), dtype)
+    assert sum(name.startswith("parameter 1") for name in seen) == 15

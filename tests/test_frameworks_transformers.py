@@ -10,7 +10,6 @@ import pytest
 import torch
 from frameworks import (
     VOCABULARY,
-    Result,
     Run,
     Sentences,
     Training,
@@ -24,7 +23,7 @@ from frameworks import (
 )
 from torch import Tensor, nn
 from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")]
 
@@ -73,41 +72,53 @@ class Closing(Opening):
         self.run.close()
 
 
+class Editing(Opening):
+    """Looks at gradients before a step, and edits some of them."""
+
+    def on_pre_optimizer_step(self, _: Any, state: TrainerState, *__: Any, model: nn.Module, **___: Any) -> None:
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+        self.run.logged.append({name: gradient.norm() for name, gradient in gradients.items() if gradient is not None})
+        if state.global_step % 4 == 2:
+            first, second, third = list(model.parameters())[1:4]
+            first.grad *= 3  # type: ignore[operator]
+            second.grad[0] = 0.5  # type: ignore[index]
+            third.grad = None
+
+
 class Around(TrainerCallback):
-    """Leaves it to others to open the scheduler: who does so around all that the Trainer does."""
+    """Leaves it to others to open the scheduler, around all that the Trainer does."""
 
     def __init__(self, run: Run) -> None: ...
 
 
-def training(
+def prepared(
+    run: Run,
     folder: Path,
     dtype: torch.dtype,
     *,
     model: dict[str, Any] | None = None,
-    resume: str | None = None,
     callback: type[TrainerCallback] = Opening,
     **arguments: Any,
-) -> Training:
-    """Return a run of the Trainer."""
+) -> Trainer:
+    """Return a Trainer with a learning rate that declines."""
     quiet = {"report_to": [], "disable_tqdm": True, "use_cpu": True}
     often = {"per_device_train_batch_size": 2, "num_train_epochs": 2, "logging_steps": 1}
-    chosen = {"save_strategy": "no", **quiet, **often, **arguments}
+    chosen = TrainingArguments(str(folder), **{"save_strategy": "no", **quiet, **often, **arguments})
+    trained = llama(dtype, **(model or {}))
+    optimizer = adamw(trained)
+    if callback is Around:
+        run.open(optimizer, trained)
+    data = {"train_dataset": Examples(), "eval_dataset": Examples(4)}
+    return Trainer(trained, chosen, **data, optimizers=(optimizer, None), callbacks=[callback(run)])
 
-    def train(run: Run) -> Result:
-        trained = llama(dtype, **(model or {}))
-        optimizer = adamw(trained)
-        trainer = Trainer(
-            trained,
-            TrainingArguments(str(folder), **chosen),
-            train_dataset=Examples(),
-            eval_dataset=Examples(4),
-            optimizers=(optimizer, None),
-            callbacks=[callback(run)],
-        )
-        if callback is Around:
-            run.open(optimizer, trained)
+
+def training(folder: Path, dtype: torch.dtype, *, resume: str | None = None, **options: Any) -> Training:
+    """Return a run of the Trainer."""
+
+    def train(run: Run) -> None:
+        trainer = prepared(run, folder, dtype, **options)
         trainer.train(resume_from_checkpoint=resume)
-        return Result(optimizer, history(trainer.state.log_history))
+        run.logged += history(trainer.state.log_history)
 
     return train
 
@@ -160,6 +171,38 @@ def test_autocast(tmp_path: Path) -> None:
 
 def test_scheduler_that_was_open_before(tmp_path: Path) -> None:
     compare(training(tmp_path, torch.bfloat16, callback=Around))
+
+
+def test_gradients_that_a_callback_edits(tmp_path: Path) -> None:
+    compare(training(tmp_path, torch.bfloat16, callback=Editing, max_grad_norm=0.0))
+
+
+@pytest.mark.parametrize("place", ["on_pre_optimizer_step", "on_substep_end", "on_optimizer_step", "on_step_end"])
+def test_training_that_goes_on_after_an_interruption(tmp_path: Path, place: str) -> None:
+    """The scheduler stays open, and what is left in `.grad` counts as it would without."""
+
+    class Interrupting(TrainerCallback):
+        def stop(self, _: Any, state: TrainerState, *__: Any, **___: Any) -> None:
+            if state.global_step == 2 and not self.stopped:
+                self.stopped = True
+                raise KeyboardInterrupt
+
+        stopped = False
+
+    setattr(Interrupting, place, Interrupting.stop)
+
+    def train(run: Run) -> None:
+        interrupting = Interrupting()
+        accumulating = {"gradient_accumulation_steps": 2, "max_grad_norm": 2.0}
+        trainer = prepared(run, tmp_path, torch.bfloat16, callback=Around, **accumulating)
+        trainer.add_callback(interrupting)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+        assert interrupting.stopped
+        trainer.train()
+        run.logged += history(trainer.state.log_history)
+
+    compare(train)
 
 
 def test_norms_that_are_rarely_logged(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from frameworks import Result, Run, Training, adamw, alone, compare, dtypes, history
+from frameworks import Run, Training, adamw, alone, compare, dtypes, history
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
@@ -70,12 +70,11 @@ def adapted(base: torch.dtype, adapters: torch.dtype) -> nn.Module:
     return model
 
 
-def result(trainer: Trainer, run: Run) -> Result:
+def trained(trainer: Trainer, run: Run) -> None:
     """Train with a scheduler that is opened when training begins."""
     trainer.add_callback(Opening(run))
-    optimizer = trainer.optimizer
     trainer.train()
-    return Result(optimizer, history(trainer.state.log_history))
+    run.logged += history(trainer.state.log_history)
 
 
 QUIET = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "save_strategy": "no"}
@@ -86,12 +85,12 @@ def fine_tuned(folder: Path, make: Any, **arguments: Any) -> Training:
     """Return supervised fine-tuning as TRL does it, of what `make` returns."""
     from datasets import Dataset  # it looks at the environment, which `frameworks` prepares
 
-    def train(run: Run) -> Result:
+    def train(run: Run) -> None:
         model = make()
         chosen = SFTConfig(str(folder), **{"bf16": False, "max_grad_norm": 2.5, **QUIET, **OFTEN, **arguments})
         data = Dataset.from_dict({"text": texts()})
         optimizers = (adamw(model), None)
-        return result(SFTTrainer(model, chosen, None, data, processing_class=tokenizer(), optimizers=optimizers), run)
+        trained(SFTTrainer(model, chosen, None, data, processing_class=tokenizer(), optimizers=optimizers), run)
 
     return train
 
@@ -133,10 +132,10 @@ class Examples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 def test_trainer_with_adapters(
     tmp_path: Path, base: torch.dtype, adapters: torch.dtype, accumulation: int, checkpointing: bool
 ) -> None:
-    def train(run: Run) -> Result:
+    def train(run: Run) -> None:
         model = adapted(base, adapters)
         steps = {"gradient_accumulation_steps": accumulation, "gradient_checkpointing": checkpointing}
         arguments = TrainingArguments(str(tmp_path), **{**QUIET, **OFTEN, **steps})
-        return result(Trainer(model, arguments, train_dataset=Examples(), optimizers=(adamw(model), None)), run)
+        trained(Trainer(model, arguments, train_dataset=Examples(), optimizers=(adamw(model), None)), run)
 
     compare(train, adapters)

@@ -7,10 +7,12 @@ import gc
 import io
 import itertools
 import pickle
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -869,6 +871,32 @@ def test_data_of_an_alias_is_its_own() -> None:
     assert results[0] == results[1]
 
 
+def test_aliases_keep_the_memory_that_data_replaces() -> None:
+    results = []
+    for module in pair():
+        parameter = weight(module)
+        same, alias, kept = parameter.grad, parameter.grad.detach(), parameter.grad.data
+        parameter.grad.add_(1)
+        parameter.grad.data = torch.ones(8, 6)
+        alias.mul_(2)
+        results.append(bits([same, alias, kept, parameter.grad]))
+    assert results[0] == results[1]
+
+
+def test_operands_are_only_read() -> None:
+    both = pair()
+    for module in both:
+        bias, last = module.get_parameter("0.bias"), module.get_parameter("2.weight")
+        assert bias.grad is not None
+        assert last.grad is not None
+        bias.grad.add_(last.grad.sum(0))
+        torch._foreach_mul_([bias.grad], [last.grad.sum(0)])
+        torch._foreach_addcmul_([bias.grad], [bias.grad], [module.get_parameter("0.bias").grad], 2.0)
+        weight(module).grad.mul_(last.grad.norm())
+    both.check()
+    assert both.handles() == 3
+
+
 # -- traps -------------------------------------------------------------------------------------------------------------
 
 CONVERSIONS: dict[str, Callable[[nn.Module], nn.Module]] = {
@@ -923,6 +951,7 @@ def test_gradient_moves_with_a_swapped_parameter(swap: bool) -> None:
     assert results[0] == results[1]
 
 
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 def test_memory_is_the_gradient_itself() -> None:
     for use in (
         lambda g: g.data_ptr(),
@@ -956,10 +985,15 @@ def test_code_in_cpp_that_wants_memory_gets_an_error() -> None:
     assert taken_of(parameter.grad) is not None
 
 
-def test_storage_gives_back_unless_a_compiler_looks() -> None:
+def test_storage_gives_back_unless_a_compiler_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     parameter, _owner, _taken = handle_for(torch.tensor([1.0, 2.0]))
     gradient: Any = parameter.grad
     with torch._guards.tracing(torch._guards.TracingContext(None)):
+        gradient.untyped_storage()
+        assert taken_of(gradient) is not None
+    with monkeypatch.context() as patch:
+        collecting = SimpleNamespace(compiled_autograd_enabled=True)
+        patch.setitem(sys.modules, "torch._dynamo.compiled_autograd", collecting)
         gradient.untyped_storage()
         assert taken_of(gradient) is not None
     gradient.untyped_storage()
@@ -1053,6 +1087,7 @@ def test_product_with_another_handle_is_not_recorded() -> None:
     assert taken_of(scalar.grad) is not None
 
 
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
 def test_graph_of_gradients_is_not_taken() -> None:
     both = pair()
     for module in both:
@@ -1254,18 +1289,7 @@ def test_check_for_infinity_looks_at_the_rounded_sum() -> None:
     assert found.item() == 1
 
 
-# -- compilers and processes -------------------------------------------------------------------------------------------
-
-
-def test_compiled_autograd_does_not_change_gradients_under_itself() -> None:
-    torch._dynamo.reset()
-    both = pair(with_gradients=False)
-    for _ in range(2):
-        for module in both:
-            with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
-                backward(module)
-        both.check()
-    torch._dynamo.reset()
+# -- distributed tensors -----------------------------------------------------------------------------------------------
 
 
 def test_local_gradients_of_distributed_tensors() -> None:

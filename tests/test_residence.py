@@ -109,9 +109,7 @@ class Household:
         states, table, gradients = [self.states[row] for row in rows], CoefficientTable(), []
         indices = []
         for row, state in zip(rows, states, strict=True):
-            state.create_state()
-            if hyper.amsgrad and state.max_exp_avg_sq is None:
-                state.create_max()
+            state.create_state(with_max=hyper.amsgrad)
             random = random_array(np.random.default_rng([self.made, row]), state.shape.numel(), kind, np.float64)
             gradients.append(torch.empty_strided(state.shape, state.strides, dtype=state.parameter_dtype))
             gradients[-1].copy_(torch.from_numpy(random).reshape(state.shape))
@@ -289,7 +287,7 @@ def test_moments_that_came_without_a_master(device: Device) -> None:
     house.residence.bring_home()
     for state, one in zip(house.states, house.reference.parameters, strict=True):
         state.master = None
-        state.create_state()
+        state.create_state(with_max=False)
         one.p = flat(state.parameter, state.parameter)
     house.step()
     house.residence.bring_home()
@@ -403,7 +401,7 @@ def test_step_that_fails_changes_nothing(device: Device, fails: str, begins: str
     house.check_home()
 
 
-def test_state_made_for_a_step_that_fails_can_be_dropped(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_made_for_a_step_that_fails_can_be_made_anew(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     house = Household([torch.randn(5)], device)
     states, gradients, indices, sets = house.job([0], HYPER)
 
@@ -414,7 +412,7 @@ def test_state_made_for_a_step_that_fails_can_be_dropped(device: Device, monkeyp
         patch.setattr(device, "update", failing)
         with pytest.raises(PlantedError):
             house.residence.update(states, gradients, indices, sets)
-    states[0].forget_provisional()
+    states[0].master = states[0].exp_avg = states[0].exp_avg_sq = None
     house.residence.bring_home()
     with torch.no_grad():
         states[0].parameter.fill_(2.0)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 from children import exit_code_of_child
-from overlap import PlantedError
+from overlap import PlantedError, end_thread
 
 from superadam.worker import ThreadWorker, WorkerError
 
@@ -79,7 +79,9 @@ def test_failure_is_raised_once_with_its_cause_and_discards_what_was_queued(work
     worker.submit(wait_then_fail)
     worker.submit(lambda: ran.append(1))
     gate.set()
-    with pytest.raises(WorkerError, match="worker failed with PlantedError: planted; the open step was dropped") as one:
+    with pytest.raises(
+        WorkerError, match="worker failed with PlantedError: planted; nothing was changed, and the "
+    ) as one:
         worker.drain()
     assert isinstance(one.value.__cause__, PlantedError)
     assert not ran
@@ -88,20 +90,57 @@ def test_failure_is_raised_once_with_its_cause_and_discards_what_was_queued(work
     assert ran == [2]
 
 
-def test_failure_is_raised_by_the_next_submit(worker: ThreadWorker) -> None:
-    worker.submit(fail)
+def test_jobs_after_a_failure_are_discarded_until_it_is_told(worker: ThreadWorker) -> None:
+    """Backward goes on: whoever submits has nothing to do with it."""
     ran: list[int] = []
-
-    def keep_submitting() -> None:
-        for _ in range(500):
-            worker.submit(lambda: None)
-            time.sleep(0.01)
-
-    with pytest.raises(WorkerError, match="planted"):
-        keep_submitting()
+    worker.submit(fail)
+    for _ in range(500):
+        if worker._error is not None:
+            break
+        time.sleep(0.01)
     worker.submit(lambda: ran.append(1))
+    assert worker.is_idle
+    with pytest.raises(WorkerError, match="planted"):
+        worker.drain()
+    assert not ran
+    worker.submit(lambda: ran.append(2))
     worker.drain()
-    assert ran == [1]
+    assert ran == [2]
+
+
+def test_idle_is_who_has_neither_a_job_nor_one_under_way(worker: ThreadWorker) -> None:
+    gate, started = threading.Event(), threading.Event()
+    assert worker.is_idle
+
+    def wait() -> None:
+        started.set()
+        assert gate.wait(5)
+
+    worker.submit(wait)
+    assert not worker.is_idle
+    assert started.wait(5)
+    assert not worker.is_idle
+    gate.set()
+    worker.drain()
+    assert worker.is_idle
+
+
+@pytest.mark.parametrize("with_job", [False, True], ids=["asleep", "at a job"])
+def test_thread_that_has_ended_is_noticed_instead_of_waited_for(worker: ThreadWorker, with_job: bool) -> None:
+    """Every time that it is waited for; what it was to do is forgotten."""
+    end_thread(worker, with_job=with_job)
+    ran: list[int] = []
+    for _ in range(2):
+        worker.submit(lambda: ran.append(1))
+        begin = time.perf_counter()
+        with pytest.raises(WorkerError, match="its thread has ended; make a new OffloadScheduler"):
+            worker.drain()
+        assert time.perf_counter() - begin < 3.0
+        assert worker.is_idle
+        worker.drain()  # nothing is asked of it
+    worker.wake()
+    worker.close()
+    assert with_job or not ran
 
 
 @pytest.mark.parametrize("error", [SystemExit(), KeyboardInterrupt(), MemoryError()])

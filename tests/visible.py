@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from superadam.gradient_handle import taken_of
+
 Bits = tuple[str, tuple[int, ...], bytes]
 
 
 def bits(tensor: Tensor) -> Bits:
     """Return dtype, shape and bytes of a tensor; NaN equals NaN whatever its payload, +0 and -0 differ."""
-    values = tensor.detach().cpu().reshape(-1).clone()
+    values = tensor.detach().clone().cpu().reshape(-1)  # the clone first: a view of a taken gradient gives it back
     if values.is_floating_point():
         values[values.isnan()] = float("nan")
     return str(tensor.dtype), tuple(tensor.shape), values.view(torch.uint8).numpy().tobytes()
@@ -80,12 +82,24 @@ def give_gradients(optimizer: Optimizer, seed: int, size: float = 1.0) -> None:
             one.grad = gradient
 
 
-def train(optimizer: Any, seed: int, size: float = 1.0, *, speculative: bool = False) -> None:
-    """Make one step with the gradients of this seed, in one or in two parts."""
+def are_taken(optimizer: Optimizer) -> list[bool]:
+    """Return of every gradient in `.grad` whether the optimizer has taken it."""
+    return [taken_of(one.grad) is not None for one in parameters_of(optimizer) if one.grad is not None]
+
+
+def speculate(optimizer: Any, seed: int, size: float = 1.0) -> None:
+    """Speculate on the gradients of this seed, all of which are taken."""
     give_gradients(optimizer, seed, size)
+    optimizer.speculate()
+    assert all(are_taken(optimizer)) or torch.is_inference_mode_enabled()
+
+
+def train(optimizer: Any, seed: int, size: float = 1.0, *, speculative: bool = False) -> None:
+    """Make one step with the gradients of this seed, in one or in two parts, and drop them."""
     if speculative:
-        optimizer.speculate()
+        speculate(optimizer, seed, size)
         optimizer.resolve()
     else:
+        give_gradients(optimizer, seed, size)
         optimizer.step()
-        optimizer.zero_grad()
+    optimizer.zero_grad()

@@ -33,7 +33,7 @@ class OverlapResult:
         tokens: in an iteration.
         bucket_numel: elements of a bucket.
         buckets: in an iteration.
-        hook_seconds: that taking the gradients of one bucket cost the training thread.
+        hook_seconds: that taking gradients cost the training thread in an iteration; 0 where all is left to `step()`.
         hidden_share: of the worker's time, see `superadam.OverlapStatistics`.
         threads: of torch and of the kernels.
         comparison: iterations with overlap, against those with a plain step.
@@ -115,7 +115,7 @@ def measure(threads: int, pairs: int, *, tokens: int = 2048, bucket_numel: int =
             tokens=max(1, tokens // SEQ) * SEQ,
             bucket_numel=bucket_numel,
             buckets=statistics.buckets / steps,
-            hook_seconds=statistics.hook_seconds / statistics.buckets,
+            hook_seconds=statistics.hook_seconds / steps,
             hidden_share=statistics.hidden_share,
             threads=threads,
             comparison=comparison,

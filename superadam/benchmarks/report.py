@@ -232,7 +232,7 @@ def notes(
     lines.extend(f"{'; '.join(names)}: {ours}, against {theirs}." for (ours, theirs), names in sides.items())
     lines.extend(
         f"overlapped: forward, backward and step of {row.parameters / 1e6:.1f} M fp32 parameters on the CPU, "
-        f"{row.tokens:,} tokens, {row.buckets:g} buckets, through OffloadScheduler; taking the gradients of a bucket "
+        f"{row.tokens:,} tokens, {row.buckets:g} buckets, through OffloadScheduler; taking the gradients "
         f"cost the training thread {1e6 * row.hook_seconds:.0f} us; {row.hidden_share:.0%} of the optimizer's time was "
         "hidden."
         for row in overlaps

@@ -221,9 +221,9 @@ class CudaDevice(Device):
                 missing += gradient_bytes  # of the step before, where the CPU is slower than backward
             if missing > available:
                 raise MemoryError(
-                    f"gradients, buckets under way and new values without room on the device need {gigabytes(missing)} of "
-                    f"host memory, but {gigabytes(available)} are available; allow this process more memory, train fewer parameters, or "
-                    "let gradients travel in a narrower link_dtype"
+                    f"gradients, buckets under way and new values without room on the device need {gigabytes(missing)} "
+                    f"of host memory, but {gigabytes(available)} are available; allow this process more memory, train "
+                    "fewer parameters, or let gradients travel in a narrower link_dtype"
                 )
         with cores.bound_thread(self._cpus):
             self._pinned.grow(missing, bucket_bytes)

@@ -95,5 +95,5 @@ class PlainDevice(Device):
             if shadow_bytes > available:
                 raise MemoryError(
                     f"the new values of a step need {gigabytes(shadow_bytes)} of host memory until the verdict, but "
-                    f"{gigabytes(available)} are available; allow this process more memory, or train without a scheduler"
+                    f"{gigabytes(available)} are available; allow this process more, or train without a scheduler"
                 )
