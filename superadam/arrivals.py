@@ -43,14 +43,14 @@ class Arrivals:
 
 
 def gather(
-    table: ParameterTable, runs: list[tuple[Hyperparameters, int]], received: Callable[[Tensor], Tensor]
+    table: ParameterTable, runs: list[tuple[Hyperparameters, int]], received: Callable[[Tensor], Tensor] | None = None
 ) -> Arrivals:
     """Return every parameter of a table that has a gradient in `.grad`, with it.
 
     Args:
         table: the parameters.
         runs: hyper-parameters, and how many rows of the table in turn they are for.
-        received: returns what counts of a gradient that was not taken.
+        received: returns what counts of a gradient that was not taken; None where that is itself.
 
     Raises:
         TypeError, ValueError: a gradient does not fit its parameter.
@@ -69,11 +69,13 @@ def gather(
     if has_taken:
         told = [_told(one, state, received) for one, state in zip(every, states, strict=True)]
         return Arrivals(states, told, present_runs)
-    gradients, segments = table.job(table.rows_of(states), [*map(received, every)])
+    gradients, segments = table.job(table.rows_of(states), every if received is None else [*map(received, every)])
     return Arrivals(states, gradients, present_runs, segments)
 
 
-def _told(gradient: Tensor, state: ParameterState, received: Callable[[Tensor], Tensor]) -> Tensor | TakenGradient:
+def _told(
+    gradient: Tensor, state: ParameterState, received: Callable[[Tensor], Tensor] | None
+) -> Tensor | TakenGradient:
     """Return the gradient that a `.grad` stands for."""
     if type(gradient) is GradientHandle:
         taken: TakenGradient = gradient.taken
@@ -81,4 +83,4 @@ def _told(gradient: Tensor, state: ParameterState, received: Callable[[Tensor], 
             state.check_gradient(gradient)
             return taken
         gradient = taken.given
-    return state.host_gradient(received(gradient))
+    return state.host_gradient(gradient if received is None else received(gradient))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -64,8 +64,9 @@ class Overlap(Protocol):
     def catch_up(self) -> None:
         """Return when everything that was taken is speculated on; raise what went wrong there."""
 
-    def as_transferred(self, gradient: Tensor) -> Tensor:
-        """Return a gradient that was not taken as it would be if it had been."""
+    @property
+    def received(self) -> Callable[[Tensor], Tensor] | None:
+        """Returns what counts of a gradient that was not taken, as if it had travelled; None where that is itself."""
 
     def conclude(self, outcome: StepOutcome) -> None:
         """A step has this outcome: let commits begin."""
@@ -159,9 +160,10 @@ class Binding:
         if self.overlap is not None:
             self.overlap.catch_up()
 
-    def as_transferred(self, gradient: Tensor) -> Tensor:
-        """Return a gradient that was not taken as it would be if it had been."""
-        return gradient if self.overlap is None else self.overlap.as_transferred(gradient)
+    @property
+    def received(self) -> Callable[[Tensor], Tensor] | None:
+        """Returns what counts of a gradient that was not taken; None where that is itself."""
+        return None if self.overlap is None else self.overlap.received
 
     def keep_published(self) -> None:
         """Bring what somebody may hold up to date after a step."""

@@ -216,7 +216,7 @@ class SpeculativeCPUAdam(Optimizer):
         """
         transaction = self._binding.bound(self.param_groups)
         limit = self._verdicts.limit_of_next_step
-        arrivals = gather(transaction.table, runs_of(self.param_groups), self._binding.as_transferred)
+        arrivals = gather(transaction.table, runs_of(self.param_groups), self._binding.received)
         with DeferredSignals():  # a step is made wholly or not at all
             outcome = transaction.step(arrivals, self._verdicts.max_grad_norm if limit is None else limit)
             self._verdicts.last_outcome, self._verdicts.limit_of_next_step = outcome, None
@@ -300,7 +300,7 @@ class SpeculativeCPUAdam(Optimizer):
         """
         limit = checked_limit("max_norm", max_norm)
         transaction = self._binding.bound(self.param_groups)
-        arrivals = gather(transaction.table, runs_of(self.param_groups), self._binding.as_transferred)
+        arrivals = gather(transaction.table, runs_of(self.param_groups), self._binding.received)
         norm = transaction.grad_norm(arrivals)
         self._verdicts.limit_of_next_step = limit
         return torch.tensor(norm, dtype=torch.float64, device="cpu")

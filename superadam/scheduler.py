@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import TracebackType
@@ -179,9 +180,10 @@ class OffloadScheduler:
             self._pipeline.abandon()
             raise
 
-    def as_transferred(self, gradient: Tensor) -> Tensor:
-        """Return a gradient that was not taken as it would be if it had travelled."""
-        return self._transfers.narrowed(gradient)
+    @property
+    def received(self) -> Callable[[Tensor], Tensor] | None:
+        """Returns what counts of a gradient that was not taken, as if it had travelled; None where that is itself."""
+        return self._transfers.narrowed if self._transfers.narrows else None
 
     def conclude(self, outcome: StepOutcome) -> None:
         """A step has this outcome: follow the parameters that the optimizer has now, and let commits begin."""

@@ -226,7 +226,8 @@ class Transaction:
             self.table.norm.clear()
         if outcome.kind is not StepKind.SKIPPED:
             with self._timed("update_seconds"):
-                self._make_ready(arrivals.states, arrivals.hyper)
+                with_max = any(hyper.amsgrad for hyper, _ in arrivals.runs)
+                self._make_ready(arrivals.states, arrivals.hyper, with_max=with_max)
                 rows, coefficients = self.table.rows_of(arrivals.states), CoefficientTable()
                 indices = self.table.indices_of_next_step(rows, arrivals.runs, outcome.clip_coefficient, coefficients)
                 self.table.update(rows, segments, coefficients, indices)
@@ -314,7 +315,8 @@ class Transaction:
         """Make the step of parameters in place: nothing is left to commit."""
         if not parts:
             return
-        self._make_ready([part.state for part in parts], (part.hyper for part in parts))
+        with_max = any(part.hyper.amsgrad for part in parts)
+        self._make_ready([part.state for part in parts], (part.hyper for part in parts), with_max=with_max)
         # The device first: it works while we do, and where its memory is short, nothing was changed yet.
         kept = [part for part in parts if part.is_kept]
         here = [part for part in parts if not part.is_kept]
@@ -441,13 +443,13 @@ class Transaction:
             self.table.fingerprints.note(state.row)
             self.table.note_moved(state)
 
-    def _make_ready(self, states: Sequence[ParameterState], hyper: Iterator[Hyperparameters]) -> None:
+    def _make_ready(
+        self, states: Sequence[ParameterState], hyper: Iterable[Hyperparameters], *, with_max: bool
+    ) -> None:
         """Create what a certain step with these hyper-parameters reads and writes."""
-        captured = list(hyper)
-        with_max = any(one.amsgrad for one in set(captured))
         if self.table.are_ready(self.table.rows_of(states), with_max=with_max):
             return
-        for state, one in zip(states, captured, strict=True):
+        for state, one in zip(states, hyper, strict=True):
             if not state.has_state or (one.amsgrad and state.max_exp_avg_sq is None):
                 self.table.bring_home(self.table.rows_of([state]))
                 state.create_state(with_max=one.amsgrad)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -76,17 +77,18 @@ def end_thread(worker: ThreadWorker, *, with_job: bool = False) -> None:
     Args:
         with_job: only at its next job, which it takes along.
     """
-    begin = worker._next
+    begin, entered = worker._next, threading.Event()
 
     def leave() -> Job | None:
-        if with_job:
-            begin()
-            assert worker._running
+        entered.set()
+        while with_job and begin() is None:
+            pass
         raise SystemExit
 
     worker._next = leave  # type: ignore[method-assign]
+    worker.wake()
+    assert entered.wait(5)
     if not with_job:
-        worker.wake()
         worker._thread.join(5)
         assert not worker._thread.is_alive()
 

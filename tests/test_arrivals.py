@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from superadam.arrivals import gather
+from superadam.gradient_handle import GradientHandle, take
 from superadam.hyperparameters import Hyperparameters
 from superadam.parameter import ParameterState
 from superadam.table import ParameterTable, SynchronousDelivery
@@ -23,27 +27,47 @@ def hyper(lr: float) -> Hyperparameters:
     return Hyperparameters.of_group({**group, "decoupled_weight_decay": False})
 
 
-@given(
-    groups=st.lists(st.lists(st.tuples(st.booleans(), st.booleans()), max_size=4), min_size=1, max_size=4),
-    chooses=st.booleans(),
-)
-def test_every_gradient_comes_with_its_parameter_and_group(
-    groups: list[list[tuple[bool, bool]]], chooses: bool
-) -> None:
-    flat = [flags for group in groups for flags in group]
+ABSENT, PLAIN, TAKEN, GIVEN_BACK = range(4)
+"""What a parameter has in `.grad`."""
+
+
+def fill(parameter: Tensor, state: ParameterState, kind: int) -> None:
+    parameter.grad = None if kind == ABSENT else torch.ones_like(parameter)
+    if kind in (TAKEN, GIVEN_BACK):
+        taken = take(parameter, state)
+        assert taken is not None
+        handle = parameter.grad
+        if kind == GIVEN_BACK:  # and the handle is put there again
+            taken.give_back()
+            parameter.grad = handle
+
+
+@given(groups=st.lists(st.lists(st.integers(ABSENT, GIVEN_BACK), max_size=4), min_size=1, max_size=4))
+def test_every_gradient_comes_with_its_parameter_and_group(groups: list[list[int]]) -> None:
+    flat = [kind for group in groups for kind in group]
     table = make([row % 3 for row in range(len(flat))])
-    for parameter, (has_gradient, _) in zip(table.parameters, flat, strict=True):
-        parameter.grad = torch.ones_like(parameter) if has_gradient else None
-    chosen = {id(p) for p, (_, is_chosen) in zip(table.parameters, flat, strict=True) if is_chosen}
+    for parameter, state, kind in zip(table.parameters, table.states, flat, strict=True):
+        fill(parameter, state, kind)
     runs = [(hyper(0.1 + index), len(group)) for index, group in enumerate(groups)]
     lr_of = [hyper_of.lr for hyper_of, count in runs for _ in range(count)]
+    in_grad = [parameter.grad for parameter in table.parameters]
 
-    arrivals = gather(table, runs, chosen if chooses else None)
+    arrivals = gather(table, runs, lambda gradient: gradient)
 
-    expected = [row for row, (has, is_chosen) in enumerate(flat) if has and (is_chosen or not chooses)]
+    assert all(map(operator.is_, in_grad, [parameter.grad for parameter in table.parameters]))  # nothing was changed
+    expected = [row for row, kind in enumerate(flat) if kind != ABSENT]
     assert [state.row for state in arrivals.states] == expected
-    assert [id(gradient) for gradient in arrivals.gradients] == [id(table.parameters[row].grad) for row in expected]
     assert [one.lr for one in arrivals.hyper] == [lr_of[row] for row in expected]
+    for row, gradient in zip(expected, arrivals.gradients, strict=True):
+        there = in_grad[row]
+        if flat[row] == PLAIN:
+            assert gradient is there
+        else:
+            assert type(there) is GradientHandle
+            assert gradient is (there.taken if flat[row] == TAKEN else there.taken.given)
+    if {TAKEN, GIVEN_BACK} & set(flat):
+        assert arrivals.segments is None
+        return
     assert arrivals.segments is not None
     assert arrivals.segments["gradient"].tolist() == [gradient.data_ptr() for gradient in arrivals.gradients]
     assert arrivals.segments["length"].tolist() == [row % 3 for row in expected]
@@ -69,7 +93,7 @@ def test_a_gradient_in_another_form_among_plain_ones(odd: object, count: int) ->
     table.parameters[-1].grad_dtype = None
     table.parameters[-1].grad = gradient
 
-    arrivals = gather(table, [(hyper(0.1), count)])
+    arrivals = gather(table, [(hyper(0.1), count)], lambda gradient: gradient)
 
     assert arrivals.segments is not None
     assert torch.equal(arrivals.gradients[-1], torch.resolve_neg(gradient))
@@ -78,3 +102,25 @@ def test_a_gradient_in_another_form_among_plain_ones(odd: object, count: int) ->
     assert all(got is p.grad for got, p in zip(arrivals.gradients[:-1], table.parameters, strict=False))
     expected = table.segments(table.all_rows, arrivals.gradients)
     assert arrivals.segments.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("kinds", [(PLAIN, PLAIN), (PLAIN, TAKEN), (GIVEN_BACK, TAKEN)])
+def test_what_was_not_taken_counts_as_it_is_received(kinds: tuple[int, int]) -> None:
+    """A gradient that was taken was received before."""
+    table = make([3, 3])
+    for parameter, state, kind in zip(table.parameters, table.states, kinds, strict=True):
+        fill(parameter, state, kind)
+    arrivals = gather(table, [(hyper(0.1), 2)], lambda gradient: gradient * 2)
+    for kind, gradient in zip(kinds, arrivals.gradients, strict=True):
+        value = gradient if isinstance(gradient, Tensor) else gradient.value()
+        assert torch.equal(value, torch.full((3,), 1.0 if kind == TAKEN else 2.0))
+
+
+def test_a_taken_gradient_that_does_not_fit_is_refused() -> None:
+    table = make([3])
+    (parameter,) = table.parameters
+    fill(parameter, table.states[0], TAKEN)
+    parameter.data = torch.zeros(4)
+    table = ParameterTable([ParameterState(parameter, 0, "p")], SynchronousDelivery())
+    with pytest.raises(ValueError, match=r"the gradient of p has shape \(3,\), expected .*\(4,\)"):
+        gather(table, [(hyper(0.1), 1)], lambda gradient: gradient)

@@ -8,7 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from visible import bits, give_gradients, parameter, parameters_of, refused, shown, train, visible
+from visible import (
+    are_taken,
+    bits,
+    give_gradients,
+    parameter,
+    parameters_of,
+    refused,
+    shown,
+    speculate,
+    train,
+    visible,
+)
 
 from superadam import SpeculativeCPUAdam, SpeculativeCPUAdamW
 
@@ -116,15 +127,25 @@ def test_group_added_during_training(dtype: torch.dtype, speculative: bool, is_e
     assert visible(optimizer) == visible(twin)
 
 
-def test_group_cannot_be_added_to_open_speculation() -> None:
-    optimizer = make()
-    give_gradients(optimizer, 1)
-    optimizer.speculate()
-    with refused(optimizer, RuntimeError, "a parameter group cannot be added while speculation is open"):
-        optimizer.add_param_group({"params": [parameter(3)]})
-    assert len(optimizer.param_groups) == 1
+@EACH_DTYPE
+@pytest.mark.parametrize("has_gradient", [False, True])
+def test_group_added_while_speculation_is_open(dtype: torch.dtype, has_gradient: bool) -> None:
+    optimizer, twin = make(dtype), make(dtype)
+    for one in (optimizer, twin):
+        train(one, 1)
+    speculate(optimizer, 2)
+    give_gradients(twin, 2)
+    for one in (optimizer, twin):
+        late = parameter(9, dtype=dtype, seed=2)
+        one.add_param_group({"params": late, "lr": 0.1})
+        late.grad = torch.ones_like(late) if has_gradient else None
     optimizer.resolve()
-    optimizer.add_param_group({"params": [parameter(3)]})
+    twin.step()
+    assert visible(optimizer) == visible(twin)
+    assert optimizer.last_outcome == twin.last_outcome
+    for one in (optimizer, twin):
+        train(one, 3, speculative=one is optimizer)
+    assert visible(optimizer) == visible(twin)
 
 
 @pytest.mark.parametrize("when", ["before the first step", "after a step", "accepted"])
@@ -142,20 +163,41 @@ def test_framework_replaces_parameters(when: str) -> None:
     ]
 
 
-def test_parameters_cannot_be_replaced_under_open_speculation() -> None:
-    optimizer = make()
-    before = shown(optimizer)
-    give_gradients(optimizer, 1)
-    optimizer.speculate()
-    kept = parameters_of(optimizer)
-    optimizer.param_groups[0]["params"] = [kept[0]]
-    for use in (optimizer.step, optimizer.speculate, optimizer.resolve, optimizer.state_dict, optimizer.commit):
-        with pytest.raises(RuntimeError, match=r"changed while speculation was open; call resolve\(\)"):
-            use()
-    optimizer.rollback()
-    optimizer.param_groups[0]["params"] = kept
-    assert shown(optimizer) == before
-    optimizer.step()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_parameters_replaced_while_speculation_is_open(dtype: torch.dtype) -> None:
+    """Those that are left make their step; those that come back later have theirs to make."""
+    optimizer, twin = make(dtype), make(dtype)
+    for one in (optimizer, twin):
+        train(one, 1)
+    speculate(optimizer, 2)
+    give_gradients(twin, 2)
+    for one in (optimizer, twin):
+        kept = parameters_of(one)
+        one.param_groups[0]["params"] = [kept[0]]
+        one.step()
+        one.param_groups[0]["params"] = kept[::-1]
+        one.step()
+    assert visible(optimizer) == visible(twin)
+    assert [optimizer.state[p]["step"].item() for p in parameters_of(optimizer)] == [2, 3]
+
+
+def test_three_dimensional_gaussians() -> None:
+    """Parameters are pruned and grown, and their state with them, as 3D Gaussian splatting does in every epoch."""
+    optimizer, twin = make(torch.bfloat16), make(torch.bfloat16)
+    for seed in range(4):
+        for one in (optimizer, twin):
+            train(one, seed, speculative=one is optimizer)
+            old = parameters_of(one)[0]
+            new = torch.nn.Parameter(torch.cat([old.detach()[5:], torch.ones(7, dtype=old.dtype)]))
+            entry = one.state.pop(old)
+            for key in ("exp_avg", "exp_avg_sq"):
+                entry[key] = torch.cat([entry[key][5:], torch.zeros(7)])
+            del entry["master"]
+            one.state[new] = entry
+            one.param_groups[0]["params"][0] = new
+    assert visible(optimizer) == visible(twin)
+    assert optimizer.state[parameters_of(optimizer)[0]]["step"] == 4
+    assert optimizer.statistics.accepted > 0
 
 
 CONVERSIONS: dict[str, tuple[torch.dtype, Callable[[torch.Tensor], torch.Tensor]]] = {
@@ -217,23 +259,77 @@ def test_conversion_to_another_shape_is_refused(dtype: torch.dtype) -> None:
     assert visible(optimizer) == visible(twin)
 
 
-@pytest.mark.parametrize("convert", [torch.Tensor.bfloat16, torch.Tensor.double, lambda values: values[:3].clone()])
-def test_conversion_under_open_speculation_is_refused(convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """No kernel may write to memory of another size; given back its data, everything goes on."""
-    optimizer, twin = make(), make()
-    give_gradients(optimizer, 1)
-    optimizer.speculate()
-    first = parameters_of(optimizer)[0]
-    whole = first.data
-    first.data = convert(whole)
-    converted = bits(first)
-    for use in (optimizer.rollback, optimizer.zero_grad, optimizer.resolve, optimizer.step, optimizer.commit):
-        with pytest.raises(RuntimeError, match="while speculation was open"):
-            use()
-        assert bits(first) == converted
-    first.data = whole
+@pytest.mark.parametrize("conversion", CONVERSIONS)
+@pytest.mark.parametrize("history", ["new", "stepped", "accepted"])
+def test_model_converted_while_speculation_is_open(conversion: str, history: str) -> None:
+    """No kernel writes to memory of another size; the gradients in `.grad` count as they are."""
+    dtype, convert = CONVERSIONS[conversion]
+    optimizer, twin = (SpeculativeCPUAdam([parameter(6, 7, dtype=dtype)], lr=0.1) for _ in range(2))
+    for one in (optimizer, twin):
+        if history != "new":
+            train(one, 1, speculative=one is optimizer and history == "accepted")
+    for one in (optimizer, twin):
+        give_gradients(one, 2)
+        if one is optimizer:
+            one.speculate()
+            assert all(are_taken(one))
+        for p in parameters_of(one):
+            p.data = convert(p.data)
+        one.step()
+        one.zero_grad()
+    assert visible(optimizer) == visible(twin)
+    for one in (optimizer, twin):
+        train(one, 3, speculative=one is optimizer)
+    assert visible(optimizer) == visible(twin)
+
+
+@pytest.mark.parametrize("convert", [torch.Tensor.double, lambda values: values[:3].clone()], ids=["double", "shorter"])
+def test_conversion_that_does_not_fit_is_refused_while_speculation_is_open(
+    convert: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    """Given back its data, everything goes on."""
+    optimizer, twin = make(torch.bfloat16), make(torch.bfloat16)
+    for one in (optimizer, twin):
+        train(one, 1)
+    for one in (optimizer, twin):
+        give_gradients(one, 2)
+        if one is optimizer:
+            one.speculate()
+            assert all(are_taken(one))
+        first = parameters_of(one)[0]
+        whole = first.data
+        first.data = convert(whole)
+        converted = bits(first)
+        for use in (one.resolve, one.step):
+            with pytest.raises((TypeError, ValueError), match="parameter 0 of group 0"):
+                use()
+            assert bits(first) == converted
+        first.data = whole
+        one.step()
+    assert visible(optimizer) == visible(twin)
+
+
+@EACH_DTYPE
+@pytest.mark.parametrize("is_freed", [False, True])
+def test_memory_swapped_while_speculation_is_open(dtype: torch.dtype, is_freed: bool) -> None:
+    """As block swapping does; also where the first memory is gone and its address used again."""
+    optimizer, twin = make(dtype), make(dtype)
+    for one in (optimizer, twin):
+        train(one, 1)
+    speculate(optimizer, 2)
+    for p in parameters_of(optimizer):
+        if is_freed:
+            kept = p.detach().clone()
+            p.untyped_storage().resize_(0)
+            p.data = kept
+        else:
+            p.data = p.data.clone()
     optimizer.resolve()
-    train(twin, 1)
+    optimizer.zero_grad()
+    train(twin, 2)
+    assert visible(optimizer) == visible(twin)
+    for one in (optimizer, twin):
+        train(one, 3, speculative=one is optimizer)
     assert visible(optimizer) == visible(twin)
 
 
@@ -321,6 +417,61 @@ def test_what_users_write_into_the_state_counts(dtype: torch.dtype, edit: str, s
     assert visible(optimizer) == visible(twin)
 
 
+def _edit_through_state_dict(optimizer: Any, edit: Callable[[Any, torch.Tensor], None], p: torch.Tensor) -> None:
+    """Edit tensors alone, which a state dict shares with the optimizer, as torch's does."""
+    index = [id(one) for one in parameters_of(optimizer)].index(id(p))
+    edit({p: optimizer.state_dict()["state"][index]}, p)
+
+
+@EACH_DTYPE
+@pytest.mark.parametrize(
+    ("when", "edit"),
+    [(when, edit) for when in ("read before", "read in between") for edit in EDITS]
+    + [("through a state dict", "in place")],  # which shares its tensors alone
+)
+def test_what_users_write_into_the_state_while_speculation_is_open_counts(
+    dtype: torch.dtype, edit: str, when: str
+) -> None:
+    """The step is made from the state as it is then, as without speculation."""
+    optimizer, twin = make(dtype), make(dtype)
+    for one in (optimizer, twin):
+        train(one, 1)
+        p = parameters_of(one)[1]
+        held = one.state if when == "read before" else None
+        give_gradients(one, 2)
+        if one is optimizer:
+            one.speculate()
+            assert all(are_taken(one))
+        if when == "through a state dict":
+            _edit_through_state_dict(one, EDITS[edit], p)
+        else:
+            EDITS[edit](one.state if held is None else held, p)
+        one.step()
+        one.zero_grad()
+    assert visible(optimizer) == visible(twin)
+    is_working_copy = dtype in (torch.bfloat16, torch.float16)
+    assert optimizer.statistics.accepted == is_working_copy  # the other parameter's
+    assert optimizer.statistics.respeculated == is_working_copy
+    for one in (optimizer, twin):
+        train(one, 3, speculative=one is optimizer)
+    assert visible(optimizer) == visible(twin)
+
+
+def test_state_of_one_parameter_popped_and_put_back_while_speculation_is_open() -> None:
+    optimizer, twin = make(torch.bfloat16), make(torch.bfloat16)
+    for one in (optimizer, twin):
+        train(one, 1)
+    speculate(optimizer, 2)
+    p = parameters_of(optimizer)[0]
+    entry = optimizer.state.pop(p)
+    assert len(optimizer.state) == 1
+    optimizer.state[p] = entry
+    optimizer.step()
+    optimizer.zero_grad()
+    train(twin, 2)
+    assert visible(optimizer) == visible(twin)
+
+
 @pytest.mark.parametrize("empty", [lambda: defaultdict(dict), dict], ids=["defaultdict", "dict"])
 @pytest.mark.parametrize("is_open", [False, True])
 def test_state_set_anew(empty: Callable[[], Any], is_open: bool) -> None:
@@ -328,13 +479,17 @@ def test_state_set_anew(empty: Callable[[], Any], is_open: bool) -> None:
     for one in (optimizer, twin):
         train(one, 1)
     if is_open:
-        give_gradients(optimizer, 5)
-        optimizer.speculate()
+        speculate(optimizer, 2)
     optimizer.state = empty()
     twin.load_state_dict({**twin.state_dict(), "state": {}})
     assert shown(optimizer) == shown(twin)
-    for one in (optimizer, twin):
-        train(one, 2)
+    if is_open:
+        assert all(are_taken(optimizer))
+        optimizer.resolve()  # the gradients still count
+        optimizer.zero_grad()
+    else:
+        train(optimizer, 2)
+    train(twin, 2)
     assert visible(optimizer) == visible(twin)
 
 

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from visible import bits, parameters_of
 
 import superadam
-from superadam import OffloadScheduler, SpeculativeCPUAdamW
+from superadam import OffloadScheduler, SpeculativeCPUAdamW, micro_batches
 from superadam.devices import Device
 from superadam.devices.simulated import SimulatedDevice
 
@@ -121,8 +121,9 @@ class Program:
         prepare: called with model and run before the scheduler is made.
         given: the module that the scheduler is given.
         torch: whether it runs on `torch.optim.AdamW`, with the same bits.
-        speculates: whether some bf16 gradient is taken, left alone and not clipped in some step after the first.
-        limit: whether the settings' limits of the norm are used.
+        speculates: whether some bf16 parameter's speculation is good as it is in some step.
+        outcome: whether `last_outcome` is that of the plain run: not where all gradients are multiplied with one
+            factor, which counts as clipping where the optimizer had taken them.
     """
 
     name: str
@@ -132,6 +133,7 @@ class Program:
     given: Callable[[Any], nn.Module] = lambda model: model
     torch: bool = True
     speculates: bool = True
+    outcome: bool = True
 
     def __str__(self) -> str:
         return self.name
@@ -364,7 +366,7 @@ def gradients_averaged_over_ranks(model: Any, optimizer: Any, step: int, run: Ru
             gradient.div_(2)
 
 
-@between()
+@between(outcome=False)
 def gradients_scaled_by_one_factor(model: Any, optimizer: Any, step: int, run: Run) -> None:
     if step != 2:
         torch._foreach_mul_(gradients(model), [0.37, 0.5][step % 2])
@@ -460,7 +462,7 @@ def gradients_made_infinite(model: Any, optimizer: Any, step: int, run: Run) -> 
         model.blocks[0].weight.grad.mul_(math.nan)
 
 
-@between(torch=False)
+@between(torch=False, speculates=False)
 def step_with_gradients_that_are_not_finite(model: Any, optimizer: Any, step: int, run: Run) -> None:
     if step % 2 == 1:
         (loss_of(model, step) * math.inf).backward()
@@ -488,8 +490,18 @@ def gradients_read_for_logging(model: Any, optimizer: Any, step: int, run: Run) 
     read: list[Any] = []
     for parameter in model.parameters():
         g = parameter.grad
-        read += [g.norm(), g.abs().max(), g.mean(), torch.isnan(g).any(), (g * 2).sum(), g.float().std(), g.view(-1)[1]]
+        read += [g.norm(), g.abs().max(), g.mean(), torch.isnan(g).any(), (g * 2).sum(), g.float().std(), g.clone()]
         read += [g.shape, g.dtype, g.is_contiguous(), g.requires_grad, g.is_leaf, g.device, str(g), g.numel()]
+    return read
+
+
+@between(speculates=False)
+def gradients_read_through_views(model: Any, optimizer: Any, step: int, run: Run) -> Any:
+    read: list[Any] = []
+    for parameter in model.parameters():
+        g = parameter.grad
+        read += [g.view(-1)[1].item(), g[0].sum(), g.t().contiguous().norm(), [one.norm() for one in g.chunk(2)]]
+        read += [g.reshape(-1).float().numpy().tobytes(), g.float().histc(8)]
     return read
 
 
@@ -503,7 +515,7 @@ def gradients_compared_with_the_last(model: Any, optimizer: Any, step: int, run:
     return [torch.cosine_similarity(a.flatten(), b.flatten(), dim=0) for a, b in pairs], [a.equal(b) for a, b in pairs]
 
 
-@between()
+@between(speculates=False)
 def gradients_listed_copied_and_pickled(model: Any, optimizer: Any, step: int, run: Run) -> Any:
     grads = gradients(model)
     file = io.BytesIO()
@@ -607,13 +619,13 @@ def _add_clips() -> None:
         def action(model: Any, optimizer: Any, step: int, run: Run, clip: Any = clip) -> Any:
             return clip(model, step)
 
-        between(name, speculates=name == "clipped_by_torch_rarely")(action)
+        between(name, speculates=name == "clipped_by_torch_rarely", outcome=False)(action)
 
 
 _add_clips()
 
 
-@between(torch=False, speculates=False)
+@between(torch=False, speculates=False, outcome=False)
 def clipped_by_torch_and_by_the_optimizer(model: Any, optimizer: Any, step: int, run: Run) -> Tensor:
     optimizer.max_grad_norm = 0.5 + step
     return torch.nn.utils.clip_grad_norm_(model.parameters(), 2.0)
@@ -654,27 +666,27 @@ def scaled_step(model: Any, optimizer: Any, step: int, run: Run, *, unscales: bo
     return norm if step != 2 else None, scaler.get_scale(), None if unscales else loss.detach()
 
 
-@program()
+@program(speculates=False)
 def grad_scaler(model: Any, optimizer: Any, step: int, run: Run) -> Any:
     return scaled_step(model, optimizer, step, run, unscales=False, clips=False)
 
 
-@program()
+@program(speculates=False)
 def grad_scaler_unscaled(model: Any, optimizer: Any, step: int, run: Run) -> Any:
     return scaled_step(model, optimizer, step, run, unscales=True, clips=False)
 
 
-@program(speculates=False)
+@program(speculates=False, outcome=False)
 def grad_scaler_unscaled_and_clipped(model: Any, optimizer: Any, step: int, run: Run) -> Any:
     return scaled_step(model, optimizer, step, run, unscales=True, clips=True)
 
 
-@program()
+@program(speculates=False)
 def grad_scaler_over_micro_batches(model: Any, optimizer: Any, step: int, run: Run) -> Any:
     return scaled_step(model, optimizer, step, run, unscales=step % 2 == 0, clips=False, micro=2)
 
 
-@program()
+@program(speculates=False)
 def grad_scaler_with_a_scale_that_is_no_power_of_two(model: Any, optimizer: Any, step: int, run: Run) -> Any:
     if run.once():
         run.kept["scaler"] = torch.amp.GradScaler("cpu", init_scale=1000.0, growth_factor=1.7, growth_interval=1)
@@ -684,7 +696,7 @@ def grad_scaler_with_a_scale_that_is_no_power_of_two(model: Any, optimizer: Any,
 # ---- weights are written --------------------------------------------------------------------------------------------
 
 
-@program()
+@program(speculates=False)
 def binary_connect(model: Any, optimizer: Any, step: int, run: Run) -> Any:
     """Weights are replaced by their signs for forward and backward, restored for the step, and clipped after it."""
     kept = [parameter.detach().clone() for parameter in model.parameters()]
@@ -703,7 +715,7 @@ def binary_connect(model: Any, optimizer: Any, step: int, run: Run) -> Any:
     return loss
 
 
-@program()
+@program(speculates=False)
 def binary_connect_through_data(model: Any, optimizer: Any, step: int, run: Run) -> Any:
     kept = [parameter.data for parameter in model.parameters()]
     for parameter in model.parameters():
@@ -726,7 +738,7 @@ def climb(model: Any, rho: float) -> list[Tensor]:
     return kept
 
 
-@between()
+@between(speculates=False)
 def sharpness_aware(model: Any, optimizer: Any, step: int, run: Run) -> Tensor:
     """SAM: the second gradient, taken at another point, is applied to the first one's weights."""
     kept = climb(model, 0.5)
@@ -738,7 +750,7 @@ def sharpness_aware(model: Any, optimizer: Any, step: int, run: Run) -> Tensor:
     return loss
 
 
-@between()
+@between(speculates=False)
 def sharpness_aware_through_data(model: Any, optimizer: Any, step: int, run: Run) -> Tensor:
     kept = climb(model, 0.5)
     model.zero_grad()
@@ -748,7 +760,7 @@ def sharpness_aware_through_data(model: Any, optimizer: Any, step: int, run: Run
     return loss
 
 
-@between()
+@between(speculates=False)
 def sharpness_aware_with_both_gradients(model: Any, optimizer: Any, step: int, run: Run) -> Tensor:
     kept = climb(model, 0.5)
     loss = backward(model, step)
@@ -758,7 +770,7 @@ def sharpness_aware_with_both_gradients(model: Any, optimizer: Any, step: int, r
     return loss
 
 
-@program()
+@program(speculates=False)
 def adversarial_weight_perturbation(model: Any, optimizer: Any, step: int, run: Run) -> Tensor:
     """AWP: forward and backward on perturbed weights, which are restored before the step."""
     kept = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -772,21 +784,21 @@ def adversarial_weight_perturbation(model: Any, optimizer: Any, step: int, run: 
     return loss
 
 
-@between()
+@between(speculates=False)
 def weights_decayed_by_hand(model: Any, optimizer: Any, step: int, run: Run) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(0.9)
 
 
-@between()
+@between(speculates=False)
 def weights_decayed_through_data(model: Any, optimizer: Any, step: int, run: Run) -> None:
     for parameter in model.parameters():
         parameter.data.mul_(0.9)
     reload(optimizer)
 
 
-@between()
+@between(speculates=False)
 def weights_pruned(model: Any, optimizer: Any, step: int, run: Run) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
@@ -800,7 +812,7 @@ def one_element_written(model: Any, optimizer: Any, step: int, run: Run) -> None
         model.first.bias[:] = -model.first.bias
 
 
-@between()
+@between(speculates=False)
 def weights_written_and_written_back(model: Any, optimizer: Any, step: int, run: Run) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
@@ -824,7 +836,7 @@ def weights_loaded_by_assignment_of_data(model: Any, optimizer: Any, step: int, 
         reload(optimizer)
 
 
-@between()
+@between(speculates=False)
 def weights_clipped_before_every_step(model: Any, optimizer: Any, step: int, run: Run) -> None:
     """As for a Wasserstein critic."""
     for parameter in model.parameters():
@@ -876,7 +888,7 @@ def weights_averaged_by_torch(model: Any, optimizer: Any, step: int, run: Run) -
     return [one.detach().clone() for one in run.kept["average"].parameters()]
 
 
-@between()
+@between(speculates=False)
 def averaged_weights_swapped_in_for_evaluation(model: Any, optimizer: Any, step: int, run: Run) -> Any:
     average = run.kept.setdefault("average", [parameter.detach().clone() for parameter in model.parameters()])
     own = [parameter.detach().clone() for parameter in model.parameters()]
@@ -977,7 +989,7 @@ def state_read(model: Any, optimizer: Any, step: int, run: Run) -> Any:
     return [state[p]["exp_avg"].clone() for p in model.parameters() if p in state], len(state)
 
 
-@between()
+@between(speculates=False)
 def moments_written(model: Any, optimizer: Any, step: int, run: Run) -> None:
     if step:
         state = optimizer.state
@@ -1018,7 +1030,7 @@ _changes("maximize_changed", lambda group, step: group.update(maximize=not group
 _changes("order_changed", lambda group, step: group["params"].reverse(), torch=False)
 
 
-@between(torch=False)
+@between(torch=False, speculates=False)
 def lr_filled_in_place(model: Any, optimizer: Any, step: int, run: Run) -> None:
     group = optimizer.param_groups[0]
     if run.once():
@@ -1031,7 +1043,7 @@ def limit_changed(model: Any, optimizer: Any, step: int, run: Run) -> None:
     optimizer.max_grad_norm = [None, 1.0, math.inf, 3.0, None][step % 5]
 
 
-@between()
+@between(speculates=False)
 def schedule_stepped_before_the_optimizer(model: Any, optimizer: Any, step: int, run: Run) -> None:
     if run.once():
         run.kept["schedule"] = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.8**epoch)
@@ -1219,7 +1231,7 @@ def micro_batches_that_use_other_layers(model: Any, optimizer: Any, step: int, r
     optimizer.step()
 
 
-@program()
+@program(outcome=False)
 def micro_batches_with_a_look_in_between(model: Any, optimizer: Any, step: int, run: Run) -> Any:
     optimizer.zero_grad()
     read = []
@@ -1558,21 +1570,21 @@ def gradient_in_the_buffer_of_a_custom_function(model: Any, optimizer: Any, step
 # ---- storage is replaced --------------------------------------------------------------------------------------------
 
 
-@between()
+@between(speculates=False)
 def storage_replaced(model: Any, optimizer: Any, step: int, run: Run) -> None:
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
     gc.collect(1)
 
 
-@between()
+@between(speculates=False)
 def storage_replaced_after_the_gradients(model: Any, optimizer: Any, step: int, run: Run) -> None:
     for parameter in model.parameters():
         parameter.grad = None if parameter is model.last.weight else parameter.grad
         parameter.data = parameter.data.clone()
 
 
-@between()
+@between(speculates=False)
 def storage_replaced_in_turns(model: Any, optimizer: Any, step: int, run: Run) -> None:
     """Two storages that take turns, as double buffering does."""
     for name, parameter in model.named_parameters():
@@ -1581,7 +1593,7 @@ def storage_replaced_in_turns(model: Any, optimizer: Any, step: int, run: Run) -
         run.kept[name], parameter.data = parameter.data, other
 
 
-@between()
+@between(speculates=False)
 def storage_taken_away_and_given_back(model: Any, optimizer: Any, step: int, run: Run) -> None:
     """As offloading does: the parameter is empty for a while."""
     kept = [parameter.data.clone() for parameter in model.parameters()]
@@ -1594,7 +1606,7 @@ def storage_taken_away_and_given_back(model: Any, optimizer: Any, step: int, run
     assert waste
 
 
-@between()
+@between(speculates=False)
 def storage_freed_and_filled_again(model: Any, optimizer: Any, step: int, run: Run) -> None:
     """As FSDP1 and DeepSpeed do with gathered weights."""
     for parameter in model.parameters():
@@ -1607,7 +1619,7 @@ def storage_freed_and_filled_again(model: Any, optimizer: Any, step: int, run: R
         assert waste.numel()
 
 
-@between()
+@between(speculates=False)
 def storage_freed_during_backward_and_filled_again(model: Any, optimizer: Any, step: int, run: Run) -> None:
     """A later hook frees each weight as soon as its gradient is there; it is back before the step."""
 
@@ -1626,7 +1638,7 @@ def storage_freed_during_backward_and_filled_again(model: Any, optimizer: Any, s
         parameter.data.copy_(value)
 
 
-@between()
+@between(speculates=False)
 def converted_and_back(model: Any, optimizer: Any, step: int, run: Run) -> None:
     """The gradients are converted too, and rounded where the model is fp32."""
     own = dtype_of(model)
@@ -1657,7 +1669,7 @@ def converted_to_what_it_is(model: Any, optimizer: Any, step: int, run: Run) -> 
     model.requires_grad_(True)
 
 
-@between()
+@between(speculates=False)
 def blocks_exchanged(model: Any, optimizer: Any, step: int, run: Run) -> None:
     one, other = model.blocks
     for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
@@ -1677,7 +1689,7 @@ def modules_exchanged(model: Any, optimizer: Any, step: int, run: Run) -> None:
     model.blocks[0], model.blocks[1] = model.blocks[1], model.blocks[0]
 
 
-@between()
+@between(speculates=False)
 def storage_moved_to_shared_memory(model: Any, optimizer: Any, step: int, run: Run) -> None:
     if step in (1, 3):
         model.share_memory()
@@ -1741,7 +1753,7 @@ def stepped_by_hand(model: Any, optimizer: Any, step: int, run: Run) -> None:
         optimizer.resolve()
 
 
-@program(torch=False)
+@program(torch=False, speculates=False)
 def rolled_back_by_hand(model: Any, optimizer: Any, step: int, run: Run) -> Any:
     """`rollback()` gives the gradients back, edited as they may be."""
     optimizer.zero_grad()
@@ -1791,6 +1803,7 @@ class Setting:
         device: makes the device.
         limit: of the gradient norm; `LIMIT` clips some steps.
         looks: whether state and gradients are read after every step, which commits; else after the last only.
+        pauses: whether nothing is taken for some steps after one whose gradients were edited, as usual.
     """
 
     name: str
@@ -1800,6 +1813,7 @@ class Setting:
     gpu_buckets: int = 0
     limit: float | None = None
     looks: bool = False
+    pauses: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -1808,7 +1822,7 @@ class Setting:
 def _settings() -> Iterator[Setting]:
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
         yield Setting(f"{name}-immediate", dtype, ImmediateDevice, looks=True)
-        yield Setting(f"{name}-thread", dtype, ThreadDevice, 3000)
+        yield Setting(f"{name}-thread", dtype, ThreadDevice, 3000, pauses=True)
         yield Setting(f"{name}-simulated-0", dtype, lambda: SimulatedDevice(0), 3000, looks=True)
         yield Setting(f"{name}-simulated-1", dtype, lambda: SimulatedDevice(1), limit=LIMIT)
         yield Setting(f"{name}-simulated-2", dtype, lambda: SimulatedDevice(2), 5000, gpu_buckets=1)
@@ -1903,7 +1917,9 @@ EVERYTHING = ["parameters", "value", "outcome", "state", "gradients"]
 
 @pytest.mark.parametrize("one", PROGRAMS, ids=str)
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
-def test_program_has_the_bits_of_the_plain_run(one: Program, setting: Setting) -> None:
+def test_program_has_the_bits_of_the_plain_run(one: Program, setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not setting.pauses:
+        monkeypatch.setattr(micro_batches, "PAUSE_STEPS", 0)
     model, run = one.make().to(setting.dtype), Run()
     one.prepare(model, run)
     optimizer = adamw(model, setting.limit)
@@ -1914,7 +1930,8 @@ def test_program_has_the_bits_of_the_plain_run(one: Program, setting: Setting) -
         records = go(one, model, optimizer, run, looks=setting.looks)
     last = record(model, optimizer, records[-1]["value"], looks=True)
     theirs = expected(one, setting.dtype, setting.limit)
-    found = first_difference(records, theirs, EVERYTHING)
+    keys = [key for key in EVERYTHING if one.outcome or key != "outcome"]
+    found = first_difference(records, theirs, keys)
     assert found is None
     found = first_difference([last], theirs[-1:], ["parameters", "state", "gradients"])
     assert found is None, "after close()"

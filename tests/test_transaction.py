@@ -88,7 +88,7 @@ def clamp(gradient: torch.Tensor) -> None:
 
 
 def through_view(gradient: torch.Tensor) -> None:
-    gradient.view(-1)[:3].add_(1.0)
+    (gradient[:1] if gradient.dim() else gradient.unsqueeze(0)).add_(1.0)
 
 
 EDITS = st.sampled_from([half, half, third, double, tensor_factor, clamp, through_view])

@@ -9,11 +9,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from visible import give_gradients, parameter, parameters_of
+from visible import are_taken, give_gradients, parameter, parameters_of
 
 import superadam
 from superadam import SpeculativeCPUAdam, StepKind
-from superadam.validation import clip_coefficient, judge
+from superadam.validation import GradientNorm, clip_coefficient, judge
 
 NORMS = st.floats(0.0, 1e30)
 
@@ -39,26 +39,42 @@ def test_coefficient_is_an_fp32_value_of_at_most_one(norm: float, limit: float) 
     assert float(np.float32(clip)) == clip
 
 
-@given(
-    sums=st.lists(st.floats(0.0, 1e30), max_size=8),
-    bad=st.lists(st.integers(0, 3), max_size=8),
-    unscale=st.sampled_from([1.0, 2.0**-16]),
-    limit=st.one_of(st.none(), NORMS),
-    is_rejected=st.booleans(),
-)
-def test_verdict(sums: list[float], bad: list[int], unscale: float, limit: float | None, is_rejected: bool) -> None:
-    outcome = judge(np.array(sums), np.array(bad, np.int64), unscale, limit, is_rejected=is_rejected)
+ENTRIES = st.lists(st.tuples(st.floats(0.0, 1e30), st.integers(0, 3)), max_size=8)
+
+
+def norm_of(entries: list[tuple[float, int]]) -> GradientNorm:
+    return GradientNorm(np.array([s for s, _ in entries], np.float64), np.array([n for _, n in entries], np.int64))
+
+
+@given(entries=ENTRIES, limit=st.one_of(st.none(), st.just(math.inf), NORMS))
+def test_verdict(entries: list[tuple[float, int]], limit: float | None) -> None:
+    outcome = judge(norm_of(entries), limit)
     total = 0.0
-    for one in sums:  # in this order, in fp64
+    for one, _ in entries:  # in this order, in fp64
         total += one
-    norm = math.sqrt(total) * unscale
-    assert (outcome.grad_norm, outcome.nonfinite) == (norm, sum(bad))
-    if sum(bad) or is_rejected:
+    norm, bad = math.sqrt(total), sum(count for _, count in entries)
+    assert (outcome.grad_norm, outcome.nonfinite) == (norm, bad)
+    if bad:
         assert (outcome.kind, outcome.clip_coefficient) == (StepKind.SKIPPED, 1.0)
     else:
         clip = clip_coefficient(norm, limit)
         kind = StepKind.COMMITTED if clip == 1.0 else StepKind.CLIPPED
         assert (outcome.kind, outcome.clip_coefficient) == (kind, clip)
+
+
+@given(entries=ENTRIES, begin=st.integers(0, 8), length=st.integers(0, 8))
+def test_norm_is_copied_and_cleared_by_entry(entries: list[tuple[float, int]], begin: int, length: int) -> None:
+    norm = norm_of(entries)
+    copied = norm.copy()
+    where = slice(begin, begin + length)
+    norm.clear(where)
+    assert copied.sums.tolist() == [s for s, _ in entries]
+    assert copied.nonfinite.tolist() == [n for _, n in entries]
+    kept = [(0.0, 0) if begin <= i < begin + length else one for i, one in enumerate(entries)]
+    assert list(zip(norm.sums.tolist(), norm.nonfinite.tolist(), strict=True)) == kept
+    norm.clear()
+    assert judge(norm, None) == judge(GradientNorm.zeros(len(entries)), None)
+    assert judge(norm, 0.0).grad_norm == 0.0
 
 
 @given(
@@ -75,7 +91,7 @@ def test_norm_has_the_same_bits_whatever_the_schedule(
     before = superadam.get_num_threads(), superadam.active_isa()
     superadam.set_num_threads(1)
     give_gradients(optimizer, 1)
-    gradients = [one.grad for one in parameters_of(optimizer)]
+    gradients = [one.grad.clone() for one in parameters_of(optimizer)]  # else they would not be taken
     expected = optimizer.clip_grad_norm_(1.0).item()
     try:
         superadam.set_num_threads(threads)
@@ -83,6 +99,8 @@ def test_norm_has_the_same_bits_whatever_the_schedule(
         for index in order:
             if index < len(lengths):
                 optimizer.speculate([parameters_of(optimizer)[index]])
+        assert all(are_taken(optimizer))
+        assert optimizer.clip_grad_norm_(math.inf).item() == expected
         assert optimizer.resolve().grad_norm == expected
     finally:
         superadam.set_num_threads(before[0])

@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -246,6 +247,7 @@ class SimulatedDevice(Device):
         key = storage._cdata  # of the storage that the block owns: an address would change when others resize it
         self._blocks[key] = Block(_alias(tensor).untyped_storage())
         weakref.finalize(tensor, self._free, key)
+        _let_views_keep(tensor)
         return tensor
 
     def _free(self, key: int) -> None:
@@ -255,6 +257,20 @@ class SimulatedDevice(Device):
             _poison(block.storage)
         else:
             self._streams[block.kept_for[-1][0]].append(Operation(lambda: _poison(block.storage), events))
+
+
+def _let_views_keep(buffer: Tensor) -> None:
+    """Let views of a buffer keep it alive, also those made in a dispatch mode, where torch does not note their base."""
+    owner = weakref.ref(buffer)
+
+    def as_strided(*layout: Any) -> Tensor:
+        tensor = owner()
+        assert tensor is not None
+        view = Tensor.as_strided(tensor, *layout)
+        view.base_of_view = tensor  # type: ignore[attr-defined]
+        return view
+
+    buffer.as_strided = as_strided  # type: ignore[assignment, method-assign]
 
 
 def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
