@@ -170,8 +170,9 @@ def _alias_of(taken: TakenGradient) -> GradientHandle:
 
 def _copy(handle: GradientHandle) -> Tensor:
     """Return the values in memory of their own."""
-    value = _value(handle).detach()
-    return value.clone() if handle.taken.is_given or value is handle.taken.pending else value
+    value = _value(handle)
+    is_held = handle.taken.is_given or value is handle.taken.pending
+    return value.detach().clone() if is_held else value.detach()
 
 
 def _is_tracing() -> bool:

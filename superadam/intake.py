@@ -84,7 +84,8 @@ class Intake:
     def _take(self, parameter: Tensor, state: ParameterState) -> TakenGradient | None:
         """Return a gradient that was not taken yet, or a sum of micro-batches; None where it has to be left alone."""
         gradient = parameter.grad
-        assert gradient is not None
+        if gradient is None:  # an earlier hook has dropped it
+            return None
         known = taken_of(gradient)
         if known is not None:
             return known if known.is_sum and not known.in_use and self.micro_batches.sum_dtype is None else None

@@ -256,11 +256,13 @@ class SpeculativeCPUAdam(Optimizer):
         for state in asked:
             if state.parameter.grad is not None:
                 state.check_gradient(state.parameter.grad)
+        received = self._binding.received
         gradients: dict[ParameterState, TakenGradient] = {}
         for state in asked:
             taken = take(state.parameter, state, self._binding)
             if taken is not None:
-                taken.pending, taken.in_use = state.host_gradient(taken.pending), True
+                gradient = taken.pending if received is None else received(taken.pending)
+                taken.pending, taken.in_use = state.host_gradient(gradient), True
                 gradients[state] = taken
         able = [state for state in gradients if transaction.can_speculate(state, hyper[state])]
         places = dict(zip(able, transaction.table.delivery.shadows(able), strict=True))

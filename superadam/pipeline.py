@@ -89,10 +89,10 @@ class Pipeline:
         assert transaction is not None
         begin = time.perf_counter()
         placement = self._placer.begin_bucket(bucket)
-        self._journal.statistics.buckets += 1
         if bucket.is_kept:
             ordered, arrived, norms = self._transfers.hold(bucket.states, bucket.gradients)
             kept = {s: transaction.pending(s, one, hyper[s], is_kept=True) for s, one in ordered.items()}
+            self._journal.statistics.buckets += 1
             self._worker.submit(functools.partial(self._keep, transaction, kept, arrived, norms, begin))
             return
         states = bucket.states
@@ -105,6 +105,7 @@ class Pipeline:
             for state, taken in zip(states, bucket.gradients, strict=True)
         }
         sent = _Sent(begin, time.perf_counter() - begin, arrived, placement)
+        self._journal.statistics.buckets += 1
         self._worker.submit(functools.partial(self._speculate, transaction, pending, sent))
 
     def _keep(

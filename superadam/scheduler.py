@@ -120,6 +120,7 @@ class OffloadScheduler:
         self._followed: Transaction | None = None
         optimizer.bound_transaction()  # what cannot be bound raises before anything is attached
         self._pipeline: Pipeline | None = None  # nothing works during backward without a core for it
+        is_attached = False
         try:
             if self.placement.cores:
                 self._transfers.reserve(parameters, self.placement.bucket_numel)
@@ -127,9 +128,12 @@ class OffloadScheduler:
                     self._device, self._transfers, self._placer, self._journal, lambda: optimizer.max_grad_norm
                 )
             optimizer.attach_overlap(self)
+            is_attached = True
             self._follow()
         except BaseException:
             self._hooks.let_go()
+            if is_attached:
+                optimizer.detach_overlap()
             self._end()
             raise
 
@@ -157,6 +161,8 @@ class OffloadScheduler:
             pipeline.send(bucket, self._hyper)
         except (ValueError, torch.OutOfMemoryError, MemoryError) as error:
             _logger.debug("a bucket is left to step(): %s", error)
+            for taken in bucket.gradients:
+                taken.in_use = False
 
     # ---- what the optimizer asks (binding.Overlap) -------------------------------------------------------------------
 

@@ -296,7 +296,8 @@ class Transaction:
                 self.statistics.respeculated += _waits(part.state, part.taken) and _was_speculated(
                     _pending_of(part.state)
                 )
-                self.distrust(part.state)  # its new value's memory is needed no more
+                self.distrust(part.state)
+                part.pending = pending = None  # the memory of its new value is needed no more
         self._update(rest, clip)
         self._publish(accepted)
 

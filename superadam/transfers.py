@@ -166,8 +166,8 @@ class Transfers:
             if any(state in speculated for state in group):
                 self._add_places(places, layout.states, self._shadow_on_device(source, layout.numel, parameter_dtype))
         device.wait(Stream.DOWNLOAD, device.record(Stream.CURRENT))
-        for layout, some_taken, source in packed:
-            host = device.host_empty(layout.numel, source.dtype)
+        hosts = [device.host_empty(layout.numel, source.dtype) for layout, _, source in packed]  # or nothing has begun
+        for (layout, some_taken, source), host in zip(packed, hosts, strict=True):
             self._download(host, source)
             for taken, view in zip(some_taken, layout.views(host), strict=True):
                 taken.pending = view
@@ -219,16 +219,18 @@ class Transfers:
             groups.setdefault(dtype, {})[state] = taken
         self._take_norms(gradients)
         norms: list[Tensor] = []
+        packed: list[tuple[TakenGradient, Tensor]] = []
         for dtype, group in groups.items():
             layout = FlatLayout(list(group))
             chunks = sum(native.chunk_count(state.shape.numel()) for state in layout.states)
             norms.append(device.empty(2 * chunks, torch.float64, Stream.CURRENT))
             some_taken = list(group.values())
             buffer = device.pack([taken.pending for taken in some_taken], layout, dtype, ChunkSums.over(norms[-1]))
-            for taken, view in zip(some_taken, layout.views(buffer), strict=True):
-                taken.pending = view
+            packed += zip(some_taken, layout.views(buffer), strict=True)
         device.wait(Stream.DOWNLOAD, device.record(Stream.CURRENT))
         hosts = [device.host_empty(norm.numel(), norm.dtype) for norm in norms]
+        for taken, view in packed:
+            taken.pending = view
         for host, norm in zip(hosts, norms, strict=True):
             self._download(host, norm)
         arrived = device.record(Stream.DOWNLOAD)

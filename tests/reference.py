@@ -47,34 +47,35 @@ def rounded(values: Array, dtype: torch.dtype) -> Array:
 
 @dataclass
 class Parameter:
-    """One parameter's state, flat; `shown` is what the model computes with."""
+    """One parameter's state, flat; `written` is what the model computes with where that was not adopted yet."""
 
     p: Array
     dtype: torch.dtype
     m: Array = field(init=False)
     v: Array = field(init=False)
     vmax: Array = field(init=False)
-    shown: Array = field(init=False)
+    written: Array | None = None
     step: int = 0
 
     def __post_init__(self) -> None:
         self.m, self.v, self.vmax = (np.zeros_like(self.p) for _ in range(3))
-        self.show()
 
-    def show(self) -> None:
-        """Let the model compute with the rounded master."""
-        self.shown = rounded(self.p, self.dtype)
+    @property
+    def shown(self) -> Array:
+        """What the model computes with."""
+        return rounded(self.p, self.dtype) if self.written is None else self.written
 
     def write(self, where: Array, values: Array) -> None:
         """Write to the model's parameter from outside; what is undone before somebody adopts it was never written."""
-        self.shown = np.where(where, rounded(values.astype(self.p.dtype), self.dtype), self.shown)
+        self.written = np.where(where, rounded(values.astype(self.p.dtype), self.dtype), self.shown)
 
     def adopt(self) -> None:
         """Take over the elements of the model's parameter that are not the rounded master."""
-        bits = np.int64 if self.p.dtype == np.float64 else np.int32
-        before = rounded(self.p, self.dtype)
-        changed = (before.view(bits) != self.shown.view(bits)) & ~(np.isnan(before) & np.isnan(self.shown))
-        self.p = np.where(changed, self.shown, self.p)
+        if self.written is not None:
+            bits = np.int64 if self.p.dtype == np.float64 else np.int32
+            before = rounded(self.p, self.dtype)
+            changed = (before.view(bits) != self.written.view(bits)) & ~(np.isnan(before) & np.isnan(self.written))
+            self.p, self.written = np.where(changed, self.written, self.p), None
 
 
 class Synchronous:
@@ -100,5 +101,4 @@ class Synchronous:
             one.step += 1
             k = Coefficients.at_step(hyper[i], one.step, clip, double=one.p.dtype == np.float64)
             one.p, one.m, one.v, one.vmax = formula.adam_formula(k, gradient, one.m, one.v, one.vmax, one.p)
-            one.show()
         return (StepKind.COMMITTED if clip == 1.0 else StepKind.CLIPPED), norm

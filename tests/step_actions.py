@@ -88,6 +88,9 @@ def read_values(twin: Twin, seed: int) -> Any:
 def read_copies(twin: Twin, seed: int) -> Any:
     ours = [p.grad for p in twin.one(seed)]
     copies = [(g.clone(), copy.deepcopy(g), g.to(torch.float64), g * 2, torch.stack([g, g]), g == g) for g in ours]
+    written = [copy.deepcopy(g) for g in ours]
+    for gradient in written:
+        gradient.fill_(7.0)  # it is nobody else's
     return copies, pickle.loads(pickle.dumps(ours))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from visible import bits, give_gradients, parameter, parameters_of, refused, shown, state_bits, visible
+from visible import are_taken, bits, give_gradients, parameter, parameters_of, refused, shown, state_bits, visible
 
 from superadam import SpeculativeCPUAdam, SpeculativeCPUAdamW
 
@@ -151,6 +151,8 @@ def test_damaged_or_foreign_state_dict_is_refused(damage: str, is_open: bool) ->
             optimizer.speculate()
         with refused(optimizer, ValueError, sentence):
             optimizer.load_state_dict(spoil(copy.deepcopy(saved)))
+        assert are_taken(optimizer) == [True, True] * is_open
+        assert optimizer.statistics.dropped == 0
         optimizer.rollback()
         trained(optimizer, range(9, 10))
 
@@ -298,13 +300,58 @@ def test_masters_survive_into_a_fresh_process(tmp_path: Path) -> None:
             ]
 
 
-def test_loading_copies_and_drops_open_speculation() -> None:
+@EACH_DTYPE
+@pytest.mark.parametrize("what", ["its own", "an older one", "torch's", "no state"])
+def test_loading_while_speculation_is_open(dtype: torch.dtype, what: str) -> None:
+    """The gradients stay in `.grad` and count; the step is made from what was loaded."""
+    optimizer, twin = trained(make(dtype)), trained(make(dtype))
+    older = copy.deepcopy(optimizer.state_dict())
+    for one in (optimizer, twin):
+        trained(one, range(2, 4))
+        give_gradients(one, 4)
+        if one is optimizer:
+            one.speculate()
+            assert all(are_taken(one))
+        given = {
+            "its own": one.state_dict,
+            "an older one": lambda: older,
+            "torch's": trained(make(dtype, torch.optim.AdamW)).state_dict,
+            "no state": lambda one=one: {**one.state_dict(), "state": {}},
+        }
+        one.load_state_dict(given[what]())
+        assert visible(optimizer)["gradients"] == visible(one)["gradients"]
+    assert all(are_taken(optimizer))
+    assert visible(optimizer) == visible(twin)
+    for one in (optimizer, twin):
+        one.step()
+        trained(one, range(5, 7))
+    assert visible(optimizer) == visible(twin)
+
+
+@EACH_DTYPE
+def test_saving_while_speculation_is_open(dtype: torch.dtype) -> None:
+    """What is saved is the last accepted step, with the parameters of that step; saving drops nothing."""
+    optimizer, twin = trained(make(dtype)), trained(make(dtype))
+    saved_without = through_disk({"model": parameters_of(twin), "optimizer": twin.state_dict()})
+    give_gradients(optimizer, 2)
+    optimizer.speculate()
+    saved = through_disk({"model": parameters_of(optimizer), "optimizer": optimizer.state_dict()})
+    assert [bits(p) for p in saved["model"]] == [bits(p) for p in saved_without["model"]]
+    fresh = make(dtype)
+    fresh.load_state_dict(saved["optimizer"])
+    assert visible(fresh)["state"] == visible(twin)["state"]
+    optimizer.resolve()
+    optimizer.zero_grad()
+    assert optimizer.statistics.accepted == (2 if dtype in (torch.bfloat16, torch.float16) else 0)
+    trained(twin, range(2, 3))
+    assert visible(optimizer) == visible(twin)
+
+
+def test_loading_copies() -> None:
     optimizer = trained(make(torch.bfloat16))
     saved = optimizer.state_dict()
     frozen = copy.deepcopy(saved)
     before = state_bits(optimizer)
-    give_gradients(optimizer, 3)
-    optimizer.speculate()
     optimizer.load_state_dict(saved)
     assert state_bits(optimizer) == before
     other = make(torch.bfloat16)

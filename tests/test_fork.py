@@ -8,7 +8,7 @@ import pytest
 import torch
 from children import exit_code_of_child
 from torch.utils.data import DataLoader, Dataset
-from visible import give_gradients, parameter, shown, state_bits
+from visible import are_taken, give_gradients, parameter, shown, state_bits
 
 import superadam
 from superadam import SpeculativeCPUAdamW
@@ -33,10 +33,11 @@ def train(optimizer: SpeculativeCPUAdamW, seeds: range) -> None:
         give_gradients(optimizer, seed)
         if seed % 2:
             optimizer.speculate()
+            assert all(are_taken(optimizer))
             optimizer.resolve()
         else:
             optimizer.step()
-            optimizer.zero_grad()
+        optimizer.zero_grad()
 
 
 class Gradients(Dataset[torch.Tensor]):
@@ -88,6 +89,7 @@ def test_child_goes_on_where_its_parent_was(phase: str) -> None:
     if phase != "clean":
         give_gradients(optimizer, 3)
         optimizer.speculate()
+        assert all(are_taken(optimizer))
     if phase == "accepted":
         optimizer.resolve()
     train(twin, range(3, 4))

@@ -694,7 +694,7 @@ def shrink(parameter: Tensor) -> None:
     parameter.grad.mul_(0.3)
 
 
-@shape(mlp)
+@shape(mlp, speculates=False)
 def later_hooks_that_scale_gradients(run: Run) -> None:
     if once(run):
         for parameter in run.model.parameters():
@@ -1097,8 +1097,7 @@ def test_trains_as_without_scheduler(one: Shape, setting: Setting) -> None:
     for step, (mine, plain) in enumerate(zip(ours, theirs, strict=True)):
         assert mine == plain, f"step {step}"
     if one.speculates and setting.dtype == torch.bfloat16 and setting.limit is None:
-        assert run.scheduler is not None
-        assert run.scheduler.statistics.accepted_buckets > 0
+        assert run.optimizer.statistics.accepted > 0
 
 
 @pytest.mark.parametrize("one", [one for one in SHAPES if one.has_hint], ids=str)

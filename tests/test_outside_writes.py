@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reference import same_bits
 from strategies import Magnitudes, random_array
-from visible import bits, give_gradients, parameter, parameters_of, refused, shown, state_bits, train, visible
+from visible import are_taken, bits, give_gradients, parameter, parameters_of, shown, state_bits, train, visible
 
 from superadam import SpeculativeCPUAdam
 from superadam.outside_writes import differing
@@ -46,7 +46,7 @@ VERDICTS: dict[str, tuple[float, Callable[[SpeculativeCPUAdam], object]]] = {
     "accepted by step": (1.0, SpeculativeCPUAdam.step),
     "clipped": (100.0, SpeculativeCPUAdam.resolve),
     "skipped": (math.nan, SpeculativeCPUAdam.resolve),
-    "rolled back": (1.0, SpeculativeCPUAdam.rollback),
+    "rolled back": (1.0, lambda optimizer: (optimizer.rollback(), optimizer.step())),
     "abandoned": (1.0, SpeculativeCPUAdam.zero_grad),
 }
 
@@ -55,24 +55,128 @@ VERDICTS: dict[str, tuple[float, Callable[[SpeculativeCPUAdam], object]]] = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("verdict", VERDICTS)
 @pytest.mark.parametrize("steps_before", [0, 1])
-def test_write_over_open_speculation(dtype: torch.dtype, layout: str, verdict: str, steps_before: int) -> None:
-    """What was written stays; everything else is as if the step had come first, and the write after it."""
+@pytest.mark.parametrize("is_looked_at", [False, True], ids=["", "state read in between"])
+def test_write_over_open_speculation(
+    dtype: torch.dtype, layout: str, verdict: str, steps_before: int, is_looked_at: bool
+) -> None:
+    """The step is made as if the write had come before, which it did; so with gradients that were not taken."""
     optimizer, twin = make(dtype, layout), make(dtype, layout)
+    size, conclude = VERDICTS[verdict]
     for one in (optimizer, twin):
         for seed in range(steps_before):
             train(one, seed)
-    size, conclude = VERDICTS[verdict]
-    give_gradients(optimizer, 5, size)
-    optimizer.speculate()
-    write(optimizer)
-    conclude(optimizer)
-    if verdict not in ("rolled back", "abandoned"):
-        train(twin, 5, size)
-    write(twin)
+        give_gradients(one, 5, size)
+        if one is optimizer:
+            one.speculate()
+            assert all(are_taken(one))
+        write(one)
+        if is_looked_at:
+            assert len(one.state) == bool(steps_before)
+        conclude(one)
+        one.zero_grad()
     assert shown(optimizer) == shown(twin)
     for one in (optimizer, twin):
-        train(one, 6)
+        train(one, 6, speculative=one is optimizer)
     assert state_bits(optimizer) == state_bits(twin)
+
+
+BACKWARDS: dict[str, Callable[[torch.nn.Linear, torch.Tensor], None]] = {
+    "in place": lambda model, value: model.weight.copy_(value),
+    "through data": lambda model, value: model.weight.data.copy_(value),
+    "another storage": lambda model, value: setattr(model.weight, "data", value.clone()),
+}
+
+
+@EACH_DTYPE
+@pytest.mark.parametrize("how", BACKWARDS)
+@pytest.mark.parametrize("when", ["before speculation", "around speculation", "after speculation"])
+def test_binary_weights_during_backward(dtype: torch.dtype, how: str, when: str) -> None:
+    """BinaryConnect computes gradients with the signs of weights; masters keep their low bits."""
+
+    def run(*, speculative: bool) -> tuple[object, object]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(8, 8, bias=False, dtype=dtype)
+        optimizer = SpeculativeCPUAdam(model.parameters(), lr=1e-4)
+        for seed in range(5):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)).to(dtype)
+            optimizer.zero_grad()
+            if when == "after speculation":
+                model(x).square().sum().backward()
+                if speculative:
+                    optimizer.speculate()
+            kept = model.weight.detach().clone()
+            with torch.no_grad():
+                BACKWARDS[how](model, kept.sign())
+            if when != "after speculation":
+                model(x).square().sum().backward()
+                if when == "around speculation" and speculative:
+                    optimizer.speculate()
+            with torch.no_grad():
+                BACKWARDS[how](model, kept)
+            if when == "before speculation" and speculative:
+                optimizer.speculate()
+            assert are_taken(optimizer) == [speculative]
+            optimizer.step()
+        if dtype in (torch.bfloat16, torch.float16):
+            assert (optimizer.state[model.weight]["master"] != model.weight).any()
+        return visible(optimizer), optimizer.last_outcome
+
+    assert run(speculative=True) == run(speculative=False)
+
+
+@WORKING_COPIES
+@pytest.mark.parametrize("how", BACKWARDS)
+def test_write_that_is_taken_back_keeps_masters(dtype: torch.dtype, how: str) -> None:
+    """As if it had never been."""
+    optimizer, twin = make(dtype), make(dtype)
+    for seed in range(4):
+        give_gradients(optimizer, seed)
+        optimizer.speculate()
+        assert all(are_taken(optimizer))
+        (p,) = parameters_of(optimizer)
+        holder = torch.nn.Linear(1, 1, dtype=dtype)
+        holder.weight = p
+        kept = p.detach().clone()
+        with torch.no_grad():
+            BACKWARDS[how](holder, kept.sign())
+            BACKWARDS[how](holder, kept)
+        optimizer.resolve()
+        optimizer.zero_grad()
+        train(twin, seed)
+        assert visible(optimizer) == visible(twin)
+    assert (optimizer.state[p]["master"] != p.float()).any()
+
+
+@EACH_DTYPE
+def test_sharpness_aware_steps(dtype: torch.dtype) -> None:
+    """SAM climbs with the first gradient and steps with that of the place it came to."""
+
+    def run(*, speculative: bool) -> dict[str, object]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8, dtype=dtype), torch.nn.Linear(8, 8, dtype=dtype))
+        optimizer = SpeculativeCPUAdam(model.parameters(), lr=1e-3)
+        for seed in range(4):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)).to(dtype)
+            model(x).square().sum().backward()
+            if speculative:
+                optimizer.speculate()
+            climbs = [0.05 * p.grad / (p.grad.norm() + 1e-6) for p in model.parameters()]
+            with torch.no_grad():
+                for p, climb in zip(model.parameters(), climbs, strict=True):
+                    p.add_(climb)
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            if speculative:
+                optimizer.speculate()
+                assert all(are_taken(optimizer))
+            with torch.no_grad():
+                for p, climb in zip(model.parameters(), climbs, strict=True):
+                    p.sub_(climb)
+            optimizer.step()
+            optimizer.zero_grad()
+        return visible(optimizer)
+
+    assert run(speculative=True) == run(speculative=False)
 
 
 @EACH_DTYPE
@@ -194,12 +298,26 @@ def test_reload_masters_of_chosen_parameters() -> None:
     assert bits(now[1]["master"]) == bits(torch.full((8,), 7.0))
 
 
-def test_reload_masters_refuses_open_speculation() -> None:
-    optimizer = make()
-    give_gradients(optimizer, 1)
-    optimizer.speculate()
-    with refused(optimizer, RuntimeError, "has open speculation"):
-        optimizer.reload_masters()
+@EACH_DTYPE
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_reload_masters_while_speculation_is_open(dtype: torch.dtype, steps_before: int) -> None:
+    optimizer, twin = make(dtype), make(dtype)
+    for one in (optimizer, twin):
+        for seed in range(steps_before):
+            train(one, seed)
+        give_gradients(one, 5)
+        if one is optimizer:
+            one.speculate()
+            assert all(are_taken(one))
+        (p,) = parameters_of(one)
+        p.data[::2] = 7.0
+        one.reload_masters()
+        one.step()
+        one.zero_grad()
+    assert visible(optimizer) == visible(twin)
+    assert optimizer.statistics.accepted == 0
+    (p,) = parameters_of(optimizer)
+    assert (p[::2].float() - 7.0).abs().max() < 0.1  # one step of lr 0.01 away from 7
 
 
 def test_weights_loaded_after_construction_and_after_binding() -> None:

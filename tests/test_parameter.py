@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from functools import partialmethod
 
 import pytest
 import torch
 from torch import Tensor
-from visible import bits, give_gradients, parameter, parameters_of, refused, state_bits, visible
+from visible import are_taken, bits, give_gradients, parameter, parameters_of, refused, state_bits, visible
 
 from superadam import SpeculativeCPUAdam, SpeculativeCPUAdamW
 from superadam.parameter import ParameterState
@@ -110,6 +111,41 @@ def test_gradient_of_double_precision_belongs_to_a_double_parameter() -> None:
         state.host_gradient(torch.ones(3))
 
 
+# -- state -------------------------------------------------------------------------------------------------------------
+
+
+@EACH_DTYPE
+@pytest.mark.parametrize("with_max", [False, True])
+def test_state_is_created_once_and_from_the_present_value(dtype: torch.dtype, with_max: bool) -> None:
+    one = parameter(4, 5, dtype=dtype)
+    state = ParameterState(one, 0, "p")
+    assert not state.has_state
+    assert state.versions == ()
+    state.create_state(with_max=with_max)
+    assert state.has_state
+    assert (state.max_exp_avg_sq is not None) is with_max
+    assert (state.master is None) is (dtype in (torch.float32, torch.float64)) is state.is_own_master
+    if state.master is not None:
+        assert bits(state.master) == bits(one.float())
+    kept = [state.master, state.exp_avg, state.exp_avg_sq]
+    state.create_state(with_max=True)
+    assert all(map(operator.is_, [state.master, state.exp_avg, state.exp_avg_sq], kept))
+    assert state.max_exp_avg_sq is not None
+
+
+@EACH_DTYPE
+@pytest.mark.parametrize("which", ["master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"])
+def test_versions_tell_of_every_write(dtype: torch.dtype, which: str) -> None:
+    state = ParameterState(parameter(4, dtype=dtype), 0, "p")
+    state.create_state(with_max=True)
+    tensor, before = getattr(state, which), state.versions
+    if tensor is not None:
+        tensor[0] = 1.0
+        assert state.versions != before
+    else:
+        assert state.is_own_master
+
+
 # -- layouts -----------------------------------------------------------------------------------------------------------
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -120,6 +156,12 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "every other row": lambda values: values.repeat_interleave(2, 0)[::2],
     "misaligned": lambda values: torch.cat([values.flatten()[:1], values.flatten()])[1:].view_as(values),
 }
+
+
+def _alone(view: Tensor) -> Tensor:
+    """Return the same memory, strides and all, without the tensor that this is a view of: it can be taken."""
+    whole = torch.empty(0, dtype=view.dtype)
+    return whole.set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride())
 
 
 @EACH_DTYPE
@@ -138,10 +180,11 @@ def test_every_layout_has_the_same_bits(
     for seed in range(3):
         for optimizer in (plain, laid_out):
             give_gradients(optimizer, seed)
-        one.grad = LAYOUTS[gradient_layout](one.grad)
+        one.grad = _alone(LAYOUTS[gradient_layout](one.grad))
         plain.step()
         if speculative:
             laid_out.speculate()
+            assert are_taken(laid_out) == [gradient_layout not in ("sliced", "every other row")]  # which is not dense
             laid_out.resolve()
         else:
             laid_out.step()
@@ -159,6 +202,7 @@ def test_smallest_shapes(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
             give_gradients(one, seed)
         optimizer.step()
         twin.speculate()
+        assert all(are_taken(twin))
         twin.resolve()
     assert state_bits(optimizer) == state_bits(twin)
     assert optimizer.state[parameters_of(optimizer)[0]]["exp_avg"].shape == shape
@@ -212,6 +256,7 @@ def _run(dtype: torch.dtype) -> list[object]:
             give_gradients(optimizer, seed, size)
             if speculative:
                 optimizer.speculate()
+                assert all(are_taken(optimizer))
                 if seed == 3:
                     optimizer.rollback()
                 optimizer.resolve()
@@ -224,6 +269,19 @@ def _run(dtype: torch.dtype) -> list[object]:
             parameters_of(optimizer)[0][seed] = 7.0
         optimizer.load_state_dict(optimizer.state_dict())
     return seen
+
+
+@pytest.mark.parametrize("limit", [None, 1.0])
+@pytest.mark.usefixtures("elsewhere")
+def test_what_is_staged_is_speculated_on(limit: float | None) -> None:
+    optimizer = SpeculativeCPUAdam([parameter(70), parameter(4, dtype=torch.float64)], max_grad_norm=limit)
+    for seed in range(3):
+        give_gradients(optimizer, seed)
+        optimizer.speculate()
+        optimizer.step()
+        optimizer.zero_grad()
+    counts = optimizer.statistics
+    assert (counts.accepted, counts.respeculated) == ((4, 0) if limit is None else (0, 4))
 
 
 @EACH_DTYPE

@@ -530,7 +530,8 @@ def test_checkpoint_loaded_under_the_scheduler(dtype: torch.dtype, moment: str, 
         model.load_state_dict(saved["model"])
         buckets = scheduler.statistics.buckets
         train(model, optimizer, range(2))
-        assert scheduler.statistics.buckets == buckets + (2 * 6 if scheduler.placement.cores else 0)  # it overlaps
+        # It overlaps again once the new state was bound.
+        assert scheduler.statistics.buckets == buckets + (6 if scheduler.placement.cores else 0)
     assert everything(model, optimizer) == everything(source, other)
 
 
@@ -785,7 +786,7 @@ def test_worker_whose_thread_has_ended(dtype: torch.dtype, with_job: bool) -> No
 
 def test_idle_commit_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     model, twin = mlp(torch.bfloat16), mlp(torch.bfloat16)
-    optimizer, plain = adam(model), adam(twin)
+    optimizer, plain = adam(model, max_grad_norm=math.inf), adam(twin, max_grad_norm=math.inf)
     train(twin, plain, range(3))
     failed = threading.Event()
 
@@ -1067,6 +1068,7 @@ def test_two_schedulers_in_one_process(device: PlainDevice) -> None:
             loss_of(model, seed).backward()
         for optimizer in optimizers:
             optimizer.step()
+            optimizer.zero_grad()
         for model, optimizer in zip(twins, plain, strict=True):
             train(model, optimizer, range(seed, seed + 1))
     for scheduler in schedulers:
@@ -1104,7 +1106,7 @@ def test_copies_of_the_model_are_plain_models(how: str) -> None:
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_optimizer_is_copied_without_its_scheduler(dtype: torch.dtype, how: Callable[[Any], Any]) -> None:
-    """Also between backward and step: gradients go along, as in torch."""
+    """Also between backward and step; gradients stay behind, as in torch."""
     model = mlp(dtype)
     optimizer = adam(model)
     with eager(optimizer, model):
@@ -1114,8 +1116,9 @@ def test_optimizer_is_copied_without_its_scheduler(dtype: torch.dtype, how: Call
         train(twin_model, twin, range(2, 4))
         assert everything(model, optimizer) == everything(twin_model, twin)
         loss_of(model, 4).backward()
-        twin_model, twin = copy.deepcopy((model, optimizer))
-        assert all(type(parameter.grad) is Tensor for parameter in twin_model.parameters())
+        twin_model, twin = how((model, optimizer))
+        assert all(parameter.grad is None for parameter in twin_model.parameters())
+        loss_of(twin_model, 4).backward()
         for its in (optimizer, twin):
             its.step()
             its.zero_grad()
@@ -1124,7 +1127,7 @@ def test_optimizer_is_copied_without_its_scheduler(dtype: torch.dtype, how: Call
 
 def test_step_returns_before_the_commits_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
     model = mlp(torch.bfloat16)
-    optimizer = adam(model)
+    optimizer = adam(model, max_grad_norm=math.inf)
     began, may_go_on, ended = threading.Event(), threading.Event(), threading.Event()
     commit_some = Transaction.commit_some
 
@@ -1698,8 +1701,6 @@ def test_shadows_are_freed_with_the_verdict(working: Device) -> None:
             scheduler.catch_up()
             assert transfers._shadow_bytes == (size if seed else 0)
             match seed:
-                case 2:
-                    optimizer.rollback()
                 case 3:
                     optimizer.zero_grad()
                     optimizer.step()
@@ -1716,7 +1717,15 @@ def test_shadows_are_freed_with_the_verdict(working: Device) -> None:
             optimizer.zero_grad()
         assert scheduler.statistics.shadow_bytes == size
         (loss_of(model, 9) * math.nan).backward()
+        scheduler.catch_up()
+        assert transfers._shadow_bytes == size
         optimizer.step()
+        assert transfers._shadow_bytes == 0
+        optimizer.zero_grad()
+        loss_of(model, 9).backward()
+        scheduler.catch_up()
+        assert transfers._shadow_bytes == size
+        optimizer.rollback()
         assert transfers._shadow_bytes == 0
     assert scheduler.statistics.shadow_bytes == size
 
@@ -1760,7 +1769,7 @@ def test_memory_for_new_values_does_not_grow_with_the_model(
             (loss_of(model, seed) * (math.inf if seed == 4 else 1.0)).backward()
             optimizer.step()
 
-    monkeypatch.setattr(superadam.table, "PARCEL_NUMEL", 200)
+    monkeypatch.setattr(superadam.table, "STAGED_NUMEL", 200)
     monkeypatch.setattr(asynchronous, "empty", measured)
     monkeypatch.setattr(asynchronous, "host_empty", measured_on_host)
     monkeypatch.setattr(asynchronous, "idle_cores", lambda: cores)

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 import pytest
+import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
-from overlapped_run import OverlappedRun
+from overlapped_run import FullDevice, OverlappedRun
 
+from superadam import gradient_handle
 from superadam import transaction as transaction_module
 from superadam.devices import Stream
 from superadam.devices.simulated import SimulatedDevice, SimulatedEvent, _alias
+from superadam.outcome import StepOutcome
 from superadam.parameter import ParameterState
+from superadam.parameter import Phase as Of
 from superadam.residence import Residence
-from superadam.scheduler import OffloadScheduler
 from superadam.table import ParameterTable
+from superadam.taken_gradient import TakenGradient
 from superadam.transaction import Transaction
-from superadam.transfers import Held, Transfers
-from superadam.validation import judge
+from superadam.transfers import FlatShadow, Transfers
+from superadam.validation import GradientNorm, judge
 
 DEEP = os.environ.get("SUPERADAM_DEEP") == "1"
 MACHINE = settings(
@@ -34,7 +38,17 @@ TestOverlappedRun = OverlappedRun.TestCase
 TestOverlappedRun.settings = MACHINE
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _one_torch_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 # -- planted faults ----------------------------------------------------------------------------------------------------
+
+Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 class WithoutWait(SimulatedDevice):
@@ -53,11 +67,67 @@ class WithOldEvents(SimulatedDevice):
         return self.__dict__.setdefault("first_events", {}).setdefault(stream, event)
 
 
-class WithoutKeeping(SimulatedDevice):
+class WithoutKeepingGradients(SimulatedDevice):
     """Staged gradients are freed while their copies are still under way."""
 
     def keep(self, tensor: Any, stream: Stream) -> None:
-        pass
+        if stream is not Stream.DOWNLOAD:
+            super().keep(tensor, stream)
+
+
+class WithoutKeepingValues(SimulatedDevice):
+    """New values are freed while their copies are still under way."""
+
+    def keep(self, tensor: Any, stream: Stream) -> None:
+        if stream is not Stream.UPLOAD:
+            super().keep(tensor, stream)
+
+
+def on(*devices: type[SimulatedDevice]) -> Plant:
+    return lambda monkeypatch: monkeypatch.setattr(OverlappedRun, "devices", devices)
+
+
+def _is_speculated(part: Any) -> bool:
+    return part.pending is not None and part.pending.place is not None
+
+
+# Streams and memory
+
+
+def shadow_is_sent_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the gradients whose memory it takes are still on their way out of it."""
+    original = Transfers.download
+
+    def download(self: Transfers, *args: Any, **options: Any) -> Any:
+        places, arrived = original(self, *args, **options)
+        shadows = {id(place.shadow): cast(FlatShadow, place.shadow) for place in places.values()}
+        for shadow in shadows.values():
+            if shadow._memory is not None:
+                assert shadow.values
+                early = shadow._memory.view(shadow._dtype)[: shadow._layout.numel]
+                self.device.copy(early, shadow._host[0], Stream.UPLOAD)
+        return places, arrived
+
+    monkeypatch.setattr(Transfers, "download", download)
+
+
+def shadow_is_published_before_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was in its memory before is published: the gradients."""
+    original = FlatShadow.send
+
+    def send(self: FlatShadow) -> None:
+        original(self)
+        self._arrived = None if self._arrived is None else SimulatedEvent(cast(SimulatedDevice, None))
+
+    monkeypatch.setattr(FlatShadow, "send", send)
+
+
+def publication_forgets_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Transfers.publish
+    monkeypatch.setattr(Transfers, "publish", lambda self, states, places: original(self, states[1:], places[1:]))
+
+
+# Verdicts
 
 
 def commit_with_another_lr(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,29 +142,170 @@ def commit_with_another_lr(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sum_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only where a step was speculated: the plain twin sums as it should."""
-    resolve = Transaction.resolve
+    """Only where gradients were taken: the plain twin sums as it should."""
+    original = Transaction._judge
 
-    def backwards(self: Transaction, *args: Any, **kwargs: Any) -> Any:
+    def backwards(self: Transaction, *args: Any) -> Any:
+        def judge_backwards(norm: GradientNorm, *rest: Any) -> StepOutcome:
+            return judge(GradientNorm(norm.sums[::-1].copy(), norm.nonfinite), *rest)
+
         with monkeypatch.context() as patch:
-            patch.setattr(transaction_module, "judge", lambda sums, *rest: judge(sums[::-1].copy(), *rest))
-            return resolve(self, *args, **kwargs)
+            patch.setattr(transaction_module, "judge", judge_backwards)
+            return original(self, *args)
 
-    monkeypatch.setattr(Transaction, "resolve", backwards)
+    monkeypatch.setattr(Transaction, "_judge", backwards)
 
 
 def redo_forgets_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Transaction._redo
-    monkeypatch.setattr(Transaction, "_redo", lambda self, states, *rest: original(self, states[:-1], *rest))
+    original = Transaction._update
+
+    def update(self: Transaction, parts: Sequence[Any], clip: float) -> None:
+        again = [part for part in parts if part.pending is not None]
+        original(self, [part for part in parts if part not in again[-1:]], clip)
+
+    monkeypatch.setattr(Transaction, "_update", update)
 
 
-def drop_forgets_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = ParameterTable.restore
-    monkeypatch.setattr(ParameterTable, "restore", lambda self, rows: original(self, rows[:-1]))
+def clipped_step_is_published(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Transaction._apply
+
+    def apply(self: Transaction, parts: Sequence[Any], clip: float) -> None:
+        for part in parts:
+            if _is_speculated(part):
+                part.pending = replace(part.pending, scale=clip * part.scale)
+        original(self, parts, clip)
+
+    monkeypatch.setattr(Transaction, "_apply", apply)
 
 
-def on(device: type[SimulatedDevice]) -> Callable[[pytest.MonkeyPatch], None]:
-    return lambda monkeypatch: monkeypatch.setattr(OverlappedRun, "make_device", staticmethod(device))
+def _change_parts(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], None]) -> None:
+    original = Transaction._parts
+
+    def parts(self: Transaction, arrivals: Any) -> Any:
+        made = original(self, arrivals)
+        for part in made:
+            change(part)
+        return made
+
+    monkeypatch.setattr(Transaction, "_parts", parts)
+
+
+def changed_hyperparameters_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(part: Any) -> None:
+        if _is_speculated(part):
+            part.hyper = part.pending.hyper
+
+    _change_parts(monkeypatch, change)
+
+
+def edit_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was speculated on a gradient is published although `.grad` holds another one."""
+
+    def change(part: Any) -> None:
+        if part.pending is None and part.state.phase is Of.SPECULATED and part.state.pending.place is not None:
+            part.pending = part.state.pending
+
+    _change_parts(monkeypatch, change)
+    original = Transaction._others
+
+    def others(self: Transaction, parts: Sequence[Any]) -> list[ParameterState]:
+        ours = {part.state for part in parts if part.pending is part.state.pending}
+        return [state for state in original(self, parts) if state not in ours]
+
+    monkeypatch.setattr(Transaction, "_others", others)
+
+
+def dropped_gradient_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the norm, although there is none in `.grad`."""
+    monkeypatch.setattr(Transaction, "_others", lambda self, parts: [])
+
+
+def another_gradient_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was speculated on one gradient of a parameter counts for whichever handle is in `.grad`."""
+
+    def waits(state: ParameterState, taken: TakenGradient | None) -> bool:
+        return taken is not None and state.phase is Of.SPECULATED
+
+    monkeypatch.setattr(transaction_module, "_waits", waits)
+
+
+def stale_speculation_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although the state that it has read was changed since."""
+    monkeypatch.setattr(Transaction, "distrust", lambda self, state: None)
+
+
+def norm_of_another_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = ParameterTable.take_norm
+
+    def take_norm(self: ParameterTable, segments: Any, into: GradientNorm | None = None) -> None:
+        if into is None and len(segments) < len(self.states):
+            segments = segments.copy()
+            segments["sums"] = segments["sums"][::-1]
+        original(self, segments, into)
+
+    monkeypatch.setattr(ParameterTable, "take_norm", take_norm)
+
+
+# Handles
+
+
+def factor_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TakenGradient, "scale", lambda self: 1.0)
+
+
+def factors_are_not_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each product in place rounds to the gradient's dtype; one product in fp32 does not."""
+    original = TakenGradient.scale
+
+    def scale(self: TakenGradient) -> float | None:
+        exact = original(self)
+        return self.unscale_factor() if exact is None and self.dtype == torch.bfloat16 else exact
+
+    monkeypatch.setattr(TakenGradient, "scale", scale)
+
+
+def factor_is_applied_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torch's rounding, and by the kernel once more."""
+
+    def change(part: Any) -> None:
+        if part.taken is not None and part.taken.factors and part.pending is None:
+            part.scale = part.taken.scale() or 1.0
+
+    _change_parts(monkeypatch, change)
+
+
+def read_sees_no_factor(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = TakenGradient.value
+
+    def value(self: TakenGradient) -> torch.Tensor:
+        return original(self) if self.is_given else self._as_it_was(self.ready())
+
+    monkeypatch.setattr(TakenGradient, "value", value)
+
+
+def read_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TakenGradient, "ready", lambda self: self.pending)
+
+
+def write_does_not_give_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written is written to a copy that nobody looks at."""
+
+    def give_back(self: TakenGradient) -> torch.Tensor:
+        return self.value().clone() if self.given is None else self.given
+
+    monkeypatch.setattr(TakenGradient, "give_back", give_back)
+
+
+def held_gradient_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although somebody else can write to it."""
+    monkeypatch.setattr(gradient_handle, "is_exclusive", lambda parameter: parameter.grad is not None)
+
+
+def copy_is_the_gradient_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradient_handle, "_copy", lambda handle: handle.taken.value().detach())
+
+
+# Kept buckets
 
 
 def state_is_not_brought_home(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,43 +350,60 @@ def norm_goes_into_other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ParameterTable, "put_norm", lambda self, rows, norm: original(self, rows[::-1], norm))
 
 
-def held(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Transfers, Held], Held]) -> None:
+def _held(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Transfers, Any], Any]) -> None:
     original = Transfers.hold
     monkeypatch.setattr(Transfers, "hold", lambda self, *args: spoil(self, original(self, *args)))
 
 
 def kept_gradient_is_freed_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    held(monkeypatch, lambda _, one: replace(one, gradients=[_alias(gradient) for gradient in one.gradients]))
+    def spoil(transfers: Transfers, held: Any) -> Any:
+        for taken in held[0].values():
+            taken.pending = _alias(taken.pending)
+        return held
+
+    _held(monkeypatch, spoil)
 
 
 def kept_norm_is_read_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    held(monkeypatch, lambda self, one: replace(one, arrived=SimulatedEvent(cast(SimulatedDevice, self.device))))
+    _held(
+        monkeypatch,
+        lambda self, held: (held[0], SimulatedEvent(cast(SimulatedDevice, self.device)), held[2]),
+    )
 
 
 def kept_step_has_another_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if it had been made with the coefficients of speculation: before it was known that the step is clipped."""
-    original = Transaction._update_kept
+    original = Transaction._coefficients
 
-    def unclipped(self: Transaction, pending: Any) -> None:
-        original(self, {state: record.at_scale(record.unscale) for state, record in pending.items()})
+    def unclipped(self: Transaction, parts: Any, clip: float) -> Any:
+        return original(self, parts, 1.0 if parts[0].is_kept else clip)
 
-    monkeypatch.setattr(Transaction, "_update_kept", unclipped)
+    monkeypatch.setattr(Transaction, "_coefficients", unclipped)
 
 
 def kept_parameters_hide_outside_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Transaction._notice_outside_writes
+    original = Transaction._adopt_rows
 
-    def notice(self: Transaction, states: Any) -> None:
-        original(self, [state for state in states if self.table.is_home(state)])
+    def adopt(self: Transaction, rows: Sequence[int]) -> None:
+        original(self, [row for row in rows if self.table.is_home(self.table.states[row])])
 
-    monkeypatch.setattr(Transaction, "_notice_outside_writes", notice)
-
-
-def forward_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(OffloadScheduler, "await_parameters", lambda self, parameters=None: None)
+    monkeypatch.setattr(Transaction, "_adopt_rows", adopt)
 
 
-OF_KEPT_STATE: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+def full_device_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """State that found no room is thought to be on the device all the same."""
+    original = Residence.update
+
+    def update(self: Residence, *args: Any) -> None:
+        try:
+            original(self, *args)
+        except torch.OutOfMemoryError:
+            return
+
+    monkeypatch.setattr(Residence, "update", update)
+
+
+OF_KEPT_STATE: dict[str, Plant] = {
     "state that is not brought home": state_is_not_brought_home,
     "speculation over state that is on the device": speculation_leaves_state_away,
     "state that is published while it is on the device": published_state_is_stale,
@@ -187,15 +415,37 @@ OF_KEPT_STATE: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "an outside write to a kept parameter that is missed": kept_parameters_hide_outside_writes,
 }
 
-FAULTS = {
-    "a missing wait": on(WithoutWait),
-    "a forward that does not wait": forward_does_not_wait,
-    "a reused event": on(WithOldEvents),
-    "a gradient freed early": on(WithoutKeeping),
+OF_SPECULATION: dict[str, Plant] = {
+    "a shadow sent before the gradient has left its memory": shadow_is_sent_too_early,
+    "a shadow published before it has arrived": shadow_is_published_before_it_is_sent,
+    "a publication that forgets one": publication_forgets_one,
     "a commit with another lr than the captured one": commit_with_another_lr,
     "a verdict summed in another order": sum_in_another_order,
     "a redo that forgets one": redo_forgets_one,
-    "a drop that forgets one": drop_forgets_one,
+    "a clipped step that is published": clipped_step_is_published,
+    "hyper-parameters changed after the speculation": changed_hyperparameters_are_ignored,
+    "a value published although the gradient was edited": edit_is_ignored,
+    "a dropped gradient that counts in the norm": dropped_gradient_counts,
+    "a speculation that counts for another gradient": another_gradient_counts,
+    "a speculation that is stale": stale_speculation_is_trusted,
+    "a norm of another row": norm_of_another_row,
+    "a factor that is forgotten": factor_is_forgotten,
+    "factors that are not rounded": factors_are_not_rounded,
+    "a factor that is applied twice": factor_is_applied_twice,
+    "a read without its factor": read_sees_no_factor,
+    "a read that does not wait": read_does_not_wait,
+    "a write that does not give back": write_does_not_give_back,
+    "a gradient taken although it is held": held_gradient_is_taken,
+    "a copy that is the gradient itself": copy_is_the_gradient_itself,
+}
+
+FAULTS: dict[str, Plant] = {
+    "a missing wait before publishing": on(WithoutWait),
+    "a reused event": on(WithOldEvents),
+    "a gradient freed early": on(WithoutKeepingGradients),
+    "new values freed early": on(WithoutKeepingValues),
+    "a full device that is not noticed": full_device_is_ignored,
+    **OF_SPECULATION,
     **OF_KEPT_STATE,
 }
 
@@ -203,8 +453,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some only show in rare schedules: the first that shows one ends the search."""
-    if fault in OF_KEPT_STATE:
-        on(SimulatedDevice)(monkeypatch)
+    on(FullDevice if FAULTS[fault] is full_device_is_ignored else SimulatedDevice)(monkeypatch)
     FAULTS[fault](monkeypatch)
     found = settings(MACHINE, max_examples=1000, phases=[Phase.generate], report_multiple_bugs=False)
     with pytest.raises((AssertionError, ExceptionGroup)):

@@ -14,7 +14,7 @@ from torch.testing._internal.common_optimizers import (
     optim_inputs_func_adam,
     optim_inputs_func_adamw,
 )
-from visible import bits, give_gradients, parameter, parameters_of, state_bits
+from visible import are_taken, bits, give_gradients, parameter, parameters_of, state_bits
 
 from superadam import SpeculativeCPUAdam, SpeculativeCPUAdamW
 
@@ -58,6 +58,7 @@ def run(cls: type, dtype: torch.dtype, *, speculative: bool = False, **options: 
         give_gradients(optimizer, seed)
         if speculative:
             optimizer.speculate()
+            assert all(are_taken(optimizer))
             optimizer.resolve()
         else:
             optimizer.step()
@@ -98,12 +99,14 @@ if platform.machine() == "x86_64":  # elsewhere torch's fused kernel rounds diff
             master.grad = p.grad.float()
             if speculative:
                 optimizer.speculate()
+                assert all(are_taken(optimizer))
                 optimizer.resolve()
             else:
                 optimizer.step()
             reference.step()
             assert bits(p) == bits(master.to(dtype))
             assert bits(optimizer.state[p]["master"]) == bits(master)
+        assert optimizer.statistics.accepted == (4 if speculative else 0)  # the first step makes the state
 
 
 @ACCEPTED

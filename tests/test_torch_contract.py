@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,19 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from visible import bits, give_gradients, parameter, parameters_of, refused, shown, state_bits, train, visible
+from visible import (
+    are_taken,
+    bits,
+    give_gradients,
+    parameter,
+    parameters_of,
+    refused,
+    shown,
+    speculate,
+    state_bits,
+    train,
+    visible,
+)
 
 from superadam import SpeculativeCPUAdam, SpeculativeCPUAdamW
 
@@ -264,17 +277,43 @@ def test_modes_without_autograd(dtype: torch.dtype, mode: Callable[[], Any], spe
 
 
 @EACH_DTYPE
-@pytest.mark.parametrize("how", ["step", "speculate", "rollback"])
-def test_autograd_notices_that_parameters_changed(dtype: torch.dtype, how: str) -> None:
-    optimizer = make(dtype=dtype)
+@pytest.mark.parametrize("is_speculated", [False, True])
+@pytest.mark.parametrize("size", [1.0, 1e3], ids=["accepted", "clipped"])
+def test_autograd_notices_that_parameters_changed(dtype: torch.dtype, is_speculated: bool, size: float) -> None:
+    optimizer = make(dtype=dtype, max_grad_norm=100.0)
     p = parameters_of(optimizer)[0]
-    give_gradients(optimizer, 1)
-    if how == "rollback":
+    train(optimizer, 1)
+    give_gradients(optimizer, 2, size)
+    if is_speculated:
         optimizer.speculate()
     y = (p * p).sum()
-    getattr(optimizer, how)()
+    optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.backward()
+
+
+@EACH_DTYPE
+def test_graphs_made_before_and_during_speculation_stay_valid(dtype: torch.dtype) -> None:
+    """Nothing is written before the step: not by speculation, and not by a rollback, a question or a skipped step."""
+    optimizer, twin = make(dtype=dtype), make(dtype=dtype)
+    for one in (optimizer, twin):
+        train(one, 1)
+    p, q = parameters_of(optimizer)[0], parameters_of(twin)[0]
+    graphs = [(p * p * p).sum()]
+    speculate(optimizer, 2, math.nan)
+    graphs.append((p * p).sum())
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
+    graphs.append((p * 3).sum())
+    optimizer.rollback()
+    version = p._version
+    optimizer.zero_grad()
+    for graph, plain in zip(graphs, [(q * q * q).sum(), (q * q).sum(), (q * 3).sum()], strict=True):
+        graph.backward()
+        plain.backward()
+    assert p._version == version
+    assert bits(p.grad) == bits(q.grad)
+    assert visible(optimizer)["state"] == visible(twin)["state"]
 
 
 def test_gradient_with_a_graph_of_its_own() -> None:
@@ -286,6 +325,7 @@ def test_gradient_with_a_graph_of_its_own() -> None:
     assert p.grad.requires_grad
     parameters_of(twin)[0].grad = p.grad.detach().clone()
     optimizer.speculate()
+    assert not any(are_taken(optimizer))
     optimizer.resolve()
     twin.step()
     assert state_bits(optimizer) == state_bits(twin)
@@ -329,11 +369,34 @@ def test_speculation_in_backward(dtype: torch.dtype) -> None:
     for seed in range(4):
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)).to(dtype)
         model(x).square().sum().backward()
+        assert all(are_taken(optimizer))
         optimizer.step()
+        optimizer.zero_grad()
         twin(x).square().sum().backward()
         whole.step()
         whole.zero_grad()
         assert optimizer.last_outcome == whole.last_outcome
+    assert visible(optimizer) == visible(whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("zeroes", [False, True])
+def test_speculation_in_backward_of_several_micro_batches(dtype: torch.dtype, zeroes: bool) -> None:
+    """Autograd adds to a gradient that was taken as to any other."""
+    model, twin = _two_layers(dtype), _two_layers(dtype)
+    optimizer, whole = (SpeculativeCPUAdamW(one.parameters(), max_grad_norm=8.0) for one in (model, twin))
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: optimizer.speculate([p]))
+    for seed in range(6):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)).to(dtype)
+        for one in (model, twin):
+            one(x).square().sum().backward()
+        assert visible(optimizer) == visible(whole)
+        if seed % 3 == 2:
+            for one in (optimizer, whole):
+                one.step()
+                one.zero_grad(set_to_none=not zeroes)
+            assert optimizer.last_outcome == whole.last_outcome
     assert visible(optimizer) == visible(whole)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch.optim import lr_scheduler
-from visible import bits, give_gradients, parameter, parameters_of, refused, train, visible
+from visible import are_taken, bits, give_gradients, parameter, parameters_of, speculate, train, visible
 
 from superadam import SpeculativeCPUAdamW
 
@@ -72,13 +72,58 @@ def test_deepcopy_of_model_and_optimizer_together() -> None:
     assert bits(other_model.weight) == bits(model.weight)
 
 
+@EACH_DTYPE
 @pytest.mark.parametrize("how", COPIES)
-def test_copies_of_open_speculation_are_refused(how: str) -> None:
-    optimizer = make()
-    give_gradients(optimizer, 1)
-    optimizer.speculate()
-    with refused(optimizer, RuntimeError, "cannot be copied or pickled while speculation is open; call resolve"):
-        COPIES[how](optimizer)
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_copies_while_speculation_is_open(dtype: torch.dtype, how: str, steps_before: int) -> None:
+    """A copy is made of the last accepted step, as of torch's optimizers; nothing is dropped for it."""
+    optimizer, twin = make(dtype=dtype), make(dtype=dtype)
+    for one in (optimizer, twin):
+        for seed in range(steps_before):
+            train(one, seed)
+    speculate(optimizer, 5)
+    give_gradients(twin, 5)
+    other, plain = COPIES[how](optimizer), COPIES[how](twin)
+    assert all(are_taken(optimizer))
+    assert not any(are_taken(other))
+    assert visible(other) == visible(plain)
+    train(other, 6, speculative=True)
+    train(plain, 6)
+    assert visible(other) == visible(plain)
+    optimizer.resolve()
+    twin.step()
+    assert visible(optimizer) == visible(twin)
+    assert optimizer.statistics.dropped == 0
+
+
+def test_deepcopy_of_parameters_with_the_optimizer_while_speculation_is_open() -> None:
+    """Whatever torch copies of a plain gradient, it copies of one that was taken."""
+    optimizer, twin = make(dtype=torch.bfloat16), make(dtype=torch.bfloat16)
+    speculate(optimizer, 1)
+    give_gradients(twin, 1)
+    for one in (optimizer, twin):
+        copies = copy.deepcopy([p.grad for p in parameters_of(one)])
+        assert [bits(gradient) for gradient in copies] == visible(twin)["gradients"]
+        assert all(type(gradient) is torch.Tensor for gradient in copies)
+    assert all(are_taken(optimizer))
+
+
+def test_limits_and_outcomes_are_shared_by_copies_of_the_attributes_alone() -> None:
+    """As Lightning makes them: an object of a subclass, with the optimizer's `__dict__`."""
+    optimizer = make(max_grad_norm=1e9)
+    wrapped = copy.copy(optimizer.__dict__)
+    other = SpeculativeCPUAdamW.__new__(SpeculativeCPUAdamW)
+    other.__dict__ = wrapped
+    other.max_grad_norm = 0.5
+    other.clip_grad_norm_(0.25)
+    train(other, 1)
+    assert optimizer.max_grad_norm == 0.5
+    assert optimizer.last_outcome is other.last_outcome
+    assert optimizer.last_outcome.clip_coefficient < 1.0
+    assert visible(optimizer) == visible(other)
+    deep = copy.deepcopy(optimizer)
+    deep.max_grad_norm = 2.0
+    assert optimizer.max_grad_norm == 0.5
 
 
 def test_setstate_of_an_older_pickle() -> None:

@@ -62,7 +62,7 @@ def test_run_on_a_device() -> None:
 
 def test_run_without_overlap_tells_nothing_of_buckets() -> None:
     table = printed(False)
-    for word in ("buckets", "accepted", "respeculated", "dropped", "waiting", "hidden", "moved"):
+    for word in ("buckets", "accepted", "respeculated", "dropped", "waiting", "hidden", "moved", "shadows"):
         assert word not in table
     for word in ("committed", "clipped", "skipped", "seconds", "in the optimizer", "host GB", "threads"):
         assert word in table

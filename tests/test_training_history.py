@@ -47,6 +47,7 @@ def test_sessions_add_up_and_the_hidden_share_is_one(sessions: list[OverlapStati
     assert history.overlap.buckets == sum(session.buckets for session in sessions)
     assert history.overlap.uploaded_bytes == sum(session.uploaded_bytes for session in sessions)
     assert history.overlap.worker_seconds == sum(session.worker_seconds for session in sessions)
+    assert history.overlap.shadow_bytes == max((session.shadow_bytes for session in sessions), default=0)
     assert 0.0 <= history.hidden_share <= 1.0
     assert 0.0 <= history.hidden_seconds <= history.overlap.worker_seconds
     assert history.optimizer_seconds >= update

@@ -95,27 +95,36 @@ def test_skipped_step_leaves_model_state_and_learning_rate(dtype: str, overlap: 
 
 
 @pytest.mark.parametrize("idle_cores", [0, 1])
-def test_optimizer_writes_before_backward_has_ended(idle_cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_optimizer_works_before_backward_has_ended_and_nothing_shows(
+    idle_cores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(PlainDevice, "idle_cores", lambda device: idle_cores)
     trainer = tiny_trainer(max_grad_norm=math.inf)
     assert trainer.shares_cores is (idle_cores == 0)
-    before = trainer.model.head.weight.detach().clone()
     seen = []
 
     def look(gradient: torch.Tensor) -> None:
-        """Wait, in the middle of backward, for the parameter whose gradient came first."""
+        """Wait, in the middle of backward, for the worker to speculate on the parameters whose gradients came first."""
+        before = trainer.model.head.weight.detach().clone()
         deadline = time.monotonic() + 60.0
-        while torch.equal(trainer.model.head.weight, before) and time.monotonic() < deadline:
+        while trainer.optimizer.statistics.speculate_seconds == speculated and time.monotonic() < deadline:
             time.sleep(0.001)
         assert trainer.scheduler is not None
-        seen.append((torch.equal(trainer.model.head.weight, before), trainer.scheduler.statistics.buckets))
+        is_unchanged = torch.equal(trainer.model.head.weight, before)
+        seen.append((time.monotonic() < deadline, is_unchanged, trainer.scheduler.statistics.buckets))
 
     with trainer:
+        trainer.step()  # the first one makes the state, and is not speculated on
+        trainer.optimizer.commit()
+        speculated = trainer.optimizer.statistics.speculate_seconds
+        before = trainer.model.head.weight.detach().clone()
         trainer.model.bytes.weight.register_hook(look)  # type: ignore[no-untyped-call]
         trainer.step()
-    assert seen == [(False, 2)]
-    assert trainer.history.overlap.accepted_buckets == trainer.history.overlap.buckets == 3
-    assert trainer.history.overlap.worker_seconds > 0.0
+    assert seen == [(True, True, 3 + 2)]
+    assert not torch.equal(trainer.model.head.weight, before)
+    overlap = trainer.history.overlap
+    assert (overlap.waiting_buckets, overlap.accepted_buckets, overlap.buckets) == (3, 3, 6)
+    assert overlap.worker_seconds > 0.0
 
 
 def test_history_tells_what_optimizer_and_scheduler_counted() -> None:
@@ -182,13 +191,28 @@ def test_interrupted_backward_ends_the_overlap_and_leaves_the_last_step(dtype: s
     assert are_same(trainer.optimizer.state_dict(), expected.optimizer.state_dict())
 
 
-def test_steps_outside_and_references_inside_are_refused() -> None:
+def test_steps_outside_are_refused() -> None:
     trainer = tiny_trainer()
     with pytest.raises(RuntimeError, match="outside 'with trainer:'"):
         trainer.step()
-    with trainer, pytest.raises(RuntimeError, match="inside 'with trainer:'"):
-        trainer.verify()
+    with trainer:
+        trainer.step()
     with pytest.raises(RuntimeError, match="outside 'with trainer:'"):
+        trainer.step()
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_reference_may_be_made_while_the_trainer_is_at_work(dtype: str) -> None:
+    trainer = tiny_trainer(dtype=dtype)
+    with trainer:
+        trainer.step()
+        reference = trainer.verify()
+        for number in range(4):
+            trainer.step(inject_nan=number == 1)
+        found = reference.compare()
+        assert (found.elements_differing, found.parameters_differing, found.verdicts_differing) == (0, 0, 0)
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in trainer.model.parameters())
+    with trainer:  # without the reference, which would miss this step
         trainer.step()
 
 

@@ -206,12 +206,22 @@ def test_second_gradient_in_a_step_is_an_error() -> None:
         feed(reference, ones)
 
 
-def test_reference_made_after_the_scheduler_is_an_error() -> None:
+def test_reference_made_after_the_scheduler_sees_the_gradients_that_were_taken() -> None:
     trainer = tiny_trainer()
-    with OffloadScheduler(trainer.optimizer, trainer.model):
+    with OffloadScheduler(trainer.optimizer, trainer.model, bucket_numel=1, cores=1) as scheduler:
         reference = Reference(trainer.optimizer, trainer.model)
-        with pytest.raises(RuntimeError, match="make the Reference before the OffloadScheduler"):
-            feed(reference, [torch.ones_like(parameter) for parameter in reference._parameters])
+        for step in range(3):
+            windows = trainer.text.held_out_windows(1 + step, 16)
+            next_byte_loss(trainer.model, windows).backward()  # type: ignore[no-untyped-call]
+            trainer.optimizer.step()
+            assert trainer.optimizer.last_outcome is not None
+            reference.step(trainer.optimizer.last_outcome)
+            trainer.optimizer.zero_grad()
+        assert scheduler.statistics.buckets > 0
+        assert scheduler.statistics.given_back_gradients == 0
+        found = reference.compare()
+    assert (found.elements_differing, found.parameters_differing, found.verdicts_differing) == (0, 0, 0)
+    assert found.norm_max_relative_difference <= NORM_TOLERANCE
 
 
 def test_closed_reference_takes_nothing() -> None:

@@ -143,6 +143,7 @@ def _overlap(report: Report) -> list[Row]:
             f"of {work:.2f} s of optimizer work: the worker did {hidden:.2f} s of it beside training{where}",
         ),
         ("moved, GB", f"{moved / 1e9:,.2f}", meaning),
+        ("shadows, MB", f"{report.shadow_bytes / 1e6:,.2f}", "most memory that new values took until their verdict"),
     ]
 
 

@@ -89,10 +89,12 @@ class History:
         self.dropped += now.dropped - before.dropped
 
     def add_overlap(self, now: OverlapStatistics, before: OverlapStatistics) -> None:
-        """Add what a scheduler did between two copies of its statistics."""
+        """Add what a scheduler did between two copies of its statistics; of its most memory, keep the largest."""
+        most = max(self.overlap.shadow_bytes, now.shadow_bytes)
         for name in (f.name for f in dataclasses.fields(OverlapStatistics)):
             difference = getattr(now, name) - getattr(before, name)
             setattr(self.overlap, name, getattr(self.overlap, name) + difference)
+        self.overlap.shadow_bytes = most
 
     def add_memory(self, host_bytes: int, device_bytes: int | None) -> None:
         """Take the peaks of the present process into account."""

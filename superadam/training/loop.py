@@ -98,6 +98,8 @@ class Trainer:
     def verify(self) -> Reference:
         """Start a reference from the present state; every later step is checked against it."""
         self.reference = Reference(self.optimizer, self.model)
+        if self._at_work is not None:
+            self._at_work.callback(self.reference.close)
         return self.reference
 
     def __enter__(self) -> Self:

@@ -34,7 +34,8 @@ class Report:
         placement: where and how it made steps in the end, see `superadam.Placement`; None without overlap.
         shares_cores: whether the model computes on every core, so that what is hidden slows it down.
         buckets, kept_buckets, speculated_buckets, waiting_buckets, accepted_buckets, respeculated_buckets,
-            dropped_buckets, downloaded_bytes, uploaded_bytes: see `superadam.OverlapStatistics`.
+            dropped_buckets, given_back_gradients, shadow_bytes, downloaded_bytes, uploaded_bytes: see
+            `superadam.OverlapStatistics`.
         elements, elements_differing, parameters_differing, verdicts_differing, norm_max_relative_difference: see
             `superadam.training.verification.Verification`; None without --verify.
         final_loss: mean training loss of the last tenth of the steps, in nats for a byte.
@@ -66,6 +67,8 @@ class Report:
     accepted_buckets: int
     respeculated_buckets: int
     dropped_buckets: int
+    given_back_gradients: int
+    shadow_bytes: int
     downloaded_bytes: int
     uploaded_bytes: int
     elements: int | None
@@ -133,6 +136,8 @@ class Report:
             accepted_buckets=history.overlap.accepted_buckets,
             respeculated_buckets=history.overlap.respeculated_buckets,
             dropped_buckets=history.overlap.dropped_buckets,
+            given_back_gradients=history.overlap.given_back_gradients,
+            shadow_bytes=history.overlap.shadow_bytes,
             downloaded_bytes=history.overlap.downloaded_bytes,
             uploaded_bytes=history.overlap.uploaded_bytes,
             **{f.name: found.get(f.name) for f in dataclasses.fields(Verification)},
