@@ -59,7 +59,7 @@ $(VENV)/installed: $(VENV)/torch $(SOURCES)
 	touch $@
 
 $(VENV)/test-tools: $(VENV)/installed
-	$(PIP) --group test --group lint
+	$(PIP) --group test --group frameworks --group lint
 	touch $@
 
 clean:

@@ -56,24 +56,21 @@ class Case:
 
     @property
     def symbol(self) -> str:
-        gradient = Dtype.NONE if self.which is Pass.ROUND else self.gradient
-        return f"run_{self.which.name}_{gradient.name}_{self.out.name}"
+        return f"run_{self.which.name}_{self.gradient.name}_{self.out.name}"
 
     @property
     def label(self) -> str:
         words = {Dtype.NONE: "", Dtype.FLOAT32: "fp32", Dtype.BFLOAT16: "bf16"}
-        gradient = "" if self.which is Pass.ROUND else f", {words[self.gradient]} gradient"
         out = f", {words[self.out]} out" if self.out is not Dtype.NONE else ""
         return (
-            f"{self.which.name.lower()}{gradient}{out}{' + norm' if self.norm and self.which is not Pass.NORM else ''}"
+            f"{self.which.name.lower()}, {words[self.gradient]} gradient{out}"
+            f"{' + norm' if self.norm and self.which is not Pass.NORM else ''}"
         )
 
 
 CASES = (
     Case(Pass.NORM, Dtype.BFLOAT16, Dtype.NONE, True, 2),
     Case(Pass.NORM, Dtype.FLOAT32, Dtype.NONE, True, 4),
-    Case(Pass.ROUND, Dtype.FLOAT32, Dtype.BFLOAT16, False, 6),
-    Case(Pass.WIDEN, Dtype.BFLOAT16, Dtype.NONE, False, 6),
     Case(Pass.SPECULATE, Dtype.BFLOAT16, Dtype.BFLOAT16, True, 16),
     Case(Pass.SPECULATE, Dtype.FLOAT32, Dtype.BFLOAT16, True, 18),
     Case(Pass.COMMIT, Dtype.BFLOAT16, Dtype.NONE, False, 26),
@@ -231,7 +228,7 @@ def draw(costs: list[Cost], path: Path) -> None:
         axes.plot([c.case.bytes * shift for c in chosen], [c.cycles for c in chosen], marker, label=f"{isa} kernels")
     for which in dict.fromkeys(case.which for case in CASES):
         group = [c for c in costs if c.case.which is which]
-        below = which in (Pass.NORM, Pass.WIDEN, Pass.UPDATE)
+        below = which in (Pass.NORM, Pass.UPDATE)
         height = (min if below else max)(c.cycles for c in group)
         middle = math.exp(sum(math.log(c.case.bytes) for c in group) / len(group))
         spot = (0, -17 if below else 9)

@@ -51,20 +51,11 @@ run_vector(int pass, int gradient_dtype, int out_dtype, const superadam_segment 
     const int writes_state = pass == SUPERADAM_COMMIT || pass == SUPERADAM_UPDATE;
     vec g, m, v, p, vmax = vec_set(0);
 
-    if (pass == SUPERADAM_ROUND) {
-        p = vec_load(REAL_DTYPE, segment->master, i, count);
-        vec_store(out_dtype, segment->out, i, p, count, stream);
-        return;
-    }
     g = vec_load(gradient_dtype, segment->gradient, i, count);
     if (with_norm)
         squares_add(sums, lane, g);
     if (pass == SUPERADAM_NORM)
         return;
-    if (pass == SUPERADAM_WIDEN) {
-        vec_store(REAL_DTYPE, segment->master, i, g, count, 0);
-        return;
-    }
 
     p = vec_load(REAL_DTYPE, segment->master, i, count);
     m = vec_load(REAL_DTYPE, segment->exp_avg, i, count);
@@ -98,14 +89,12 @@ static inline __attribute__((always_inline)) void run_prefetch(int pass, int gra
                                                                const adam_scalars *accepted,
                                                                const adam_scalars *current, int64_t i)
 {
-    if (pass != SUPERADAM_ROUND)
-        vec_prefetch(gradient_dtype, segment->gradient, i);
+    vec_prefetch(gradient_dtype, segment->gradient, i);
+    if (pass == SUPERADAM_NORM)
+        return;
     if (pass == SUPERADAM_COMMIT_AND_SPECULATE)
         vec_prefetch(gradient_dtype, segment->accepted_gradient, i);
-    if (pass != SUPERADAM_NORM)
-        vec_prefetch(REAL_DTYPE, segment->master, i);
-    if (pass == SUPERADAM_NORM || pass == SUPERADAM_ROUND || pass == SUPERADAM_WIDEN)
-        return;
+    vec_prefetch(REAL_DTYPE, segment->master, i);
     vec_prefetch(REAL_DTYPE, segment->exp_avg, i);
     vec_prefetch(REAL_DTYPE, segment->exp_avg_sq, i);
     if ((accepted->flags | current->flags) & SUPERADAM_AMSGRAD)

@@ -19,8 +19,6 @@
 #define SUPERADAM_COMMIT 2               /* master, moments, gradient -> master, moments */
 #define SUPERADAM_COMMIT_AND_SPECULATE 3 /* master, moments, accepted gradient, gradient -> master, moments, out */
 #define SUPERADAM_UPDATE 4               /* master, moments, gradient -> master, moments, out where there is one */
-#define SUPERADAM_ROUND 5                /* master -> out */
-#define SUPERADAM_WIDEN 6                /* gradient -> master */
 
 /* What the formula does beside its common part. */
 #define SUPERADAM_SCALE 1     /* multiply the gradient by `scale` */

@@ -60,17 +60,16 @@ static int is_dtype(int dtype) { return dtype >= SUPERADAM_FLOAT32 && dtype <= S
 static int check_segment(int pass, const superadam_segment *s, const superadam_coefficients *coefficients,
                          int64_t coefficient_count)
 {
-    const int reads_state = pass >= SUPERADAM_SPECULATE && pass <= SUPERADAM_UPDATE;
+    const int reads_state = pass != SUPERADAM_NORM;
     const int fuses = pass == SUPERADAM_COMMIT_AND_SPECULATE;
-    const int needs_out = pass == SUPERADAM_SPECULATE || fuses || pass == SUPERADAM_ROUND;
-    const int may_have_out = needs_out || pass == SUPERADAM_UPDATE;
+    const int needs_out = pass == SUPERADAM_SPECULATE || fuses;
     int amsgrad = 0;
 
     if (s->length < 0)
         return SUPERADAM_BAD_LENGTH;
-    if (!is_dtype(s->gradient_dtype)) /* ROUND too: it tells the type of the master */
+    if (!is_dtype(s->gradient_dtype))
         return SUPERADAM_BAD_DTYPE;
-    if (may_have_out && (needs_out || s->out_dtype != SUPERADAM_NONE)) {
+    if (needs_out || (pass == SUPERADAM_UPDATE && s->out_dtype != SUPERADAM_NONE)) {
         if (!is_dtype(s->out_dtype) || (s->out_dtype == SUPERADAM_FLOAT64) != (s->gradient_dtype == SUPERADAM_FLOAT64))
             return SUPERADAM_BAD_DTYPE;
         if (s->length && !s->out)
@@ -85,11 +84,10 @@ static int check_segment(int pass, const superadam_segment *s, const superadam_c
         if (fuses)
             amsgrad |= coefficients[s->accepted_coefficients].flags & SUPERADAM_AMSGRAD;
     }
-    if (!s->sums != !s->nonfinite || (pass == SUPERADAM_NORM && s->length && !s->sums))
+    if (!s->sums != !s->nonfinite || (!reads_state && s->length && !s->sums))
         return SUPERADAM_BAD_POINTER;
-    if (s->length && ((pass != SUPERADAM_ROUND && !s->gradient) || (pass != SUPERADAM_NORM && !s->master) ||
-                      (fuses && !s->accepted_gradient) || (amsgrad && !s->max_exp_avg_sq) ||
-                      (reads_state && (!s->exp_avg || !s->exp_avg_sq))))
+    if (s->length && (!s->gradient || (fuses && !s->accepted_gradient) || (amsgrad && !s->max_exp_avg_sq) ||
+                      (reads_state && (!s->master || !s->exp_avg || !s->exp_avg_sq))))
         return SUPERADAM_BAD_POINTER;
     return SUPERADAM_OK;
 }
@@ -104,7 +102,7 @@ int superadam_run(int isa, int pass, const superadam_segment *segments, int64_t 
              .segment_count = segment_count};
     if (!r.kernel)
         return SUPERADAM_BAD_ISA;
-    if (pass < SUPERADAM_NORM || pass > SUPERADAM_WIDEN)
+    if (pass < SUPERADAM_NORM || pass > SUPERADAM_UPDATE)
         return SUPERADAM_BAD_PASS;
     if (segment_count < 0)
         return SUPERADAM_BAD_LENGTH;

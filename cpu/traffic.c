@@ -119,29 +119,24 @@ int superadam_traffic(int pass, const superadam_segment *s, int threads, int bur
     static volatile uint32_t zero;
     const uint32_t nothing = zero;
     const int gradient = size_of(s->gradient_dtype), out = size_of(s->out_dtype), real = gradient == 8 ? 8 : 4;
-    const int reads_state = pass >= SUPERADAM_SPECULATE && pass <= SUPERADAM_UPDATE;
-    const int fuses = pass == SUPERADAM_COMMIT_AND_SPECULATE;
     traffic t = {.burst = burst, .prefetch = prefetch, .stream = stream, .zero = {nothing, nothing, nothing, nothing}};
 
-    if (pass < SUPERADAM_NORM || pass > SUPERADAM_WIDEN)
+    if (pass < SUPERADAM_NORM || pass > SUPERADAM_UPDATE)
         return SUPERADAM_BAD_PASS;
     if (s->length < 0 || s->length % SUPERADAM_CHUNK || burst < SHORTEST_BURST || SUPERADAM_CHUNK % burst)
         return SUPERADAM_BAD_LENGTH;
     if (!gradient)
         return SUPERADAM_BAD_DTYPE;
-    if (pass != SUPERADAM_ROUND)
-        add_array(&t, s->gradient, gradient, READ);
-    if (fuses)
+    add_array(&t, s->gradient, gradient, READ);
+    if (pass == SUPERADAM_COMMIT_AND_SPECULATE)
         add_array(&t, s->accepted_gradient, gradient, READ);
-    if (reads_state) {
+    if (pass != SUPERADAM_NORM) {
         const access access = pass == SUPERADAM_SPECULATE ? READ : UPDATED;
         add_array(&t, s->master, real, access);
         add_array(&t, s->exp_avg, real, access);
         add_array(&t, s->exp_avg_sq, real, access);
-    } else if (pass != SUPERADAM_NORM) {
-        add_array(&t, s->master, real, pass == SUPERADAM_ROUND ? READ : WRITTEN);
     }
-    if (out && pass != SUPERADAM_NORM && pass != SUPERADAM_COMMIT && pass != SUPERADAM_WIDEN)
+    if (out && pass != SUPERADAM_NORM && pass != SUPERADAM_COMMIT)
         add_array(&t, s->out, out, WRITTEN);
     for (int k = 0; k < t.count; k++)
         if (s->length && (!t.arrays[k].base || (uintptr_t)t.arrays[k].base % LINE))

@@ -24,7 +24,7 @@ static inline __attribute__((always_inline)) void run_chunks(int pass, int gradi
     /* Local copies whose address does not escape: the compiler can keep them in registers across the stores. */
     const superadam_segment here = *segment;
     adam_scalars current = {0}, accepted = {0};
-    if (pass != SUPERADAM_NORM && pass != SUPERADAM_ROUND && pass != SUPERADAM_WIDEN)
+    if (pass != SUPERADAM_NORM)
         current = adam_scalars_of(&coefficients[here.coefficients]);
     if (pass == SUPERADAM_COMMIT_AND_SPECULATE)
         accepted = adam_scalars_of(&coefficients[here.accepted_coefficients]);
@@ -48,13 +48,11 @@ static inline __attribute__((always_inline)) void run_chunks(int pass, int gradi
         break;
 
 #define EACH_OUT(X, PASS, GRADIENT) X(PASS, GRADIENT, FLOAT32) X(PASS, GRADIENT, BFLOAT16) X(PASS, GRADIENT, FLOAT16)
-#define EACH_GRADIENT(X) \
-    EACH_OF_GRADIENT(X, FLOAT32) EACH_OF_GRADIENT(X, BFLOAT16) EACH_OF_GRADIENT(X, FLOAT16) EACH_OUT(X, ROUND, NONE)
+#define EACH_GRADIENT(X) EACH_OF_GRADIENT(X, FLOAT32) EACH_OF_GRADIENT(X, BFLOAT16) EACH_OF_GRADIENT(X, FLOAT16)
 #define EACH_OF_GRADIENT(X, GRADIENT) \
     X(NORM, GRADIENT, NONE)           \
     X(COMMIT, GRADIENT, NONE)         \
     X(UPDATE, GRADIENT, NONE)         \
-    X(WIDEN, GRADIENT, NONE)          \
     EACH_OUT(X, SPECULATE, GRADIENT) EACH_OUT(X, COMMIT_AND_SPECULATE, GRADIENT) EACH_OUT(X, UPDATE, GRADIENT)
 #define EACH_DOUBLE(X)                        \
     X(NORM, FLOAT64, NONE)                    \
@@ -62,9 +60,7 @@ static inline __attribute__((always_inline)) void run_chunks(int pass, int gradi
     X(UPDATE, FLOAT64, NONE)                  \
     X(SPECULATE, FLOAT64, FLOAT64)            \
     X(COMMIT_AND_SPECULATE, FLOAT64, FLOAT64) \
-    X(UPDATE, FLOAT64, FLOAT64)               \
-    X(ROUND, NONE, FLOAT64)                   \
-    X(WIDEN, FLOAT64, NONE)
+    X(UPDATE, FLOAT64, FLOAT64)
 
 #if REAL_DTYPE == SUPERADAM_FLOAT64
 EACH_DOUBLE(VARIANT)
@@ -75,10 +71,8 @@ EACH_GRADIENT(VARIANT)
 void KERNEL(int pass, const superadam_segment *segment, const superadam_coefficients *coefficients, int64_t first,
             int64_t last, int stream)
 {
-    const int gradient = pass == SUPERADAM_ROUND ? SUPERADAM_NONE : segment->gradient_dtype;
-    const int out = pass == SUPERADAM_NORM || pass == SUPERADAM_COMMIT || pass == SUPERADAM_WIDEN ? SUPERADAM_NONE
-                                                                                                  : segment->out_dtype;
-    switch (pass * 64 + gradient * 8 + out) {
+    const int out = pass == SUPERADAM_NORM || pass == SUPERADAM_COMMIT ? SUPERADAM_NONE : segment->out_dtype;
+    switch (pass * 64 + segment->gradient_dtype * 8 + out) {
 #if REAL_DTYPE == SUPERADAM_FLOAT64
         EACH_DOUBLE(CASE)
 #else

@@ -4,19 +4,9 @@ They know tensors as arrays and the coefficients of a step, and nothing of optim
 the kernels of the CPU.
 """
 
-from .adam import run
-from .choice import Backend, Choice, backend, set_backend
+from .adam import update
+from .choice import Backend, backend
 from .pack import pack_gradients
 from .scatter import scatter_values
-from .segments import Segment
 
-__all__ = [
-    "Backend",
-    "Choice",
-    "Segment",
-    "backend",
-    "pack_gradients",
-    "run",
-    "scatter_values",
-    "set_backend",
-]
+__all__ = ["Backend", "backend", "pack_gradients", "scatter_values", "update"]

@@ -1,12 +1,11 @@
-"""Adam for tensors whose state is kept on the GPU: the passes of `cpu/adam_loop.h`, with the same bits.
+"""Adam for parameters whose state is kept on the GPU: the UPDATE pass of `cpu/adam_loop.h`, with the same bits.
 
-`adam_formula` is the formula, once for all passes; the same function stands in `cpu/adam_formula.h` and in
-`superadam/formula.py`. Everything is launched with `enable_fp_fusion=False`, and divisions and roots are the correctly
-rounded ones, so that every operation rounds once and denormals are kept. Without Triton there is no other form of it.
+`adam_formula` is the formula; the same function stands in `cpu/adam_formula.h` and in `superadam/formula.py`.
+Everything is launched with `enable_fp_fusion=False`, and divisions and roots are the correctly rounded ones, so that
+every operation rounds once and denormals are kept. Without Triton there is no other form of it.
 
-One launch serves all segments that take the same branches of the formula and have the same dtypes. A program takes
-1024 elements of one segment; the kernel moves every element once and should be bound by memory; it has not been
-measured.
+One launch serves all steps that take the same branches of the formula and have the same dtypes. A program takes 1024
+elements of one step; the kernel moves every element once and should be bound by memory; it has not been measured.
 """
 
 from __future__ import annotations
@@ -16,16 +15,17 @@ from collections.abc import Sequence
 import numpy as np
 
 from superadam.hyperparameters import Coefficients
-from superadam.native import Dtype, Flag, Pass
+from superadam.kept_step import KeptStep
+from superadam.native import Flag
 
 from .casts import FLOAT64, VECTOR_BYTES, narrow, pointer, widen
 from .choice import Backend, backend
 from .language import constant, jit, on, tl
-from .segments import READS, ROWS, Segment, Variant, checked_segment
+from .steps import ARRAYS, Variant, checked_step
 from .tables import Table, entry, find_tensor, upload
 
 BLOCK = 1024
-"""Elements that one program takes, of one segment."""
+"""Elements that one program takes, of one step."""
 
 OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
 """How the kernel is compiled. A thread has four elements, so that halves and floats are laid out alike over threads."""
@@ -33,10 +33,6 @@ OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
 SCALE, MAXIMIZE, DECOUPLED, L2, AMSGRAD = (
     constant(int(flag)) for flag in (Flag.SCALE, Flag.MAXIMIZE, Flag.DECOUPLED, Flag.L2, Flag.AMSGRAD)
 )
-SPECULATE, COMMIT, COMMIT_AND_SPECULATE, UPDATE, ROUND = (
-    constant(int(which)) for which in (Pass.SPECULATE, Pass.COMMIT, Pass.COMMIT_AND_SPECULATE, Pass.UPDATE, Pass.ROUND)
-)
-NONE = constant(int(Dtype.NONE))
 
 
 @jit()
@@ -114,12 +110,12 @@ def scalars(sets, index, REAL: tl.constexpr):
 
 @jit()
 def elements(table, tensors, ROW: tl.constexpr, tensor, begin, DTYPE: tl.constexpr, IS_ALIGNED: tl.constexpr):
-    """Return a pointer to element `begin` of one of a segment's arrays."""
+    """Return a pointer to element `begin` of one of a step's arrays."""
     return pointer(entry(table, tensors, ROW, tensor), DTYPE, IS_ALIGNED) + begin
 
 
 @jit()
-def run_block(
+def update_block(
     table,
     tensors,
     tensor,
@@ -127,16 +123,14 @@ def run_block(
     rest,
     sets,
     IS_PARTIAL: tl.constexpr,
-    PASS: tl.constexpr,
     REAL: tl.constexpr,
     GRADIENT: tl.constexpr,
     OUT: tl.constexpr,
     FLAGS: tl.constexpr,
-    ACCEPTED_FLAGS: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Run a pass over BLOCK elements of a segment, or over the `rest` of it."""
+    """Update BLOCK elements of a step's arrays, or the `rest` of them."""
     index = tl.arange(0, BLOCK)
     mask = index < rest if IS_PARTIAL else None
     at_p = elements(table, tensors, 2, tensor, begin, REAL, IS_ALIGNED) + index
@@ -145,32 +139,20 @@ def run_block(
     at_vmax = elements(table, tensors, 5, tensor, begin, REAL, IS_ALIGNED) + index
 
     p = tl.load(at_p, mask)
-    if PASS != ROUND:
-        m = tl.load(at_m, mask)
-        v = tl.load(at_v, mask)
-        vmax = v
-        if AMSGRAD & (FLAGS | ACCEPTED_FLAGS):
-            vmax = tl.load(at_vmax, mask)
-        g = tl.load(elements(table, tensors, 6, tensor, begin, GRADIENT, IS_ALIGNED) + index, mask)
-        current = scalars(sets, entry(table, tensors, 9, tensor), REAL)
-        if PASS == COMMIT_AND_SPECULATE:
-            older = tl.load(elements(table, tensors, 7, tensor, begin, GRADIENT, IS_ALIGNED) + index, mask)
-            accepted = scalars(sets, entry(table, tensors, 10, tensor), REAL)
-            p, m, v, vmax = adam_formula(accepted, widen(older, GRADIENT), m, v, vmax, p, ACCEPTED_FLAGS)
-            tl.store(at_p, p, mask)
-            tl.store(at_m, m, mask)
-            tl.store(at_v, v, mask)
-            if AMSGRAD & ACCEPTED_FLAGS:
-                tl.store(at_vmax, vmax, mask)
-        p, m, v, vmax = adam_formula(current, widen(g, GRADIENT), m, v, vmax, p, FLAGS)
-        if PASS == COMMIT or PASS == UPDATE:
-            tl.store(at_p, p, mask)
-            tl.store(at_m, m, mask)
-            tl.store(at_v, v, mask)
-            if AMSGRAD & FLAGS:
-                tl.store(at_vmax, vmax, mask)
-    if OUT != NONE:
-        tl.store(elements(table, tensors, 8, tensor, begin, OUT, IS_ALIGNED) + index, narrow(p, OUT), mask)
+    m = tl.load(at_m, mask)
+    v = tl.load(at_v, mask)
+    vmax = v
+    if AMSGRAD & FLAGS:
+        vmax = tl.load(at_vmax, mask)
+    g = tl.load(elements(table, tensors, 6, tensor, begin, GRADIENT, IS_ALIGNED) + index, mask)
+    k = scalars(sets, entry(table, tensors, 8, tensor), REAL)
+    p, m, v, vmax = adam_formula(k, widen(g, GRADIENT), m, v, vmax, p, FLAGS)
+    tl.store(at_p, p, mask)
+    tl.store(at_m, m, mask)
+    tl.store(at_v, v, mask)
+    if AMSGRAD & FLAGS:
+        tl.store(at_vmax, vmax, mask)
+    tl.store(elements(table, tensors, 7, tensor, begin, OUT, IS_ALIGNED) + index, narrow(p, OUT), mask)
 
 
 @jit(fixed=("tensors", "steps"))
@@ -179,19 +161,16 @@ def adam_kernel(
     tensors,
     steps,
     sets,
-    PASS: tl.constexpr,
     REAL: tl.constexpr,
     GRADIENT: tl.constexpr,
     OUT: tl.constexpr,
     FLAGS: tl.constexpr,
-    ACCEPTED_FLAGS: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Run a pass over one block.
+    """Update one block.
 
-    Rows of the table beside first block and length: addresses of master, exp_avg, exp_avg_sq, max_exp_avg_sq,
-    gradient, accepted gradient and out; the indices of the coefficient set and the accepted one.
+    Rows of the table beside first block and length: addresses of the `ARRAYS`; the index of the coefficient set.
     """
     number = tl.program_id(0).to(tl.int64)
     tensor = find_tensor(table, tensors, steps, number)
@@ -199,28 +178,23 @@ def adam_kernel(
     rest = entry(table, tensors, 1, tensor) - begin
     # Without masks loads can be as wide as the addresses allow. The branches differ in nothing else.
     if rest >= BLOCK:
-        run_block(
-            table, tensors, tensor, begin, rest, sets, False,
-            PASS, REAL, GRADIENT, OUT, FLAGS, ACCEPTED_FLAGS, IS_ALIGNED, BLOCK,
+        update_block(
+            table, tensors, tensor, begin, rest, sets, False, REAL, GRADIENT, OUT, FLAGS, IS_ALIGNED, BLOCK
         )  # fmt: skip
     else:
-        run_block(
-            table, tensors, tensor, begin, rest, sets, True,
-            PASS, REAL, GRADIENT, OUT, FLAGS, ACCEPTED_FLAGS, IS_ALIGNED, BLOCK,
+        update_block(
+            table, tensors, tensor, begin, rest, sets, True, REAL, GRADIENT, OUT, FLAGS, IS_ALIGNED, BLOCK
         )  # fmt: skip
 
 
-def run(which: Pass, segments: Sequence[Segment], sets: Sequence[Coefficients] = ()) -> None:
-    """Run one pass over the state of many tensors on one GPU.
+def update(steps: Sequence[KeptStep], sets: Sequence[Coefficients]) -> None:
+    """Make the steps of many parameters on one GPU: write their state and their working copies.
 
-    Enqueued to the current stream. SPECULATE writes only `out`; COMMIT and UPDATE write the state, and UPDATE `out`
-    where there is one; COMMIT_AND_SPECULATE commits the accepted gradient and speculates with the other; ROUND writes
-    `out` from the master.
+    Enqueued to the current stream.
 
     Args:
-        which: SPECULATE, COMMIT, COMMIT_AND_SPECULATE, UPDATE or ROUND.
-        segments: the tensors; none may overlap another.
-        sets: the scalars that segments index, computed in double precision for float64 segments.
+        steps: of distinct parameters.
+        sets: the scalars that steps index, computed in double precision for float64 state.
 
     Raises:
         ValueError: a tensor is missing, not dense, of another length or out of reach, or an index lies outside `sets`;
@@ -228,20 +202,17 @@ def run(which: Pass, segments: Sequence[Segment], sets: Sequence[Coefficients] =
         TypeError: a tensor has a dtype that does not fit; nothing was written.
         RuntimeError: Triton cannot be used on the device; nothing was written.
     """
-    if which not in READS:
-        names = ", ".join(one.name for one in READS)
-        raise ValueError(f"superadam.gpu has no pass {which!r}; expected one of {names}")
-    if not segments:
+    if not steps:
         return
-    device = segments[0].master.device
+    device = steps[0].master.device
     groups: dict[Variant, list[tuple[int, list[int]]]] = {}
-    for position, segment in enumerate(segments):
-        variant, row = checked_segment(which, segment, f"segment {position}", sets, device)
-        groups.setdefault(variant, []).append((segment.master.numel(), row))
+    for position, step in enumerate(steps):
+        variant, row = checked_step(step, f"step {position}", sets, device)
+        groups.setdefault(variant, []).append((step.master.numel(), row))
     choice = backend(device)
     if choice.backend is Backend.TORCH:
         raise RuntimeError(
-            f"superadam.gpu.run needs Triton, as plain torch has no exact form of the formula, but {choice.reason}; "
+            f"superadam.gpu.update needs Triton, as plain torch has no exact form of the formula, but {choice.reason}; "
             "mend that, or keep this state on the CPU"
         )
 
@@ -257,13 +228,11 @@ def run(which: Pass, segments: Sequence[Segment], sets: Sequence[Coefficients] =
                 table.tensors,
                 table.steps,
                 table_of_sets,
-                PASS=int(which),
                 REAL=int(variant.real),
                 GRADIENT=int(variant.gradient),
                 OUT=int(variant.out),
                 FLAGS=int(variant.flags),
-                ACCEPTED_FLAGS=int(variant.accepted_flags),
-                IS_ALIGNED=not np.any(rows[: len(ROWS)] % VECTOR_BYTES),
+                IS_ALIGNED=not np.any(rows[: len(ARRAYS)] % VECTOR_BYTES),
                 BLOCK=BLOCK,
                 **OPTIONS,
             )

@@ -19,7 +19,6 @@ VARIABLE = "SUPERADAM_GPU"
 """Environment variable that asks for an implementation: "triton" or "torch"."""
 
 _logger = logging.getLogger("superadam")
-_requested: str | None = None
 _told: set[str] = set()
 
 
@@ -42,25 +41,6 @@ class Choice:
     reason: str
 
 
-def set_backend(name: str) -> None:
-    """Ask for an implementation from now on, instead of `SUPERADAM_GPU`.
-
-    Args:
-        name: "triton", which raises wherever Triton cannot be used; "torch"; or "auto", which takes Triton where it
-            can be used.
-
-    Raises:
-        ValueError: another name.
-        RuntimeError: Triton was asked for and cannot be imported.
-    """
-    global _requested
-    if name not in ("auto", "triton", "torch"):
-        raise ValueError(f"backend {name!r} is unknown; expected 'triton', 'torch' or 'auto'")
-    if name == "triton" and language.MISSING is not None:
-        raise RuntimeError(_refusal("set_backend('triton')", language.MISSING))
-    _requested = name
-
-
 def backend(device: torch.device | str) -> Choice:
     """Return which implementation serves tensors on `device`, and why.
 
@@ -71,9 +51,11 @@ def backend(device: torch.device | str) -> Choice:
         ValueError: `SUPERADAM_GPU` holds an unknown name.
     """
     device = torch.device(device)
-    request, source = _request()
+    request = os.environ.get(VARIABLE, "")
+    if request not in ("", "triton", "torch"):
+        raise ValueError(f"{VARIABLE} is {request!r}, expected 'triton' or 'torch'; unset it to let superadam choose")
     if request == "torch":
-        return Choice(Backend.TORCH, f"{source} asks for it")
+        return Choice(Backend.TORCH, f"{VARIABLE}=torch asks for it")
     obstacle = language.MISSING
     if obstacle is None and language.IS_INTERPRETED and device.type != "cpu":
         obstacle = f"Triton's interpreter (TRITON_INTERPRET) only reaches memory of the CPU, not {device}"
@@ -83,7 +65,7 @@ def backend(device: torch.device | str) -> Choice:
         which = Backend.INTERPRETER if language.IS_INTERPRETED else Backend.TRITON
         return Choice(which, f"Triton {language.triton.__version__} can be used on {device.type}")
     if request == "triton":
-        raise RuntimeError(_refusal(source, obstacle))
+        raise RuntimeError(f"{VARIABLE}=triton asks for Triton's kernels, but {obstacle}; mend that, or unset it")
     if device.type != "cpu" and obstacle not in _told:
         _told.add(obstacle)
         _logger.warning(
@@ -94,17 +76,3 @@ def backend(device: torch.device | str) -> Choice:
             VARIABLE,
         )
     return Choice(Backend.TORCH, obstacle)
-
-
-def _request() -> tuple[str, str]:
-    """Return "auto", "triton" or "torch", and what asks for it."""
-    if _requested is not None:
-        return _requested, f"set_backend({_requested!r})"
-    text = os.environ.get(VARIABLE)
-    if text and text not in ("triton", "torch"):
-        raise ValueError(f"{VARIABLE} is {text!r}, expected 'triton' or 'torch'; unset it to let superadam choose")
-    return text or "auto", f"{VARIABLE}={text}"
-
-
-def _refusal(source: str, obstacle: str) -> str:
-    return f"{source} asks for Triton's kernels, but {obstacle}; mend that, or ask for 'auto' or 'torch'"

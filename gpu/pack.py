@@ -169,8 +169,6 @@ def pack_gradients(
     destination: Tensor,
     sums: Tensor | None = None,
     nonfinite: Tensor | None = None,
-    *,
-    address: int | None = None,
 ) -> None:
     """Copy gradients into one flat buffer, converted to its dtype, and take their norm as they arrive there.
 
@@ -187,8 +185,6 @@ def pack_gradients(
         sums: float64, 1-D, on the device or pinned: gets the sum of squares of each chunk of 4096 elements of a
             gradient, in the order of `gradients`; what is squared is the converted element. None for no norm.
         nonfinite: int64, like `sums`: gets the count of Inf and NaN in each chunk. None exactly when `sums` is.
-        address: where the device reaches `destination`; default is the tensor's own address, which is also right for
-            pinned memory wherever host and device share one address space.
 
     Raises:
         TypeError: a tensor has a dtype that does not fit.
@@ -223,7 +219,7 @@ def pack_gradients(
         return
 
     size = destination.element_size()
-    base = destination.data_ptr() if address is None else address
+    base = destination.data_ptr()
     begins = addresses_of(gradients)
     dtypes = np.array([DTYPES[gradient.dtype] for gradient in gradients], np.int64)
     with on(device):

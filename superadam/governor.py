@@ -5,8 +5,6 @@ Owns the share of clipped steps. Its answer changes when work is done, never wha
 
 from __future__ import annotations
 
-import math
-
 from superadam.outcome import StepKind
 
 _MEMORY = 0.9
@@ -17,7 +15,7 @@ _LIMIT = 0.5
 
 
 class Governor:
-    """Decides from the share of clipped steps, and within a step from the norm so far.
+    """Decides from the share of clipped steps, by whomever, and within a step from the norm so far.
 
     Attributes:
         clipped_share: of the last steps, exponentially weighted.
@@ -38,6 +36,5 @@ class Governor:
             norm_so_far: norm of the gradients that have arrived in this step, unscaled; the norm of all is not smaller.
             max_norm: limit of the norm; None or inf for none.
         """
-        if max_norm is None or math.isinf(max_norm):
-            return True
-        return self.clipped_share < _LIMIT and norm_so_far <= max_norm
+        is_over = max_norm is not None and norm_so_far > max_norm
+        return self.clipped_share < _LIMIT and not is_over

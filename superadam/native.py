@@ -41,8 +41,6 @@ class Pass(enum.IntEnum):
     COMMIT = lib.SUPERADAM_COMMIT
     COMMIT_AND_SPECULATE = lib.SUPERADAM_COMMIT_AND_SPECULATE
     UPDATE = lib.SUPERADAM_UPDATE
-    ROUND = lib.SUPERADAM_ROUND
-    WIDEN = lib.SUPERADAM_WIDEN
 
 
 class Flag(enum.IntFlag):

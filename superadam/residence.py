@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from superadam.devices import Device, Stream
-from superadam.devices.interface import KeptStep
 from superadam.hyperparameters import Coefficients
+from superadam.kept_step import KeptStep
 from superadam.parameter import ParameterState
 
 

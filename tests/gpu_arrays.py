@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -36,7 +37,7 @@ if DEVICE.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         importlib.reload(triton.language)
 
 from superadam import formula  # noqa: E402
-from superadam.gpu import Backend, backend, choice, language  # noqa: E402
+from superadam.gpu import Backend, backend, language  # noqa: E402
 from superadam.native import Dtype  # noqa: E402
 
 Array = npt.NDArray[np.generic]
@@ -47,14 +48,14 @@ IS_READY = backend(DEVICE).backend is not Backend.TORCH
 assert IS_READY or language.MISSING, "superadam.gpu was imported before TRITON_INTERPRET was set; set it in conftest.py"
 
 BACKENDS = ["triton", "torch"] if IS_READY else ["torch"]
-"""What packs and scatters here, as `set_backend` calls it."""
+"""What packs and scatters here, as `SUPERADAM_GPU` calls it."""
 
 needs_triton = pytest.mark.skipif(not IS_READY, reason="Triton is not installed")
 
 
-def asked_for(name: str) -> mock._patch[str | None]:
+def asked_for(name: str) -> AbstractContextManager[object]:
     """Return a context in which `name` is the implementation that was asked for."""
-    return mock.patch.object(choice, "_requested", name)
+    return mock.patch.dict(os.environ, SUPERADAM_GPU=name)
 
 
 class Launches:

@@ -23,14 +23,13 @@ STORAGE = {
     Dtype.FLOAT64: np.float64,
 }
 STATE = ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-READS_STATE = (Pass.SPECULATE, Pass.COMMIT, Pass.COMMIT_AND_SPECULATE, Pass.UPDATE)
+READS_STATE = tuple(which for which in Pass if which is not Pass.NORM)
 HALVES_AND_FLOAT32 = (Dtype.FLOAT32, Dtype.BFLOAT16, Dtype.FLOAT16)
 
 _OUTS = {
     Pass.SPECULATE: HALVES_AND_FLOAT32,
     Pass.COMMIT_AND_SPECULATE: HALVES_AND_FLOAT32,
     Pass.UPDATE: (Dtype.NONE, *HALVES_AND_FLOAT32),
-    Pass.ROUND: HALVES_AND_FLOAT32,
 }
 
 
@@ -117,13 +116,9 @@ class Segment:
         # Contiguous aligned copies: numpy must not depend on where the kernel's arrays lie.
         now = {name: placed.view.copy() for name, placed in self.arrays.items()}
         result: dict[str, Array] = {}
-        if which is Pass.ROUND:
-            return {"out": narrow(now["master"], self.out_dtype)}
         gradient = widen(now["gradient"], self.gradient_dtype)
         if "sums" in now:
             result = {"sums": formula.chunk_sums(gradient), "nonfinite": formula.chunk_nonfinite(gradient)}
-        if which is Pass.WIDEN:
-            return result | {"master": gradient}
         if which is Pass.NORM:
             return result
 
@@ -248,7 +243,7 @@ def jobs(draw: st.DrawFn, which: Pass) -> Job:
             out_dtype,
             kinds=draw(st.lists(magnitudes(), min_size=1, max_size=6)),
             offsets=draw(st.lists(st.one_of(st.just(0), st.integers(0, 63)), min_size=1, max_size=7)),
-            norm=which is Pass.NORM or (which is not Pass.ROUND and draw(st.booleans())),
+            norm=which is Pass.NORM or draw(st.booleans()),
             sprinkle=draw(st.booleans()),
         )
         if which in READS_STATE:

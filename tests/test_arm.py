@@ -78,7 +78,7 @@ def random_job(rng: np.random.Generator, which: Pass, gradient: Dtype, out: Dtyp
             gradient,
             out,
             kinds=kinds,
-            norm=which is Pass.NORM or (which is not Pass.ROUND and bool(rng.integers(2))),
+            norm=which is Pass.NORM or bool(rng.integers(2)),
             sprinkle=bool(rng.integers(4) == 0),
         )
         if which in READS_STATE:

@@ -27,12 +27,13 @@ from visible import bits, state_bits
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam, StepKind
 from superadam.devices import CudaDevice, Device, Stream
-from superadam.devices.interface import ChunkSums, KeptStep
+from superadam.devices.interface import ChunkSums
 from superadam.devices.simulated import SimulatedDevice
 from superadam.flat import FlatLayout
 from superadam.gpu import scatter_values
 from superadam.host import Host
 from superadam.hyperparameters import Coefficients, Hyperparameters
+from superadam.kept_step import KeptStep
 from superadam.native import chunk_count
 from superadam.parameter import ParameterState
 
@@ -385,15 +386,15 @@ def test_kept_gradients_that_were_packed_on_another_stream_are_stepped_behind_it
     device = FakeDevice(cuda)
     kept: list[Tensor] = []
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda gradient, stream: kept.append(gradient))
-    monkeypatch.setattr("superadam.devices.cuda.run", lambda *_: cuda.log.append(("run", cuda.now.name)))
+    monkeypatch.setattr("superadam.devices.cuda.update", lambda *_: cuda.log.append(("update", cuda.now.name)))
     step = KeptStep(random(3), random(3), random(3), None, random(3), random(3), 0)
     device.note_ready()
     device.update([step], [])
-    assert (cuda.log, kept) == ([("run", "current")], [])
+    assert (cuda.log, kept) == ([("update", "current")], [])
     with cuda.stream(FakeStream(cuda, "branch")):
         device.note_ready()
     device.update([step], [])
-    assert cuda.log[1:] == [("wait for stream", "current", "branch"), ("run", "current")]
+    assert cuda.log[1:] == [("wait for stream", "current", "branch"), ("update", "current")]
     assert len(kept) == 1
     assert kept[0] is step.gradient
 

@@ -675,7 +675,7 @@ def gradient_hooks_that_decay_their_weights(run: Run) -> None:
     loss(run.model(run.inputs())).backward()
 
 
-@shape(mlp)
+@shape(mlp, speculates=False)
 def later_hooks_that_read_weights_into_gradients(run: Run) -> None:
     """Registered after the scheduler's, so that they find a gradient that was taken."""
 
@@ -1021,7 +1021,7 @@ def compiled_over_backward_and_step_without_autograd(run: Run) -> None:
     compiled(run, step_of, "eager")(run.model, run.optimizer, run.inputs())
 
 
-@shape(mlp, is_slow=True)
+@shape(mlp, is_slow=True, speculates=False)
 def compiled_between_backward_and_step(run: Run) -> None:
     """Clipping by value, compiled: it writes to gradients that were taken."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Iterator
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -21,7 +22,7 @@ from kernel_arrays import Job, Placed, Segment, differing, make_segment, widen
 from strategies import Magnitudes, hyperparameters, random_array
 
 from superadam.hyperparameters import Coefficients, Hyperparameters
-from superadam.native import Dtype, Pass
+from superadam.native import Dtype, Flag, Pass
 
 STEPS = 3
 
@@ -148,33 +149,46 @@ HALVES = {Dtype.BFLOAT16: torch.bfloat16, Dtype.FLOAT16: torch.float16}
 EACH_HALF = pytest.mark.parametrize("dtype", HALVES, ids=lambda dtype: dtype.name)
 
 
+def run_from_zero_moments(which: Pass, segment: Segment, isa: str, **scalars: float) -> None:
+    """Run a pass with these scalars; the others leave the gradient as it is and the parameter, -0 too, where it is."""
+    for name in ("exp_avg", "exp_avg_sq"):
+        segment.arrays[name].view[:] = 0
+    k = Coefficients(s=1, decay=1, wd=0, w=0.25, b2=1, c2=0, nss=-0.0, bc2s=1, eps=1, flags=Flag(0))
+    Job(which, [segment], [replace(k, **scalars)]).run(isa)
+
+
 @EACH_HALF
 def test_widening_of_all_patterns(isa: str, dtype: Dtype) -> None:
     patterns = np.arange(1 << 16, dtype=np.uint16)
+    theirs = torch.from_numpy(patterns.copy()).view(HALVES[dtype]).float().numpy()
     segment = make_segment(0, len(patterns), dtype)
     segment.arrays["gradient"].view[:] = patterns
-    Job(Pass.WIDEN, [segment]).run(isa)
-    theirs = torch.from_numpy(patterns.copy()).view(HALVES[dtype]).float().numpy()
-    assert differing(segment.arrays["master"].view, theirs) == 0
+    run_from_zero_moments(Pass.COMMIT, segment, isa, w=1.0)  # m = fma(0, g, g), which is g, but NaN where g is Inf
+    assert differing(segment.arrays["exp_avg"].view, np.where(np.isinf(theirs), np.float32(np.nan), theirs)) == 0
+    run_from_zero_moments(Pass.COMMIT, segment, isa, w=0.25)  # m = fma(0.25, g, 0), exact, but +0 where g is -0
+    with np.errstate(invalid="ignore"):
+        assert differing(segment.arrays["exp_avg"].view, np.float32(0.25) * theirs + np.float32(0)) == 0
 
 
 def check_narrowing(values: np.ndarray, dtype: Dtype, isa: str) -> None:
     segment = make_segment(0, len(values), Dtype.FLOAT32, dtype)
     segment.arrays["master"].view[:] = values
-    Job(Pass.ROUND, [segment]).run(isa)
+    segment.arrays["gradient"].view[:] = 0
+    run_from_zero_moments(Pass.SPECULATE, segment, isa)  # p + -0, which is p
     theirs = torch.from_numpy(values.copy()).to(HALVES[dtype]).view(torch.uint16).numpy()
     assert differing(widen(segment.arrays["out"].view.copy(), dtype), widen(theirs, dtype)) == 0
 
 
 @EACH_HALF
 def test_narrowing_at_every_boundary(isa: str, dtype: Dtype) -> None:
-    """Each value of the half type, each tie between neighbours, and what lies right beside both."""
+    """Each value of the half type, each tie between neighbours, what lies right beside both, and NaNs full of ones."""
     values = widen(np.arange(1 << 16, dtype=np.uint16), dtype)
     finite = np.unique(values[np.isfinite(values)])
     ties = ((finite[1:].astype(np.float64) + finite[:-1]) / 2).astype(np.float32)  # exact: one bit more than a half
     # Halfway between the largest finite value and the next power of two, from where on a value becomes Inf.
     overflow = np.array([0x7F7F8000], np.uint32).view(np.float32) if dtype is Dtype.BFLOAT16 else np.float32([65520])
-    points = np.concatenate([values, ties, overflow, -overflow])
+    full = np.array([0x7FFFFFFF, 0xFFFFFFFF], np.uint32).view(np.float32)
+    points = np.concatenate([values, ties, overflow, -overflow, full])
     with np.errstate(all="ignore"):
         around = [points, np.nextafter(points, np.float32(np.inf)), np.nextafter(points, np.float32(-np.inf))]
     check_narrowing(np.concatenate(around), dtype, isa)

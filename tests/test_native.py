@@ -22,8 +22,6 @@ from superadam.native import Dtype, Pass
 HYPER = Hyperparameters(1e-3, 0.9, 0.999, 1e-8, 0.1, amsgrad=True, maximize=False, decoupled_weight_decay=True)
 USED = {  # arrays that each pass must have
     Pass.NORM: {"gradient", "sums", "nonfinite"},
-    Pass.ROUND: {"master", "out"},
-    Pass.WIDEN: {"gradient", "master"},
     Pass.SPECULATE: {"gradient", "master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "out"},
     Pass.COMMIT: {"gradient", "master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"},
     Pass.UPDATE: {"gradient", "master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "out"},
@@ -91,7 +89,7 @@ def test_a_mix_of_dtypes_is_refused(which: Pass, gradient: int, out: int) -> Non
     check_refused(job, table, "dtypes that this pass does not take")
 
 
-@pytest.mark.parametrize("which", [Pass.SPECULATE, Pass.COMMIT_AND_SPECULATE, Pass.ROUND], ids=lambda which: which.name)
+@pytest.mark.parametrize("which", [Pass.SPECULATE, Pass.COMMIT_AND_SPECULATE], ids=lambda which: which.name)
 def test_a_missing_out_dtype_is_refused(which: Pass) -> None:
     job = make_job(which)
     table = job.table()

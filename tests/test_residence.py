@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from superadam import formula
 from superadam.devices import Device, PlainDevice, Stream
-from superadam.devices.interface import KeptStep
 from superadam.devices.simulated import SimulatedDevice
 from superadam.hyperparameters import Coefficients, Hyperparameters
+from superadam.kept_step import KeptStep
 from superadam.parameter import ParameterState
 from superadam.residence import Residence
 from superadam.table import CoefficientTable

@@ -56,7 +56,7 @@ def test_overlap_is_told_in_buckets_and_seconds() -> None:
     outcomes = (report.accepted_buckets, report.respeculated_buckets, report.dropped_buckets, report.waiting_buckets)
     assert outcomes == (6, 0, 3, 3)  # the first step makes the state, and is not speculated on
     assert report.given_back_gradients == 0
-    assert report.shadow_bytes == 2 * report.parameters
+    assert 2 * report.parameters <= report.shadow_bytes < 2 * (report.parameters + 64 * 9)  # each tensor is aligned
     assert report.hidden_seconds >= 0.0
     assert report.hidden_share == report.hidden_seconds / (report.hidden_seconds + report.optimizer_seconds)
     assert report.peak_host_bytes > 0

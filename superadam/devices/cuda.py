@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from superadam.devices import cores
-from superadam.devices.interface import ChunkSums, Device, Event, KeptStep, Stream
+from superadam.devices.interface import ChunkSums, Device, Event, Stream
 from superadam.devices.pinned import PinnedMemory
 from superadam.devices.registration import CudaRegistrar
 from superadam.devices.slab import gigabytes
 from superadam.flat import FlatLayout
-from superadam.gpu import Backend, Segment, backend, pack_gradients, run, scatter_values
+from superadam.gpu import Backend, backend, pack_gradients, scatter_values, update
 from superadam.host import Host
 from superadam.host_memory import HostMemory
 from superadam.hyperparameters import Coefficients
-from superadam.native import Pass
+from superadam.kept_step import KeptStep
 from superadam.worker import ThreadWorker, Work, Worker
 
 BUCKETS_UNDER_WAY = 2
@@ -137,19 +137,7 @@ class CudaDevice(Device):
     def update(self, steps: Sequence[KeptStep], sets: Sequence[Coefficients]) -> None:
         """Enqueue one launch for each combination of dtypes and flags."""
         self._claim(one.gradient for one in steps)
-        segments = [
-            Segment(
-                one.master,
-                one.gradient,
-                one.exp_avg,
-                one.exp_avg_sq,
-                one.max_exp_avg_sq,
-                out=one.parameter,
-                coefficients=one.coefficients,
-            )
-            for one in steps
-        ]
-        run(Pass.UPDATE, segments, sets)
+        update(steps, sets)
 
     def free_bytes(self) -> int:
         """Return what the driver has, and what torch's allocator holds and has never handed out at once."""

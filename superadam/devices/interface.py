@@ -19,6 +19,7 @@ from torch import Tensor
 
 from superadam.flat import FlatLayout
 from superadam.hyperparameters import Coefficients
+from superadam.kept_step import KeptStep
 from superadam.worker import ThreadWorker, Work, Worker
 
 
@@ -39,29 +40,6 @@ class ChunkSums:
         """Return both in one fp64 buffer, whose numel is twice the number of chunks."""
         chunks = buffer.numel() // 2
         return ChunkSums(buffer[:chunks], buffer[chunks:].view(torch.int64))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class KeptStep:
-    """The step of a parameter whose state is on the device.
-
-    All tensors are dense, lie on the device and have the parameter's elements in the order of memory of its state.
-
-    Attributes:
-        master, exp_avg, exp_avg_sq: the state, fp32, or fp64 for fp64 parameters.
-        max_exp_avg_sq: with amsgrad.
-        gradient: of the step, neither scaled nor clipped.
-        parameter: the working copy.
-        coefficients: index of the step's coefficients.
-    """
-
-    master: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    max_exp_avg_sq: Tensor | None
-    gradient: Tensor
-    parameter: Tensor
-    coefficients: int
 
 
 class Stream(enum.Enum):

@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 from superadam import native
-from superadam.devices.interface import ChunkSums, Device, KeptStep, Stream
+from superadam.devices.interface import ChunkSums, Device, Stream
 from superadam.flat import FlatLayout
 from superadam.hyperparameters import Coefficients
+from superadam.kept_step import KeptStep
 from superadam.native import Pass
 from superadam.parameter import DTYPES
 from superadam.worker import Job, Work, failure
