@@ -160,8 +160,8 @@ def redo_forgets_one(monkeypatch: pytest.MonkeyPatch) -> None:
     original = Transaction._update
 
     def update(self: Transaction, parts: Sequence[Any], clip: float) -> None:
-        again = [part for part in parts if part.pending is not None]
-        original(self, [part for part in parts if part not in again[-1:]], clip)
+        again = [part for part in parts if part.taken is not None and not part.is_kept]
+        original(self, [part for part in parts if not again or part is not again[-1]], clip)
 
     monkeypatch.setattr(Transaction, "_update", update)
 
@@ -231,7 +231,13 @@ def another_gradient_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def stale_speculation_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Although the state that it has read was changed since."""
+
+    def change(part: Any) -> None:
+        if _is_speculated(part):
+            part.pending = replace(part.pending, versions=part.state.versions)
+
     monkeypatch.setattr(Transaction, "distrust", lambda self, state: None)
+    _change_parts(monkeypatch, change)
 
 
 def norm_of_another_row(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,11 +293,17 @@ def read_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TakenGradient, "ready", lambda self: self.pending)
 
 
-def write_does_not_give_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is written is written to a copy that nobody looks at."""
+def write_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient that is given back to `.grad` is not the one that is written to."""
+    original = TakenGradient.give_back
 
     def give_back(self: TakenGradient) -> torch.Tensor:
-        return self.value().clone() if self.given is None else self.given
+        was_given = self.is_given
+        given = original(self)
+        if not was_given:
+            self.given = given.clone()
+        assert self.given is not None
+        return self.given
 
     monkeypatch.setattr(TakenGradient, "give_back", give_back)
 
@@ -434,7 +446,7 @@ OF_SPECULATION: dict[str, Plant] = {
     "a factor that is applied twice": factor_is_applied_twice,
     "a read without its factor": read_sees_no_factor,
     "a read that does not wait": read_does_not_wait,
-    "a write that does not give back": write_does_not_give_back,
+    "a write that is lost": write_is_lost,
     "a gradient taken although it is held": held_gradient_is_taken,
     "a copy that is the gradient itself": copy_is_the_gradient_itself,
 }
