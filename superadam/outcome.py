@@ -24,6 +24,7 @@ class StepOutcome:
     Attributes:
         kind: committed, clipped or skipped.
         grad_norm: global 2-norm of all (unscaled) gradients before clipping, summed in fp64; Inf or NaN when skipped.
+            Where there is no limit, products that were recorded on gradients count to about 1e-7.
         clip_coefficient: factor on the gradients, 1.0 when not clipped: that of `max_grad_norm`, a value of fp32 and at
             most 1, times what others multiplied all gradients with where the optimizer knows it, because it had taken
             them: as `torch.nn.utils.clip_grad_norm_` does.

@@ -10,7 +10,7 @@ import functools
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -21,28 +21,11 @@ from superadam.governor import Governor
 from superadam.hyperparameters import Hyperparameters
 from superadam.journal import Journal
 from superadam.parameter import ParameterState, Pending, Phase
-from superadam.placement import BucketTimes, Placement
+from superadam.placement import BucketTimes
 from superadam.placer import Placer
 from superadam.transaction import Transaction
 from superadam.transfers import FlatShadow, Transfers, norm_in
 from superadam.worker import Worker, WorkerError
-
-
-@dataclass(frozen=True, slots=True)
-class _Sent:
-    """What the worker is told of a bucket beside its gradients.
-
-    Attributes:
-        at: seconds of `time.perf_counter()`.
-        handing_seconds: that sending it took.
-        arrived: after which the gradients may be read.
-        placement: how it is to be treated.
-    """
-
-    at: float
-    handing_seconds: float
-    arrived: Event
-    placement: Placement
 
 
 class Pipeline:
@@ -51,7 +34,7 @@ class Pipeline:
     Args:
         device: of the model.
         transfers: over it.
-        placer: says how a bucket is treated, and is told how long it took.
+        placer: says on how many cores, and is told how long each bucket took.
         journal: is told what happened.
         limit: returns the present limit of the gradient norm.
 
@@ -88,7 +71,7 @@ class Pipeline:
         transaction = self.transaction
         assert transaction is not None
         begin = time.perf_counter()
-        placement = self._placer.begin_bucket(bucket)
+        self._placer.note_bucket(bucket)
         if bucket.is_kept:
             ordered, arrived, norms = self._transfers.hold(bucket.states, bucket.gradients)
             kept = {s: transaction.pending(s, one, hyper[s], is_kept=True) for s, one in ordered.items()}
@@ -98,15 +81,13 @@ class Pipeline:
         states = bucket.states
         transaction.table.bring_home(transaction.table.rows_of(states))
         able = {state for state in states if transaction.can_speculate(state, hyper[state])}
-        widens = placement.link_dtype != self._placer.placement.link_dtype
-        places, arrived = self._transfers.download(states, bucket.gradients, able, widens=widens)
+        places, arrived = self._transfers.download(states, bucket.gradients, able)
         pending = {
             state: transaction.pending(state, taken, hyper[state], places.get(state))
             for state, taken in zip(states, bucket.gradients, strict=True)
         }
-        sent = _Sent(begin, time.perf_counter() - begin, arrived, placement)
         self._journal.statistics.buckets += 1
-        self._worker.submit(functools.partial(self._speculate, transaction, pending, sent))
+        self._worker.submit(functools.partial(self._speculate, transaction, pending, arrived, begin))
 
     def _keep(
         self,
@@ -121,32 +102,25 @@ class Pipeline:
         transaction.keep(pending, norm_in(norms))
         self._journal.note_kept(_numel(pending), sent=sent)
 
-    def _speculate(self, transaction: Transaction, pending: Mapping[ParameterState, Pending], sent: _Sent) -> None:
+    def _speculate(
+        self, transaction: Transaction, pending: Mapping[ParameterState, Pending], arrived: Event, sent: float
+    ) -> None:
         """Speculate on a bucket, which starts its new values' way to the device; runs in the worker."""
-        sent.arrived.synchronize()
+        arrived.synchronize()
         begin = time.perf_counter()
         if not self.governor.speculates(transaction.norm_so_far(), self._limit()):
             pending = {state: replace(record, place=None) for state, record in pending.items()}
-        cores = 0 if self._is_waited_for else sent.placement.cores
+        cores = 0 if self._is_waited_for else self._placer.placement.cores
         with torch.no_grad(), native.limited_threads(cores or None):
             transaction.speculate(pending)
         written = {id(one.place.shadow): one.place.shadow for one in pending.values() if one.place is not None}
         for shadow in written.values():
             assert isinstance(shadow, FlatShadow)
             shadow.send()
-        self._journal.note_bucket(_numel(pending), sent=sent.at, arrived=begin, is_written=bool(written))
+        self._journal.note_bucket(_numel(pending), sent=sent, arrived=begin, is_written=bool(written))
         if written:
-            self._placer.note_times(
-                BucketTimes(
-                    elements=_numel(pending),
-                    gradient_bytes=next(iter(pending.values())).gradient.element_size(),
-                    is_widened=sent.placement.link_dtype != self._placer.placement.link_dtype,
-                    cores=cores,
-                    ready=sent.arrived.passed_at(),
-                    worker_seconds=time.perf_counter() - begin,
-                    handing_seconds=sent.handing_seconds,
-                )
-            )
+            seconds, ready = time.perf_counter() - begin, arrived.passed_at()
+            self._placer.note_times(BucketTimes(_numel(pending), ready, seconds, is_hidden=cores > 0))
 
     def _idle(self) -> bool:
         """Commit a bucket's worth of accepted gradients; runs in the worker while nothing else waits."""

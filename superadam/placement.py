@@ -7,7 +7,6 @@ is computed, so that all may be tried, and changed in the middle of training.
 from __future__ import annotations
 
 import itertools
-import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,14 +22,8 @@ LEAST_BUCKETS = 8
 LEAST_NUMEL = 1024 * 1024
 """Elements of a bucket at the least."""
 
-OVERHEAD_SHARE = 0.02
-"""Of a bucket's time with the worker, what handing it over may cost the training thread."""
-
 SLACK_SHARE = 0.02
 """Of backward's time, what the last bucket may end after it."""
-
-ENOUGH_SPEED = 0.97
-"""Fewer cores are enough if they are so fast, compared with all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,75 +49,30 @@ class BucketTimes:
 
     Attributes:
         elements: of its gradients.
-        gradient_bytes: of one element, as it travelled.
-        is_widened: whether the gradients travelled in fp32, though their own dtype is narrower.
-        cores: that speculated on it; 0 for as many as there are, because `step()` waited for it.
         ready: seconds of `time.perf_counter()` when it had arrived on the host.
         worker_seconds: that it took there.
-        handing_seconds: that handing it over took the training thread.
+        is_hidden: whether the model computed meanwhile, so that the worker had the cores of the placement.
     """
 
     elements: int
-    gradient_bytes: int
-    is_widened: bool
-    cores: int
     ready: float
     worker_seconds: float
-    handing_seconds: float
-
-    @property
-    def seconds_per_element(self) -> float:
-        """Of the worker."""
-        return self.worker_seconds / max(1, self.elements)
+    is_hidden: bool
 
 
 def rate(times: Sequence[BucketTimes]) -> float:
-    """Return the median seconds per element of some buckets."""
-    return statistics.median(one.seconds_per_element for one in times)
+    """Return the median seconds per element of the worker over some buckets."""
+    return statistics.median(one.worker_seconds / max(1, one.elements) for one in times)
 
 
-def enough_cores(times: Sequence[BucketTimes]) -> int:
-    """Return the least number of cores that was about as fast as the fastest; memory may not need them all."""
-    tried = {cores: rate([one for one in times if one.cores == cores]) for cores in {one.cores for one in times}}
-    return min(cores for cores, seconds in tried.items() if seconds * ENOUGH_SPEED <= min(tried.values()))
-
-
-def should_widen(times: Sequence[BucketTimes], link_seconds_per_byte: float) -> bool:
-    """Return whether gradients had better travel in fp32: transfer and step run side by side, the slower one counts.
-
-    Args:
-        times: of buckets of both kinds.
-        link_seconds_per_byte: from the device to the host.
-    """
-    own = [one for one in times if not one.is_widened]
-    wide = [one for one in times if one.is_widened]
-
-    def seconds(some: Sequence[BucketTimes]) -> float:
-        return max(rate(some), statistics.median(one.gradient_bytes for one in some) * link_seconds_per_byte)
-
-    return bool(own) and bool(wide) and seconds(wide) < seconds(own)
-
-
-def unmeasured_numel(total: int, least: int = LEAST_NUMEL) -> int:
-    """Return the elements of a bucket as long as nothing is measured: an eighth of a step, within bounds.
+def numel_of_buckets(total: int, least: int = LEAST_NUMEL) -> int:
+    """Return the elements of a bucket: an eighth of a step, within bounds.
 
     Args:
         total: elements of a whole step.
         least: lower bound.
     """
     return max(least, min(DEFAULT_NUMEL, total // LEAST_BUCKETS))
-
-
-def numel_of_buckets(times: Sequence[BucketTimes], total: int) -> int:
-    """Return the smallest bucket whose handing over is cheap beside its step, within bounds.
-
-    Args:
-        times: of measured buckets.
-        total: elements of a whole step.
-    """
-    handing = statistics.median(one.handing_seconds for one in times)
-    cheap = handing / OVERHEAD_SHARE / max(rate(times), 1e-15)
-    return max(LEAST_NUMEL, min(unmeasured_numel(total), math.ceil(cheap)))
 
 
 def elements_to_keep(step: Sequence[BucketTimes], seconds_per_element: float, affordable: int) -> int:

@@ -1,6 +1,6 @@
-"""Chooses the placement of a run, once, after trying what was left to it in the first steps.
+"""Chooses how many buckets stay on the device, once, from what the first steps took; the rest is chosen before them.
 
-Owns the present placement, the order in which gradients become ready, and the times of the tried buckets.
+Owns the present placement, the order in which gradients become ready, and the times of the measured buckets.
 """
 
 from __future__ import annotations
@@ -14,26 +14,15 @@ from torch import Tensor
 
 from superadam.buckets import DEFAULT_NUMEL, Bucket
 from superadam.devices import Device
-from superadam.placement import (
-    BucketTimes,
-    Placement,
-    elements_to_keep,
-    enough_cores,
-    last_parameters,
-    numel_of_buckets,
-    rate,
-    should_widen,
-    unmeasured_numel,
-)
+from superadam.placement import BucketTimes, Placement, elements_to_keep, last_parameters, numel_of_buckets, rate
 
 _logger = logging.getLogger("superadam")
 
-_WIDENED, _WITH_FEWER_CORES = 1, 2
-"""Numbers of the buckets of a step that are treated otherwise, where that is tried."""
+WARM_UP_STEPS = 2
+"""Steps that are not measured: the first one of a parameter is never speculated on."""
 
-WARM_UP_STEPS = 1
-TRIED_STEPS = 2
-"""Steps whose buckets are timed, after those that warm up."""
+MEASURED_STEPS = 2
+"""Steps whose buckets are timed, after those."""
 
 FREE_SHARE = 0.8
 """Of the device's free memory, what may be taken for state: fragments and peaks need the rest."""
@@ -55,7 +44,7 @@ class Placer:
 
     Attributes:
         placement: present.
-        order: parameters in the order in which their gradients became ready in the last whole step; those that stayed
+        order: parameters in the order in which their gradients became ready in the last step; those that stayed
             on the device last.
 
     Raises:
@@ -76,7 +65,7 @@ class Placer:
         self._device = device
         self._total = total
         threads = device.idle_cores() if isinstance(cores, str) else cores
-        numel = unmeasured_numel(total) if threads else DEFAULT_NUMEL
+        numel = numel_of_buckets(total) if threads else DEFAULT_NUMEL
         self.placement = Placement(
             gpu_buckets=0 if isinstance(gpu_buckets, str) else gpu_buckets,
             bucket_numel=numel if isinstance(bucket_numel, str) else bucket_numel,
@@ -89,62 +78,42 @@ class Placer:
         self._buckets = 0  # of this step that travelled
         self._steps = 0
         self._step: list[BucketTimes] = []  # times of this step
-        self._tried: list[list[BucketTimes]] = []
-        self._chooses_gpu_buckets = isinstance(gpu_buckets, str) and device.can_update
-        self._chooses_numel = isinstance(bucket_numel, str)
-        self._chooses_link = isinstance(link_dtype, str) and device.has_link
-        self._chooses_cores = isinstance(cores, str)
-        chooses = self._chooses_gpu_buckets or self._chooses_numel or self._chooses_link or self._chooses_cores
-        self._is_trying = chooses and threads > 0
+        self._measured: list[list[BucketTimes]] = []
+        self._is_measuring = isinstance(gpu_buckets, str) and device.can_update and threads > 0
 
-    def begin_bucket(self, bucket: Bucket) -> Placement:
-        """Note that a bucket is ready, and return how it is to be treated, which may be a trial."""
+    def note_bucket(self, bucket: Bucket) -> None:
+        """Note that a bucket is ready."""
         self._ready[bucket.is_kept] += [state.parameter for state in bucket.states]
-        if bucket.is_kept:
-            return self.placement
-        number = self._buckets
-        self._buckets += 1
-        if not self._is_trying or self._steps < WARM_UP_STEPS:
-            return self.placement
-        itemsize = bucket.gradients[0].dtype.itemsize
-        if number == _WIDENED and self._chooses_link and itemsize < torch.float32.itemsize:
-            return replace(self.placement, link_dtype=torch.float32)
-        if number == _WITH_FEWER_CORES and self._chooses_cores:
-            return replace(self.placement, cores=-(-self.placement.cores // 2))
-        return self.placement
+        self._buckets += not bucket.is_kept
 
     def note_times(self, times: BucketTimes) -> None:
         """Note how long a bucket took that was speculated on; called by the worker."""
         self._step.append(times)
 
-    def end_step(self, *, is_whole: bool) -> bool:
-        """Return whether there is another placement from now on, or another order that it applies to.
-
-        Args:
-            is_whole: whether all gradients of the step have come.
-        """
+    def end_step(self) -> bool:
+        """Return whether there is another placement from now on, or another order that it applies to."""
         times, self._step = self._step, []
         ready, self._ready = self._ready[False] + self._ready[True], {False: [], True: []}
         buckets, self._buckets = self._buckets, 0
-        if not is_whole or not ready:
+        if not ready:
             return False
         is_new = False
         if len(ready) >= len(self.order):
             is_new = self.placement.gpu_buckets > 0 and set(map(id, ready)) != set(map(id, self.order))
             self.order = ready
         self._steps += 1
-        is_timed = len(times) == buckets and any(self._is_usual(one) for one in times)
-        if self._is_trying and self._steps > WARM_UP_STEPS and is_timed:
-            self._tried.append(times)
-            if len(self._tried) == TRIED_STEPS:
-                self._is_trying = False
+        is_timed = len(times) == buckets and any(one.is_hidden for one in times)
+        if self._is_measuring and self._steps > WARM_UP_STEPS and is_timed:
+            self._measured.append(times)
+            if len(self._measured) == MEASURED_STEPS:
+                self._is_measuring = False
                 self.placement = self._chosen()
                 _logger.info("placement: %s", self.placement)
                 return True
         return is_new
 
     def place(self, placement: Placement) -> None:
-        """Change the placement; nothing is tried any more.
+        """Change the placement; nothing is measured any more.
 
         Raises:
             ValueError: buckets are to be kept on a device that cannot, or the worker is to come or go.
@@ -158,7 +127,7 @@ class Placer:
                 f"cores is {placement.cores}, but the scheduler was made with {self.placement.cores}, and a worker can "
                 "neither come nor go; make another scheduler"
             )
-        self._is_trying = False
+        self._is_measuring = False
         self.placement = placement
 
     def _check_room(self, elements: int) -> None:
@@ -173,29 +142,13 @@ class Placer:
             )
 
     def _chosen(self) -> Placement:
-        every = list(itertools.chain.from_iterable(self._tried))
-        plain = [one for one in every if not one.is_widened]
-        usual = [one for one in every if self._is_usual(one)]
-        chosen = self.placement
-        if self._chooses_cores:
-            chosen = replace(chosen, cores=enough_cores([one for one in plain if one.cores]))
-        if self._chooses_link and any(one.is_widened for one in every):
-            seconds = self._device.link_seconds_per_byte()
-            if should_widen([one for one in every if one.cores == self.placement.cores], seconds):
-                chosen = replace(chosen, link_dtype=torch.float32)
-        if self._chooses_numel:
-            chosen = replace(chosen, bucket_numel=numel_of_buckets(usual, self._total))
-        if self._chooses_gpu_buckets:
-            affordable = int((self._device.free_bytes() or 0) * FREE_SHARE) // BYTES_PER_ELEMENT
-            kept = elements_to_keep(self._tried[-1], rate(usual), affordable)
-            rounded_up = replace(chosen, gpu_buckets=-(-kept // chosen.bucket_numel))
-            fits = sum(one.numel() for one in last_parameters(self.order, rounded_up)) <= affordable
-            chosen = rounded_up if fits else replace(chosen, gpu_buckets=kept // chosen.bucket_numel)
-        return chosen
-
-    def _is_usual(self, times: BucketTimes) -> bool:
-        """Whether a bucket was treated as the present placement says, while the model computed."""
-        return times.cores == self.placement.cores and not times.is_widened
+        hidden = [one for one in itertools.chain.from_iterable(self._measured) if one.is_hidden]
+        affordable = int((self._device.free_bytes() or 0) * FREE_SHARE) // BYTES_PER_ELEMENT
+        kept = elements_to_keep(self._measured[-1], rate(hidden), affordable)
+        numel = self.placement.bucket_numel
+        rounded_up = replace(self.placement, gpu_buckets=-(-kept // numel))
+        fits = sum(one.numel() for one in last_parameters(self.order, rounded_up)) <= affordable
+        return rounded_up if fits else replace(self.placement, gpu_buckets=kept // numel)
 
 
 def check_can_keep(device: Device, gpu_buckets: int | str) -> None:

@@ -58,17 +58,17 @@ class OffloadScheduler:
         optimizer: whose parameters are those of the model, or some of them.
         model: that is trained.
         bucket_numel: elements that travel and are speculated on together; "auto" takes an eighth of the model, within
-            1 Mi and 16 Mi, or less where first steps show that smaller buckets cost nothing. A parameter is never cut.
+            1 Mi and 16 Mi. A parameter is never cut.
         gpu_buckets: how many of the last buckets to become ready keep their state on the model's device, and are
             stepped there with the verdict, from the second step on; they are the first that the next forward needs.
             "auto" keeps, within the free memory, what the CPU was not done with in the first steps when backward ended.
-        link_dtype: dtype in which gradients travel to the host; "auto" keeps theirs, or widens them to fp32 where first
-            steps show that to be faster. A wider one gives the same bits; a narrower one rounds gradients, and norm and
-            step then see the rounded ones, wherever they are made. fp64 gradients stay fp64.
+        link_dtype: dtype in which gradients travel to the host; "auto" keeps theirs. A wider one gives the same bits; a
+            narrower one rounds gradients, and norm and step then see the rounded ones, wherever they are made. fp64
+            gradients stay fp64.
         cores: CPU threads that speculate while the model computes, at most `superadam.get_num_threads()`. "auto" takes
             the cores that the model leaves idle: those near the device if it computes elsewhere, those that torch does
-            not use if it computes on the CPU, or half of them where first steps show that to be enough. Without any,
-            all work is left to `step()`, because during backward it would cost more than it hides.
+            not use if it computes on the CPU. Without any, all work is left to `step()`, because during backward it
+            would cost more than it hides.
         device: streams and memory of the model; default is the one that its parameters lie on.
 
     Attributes:
@@ -201,7 +201,7 @@ class OffloadScheduler:
         if self._pipeline is None:
             return
         self._pipeline.governor.note(outcome.kind)
-        if self._placer.end_step(is_whole=True):
+        if self._placer.end_step():
             self._apply_placement()
         if self.residence.is_full:
             self._make_room()

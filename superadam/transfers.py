@@ -124,8 +124,6 @@ class Transfers:
         states: Sequence[ParameterState],
         gradients: Sequence[TakenGradient],
         speculated: Collection[ParameterState],
-        *,
-        widens: bool = False,
     ) -> tuple[dict[ParameterState, Place], Event]:
         """Start the way of gradients to the host, and find room for the new values of some of their parameters.
 
@@ -133,7 +131,6 @@ class Transfers:
             states: the parameters.
             gradients: one for each, on the device or on the host; what each waits for afterwards is on the host.
             speculated: those of the states that are to be speculated on.
-            widens: whether these travel in fp32, whatever `link_dtype` is.
 
         Returns:
             a place for each state that is to be speculated on, and the event after which the gradients may be read.
@@ -153,7 +150,7 @@ class Transfers:
                 elif state in speculated:
                     self._add_places(places, [state], None)
                 continue
-            dtype = _dtype_on_link(taken.pending, torch.float32 if widens else self.link_dtype)
+            dtype = _dtype_on_link(taken.pending, self.link_dtype)
             groups.setdefault((dtype, state.parameter_dtype), {})[state] = taken
         for some in local.values():
             self._add_places(places, some, None)

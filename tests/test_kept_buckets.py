@@ -220,7 +220,8 @@ class Twins:
 
     def backward(self, step: dict[str, Any]) -> None:
         count = step["micro_batches"]
-        sum_dtype = torch.float32 if step["sums_on_host"] and self.is_wide else None
+        sums_on_host = step["sums_on_host"] and self.is_wide and not self.narrows  # they would not be rounded
+        sum_dtype = torch.float32 if sums_on_host else None
         used = self.trained(step["used"])
         assert used
         rest = self.trained(used - {min(used)})
@@ -291,7 +292,7 @@ class Twins:
             case "group" | "write":
                 for model, optimizer in zip(self.models, self.optimizers, strict=True):
                     self.meddle("grow" if step["between"] == "group" else "write only", step["seed"], model, optimizer)
-            case "edit" | "clip by torch":
+            case "edit" | "clip by torch" if not self.narrows:  # what is edited is rounded before or afterwards
                 for model in self.models:
                     gradients = [one.grad for one in model.parameters() if one.grad is not None]
                     if step["between"] == "edit":
@@ -656,10 +657,9 @@ def test_kept_gradients_are_rounded_as_those_that_travel(dtype: torch.dtype, lin
         for seed in range(4):
             optimizer.zero_grad()
             loss_of(model, seed).backward()
-            for parameter in model.parameters():
-                if parameter.grad is not None and dtype != torch.float64:
-                    assert scheduler is None
-                    parameter.grad = parameter.grad.to(link).to(dtype)
+            for parameter in model.parameters() if scheduler is None and dtype != torch.float64 else ():
+                assert parameter.grad is not None
+                parameter.grad = parameter.grad.to(link).to(dtype)
             optimizer.step()
 
     pair(rounding, HostSums(7), lambda: mlp(dtype), {"link_dtype": link, "gpu_buckets": 2})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -13,28 +12,22 @@ from torch import Tensor
 
 from superadam.buckets import DEFAULT_NUMEL
 from superadam.placement import (
-    ENOUGH_SPEED,
     LEAST_BUCKETS,
     LEAST_NUMEL,
-    OVERHEAD_SHARE,
     SLACK_SHARE,
     BucketTimes,
     Placement,
     elements_to_keep,
-    enough_cores,
     last_parameters,
     numel_of_buckets,
     rate,
-    should_widen,
 )
 
 SECONDS = st.floats(1e-6, 10.0)
 
 
 def bucket(elements: int = 1000, **changes: object) -> BucketTimes:
-    usual = BucketTimes(
-        elements, gradient_bytes=2, is_widened=False, cores=4, ready=0.0, worker_seconds=1.0, handing_seconds=1e-4
-    )
+    usual = BucketTimes(elements, ready=0.0, worker_seconds=1.0, is_hidden=True)
     return replace(usual, **changes)  # type: ignore[arg-type]
 
 
@@ -104,51 +97,15 @@ def test_nothing_is_kept_where_the_cpu_is_fast_enough(sizes: list[int], affordab
     assert elements_to_keep(step, in_time, affordable) == 0
 
 
-# ---- cores, link, bucket size ----------------------------------------------------------------------------------------
+# ---- bucket size and rate --------------------------------------------------------------------------------------------
 
 
-@given(st.lists(st.tuples(st.integers(1, 64), SECONDS), min_size=1, max_size=12))
-def test_fewest_cores_that_are_about_as_fast_as_the_fastest(tried: list[tuple[int, float]]) -> None:
-    times = [bucket(cores=cores, worker_seconds=seconds) for cores, seconds in tried]
-    chosen = enough_cores(times)
-    rates = {cores: rate([one for one in times if one.cores == cores]) for cores, _ in tried}
-    assert rates[chosen] * ENOUGH_SPEED <= min(rates.values())
-    assert all(one * ENOUGH_SPEED > min(rates.values()) for cores, one in rates.items() if cores < chosen)
-
-
-def test_half_the_cores_are_enough_where_memory_is_the_limit() -> None:
-    assert enough_cores([bucket(cores=8), bucket(cores=4, worker_seconds=1.02)]) == 4
-    assert enough_cores([bucket(cores=8), bucket(cores=4, worker_seconds=1.9)]) == 8
-
-
-@pytest.mark.parametrize(
-    ("link_seconds_per_byte", "is_better"), [(0.0, True), (1e-4, True), (3e-4, False), (1.0, False)]
-)
-def test_widening_pays_while_the_link_is_not_the_slower_one(link_seconds_per_byte: float, is_better: bool) -> None:
-    """1 ms for an element as it is, 0.8 ms widened; the link gets to 0.8 ms for 4 bytes at 0.2 ms for each."""
-    times = [bucket(1000), bucket(1000, is_widened=True, gradient_bytes=4, worker_seconds=0.8)]
-    assert should_widen(times, link_seconds_per_byte) is is_better
-
-
-@given(st.lists(st.booleans(), max_size=6), SECONDS)
-def test_widening_takes_a_look_at_both(kinds: list[bool], seconds: float) -> None:
-    times = [bucket(is_widened=kind, worker_seconds=seconds) for kind in kinds]
-    assert not should_widen(times, 0.0)  # no difference, or nothing to compare with
-    slow = [replace(one, worker_seconds=2 * seconds) if not one.is_widened else one for one in times]
-    assert should_widen(slow, 0.0) is (len(set(kinds)) == 2)
-
-
-@given(st.integers(0, 10**12), st.floats(0.0, 1.0), st.floats(0.0, 1e3), st.integers(0, 10**9))
-def test_size_of_buckets_is_within_bounds(total: int, handing: float, worker: float, elements: int) -> None:
-    numel = numel_of_buckets([bucket(elements, handing_seconds=handing, worker_seconds=worker)], total)
+@given(st.integers(0, 10**12))
+def test_size_of_buckets_is_an_eighth_of_the_model_within_bounds(total: int) -> None:
+    numel = numel_of_buckets(total)
     assert LEAST_NUMEL <= numel <= DEFAULT_NUMEL
+    assert numel in (LEAST_NUMEL, DEFAULT_NUMEL, total // LEAST_BUCKETS)
     assert numel <= max(LEAST_NUMEL, total // LEAST_BUCKETS)
-
-
-def test_size_of_buckets_is_the_smallest_that_is_cheap_to_hand_over() -> None:
-    numel = 4 * 1024 * 1024
-    times = [bucket(1000, worker_seconds=1000 * 1e-9, handing_seconds=numel * 1e-9 * OVERHEAD_SHARE)] * 3
-    assert numel_of_buckets(times, 100 * DEFAULT_NUMEL) == pytest.approx(numel, abs=1)
 
 
 def test_empty_buckets_have_a_rate() -> None:

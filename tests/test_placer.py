@@ -1,4 +1,4 @@
-"""The placer: what is tried, what counts, and that the choice is made once."""
+"""The placer: what is measured, what counts, and that the choice is made once."""
 
 from __future__ import annotations
 
@@ -19,29 +19,25 @@ from superadam.devices import Device, PlainDevice
 from superadam.devices.simulated import SimulatedDevice
 from superadam.parameter import ParameterState
 from superadam.placement import LEAST_NUMEL, BucketTimes, Placement, last_parameters
-from superadam.placer import BYTES_PER_ELEMENT, FREE_SHARE, TRIED_STEPS, WARM_UP_STEPS, Placer
+from superadam.placer import BYTES_PER_ELEMENT, FREE_SHARE, MEASURED_STEPS, WARM_UP_STEPS, Placer
 
 CORES = 4
 AUTO = {"gpu_buckets": "auto", "bucket_numel": "auto", "link_dtype": "auto", "cores": "auto"}
 
 
 class Measured(SimulatedDevice):
-    """A device with memory, cores and a link of given sizes."""
+    """A device with memory and cores of given sizes."""
 
-    def __init__(self, free_elements: int = 10**9, cores: int = CORES, link_seconds_per_byte: float = 0.0) -> None:
+    def __init__(self, free_elements: int = 10**9, cores: int = CORES) -> None:
         super().__init__(0)
         self.free = int(free_elements * BYTES_PER_ELEMENT / FREE_SHARE) + 1
         self.cores = cores
-        self.link = link_seconds_per_byte
 
     def free_bytes(self) -> int:
         return self.free
 
     def idle_cores(self) -> int:
         return self.cores
-
-    def link_seconds_per_byte(self) -> float:
-        return self.link
 
 
 class Steps:
@@ -55,7 +51,6 @@ class Steps:
     ) -> None:
         self.parameters = [nn.Parameter(torch.zeros(size, dtype=dtype)) for size in sizes]
         self.placer = Placer(device or Measured(), sum(sizes), **{**AUTO, **options})
-        self.given: list[Placement] = []
 
     def make(
         self,
@@ -63,59 +58,37 @@ class Steps:
         *,
         kept: int = 0,
         seconds_per_element: float = 1e-9,
-        fewer_cores: float = 1.0,
-        widened: float = 1.0,
-        cores: int | None = None,
-        is_whole: bool = True,
+        is_hidden: bool = True,
         waits: Sequence[int] = (),
     ) -> bool:
         """Make a step, each parameter in a bucket of its own, ready one second after the one before.
 
         Args:
             rows: of the parameters, in order.
-            kept: so many of the last ones stay.
-            seconds_per_element: of the worker, times `fewer_cores` and `widened` where that is tried.
-            cores: that the worker says it had, instead of those that it was told to use.
-            is_whole: whether the step ends with a verdict.
+            kept: how many of the last ones stay.
+            seconds_per_element: of the worker.
+            is_hidden: whether the model computed meanwhile.
             waits: buckets that the governor does not let be speculated on.
         """
-        placer, chosen = self.placer, range(len(self.parameters)) if rows is None else rows
-        usual = placer.placement
-        self.given = []
+        chosen = range(len(self.parameters)) if rows is None else rows
         for number, row in enumerate(chosen):
-            parameter = self.parameters[row]
-            state = ParameterState(parameter, row, f"p{row}")
             stays = number >= len(chosen) - kept
-            gradient = torch.zeros_like(parameter, requires_grad=False)
-            given = placer.begin_bucket(Bucket([state], [gradient], parameter.numel(), is_kept=stays))
-            self.given.append(given)
-            if stays or number in waits:
-                continue
-            is_widened = given.link_dtype != usual.link_dtype
-            seconds = seconds_per_element * parameter.numel()
-            seconds *= (widened if is_widened else 1.0) * (fewer_cores if given.cores < usual.cores else 1.0)
-            placer.note_times(
-                BucketTimes(
-                    elements=parameter.numel(),
-                    gradient_bytes=4 if is_widened else gradient.element_size(),
-                    is_widened=is_widened,
-                    cores=given.cores if cores is None else cores,
-                    ready=float(number),
-                    worker_seconds=seconds,
-                    handing_seconds=1e-6,
-                )
-            )
-        return placer.end_step(is_whole=is_whole)
+            self.note(row, stays=stays)
+            if not stays and number not in waits:
+                numel = self.parameters[row].numel()
+                self.placer.note_times(BucketTimes(numel, float(number), seconds_per_element * numel, is_hidden))
+        return self.placer.end_step()
+
+    def note(self, row: int, *, stays: bool) -> None:
+        """Let a parameter's bucket be ready."""
+        state = ParameterState(self.parameters[row], row, f"p{row}")
+        self.placer.note_bucket(Bucket([state], [], self.parameters[row].numel(), is_kept=stays))
 
     def choose(self, **options: Any) -> Placement:
         """Make the steps after which the choice is made."""
-        assert not any(self.make(**options) for _ in range(WARM_UP_STEPS + TRIED_STEPS - 1))
+        assert not any(self.make(**options) for _ in range(WARM_UP_STEPS + MEASURED_STEPS - 1))
         assert self.make(**options)
         return self.placer.placement
-
-    @property
-    def tries(self) -> bool:
-        return any(one != self.placer.placement for one in self.given)
 
 
 SIZES = [1000] * 6
@@ -131,92 +104,60 @@ def test_explicit_values_are_never_changed(names: set[str], kept: int, seconds: 
     options = {name: EXPLICIT[name] for name in names}
     steps = Steps(SIZES, **options)
     for _ in range(8):
-        steps.make(kept=kept, seconds_per_element=seconds, fewer_cores=0.9, widened=0.5)
-        for placement in (*steps.given, steps.placer.placement):
-            assert all(getattr(placement, name) == value for name, value in options.items())
-        if names == set(EXPLICIT):
-            assert not steps.tries
+        steps.make(kept=kept, seconds_per_element=seconds)
+        assert all(getattr(steps.placer.placement, name) == value for name, value in options.items())
 
 
-def test_what_is_automatic_beside_kept_buckets_is_chosen(caplog: pytest.LogCaptureFixture) -> None:
-    """Buckets that stay have no times, and are not waited for."""
-    steps = Steps(SIZES, gpu_buckets=2)
+def test_what_is_automatic_is_chosen_before_the_first_step() -> None:
+    assert Steps([10**9]).placer.placement == Placement(0, DEFAULT_NUMEL, None, CORES)
+    assert Steps(SIZES).placer.placement == Placement(0, LEAST_NUMEL, None, CORES)
+
+
+@pytest.mark.parametrize("device", [Measured(cores=0), PlainDevice()])
+def test_nothing_is_kept_without_cores_or_where_no_step_can_be_made(
+    device: Device, caplog: pytest.LogCaptureFixture
+) -> None:
+    steps = Steps(SIZES, device)
     with caplog.at_level(logging.INFO, "superadam"):
-        for _ in range(WARM_UP_STEPS + TRIED_STEPS):
-            steps.make(kept=2, fewer_cores=1.0)
-    assert len(caplog.records) == 1
-    assert steps.placer.placement.gpu_buckets == 2
-    assert steps.placer.placement.cores == CORES // 2
-
-
-def test_without_cores_nothing_is_tried() -> None:
-    steps = Steps(SIZES, Measured(cores=0))
-    for _ in range(6):
-        steps.make(cores=0)
-        assert not steps.tries
-    assert steps.placer.placement == Placement(0, DEFAULT_NUMEL, None, 0)
-
-
-def test_device_without_a_link_is_not_tried_with_a_wider_one() -> None:
-    steps = Steps(SIZES, PlainDevice(), cores=CORES)
-    for _ in range(6):
-        steps.make(widened=0.01)
-        assert all(one.link_dtype is None for one in steps.given)
-        assert steps.placer.placement.gpu_buckets == 0
+        assert not any(steps.make(seconds_per_element=1.0) for _ in range(6))
+    assert steps.placer.placement.gpu_buckets == 0
+    assert not caplog.records
 
 
 # ---- what counts -----------------------------------------------------------------------------------------------------
 
 
-def test_warm_up_is_neither_tried_nor_counted(caplog: pytest.LogCaptureFixture) -> None:
+def test_warm_up_is_not_counted(caplog: pytest.LogCaptureFixture) -> None:
     steps = Steps(SIZES)
     with caplog.at_level(logging.INFO, "superadam"):
-        for _ in range(WARM_UP_STEPS):
-            assert not steps.make(seconds_per_element=1.0)  # slow, as first times are
-            assert not steps.tries
-        for _ in range(TRIED_STEPS - 1):
-            assert not steps.make()
-            assert steps.tries
+        assert not any(steps.make(seconds_per_element=1.0) for _ in range(WARM_UP_STEPS))  # slow, as first times are
+        assert not any(steps.make() for _ in range(MEASURED_STEPS - 1))
         assert not caplog.records
         assert steps.make()
     assert steps.placer.placement.gpu_buckets == 0
 
 
 NOT_COUNTED: dict[str, dict[str, Any]] = {
-    "rolled back": {"is_whole": False},
     "without gradients": {"rows": []},
     "left waiting by the governor": {"waits": range(6)},
     "left waiting in part": {"waits": [5]},
-    "made while somebody waited": {"cores": 0},
+    "made while somebody waited": {"is_hidden": False},
 }
 
 
 @pytest.mark.parametrize("why", NOT_COUNTED)
 def test_steps_that_tell_nothing_do_not_count(why: str, caplog: pytest.LogCaptureFixture) -> None:
     steps = Steps(SIZES)
-    steps.make()
+    for _ in range(WARM_UP_STEPS):
+        steps.make()
     with caplog.at_level(logging.INFO, "superadam"):
-        for _ in range(TRIED_STEPS):
+        for _ in range(MEASURED_STEPS):
             assert not caplog.records
             for _ in range(3):
                 assert not steps.make(seconds_per_element=1.0, **NOT_COUNTED[why])
             steps.make()
     assert len(caplog.records) == 1
     assert steps.placer.placement.gpu_buckets == 0  # slow were only those that do not count
-
-
-def test_only_the_widened_bucket_was_made_beside_the_model() -> None:
-    """Somebody reads the state after the first bucket in each backward: then there is nothing to compare with."""
-    steps = Steps([1000, 1000])
-    placer = steps.placer
-    for _ in range(8):
-        for number, parameter in enumerate(steps.parameters):
-            state = ParameterState(parameter, number, "p")
-            given = placer.begin_bucket(Bucket([state], [torch.zeros_like(parameter)], 1000))
-            cores = given.cores if number == 1 else 0
-            is_widened = given.link_dtype is not None
-            placer.note_times(BucketTimes(1000, 4 if is_widened else 2, is_widened, cores, number, 1e-3, 1e-6))
-        assert not placer.end_step(is_whole=True)
 
 
 @given(st.lists(st.sampled_from([*NOT_COUNTED, "whole", "fewer gradients", "kept"]), max_size=12))
@@ -228,7 +169,6 @@ def test_choice_is_made_once_whatever_steps_come(kinds: list[str]) -> None:
         before = steps.placer.placement
         is_new = steps.make(**{**NOT_COUNTED, **others}[kind])
         if chosen is not None:
-            assert not steps.tries
             assert steps.placer.placement == chosen
         elif is_new:
             chosen = steps.placer.placement
@@ -247,36 +187,6 @@ def test_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
 
 
 # ---- what is chosen --------------------------------------------------------------------------------------------------
-
-
-def test_only_some_buckets_are_treated_otherwise() -> None:
-    steps = Steps(SIZES)
-    steps.make()
-    steps.make()
-    usual = steps.placer.placement
-    assert [one.link_dtype for one in steps.given] == [None, torch.float32, *[None] * 4]
-    assert [one.cores for one in steps.given] == [CORES, CORES, CORES // 2, *[CORES] * 3]
-    assert all(one.bucket_numel == usual.bucket_numel for one in steps.given)
-    wide = Steps(SIZES, dtype=torch.float32)
-    wide.make()
-    wide.make()
-    assert all(one.link_dtype is None for one in wide.given)
-
-
-def test_cores_and_link_are_chosen_by_their_times() -> None:
-    assert Steps(SIZES).choose(fewer_cores=1.9, widened=0.8) == Placement(0, LEAST_NUMEL, torch.float32, CORES)
-    assert Steps(SIZES).choose(fewer_cores=1.01, widened=1.2) == Placement(0, LEAST_NUMEL, None, CORES // 2)
-    slow_link = Measured(link_seconds_per_byte=1e-6)
-    assert Steps(SIZES, slow_link).choose(widened=0.1).link_dtype is None
-
-
-def test_link_is_not_measured_where_it_does_not_matter() -> None:
-    class Untouched(Measured):
-        def link_seconds_per_byte(self) -> float:
-            raise AssertionError("16 MiB were copied for nothing")
-
-    Steps(SIZES, Untouched(), link_dtype=torch.bfloat16).choose()
-    Steps(SIZES, Untouched(), dtype=torch.float32).choose()
 
 
 @pytest.mark.parametrize("bucket_numel", [1, 700, 1000, 1500, 10**6])
@@ -301,7 +211,7 @@ def test_what_is_kept_fits(bucket_numel: int, sizes: list[int], free_elements: i
 # ---- order -----------------------------------------------------------------------------------------------------------
 
 
-def test_order_is_that_of_the_last_whole_step() -> None:
+def test_order_is_that_of_the_last_step_of_all_parameters() -> None:
     steps = Steps(SIZES)
 
     def order() -> list[int]:
@@ -309,8 +219,6 @@ def test_order_is_that_of_the_last_whole_step() -> None:
 
     assert order() == []
     steps.make([3, 1, 2])
-    assert order() == [3, 1, 2]
-    steps.make([5, 4, 3, 2, 1, 0], is_whole=False)
     assert order() == [3, 1, 2]
     steps.make([5, 4, 3, 2, 1, 0])
     assert order() == [5, 4, 3, 2, 1, 0]
@@ -323,13 +231,9 @@ def test_order_is_that_of_the_last_whole_step() -> None:
 def test_parameters_that_stay_come_last() -> None:
     """They become ready among the others, but are the ones that are to stay again."""
     steps = Steps([10] * 3, gpu_buckets=1, bucket_numel=1, link_dtype=torch.float32, cores=1)
-    buckets = [
-        Bucket([ParameterState(parameter, row, "p")], [torch.zeros_like(parameter)], 10, is_kept=row == 0)
-        for row, parameter in enumerate(steps.parameters)
-    ]
-    for bucket in buckets:
-        steps.placer.begin_bucket(bucket)
-    assert steps.placer.end_step(is_whole=True)
+    for row in range(3):
+        steps.note(row, stays=row == 0)
+    assert steps.placer.end_step()
     assert steps.placer.order[-1] is steps.parameters[0]
 
 
@@ -350,7 +254,7 @@ def test_other_parameters_are_told_and_another_order_of_the_same_is_not(orders: 
 # ---- explicit changes ------------------------------------------------------------------------------------------------
 
 
-def test_explicit_change_ends_the_trials(caplog: pytest.LogCaptureFixture) -> None:
+def test_explicit_change_ends_the_measurement(caplog: pytest.LogCaptureFixture) -> None:
     steps = Steps(SIZES)
     steps.make()
     steps.make()
@@ -359,7 +263,6 @@ def test_explicit_change_ends_the_trials(caplog: pytest.LogCaptureFixture) -> No
     with caplog.at_level(logging.INFO, "superadam"):
         for _ in range(5):
             assert not steps.make()
-            assert not steps.tries
     assert steps.placer.placement == wanted
     assert not caplog.records
 

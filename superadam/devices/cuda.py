@@ -30,11 +30,6 @@ BUCKETS_UNDER_WAY = 2
 """Buckets that host memory is reserved for, in each direction: one that travels, and one beside it that is computed."""
 
 
-PROBE_BYTES = 16 * 1024 * 1024
-PROBES = 3
-"""Copies that the link is measured with."""
-
-
 class CudaEvent:
     """A point in a stream, recorded now.
 
@@ -224,20 +219,6 @@ class CudaDevice(Device):
     def close(self) -> None:
         """Unpin what was reserved, once no tensor lies there any more."""
         self._pinned.close()
-
-    def link_seconds_per_byte(self) -> float:
-        """Time a copy of pinned memory; a few milliseconds, in which the device does nothing else of ours."""
-        size = max(1, min(PROBE_BYTES, self._pinned.size // 8))
-        source = self.empty(size, torch.uint8, Stream.DOWNLOAD)
-        target = self.host_empty(size, torch.uint8)
-        seconds = []
-        for _ in range(PROBES):
-            begin = self.record(Stream.DOWNLOAD)
-            self.copy(target, source, Stream.DOWNLOAD)
-            end = self.record(Stream.DOWNLOAD)
-            end.synchronize()
-            seconds.append(end.passed_at() - begin.passed_at())
-        return min(seconds) / size
 
     def idle_cores(self) -> int:
         """Return how many CPUs near the device are not needed to feed it; at least 1."""

@@ -112,10 +112,6 @@ class Device(abc.ABC):
         """
         raise RuntimeError(f"{type(self).__name__} makes no steps, expected one with can_update; set gpu_buckets=0")
 
-    def link_seconds_per_byte(self) -> float:
-        """Measure how long a byte takes from the device to the host in a large copy; 0 where nothing travels."""
-        return 0.0
-
     def free_bytes(self) -> int | None:
         """Return how much of the device's memory nobody has taken or will need; None where nobody knows."""
         return None

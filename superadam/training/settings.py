@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from superadam.placement import unmeasured_numel
+from superadam.placement import numel_of_buckets
 from superadam.training.presets import Shape
 from superadam.usage import UsageError
 
@@ -122,7 +122,7 @@ class Settings:
         """Return the elements of a bucket in a model of so many `parameters`."""
         if isinstance(self.bucket_numel, int):
             return self.bucket_numel
-        return unmeasured_numel(parameters, _LEAST_AUTO_NUMEL)
+        return numel_of_buckets(parameters, _LEAST_AUTO_NUMEL)
 
     def continued(self, explicit: dict[str, Any]) -> Settings:
         """Return these settings with the `explicit` ones of a person who continues the run.
