@@ -228,7 +228,7 @@ class Binding:
             return False
         entry = self.published.get(state.parameter)
         if not entry:
-            if not state.has_state:
+            if all(getattr(state, key) is None for key in TENSORS):  # moments may be there without a master
                 return False
             state.master = state.exp_avg = state.exp_avg_sq = state.max_exp_avg_sq = None
             table.steps[state.row] = 0

@@ -1,7 +1,7 @@
 """A gradient that was taken from `.grad`, and the products that were recorded on it since.
 
-It keeps the gradient as it arrived and never writes to it. What torch would hold in `.grad` is computed on demand, with
-torch's own operations and rounding. It must not keep the parameter alive: its `.grad` leads back here.
+What torch would hold in `.grad` is computed on demand from the gradient as it arrived, with torch's own operations and
+rounding. The record must not keep the parameter alive: its `.grad` leads back here.
 """
 
 from __future__ import annotations
@@ -11,34 +11,20 @@ import enum
 import math
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-Number = float | int | Tensor
-"""A scalar as it was passed to torch: a Python number, or a tensor without dimensions."""
-
-
-class Owner(Protocol):
-    """What holds the parameter whose gradient was taken; must allow weak references."""
-
-    @property
-    def parameter(self) -> Tensor:
-        """The tensor whose `.grad` the gradient was."""
-
 
 class Keeper(Protocol):
-    """Who took gradients; must allow weak references."""
+    """Who took gradients."""
 
     def nonfinite_of(self, taken: TakenGradient) -> int | None:
-        """Return the count of Inf and NaN in the gradient as it arrived; None if they were not counted.
-
-        May wait for work under way.
-        """
+        """Return the count of Inf and NaN in the gradient as it arrived; None if they were not counted."""
 
     def note_norm(self, taken: TakenGradient) -> None:
         """Note that torch was asked for the 2-norm of this gradient in a list (`torch._foreach_norm`)."""
@@ -47,138 +33,75 @@ class Keeper(Protocol):
         """Note that `.grad` is an ordinary gradient again; called once, after it is."""
 
 
-class Event(Protocol):
-    """Marks the end of a copy."""
-
-    def synchronize(self) -> None:
-        """Wait for it."""
-
-
 class FactorKind(enum.Enum):
-    """What a recorded product was."""
+    """What a recorded product was, by torch's name; a GradScaler unscales by the inverse of the loss scale."""
 
-    MULTIPLY = "multiply"
-    DIVIDE = "divide"
-    UNSCALE = "unscale"
-    """Multiplied by the inverse of a loss scale, by a GradScaler."""
-
-
-def _multiply(gradient: Tensor, value: Number) -> None:
-    gradient.mul_(value)
-
-
-def _divide(gradient: Tensor, value: Number) -> None:
-    gradient.div_(value)
-
-
-def _unscale(gradient: Tensor, value: Number) -> None:
-    inverse = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float32, device=gradient.device)
-    found = torch.zeros((), dtype=torch.float32, device=gradient.device)
-    torch._amp_foreach_non_finite_check_and_unscale_([gradient], found, inverse)
-
-
-_OPERATIONS = {FactorKind.MULTIPLY: _multiply, FactorKind.DIVIDE: _divide, FactorKind.UNSCALE: _unscale}
+    MULTIPLY = "mul_"
+    DIVIDE = "div_"
+    UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 
 
 @dataclass(frozen=True, eq=False)
 class Factor:
     """One recorded product; shared by all gradients of the list that it was applied to.
 
-    Attributes:
-        kind: what it does with `value`.
-        value: the scalar in the form torch got it, because its rounding depends on that. A tensor is never written to.
-        operation: the in-place operation that torch was asked for; each rounds in its own way. None: that of `kind`.
+    Torch's rounding depends on the form of the scalar, a Python number or a tensor, and on whether it was given a list.
     """
 
     kind: FactorKind
-    value: Number
-    operation: Callable[[Tensor, Number], object] | None = None
+    value: Any
+    is_of_list: bool = False
 
     @cached_property
     def number(self) -> float:
         """`value` as a Python float; waits for the device that holds it."""
-        return float(self.value.item() if isinstance(self.value, Tensor) else self.value)
+        return float(self.value)
 
     def apply(self, gradient: Tensor) -> None:
         """Do to `gradient`, which is on the device of the original, what torch was asked to do."""
-        (self.operation or _OPERATIONS[self.kind])(gradient, self.value)
+        if self.kind is FactorKind.UNSCALE:
+            found = torch.zeros((), dtype=torch.float32, device=gradient.device)
+            torch._amp_foreach_non_finite_check_and_unscale_([gradient], found, self.value)
+        elif self.is_of_list:
+            getattr(torch, f"_foreach_{self.kind.value}")([gradient], self.value)
+        else:
+            getattr(gradient, self.kind.value)(self.value)
 
     def apply_on_host(self, gradient: Tensor) -> None:
         """Do to a copy on the CPU what a GPU does to a gradient there, with the same rounding."""
-        value = self.value
-        if isinstance(value, Tensor) and not value.is_cpu:
+        if isinstance(self.value, Tensor) and not self.value.is_cpu:
             # A GPU rounds a scalar in its own memory to the gradient's dtype first. It does not round the loss scale.
-            value = value.cpu() if self.kind is FactorKind.UNSCALE else value.to("cpu", gradient.dtype)
-        elif self.kind is FactorKind.DIVIDE and self.operation is None:
+            dtype = self.value.dtype if self.kind is FactorKind.UNSCALE else gradient.dtype
+            replace(self, value=self.value.to("cpu", dtype)).apply(gradient)
+        elif self.kind is FactorKind.DIVIDE and not self.is_of_list:
             # A GPU divides by a scalar of the host through its inverse, in the precision it computes in.
-            precision = torch.float64 if gradient.dtype == torch.float64 else torch.float32
+            precision = torch.promote_types(gradient.dtype, torch.float32)
             gradient.mul_((1.0 / torch.tensor(self.number, dtype=precision)).item())
-            return
-        (self.operation or _OPERATIONS[self.kind])(gradient, value)
+        else:
+            self.apply(gradient)
 
 
 class TakenGradient:
     """One gradient that was taken from `.grad`, shared by the handle in `.grad` and its aliases.
 
-    Attributes:
-        pending: the gradient as it arrived. May be replaced by a copy of it: on another device, with strides of its own
-            or in another dtype. Never written to but by `absorb`. Absent once the gradient was given back.
-        arrived: end of the copy to `pending`; None if there is nothing to wait for.
-        shape, strides, dtype, device: of the gradient in `.grad`.
-        factors: products recorded since it was taken, in order.
-        norm: torch's 2-norm of the gradient without factors, taken on `device`; None if it was not taken.
-        is_sum: whether `pending` is a sum of micro-batches, kept in a wider dtype.
-        in_use: whether `pending` is read by work under way, so that `absorb` must leave it as it is.
-        version: counts changes of `pending` by `absorb`.
-        given: the ordinary gradient, once it was given back.
-        alias: the same memory, as aliases made before see it; None before.
+    Its owner has the `parameter` that it was taken from. Both owner and keeper are held weakly.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_handed_norm",
-        "_keeper",
-        "_owner",
-        "alias",
-        "arrived",
-        "device",
-        "dtype",
-        "factors",
-        "given",
-        "in_use",
-        "is_sum",
-        "norm",
-        "pending",
-        "shape",
-        "strides",
-        "version",
-    )
-
-    def __init__(self, gradient: Tensor, owner: Owner | None = None, keeper: Keeper | None = None) -> None:
-        self.pending = gradient
-        self.shape = gradient.shape
-        self.strides = gradient.stride()
-        self.dtype = gradient.dtype
-        self.device = gradient.device
-        # To the owner and not to the parameter, whose weak references forbid torch.utils.swap_tensors.
-        self._owner = None if owner is None else weakref.ref(owner)
-        self._keeper = None if keeper is None else weakref.ref(keeper)
+    def __init__(self, gradient: Tensor, owner: Any = None, keeper: Keeper | None = None) -> None:
+        self.pending = gradient  # or a copy, also elsewhere or in another dtype; only `absorb` writes to it
+        self.arrived: Any = None  # event at the end of the copy to `pending`, where it must be waited for
+        self.shape, self.strides = gradient.shape, gradient.stride()
+        self.dtype, self.device = gradient.dtype, gradient.device
+        # Not to the parameter, whose weak references forbid torch.utils.swap_tensors.
+        self._owner: Callable[[], Any] = (lambda: None) if owner is None else weakref.ref(owner)
+        self.keeper: Callable[[], Keeper | None] = (lambda: None) if keeper is None else weakref.ref(keeper)
         self.factors: list[Factor] = []
-        self.arrived: Event | None = None
-        self.norm: Tensor | None = None
-        self._handed_norm: tuple[Tensor, int] | None = None
-        self.is_sum = self.in_use = False
-        self.version = 0
-        self.given: Tensor | None = None
-        self.alias: Tensor | None = None
-
-    @staticmethod
-    def of_given(gradient: Tensor) -> TakenGradient:
-        """Return the record of an ordinary gradient that something else than giving back put in a handle's place."""
-        taken = TakenGradient(gradient)
-        del taken.pending
-        taken.given = taken.alias = gradient
-        return taken
+        self.norm: Tensor | None = None  # torch's 2-norm of the gradient without factors, on its device
+        self.is_sum = False  # of micro-batches, in a wider dtype
+        self.in_use = False  # `pending` is read by work under way, so that `absorb` must leave it as it is
+        self.version = 0  # counts changes of `pending` by `absorb`
+        self.given: Tensor | None = None  # the ordinary gradient, once it was given back
+        self.alias: Tensor | None = None  # its memory, as aliases made before see it
 
     @property
     def is_given(self) -> bool:
@@ -186,15 +109,9 @@ class TakenGradient:
         return self.given is not None
 
     @property
-    def keeper(self) -> Keeper | None:
-        """Who took it; None if it is gone."""
-        return None if self._keeper is None else self._keeper()
-
-    @property
     def parameter(self) -> Tensor | None:
         """The tensor whose `.grad` this was; None if its owner is gone."""
-        owner = None if self._owner is None else self._owner()
-        return None if owner is None else owner.parameter
+        return getattr(self._owner(), "parameter", None)
 
     # -- values --------------------------------------------------------------------------------------------------------
 
@@ -206,30 +123,19 @@ class TakenGradient:
         return self.pending
 
     def value(self) -> Tensor:
-        """Return what torch would hold in `.grad` now, on its device and in its layout.
-
-        May be `pending` itself: not to be written to.
-        """
-        if self.given is not None:
-            return self.given
+        """Return what torch would hold in `.grad` now; may be `pending` itself: not to be written to."""
         value = self._as_it_was(self.ready())
-        if self.factors:
-            if value is self.pending:
-                value = self._copy_of(value)
-            for factor in self.factors:
-                factor.apply(value)
+        if self.factors and value is self.pending:
+            value = self._copy_of(value)
+        for factor in self.factors:
+            factor.apply(value)
         return value
 
     def scaled(self) -> Tensor:
-        """Return the same values as `value()`, where `pending` is and with its strides; `pending` if it holds them.
-
-        A sum without factors keeps its wider dtype.
-        """
-        if self.given is not None:
-            return self.given
+        """Return the same values where `pending` is and with its strides; a sum without factors in its wider dtype."""
         pending = self.ready()
         if not self.factors:
-            return pending if self.is_sum or pending.dtype == self.dtype else pending.to(self.dtype)
+            return pending if self.is_sum else pending.to(self.dtype)
         scaled = torch.empty_like(pending, dtype=self.dtype).copy_(pending)
         for factor in self.factors:
             if pending.device == self.device:
@@ -238,11 +144,8 @@ class TakenGradient:
                 factor.apply_on_host(scaled)
         return scaled
 
-    def _empty(self) -> Tensor:
-        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
-
     def _copy_of(self, gradient: Tensor) -> Tensor:
-        return self._empty().copy_(gradient)
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device).copy_(gradient)
 
     def _as_it_was(self, pending: Tensor) -> Tensor:
         """Return `pending` in the dtype, layout and place of the gradient; itself where it is so."""
@@ -250,23 +153,10 @@ class TakenGradient:
             return pending
         return self._copy_of(pending)
 
-    def usable_norm(self) -> Tensor | None:
-        """Return torch's 2-norm of the present values, in memory of its own; None if it must be computed."""
-        if self.norm is None or self.factors or self.given is not None:
-            return None
-        if self._handed_norm is None or self._handed_norm[0] is not self.norm:
-            self._handed_norm = self.norm, self.norm._version
-            return self.norm
-        return self.norm.clone() if self.norm._version == self._handed_norm[1] else None
-
     # -- factors -------------------------------------------------------------------------------------------------------
 
-    def record(self, kind: FactorKind, value: Number) -> None:
-        """Record a product in place with a scalar; a tensor may be changed later by its holder."""
-        self.record_factor(Factor(kind, value.detach().clone() if isinstance(value, Tensor) else value))
-
-    def record_factor(self, factor: Factor) -> None:
-        """Record a product whose value is held by nobody else."""
+    def record(self, factor: Factor) -> None:
+        """Record a product whose value nobody else can change."""
         if isinstance(factor.value, Tensor) or factor.value != 1:
             self.factors.append(factor)
 
@@ -276,8 +166,6 @@ class TakenGradient:
         That is 1.0 without factors, else a single finite factor of at most 1 on an fp32 or fp64 gradient, rounded as
         torch rounds it: to the gradient's dtype. Reads factors from their device.
         """
-        if not self.factors:
-            return 1.0
         factors = [factor for factor in self.factors if factor.number != 1.0]
         if not factors:
             return 1.0
@@ -303,57 +191,38 @@ class TakenGradient:
         """Add a micro-batch's gradient to a sum without factors, in the sum's dtype."""
         pending = self.ready()
         new = new.detach().to(pending.device, pending.dtype)
-        if self.in_use:
-            self.pending = pending + new
-            self.in_use = False
-        else:
-            pending.add_(new)
+        self.pending = pending + new if self.in_use else pending.add_(new)
+        self.in_use = False
         self.norm = None
         self.version += 1
 
     def give_back(self) -> Tensor:
         """Make `.grad` an ordinary gradient again, in memory of its own, and return it.
 
-        Where `.grad` is not a handle of this gradient, or refuses it because the parameter has become another, `.grad`
-        is left as it is.
+        Where `.grad` holds something else, or refuses it because the parameter has become another, it is left as it is.
         """
         if self.given is not None:
             return self.given
-        with outside_inference_mode():
+        with torch.inference_mode(False):  # or no versions are counted
             value = self.value()
             given = self._copy_of(value) if value is self.pending else value
-            self.alias = given.detach()
-        self.given = given
+            self.given, self.alias = given, given.detach()
         del self.pending
         self.factors = []
-        self.norm = self.arrived = self._handed_norm = None
-        self._put(given)
-        keeper = self.keeper
+        parameter: Any = self.parameter
+        gradient: Any = getattr(parameter, "grad", None)
+        local: Any = getattr(gradient, "_local_tensor", None)  # of a DTensor
+        if getattr(gradient, "taken", None) is self:
+            continue_version(given, gradient)
+            with suppress(RuntimeError):  # another dtype or shape meanwhile: the handle forwards to `given`
+                parameter.grad = given
+        elif getattr(local, "taken", None) is self:
+            continue_version(given, local)
+            gradient._local_tensor = given
+        keeper = self.keeper()
         if keeper is not None:
             keeper.note_given_back(self)
         return given
-
-    def _put(self, given: Tensor) -> None:
-        parameter = self.parameter
-        gradient = None if parameter is None else parameter.grad
-        if parameter is None or gradient is None:
-            return
-        if getattr(gradient, "taken", None) is self:
-            continue_version(given, gradient)
-            try:
-                parameter.grad = given
-            except RuntimeError:  # another dtype or shape meanwhile; the handle forwards to `given`
-                return
-        else:
-            local = getattr(gradient, "_local_tensor", None)  # of a DTensor
-            if local is not None and getattr(local, "taken", None) is self:
-                continue_version(given, local)
-                gradient._local_tensor = given  # type: ignore[attr-defined]
-
-
-def outside_inference_mode() -> AbstractContextManager[object]:
-    """Let tensors count versions."""
-    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def continue_version(tensor: Tensor, predecessor: Tensor) -> None:

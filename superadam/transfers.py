@@ -154,7 +154,6 @@ class Transfers:
             groups.setdefault((dtype, state.parameter_dtype), {})[state] = taken
         for some in local.values():
             self._add_places(places, some, None)
-        self._take_norms([taken for group in groups.values() for taken in group.values()])
         packed: list[tuple[FlatLayout, list[TakenGradient], Tensor]] = []
         for (dtype, parameter_dtype), group in groups.items():
             layout, some_taken = FlatLayout(list(group)), list(group.values())
@@ -162,6 +161,7 @@ class Transfers:
             packed.append((layout, some_taken, source))
             if any(state in speculated for state in group):
                 self._add_places(places, layout.states, self._shadow_on_device(source, layout.numel, parameter_dtype))
+        self._take_norms([taken for group in groups.values() for taken in group.values()])
         device.wait(Stream.DOWNLOAD, device.record(Stream.CURRENT))
         hosts = [device.host_empty(layout.numel, source.dtype) for layout, _, source in packed]  # or nothing has begun
         for (layout, some_taken, source), host in zip(packed, hosts, strict=True):
@@ -214,7 +214,6 @@ class Transfers:
             taken.in_use = True
             dtype = _dtype_on_link(taken.pending, self.link_dtype) if self.narrows else taken.pending.dtype
             groups.setdefault(dtype, {})[state] = taken
-        self._take_norms(gradients)
         norms: list[Tensor] = []
         packed: list[tuple[TakenGradient, Tensor]] = []
         for dtype, group in groups.items():
@@ -224,6 +223,7 @@ class Transfers:
             some_taken = list(group.values())
             buffer = device.pack([taken.pending for taken in some_taken], layout, dtype, ChunkSums.over(norms[-1]))
             packed += zip(some_taken, layout.views(buffer), strict=True)
+        self._take_norms(gradients)
         device.wait(Stream.DOWNLOAD, device.record(Stream.CURRENT))
         hosts = [device.host_empty(norm.numel(), norm.dtype) for norm in norms]
         for taken, view in packed:
@@ -236,7 +236,10 @@ class Transfers:
         return {state: taken for group in groups.values() for state, taken in group.items()}, arrived, hosts
 
     def _take_norms(self, gradients: Sequence[TakenGradient]) -> None:
-        """Let torch take the norms that somebody will ask for, while the gradients are on the device."""
+        """Let torch take the norms that somebody will ask for, while the gradients are on the device.
+
+        After packing, which makes the current stream wait for those that made them.
+        """
         if self.takes_norms and gradients:
             norms = torch._foreach_norm([taken.pending for taken in gradients])
             for taken, norm in zip(gradients, norms, strict=True):

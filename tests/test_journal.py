@@ -258,13 +258,12 @@ def test_fates_add_up_after_each_verdict(bucket_numel: int, device: Device) -> N
     assert scheduler.statistics.waiting_buckets >= 12 - 7
 
 
-def test_every_bucket_of_own_masters_waits(device: Device) -> None:
+@pytest.mark.parametrize("device_class", [ImmediateDevice, ThreadDevice])
+def test_every_bucket_of_own_masters_waits(device_class: type[Device]) -> None:
     """They are updated in one pass with the verdict."""
-    if isinstance(device, SimulatedDevice):
-        pytest.skip("all parameters are on the device")
     model = mlp()
     optimizer = adam(model, lr=1e-3)
-    with eager(optimizer, model, device=device) as scheduler:
+    with eager(optimizer, model, device=device_class()) as scheduler:
         train(model, optimizer, range(3))
         check(scheduler)
     assert scheduler.statistics.waiting_buckets == scheduler.statistics.buckets == 3 * 6
