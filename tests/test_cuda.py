@@ -58,13 +58,13 @@ def device(request: pytest.FixtureRequest) -> Iterator[CudaDevice]:
     """Return a device with some pinned memory."""
     if request.param != "made-up":
         real = CudaDevice(request.param)
-        real.reserve(ROOM, 1 << 16)
+        real.reserve(ROOM, 1 << 16, 0)
         yield real
         real.close()
         return
     with fake_cuda() as fake:
         made_up = FakeDevice(fake)
-        made_up.reserve(ROOM, 1 << 16)
+        made_up.reserve(ROOM, 1 << 16, 0)
         yield made_up
         made_up.close()
 
@@ -268,7 +268,7 @@ def test_calls_work_from_any_thread(device: CudaDevice) -> None:
 
 def test_order_of_a_download(cuda: FakeCuda) -> None:
     device = FakeDevice(cuda)
-    device.reserve(ROOM, 1 << 16)
+    device.reserve(ROOM, 1 << 16, 0)
     layout = layout_of([torch.zeros(70), torch.zeros(6, 4).t()], device)
     with OperationsOnStreams(cuda):
         packed = device.pack([random(70), random(4, 6)], layout, torch.float32)
@@ -295,7 +295,7 @@ def test_order_of_a_download(cuda: FakeCuda) -> None:
 
 def test_order_of_an_upload(cuda: FakeCuda) -> None:
     device = FakeDevice(cuda)
-    device.reserve(ROOM, 1 << 16)
+    device.reserve(ROOM, 1 << 16, 0)
     layout = layout_of([torch.zeros(70), torch.zeros(8, 6)[:, ::2], torch.zeros(6, 4).t()], device)
     host = device.host_empty(layout.numel, torch.float32)
     with OperationsOnStreams(cuda):
@@ -354,7 +354,7 @@ def test_parameters_that_differ_from_their_sources_are_copied_one_by_one(cuda: F
 
 def test_host_memory_does_not_follow_the_default_device(cuda: FakeCuda) -> None:
     device = FakeDevice(cuda)
-    device.reserve(1 << 16, 1 << 12)
+    device.reserve(1 << 16, 1 << 12, 0)
     with torch.device("meta"):
         for numel in (0, 8, ROOM):  # in a slab, and beyond
             assert device.host_empty(numel, torch.float32).is_cpu
@@ -401,7 +401,7 @@ def test_kept_gradients_that_were_packed_on_another_stream_are_stepped_behind_it
 
 def test_host_memory_is_not_used_again_while_a_copy_is_under_way(cuda: FakeCuda) -> None:
     device = FakeDevice(cuda)
-    device.reserve(4096, 1)
+    device.reserve(4096, 1, 0)
     host = device.host_empty(1024, torch.float32)
     address, cuda.events_pass = host.data_ptr(), False
     device.keep(host, Stream.DOWNLOAD)
@@ -429,9 +429,9 @@ def meminfo(available: int) -> dict[str, str]:
 def test_gradients_of_a_step_and_two_buckets_each_way_are_pinned_once(cuda: FakeCuda, tmp_path: Path) -> None:
     device = FakeDevice(cuda, machine(tmp_path, meminfo(3 << 20)))
     for _ in range(2):
-        device.reserve(1 << 20, 1 << 16)
+        device.reserve(1 << 20, 1 << 16, 0)
         assert list(cuda.registered.values()) == [(1 << 20) + 4 * (1 << 16)]
-    device.reserve((1 << 20) + 4096, 1 << 16)  # more than before: no less than one bucket more
+    device.reserve((1 << 20) + 4096, 1 << 16, 0)  # more than before: no less than one bucket more
     assert list(cuda.registered.values())[1:] == [1 << 16]
     assert device.pageable_bytes == 0
     device.host_empty(1 << 18, torch.float32)
@@ -446,7 +446,7 @@ def test_gradients_of_the_step_before_are_pinned_where_there_is_plenty_of_memory
     cuda: FakeCuda, tmp_path: Path
 ) -> None:
     device = FakeDevice(cuda, machine(tmp_path, meminfo(1 << 30)))
-    device.reserve(1 << 20, 1 << 16)
+    device.reserve(1 << 20, 1 << 16, 0)
     assert list(cuda.registered.values()) == [(2 << 20) + 4 * (1 << 16)]
 
 
@@ -454,13 +454,13 @@ def test_what_the_host_cannot_hold_is_refused_with_both_figures(cuda: FakeCuda, 
     device = FakeDevice(cuda, machine(tmp_path, meminfo(2 << 30)))
     sentence = r"need 4\.40 GB of host memory, but 2\.15 GB are available; allow this process more"
     with pytest.raises(MemoryError, match=sentence):
-        device.reserve(4 * 10**9, 10**8)
+        device.reserve(4 * 10**9, 10**8, 0)
     assert cuda.registered == {}
 
 
 def test_a_machine_that_does_not_say_what_is_free_is_trusted(cuda: FakeCuda, tmp_path: Path) -> None:
     device = FakeDevice(cuda, machine(tmp_path, {}))
-    device.reserve(1 << 16, 1 << 12)
+    device.reserve(1 << 16, 1 << 12, 0)
     assert sum(cuda.registered.values()) == (1 << 16) + (4 << 12)
 
 
@@ -474,7 +474,7 @@ def test_memory_that_cannot_be_pinned_is_pageable_with_a_warning(
     device._pinned._registrar._device = torch.device("cpu")
     cuda.refuses = True
     with caplog.at_level(logging.WARNING, "superadam"):
-        device.reserve(1 << 30, 1 << 28)
+        device.reserve(1 << 30, 1 << 28, 0)
     (record,) = caplog.records
     message = record.getMessage()
     assert "pinned 0.00 GB of the 2.15 GB of host memory" in message
@@ -615,7 +615,7 @@ def test_whatever_happens_over_a_made_up_device(cuda: FakeCuda) -> None:
         @staticmethod
         def make_device(seed: int) -> CudaDevice:
             devices.append(FakeDevice(cuda))
-            devices[-1].reserve(1 << 16, 1 << 14)
+            devices[-1].reserve(1 << 16, 1 << 14, 0)
             return devices[-1]
 
     run_state_machine_as_test(Run, settings=settings(max_examples=25, stateful_step_count=12))
@@ -629,7 +629,7 @@ def test_whatever_happens_over_a_made_up_device(cuda: FakeCuda) -> None:
 @where_there_are("gpu", GPUS)
 def test_reserved_memory_is_pinned_for_torch(gpu: str) -> None:
     device = CudaDevice(gpu)
-    device.reserve(1 << 20, 1 << 16)
+    device.reserve(1 << 20, 1 << 16, 0)
     assert device.host_empty(1000, torch.float32).is_pinned()
     assert device.pageable_bytes == 0
     assert not device.host_empty(1 << 22, torch.float32).is_pinned()
@@ -665,7 +665,7 @@ def test_a_refusal_of_the_driver_is_forgotten(gpu: str) -> None:
 @where_there_are("gpu", GPUS)
 def test_waiting_sleeps_until_the_device_is_there(gpu: str) -> None:
     device = CudaDevice(gpu)
-    device.reserve(1 << 26, 1 << 20)
+    device.reserve(1 << 26, 1 << 20, 0)
     source = torch.ones(1 << 24, device=gpu)
     host = device.host_empty(1 << 24, torch.float32)
     host.zero_()

@@ -159,9 +159,14 @@ def test_host_memory_does_not_follow_the_default_device(device: Device) -> None:
 
 
 def test_nothing_is_to_be_reserved_on_the_host(device: Device) -> None:
-    device.reserve(1 << 62, 1 << 60)
+    device.reserve(1 << 62, 1 << 60, 0)
     device.close()
     assert device.host_empty(3, torch.float32).shape == (3,)
+
+
+def test_more_new_values_than_the_host_has_room_for_are_refused_with_both_figures() -> None:
+    with pytest.raises(MemoryError, match=r"need \d+\.\d\d GB of host memory until the verdict, but \d+\.\d\d GB are"):
+        PlainDevice().reserve(0, 0, 1 << 60)
 
 
 # ---- plain -----------------------------------------------------------------------------------------------------------

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, cast
 
 import pytest
@@ -21,6 +22,7 @@ from superadam.outcome import StepOutcome
 from superadam.parameter import ParameterState
 from superadam.parameter import Phase as Of
 from superadam.residence import Residence
+from superadam.scheduler import OffloadScheduler
 from superadam.table import ParameterTable
 from superadam.taken_gradient import TakenGradient
 from superadam.transaction import Transaction
@@ -30,12 +32,9 @@ from superadam.validation import GradientNorm, judge
 DEEP = os.environ.get("SUPERADAM_DEEP") == "1"
 MACHINE = settings(
     max_examples=10_000 if DEEP else 300,
-    stateful_step_count=12,
+    stateful_step_count=8,
     suppress_health_check=list(HealthCheck),
 )
-
-TestOverlappedRun = OverlappedRun.TestCase
-TestOverlappedRun.settings = MACHINE
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -44,6 +43,23 @@ def _one_torch_thread() -> Any:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+def test_overlapped_run_is_the_plain_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not because nothing was speculated on."""
+    counts: collections.Counter[str] = collections.Counter()
+    original = OffloadScheduler._end
+
+    def end(self: OffloadScheduler) -> None:
+        original(self)
+        counts.update({name: int(count) for name, count in asdict(self.statistics).items()})
+
+    monkeypatch.setattr(OffloadScheduler, "_end", end)
+    run_state_machine_as_test(OverlappedRun, settings=MACHINE)
+    schedules = MACHINE.max_examples
+    for name in ("kept", "waiting", "accepted", "respeculated", "dropped"):
+        assert counts[f"{name}_buckets"] > schedules // 5, counts
+    assert counts["given_back_gradients"] > schedules, counts
 
 
 # -- planted faults ----------------------------------------------------------------------------------------------------
