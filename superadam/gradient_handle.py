@@ -2,8 +2,7 @@
 
 A handle has the gradient's shape, strides, dtype and device, and no memory. Norms and products with one scalar are
 answered or recorded; reads are computed from the gradient. A write or an alias gives the gradient back: `.grad` is an
-ordinary tensor again, and handles that are still held elsewhere forward to it. A handle is never used for a second
-gradient.
+ordinary tensor again, and handles that are still held elsewhere forward to it. No handle serves a second gradient.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import torch
 from torch import Tensor
 from torch._guards import TracingContext
 from torch.utils import _foreach_utils
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from superadam.taken_gradient import Factor, FactorKind, Keeper, TakenGradient, continue_version
 
@@ -112,9 +110,8 @@ class GradientHandle(torch.Tensor):
 def _is_tracing() -> bool:
     """Return whether a compiler looks at tensors."""
     compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")  # importing it takes seconds
-    if getattr(compiled_autograd, "compiled_autograd_enabled", False):
-        return True
-    return torch.compiler.is_compiling() or TracingContext.try_get() is not None
+    is_collecting = bool(getattr(compiled_autograd, "compiled_autograd_enabled", False))
+    return is_collecting or torch.compiler.is_compiling() or TracingContext.try_get() is not None
 
 
 def _value(tensor: Tensor) -> Tensor:
@@ -183,6 +180,19 @@ if GradientHandle not in _foreach_utils._foreach_supported_types:  # as torch.di
 _Places = list[tuple[int, str]]
 
 
+def _map(value: Any, of: Callable[[Tensor], Any]) -> Any:
+    """Return an argument or a result with its tensors replaced."""
+    if isinstance(value, Tensor):
+        return of(value)
+    return type(value)([_map(item, of) for item in value]) if isinstance(value, list | tuple) else value
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    _map(value, found.append)
+    return found
+
+
 def _run(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation on the values of handles that it only reads, and on the gradients of others, given back."""
     written, aliased = _places(operation)
@@ -192,8 +202,10 @@ def _run(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     memory: set[int] = set()
     passed: dict[int, GradientHandle] = {}
 
-    def ordinary(handle: GradientHandle) -> Tensor:
+    def ordinary(handle: Tensor) -> Tensor:
         value = _value(handle)
+        if not isinstance(handle, GradientHandle):
+            return value
         if handle.taken.is_given:
             passed.setdefault(id(value), handle)
         else:
@@ -201,10 +213,9 @@ def _run(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             memory.add(value.untyped_storage()._cdata)
         return value
 
-    ordinary_args, ordinary_kwargs = tree_map_only(GradientHandle, ordinary, (args, kwargs))
-    result = operation(*ordinary_args, **ordinary_kwargs)
-    tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
-    if memory and any(tensor.untyped_storage()._cdata in memory for tensor in tensors):  # although the schema denies it
+    result = operation(*_map(args, ordinary), **{name: _map(value, ordinary) for name, value in kwargs.items()})
+    dense = [tensor for tensor in _tensors(result) if tensor.layout is torch.strided] if memory else []
+    if any(tensor.untyped_storage()._cdata in memory for tensor in dense):  # although the schema says otherwise
         for handle in read:
             _memory(handle)
         return _run(operation, args, kwargs)
@@ -212,7 +223,7 @@ def _run(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = _memory(handle)
         if not given.is_inference():
             torch.autograd.graph.increment_version(given)  # the dispatcher counts a version of the handle only
-    return tree_map_only(Tensor, lambda tensor: passed.get(id(tensor), tensor), result)  # `g.add_(1)` returns g
+    return _map(result, lambda tensor: passed.get(id(tensor), tensor))  # `g.add_(1)` returns g
 
 
 @functools.cache
@@ -228,7 +239,7 @@ def _places(operation: Any) -> tuple[_Places, _Places]:
 
 def _handles_at(places: _Places, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[GradientHandle]:
     values = [args[place] if place < len(args) else kwargs.get(name) for place, name in places]
-    return [value for value in tree_leaves(values) if isinstance(value, GradientHandle)]
+    return [tensor for tensor in _tensors(values) if isinstance(tensor, GradientHandle)]
 
 
 # -- operations that are answered or recorded: these functions return NotImplemented where they cannot -----------------
@@ -330,24 +341,17 @@ def _accumulate(operation: Any, tensor: Tensor, other: Any, *, alpha: Any = 1) -
     return tensor
 
 
-_multiply = functools.partial(_scale, FactorKind.MULTIPLY)
-_divide = functools.partial(_scale, FactorKind.DIVIDE)
 _LAZY: dict[Any, Callable[..., Any]] = {
     aten.detach.default: _detach,
     aten.alias.default: _detach,
     aten.view.default: _detach,
     aten._foreach_norm.Scalar: _foreach_norm,
-    aten.mul_.Tensor: _multiply,
-    aten.mul_.Scalar: _multiply,
-    aten._foreach_mul_.Tensor: _multiply,
-    aten._foreach_mul_.Scalar: _multiply,
-    aten.div_.Tensor: _divide,
-    aten.div_.Scalar: _divide,
-    aten._foreach_div_.Tensor: _divide,
-    aten._foreach_div_.Scalar: _divide,
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
     aten.add_.Tensor: _accumulate,
 }
+for _kind in (FactorKind.MULTIPLY, FactorKind.DIVIDE):
+    for _operation in (getattr(aten, _kind.value), getattr(aten, f"_foreach_{_kind.value}")):
+        _LAZY[_operation.Tensor] = _LAZY[_operation.Scalar] = functools.partial(_scale, _kind)
 
 # -- taking ------------------------------------------------------------------------------------------------------------
 

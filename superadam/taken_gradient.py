@@ -82,17 +82,14 @@ class Factor:
 
 
 class TakenGradient:
-    """One gradient that was taken from `.grad`, shared by the handle in `.grad` and its aliases.
-
-    Its owner has the `parameter` that it was taken from. Both owner and keeper are held weakly.
-    """
+    """One gradient that was taken from `.grad`, shared by the handle in `.grad` and its aliases."""
 
     def __init__(self, gradient: Tensor, owner: Any = None, keeper: Keeper | None = None) -> None:
         self.pending = gradient  # or a copy, also elsewhere or in another dtype; only `absorb` writes to it
         self.arrived: Any = None  # event at the end of the copy to `pending`, where it must be waited for
         self.shape, self.strides = gradient.shape, gradient.stride()
         self.dtype, self.device = gradient.dtype, gradient.device
-        # Not to the parameter, whose weak references forbid torch.utils.swap_tensors.
+        # The owner has the parameter, weak references to which would forbid torch.utils.swap_tensors.
         self._owner: Callable[[], Any] = (lambda: None) if owner is None else weakref.ref(owner)
         self.keeper: Callable[[], Keeper | None] = (lambda: None) if keeper is None else weakref.ref(keeper)
         self.factors: list[Factor] = []

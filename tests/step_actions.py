@@ -359,12 +359,13 @@ def drop_state(twin: Twin, seed: int) -> None:
 
 
 @action
-def load_state(twin: Twin, seed: int) -> None:
-    """As it was when this was done last."""
-    kept = twin.kept.get("state")
-    if kept is not None and len(kept["param_groups"]) == len(twin.optimizer.param_groups):
-        twin.optimizer.load_state_dict(kept)
-    twin.kept["state"] = copy.deepcopy(twin.optimizer.state_dict())
+def load_checkpoint(twin: Twin, seed: int) -> None:
+    """As both were when this was done last: masters are in one twin's state, and in the other's weights."""
+    kept = twin.kept.get("checkpoint")
+    if kept is not None and len(kept[1]["param_groups"]) == len(twin.optimizer.param_groups):
+        twin.model.load_state_dict(kept[0])
+        twin.optimizer.load_state_dict(kept[1])
+    twin.kept["checkpoint"] = copy.deepcopy((twin.model.state_dict(), twin.optimizer.state_dict()))
 
 
 @action
