@@ -104,16 +104,19 @@ def test_a_gradient_in_another_form_among_plain_ones(odd: object, count: int) ->
     assert arrivals.segments.tobytes() == expected.tobytes()
 
 
+@pytest.mark.parametrize("has_travelled", [False, True])
 @pytest.mark.parametrize("kinds", [(PLAIN, PLAIN), (PLAIN, TAKEN), (GIVEN_BACK, TAKEN)])
-def test_what_was_not_taken_counts_as_it_is_received(kinds: tuple[int, int]) -> None:
-    """A gradient that was taken was received before."""
+def test_what_has_not_travelled_counts_as_it_would_be_received(kinds: tuple[int, int], has_travelled: bool) -> None:
+    """A gradient that was taken may have been left to the step."""
     table = make([3, 3])
     for parameter, state, kind in zip(table.parameters, table.states, kinds, strict=True):
         fill(parameter, state, kind)
+        if kind == TAKEN:
+            parameter.grad.taken.in_use = has_travelled
     arrivals = gather(table, [(hyper(0.1), 2)], lambda gradient: gradient * 2)
     for kind, gradient in zip(kinds, arrivals.gradients, strict=True):
         value = gradient if isinstance(gradient, Tensor) else gradient.value()
-        assert torch.equal(value, torch.full((3,), 1.0 if kind == TAKEN else 2.0))
+        assert torch.equal(value, torch.full((3,), 1.0 if kind == TAKEN and has_travelled else 2.0))
 
 
 def test_a_taken_gradient_that_does_not_fit_is_refused() -> None:

@@ -249,7 +249,7 @@ def stale_speculation_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Although the state that it has read was changed since."""
 
     def change(part: Any) -> None:
-        if _is_speculated(part):
+        if _is_speculated(part) and part.state.has_state:
             part.pending = replace(part.pending, versions=part.state.versions)
 
     monkeypatch.setattr(Transaction, "distrust", lambda self, state: None)
