@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 
 from superadam.optimizer import SpeculativeCPUAdam
 
@@ -24,15 +24,18 @@ def check_model(optimizer: SpeculativeCPUAdam, model: nn.Module) -> None:
         raise TypeError(f"optimizer is a {type(optimizer).__name__}, expected a SpeculativeCPUAdam; make one first")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}, expected the nn.Module whose parameters are optimized")
-    for wrapper in (nn.parallel.DistributedDataParallel, FullyShardedDataParallel):
-        if any(isinstance(module, wrapper) for module in model.modules()):
+    # What nobody has imported, nobody uses; importing it takes a second.
+    fsdp, tensors = (sys.modules.get(f"torch.distributed.{name}") for name in ("fsdp", "tensor"))
+    wrappers = (nn.parallel.DistributedDataParallel, *([fsdp.FullyShardedDataParallel] if fsdp else []))
+    for module in model.modules():
+        if isinstance(module, wrappers):
             raise RuntimeError(
-                f"the model is wrapped in {wrapper.__name__}, whose gradients are not reduced yet when ours are taken; "
-                "use torch.distributed.fsdp.fully_shard (FSDP2) instead"
+                f"the model is wrapped in {type(module).__name__}, whose gradients are not reduced yet when ours are "
+                "taken; use torch.distributed.fsdp.fully_shard (FSDP2) instead"
             )
     world_size = torch.distributed.get_world_size() if _is_distributed() else 1
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if world_size > 1 and not any(isinstance(parameter, DTensor) for parameter in parameters):
+    if world_size > 1 and not (tensors and any(isinstance(parameter, tensors.DTensor) for parameter in parameters)):
         raise RuntimeError(
             f"this is one of {world_size} ranks, but no parameter is a DTensor, so every rank would train on its own "
             "gradients; shard the model with torch.distributed.fsdp.fully_shard (FSDP2) before making the optimizer"

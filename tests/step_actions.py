@@ -198,6 +198,15 @@ def limit_norm_of_this_step(twin: Twin, seed: int) -> Any:
     return twin.optimizer.clip_grad_norm_([0.5, 5.0, math.inf][seed % 3])
 
 
+@action
+def write_to_held_gradient(twin: Twin, seed: int) -> None:
+    """Hold the tensor that a backward adds to, and write to it afterwards."""
+    for p in twin.one(seed):
+        held = p.grad = noise(p, seed)
+        (p * noise(p, seed + 1)).sum().backward()
+        held.mul_(0.5)
+
+
 # -- gradients are dropped ---------------------------------------------------------------------------------------------
 
 
@@ -437,4 +446,5 @@ def raise_where_not_finite(twin: Twin, seed: int) -> Any:
         twin.optimizer.on_nonfinite = "skip"
 
 
-NAMES = sorted(ACTIONS)
+NAMES = [*sorted(ACTIONS), *4 * ["read_copies", "write_to_held_gradient"]]
+"""To draw from: what alone shows some fault is in it more than once."""
