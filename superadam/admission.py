@@ -27,10 +27,10 @@ def check_model(optimizer: SpeculativeCPUAdam, model: nn.Module) -> None:
     # What nobody has imported, nobody uses; importing it takes a second.
     fsdp, tensors = (sys.modules.get(f"torch.distributed.{name}") for name in ("fsdp", "tensor"))
     wrappers = (nn.parallel.DistributedDataParallel, *([fsdp.FullyShardedDataParallel] if fsdp else []))
-    for module in model.modules():
-        if isinstance(module, wrappers):
+    for wrapper in wrappers:
+        if any(isinstance(module, wrapper) for module in model.modules()):
             raise RuntimeError(
-                f"the model is wrapped in {type(module).__name__}, whose gradients are not reduced yet when ours are "
+                f"the model is wrapped in {wrapper.__name__}, whose gradients are not reduced yet when ours are "
                 "taken; use torch.distributed.fsdp.fully_shard (FSDP2) instead"
             )
     world_size = torch.distributed.get_world_size() if _is_distributed() else 1

@@ -5,6 +5,8 @@ Owns the share of clipped steps. Its answer changes when work is done, never wha
 
 from __future__ import annotations
 
+import math
+
 from superadam.outcome import StepKind
 
 _MEMORY = 0.9
@@ -36,5 +38,5 @@ class Governor:
             norm_so_far: norm of the gradients that have arrived in this step, unscaled; the norm of all is not smaller.
             max_norm: limit of the norm; None or inf for none.
         """
-        is_over = max_norm is not None and norm_so_far > max_norm
-        return self.clipped_share < _LIMIT and not is_over
+        is_within = max_norm is None or math.isinf(max_norm) or norm_so_far <= max_norm  # NaN is not
+        return self.clipped_share < _LIMIT and is_within

@@ -45,9 +45,10 @@ def test_norm_of_nan_is_no_reason_to_write() -> None:
 
 
 @given(KINDS, st.floats())
-def test_without_a_limit_nothing_is_ever_clipped(kinds: list[StepKind], norm: float) -> None:
-    assert after(kinds).speculates(norm, None)
-    assert after(kinds).speculates(norm, math.inf)
+def test_without_a_limit_only_clipping_by_others_counts(kinds: list[StepKind], norm: float) -> None:
+    governor = after(kinds)
+    assert governor.speculates(norm, None) is governor.speculates(norm, math.inf) is governor.speculates(0.0, 1.0)
+    assert governor.speculates(norm, None) is (governor.clipped_share < 0.5)
 
 
 @given(KINDS)

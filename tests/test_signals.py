@@ -13,9 +13,11 @@ from superadam.signals import DeferredSignals
 
 @pytest.fixture(autouse=True)
 def usual_handlers() -> Iterator[None]:
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored in a shell's background
     before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     yield
     assert {one: signal.getsignal(one) for one in before} == before
+    signal.signal(signal.SIGINT, inherited)
 
 
 def interrupted(reached: list[str], *, depth: int = 1, error: Exception | None = None) -> None:
