@@ -8,25 +8,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 
 
-class Taker(Protocol):
-    """What gradients are reported to."""
-
-    def gradient_ready(self, parameter: Tensor) -> None:
-        """`parameter.grad` is complete for this backward."""
-
-
 class GradientReady:
-    """A post-accumulate-grad hook that reports to a taker as long as that lives."""
+    """A post-accumulate-grad hook that calls a method as long as its object lives."""
 
-    def __init__(self, taker: Taker | None) -> None:
-        self._taker: Callable[[], Taker | None] = (lambda: None) if taker is None else weakref.ref(taker)
+    def __init__(self, method: Callable[[Tensor], None] | None) -> None:
+        self._method: Any = (lambda: None) if method is None else weakref.WeakMethod(method)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle as a hook that reports to nobody."""
@@ -35,16 +28,16 @@ class GradientReady:
     @_disable_dynamo
     def __call__(self, parameter: Tensor) -> None:
         """Report the parameter."""
-        taker = self._taker()
-        if taker is not None:
-            taker.gradient_ready(parameter)
+        method = self._method()
+        if method is not None:
+            method(parameter)
 
 
 class Hooks:
-    """The hooks of one taker, at most one on each parameter."""
+    """Hooks that call one method with each gradient's parameter, at most one on each."""
 
-    def __init__(self, taker: Taker) -> None:
-        self._ready = GradientReady(taker)
+    def __init__(self, method: Callable[[Tensor], None]) -> None:
+        self._ready = GradientReady(method)
         self._handles: list[RemovableHandle] = []
         self._frozen: list[Tensor] = []
 

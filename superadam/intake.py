@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from superadam.buckets import Bucket, Filler
+from superadam.buckets import Bucket
 from superadam.devices import Device
 from superadam.gradient_handle import take, taken_of
 from superadam.micro_batches import MicroBatches
@@ -26,9 +26,10 @@ class Intake:
     Args:
         device: that gradients are on.
         keeper: answers for gradients that were taken.
-        bucket_numel: elements from which on a bucket is full.
+        bucket_numel: elements from which on a bucket is full; the parameter that fills it is the last one in.
 
     Attributes:
+        bucket_numel: may be changed at any time.
         micro_batches: say whether a gradient is the last one of its step.
         kept: ids of parameters whose gradients go into buckets of their own, which are not to travel.
     """
@@ -38,17 +39,12 @@ class Intake:
         self.kept: frozenset[int] = frozenset()
         self._device = device
         self._keeper = keeper
-        self._filler = Filler(bucket_numel)
-        self._kept_filler = Filler(bucket_numel, is_kept=True)
+        self.bucket_numel = bucket_numel
+        self._filling = {is_kept: Bucket(is_kept) for is_kept in (False, True)}
         self._lock = threading.Lock()  # a backward may run in another thread
         self._states: dict[int, ParameterState] = {}  # by the parameter's id: tensors take long to hash
         # The latest one of each parameter in this step; None once it was given back, when nobody else may hold it.
         self._taken: dict[int, weakref.ref[TakenGradient] | None] = {}
-
-    def place(self, bucket_numel: int, kept: Iterable[Tensor]) -> None:
-        """Change the size of buckets, and the parameters that are kept, from the next gradient on."""
-        self._filler.bucket_numel = self._kept_filler.bucket_numel = bucket_numel
-        self.kept = frozenset(map(id, kept))
 
     def follow(self, states: Iterable[ParameterState]) -> None:
         """Take the gradients of these parameters, and of no others."""
@@ -77,9 +73,10 @@ class Intake:
             return None
         self._device.note_ready()
         self._taken[key] = weakref.ref(taken)
-        filler = self._kept_filler if key in self.kept and not self._device.is_host(taken.pending) else self._filler
         with self._lock:
-            return filler.add(state, taken)
+            bucket = self._filling[key in self.kept and not self._device.is_host(taken.pending)]
+            bucket.add(state, taken)
+            return self._filled(bucket) if bucket.numel >= self.bucket_numel else None
 
     def _take(self, parameter: Tensor, state: ParameterState) -> TakenGradient | None:
         """Return a gradient that was not taken yet, or a sum of micro-batches; None where it has to be left alone."""
@@ -99,7 +96,13 @@ class Intake:
     def rest(self) -> list[Bucket]:
         """Return what there is, full or not."""
         with self._lock:
-            return [bucket for bucket in (self._filler.take(), self._kept_filler.take()) if bucket is not None]
+            return [filled for bucket in list(self._filling.values()) if (filled := self._filled(bucket))]
+
+    def _filled(self, bucket: Bucket) -> Bucket | None:
+        """Begin a new bucket; return what counts of this one, if anything."""
+        self._filling[bucket.is_kept] = Bucket(bucket.is_kept)
+        current = bucket.current()
+        return current if current.states else None
 
     def note_given_back(self, taken: TakenGradient) -> bool:
         """Somebody wrote to a gradient that was taken; return whether it is one of the present step."""

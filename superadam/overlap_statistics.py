@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from superadam.outcome import Statistics
+
 
 @dataclass(slots=True)
 class OverlapStatistics:
@@ -42,6 +44,15 @@ class OverlapStatistics:
     hook_seconds: float = 0.0
     worker_seconds: float = 0.0
     waited_seconds: float = 0.0
+
+    def count_open(self, now: Statistics, before: Statistics) -> None:
+        """Count the open buckets by what the optimizer has counted of their step."""
+        if now.respeculated > before.respeculated:
+            self.respeculated_buckets += self.open_buckets
+        elif now.accepted > before.accepted:
+            self.accepted_buckets += self.open_buckets
+        else:
+            self.dropped_buckets += self.open_buckets
 
     @property
     def open_buckets(self) -> int:

@@ -71,10 +71,9 @@ class Pending:
         hyper: the group's hyper-parameters at that moment.
         step: the step that this gradient makes, counted from 1.
         scale: factor on the gradient in the speculated value.
-        place: of the speculated value; None where only the norm was taken, or the value is of no use any more.
+        place: of the speculated value; None where only the norm was taken.
         is_kept: whether the gradient stayed on the device, where the step will be made.
-        is_outdated: whether there was a speculated value that is of no use any more.
-        versions: of the tensors of the state that speculation has read.
+        versions: of the tensors of the state that speculation has read; None where its value is of no use any more.
     """
 
     taken: weakref.ref[TakenGradient]
@@ -85,8 +84,7 @@ class Pending:
     scale: float
     place: Place | None = None
     is_kept: bool = False
-    is_outdated: bool = False
-    versions: tuple[int, ...] = ()
+    versions: tuple[int, ...] | None = None
 
 
 def check_parameter(parameter: Tensor, name: str) -> None:

@@ -19,10 +19,11 @@ from superadam.buckets import Bucket
 from superadam.devices import Device, Event, Stream
 from superadam.governor import Governor
 from superadam.hyperparameters import Hyperparameters
-from superadam.journal import Journal
+from superadam.overlap_statistics import OverlapStatistics
 from superadam.parameter import ParameterState, Pending, Phase
 from superadam.placement import BucketTimes
 from superadam.placer import Placer
+from superadam.trace import Trace
 from superadam.transaction import Transaction
 from superadam.transfers import FlatShadow, Transfers, norm_in
 from superadam.worker import Worker, WorkerError
@@ -35,7 +36,7 @@ class Pipeline:
         device: of the model.
         transfers: over it.
         placer: says on how many cores, and is told how long each bucket took.
-        journal: is told what happened.
+        statistics, trace: get what happened.
         limit: returns the present limit of the gradient norm.
 
     Attributes:
@@ -48,7 +49,8 @@ class Pipeline:
         device: Device,
         transfers: Transfers,
         placer: Placer,
-        journal: Journal,
+        statistics: OverlapStatistics,
+        trace: Trace,
         limit: Callable[[], float | None],
     ) -> None:
         self.transaction: Transaction | None = None
@@ -56,7 +58,7 @@ class Pipeline:
         self._device = device
         self._transfers = transfers
         self._placer = placer
-        self._journal = journal
+        self._statistics, self._trace = statistics, trace
         self._limit = limit
         self._is_waited_for = False
         self._worker: Worker = device.start_worker(self._idle)
@@ -75,7 +77,7 @@ class Pipeline:
         if bucket.is_kept:
             ordered, arrived, norms = self._transfers.hold(bucket.states, bucket.gradients)
             kept = {s: transaction.pending(s, one, hyper[s], is_kept=True) for s, one in ordered.items()}
-            self._journal.statistics.buckets += 1
+            self._statistics.buckets += 1
             self._worker.submit(functools.partial(self._keep, transaction, kept, arrived, norms, begin))
             return
         states = bucket.states
@@ -86,7 +88,7 @@ class Pipeline:
             state: transaction.pending(state, taken, hyper[state], places.get(state))
             for state, taken in zip(states, bucket.gradients, strict=True)
         }
-        self._journal.statistics.buckets += 1
+        self._statistics.buckets += 1
         self._worker.submit(functools.partial(self._speculate, transaction, pending, arrived, begin))
 
     def _keep(
@@ -100,7 +102,8 @@ class Pipeline:
         """Take the norm of a bucket that stays on the device; runs in the worker."""
         arrived.synchronize()
         transaction.keep(pending, norm_in(norms))
-        self._journal.note_kept(_numel(pending), sent=sent)
+        self._statistics.kept_buckets += 1
+        self._trace.add("norm to host", "download", sent, time.perf_counter(), elements=_numel(pending))
 
     def _speculate(
         self, transaction: Transaction, pending: Mapping[ParameterState, Pending], arrived: Event, sent: float
@@ -117,7 +120,9 @@ class Pipeline:
         for shadow in written.values():
             assert isinstance(shadow, FlatShadow)
             shadow.send()
-        self._journal.note_bucket(_numel(pending), sent=sent, arrived=begin, is_written=bool(written))
+        self._statistics.waiting_buckets += not written
+        self._trace.add("gradients to host", "download", sent, begin, elements=_numel(pending))
+        self._note_work("adam" if written else "norm", begin, _numel(pending))
         if written:
             seconds, ready = time.perf_counter() - begin, arrived.passed_at()
             self._placer.note_times(BucketTimes(_numel(pending), ready, seconds, is_hidden=cores > 0))
@@ -130,8 +135,13 @@ class Pipeline:
         begin, placement = time.perf_counter(), self._placer.placement
         with native.limited_threads(placement.cores):
             elements = transaction.commit_some(placement.bucket_numel)
-        self._journal.note_commit(begin, elements)
+        self._note_work("commit", begin, elements)
         return True
+
+    def _note_work(self, name: str, begin: float, elements: int) -> None:
+        end = time.perf_counter()
+        self._statistics.worker_seconds += end - begin
+        self._trace.add(name, "worker", begin, end, elements=elements)
 
     def drain(self) -> None:
         """Return when the worker is done with every bucket.
@@ -149,7 +159,9 @@ class Pipeline:
             self._worker.drain()
         finally:
             self._is_waited_for = False
-        self._journal.note_wait(begin)
+        end = time.perf_counter()
+        self._statistics.waited_seconds += end - begin
+        self._trace.add("wait for worker", "training", begin, end)
 
     def abandon(self) -> None:
         """Return when the worker does nothing, whatever went wrong, and forget what it speculated."""

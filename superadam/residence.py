@@ -8,7 +8,6 @@ which must be the one that the model computes on.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,29 +17,8 @@ from superadam.hyperparameters import Coefficients
 from superadam.kept_step import KeptStep
 from superadam.parameter import ParameterState
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Resident:
-    """Flat tensors on the device, beside the host's tensor of each."""
-
-    state: ParameterState
-    master: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    max_exp_avg_sq: Tensor | None
-
-    @property
-    def pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """Each tensor, flat, on the host and on the device."""
-        state = self.state
-        assert state.master is not None
-        assert state.exp_avg is not None
-        assert state.exp_avg_sq is not None
-        both = [(state.master, self.master), (state.exp_avg, self.exp_avg), (state.exp_avg_sq, self.exp_avg_sq)]
-        if self.max_exp_avg_sq is not None:
-            assert state.max_exp_avg_sq is not None
-            both.append((state.max_exp_avg_sq, self.max_exp_avg_sq))
-        return [(_flat(host), distant) for host, distant in both]
+_TENSORS = ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+"""Attributes of a `ParameterState`, and fields of a `KeptStep`."""
 
 
 class Residence:
@@ -56,7 +34,7 @@ class Residence:
     def __init__(self, device: Device) -> None:
         self.is_full = False
         self._device = device
-        self._residents: dict[ParameterState, _Resident] = {}
+        self._residents: dict[ParameterState, dict[str, Tensor]] = {}  # flat tensors, by name
 
     @property
     def states(self) -> list[ParameterState]:
@@ -97,10 +75,10 @@ class Residence:
         delivered: list[tuple[Tensor, Tensor]] = []
         try:
             for state, gradient, index in zip(states, gradients, indices, strict=True):
-                one = self._residents.get(state)
-                if one is None or (one.max_exp_avg_sq is None and state.max_exp_avg_sq is not None):
+                host = {name: tensor for name in _TENSORS if (tensor := getattr(state, name)) is not None}
+                if host.keys() != self._residents.get(state, {}).keys():
                     self.bring_home([state])
-                    one = self._residents[state] = self._moved(state)
+                    self._residents[state] = {name: self._moved(tensor) for name, tensor in host.items()}
                     arrived.append(state)
                 parameter = state.parameter.data
                 if parameter.stride() != state.strides:  # no longer dense: somebody replaced `.data`
@@ -108,17 +86,8 @@ class Residence:
                     values = values.as_strided(state.shape, state.strides)
                     delivered.append((parameter, values))
                     parameter = values
-                steps.append(
-                    KeptStep(
-                        one.master,
-                        one.exp_avg,
-                        one.exp_avg_sq,
-                        one.max_exp_avg_sq,
-                        _flat(gradient),
-                        _flat(parameter),
-                        int(index),
-                    )
-                )
+                own = {"gradient": _flat(gradient), "parameter": _flat(parameter), "coefficients": int(index)}
+                steps.append(KeptStep(**{**dict.fromkeys(_TENSORS), **self._residents[state], **own}))
             self._device.update(steps, sets)
         except BaseException as error:
             self.is_full = self.is_full or isinstance(error, torch.OutOfMemoryError)
@@ -135,33 +104,26 @@ class Residence:
             states: default all.
         """
         asked = list(self._residents) if states is None else states
-        leaving = [self._residents[state] for state in asked if state in self._residents]
+        leaving = [state for state in asked if state in self._residents]
         if not leaving:
             return
-        for one in leaving:
-            for host, distant in one.pairs:
-                self._device.copy(host, distant, Stream.CURRENT)
+        for state in leaving:
+            for name, distant in self._residents[state].items():
+                self._device.copy(_flat(getattr(state, name)), distant, Stream.CURRENT)
         self._device.record(Stream.CURRENT).synchronize()
-        for one in leaving:
-            del self._residents[one.state]
+        for state in leaving:
+            del self._residents[state]
 
     def forget(self, but: Iterable[ParameterState] = ()) -> None:
         """Drop what is on the device, except of these parameters: somebody replaced their state on the host."""
         kept = set(but)
         self._residents = {state: one for state, one in self._residents.items() if state in kept}
 
-    def _moved(self, state: ParameterState) -> _Resident:
-        """Return a parameter's state on its way to the device."""
-        device = self._device
-
-        def moved(tensor: Tensor | None) -> Tensor:
-            assert tensor is not None
-            arriving = device.empty(tensor.numel(), tensor.dtype, Stream.CURRENT)
-            device.copy(arriving, _flat(tensor), Stream.CURRENT)
-            return arriving
-
-        largest = None if state.max_exp_avg_sq is None else moved(state.max_exp_avg_sq)
-        return _Resident(state, moved(state.master), moved(state.exp_avg), moved(state.exp_avg_sq), largest)
+    def _moved(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the state on its way to the device."""
+        arriving = self._device.empty(tensor.numel(), tensor.dtype, Stream.CURRENT)
+        self._device.copy(arriving, _flat(tensor), Stream.CURRENT)
+        return arriving
 
 
 def _flat(tensor: Tensor) -> Tensor:

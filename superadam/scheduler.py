@@ -12,6 +12,7 @@ decides what it is about.
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import time
@@ -19,7 +20,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,6 @@ from superadam.devices import Device, device_for
 from superadam.hooks import Hooks
 from superadam.hyperparameters import Hyperparameters
 from superadam.intake import Intake
-from superadam.journal import Journal
 from superadam.optimizer import SpeculativeCPUAdam
 from superadam.outcome import StepOutcome
 from superadam.overlap_statistics import OverlapStatistics
@@ -103,18 +103,20 @@ class OffloadScheduler:
         check_count("cores", cores)
         check_link_dtype(link_dtype)
         self.optimizer = optimizer
-        self._journal = Journal(optimizer.statistics)
-        self.statistics: OverlapStatistics = self._journal.statistics
-        self.trace: Trace = self._journal.trace
+        self.statistics, self.trace = OverlapStatistics(), Trace()
+        self._counts = copy.copy(optimizer.statistics)
+        self._backward_began: float | None = None
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._device = device or device_for(parameters)
         self._owns_device = device is None
         total = sum(parameter.numel() for parameter in parameters)
         self._placer = Placer(self._device, total, gpu_buckets, bucket_numel, link_dtype, cores)
-        self._transfers = self.delivery = Transfers(self._device, self._journal, self.placement.link_dtype)
+        self._transfers = self.delivery = Transfers(
+            self._device, self.statistics, self.trace, self.placement.link_dtype
+        )
         self.residence = Residence(self._device)
         self._intake = Intake(self._device, optimizer.keeper, self.placement.bucket_numel)
-        self._hooks = Hooks(self)
+        self._hooks = Hooks(self.gradient_ready)
         self._hyper: dict[ParameterState, Hyperparameters] = {}
         self._closed = False
         self._followed: Transaction | None = None
@@ -125,7 +127,12 @@ class OffloadScheduler:
             if self.placement.cores:
                 self._transfers.reserve(parameters, self.placement.bucket_numel)
                 self._pipeline = Pipeline(
-                    self._device, self._transfers, self._placer, self._journal, lambda: optimizer.max_grad_norm
+                    self._device,
+                    self._transfers,
+                    self._placer,
+                    self.statistics,
+                    self.trace,
+                    lambda: optimizer.max_grad_norm,
                 )
             optimizer.attach_overlap(self)
             is_attached = True
@@ -137,7 +144,7 @@ class OffloadScheduler:
             self._end()
             raise
 
-    # ---- a gradient is ready (hooks.Taker) ---------------------------------------------------------------------------
+    # ---- a gradient is ready -----------------------------------------------------------------------------------------
 
     def gradient_ready(self, parameter: Tensor) -> None:
         """Take a parameter's gradient; called by autograd in the middle of backward."""
@@ -147,7 +154,7 @@ class OffloadScheduler:
         bucket = self._intake.take(parameter)
         if bucket is not None:
             self._send(bucket)
-        self._journal.note_gradient()
+        self._backward_began = self._backward_began or begin
         self.statistics.hook_seconds += time.perf_counter() - begin
 
     @torch.no_grad()
@@ -194,7 +201,7 @@ class OffloadScheduler:
     def conclude(self, outcome: StepOutcome) -> None:
         """A step has this outcome: follow the parameters that the optimizer has now, and let commits begin."""
         self._transfers.note_arrived()
-        self._journal.note_verdict(outcome, self.optimizer.statistics)
+        self._note_verdict(outcome)
         self._intake.end_step()
         self._hyper = {}
         self._follow()
@@ -215,6 +222,16 @@ class OffloadScheduler:
         """Somebody wrote to a gradient that was taken."""
         self.statistics.given_back_gradients += self._intake.note_given_back(taken)
 
+    def _note_verdict(self, outcome: StepOutcome | None) -> None:
+        """Count and trace what came of the open step; None where it was dropped."""
+        self.statistics.count_open(self.optimizer.statistics, self._counts)
+        self._counts, now = copy.copy(self.optimizer.statistics), time.perf_counter()
+        if self._backward_began is not None:
+            self.trace.add("backward and step", "training", self._backward_began, now)
+            self._backward_began = None
+        if outcome is not None:
+            self.trace.add(f"verdict: {outcome.kind.value}", "training", now, now, grad_norm=outcome.grad_norm)
+
     # ---- placement ---------------------------------------------------------------------------------------------------
 
     @property
@@ -234,23 +251,17 @@ class OffloadScheduler:
             ValueError: an argument is out of range, or cannot be met; nothing was changed.
             MemoryError: the device cannot hold the state of so many buckets; nothing was changed.
         """
-        placement = self.placement
-        if gpu_buckets is not None:
-            check_count("gpu_buckets", gpu_buckets, least=0, may_be_auto=False)
-            placement = replace(placement, gpu_buckets=gpu_buckets)
-        if bucket_numel is not None:
-            check_count("bucket_numel", bucket_numel, may_be_auto=False)
-            placement = replace(placement, bucket_numel=bucket_numel)
-        if cores is not None:
-            check_count("cores", cores, may_be_auto=False)
-            placement = replace(placement, cores=cores)
+        asked = {"gpu_buckets": gpu_buckets, "bucket_numel": bucket_numel, "cores": cores}
+        changes: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+        for name, value in changes.items():
+            check_count(name, value, least=name != "gpu_buckets", may_be_auto=False)
         self.catch_up()
-        self._placer.place(placement)
+        self._placer.place(replace(self.placement, **changes))
         self._apply_placement()
 
     def _apply_placement(self) -> None:
         kept = [one for one in last_parameters(self._placer.order, self.placement) if self._can_keep(one)]
-        self._intake.place(self.placement.bucket_numel, kept)
+        self._intake.bucket_numel, self._intake.kept = self.placement.bucket_numel, frozenset(map(id, kept))
         self._transfers.link_dtype = self.placement.link_dtype
         self.residence.bring_home(s for s in self.residence.states if id(s.parameter) not in self._intake.kept)
 
@@ -312,7 +323,7 @@ class OffloadScheduler:
             self.optimizer.rollback()
             self.optimizer.commit()
         finally:
-            self._journal.note_verdict(None, self.optimizer.statistics)
+            self._note_verdict(None)
             self.optimizer.detach_overlap()
             self._end()
 

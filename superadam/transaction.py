@@ -176,15 +176,14 @@ class Transaction:
         """Forget what is pending on those of the states that wait for a verdict."""
         for state in states:
             if state.phase is Phase.SPECULATED:
-                self.statistics.dropped += _was_speculated(_pending_of(state))
+                self.statistics.dropped += _pending_of(state).place is not None
                 self.table.norm.clear(self.table.chunks_of(state.row))
                 self._move(state, Phase.CLEAN, None)
 
     def distrust(self, state: ParameterState) -> None:
         """Let the verdict make a parameter's step in place, because what speculation has read was changed."""
         if state.phase is Phase.SPECULATED:
-            pending = _pending_of(state)
-            state.pending = replace(pending, place=None, is_outdated=_was_speculated(pending))
+            state.pending = replace(_pending_of(state), versions=None)
 
     # ---- the verdict -------------------------------------------------------------------------------------------------
 
@@ -293,10 +292,11 @@ class Transaction:
             )
             (accepted if is_right else rest).append(part)
             if not is_right:
-                self.statistics.respeculated += _waits(part.state, part.taken) and _was_speculated(
-                    _pending_of(part.state)
-                )
-                self.distrust(part.state)
+                if part.state.pending is not None:
+                    self.statistics.respeculated += (
+                        _waits(part.state, part.taken) and part.state.pending.place is not None
+                    )
+                    part.state.pending = replace(part.state.pending, place=None)
                 part.pending = pending = None  # the memory of its new value is needed no more
         self._update(rest, clip)
         self._publish(accepted)
@@ -492,10 +492,6 @@ def _waits(state: ParameterState, taken: TakenGradient | None) -> bool:
         return False
     pending = state.pending if state.phase is Phase.SPECULATED else None
     return pending is not None and pending.taken() is taken and pending.version == taken.version
-
-
-def _was_speculated(pending: Pending) -> bool:
-    return pending.place is not None or pending.is_outdated
 
 
 def _cannot_fuse(state: ParameterState, new: Pending) -> bool:

@@ -20,9 +20,10 @@ from superadam import native
 from superadam.devices import Device, Event, Stream
 from superadam.devices.interface import ChunkSums
 from superadam.flat import FlatLayout, aligned
-from superadam.journal import Journal
+from superadam.overlap_statistics import OverlapStatistics
 from superadam.parameter import ParameterState, Place
 from superadam.taken_gradient import TakenGradient
+from superadam.trace import Trace
 from superadam.validation import GradientNorm
 
 
@@ -82,7 +83,8 @@ class Transfers:
 
     Args:
         device: streams and memory.
-        journal: is told of bytes, and of uploads once they are seen to have arrived.
+        statistics: whose bytes are counted here.
+        trace: gets uploads, once they are seen to have arrived.
         link_dtype: in which gradients travel, and so are seen by norm and step; None for the dtype they have. fp64
             gradients, and sums that were made on the host, are as they are.
 
@@ -91,11 +93,13 @@ class Transfers:
         takes_norms: whether torch is to take the norms of gradients before they travel, because somebody will ask.
     """
 
-    def __init__(self, device: Device, journal: Journal, link_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, device: Device, statistics: OverlapStatistics, trace: Trace, link_dtype: torch.dtype | None = None
+    ) -> None:
         self.device = device
         self.link_dtype = link_dtype
         self.takes_norms = False
-        self._journal = journal
+        self._statistics, self._trace = statistics, trace
         self._lock = threading.Lock()  # the worker uploads while the training thread publishes
         self._untold: collections.deque[tuple[Event, float, int]] = collections.deque()  # uploads not seen to arrive
         self._shadow_bytes = 0
@@ -250,7 +254,7 @@ class Transfers:
         device.copy(host, source, Stream.DOWNLOAD)
         device.keep(source, Stream.DOWNLOAD)
         device.keep(host, Stream.DOWNLOAD)  # nobody waits for the copy if the step is dropped before
-        self._journal.statistics.downloaded_bytes += host.nbytes
+        self._statistics.downloaded_bytes += host.nbytes
 
     @property
     def narrows(self) -> bool:
@@ -280,24 +284,16 @@ class Transfers:
         """Copy new values into their parameters on the current stream, in one launch where they are on the device."""
         device = self.device
         sources: dict[int, list[Tensor]] = {}
-        values, targets = [], []
-        left = False
-        for state, (shadow, position) in zip(states, places, strict=True):
+        values = []
+        for shadow, position in places:
             assert isinstance(shadow, FlatShadow)
             if id(shadow) not in sources:
                 sources[id(shadow)] = shadow.sources()
-            value, target = sources[id(shadow)][position], state.parameter
-            if device.has_link and device.is_host(value) and not device.is_host(target):  # the device has no room
-                device.copy(target.data, value, Stream.CURRENT)
+            values.append(sources[id(shadow)][position])
+        device.scatter(values, [state.parameter for state in states])
+        for value in values:
+            if device.has_link and device.is_host(value):  # the device has no room
                 device.keep(value, Stream.CURRENT)
-                left = True
-            else:
-                values.append(value)
-                targets.append(target)
-        if values:
-            device.scatter(values, targets)
-        if left:
-            device.wait(Stream.CURRENT, device.record(Stream.CURRENT))
 
     def upload(self, host: Tensor, distant: Tensor) -> Event:
         """Start the way of new values to the device; return the event after which they may be read there."""
@@ -307,7 +303,7 @@ class Transfers:
         device.keep(distant, Stream.UPLOAD)
         arrived = device.record(Stream.UPLOAD)
         with self._lock:
-            self._journal.statistics.uploaded_bytes += host.nbytes
+            self._statistics.uploaded_bytes += host.nbytes
             self._untold.append((arrived, begin, host.numel()))
         self.note_arrived()
         return arrived
@@ -318,18 +314,17 @@ class Transfers:
         self.note_arrived()
 
     def note_arrived(self) -> None:
-        """Tell the journal of uploads that have arrived since: nobody waits for them on the host, so we look now."""
+        """Trace uploads that have arrived since: nobody waits for them on the host, so we look now."""
         with self._lock:
             while self._untold and self._untold[0][0].query():
                 _, begin, elements = self._untold.popleft()
-                self._journal.note_upload(begin, elements)
+                self._trace.add("parameters to device", "upload", begin, time.perf_counter(), elements=elements)
 
     def count_shadow(self, size: int) -> None:
         """Count memory that waits for a verdict: bytes, negative once it is free."""
         with self._lock:
             self._shadow_bytes += size
-            statistics = self._journal.statistics
-            statistics.shadow_bytes = max(statistics.shadow_bytes, self._shadow_bytes)
+            self._statistics.shadow_bytes = max(self._statistics.shadow_bytes, self._shadow_bytes)
 
 
 def norm_in(hosts: Sequence[Tensor]) -> GradientNorm:

@@ -6,13 +6,13 @@ at its next call, and everything queued behind it is discarded. It knows nothing
 
 from __future__ import annotations
 
+import abc
 import atexit
 import collections
 import logging
 import os
 import threading
 from collections.abc import Callable
-from typing import Protocol
 
 _logger = logging.getLogger("superadam")
 
@@ -26,41 +26,8 @@ Work = Callable[[], bool]
 """Something to run while nothing else waits: does one short piece, and returns whether there was one."""
 
 
-class Worker(Protocol):
-    """Runs jobs in order, beside or interleaved with the caller."""
-
-    def submit(self, job: Job) -> None:
-        """Add a job; it is discarded if an earlier one has failed, which `drain` tells."""
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether every submitted job is done."""
-
-    def drain(self) -> None:
-        """Return when every submitted job is done; raises what one of them raised."""
-
-    def wake(self) -> None:
-        """Say that there may be idle work now."""
-
-    def close(self) -> None:
-        """Finish the jobs, then end; further jobs are refused."""
-
-
 class WorkerError(RuntimeError):
     """A job failed in the worker; its exception is the cause."""
-
-
-def failure(error: BaseException) -> WorkerError:
-    """Return what the training thread is told of a job's exception."""
-    return WorkerError(
-        f"the scheduler's worker failed with {type(error).__name__}: {error}; nothing was changed, and the "
-        "gradients are in .grad, so call step() again to make the step without it, or stop and mend the cause"
-    )
-
-
-def closed() -> RuntimeError:
-    """Return what is told to whoever submits a job after `close()`."""
-    return RuntimeError("the scheduler's worker is closed; make a new OffloadScheduler")
 
 
 def _refuse_fork(process: int) -> None:
@@ -76,17 +43,66 @@ def _refuse_fork(process: int) -> None:
         )
 
 
-class ThreadWorker:
-    """A daemon thread that sleeps on a condition while it has nothing to do."""
+class Worker(abc.ABC):
+    """Runs jobs in order, beside or interleaved with the caller.
+
+    Args:
+        idle: work for while there are no jobs.
+    """
 
     def __init__(self, idle: Work) -> None:
         self._idle = idle
         self._jobs: collections.deque[Job] = collections.deque()
+        self._error: BaseException | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every submitted job is done."""
+        return not self._jobs
+
+    @abc.abstractmethod
+    def submit(self, job: Job) -> None:
+        """Add a job; it is discarded if an earlier one has failed, which `drain` tells."""
+
+    @abc.abstractmethod
+    def drain(self) -> None:
+        """Return when every submitted job is done.
+
+        Raises:
+            WorkerError: a job failed.
+        """
+
+    @abc.abstractmethod
+    def wake(self) -> None:
+        """Say that there may be idle work now."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Finish the jobs, then end."""
+
+    def _fail(self, error: BaseException) -> None:
+        """Remember what a job raised, and discard what was queued behind it."""
+        self._error = error
+        self._jobs.clear()
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise WorkerError(
+                f"the scheduler's worker failed with {type(error).__name__}: {error}; nothing was changed, and the "
+                "gradients are in .grad, so call step() again to make the step without it, or stop and mend the cause"
+            ) from error
+
+
+class ThreadWorker(Worker):
+    """A daemon thread that sleeps on a condition while it has nothing to do."""
+
+    def __init__(self, idle: Work) -> None:
+        super().__init__(idle)
         self._changed = threading.Condition()
         self._running = False
         self._closing = False
         self._may_idle = False
-        self._error: BaseException | None = None
         self._process = os.getpid()
         self._thread = threading.Thread(target=self._loop, name="superadam-worker", daemon=True)
         self._thread.start()
@@ -103,7 +119,7 @@ class ThreadWorker:
             if self._error is not None:
                 return
             if self._closing:
-                raise closed()
+                raise RuntimeError("the scheduler's worker is closed; make a new OffloadScheduler")
             self._jobs.append(job)
             self._may_idle = True
             self._changed.notify_all()
@@ -124,9 +140,8 @@ class ThreadWorker:
         with self._changed:
             while (self._jobs or self._running) and self._error is None:
                 if not self._changed.wait(_LOOK_SECONDS) and not self._thread.is_alive():
-                    self._jobs.clear()
                     self._running = False
-                    self._error = RuntimeError("its thread has ended; make a new OffloadScheduler")
+                    self._fail(RuntimeError("its thread has ended; make a new OffloadScheduler"))
             self._raise_error()
 
     def wake(self) -> None:
@@ -149,11 +164,6 @@ class ThreadWorker:
         if os.getpid() == self._process:
             self._jobs.clear()
             self.close()
-
-    def _raise_error(self) -> None:
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise failure(error) from error
 
     def _next(self) -> Job | None:
         """Wait for a job, or for a chance to do idle work (returned as None)."""
@@ -185,8 +195,7 @@ class ThreadWorker:
             except BaseException as error:
                 _logger.debug("the scheduler's worker failed", exc_info=True)
                 with self._changed:
-                    self._error = error
-                    self._jobs.clear()
+                    self._fail(error)
             finally:
                 job = None  # what it holds may be large
                 with self._changed:

@@ -16,10 +16,10 @@ from superadam.devices import PlainDevice, Stream
 from superadam.devices.interface import ChunkSums
 from superadam.devices.simulated import SimulatedDevice
 from superadam.flat import FlatLayout
-from superadam.worker import Job, ThreadWorker, Work, failure
+from superadam.worker import Job, ThreadWorker, Work, Worker
 
 
-class ImmediateWorker:
+class ImmediateWorker(Worker):
     """Runs each job when it is submitted, inside backward: new values are computed as early as is possible at all.
 
     Idle work waits for `idle_now`, so that steps stay accepted and uncommitted as long as is possible.
@@ -41,9 +41,7 @@ class ImmediateWorker:
         return True
 
     def drain(self) -> None:
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise failure(error) from error
+        self._raise_error()
 
     def wake(self) -> None: ...
 

@@ -433,11 +433,11 @@ def test_gradients_of_a_step_and_two_buckets_each_way_are_pinned_once(cuda: Fake
         assert list(cuda.registered.values()) == [(1 << 20) + 4 * (1 << 16)]
     device.reserve((1 << 20) + 4096, 1 << 16, 0)  # more than before: no less than one bucket more
     assert list(cuda.registered.values())[1:] == [1 << 16]
-    assert device.pageable_bytes == 0
+    assert device.pinned.pageable_bytes == 0
     device.host_empty(1 << 18, torch.float32)
-    assert device.pageable_bytes == 0
+    assert device.pinned.pageable_bytes == 0
     device.host_empty(1 << 20, torch.float32)
-    assert device.pageable_bytes == 4 << 20
+    assert device.pinned.pageable_bytes == 4 << 20
     device.close()
     assert cuda.registered == {}
 
@@ -471,7 +471,7 @@ def test_memory_that_cannot_be_pinned_is_pageable_with_a_warning(
 
     monkeypatch.setattr(registration, "lockable_bytes", lambda: 8 << 20)
     device = FakeDevice(cuda, machine(tmp_path, meminfo(4 << 30)))
-    device._pinned._registrar._device = torch.device("cpu")
+    device.pinned._registrar._device = torch.device("cpu")
     cuda.refuses = True
     with caplog.at_level(logging.WARNING, "superadam"):
         device.reserve(1 << 30, 1 << 28, 0)
@@ -481,7 +481,7 @@ def test_memory_that_cannot_be_pinned_is_pageable_with_a_warning(
     assert "refused to pin 0.27 GB of host memory (MEMORY_ALLOCATION, code 2)" in message
     assert "lock at most 0.01 GB (RLIMIT_MEMLOCK); run `ulimit -l unlimited`" in message
     device.host_empty(10, torch.float32).fill_(1.0)
-    assert device.pageable_bytes == 40
+    assert device.pinned.pageable_bytes == 40
 
 
 # ---- cores -----------------------------------------------------------------------------------------------------------
@@ -587,7 +587,7 @@ def test_training_has_the_bits_of_the_synchronous_optimizer(
             assert bits(one) == bits(other)
         without = ["master"]  # where the host is the device, one of the twins is its own master
         assert state_bits(plain, without=without) == state_bits(ours, without=without)
-    assert device.pageable_bytes == 0
+    assert device.pinned.pageable_bytes == 0
 
 
 def test_a_narrow_link_rounds_gradients(device: CudaDevice) -> None:
@@ -631,7 +631,7 @@ def test_reserved_memory_is_pinned_for_torch(gpu: str) -> None:
     device = CudaDevice(gpu)
     device.reserve(1 << 20, 1 << 16, 0)
     assert device.host_empty(1000, torch.float32).is_pinned()
-    assert device.pageable_bytes == 0
+    assert device.pinned.pageable_bytes == 0
     assert not device.host_empty(1 << 22, torch.float32).is_pinned()
     device.close()
 

@@ -18,7 +18,7 @@ from superadam.hooks import GradientReady, Hooks
 
 
 class Recorder:
-    """A taker that remembers what it heard."""
+    """Remembers what it heard."""
 
     def __init__(self) -> None:
         self.ready: list[Tensor] = []
@@ -30,7 +30,7 @@ class Recorder:
 
 def followed(model: nn.Module, parameters: Iterable[Tensor] | None = None) -> tuple[Recorder, Hooks]:
     recorder = Recorder()
-    hooks = Hooks(recorder)
+    hooks = Hooks(recorder.gradient_ready)
     hooks.follow(model.parameters() if parameters is None else parameters)
     return recorder, hooks
 
@@ -121,7 +121,7 @@ def test_taker_is_held_weakly() -> None:
 @pytest.mark.parametrize("how", [copy.deepcopy, copy.copy, lambda hook: pickle.loads(pickle.dumps(hook))])
 def test_copies_report_to_nobody(how: Any) -> None:
     recorder = Recorder()
-    inert = how(how(GradientReady(recorder)))
+    inert = how(how(GradientReady(recorder.gradient_ready)))
     assert type(inert) is GradientReady
     inert(nn.Parameter(torch.ones(2)))
     assert not recorder.ready

@@ -345,7 +345,7 @@ def test_gradient_that_was_given_back_is_held_by_nobody_else() -> None:
 def test_kept_parameters_fill_buckets_of_their_own() -> None:
     device = DistantDevice()
     line = Line([2] * 6, 4, device)
-    line.intake.place(4, [line.parameters[row] for row in (1, 3, 4)])
+    line.intake.bucket_numel, line.intake.kept = 4, frozenset(map(id, [line.parameters[row] for row in (1, 3, 4)]))
     for row in range(6):
         line.arrive(row)
     line.flush()
@@ -360,7 +360,7 @@ def test_kept_parameters_fill_buckets_of_their_own() -> None:
 
 def test_gradients_on_the_host_never_stay() -> None:
     line = Line([2, 2], 1)
-    line.intake.place(1, line.parameters)
+    line.intake.bucket_numel, line.intake.kept = 1, frozenset(map(id, line.parameters))
     line.arrive(0)
     assert not line.sent[0].is_kept
 
@@ -368,7 +368,7 @@ def test_gradients_on_the_host_never_stay() -> None:
 def test_another_size_counts_from_the_next_gradient_on() -> None:
     line = Line([2] * 4, 100)
     line.arrive(0)
-    line.intake.place(4, [])
+    line.intake.bucket_numel, line.intake.kept = 4, frozenset(map(id, []))
     line.arrive(1)
     line.arrive(2)
     line.arrive(3)

@@ -14,11 +14,10 @@ from superadam import native
 from superadam.devices import Device, Event, PlainDevice, Stream
 from superadam.devices.simulated import Operation, SimulatedDevice, SimulatedEvent
 from superadam.flat import ALIGNMENT, FlatLayout
-from superadam.journal import Journal
-from superadam.outcome import Statistics
 from superadam.overlap_statistics import OverlapStatistics
 from superadam.parameter import ParameterState
 from superadam.taken_gradient import TakenGradient
+from superadam.trace import Trace
 from superadam.transfers import FlatShadow, Transfers, norm_in
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -63,8 +62,8 @@ def states_of(*tensors: Tensor, device: Device | None = None) -> list[ParameterS
 
 
 def transfers_of(device: Device, link_dtype: torch.dtype | None = None) -> tuple[Transfers, OverlapStatistics]:
-    journal = Journal(Statistics())
-    return Transfers(device, journal, link_dtype), journal.statistics
+    statistics = OverlapStatistics()
+    return Transfers(device, statistics, Trace(), link_dtype), statistics
 
 
 def download(
@@ -547,12 +546,12 @@ def test_sums_that_were_made_on_the_host_are_not_narrowed(link: torch.dtype) -> 
 
 
 def test_upload_is_told_of_once_it_was_seen_to_arrive() -> None:
-    device, journal = lazy(), Journal(Statistics())
-    transfers = Transfers(device, journal)
+    device, trace = lazy(), Trace()
+    transfers = Transfers(device, OverlapStatistics(), trace)
     states = states_of(torch.zeros(5), torch.zeros(3), device=device)
 
     def told() -> list[int]:
-        return [span.details["elements"] for span in journal.trace.spans if span.track == "upload"]
+        return [span.details["elements"] for span in trace.spans if span.track == "upload"]
 
     for some in ([states[0]], states):
         assert told() == []
@@ -560,4 +559,4 @@ def test_upload_is_told_of_once_it_was_seen_to_arrive() -> None:
     finish(device)
     transfers.settle()
     assert told() == [ALIGNMENT, 2 * ALIGNMENT]
-    assert all(span.end >= span.begin for span in journal.trace.spans)
+    assert all(span.end >= span.begin for span in trace.spans)

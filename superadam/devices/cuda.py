@@ -68,6 +68,9 @@ class CudaDevice(Device):
         device: which; "cuda" is the current one.
         host: the machine that it is in.
 
+    Attributes:
+        pinned: host memory for copies.
+
     Raises:
         ValueError: another type of device.
     """
@@ -81,7 +84,7 @@ class CudaDevice(Device):
         self.can_update = backend(self.device).backend is not Backend.TORCH
         self._host = host or Host()
         self._cpus = cores.near(self._host, _pci_address(self.device))
-        self._pinned = PinnedMemory(CudaRegistrar(self.device))
+        self.pinned = PinnedMemory(CudaRegistrar(self.device))
         self._noted: dict[int, torch.cuda.Stream] = {}
         self._streams = {
             stream: torch.cuda.Stream(device=self.device)  # type: ignore[no-untyped-call]
@@ -158,7 +161,7 @@ class CudaDevice(Device):
 
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return pinned memory as far as it was reserved, and pageable memory beyond."""
-        return self._pinned.empty(numel, dtype)
+        return self.pinned.empty(numel, dtype)
 
     def empty(self, numel: int, dtype: torch.dtype, stream: Stream) -> Tensor:
         """Return memory of torch's allocator, which may have been in use on this stream before."""
@@ -183,7 +186,7 @@ class CudaDevice(Device):
     def keep(self, buffer: Tensor, stream: Stream) -> None:
         """Tell torch's allocator, or keep the host's memory ourselves."""
         if self.is_host(buffer):
-            self._pinned.keep(buffer, self.record(stream), stream)
+            self.pinned.keep(buffer, self.record(stream), stream)
         else:
             buffer.record_stream(self._stream(stream))
 
@@ -195,7 +198,7 @@ class CudaDevice(Device):
         New values for which the device has no memory wait on the host.
         """
         buckets = 2 * BUCKETS_UNDER_WAY * bucket_bytes + max(0, shadow_bytes - self.free_bytes())
-        missing = gradient_bytes + buckets - self._pinned.size
+        missing = gradient_bytes + buckets - self.pinned.size
         if missing <= 0:
             return
         with suppress(OSError, ValueError):  # then nobody knows what there is
@@ -209,16 +212,11 @@ class CudaDevice(Device):
                     "fewer parameters, or let gradients travel in a narrower link_dtype"
                 )
         with cores.bound_thread(self._cpus):
-            self._pinned.grow(missing, bucket_bytes)
-
-    @property
-    def pageable_bytes(self) -> int:
-        """Bytes that were asked for and did not fit into pinned memory, added up over all requests."""
-        return self._pinned.pageable_bytes
+            self.pinned.grow(missing, bucket_bytes)
 
     def close(self) -> None:
         """Unpin what was reserved, once no tensor lies there any more."""
-        self._pinned.close()
+        self.pinned.close()
 
     def idle_cores(self) -> int:
         """Return how many CPUs near the device are not needed to feed it; at least 1."""

@@ -6,49 +6,33 @@ neighbours, so that buffers of a few recurring sizes find their places again at 
 
 from __future__ import annotations
 
-from bisect import bisect_right
-
 
 class Gaps:
     """The free ranges of `size` bytes, sorted; no two of them touch.
 
     Args:
         size: bytes of the whole stretch, all free.
+
+    Attributes:
+        ranges: first byte, and the byte after the last, of every gap.
     """
 
     def __init__(self, size: int) -> None:
-        self._begins = [0] if size else []
-        self._ends = [size] if size else []
+        self.ranges = [(0, size)] if size else []
 
     def take(self, size: int) -> int | None:
         """Return the first byte of a range that is no longer free; None where no gap has `size` bytes."""
-        for index, (begin, end) in enumerate(zip(self._begins, self._ends, strict=True)):
-            if end - begin > size:
-                self._begins[index] = begin + size
-                return begin
-            if end - begin == size:
-                del self._begins[index], self._ends[index]
+        for index, (begin, end) in enumerate(self.ranges):
+            if end - begin >= size:
+                self.ranges[index : index + 1] = [(begin + size, end)] if end - begin > size else []
                 return begin
         return None
 
     def give_back(self, begin: int, size: int) -> None:
         """Make a range free that `take` returned."""
-        end = begin + size
-        index = bisect_right(self._begins, begin)
-        touches_before = index > 0 and self._ends[index - 1] == begin
-        touches_after = index < len(self._begins) and self._begins[index] == end
-        if touches_before and touches_after:
-            self._ends[index - 1] = self._ends[index]
-            del self._begins[index], self._ends[index]
-        elif touches_before:
-            self._ends[index - 1] = end
-        elif touches_after:
-            self._begins[index] = begin
-        else:
-            self._begins.insert(index, begin)
-            self._ends.insert(index, end)
-
-    @property
-    def ranges(self) -> list[tuple[int, int]]:
-        """First byte, and the byte after the last, of every gap."""
-        return list(zip(self._begins, self._ends, strict=True))
+        joined: list[tuple[int, int]] = []
+        for first, end in sorted([*self.ranges, (begin, begin + size)]):
+            if joined and joined[-1][1] == first:
+                first = joined.pop()[0]
+            joined.append((first, end))
+        self.ranges = joined

@@ -34,11 +34,11 @@ class PinnedMemory:
         registrar: pins slabs.
 
     Attributes:
-        pageable_count, pageable_bytes: requests that did not fit into the slabs.
+        pageable_bytes: of all requests that did not fit into the slabs.
     """
 
     def __init__(self, registrar: Registrar) -> None:
-        self.pageable_count = self.pageable_bytes = 0
+        self.pageable_bytes = 0
         self._registrar = registrar
         self._slabs: list[Slab] = []
         self._lock = threading.Lock()  # of the slabs and of what is kept
@@ -119,9 +119,9 @@ class PinnedMemory:
                     passed.append(queue.popleft())
 
     def _note_pageable(self, size: int) -> None:
-        self.pageable_count += 1
+        is_first = not self.pageable_bytes
         self.pageable_bytes += size
-        if self.pageable_count > 1:
+        if not is_first:
             return
         largest = max((end - begin for slab in self._slabs for begin, end in slab.free), default=0)
         _logger.warning(

@@ -28,7 +28,7 @@ from superadam.hyperparameters import Coefficients
 from superadam.kept_step import KeptStep
 from superadam.native import Pass
 from superadam.parameter import DTYPES
-from superadam.worker import Job, Work, failure
+from superadam.worker import Job, Work, Worker
 
 
 class SimulatedEvent:
@@ -299,14 +299,12 @@ def _take_norm(gradients: Sequence[Tensor], sums: Tensor, nonfinite: Tensor) -> 
     native.run(Pass.NORM, segments)
 
 
-class SeededWorker:
+class SeededWorker(Worker):
     """A worker without a thread: its jobs run inside the training thread's calls, as late as the seed says."""
 
     def __init__(self, choices: random.Random, idle: Work) -> None:
+        super().__init__(idle)
         self._random = choices
-        self._idle = idle
-        self._jobs: collections.deque[Job] = collections.deque()
-        self._error: BaseException | None = None
 
     def submit(self, job: Job) -> None:
         """Add a job, unless an earlier one has failed, and perhaps run some."""
@@ -316,19 +314,9 @@ class SeededWorker:
         while self._jobs and self._random.random() < 0.5:
             self._run_one()
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether every submitted job is done."""
-        return not self._jobs
-
     def drain(self) -> None:
-        """Run every job.
-
-        Raises:
-            WorkerError: a job failed.
-        """
-        while self._jobs:
-            self._run_one()
+        """Run every job; see `Worker`."""
+        self.close()
         self._raise_error()
 
     def wake(self) -> None:
@@ -345,10 +333,4 @@ class SeededWorker:
         try:
             self._jobs.popleft()()
         except Exception as error:
-            self._error = error
-            self._jobs.clear()
-
-    def _raise_error(self) -> None:
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise failure(error) from error
+            self._fail(error)
