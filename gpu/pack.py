@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from superadam.native import CHUNK
+from superadam.parameter import DTYPES
 
-from . import fallback
 from .casts import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, VECTOR_BYTES, narrow, pointer, widen
 from .choice import Backend, backend
 from .language import constant, jit, on, tl
 from .tables import Table, entry, find_tensor
-from .tensors import DTYPES, addresses_of, check_flat, check_tensor, checked_offsets, lengths_of, words
+from .tensors import addresses_of, check_flat, check_tensor, checked_offsets, in_memory_order, lengths_of, words
 
 MIXED = constant(0)
 """Instead of a dtype: gradients of several."""
@@ -173,7 +173,8 @@ def pack_gradients(
     """Copy gradients into one flat buffer, converted to its dtype, and take their norm as they arrive there.
 
     Enqueued to the current stream, which memory that does not come from torch's allocator must outlive; one launch,
-    whatever the number of gradients. Elements of the buffer that belong to no gradient are left alone.
+    whatever the number of gradients; without Triton one for each, with the same bits. Elements of the buffer that
+    belong to no gradient are left alone.
 
     Args:
         gradients: dense tensors of any shape on one device, of float32, bfloat16 and float16 in any mixture, or all of
@@ -189,7 +190,7 @@ def pack_gradients(
     Raises:
         TypeError: a tensor has a dtype that does not fit.
         ValueError: a tensor is not dense, too short or out of reach, or the gradients do not fit into `destination`.
-        RuntimeError: Triton was asked for and cannot be used.
+        RuntimeError: Triton was asked for and cannot be used, or it takes Triton to take the norm here.
     """
     if not gradients:
         return
@@ -214,8 +215,15 @@ def pack_gradients(
     if sums is not None and nonfinite is not None:
         check_flat(sums, "sums", torch.float64, chunks, device)
         check_flat(nonfinite, "nonfinite", torch.int64, chunks, device)
-    if backend(device).backend is Backend.TORCH:
-        fallback.pack_gradients(gradients, places.tolist(), destination, sums, nonfinite)
+    choice = backend(device)
+    if choice.backend is Backend.TORCH:
+        if sums is not None:
+            raise RuntimeError(
+                f"superadam.gpu.pack_gradients needs Triton to take the norm, but {choice.reason}; mend that, or let "
+                "the CPU take it once the gradients have arrived there"
+            )
+        for gradient, place, length in zip(gradients, places, lengths, strict=True):
+            destination[place : place + length].copy_(in_memory_order(gradient), non_blocking=True)
         return
 
     size = destination.element_size()

@@ -8,14 +8,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from . import fallback
+from superadam.parameter import DTYPES
+
 from .casts import VECTOR_BYTES, pointer
 from .choice import Backend, backend
 from .language import jit, on, tl
 from .tables import Table, entry, find_tensor
-from .tensors import DTYPES, check_tensor, checked_addresses, lengths_of, words
+from .tensors import check_tensor, checked_addresses, in_memory_order, lengths_of, words
 
 BLOCK = 4096
 """Elements that one program copies, of one tensor."""
@@ -88,7 +90,7 @@ def scatter_values(sources: Sequence[Tensor], tensors: Sequence[Tensor]) -> None
     origins = checked_addresses(sources, lengths, "source")
     targets = checked_addresses(tensors, lengths, "tensor")
     if backend(device).backend is Backend.TORCH:
-        fallback.scatter_values(sources, tensors)
+        torch._foreach_copy_([*map(in_memory_order, tensors)], [*map(in_memory_order, sources)], non_blocking=True)
         return
 
     dtypes = np.array([DTYPES[tensor.dtype] for tensor in tensors], np.int64)

@@ -11,8 +11,9 @@ from torch import Tensor
 from superadam.hyperparameters import Coefficients
 from superadam.kept_step import KeptStep
 from superadam.native import Dtype, Flag
+from superadam.parameter import DTYPES
 
-from .tensors import DTYPES, check_tensor, words
+from .tensors import check_tensor, words
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,15 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from superadam.native import Dtype
-
-DTYPES = {
-    torch.float32: Dtype.FLOAT32,
-    torch.bfloat16: Dtype.BFLOAT16,
-    torch.float16: Dtype.FLOAT16,
-    torch.float64: Dtype.FLOAT64,
-}
-"""Element types that the kernels take."""
+from superadam.parameter import DTYPES
 
 
 def is_pinned(tensor: Tensor) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -58,15 +58,8 @@ class Overlap(Protocol):
     def residence(self) -> Residence:
         """Holds state that is not on the host."""
 
-    def is_host(self, parameter: Tensor) -> bool:
-        """Whether kernels on the CPU may write this parameter."""
-
     def catch_up(self) -> None:
         """Return when everything that was taken is speculated on; raise what went wrong there."""
-
-    @property
-    def received(self) -> Callable[[Tensor], Tensor] | None:
-        """Returns what counts of a gradient that was not taken, as if it had travelled; None where that is itself."""
 
     def conclude(self, outcome: StepOutcome) -> None:
         """A step has this outcome: let commits begin."""
@@ -161,9 +154,9 @@ class Binding:
             self.overlap.catch_up()
 
     @property
-    def received(self) -> Callable[[Tensor], Tensor] | None:
-        """Returns what counts of a gradient that was not taken; None where that is itself."""
-        return None if self.overlap is None else self.overlap.received
+    def delivery(self) -> Delivery:
+        """Brings new values to parameters."""
+        return SynchronousDelivery() if self.overlap is None else self.overlap.delivery
 
     def keep_published(self) -> None:
         """Bring what somebody may hold up to date after a step."""
@@ -190,22 +183,18 @@ class Binding:
             known = {state.parameter: state for state in self.transaction.table.states if state not in converted}
         states = []
         for row, (parameter, name) in enumerate(zip(parameters, names, strict=True)):
-            states.append(known.get(parameter) or self._new_state(parameter, row, name))
+            states.append(
+                known.get(parameter)
+                or ParameterState(parameter, row, name, is_on_host=self.delivery.is_host(parameter))
+            )
         _refuse_shared_memory(parameters, names)
         for row, (state, name) in enumerate(zip(states, names, strict=True)):  # nothing raises from here on
             state.row, state.name = row, name
-        if self.overlap is None:
-            table = ParameterTable(states, SynchronousDelivery())
-        else:
-            table = ParameterTable(states, self.overlap.delivery, self.overlap.residence)
+        table = ParameterTable(states, self.delivery, self.overlap.residence if self.overlap else None)
         for state in states:
             self._read(state, table)
         self.transaction = Transaction(table, self._statistics)
         return self.transaction
-
-    def _new_state(self, parameter: Tensor, row: int, name: str) -> ParameterState:
-        on_host = {"is_on_host": self.overlap.is_host(parameter)} if self.overlap else {}
-        return ParameterState(parameter, row, name, **on_host)
 
     def _write(self, table: ParameterTable) -> None:
         """Bring `published` up to date with the table, except where the tensors are not the newest themselves."""

@@ -38,10 +38,8 @@ def _storage_of(tensor: Tensor) -> int:
 
 def _weak_reference(tensor: Tensor) -> StorageWeakRef | None:
     """Return what keeps the address of a tensor's StorageImpl, but not its memory, from being used again."""
-    try:
-        return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-    except RuntimeError:
-        return None
+    has_storage = _storage_of(tensor) != _NO_STORAGE
+    return StorageWeakRef(tensor.untyped_storage()) if has_storage else None  # type: ignore[no-untyped-call]
 
 
 class Fingerprints:

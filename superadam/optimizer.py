@@ -216,7 +216,7 @@ class SpeculativeCPUAdam(Optimizer):
         """
         transaction = self._binding.bound(self.param_groups)
         limit = self._verdicts.limit_of_next_step
-        arrivals = gather(transaction.table, runs_of(self.param_groups), self._binding.received)
+        arrivals = gather(transaction.table, runs_of(self.param_groups), self._binding.delivery.received)
         with DeferredSignals():  # a step is made wholly or not at all
             outcome = transaction.step(arrivals, self._verdicts.max_grad_norm if limit is None else limit)
             self._verdicts.last_outcome, self._verdicts.limit_of_next_step = outcome, None
@@ -256,7 +256,7 @@ class SpeculativeCPUAdam(Optimizer):
         for state in asked:
             if state.parameter.grad is not None:
                 state.check_gradient(state.parameter.grad)
-        received = self._binding.received
+        received = self._binding.delivery.received
         gradients: dict[ParameterState, TakenGradient] = {}
         for state in asked:
             taken = take(state.parameter, state, self._binding)
@@ -302,7 +302,7 @@ class SpeculativeCPUAdam(Optimizer):
         """
         limit = checked_limit("max_norm", max_norm)
         transaction = self._binding.bound(self.param_groups)
-        arrivals = gather(transaction.table, runs_of(self.param_groups), self._binding.received)
+        arrivals = gather(transaction.table, runs_of(self.param_groups), self._binding.delivery.received)
         norm = transaction.grad_norm(arrivals)
         self._verdicts.limit_of_next_step = limit
         return torch.tensor(norm, dtype=torch.float64, device="cpu")

@@ -72,24 +72,23 @@ class Pipeline:
         """
         transaction = self.transaction
         assert transaction is not None
-        begin = time.perf_counter()
+        begin, states = time.perf_counter(), bucket.states
         self._placer.note_bucket(bucket)
         if bucket.is_kept:
-            ordered, arrived, norms = self._transfers.hold(bucket.states, bucket.gradients)
+            ordered, arrived, norms = self._transfers.hold(states, bucket.gradients)
             kept = {s: transaction.pending(s, one, hyper[s], is_kept=True) for s, one in ordered.items()}
-            self._statistics.buckets += 1
-            self._worker.submit(functools.partial(self._keep, transaction, kept, arrived, norms, begin))
-            return
-        states = bucket.states
-        transaction.table.bring_home(transaction.table.rows_of(states))
-        able = {state for state in states if transaction.can_speculate(state, hyper[state])}
-        places, arrived = self._transfers.download(states, bucket.gradients, able)
-        pending = {
-            state: transaction.pending(state, taken, hyper[state], places.get(state))
-            for state, taken in zip(states, bucket.gradients, strict=True)
-        }
+            job = functools.partial(self._keep, transaction, kept, arrived, norms, begin)
+        else:
+            transaction.table.bring_home(transaction.table.rows_of(states))
+            able = {state for state in states if transaction.can_speculate(state, hyper[state])}
+            places, arrived = self._transfers.download(states, bucket.gradients, able)
+            pending = {
+                state: transaction.pending(state, taken, hyper[state], places.get(state))
+                for state, taken in zip(states, bucket.gradients, strict=True)
+            }
+            job = functools.partial(self._speculate, transaction, pending, arrived, begin)
         self._statistics.buckets += 1
-        self._worker.submit(functools.partial(self._speculate, transaction, pending, arrived, begin))
+        self._worker.submit(job)
 
     def _keep(
         self,

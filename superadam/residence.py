@@ -8,6 +8,7 @@ which must be the one that the model computes on.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,7 +87,11 @@ class Residence:
                     values = values.as_strided(state.shape, state.strides)
                     delivered.append((parameter, values))
                     parameter = values
-                own = {"gradient": _flat(gradient), "parameter": _flat(parameter), "coefficients": int(index)}
+                own: dict[str, Any] = {
+                    "gradient": _flat(gradient),
+                    "parameter": _flat(parameter),
+                    "coefficients": int(index),
+                }
                 steps.append(KeptStep(**{**dict.fromkeys(_TENSORS), **self._residents[state], **own}))
             self._device.update(steps, sets)
         except BaseException as error:

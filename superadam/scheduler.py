@@ -16,7 +16,6 @@ import copy
 import logging
 import os
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import TracebackType
@@ -173,10 +172,6 @@ class OffloadScheduler:
 
     # ---- what the optimizer asks (binding.Overlap) -------------------------------------------------------------------
 
-    def is_host(self, parameter: Tensor) -> bool:
-        """Whether kernels on the CPU may write this parameter."""
-        return self._device.is_host(parameter)
-
     def catch_up(self) -> None:
         """Return when everything that was taken is speculated on.
 
@@ -192,11 +187,6 @@ class OffloadScheduler:
         except Exception:
             self._pipeline.abandon()
             raise
-
-    @property
-    def received(self) -> Callable[[Tensor], Tensor] | None:
-        """Returns what counts of a gradient that was not taken, as if it had travelled; None where that is itself."""
-        return self._transfers.narrowed if self._transfers.narrows else None
 
     def conclude(self, outcome: StepOutcome) -> None:
         """A step has this outcome: follow the parameters that the optimizer has now, and let commits begin."""
@@ -280,7 +270,7 @@ class OffloadScheduler:
 
     def _can_keep(self, parameter: Tensor) -> bool:
         state = self._intake.state_of(parameter)
-        return state is not None and not self.is_host(parameter) and parameter.stride() == state.strides
+        return state is not None and not self._device.is_host(parameter) and parameter.stride() == state.strides
 
     # ---- for the user ------------------------------------------------------------------------------------------------
 

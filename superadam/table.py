@@ -6,7 +6,7 @@ kernel jobs; whether a job ought to run is decided in transaction.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -68,6 +68,13 @@ class CoefficientTable:
 class Delivery(Protocol):
     """How new values reach parameters that kernels on the host do not write themselves."""
 
+    @property
+    def received(self) -> Callable[[Tensor], Tensor] | None:
+        """Returns what counts of a gradient that was not taken, as if it had travelled; None where that is itself."""
+
+    def is_host(self, parameter: Tensor) -> bool:
+        """Whether kernels on the CPU may write this parameter."""
+
     def shadows(self, states: Sequence[ParameterState]) -> list[Place]:
         """Return memory for one new value of each of these parameters."""
 
@@ -110,6 +117,12 @@ class HostShadow:
 
 class SynchronousDelivery:
     """Copies that are done, or at least ordered before everything later, when the call returns."""
+
+    received = None
+
+    def is_host(self, parameter: Tensor) -> bool:
+        """Whether it is on the CPU."""
+        return parameter.is_cpu
 
     def shadows(self, states: Sequence[ParameterState]) -> list[Place]:
         """Return pageable memory."""

@@ -23,7 +23,7 @@ from torch import Tensor
 from superadam.arrivals import Arrivals
 from superadam.hyperparameters import Hyperparameters
 from superadam.outcome import Statistics, StepKind, StepOutcome
-from superadam.outside_writes import adopt_into_clean
+from superadam.outside_writes import adopt_outside_write
 from superadam.parameter import ParameterState, Pending, Phase, Place
 from superadam.signals import DeferredSignals
 from superadam.table import CoefficientTable, ParameterTable, Segments
@@ -440,7 +440,7 @@ class Transaction:
         self.table.delivery.settle()
         for state in states:
             self.distrust(state)
-            adopt_into_clean(state)
+            adopt_outside_write(state)
             self.table.fingerprints.note(state.row)
             self.table.note_moved(state)
 

@@ -10,7 +10,7 @@ import collections
 import threading
 import time
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -166,16 +166,10 @@ class Transfers:
             if any(state in speculated for state in group):
                 self._add_places(places, layout.states, self._shadow_on_device(source, layout.numel, parameter_dtype))
         self._take_norms([taken for group in groups.values() for taken in group.values()])
-        device.wait(Stream.DOWNLOAD, device.record(Stream.CURRENT))
-        hosts = [device.host_empty(layout.numel, source.dtype) for layout, _, source in packed]  # or nothing has begun
-        for (layout, some_taken, source), host in zip(packed, hosts, strict=True):
-            self._download(host, source)
+        hosts, arrived = self._send_to_host([source for _, _, source in packed])
+        for (layout, some_taken, _), host in zip(packed, hosts, strict=True):
             for taken, view in zip(some_taken, layout.views(host), strict=True):
-                taken.pending = view
-        arrived = device.record(Stream.DOWNLOAD)
-        for _, some_taken, _ in packed:
-            for taken in some_taken:
-                taken.arrived = arrived
+                taken.pending, taken.arrived = view, arrived
         return {state: place for state, place in places.items() if state in speculated}, arrived
 
     def _add_places(
@@ -228,15 +222,9 @@ class Transfers:
             buffer = device.pack([taken.pending for taken in some_taken], layout, dtype, ChunkSums.over(norms[-1]))
             packed += zip(some_taken, layout.views(buffer), strict=True)
         self._take_norms(gradients)
-        device.wait(Stream.DOWNLOAD, device.record(Stream.CURRENT))
-        hosts = [device.host_empty(norm.numel(), norm.dtype) for norm in norms]
+        hosts, arrived = self._send_to_host(norms)
         for taken, view in packed:
-            taken.pending = view
-        for host, norm in zip(hosts, norms, strict=True):
-            self._download(host, norm)
-        arrived = device.record(Stream.DOWNLOAD)
-        for taken in gradients:
-            taken.arrived = arrived
+            taken.pending, taken.arrived = view, arrived
         return {state: taken for group in groups.values() for state, taken in group.items()}, arrived, hosts
 
     def _take_norms(self, gradients: Sequence[TakenGradient]) -> None:
@@ -249,12 +237,17 @@ class Transfers:
             for taken, norm in zip(gradients, norms, strict=True):
                 taken.norm = norm
 
-    def _download(self, host: Tensor, source: Tensor) -> None:
+    def _send_to_host(self, sources: Sequence[Tensor]) -> tuple[list[Tensor], Event]:
+        """Start the way of what the current stream writes; return where it arrives, and the event after which."""
         device = self.device
-        device.copy(host, source, Stream.DOWNLOAD)
-        device.keep(source, Stream.DOWNLOAD)
-        device.keep(host, Stream.DOWNLOAD)  # nobody waits for the copy if the step is dropped before
-        self._statistics.downloaded_bytes += host.nbytes
+        device.wait(Stream.DOWNLOAD, device.record(Stream.CURRENT))
+        hosts = [device.host_empty(source.numel(), source.dtype) for source in sources]  # or nothing has begun
+        for host, source in zip(hosts, sources, strict=True):
+            device.copy(host, source, Stream.DOWNLOAD)
+            device.keep(source, Stream.DOWNLOAD)
+            device.keep(host, Stream.DOWNLOAD)  # nobody waits for the copy if the step is dropped before
+            self._statistics.downloaded_bytes += host.nbytes
+        return hosts, device.record(Stream.DOWNLOAD)
 
     @property
     def narrows(self) -> bool:
@@ -269,6 +262,15 @@ class Transfers:
         return narrow.to(gradient.dtype) if keeps_dtype else narrow
 
     # ---- new values (superadam.table.Delivery) -----------------------------------------------------------------------
+
+    @property
+    def received(self) -> Callable[[Tensor], Tensor] | None:
+        """Returns what counts of a gradient that was not taken; None where that is itself."""
+        return self.narrowed if self.narrows else None
+
+    def is_host(self, parameter: Tensor) -> bool:
+        """Whether kernels on the CPU may write this parameter."""
+        return self.device.is_host(parameter)
 
     def shadows(self, states: Sequence[ParameterState]) -> list[Place]:
         """Return memory for new values that are to be published soon."""

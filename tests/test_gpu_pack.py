@@ -75,7 +75,7 @@ def check_pack(
     places: Sequence[int],
     numel: int,
     starts: Sequence[int] = (0,),
-    with_norm: bool = True,
+    with_norm: bool | None = None,
 ) -> None:
     """Pack arrays with what runs at present, and compare every byte with the CPU's kernels and the oracle's casts."""
     gradients = [
@@ -92,6 +92,8 @@ def check_pack(
     got_sums = Placed(np.full(len(sums) + 1, -1.0), torch.float64)
     got_nonfinite = Placed(np.full(len(sums) + 1, -1, np.int64), torch.int64)
 
+    if with_norm is None:
+        with_norm = backend(DEVICE).backend is not Backend.TORCH
     norm = (got_sums.tensor, got_nonfinite.tensor) if with_norm else ()
     with np.errstate(all="ignore"):
         gpu.pack_gradients([one.tensor for one in gradients], places, destination.tensor, *norm)
@@ -128,7 +130,7 @@ def test_packing_has_the_bits_of_the_cpu(data: st.DataObject) -> None:
     per_program = data.draw(st.sampled_from([2, 8]), "chunks per program")
     for name in BACKENDS:
         with asked_for(name), mock.patch.object(pack, "CHUNKS_PER_PROGRAM", per_program):
-            check_pack(stored, dtypes, link, places, numel, starts, with_norm)
+            check_pack(stored, dtypes, link, places, numel, starts, with_norm and name == "triton")
 
 
 @pytest.mark.parametrize(
@@ -213,8 +215,9 @@ def test_layouts_other_than_rows_count_in_the_order_of_memory(implementation: st
 
 def test_nothing_to_pack_is_allowed(implementation: str) -> None:
     empty, sums, counts = (torch.empty(0, dtype=d, device=DEVICE) for d in (torch.float32, torch.float64, torch.int64))
-    gpu.pack_gradients([], [], empty, sums, counts)
-    gpu.pack_gradients([empty, empty], [0, 0], empty, sums, counts)
+    norm = () if implementation == "torch" else (sums, counts)
+    gpu.pack_gradients([], [], empty, *norm)
+    gpu.pack_gradients([empty, empty], [0, 0], empty, *norm)
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -261,11 +264,13 @@ def test_without_triton_torch_packs_and_says_so_once() -> None:
         "import os, torch\n"
         "from superadam import gpu\n"
         "for _ in range(2): print(gpu.backend('cuda').backend.value)\n"
-        "sums, counts = torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.int64)\n"
         "buffer = torch.zeros(4)\n"
-        "gpu.pack_gradients([torch.ones(3)], [1], buffer, sums, counts)\n"
+        "gpu.pack_gradients([torch.ones(3)], [1], buffer)\n"
         "gpu.scatter_values([buffer[1:]], [torch.zeros(3)])\n"
-        "print(buffer.tolist(), sums.tolist())\n"
+        "print(buffer.tolist())\n"
+        "sums, counts = torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.int64)\n"
+        "try: gpu.pack_gradients([torch.ones(3)], [1], buffer, sums, counts)\n"
+        "except RuntimeError as error: print(error)\n"
         "os.environ['SUPERADAM_GPU'] = 'triton'\n"
         "try: gpu.pack_gradients([torch.ones(3)], [0], buffer)\n"
         "except RuntimeError as error: print(error)\n"
@@ -274,8 +279,9 @@ def test_without_triton_torch_packs_and_says_so_once() -> None:
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, env=clean)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[:3] == ["torch", "torch", "[0.0, 1.0, 1.0, 1.0] [3.0]"]
-    assert lines[3].startswith("SUPERADAM_GPU=triton asks for Triton's kernels, but Triton cannot be imported")
+    assert lines[:3] == ["torch", "torch", "[0.0, 1.0, 1.0, 1.0]"]
+    assert lines[3].startswith("superadam.gpu.pack_gradients needs Triton to take the norm, but Triton cannot be")
+    assert lines[4].startswith("SUPERADAM_GPU=triton asks for Triton's kernels, but Triton cannot be imported")
     assert done.stderr.count("superadam packs and scatters with plain torch on cuda") == 1
 
 

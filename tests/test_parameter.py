@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from functools import partialmethod
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from visible import are_taken, bits, give_gradients, parameter, parameters_of, r
 
 from superadam import SpeculativeCPUAdam, SpeculativeCPUAdamW
 from superadam.parameter import ParameterState
+from superadam.table import SynchronousDelivery
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
@@ -243,7 +243,7 @@ def test_default_device_and_dtype_do_not_matter() -> None:
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Treat every parameter as one on another device: a working copy behind a staging tensor, even in fp32."""
-    monkeypatch.setattr(ParameterState, "__init__", partialmethod(ParameterState.__init__, is_on_host=False))
+    monkeypatch.setattr(SynchronousDelivery, "is_host", lambda self, parameter: False)
 
 
 def _run(dtype: torch.dtype) -> list[object]:
