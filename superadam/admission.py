@@ -13,33 +13,33 @@ LINK_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """In which gradients may travel."""
 
 
-def check_model(optimizer: SpeculativeCPUAdam, model: nn.Module) -> None:
-    """Raise if the scheduler cannot train this model with this optimizer.
+def check_model(optimizer: SpeculativeCPUAdam, model: nn.Module) -> SpeculativeCPUAdam:
+    """Return the optimizer, out of the wrapper that Accelerate or Lightning may have put around it.
 
     Raises:
-        TypeError: the optimizer is not a `SpeculativeCPUAdam`, or the model no `nn.Module`.
+        TypeError: it is not a `SpeculativeCPUAdam`, or the model no `nn.Module`.
         RuntimeError: gradients would have to be reduced over ranks by somebody else.
     """
-    if not isinstance(optimizer, SpeculativeCPUAdam):
+    inner = getattr(optimizer, "optimizer", optimizer)
+    if not isinstance(inner, SpeculativeCPUAdam):
         raise TypeError(f"optimizer is a {type(optimizer).__name__}, expected a SpeculativeCPUAdam; make one first")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}, expected the nn.Module whose parameters are optimized")
-    # What nobody has imported, nobody uses; importing it takes a second.
-    fsdp, tensors = (sys.modules.get(f"torch.distributed.{name}") for name in ("fsdp", "tensor"))
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # what nobody has imported, nobody uses: it takes a second
     wrappers = (nn.parallel.DistributedDataParallel, *([fsdp.FullyShardedDataParallel] if fsdp else []))
     for wrapper in wrappers:
         if any(isinstance(module, wrapper) for module in model.modules()):
             raise RuntimeError(
-                f"the model is wrapped in {wrapper.__name__}, whose gradients are not reduced yet when ours are "
-                "taken; use torch.distributed.fsdp.fully_shard (FSDP2) instead"
+                f"the model is wrapped in {wrapper.__name__}, whose gradients are not reduced yet when a scheduler "
+                "takes them, expected a model on one rank; train this one without an OffloadScheduler"
             )
     world_size = torch.distributed.get_world_size() if _is_distributed() else 1
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if world_size > 1 and not (tensors and any(isinstance(parameter, tensors.DTensor) for parameter in parameters)):
+    if world_size > 1:
         raise RuntimeError(
-            f"this is one of {world_size} ranks, but no parameter is a DTensor, so every rank would train on its own "
-            "gradients; shard the model with torch.distributed.fsdp.fully_shard (FSDP2) before making the optimizer"
+            f"this is one of {world_size} ranks, and a scheduler takes gradients before they are reduced over ranks, "
+            "expected one rank; train without an OffloadScheduler here"
         )
+    return inner
 
 
 def check_count(name: str, value: int | str, *, least: int = 1, may_be_auto: bool = True) -> None:

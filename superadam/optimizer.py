@@ -17,7 +17,7 @@ from torch._compile import _disable_dynamo
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from superadam import checkpoint, native
-from superadam.arguments import LATER_GROUP_KEYS, check_group, check_together, checked_limit
+from superadam.arguments import LATER_GROUP_KEYS, check_group, check_ranks, check_together, checked_limit
 from superadam.arrivals import gather
 from superadam.binding import Binding, Overlap, names_of, runs_of
 from superadam.gradient_handle import take, taken_of
@@ -194,7 +194,9 @@ class SpeculativeCPUAdam(Optimizer):
         Raises:
             TypeError, ValueError: a gradient does not fit its parameter, or a hyper-parameter is out of range; nothing
                 was changed.
-            FloatingPointError: a gradient is Inf or NaN and `on_nonfinite` is "raise"; nothing was changed.
+            FloatingPointError: a gradient is Inf or NaN and `on_nonfinite` is "raise", or other ranks of FSDP1 may not
+                know; nothing was changed.
+            RuntimeError: there is a limit under FSDP1, on several ranks; nothing was changed.
         """
         loss = None
         if closure is not None:
@@ -216,16 +218,18 @@ class SpeculativeCPUAdam(Optimizer):
         """
         transaction = self._binding.bound(self.param_groups)
         limit = self._verdicts.limit_of_next_step
+        limit = self._verdicts.max_grad_norm if limit is None else limit
+        is_cut = check_ranks(transaction.table.parameters, limit)
         arrivals = gather(transaction.table, runs_of(self.param_groups), self._binding.delivery.received)
         with DeferredSignals():  # a step is made wholly or not at all
-            outcome = transaction.step(arrivals, self._verdicts.max_grad_norm if limit is None else limit)
+            outcome = transaction.step(arrivals, limit)
             self._verdicts.last_outcome, self._verdicts.limit_of_next_step = outcome, None
             self._opt_called = True  # learning-rate schedulers warn unless step() or this was called before theirs
             self.statistics.count(outcome.kind)
             self._binding.keep_published()
             if self._binding.overlap is not None:
                 self._binding.overlap.conclude(outcome)
-        if outcome.kind is StepKind.SKIPPED and self._verdicts.on_nonfinite == "raise":
+        if outcome.kind is StepKind.SKIPPED and (self._verdicts.on_nonfinite == "raise" or is_cut):
             raise FloatingPointError(
                 f"{outcome.nonfinite} gradient elements are Inf or NaN, expected finite ones; nothing was changed: "
                 "lower the learning rate or the loss scale, or set on_nonfinite='skip'"

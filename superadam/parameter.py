@@ -91,7 +91,7 @@ def check_parameter(parameter: Tensor, name: str) -> None:
     """Raise if the optimizer cannot hold this parameter.
 
     Raises:
-        TypeError: not a dense real tensor of a supported dtype, or one that counts no versions.
+        TypeError: not a dense real tensor of a supported dtype on one rank, or one that counts no versions.
     """
     if parameter.is_complex():
         raise TypeError(
@@ -99,6 +99,11 @@ def check_parameter(parameter: Tensor, name: str) -> None:
         )
     if parameter.layout is not torch.strided:
         raise TypeError(f"{name} has layout {parameter.layout}, expected torch.strided; convert it with to_dense()")
+    if type(parameter).__name__ == "DTensor":
+        raise TypeError(
+            f"{name} is a DTensor, expected a tensor on one rank, because sharded parameters are not supported yet; "
+            "train an unsharded model, or use torch.optim.AdamW for this one"
+        )
     if parameter.dtype not in DTYPES:
         expected = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         raise TypeError(

@@ -54,7 +54,7 @@ class OffloadScheduler:
     change in `step()`, and the bits are those of the optimizer alone. Use it as a context manager, or call `close()`.
 
     Args:
-        optimizer: whose parameters are those of the model, or some of them.
+        optimizer: whose parameters are those of the model, or some of them; it may be in a framework's wrapper.
         model: that is trained.
         bucket_numel: elements that travel and are speculated on together; "auto" takes an eighth of the model, within
             1 Mi and 16 Mi. A parameter is never cut.
@@ -79,8 +79,8 @@ class OffloadScheduler:
         ValueError: an argument is out of range, or the device cannot keep buckets.
         MemoryError: the host cannot hold the gradients of a step, or the device the state of `gpu_buckets`.
         TypeError: the optimizer is not a `SpeculativeCPUAdam`, or the model no `nn.Module`.
-        RuntimeError: the model is wrapped in DistributedDataParallel or FSDP1, or is trained by several ranks without
-            DTensors, or the optimizer has a scheduler already.
+        RuntimeError: the model is wrapped in DistributedDataParallel or FSDP1, or is trained by several ranks, or the
+            optimizer has a scheduler already.
 
     Whatever is raised, nothing is attached.
     """
@@ -96,7 +96,7 @@ class OffloadScheduler:
         cores: int | str = "auto",
         device: Device | None = None,
     ) -> None:
-        check_model(optimizer, model)
+        optimizer = check_model(optimizer, model)
         check_count("bucket_numel", bucket_numel)
         check_count("gpu_buckets", gpu_buckets, least=0)
         check_count("cores", cores)

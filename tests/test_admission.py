@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from overlap import adam, mlp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam
 from superadam.admission import LINK_DTYPES, check_count, check_link_dtype, check_model
@@ -107,50 +110,65 @@ def two_ranks() -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
-def sharded(*placements: Any) -> nn.Module:
-    """Return a model whose weights are sharded as `fully_shard` shards them."""
-    mesh = init_device_mesh("cpu", (2,))
-    model = mlp()
-    for module, placement in zip(model[::2], placements, strict=False):
-        for name, parameter in list(module.named_parameters()):
-            module.register_parameter(name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [placement])))
-    return model
-
-
-def test_several_ranks_without_sharded_parameters_are_refused(two_ranks: None) -> None:
+def test_several_ranks_are_refused(two_ranks: None) -> None:
     model = mlp()
     optimizer = adam(model)
-    told = (
-        r"^this is one of 2 ranks, but no parameter is a DTensor, so every rank would train on its own gradients; "
-        r"shard the model with torch.distributed.fsdp.fully_shard \(FSDP2\) before making the optimizer$"
-    )
+    told = r"^this is one of 2 ranks, and .*, expected one rank; train without an OffloadScheduler here$"
     refused(RuntimeError, told, check_model, optimizer, model)
     refused(RuntimeError, told, OffloadScheduler, optimizer, model)
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("placements", [[Shard(0)] * 3, [Replicate()] * 3, [Shard(0)]], ids=str)
-def test_several_ranks_with_sharded_parameters_are_admitted(two_ranks: None, placements: list[Any]) -> None:
-    model = sharded(*placements)
-    assert isinstance(model[0].weight, DTensor)
-    check_model(SpeculativeCPUAdam(model.parameters(), max_grad_norm=1.0), model)
-
-
-def test_optimizer_made_before_sharding_is_refused(two_ranks: None) -> None:
-    model = mlp()
-    optimizer = adam(model)
-    told = "shard the model with .* before making the optimizer$"
-    refused(RuntimeError, told, check_model, optimizer, sharded(Shard(0), Shard(0), Shard(0)))
+def test_sharded_parameters_are_refused(two_ranks: None) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    weight = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+    told = (
+        "^parameter 1 of group 0 is a DTensor, .* not supported yet; train an unsharded model, or use torch.optim.AdamW"
+    )
+    refused(TypeError, told, SpeculativeCPUAdam, [nn.Parameter(torch.ones(2)), weight])
 
 
 def test_distributed_data_parallel_is_refused_wherever_it_is(two_ranks: None) -> None:
     model = mlp()
     wrapped = nn.parallel.DistributedDataParallel(model)
-    told = (
-        r"^the model is wrapped in DistributedDataParallel, .*use torch.distributed.fsdp.fully_shard \(FSDP2\) instead$"
-    )
+    told = r"^the model is wrapped in DistributedDataParallel, .*; train this one without an OffloadScheduler$"
     for one in (wrapped, nn.Sequential(nn.Linear(8, 8), wrapped)):
         refused(RuntimeError, told, check_model, adam(model), one)
+
+
+def cut_by_fsdp1(**options: Any) -> tuple[nn.Module, SpeculativeCPUAdam]:
+    model = FullyShardedDataParallel(mlp(), device_id=torch.device("cpu"))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    return model, SpeculativeCPUAdam(model.parameters(), **options)
+
+
+def test_no_rank_of_fsdp1_clips_by_its_own_part(two_ranks: None) -> None:
+    model, optimizer = cut_by_fsdp1(max_grad_norm=1.0)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    refused(RuntimeError, "^max_grad_norm is 1.0, but under FSDP1 .* call clip_grad_norm_", optimizer.step)
+    optimizer.max_grad_norm = None
+    optimizer.clip_grad_norm_(2.0)
+    refused(RuntimeError, "^max_grad_norm is 2.0, but under FSDP1", optimizer.step)
+    assert all(map(torch.equal, before, model.parameters()))
+    optimizer.zero_grad()  # takes the limit back
+    for limit in (None, math.inf):
+        optimizer.max_grad_norm = limit
+        optimizer.step()
+
+
+def test_no_rank_of_fsdp1_skips_silently(two_ranks: None) -> None:
+    model, optimizer = cut_by_fsdp1()
+    next(model.parameters()).grad[0] = math.nan  # type: ignore[index]
+    refused(FloatingPointError, "1 gradient elements are Inf or NaN", optimizer.step)
+
+
+@pytest.mark.parametrize("wrapper", [lambda optimizer: SimpleNamespace(optimizer=optimizer), LightningOptimizer])
+def test_optimizers_in_wrappers(wrapper: Any) -> None:
+    model = mlp()
+    optimizer = adam(model)
+    with OffloadScheduler(wrapper(optimizer), model) as scheduler:
+        assert scheduler.optimizer is optimizer
 
 
 def test_one_rank_alone_needs_no_sharding() -> None:
