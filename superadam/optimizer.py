@@ -37,7 +37,10 @@ def _untracked(method: Callable[_Arguments, _Result]) -> Callable[_Arguments, _R
 
     @functools.wraps(method)
     def untracked(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        with torch.inference_mode(False), torch.no_grad():
+        # One call into C, which puts the grad mode back as well: a signal's handler that raises inside no_grad() would
+        # leave gradients disabled.
+        with torch._C._InferenceMode(False):
+            torch.set_grad_enabled(False)
             return method(*args, **kwargs)
 
     uncompiled: Callable[_Arguments, _Result] = _disable_dynamo(untracked)  # as the methods of torch.optim

@@ -33,12 +33,20 @@ class DeferredSignals:
     def __enter__(self) -> None:
         if _active or threading.current_thread() is not threading.main_thread():
             return
-        for one in _SIGNALS:  # Ctrl-C first, and at the end last: it must not leave others behind
-            handler = signal.getsignal(one)
-            if callable(handler):
-                self._handlers[one] = handler
-                signal.signal(one, self._note)
+        try:
+            for one in _SIGNALS:  # Ctrl-C first, and at the end last: it must not leave others behind
+                handler = signal.getsignal(one)
+                if callable(handler):
+                    self._handlers[one] = handler
+                    signal.signal(one, self._note)
+        except BaseException:  # of a handler that was still in force
+            self._put_back()
+            raise
         _active.append(self)
+
+    def _put_back(self) -> None:
+        for one, handler in reversed(self._handlers.items()):
+            signal.signal(one, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._due.append((number, frame))
@@ -48,7 +56,6 @@ class DeferredSignals:
     ) -> None:
         if self in _active:
             _active.clear()
-        for one, handler in reversed(self._handlers.items()):
-            signal.signal(one, handler)
+        self._put_back()
         for number, frame in self._due:
             self._handlers[number](number, frame)

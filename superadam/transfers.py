@@ -100,7 +100,7 @@ class Transfers:
         self.link_dtype = link_dtype
         self.takes_norms = False
         self._statistics, self._trace = statistics, trace
-        self._lock = threading.Lock()  # the worker uploads while the training thread publishes
+        self._lock = threading.RLock()  # the worker uploads while the training thread publishes, or drops a shadow
         self._untold: collections.deque[tuple[Event, float, int]] = collections.deque()  # uploads not seen to arrive
         self._shadow_bytes = 0
 

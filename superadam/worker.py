@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import abc
 import atexit
-import collections
+import functools
 import logging
 import os
+import queue
+import sys
 import threading
 from collections.abc import Callable
 
@@ -52,13 +54,12 @@ class Worker(abc.ABC):
 
     def __init__(self, idle: Work) -> None:
         self._idle = idle
-        self._jobs: collections.deque[Job] = collections.deque()
         self._error: BaseException | None = None
 
     @property
+    @abc.abstractmethod
     def is_idle(self) -> bool:
         """Whether every submitted job is done."""
-        return not self._jobs
 
     @abc.abstractmethod
     def submit(self, job: Job) -> None:
@@ -80,11 +81,6 @@ class Worker(abc.ABC):
     def close(self) -> None:
         """Finish the jobs, then end."""
 
-    def _fail(self, error: BaseException) -> None:
-        """Remember what a job raised, and discard what was queued behind it."""
-        self._error = error
-        self._jobs.clear()
-
     def _raise_error(self) -> None:
         if self._error is not None:
             error, self._error = self._error, None
@@ -95,14 +91,16 @@ class Worker(abc.ABC):
 
 
 class ThreadWorker(Worker):
-    """A daemon thread that sleeps on a condition while it has nothing to do."""
+    """A daemon thread that sleeps while it has nothing to do.
+
+    Its queue and locks are taken by single calls into C: a signal's handler that raises leaves none of them half taken.
+    """
 
     def __init__(self, idle: Work) -> None:
         super().__init__(idle)
-        self._changed = threading.Condition()
-        self._running = False
-        self._closing = False
-        self._may_idle = False
+        self._calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._is_closed = self._is_abandoned = self._has_ended = False
+        self._submitted = self._finished = 0  # jobs; each is counted by one thread
         self._process = os.getpid()
         self._thread = threading.Thread(target=self._loop, name="superadam-worker", daemon=True)
         self._thread.start()
@@ -115,19 +113,15 @@ class ThreadWorker(Worker):
             RuntimeError: the worker is closed, or belongs to the process that this one was forked from.
         """
         _refuse_fork(self._process)
-        with self._changed:
-            if self._error is not None:
-                return
-            if self._closing:
-                raise RuntimeError("the scheduler's worker is closed; make a new OffloadScheduler")
-            self._jobs.append(job)
-            self._may_idle = True
-            self._changed.notify_all()
+        if self._is_closed:
+            raise RuntimeError("the scheduler's worker is closed; make a new OffloadScheduler")
+        self._calls.put(functools.partial(self._finish, job))
+        self._submitted += 1
 
     @property
     def is_idle(self) -> bool:
         """Whether every submitted job is done."""
-        return not (self._jobs or self._running)
+        return self._finished >= self._submitted
 
     def drain(self) -> None:
         """Wait for every submitted job.
@@ -137,24 +131,24 @@ class ThreadWorker(Worker):
             RuntimeError: the worker belongs to the process that this one was forked from.
         """
         _refuse_fork(self._process)
-        with self._changed:
-            while (self._jobs or self._running) and self._error is None:
-                if not self._changed.wait(_LOOK_SECONDS) and not self._thread.is_alive():
-                    self._running = False
-                    self._fail(RuntimeError("its thread has ended; make a new OffloadScheduler"))
-            self._raise_error()
+        passed = threading.Lock()
+        passed.acquire()
+        self._calls.put(passed.release)
+        while not self._has_ended and not passed.acquire(timeout=_LOOK_SECONDS):
+            pass
+        if self._has_ended and not self.is_idle:  # not is_alive(): interrupted, that takes a thread for dead
+            self._error = self._error or RuntimeError("its thread has ended; make a new OffloadScheduler")
+            self._finished = self._submitted
+        self._raise_error()
 
     def wake(self) -> None:
         """Say that there may be idle work now."""
-        with self._changed:
-            self._may_idle = True
-            self._changed.notify_all()
+        self._calls.put(bool)
 
     def close(self) -> None:
         """Let the thread finish its jobs and wait for it."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
+        self._is_closed = True
+        self._calls.put(sys.exit)
         if self._thread is not threading.current_thread():
             self._thread.join()
         atexit.unregister(self._end_with_interpreter)
@@ -162,42 +156,33 @@ class ThreadWorker(Worker):
     def _end_with_interpreter(self) -> None:
         """Let the running job finish and forget the others: nobody waits for them any more."""
         if os.getpid() == self._process:
-            self._jobs.clear()
+            self._is_abandoned = True
             self.close()
 
-    def _next(self) -> Job | None:
-        """Wait for a job, or for a chance to do idle work (returned as None)."""
-        with self._changed:
-            while True:
-                if self._jobs:
-                    self._running = True
-                    return self._jobs.popleft()
-                if self._closing:
-                    raise SystemExit
-                if self._may_idle:
-                    self._may_idle = False
-                    return None
-                self._changed.wait()
+    def _run(self, work: Callable[[], object]) -> bool:
+        """Run something unless something before it has failed; return whether its result is true."""
+        if self._error is not None or self._is_abandoned:
+            return False
+        try:
+            return bool(work())
+        except BaseException as error:
+            _logger.debug("the scheduler's worker failed", exc_info=True)
+            self._error = error
+            return False
+
+    def _finish(self, job: Job) -> None:
+        self._run(job)
+        self._finished += 1
 
     def _loop(self) -> None:
-        while True:
-            try:
-                job = self._next()
-            except SystemExit:
-                return
-            try:
-                if job is not None:
-                    job()
+        may_idle = False
+        try:
+            while True:
+                try:
+                    self._calls.get(block=not may_idle)()  # bound to no name: what it holds may be large
+                except queue.Empty:
+                    may_idle = self._run(self._idle)
                 else:
-                    more = self._idle()
-                    with self._changed:
-                        self._may_idle = self._may_idle or more
-            except BaseException as error:
-                _logger.debug("the scheduler's worker failed", exc_info=True)
-                with self._changed:
-                    self._fail(error)
-            finally:
-                job = None  # what it holds may be large
-                with self._changed:
-                    self._running = False
-                    self._changed.notify_all()
+                    may_idle = True
+        except SystemExit:
+            self._has_ended = True

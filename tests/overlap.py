@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -26,8 +26,8 @@ class ImmediateWorker(Worker):
     """
 
     def __init__(self, idle: Work) -> None:
+        super().__init__(idle)
         self.idle_now = idle
-        self._error: BaseException | None = None
 
     def submit(self, job: Job) -> None:
         if self._error is None:
@@ -75,20 +75,12 @@ def end_thread(worker: ThreadWorker, *, with_job: bool = False) -> None:
     Args:
         with_job: only at its next job, which it takes along.
     """
-    begin, entered = worker._next, threading.Event()
-
-    def leave() -> Job | None:
-        entered.set()
-        while with_job and begin() is None:
-            pass
-        raise SystemExit
-
-    worker._next = leave  # type: ignore[method-assign]
-    worker.wake()
-    assert entered.wait(5)
-    if not with_job:
-        worker._thread.join(5)
-        assert not worker._thread.is_alive()
+    if with_job:
+        worker._run = lambda work: sys.exit()  # type: ignore[method-assign]
+        return
+    worker._calls.put(sys.exit)
+    worker._thread.join(5)
+    assert not worker._thread.is_alive()
 
 
 class FullDevice(SimulatedDevice):

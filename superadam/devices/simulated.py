@@ -305,6 +305,12 @@ class SeededWorker(Worker):
     def __init__(self, choices: random.Random, idle: Work) -> None:
         super().__init__(idle)
         self._random = choices
+        self._jobs: collections.deque[Job] = collections.deque()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every submitted job is done."""
+        return not self._jobs
 
     def submit(self, job: Job) -> None:
         """Add a job, unless an earlier one has failed, and perhaps run some."""
@@ -333,4 +339,5 @@ class SeededWorker(Worker):
         try:
             self._jobs.popleft()()
         except Exception as error:
-            self._fail(error)
+            self._error = error
+            self._jobs.clear()
