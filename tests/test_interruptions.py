@@ -1,4 +1,4 @@
-"""Ctrl-C at random moments: steps are made wholly or not at all, nothing hangs, and training goes on to the same bits."""
+"""Ctrl-C at random moments: a step is made wholly or not at all, nothing hangs, and training goes on as before."""
 
 from __future__ import annotations
 

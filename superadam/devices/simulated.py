@@ -28,6 +28,7 @@ from superadam.hyperparameters import Coefficients
 from superadam.kept_step import KeptStep
 from superadam.native import Pass
 from superadam.parameter import DTYPES
+from superadam.signals import DeferredSignals
 from superadam.worker import Job, Work, Worker
 
 
@@ -135,10 +136,11 @@ class SimulatedDevice(Device):
         streams = self._runnable()
         if not streams:
             return False
-        operation = self._streams[self._random.choice(streams)].popleft()
-        operation.run()
-        if operation.event is not None:
-            operation.event.note_passed()
+        with DeferredSignals():  # which no device hears
+            operation = self._streams[self._random.choice(streams)].popleft()
+            operation.run()
+            if operation.event is not None:
+                operation.event.note_passed()
         return True
 
     def progress(self) -> None:
@@ -153,9 +155,10 @@ class SimulatedDevice(Device):
                 raise RuntimeError("the simulated device is stuck: streams wait for one another in a circle")
 
     def _enqueue(self, stream: Stream, operation: Operation) -> None:
-        operation.after = (*operation.after, *self._waits[stream])
-        self._waits[stream] = []
-        self._streams[stream].append(operation)
+        with DeferredSignals():
+            operation.after = (*operation.after, *self._waits[stream])
+            self._waits[stream] = []
+            self._streams[stream].append(operation)
 
     # ---- the interface -----------------------------------------------------------------------------------------------
 
