@@ -35,7 +35,10 @@ Groups = Sequence[dict[str, Any]]
 
 def names_of(group: dict[str, Any], index: int) -> list[str]:
     """Return how errors call the parameters of a group."""
-    return group.get("param_names") or [f"parameter {k} of group {index}" for k in range(len(group["params"]))]
+    names, count = group.get("param_names"), len(group["params"])
+    if isinstance(names, list | tuple) and len(names) == count and all(isinstance(name, str) for name in names):
+        return list(names)
+    return [f"parameter {k} of group {index}" for k in range(count)]
 
 
 def runs_of(groups: Groups) -> list[tuple[Hyperparameters, int]]:
