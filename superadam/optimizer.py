@@ -356,13 +356,14 @@ class SpeculativeCPUAdam(Optimizer):
     def state(self) -> defaultdict[Tensor, Any]:
         """Per parameter `step`, `exp_avg`, `exp_avg_sq` (`max_exp_avg_sq`, `master`): the last accepted state.
 
-        Accepted steps are committed first. After further steps read it again through this property.
+        Accepted steps are committed first, and those that follow at once, as long as anybody holds it or what is in it.
         """
         published = self._binding.committed(self.param_groups)
         self._binding.is_exposed = True
         return published
 
     @state.setter
+    @_untracked
     def state(self, value: defaultdict[Tensor, Any]) -> None:
         if "_binding" in self.__dict__:
             self._binding.replace_published(value)
