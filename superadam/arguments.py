@@ -12,18 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from superadam.hyperparameters import Hyperparameters
-
-LATER_GROUP_KEYS = {
-    "amsgrad": False,
-    "maximize": False,
-    "foreach": None,
-    "capturable": False,
-    "differentiable": False,
-    "fused": None,
-    "decoupled_weight_decay": False,
-}
-"""Group keys that torch.optim.Adam did not always have: what they are where an older checkpoint lacks them."""
+from superadam.hyperparameters import Hyperparameters, described, number_of
 
 
 def check_group(group: dict[str, Any]) -> None:
@@ -39,11 +28,6 @@ def check_group(group: dict[str, Any]) -> None:
                 f"{key}=True is not possible, because the update runs on the CPU outside CUDA graphs and autograd; "
                 "leave it False or use torch.optim.AdamW"
             )
-    lr = group["lr"]
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError(
-            f"Tensor lr must be 1-element, but has shape {tuple(lr.shape)}; pass a 0-dim tensor or a float"
-        )
     Hyperparameters.of_group(group)
 
 
@@ -60,7 +44,7 @@ def check_together(
         raise ValueError("lr as a Tensor is not supported for capturable=False and foreach=True; leave foreach None")
     are_tensors = [isinstance(beta, Tensor) for beta in betas] if isinstance(betas, tuple | list) else []
     if any(are_tensors) and not all(are_tensors):
-        raise ValueError(f"betas must be either both floats or both Tensors, got {betas}; pass floats")
+        raise ValueError(f"betas must be either both floats or both Tensors, got {described(betas)}; pass floats")
     if foreach and any(are_tensors):
         raise ValueError(
             "betas[0] as a Tensor is not supported for capturable=False and foreach=True; leave foreach None"
@@ -92,10 +76,7 @@ def checked_limit(name: str, value: float) -> float:
     Raises:
         ValueError: not a number of at least 0.
     """
-    try:
-        limit = float(value)
-    except (TypeError, ValueError, RuntimeError):
-        limit = math.nan
-    if not limit >= 0.0:
-        raise ValueError(f"{name} is {value!r}, expected a number of at least 0, or math.inf for no limit")
+    limit = number_of(value)
+    if limit is None or not limit >= 0.0:
+        raise ValueError(f"{name} is {described(value)}, expected a number of at least 0, or math.inf for no limit")
     return limit

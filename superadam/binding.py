@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import itertools
 import operator
+import sys
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -35,7 +38,10 @@ Groups = Sequence[dict[str, Any]]
 
 def names_of(group: dict[str, Any], index: int) -> list[str]:
     """Return how errors call the parameters of a group."""
-    return group.get("param_names") or [f"parameter {k} of group {index}" for k in range(len(group["params"]))]
+    names, count = group.get("param_names"), len(group["params"])
+    if isinstance(names, list | tuple) and len(names) == count and all(isinstance(name, str) for name in names):
+        return list(names)
+    return [f"parameter {k} of group {index}" for k in range(count)]
 
 
 def runs_of(groups: Groups) -> list[tuple[Hyperparameters, int]]:
@@ -78,7 +84,7 @@ class Binding:
         published: per parameter `step`, `exp_avg`, `exp_avg_sq` (`max_exp_avg_sq`, `master`), as users see it.
         transaction: over the parameters that were bound last; None before the first.
         overlap: the scheduler, if one is at work.
-        is_exposed: whether somebody outside may hold `published`, and so may change it at any time.
+        is_exposed: whether somebody outside may hold `published`, or what is in it, and change it at any time.
     """
 
     def __init__(
@@ -91,13 +97,13 @@ class Binding:
         self._statistics = statistics
 
     def replace_published(self, published: defaultdict[Tensor, Any]) -> None:
-        """Forget everything but this; gradients stay in `.grad`."""
+        """Forget everything but this, after bringing up to date what was published; gradients stay in `.grad`."""
         self.catch_up()
         if self.transaction is not None:
-            self.transaction.drop()
+            self._close(self.transaction)
         self.published = published
         self.transaction = None
-        self.is_exposed = False
+        self.is_exposed = True
 
     @property
     def has_state(self) -> bool:
@@ -121,6 +127,7 @@ class Binding:
             for state in transaction.table.states:
                 if state.phase is not Phase.ACCEPTED and self._read(state, transaction.table):
                     transaction.distrust(state)
+            self.is_exposed = any(map(operator.gt, _references(self), _USUAL))
         return transaction
 
     def hyperparameters(self, groups: Groups) -> dict[ParameterState, Hyperparameters]:
@@ -134,12 +141,15 @@ class Binding:
         return dict(zip(self.transaction.table.states, itertools.chain.from_iterable(each), strict=True))
 
     def committed(self, groups: Groups) -> defaultdict[Tensor, Any]:
-        """Return the published state after committing what is accepted and adopting what was written to parameters."""
+        """Return the published state after committing what is accepted and adopting what was written to parameters.
+
+        What cannot be bound is returned as it is: a step refuses it, and until then it can be mended.
+        """
+        self.catch_up()
         if self.has_state:
-            transaction = self.bound(groups)
-            transaction.commit()
-            transaction.table.bring_home()
-            self._write(transaction.table)
+            with suppress(TypeError, ValueError):
+                self.bound(groups)
+            self._publish()
         return self.published
 
     def set_overlap(self, overlap: Overlap | None, groups: Groups) -> None:
@@ -160,27 +170,33 @@ class Binding:
 
     def keep_published(self) -> None:
         """Bring what somebody may hold up to date after a step."""
-        if self.is_exposed and self.transaction is not None:
+        if self.is_exposed:
+            self._publish()
+
+    def _publish(self) -> None:
+        if self.transaction is not None:
+            self.transaction.commit()
+            self.transaction.table.bring_home()
             self._write(self.transaction.table)
 
+    def _close(self, transaction: Transaction) -> dict[Tensor, ParameterState]:
+        """Leave everything to `published`; return the states of parameters that are still as they were bound."""
+        transaction.drop()  # the gradients in `.grad` still count
+        table = transaction.table
+        converted = {state for state in table.states if _is_converted(state, table)}
+        try:
+            for state in converted:
+                table.fingerprints.note(state.row)  # no value to adopt: it is bound anew, and compared then
+            for row in table.fingerprints.look():
+                table.fingerprints.distrust(row)
+            self._publish()
+        finally:
+            for state in converted:
+                table.fingerprints.forget_address(state.row)  # also when binding fails, and is tried again
+        return {state.parameter: state for state in table.states if state not in converted}
+
     def _bind(self, parameters: Sequence[Tensor], names: Sequence[str]) -> Transaction:
-        known: dict[Tensor, ParameterState] = {}
-        if self.transaction is not None:
-            self.transaction.drop()  # the gradients in `.grad` still count
-            table = self.transaction.table
-            converted = {state for state in table.states if _is_converted(state, table)}
-            try:
-                for state in converted:
-                    table.fingerprints.note(state.row)  # no value to adopt: it is bound anew, and compared then
-                for row in table.fingerprints.look():
-                    table.fingerprints.distrust(row)
-                self.transaction.commit()
-                table.bring_home()
-            finally:
-                for state in converted:
-                    table.fingerprints.forget_address(state.row)  # also when binding fails, and is tried again
-            self._write(table)
-            known = {state.parameter: state for state in self.transaction.table.states if state not in converted}
+        known = {} if self.transaction is None else self._close(self.transaction)
         states = []
         for row, (parameter, name) in enumerate(zip(parameters, names, strict=True)):
             states.append(
@@ -197,14 +213,16 @@ class Binding:
         return self.transaction
 
     def _write(self, table: ParameterTable) -> None:
-        """Bring `published` up to date with the table, except where the tensors are not the newest themselves."""
+        """Bring `published` up to date with rows that are newer; what was written into the others is left alone."""
         for state in table.states:
-            if not state.has_state or state.phase is Phase.ACCEPTED or not table.is_home(state):
+            if table.is_published[state.row] or state.phase is Phase.ACCEPTED or not table.is_home(state):
                 continue
             entry = self.published.setdefault(state.parameter, {})
-            step = entry.setdefault("step", torch.zeros((), dtype=torch.float32, device="cpu"))
-            if step != table.steps[state.row]:
-                step.fill_(float(table.steps[state.row]))
+            count = int(table.steps[state.row])
+            if "step" not in entry:
+                entry["step"] = checkpoint.fitted_step(None, count)
+            else:
+                entry["step"].fill_(count)
             for key in TENSORS:
                 tensor = getattr(state, key)
                 if tensor is not None:
@@ -225,24 +243,24 @@ class Binding:
             return True
         if not isinstance(entry, dict) or "step" not in entry:
             checkpoint.check_entry(entry, state)
-        if state.is_own_master:
-            entry.pop("master", None)  # of a working copy once: of lower precision, elsewhere, or not dense
-        is_new = any(getattr(state, key) is not entry.get(key) for key in TENSORS)
+        is_stale = state.is_own_master or getattr(entry.get("master"), "shape", None) != state.shape
+        kept = {key: value for key, value in entry.items() if key != "master" or not is_stale}
+        is_new = any(getattr(state, key) is not kept.get(key) for key in TENSORS)
         if is_new:
-            checkpoint.check_entry(entry, state)
+            checkpoint.check_entry(kept, state)
             for key in TENSORS:
-                tensor = entry.get(key)
+                tensor = kept.get(key)
                 if tensor is not None:
                     entry[key] = tensor = checkpoint.fitted(tensor, state)
                 setattr(state, key, tensor)
             table.note_moved(state)
             table.fingerprints.distrust(state.row)
+        if is_stale:
+            entry.pop("master", None)  # of what the parameter was once: another dtype, place, layout or shape
         step = checkpoint.read_step(entry["step"], state.name)
         is_new = is_new or step != int(table.steps[state.row])
         table.steps[state.row] = step
-        table.is_published[state.row] = True
-        if not isinstance(entry["step"], Tensor):
-            entry["step"] = torch.tensor(float(entry["step"]), dtype=torch.float32, device="cpu")
+        entry["step"] = checkpoint.fitted_step(entry["step"], step)
         return is_new
 
     # ---- what gradients that were taken report (taken_gradient.Keeper) -----------------------------------------------
@@ -263,6 +281,20 @@ class Binding:
         """Pass on that somebody wrote to a gradient."""
         if self.overlap is not None:
             self.overlap.note_given_back(taken)
+
+
+def _references(binding: Any) -> tuple[int, ...]:
+    """Count who holds what is published: the dict, its entries, their steps and their other tensors."""
+    entries = [entry for entry in binding.published.values() if isinstance(entry, dict)]
+    tensors = [(key, value) for entry in entries for key, value in entry.items() if isinstance(value, Tensor)]
+    steps, others = ([value for key, value in tensors if (key == "step") is wanted] for wanted in (True, False))
+    del tensors
+    most = [max(map(sys.getrefcount, some), default=0) for some in (entries, steps, others)]
+    return sys.getrefcount(binding.published), *most
+
+
+_held = torch.zeros((), device="cpu")  # once more than a step, as by a `ParameterState`
+_USUAL = _references(SimpleNamespace(published={0: {"step": torch.zeros((), device="cpu"), "exp_avg": _held}}))
 
 
 def _are_same(table: ParameterTable, parameters: Sequence[Tensor]) -> bool:

@@ -8,11 +8,15 @@ from __future__ import annotations
 import decimal
 import functools
 import math
+import numbers
+import reprlib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from superadam.native import Flag
 
@@ -57,24 +61,57 @@ class Hyperparameters:
         """
         betas = group["betas"]
         if not isinstance(betas, tuple | list) or len(betas) != 2:
-            raise ValueError(f"Invalid betas: {betas!r}; expected a pair of numbers")
+            raise ValueError(f"Invalid betas: {described(betas)}; expected a pair of numbers")
         return Hyperparameters(
             lr=_number("lr", group["lr"]),
             beta1=_number("betas[0]", betas[0]),
             beta2=_number("betas[1]", betas[1]),
             eps=_number("eps", group["eps"]),
             weight_decay=_number("weight_decay", group["weight_decay"]),
-            amsgrad=bool(group["amsgrad"]),
-            maximize=bool(group["maximize"]),
-            decoupled_weight_decay=bool(group["decoupled_weight_decay"]),
+            amsgrad=_flag("amsgrad", group["amsgrad"]),
+            maximize=_flag("maximize", group["maximize"]),
+            decoupled_weight_decay=_flag("decoupled_weight_decay", group["decoupled_weight_decay"]),
         )
 
 
-def _number(name: str, value: Any) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError):
-        raise ValueError(f"Invalid {name}: {value!r}; expected a number or a one-element tensor") from None
+def number_of(value: object) -> float | None:
+    """Return a real number, or that of a one-element tensor, as a float; None where there is none."""
+    if type(value) is float:
+        return value  # the usual one, soon
+    with suppress(OverflowError, RuntimeError):  # beyond every double; on the meta device
+        if isinstance(value, numbers.Real):
+            return float(value)
+        if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+            return float(value.item())
+    return None
+
+
+def described(value: object) -> str:
+    """Return how errors show a value: a tensor's dtype and shape, of anything else its text if that is short."""
+    with suppress(Exception):  # of nested tensors, or of numbers with thousands of digits
+        if not isinstance(value, Tensor):
+            text = reprlib.repr(value)
+        elif value.numel() == 1 and value.is_cpu:
+            text = repr(value.detach())
+        else:
+            text = f"{value.dtype} of shape {reprlib.repr(tuple(value.shape))}"
+        if len(text) < 80 and text.isprintable():
+            return text
+    return f"a {type(value).__name__}"
+
+
+def _number(name: str, value: object) -> float:
+    number = number_of(value)
+    if number is None:
+        must = f"Tensor {name} must be 1-element; " if isinstance(value, Tensor) and value.numel() != 1 else ""
+        raise ValueError(f"Invalid {name}: {described(value)}; {must}expected a number or a one-element tensor")
+    return number
+
+
+def _flag(name: str, value: object) -> bool:
+    if value is not None and not isinstance(value, int | np.bool_):
+        raise ValueError(f"Invalid {name}: {described(value)}; expected True or False")
+    return bool(value)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -17,7 +17,7 @@ from torch._compile import _disable_dynamo
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from superadam import checkpoint, native
-from superadam.arguments import LATER_GROUP_KEYS, check_group, check_ranks, check_together, checked_limit
+from superadam.arguments import check_group, check_ranks, check_together, checked_limit
 from superadam.arrivals import gather
 from superadam.binding import Binding, Overlap, names_of, runs_of
 from superadam.gradient_handle import take, taken_of
@@ -363,13 +363,14 @@ class SpeculativeCPUAdam(Optimizer):
     def state(self) -> defaultdict[Tensor, Any]:
         """Per parameter `step`, `exp_avg`, `exp_avg_sq` (`max_exp_avg_sq`, `master`): the last accepted state.
 
-        Accepted steps are committed first. After further steps read it again through this property.
+        Accepted steps are committed first, and those that follow at once, as long as anybody holds it or what is in it.
         """
         published = self._binding.committed(self.param_groups)
         self._binding.is_exposed = True
         return published
 
     @state.setter
+    @_untracked
     def state(self, value: defaultdict[Tensor, Any]) -> None:
         if "_binding" in self.__dict__:
             self._binding.replace_published(value)
@@ -416,7 +417,8 @@ class SpeculativeCPUAdam(Optimizer):
         """Load what `state_dict()` of this class, or of torch.optim's Adam or AdamW, returned.
 
         fp32 state stays fp32 and on the CPU, whatever the parameters are. With `master` in the state, working copies
-        become the rounded masters; without, masters are read from the parameters when they are first needed.
+        become the rounded masters; without, masters are read from the parameters when they are first needed. How the
+        steps of the checkpoint were computed (`capturable`, `differentiable`) is not taken over.
 
         Raises:
             ValueError: the state dict is not one of Adam over such parameters; nothing was changed.
@@ -430,19 +432,11 @@ class SpeculativeCPUAdam(Optimizer):
 
         def take_state(optimizer: Optimizer, final: dict[str, Any]) -> dict[str, Any]:
             """Check everything and take the tensors out, so that torch neither casts nor moves them."""
-            if not {"state", "param_groups"} <= set(final):
-                raise ValueError(
-                    "the state dict lacks state or param_groups; load what optimizer.state_dict() returned"
-                )
             states = self._binding.bound(self.param_groups).table.states
             sizes = [len(group["params"]) for group in self.param_groups]
-            entries = checkpoint.checked_entries(
-                final, dict(zip(checkpoint.packed_ids(final, sizes), states, strict=True))
-            )
-            for group in final["param_groups"]:
-                check_group({**LATER_GROUP_KEYS, **group})
-            arriving.update({state.parameter: checkpoint.copied(entry, state) for state, entry in entries.items()})
-            return {**final, "state": {}}
+            groups, entries = checkpoint.read(final, states, sizes)
+            arriving.update({state.parameter: entry for state, entry in entries.items()})
+            return {"state": {}, "param_groups": groups}
 
         handle = self.register_load_state_dict_pre_hook(
             take_state
@@ -462,8 +456,8 @@ class SpeculativeCPUAdam(Optimizer):
         arriving = self.__dict__.get("_arriving")
         self.state = published if arriving is None else defaultdict(dict, arriving)
         for group in self.param_groups:
-            for key, value in LATER_GROUP_KEYS.items():
-                group.setdefault(key, self.defaults.get(key, value))
+            for key, value in checkpoint.LATER_GROUP_KEYS.items():
+                group.setdefault(key, value)
         if arriving is not None:
             self._write_masters()
 

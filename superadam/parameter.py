@@ -115,6 +115,15 @@ def check_parameter(parameter: Tensor, name: str) -> None:
         )
 
 
+def has_memory(tensor: Tensor) -> bool:
+    """Whether the elements of a strided tensor are there: their storage may have been freed, or never been."""
+    if not tensor.numel():
+        return True
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    needed = (tensor.storage_offset() + last + 1) * tensor.element_size()
+    return not tensor.is_meta and tensor.untyped_storage().nbytes() >= needed
+
+
 class ParameterState:
     """The state of one parameter. Tensors are absent (None) until the first gradient arrives.
 
@@ -179,13 +188,8 @@ class ParameterState:
 
     @property
     def has_memory(self) -> bool:
-        """Whether the parameter's elements are there: their storage may have been freed, or never been."""
-        parameter = self.parameter
-        if not parameter.numel():
-            return True
-        last = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
-        needed = (parameter.storage_offset() + last + 1) * parameter.element_size()
-        return not parameter.is_meta and parameter.untyped_storage().nbytes() >= needed
+        """Whether the parameter's elements are there."""
+        return has_memory(self.parameter)
 
     def host_copy(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Return a copy of `tensor` on the CPU in the layout of the state."""

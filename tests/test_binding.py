@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +23,7 @@ from visible import (
 )
 
 from superadam import SpeculativeCPUAdam, SpeculativeCPUAdamW
+from superadam.parameter import Phase
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
@@ -247,9 +249,10 @@ def test_conversion_to_another_shape_is_refused(dtype: torch.dtype) -> None:
     whole = first.data
     first.data = torch.zeros(60, dtype=dtype)
     first.grad = torch.ones(60, dtype=dtype)
-    for use in (optimizer.step, optimizer.speculate, optimizer.state_dict, optimizer.commit):
+    for use in (optimizer.step, optimizer.speculate, optimizer.commit):
         with pytest.raises(ValueError, match=r"of shape \(70,\), expected floats of shape \(60,\)"):
             use()
+    assert optimizer.state[first]["exp_avg"].shape == (70,)  # which shows what there is to mend
     assert bits(first) == bits(torch.zeros(60, dtype=dtype))
     first.data = whole
     first.grad = None
@@ -493,6 +496,284 @@ def test_state_set_anew(empty: Callable[[], Any], is_open: bool) -> None:
     assert visible(optimizer) == visible(twin)
 
 
+def _add_group(optimizer: Any, state: Any) -> None:
+    optimizer.add_param_group({"params": parameter(9, dtype=parameters_of(optimizer)[0].dtype, seed=2)})
+
+
+def _replace_parameter(optimizer: Any, state: Any) -> None:
+    group = optimizer.param_groups[0]
+    del state[group["params"][0]]
+    group["params"] = [parameter(9, dtype=group["params"][0].dtype, seed=2), *group["params"][1:]]
+
+
+def _convert_another(optimizer: Any, state: Any) -> None:
+    first = parameters_of(optimizer)[0]
+    first.data = first.data.bfloat16() if first.dtype == torch.float32 else first.data.clone()
+
+
+CHANGES = {"group added": _add_group, "replaced": _replace_parameter, "converted": _convert_another}
+
+
+@EACH_DTYPE
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("speculative", [False, True])
+def test_what_users_write_into_a_state_they_hold_survives_binding_anew(
+    dtype: torch.dtype, change: str, edit: str, speculative: bool
+) -> None:
+    """As if it had been written before the step that comes next, with nothing bound in between."""
+    optimizer, twin = make(dtype), make(dtype)
+    held = {}
+    for one in (optimizer, twin):
+        held[one] = one.state
+        train(one, 1)
+        train(one, 2, speculative=speculative and one is optimizer)
+    for one in (optimizer, twin):
+        if one is twin:
+            held[one] = one.state
+        EDITS[edit](held[one], parameters_of(one)[1])
+        if one is twin:
+            assert one.state  # it is read before anything else happens
+        CHANGES[change](one, held[one])
+    for seed in (3, 4):
+        for one in (optimizer, twin):
+            train(one, seed, speculative=speculative and one is optimizer)
+    assert visible(optimizer) == visible(twin)
+
+
+@EACH_DTYPE
+@pytest.mark.parametrize("edit", EDITS)
+def test_what_users_write_into_a_state_they_hold_counts_after_every_step(dtype: torch.dtype, edit: str) -> None:
+    """Whoever holds the state, or something in it, sees accepted steps at once, and edits what they left."""
+    optimizer, twin = make(dtype), make(dtype)
+    for one in (optimizer, twin):
+        train(one, 1)
+        held = one.state
+        for seed in (2, 3, 4):
+            train(one, seed, speculative=one is optimizer)
+            assert held[parameters_of(one)[0]]["step"] == seed
+        EDITS[edit](held, parameters_of(one)[1])
+        del held
+        train(one, 5, speculative=one is optimizer)
+    assert visible(optimizer) == visible(twin)
+
+
+@pytest.mark.parametrize("key", ["step", "exp_avg", "exp_avg_sq", "master"])
+def test_one_tensor_of_the_state_that_is_held_follows_speculative_steps(key: str) -> None:
+    optimizer, twin = make(torch.bfloat16), make(torch.bfloat16)
+    train(optimizer, 1)
+    train(twin, 1)
+    held = optimizer.state[parameters_of(optimizer)[0]][key]
+    for seed in (2, 3):
+        train(optimizer, seed, speculative=True)
+        train(twin, seed)
+        assert bits(held) == bits(twin.state[parameters_of(twin)[0]][key])
+    del held
+    train(optimizer, 4, speculative=True)
+    assert not optimizer._binding.is_exposed  # and its commits may wait again
+    assert optimizer._binding.transaction.in_phase(Phase.ACCEPTED)
+
+
+@EACH_DTYPE
+@pytest.mark.parametrize("is_read_before", [False, True])
+def test_assigned_state_keeps_accepted_steps(dtype: torch.dtype, is_read_before: bool) -> None:
+    """What `state` was before holds them: assigned again, it is as if nothing had happened."""
+    optimizer, twin = make(dtype), make(dtype)
+    for one in (optimizer, twin):
+        train(one, 1)
+    first = optimizer.state if is_read_before else optimizer._binding.published
+    for seed in (2, 3):
+        train(optimizer, seed, speculative=True)
+        train(twin, seed)
+    optimizer.state = defaultdict(dict)
+    optimizer.state = first
+    assert visible(optimizer) == visible(twin)
+    for one in (optimizer, twin):
+        train(one, 4, speculative=one is optimizer)
+    assert visible(optimizer) == visible(twin)
+
+
+@EACH_DTYPE
+@pytest.mark.parametrize(
+    "step", [5, torch.tensor(5.0), torch.tensor(5.0, dtype=torch.float64), torch.tensor([5])], ids=str
+)
+@pytest.mark.parametrize("speculative", [False, True])
+def test_assigned_state_is_advanced_in_place(dtype: torch.dtype, step: Any, speculative: bool) -> None:
+    optimizer, twin = make(dtype), make(dtype)
+    train(twin, 1)
+    saved = twin.state_dict()
+    for entry in saved["state"].values():
+        entry["step"] = step
+    optimizer.load_state_dict(saved)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    given = {
+        p: {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in entry.items()}
+        for p, entry in zip(parameters_of(twin), saved["state"].values(), strict=True)
+    }
+    with torch.no_grad():
+        for p, q in zip(parameters_of(optimizer), parameters_of(twin), strict=True):
+            p.copy_(q)
+    moments = [entry["exp_avg"] for entry in given.values()]
+    twin.state = given
+    for seed in (2, 3):
+        for one in (optimizer, twin):
+            train(one, seed, speculative=speculative and one is twin)
+    for entry, own, moment in zip(given.values(), optimizer.state_dict()["state"].values(), moments, strict=True):
+        assert entry["step"] == 7
+        assert entry["exp_avg"] is moment
+        assert moment.dtype == wide
+        assert {key: bits(entry[key]) for key in ("exp_avg", "exp_avg_sq")} == {
+            key: bits(own[key]) for key in ("exp_avg", "exp_avg_sq")
+        }
+    assert shown(optimizer) == shown(twin)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("speculative", [False, True])
+def test_swapped_parameters_and_state(dtype: torch.dtype, speculative: bool) -> None:
+    """torch's own context steps other tensors, in place, and puts everything back, also what was not committed."""
+    stateless = pytest.importorskip("torch.optim._stateless")
+    optimizer, twin, other = make(dtype), make(dtype), make(dtype, lr=0.1)
+    for one in (optimizer, twin):
+        train(one, 1)
+        train(one, 2, speculative=speculative and one is optimizer)
+    train(other, 3)
+    copied = {str(row): torch.nn.Parameter(p.detach().clone()) for row, p in enumerate(parameters_of(other))}
+    saved = copy.deepcopy(other.state_dict())
+    with stateless.swap_in_optimizer_params_and_state(optimizer, copied, saved):
+        assert parameters_of(optimizer) == [*copied.values()]
+        train(optimizer, 4, speculative=speculative)
+    train(other, 4)
+    assert [bits(p) for p in copied.values()] == shown(other)
+    for row, entry in other.state_dict()["state"].items():
+        assert {key: bits(value) for key, value in entry.items()} == {
+            key: bits(value) for key, value in saved["state"][row].items()
+        }
+    assert visible(optimizer) == visible(twin)
+    for one in (optimizer, twin):
+        train(one, 5, speculative=speculative and one is optimizer)
+    assert visible(optimizer) == visible(twin)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("speculative", [False, True])
+def test_gaussian_splatting_as_it_is_written(dtype: torch.dtype, speculative: bool) -> None:
+    """Its code knows of no masters, and edits the entry before it takes it from the state of the old parameter."""
+    optimizer = SpeculativeCPUAdam([parameter(6, 64, dtype=dtype), parameter(64, dtype=dtype, seed=1)], eps=1e-15)
+    twin = torch.optim.Adam([torch.nn.Parameter(p.detach().float()) for p in parameters_of(optimizer)], eps=1e-15)
+    twin.param_groups[0]["fused"] = True
+    for seed in range(6):
+        give_gradients(optimizer, seed)
+        for p, q in zip(parameters_of(optimizer), parameters_of(twin), strict=True):
+            q.grad = p.grad.float()
+        if speculative:
+            optimizer.speculate()
+        for one in (optimizer, twin):
+            one.step()
+            one.zero_grad()
+            group = one.param_groups[0]
+            stored = one.state.get(group["params"][0], None)
+            if seed % 3 == 0:  # pruned
+                stored["exp_avg"] = stored["exp_avg"][1:]
+                stored["exp_avg_sq"] = stored["exp_avg_sq"][1:]
+                values = group["params"][0][1:]
+            elif seed % 3 == 1:  # grown
+                more = torch.zeros(2, 64)
+                stored["exp_avg"] = torch.cat((stored["exp_avg"], more), dim=0)
+                stored["exp_avg_sq"] = torch.cat((stored["exp_avg_sq"], more), dim=0)
+                values = torch.cat((group["params"][0], torch.ones_like(more, dtype=group["params"][0].dtype)), dim=0)
+            else:  # reset
+                values = group["params"][0] * 0.5
+                stored["exp_avg"] = torch.zeros_like(stored["exp_avg"])
+                stored["exp_avg_sq"] = torch.zeros_like(stored["exp_avg_sq"])
+            del one.state[group["params"][0]]
+            group["params"][0] = torch.nn.Parameter(values.detach().clone().requires_grad_(True))
+            one.state[group["params"][0]] = stored
+        with torch.no_grad():  # a master that was not carried along is read from its parameter
+            parameters_of(twin)[0].copy_(parameters_of(optimizer)[0])
+    for p, q in zip(parameters_of(optimizer), parameters_of(twin), strict=True):
+        ours, theirs = optimizer.state[p], twin.state[q]
+        assert bits(p) == bits(q.to(dtype))
+        assert {key: bits(ours[key]) for key in theirs} == {key: bits(value) for key, value in theirs.items()}
+
+
+def test_state_is_shown_where_parameters_no_longer_fit_it() -> None:
+    """So that it can be mended after them."""
+    optimizer, twin = make(torch.bfloat16), make(torch.bfloat16)
+    for one, cut in ((optimizer, "parameter first"), (twin, "state first")):
+        train(one, 1)
+        first = parameters_of(one)[0]
+        if cut == "parameter first":
+            first.data = first.data[:60].clone()
+        entry = one.state[first]
+        for key in ("exp_avg", "exp_avg_sq"):
+            entry[key] = entry[key][:60]
+        if cut == "state first":
+            first.data = first.data[:60].clone()
+        train(one, 2, speculative=one is optimizer)
+    assert visible(optimizer) == visible(twin)
+
+
+def test_parameter_listed_twice_is_saved_as_by_torch() -> None:
+    optimizer, reference = make(), torch.optim.Adam([parameter(70), parameter(4, 5, seed=1)])
+    for one in (optimizer, reference):
+        train(one, 1)
+        twice = parameter(3)
+        with pytest.warns(UserWarning, match="duplicate parameters"):
+            one.add_param_group({"params": [twice, twice]})
+    assert optimizer.state_dict()["param_groups"] == reference.state_dict()["param_groups"]
+    assert optimizer.state_dict()["state"].keys() == reference.state_dict()["state"].keys()
+    assert copy.deepcopy(optimizer).state_dict()["param_groups"] == reference.state_dict()["param_groups"]
+    with pytest.raises(ValueError, match="parameter 0 of group 1 and parameter 1 of group 1 are the same parameter"):
+        optimizer.step()
+    optimizer.param_groups[1]["params"].pop()
+    twin = make()
+    twin.add_param_group({"params": parameter(3)})
+    for seed, one in ((1, twin), (2, twin), (2, optimizer)):
+        train(one, seed)
+        if seed == 1:
+            twin.state.pop(parameters_of(twin)[2])
+            with torch.no_grad():
+                parameters_of(twin)[2].copy_(parameter(3))
+    assert visible(optimizer) == visible(twin)
+
+
+@EACH_DTYPE
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("where", ["cpu", "meta"])
+def test_default_dtype_and_device(dtype: torch.dtype, default: torch.dtype, where: str) -> None:
+    """As in torch, `step` is fp64 where that is the default; nothing else depends on them."""
+    optimizer, twin = make(dtype), make(dtype)
+    for seed in range(3):
+        give_gradients(optimizer, seed)
+        train(twin, seed)
+        torch.set_default_dtype(default)
+        torch.set_default_device(where)
+        try:
+            if seed == 1:
+                optimizer.speculate()
+            optimizer.step()
+            saved = optimizer.state_dict()
+            optimizer.load_state_dict(saved)
+            optimizer.clip_grad_norm_(1e9)
+            copied = copy.deepcopy(optimizer)
+            reference = torch.optim.Adam([torch.nn.Parameter(torch.ones(3, device="cpu"))])
+            parameters_of(reference)[0].grad = torch.ones(3, device="cpu")
+            reference.step()
+            (entry,) = reference.state.values()
+            for one in (optimizer, copied):
+                for state in one.state.values():
+                    assert (state["step"].dtype, state["step"].device) == (entry["step"].dtype, entry["step"].device)
+        finally:
+            torch.set_default_dtype(torch.float32)
+            torch.set_default_device(None)
+        optimizer.zero_grad()
+    for ours, theirs in zip(optimizer.state.values(), twin.state.values(), strict=True):
+        assert ours["step"] == theirs["step"]
+        ours["step"] = theirs["step"].clone()
+    assert visible(optimizer) == visible(twin)
+
+
 BAD_EDITS: dict[str, tuple[Callable[[Any, torch.Tensor], Any], str]] = {
     "a number": (lambda state, p: state.__setitem__(p, 5), "is a int, expected a dict"),
     "no step": (lambda state, p: state[p].pop("step"), "lacks step, expected"),
@@ -514,11 +795,11 @@ def test_what_cannot_be_a_state_is_refused(edit: str) -> None:
     spoil(optimizer.state, p)
     give_gradients(optimizer, 2)
     before = shown(optimizer)
-    for use in (optimizer.step, optimizer.speculate, optimizer.state_dict):
+    for use in (optimizer.step, optimizer.speculate, optimizer.commit):
         with pytest.raises(ValueError, match=f"parameter 1 of group 0 .*{sentence}"):
             use()
     assert shown(optimizer) == before
-    optimizer._binding.published[p] = good  # the dict that `state` returned
+    optimizer.state[p] = good
     optimizer.step()
     optimizer.zero_grad()
     train(twin, 2)

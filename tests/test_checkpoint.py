@@ -100,8 +100,8 @@ DAMAGED: dict[str, tuple[Callable[[dict], Any], str]] = {
     "plain SGD": (_of(torch.optim.SGD), "group 0 of the state dict lacks betas, eps"),
     "RMSprop": (_of(torch.optim.RMSprop), "group 0 of the state dict lacks betas"),
     "Adagrad": (_of(torch.optim.Adagrad), "group 0 of the state dict lacks betas"),
-    "Adamax": (_of(torch.optim.Adamax), "lacks exp_avg_sq and has exp_inf"),
-    "NAdam": (_of(torch.optim.NAdam), "has mu_product"),
+    "Adamax": (_of(torch.optim.Adamax), "lacks exp_avg_sq and has 'exp_inf'"),
+    "NAdam": (_of(torch.optim.NAdam), "has 'mu_product'"),
     "groups as dict": (lambda saved: {**saved, "param_groups": {}}, "param_groups .* is no list of dicts with params"),
     "group of numbers": (lambda saved: {**saved, "param_groups": [3]}, "is no list of dicts with params"),
     "group without params": (_group(params=None), "is no list of dicts with params"),
@@ -123,7 +123,7 @@ DAMAGED: dict[str, tuple[Callable[[dict], Any], str]] = {
     "swapped": (lambda saved: {**saved, "state": {0: saved["state"][1]}}, r"shape \(8, 16\), expected .*\(64,\)"),
     "no exp_avg": (_entry(exp_avg=None), "lacks exp_avg, expected"),
     "no step": (_entry(step=None), "lacks step, expected"),
-    "foreign key": (_entry(momentum_buffer=torch.ones(8, 16)), "has momentum_buffer, expected"),
+    "foreign key": (_entry(momentum_buffer=torch.ones(8, 16)), "has 'momentum_buffer', expected"),
     "flat exp_avg_sq": (_entry(exp_avg_sq=torch.ones(128)), r"exp_avg_sq .* of shape \(128,\), expected .*\(8, 16\)"),
     "integer exp_avg": (_entry(exp_avg=torch.ones(8, 16).int()), "exp_avg .* is torch.int32 .*, expected floats"),
     "complex exp_avg": (_entry(exp_avg=torch.ones(8, 16) * 1j), "exp_avg .* is torch.complex64 .*, expected floats"),
@@ -158,12 +158,50 @@ def test_damaged_or_foreign_state_dict_is_refused(damage: str, is_open: bool) ->
 
 
 @pytest.mark.parametrize("key", ["capturable", "differentiable"])
-def test_checkpoint_of_what_this_optimizer_does_not_do(key: str) -> None:
+@pytest.mark.parametrize("value", [True, "junk"])
+def test_how_the_steps_of_a_checkpoint_were_computed_is_not_loaded(key: str, value: Any) -> None:
+    """As on a GPU: torch loads on the CPU what is saved then."""
+    saved = copy.deepcopy(trained(make(cls=torch.optim.AdamW)).state_dict())
+    optimizer, twin = make(), make()
+    twin.load_state_dict(saved)
+    saved["param_groups"][0][key] = value
+    optimizer.load_state_dict(saved)
+    for one in (optimizer, twin):
+        trained(one)
+    assert visible(optimizer) == visible(twin)
+    reference = make(cls=torch.optim.AdamW)
+    reference.load_state_dict(optimizer.torch_state_dict())
+    trained(reference)
+
+
+@pytest.mark.parametrize("names", [None, "ab", ["a"], [1, 2], torch.ones(2), {"a": 1, "b": 2}, 5])
+def test_names_that_fit_no_parameters_are_only_carried_along(names: Any) -> None:
     saved = copy.deepcopy(trained(make()).state_dict())
-    saved["param_groups"][0][key] = True
-    optimizer = trained(make())
-    with refused(optimizer, RuntimeError, f"{key}=True is not possible"):
+    optimizer, twin = make(), make()
+    twin.load_state_dict(saved)
+    saved["param_groups"][0]["param_names"] = names
+    optimizer.load_state_dict(saved)
+    for one in (optimizer, twin):
+        trained(one)
+    assert state_bits(optimizer) == state_bits(twin)
+    give_gradients(optimizer, 3)
+    parameters_of(optimizer)[1].grad.data = torch.ones(3)
+    with pytest.raises(ValueError, match="the gradient of parameter 1 of group 0 has shape"):
+        optimizer.step()
+
+
+def test_master_of_a_parameter_without_memory_is_refused() -> None:
+    optimizer, twin = trained(make(torch.bfloat16)), trained(make(torch.bfloat16))
+    saved = copy.deepcopy(trained(make(torch.bfloat16), range(5, 7)).state_dict())
+    second = parameters_of(optimizer)[1]
+    size, kept = second.untyped_storage().nbytes(), second.detach().clone()
+    second.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="parameter 1 of group 0 has no data for its master"):
         optimizer.load_state_dict(saved)
+    second.untyped_storage().resize_(size)
+    with torch.no_grad():
+        second.copy_(kept)
+    assert visible(optimizer) == visible(twin)
 
 
 @pytest.mark.parametrize("kept", [0.1, 0.5])

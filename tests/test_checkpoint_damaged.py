@@ -1,0 +1,362 @@
+"""State dicts damaged at random: each is loaded as torch's fused Adam loads it, or refused in one sentence."""
+
+from __future__ import annotations
+
+import copy
+import decimal
+import fractions
+import platform
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from visible import are_taken, bits, give_gradients, parameter, parameters_of, train, visible
+
+from superadam import SpeculativeCPUAdam, SpeculativeCPUAdamW
+
+pytestmark = [
+    pytest.mark.skipif(
+        platform.machine() != "x86_64", reason="elsewhere torch's fused kernel rounds differently from itself here"
+    ),
+    pytest.mark.filterwarnings("ignore::UserWarning"),  # of torch, about kinds of tensors that are not usual
+]
+
+PAIRS: dict[type[torch.optim.Optimizer], Any] = {
+    SpeculativeCPUAdam: torch.optim.Adam,
+    SpeculativeCPUAdamW: torch.optim.AdamW,
+}
+SHAPES = [(64,), (8, 16), (8, 16)]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """torch's fused kernel rounds the tail of each thread's part otherwise than the rest."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Uncopied:
+    """What cannot be copied, compared or hashed, each with an error of its own."""
+
+    def __deepcopy__(self, memo: object) -> None:
+        raise AttributeError("many\nlines" * 1000)
+
+    def __eq__(self, other: object) -> bool:
+        raise ZeroDivisionError
+
+    def __hash__(self) -> int:
+        raise IndexError
+
+    def __repr__(self) -> str:
+        raise KeyError
+
+
+JUNK: dict[str, Callable[[], Any]] = {
+    "None": lambda: None,
+    "True": lambda: True,
+    "False": lambda: False,
+    "0": lambda: 0,
+    "1": lambda: 1,
+    "3": lambda: 3,
+    "-1": lambda: -1,
+    "0.5": lambda: 0.5,
+    "2.0": lambda: 2.0,
+    "-0.0": lambda: -0.0,
+    "inf": lambda: float("inf"),
+    "nan": lambda: float("nan"),
+    "complex": lambda: 1j,
+    "2**60": lambda: 2**60,
+    "huge": lambda: 10**400,
+    "beyond printing": lambda: -(10**5000),
+    "fraction": lambda: fractions.Fraction(1, 2),
+    "decimal": lambda: decimal.Decimal("0.5"),
+    "numpy float": lambda: np.float32(0.25),
+    "numpy integer": lambda: np.int64(2),
+    "numpy bool": lambda: np.bool_(True),
+    "numpy array": lambda: np.ones((8, 16), np.float32),
+    "text": lambda: "exp_avg",
+    "number in text": lambda: "0.5",
+    "long text": lambda: "lines\n" * 1000,
+    "bytes": lambda: b"1",
+    "list": lambda: [0.5, 0.5],
+    "long list": lambda: [torch.ones(1000)] * 1000,
+    "tuple": lambda: (0.5, torch.tensor(0.25)),
+    "dict": dict,
+    "dict of junk": lambda: {1: torch.ones(1000), "lr": None},
+    "ordered dict": lambda: OrderedDict(params=[0], lr=1),
+    "read-only dict": lambda: MappingProxyType({"params": [0]}),
+    "set": lambda: {0, 1},
+    "range": lambda: range(3),
+    "generator": lambda: (one for one in [0, 1]),
+    "lock": threading.Lock,
+    "object": object,
+    "uncopied": Uncopied,
+    "type": lambda: torch.Tensor,
+    "function": lambda: torch.zeros,
+    "device": lambda: torch.device("cpu"),
+    "module": lambda: torch.nn.Linear(2, 2),
+    "0-dim tensor": lambda: torch.tensor(0.5),
+    "fp64 tensor": lambda: torch.tensor(2.0, dtype=torch.float64),
+    "int tensor": lambda: torch.tensor([3]),
+    "bool tensor": lambda: torch.tensor(True),
+    "NaN tensor": lambda: torch.tensor(float("nan")),
+    "negative tensor": lambda: torch.tensor(-1.0),
+    "complex tensor": lambda: torch.tensor(0.5 + 0j),
+    "complex moments": lambda: torch.ones(8, 16) * 1j,
+    "meta scalar": lambda: torch.ones((), device="meta"),
+    "meta": lambda: torch.ones(8, 16, device="meta"),
+    "sparse scalar": lambda: torch.tensor(1.0).to_sparse(),
+    "sparse": lambda: torch.ones(8, 16).to_sparse(),
+    "sparse rows": lambda: torch.ones(8, 16).to_sparse_csr(),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(8), torch.ones(16)]),
+    "jagged": lambda: torch.nested.nested_tensor([torch.ones(8), torch.ones(16)], layout=torch.jagged),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(8, 16), 1.0, 0, torch.qint8),
+    "float8": lambda: torch.ones(8, 16).to(torch.float8_e4m3fn),
+    "fp64 moments": lambda: torch.ones(8, 16, dtype=torch.float64),
+    "bf16 moments": lambda: torch.ones(8, 16, dtype=torch.bfloat16),
+    "int moments": lambda: torch.ones(8, 16, dtype=torch.int32),
+    "negative moments": lambda: -torch.ones(8, 16),
+    "infinite moments": lambda: torch.full((8, 16), float("inf")),
+    "columns": lambda: torch.ones(16, 8).t(),
+    "expanded": lambda: torch.ones(1, 1).expand(8, 16),
+    "with a graph": lambda: torch.ones(8, 16, requires_grad=True) * 2,
+    "scalar with a graph": lambda: torch.ones((), requires_grad=True) * 2,
+    "freed": lambda: _freed(torch.ones(8, 16)),
+    "empty": lambda: torch.empty(0),
+    "large": lambda: torch.ones(100, 100),
+    "many dimensions": lambda: torch.ones((1,) * 40),
+}
+
+
+def _freed(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def _nodes(container: Any, depth: int = 5) -> list[tuple[Any, Any]]:
+    """Return every place of a state dict, which may hold itself: the dict or list that holds it, and its key there."""
+    found = []
+    for key in list(container) if isinstance(container, dict) else range(min(len(container), 10)):
+        found.append((container, key))
+        if isinstance(container[key], dict | list) and depth:
+            found += _nodes(container[key], depth - 1)
+    return found
+
+
+def _groups(saved: dict) -> list[Any]:
+    groups = saved.get("param_groups")
+    return [one for one in groups if isinstance(one, dict)] if isinstance(groups, list) else []
+
+
+def _replace(saved: dict, place: tuple[Any, Any], other: tuple[Any, Any], junk: Any) -> None:
+    place[0][place[1]] = junk
+
+
+def _remove(saved: dict, place: tuple[Any, Any], other: tuple[Any, Any], junk: Any) -> None:
+    del place[0][place[1]]
+
+
+def _add(saved: dict, place: tuple[Any, Any], other: tuple[Any, Any], junk: Any) -> None:
+    container, key = place
+    if isinstance(container, list):
+        container.insert(key, junk)
+    else:
+        container[junk] = container[key]
+
+
+def _rename(saved: dict, place: tuple[Any, Any], other: tuple[Any, Any], junk: Any) -> None:
+    container, key = place
+    if isinstance(container, dict):
+        container[junk] = container.pop(key)
+
+
+def _new_key(saved: dict, place: tuple[Any, Any], other: tuple[Any, Any], junk: Any) -> None:
+    if isinstance(place[0], dict):
+        place[0]["new key"] = junk
+
+
+def _exchange(saved: dict, place: tuple[Any, Any], other: tuple[Any, Any], junk: Any) -> None:
+    (one, key), (two, other_key) = place, other
+    one[key], two[other_key] = two[other_key], one[key]
+
+
+def _copy(saved: dict, place: tuple[Any, Any], other: tuple[Any, Any], junk: Any) -> None:
+    place[0][place[1]] = copy.copy(other[0][other[1]])
+
+
+def _reverse(saved: dict, place: tuple[Any, Any], other: tuple[Any, Any], junk: Any) -> None:
+    """Give parameters the ids of others, everywhere alike or in the groups alone."""
+    groups = _groups(saved)
+    every = [one for group in groups for one in group["params"]][::-1]
+    for group in groups:
+        group["params"] = [every.pop(0) for _ in group["params"]]
+
+
+def _rename_ids(saved: dict, place: tuple[Any, Any], other: tuple[Any, Any], junk: Any) -> None:
+    for group in _groups(saved):
+        group["params"] = [f"name {one}" for one in group["params"]]
+    saved["state"] = {f"name {key}": entry for key, entry in saved["state"].items()}
+
+
+def _merge(saved: dict, place: tuple[Any, Any], other: tuple[Any, Any], junk: Any) -> None:
+    first, *rest = _groups(saved)
+    saved["param_groups"] = [{**first, "params": sum([group["params"] for group in rest], first["params"])}]
+
+
+def _split(saved: dict, place: tuple[Any, Any], other: tuple[Any, Any], junk: Any) -> None:
+    every = [(group, one) for group in _groups(saved) for one in group["params"]]
+    saved["param_groups"] = [{**group, "params": [one]} for group, one in every]
+
+
+def _names(saved: dict, place: tuple[Any, Any], other: tuple[Any, Any], junk: Any) -> None:
+    for group in _groups(saved):
+        group["param_names"] = junk
+
+
+def _flags(saved: dict, place: tuple[Any, Any], other: tuple[Any, Any], junk: Any) -> None:
+    for group in _groups(saved):
+        group.update(capturable=junk, differentiable=True, foreach=junk, fused=True)
+
+
+MUTATIONS = 2 * [*4 * [_replace], *2 * [_exchange], _remove, _add, _rename, _new_key, _copy]
+MUTATIONS += [_reverse, _rename_ids, _merge, _split, _names, _flags]
+Mutation = tuple[Callable[..., None], int, int, str]
+
+
+def damaged(saved: dict, mutations: list[Mutation]) -> dict:
+    for mutate, first, second, junk in mutations:
+        places = _nodes(saved)
+        if places:
+            try:
+                mutate(saved, places[first % len(places)], places[second % len(places)], JUNK[junk]())
+            except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+                continue  # an unhashable key, or what an earlier mutation has spoiled
+    return saved
+
+
+def make(cls: Any, dtype: torch.dtype, **options: Any) -> Any:
+    first, *rest = [parameter(*shape, dtype=dtype, seed=seed) for seed, shape in enumerate(SHAPES)]
+    return cls([{"params": [first], "lr": 0.25}, {"params": rest, "weight_decay": 0.5}], lr=0.125, **options)
+
+
+def told(group: dict) -> dict[str, Any]:
+    """Return a group as torch's fused Adam can step it: flags as they were meant, and numbers as floats."""
+    flags = {key: bool(group.get(key)) for key in ("amsgrad", "maximize", "decoupled_weight_decay")}
+    numbers = {key: float(group[key]) for key in ("lr", "eps", "weight_decay")}
+    betas = tuple(map(float, group["betas"]))
+    names = {"param_names": group["param_names"]} if "param_names" in group else {}
+    how = {"fused": True, "foreach": None, "capturable": False, "differentiable": False}
+    return {"params": group["params"], **names, **flags, **numbers, "betas": betas, **how}
+
+
+def loaded_by_torch(cls: Any, saved: dict, parameters: list[torch.Tensor]) -> Any:
+    """Return torch's optimizer over fp32 copies of these parameters, with masters in their place where there are some.
+
+    Args:
+        cls: of torch.
+        saved: a state dict, which is changed.
+        parameters: of ours, as they are without this state dict.
+    """
+    entries = {key: dict(entry) for key, entry in saved["state"].items() if entry}
+    groups = [told(group) for group in saved["param_groups"]]
+    masters = []
+    for group in groups:
+        for identifier in group["params"]:
+            entry = entries.get(identifier, {})
+            master, most = entry.pop("master", None), entry.get("max_exp_avg_sq")
+            own = parameters[len(masters)].detach()
+            masters.append(torch.nn.Parameter((own if master is None else master.detach()).float().clone()))
+            if entry:
+                entry["max_exp_avg_sq"] = torch.zeros_like(own) if most is None else most
+                step = torch.tensor(float(entry.pop("step")))
+                entry |= {key: value.contiguous().clone() for key, value in entry.items()}  # torch keeps what it gets
+                entry["step"] = step
+    rest = iter(masters)
+    reference = cls([{"params": [next(rest) for _ in group["params"]]} for group in groups], fused=True)
+    reference.load_state_dict({"state": entries, "param_groups": groups})
+    return reference
+
+
+def check_refusal(error: ValueError) -> None:
+    text = str(error)
+    assert len(text) < 400
+    assert "\n" not in text
+    assert re.search(r"[.!?] ", text) is None  # one sentence
+
+
+@settings(max_examples=5 * settings().max_examples)
+@given(
+    cls=st.sampled_from(sorted(PAIRS, key=str)),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    amsgrad=st.booleans(),
+    is_of_torch=st.booleans(),
+    is_open=st.booleans(),
+    mutations=st.lists(
+        st.tuples(st.sampled_from(MUTATIONS), st.integers(0, 99), st.integers(0, 99), st.sampled_from(sorted(JUNK))),
+        max_size=3,
+    ),
+)
+def test_damaged_state_dict_is_loaded_as_by_torch_or_refused(
+    cls: Any, dtype: torch.dtype, amsgrad: bool, is_of_torch: bool, is_open: bool, mutations: list[Mutation]
+) -> None:
+    source = make(PAIRS[cls] if is_of_torch else cls, dtype, amsgrad=amsgrad)
+    for seed in range(2):
+        train(source, seed)
+    saved = damaged(copy.deepcopy(source.state_dict()), mutations)
+    optimizer, twin = make(cls, dtype), make(cls, dtype)
+    for one in (optimizer, twin):
+        train(one, 5)
+        give_gradients(one, 6)
+    if is_open:
+        optimizer.speculate()
+    own = [one.detach().clone() for one in parameters_of(optimizer)]
+    groups = [dict(group) for group in optimizer.param_groups]
+    try:
+        optimizer.load_state_dict(saved)
+    except ValueError as error:
+        check_refusal(error)
+        assert all(a == b for a, b in zip(groups, optimizer.param_groups, strict=True))
+        assert are_taken(optimizer) == [is_open] * 3
+        assert visible(optimizer) == visible(twin)
+        for one in (optimizer, twin):
+            one.step()
+            train(one, 7, speculative=True)
+        assert visible(optimizer) == visible(twin)
+        return
+    reference = loaded_by_torch(PAIRS[cls], saved, own)
+    for p, master in zip(parameters_of(optimizer), parameters_of(reference), strict=True):
+        assert bits(p) == bits(master.to(dtype))
+    for ours, theirs, given_group in zip(
+        optimizer.param_groups, reference.param_groups, saved["param_groups"], strict=True
+    ):
+        assert set(given_group) <= set(ours)
+        assert told(ours) | {"params": 0, "param_names": 0} == told(theirs) | {"params": 0, "param_names": 0}
+    for seed in (6, 7):
+        give_gradients(optimizer, seed)
+        for p, master in zip(parameters_of(optimizer), parameters_of(reference), strict=True):
+            master.grad = p.grad.float()
+        if seed == 7:
+            optimizer.speculate()
+        optimizer.step()
+        reference.step()
+        for p, master in zip(parameters_of(optimizer), parameters_of(reference), strict=True):
+            ours, theirs = optimizer.state[p], reference.state[master]
+            assert bits(ours.get("master", p)) == bits(master)
+            assert bits(p) == bits(master.to(dtype))
+            assert float(ours["step"]) == float(theirs["step"])
+            for key in ("exp_avg", "exp_avg_sq"):
+                assert bits(ours[key]) == bits(theirs[key])
+            if "max_exp_avg_sq" in ours:
+                assert bits(ours["max_exp_avg_sq"]) == bits(theirs["max_exp_avg_sq"])
+    optimizer.state_dict()
+    copy.deepcopy(optimizer)
