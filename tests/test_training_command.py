@@ -274,7 +274,7 @@ def test_difference_ends_with_status_one(
         (["--save-every", "2", "--no-save"], "--save-every and --no-save were both given"),
         (["--model", "8b"], "--layers shapes the byte transformer, and this run has --model 8b"),
         (["--resume", "nowhere"], "--resume nowhere holds no checkpoint.pt"),
-        (["--resume", "damaged"], "is damaged or no checkpoint"),
+        (["--resume", "damaged"], "is damaged, changed or no checkpoint"),
     ],
 )
 def test_bad_input_is_one_sentence_and_writes_nothing(
