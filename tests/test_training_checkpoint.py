@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import errno
+import hashlib
+import io
+import itertools
 import math
-from collections.abc import Iterator
+import os
+import resource
+import signal
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from children import exit_code_of_child
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from training_runs import SENTENCES, TINY, TINY_SHAPE, are_same, one_torch_thread, tiny_trainer
 
 from superadam import OverlapStatistics
-from superadam.training import checkpoint
+from superadam.training import checkpoint, files
 from superadam.training.loop import Trainer
 from superadam.training.text import Text
 from superadam.usage import UsageError
@@ -136,40 +148,142 @@ def test_checkpoint_loads_with_weights_only_and_keeps_infinity(tmp_path: Path) -
     assert checkpoint.settings_of(content, tmp_path) == trainer.settings
 
 
-@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.99])
-def test_damaged_file_is_refused(share: float, tmp_path: Path) -> None:
-    path = checkpoint.save(tiny_trainer(), tmp_path)
-    content = path.read_bytes()
-    path.write_bytes(content[: int(share * len(content))])
-    with pytest.raises(UsageError, match="damaged or no checkpoint"):
-        checkpoint.read(tmp_path)
+@pytest.fixture(scope="module")
+def stepped() -> Iterator[Trainer]:
+    """A run that stands after two steps."""
+    with tiny_trainer() as trainer:
+        trainer.step()
+        trainer.step()
+        yield trainer
 
 
-def test_foreign_file_is_refused(tmp_path: Path) -> None:
-    torch.save({"model": torch.zeros(3)}, tmp_path / checkpoint.FILE_NAME)
-    with pytest.raises(UsageError, match="not a checkpoint of 'superadam train'"):
-        checkpoint.read(tmp_path)
+@pytest.fixture(scope="module")
+def two_files(stepped: Trainer, tmp_path_factory: pytest.TempPathFactory) -> list[bytes]:
+    """Two checkpoints as they are on disk, of other weights but about as long."""
+    folder = tmp_path_factory.mktemp("two")
+    return [checkpoint.save(trainer, folder).read_bytes() for trainer in (stepped, tiny_trainer(seed=1))]
 
 
-def test_file_of_another_layout_is_refused(tmp_path: Path) -> None:
-    path = checkpoint.save(tiny_trainer(), tmp_path)
-    torch.save({**checkpoint.read(tmp_path), "format": "superadam train, 1"}, path)
-    with pytest.raises(UsageError, match="has the layout 'superadam train, 1', expected 'superadam train, 3'"):
-        checkpoint.read(tmp_path)
+SPLICES = st.tuples(
+    st.floats(0, 1),
+    st.sampled_from([0, 1, 8, 4096, 10**9]),
+    st.one_of(st.binary(max_size=8), st.sampled_from([1, 4096]).map(bytes), st.none()),
+)
+"""Where in a file how many bytes make room for which others; None for those of another file at the same place."""
 
 
-def test_run_from_before_presets_goes_on(tmp_path: Path) -> None:
-    with tiny_trainer() as first:
-        first.step()
-        path = checkpoint.save(first, tmp_path)
+@given(splices=st.lists(SPLICES, min_size=1, max_size=3))
+def test_file_that_was_changed_anywhere_is_refused(
+    splices: list[tuple[float, int, bytes | None]], two_files: list[bytes], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    content, other = two_files
+    for share, removed, added in splices:
+        at = int(share * len(content))
+        content = content[:at] + (other[at : at + removed] if added is None else added) + content[at + removed :]
+    assume(content not in two_files)
+    folder = tmp_path_factory.mktemp("run")
+    (folder / checkpoint.FILE_NAME).write_bytes(content)
+    with pytest.raises(UsageError, match=r"is damaged, changed or no checkpoint of 'superadam train'; give"):
+        checkpoint.read(folder)
+    assert (folder / checkpoint.FILE_NAME).read_bytes() == content
+
+
+def test_file_that_was_edited_is_refused(two_files: list[bytes], tmp_path: Path) -> None:
+    path = tmp_path / checkpoint.FILE_NAME
+    path.write_bytes(two_files[0])
     content = checkpoint.read(tmp_path)
-    for name in ("shape", "checkpointing"):
-        del content["settings"][name]
-    torch.save({**content, "format": "superadam train, 2"}, path)
-    content = checkpoint.read(tmp_path)
-    assert checkpoint.settings_of(content, tmp_path) == first.settings
-    checkpoint.restore(second := tiny_trainer(), content, tmp_path)
-    assert are_same(second.model.state_dict(), first.model.state_dict())
+    content["settings"]["lr"] = 1.0
+    torch.save(content, path)
+    with pytest.raises(UsageError, match="is damaged, changed or no checkpoint"):
+        checkpoint.read(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", bytes(1000)])
+def test_foreign_file_that_ends_with_its_digest_is_refused(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / checkpoint.FILE_NAME).write_bytes(content + hashlib.sha256(content).digest())
+    with pytest.raises(UsageError, match="no checkpoint of 'superadam train'"):
+        checkpoint.read(tmp_path)
+
+
+@given(share=st.floats(0, 1, exclude_max=True))
+def test_full_disk_is_a_sentence_and_leaves_the_older_checkpoint(
+    share: float, stepped: Trainer, two_files: list[bytes], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("run")
+    path = folder / checkpoint.FILE_NAME
+    path.write_bytes(two_files[1])
+    room, most = int(share * len(two_files[0])), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, most[1]))  # the kernel takes so many bytes of a file and no more
+    try:
+        with pytest.raises(UsageError, match=r"cannot write .*: File too large; free some space"):
+            checkpoint.save(stepped, folder)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, most)
+    assert os.listdir(folder) == [path.name]
+    assert path.read_bytes() == two_files[1]
+
+
+def test_disk_that_fails_once_has_failed(tmp_path: Path) -> None:
+    numbers = itertools.count()
+
+    class Failing(io.BytesIO):
+        def write(self, data: Any) -> int:
+            if next(numbers) == failing:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return super().write(data)
+
+    failing = -1
+    checkpoint._write({"numbers": torch.arange(100)}, Failing())
+    for failing in range(next(numbers)):  # noqa: B007 - read by Failing
+        numbers = itertools.count()
+        with pytest.raises(OSError, match="No space left"):
+            checkpoint._write({"numbers": torch.arange(100)}, Failing())
+
+
+def test_process_killed_while_it_saves_leaves_the_older_checkpoint_or_the_new_one(tmp_path: Path) -> None:
+    path = checkpoint.save(tiny_trainer(seed=1), tmp_path)
+    older, trainer = path.read_bytes(), tiny_trainer(seed=2)
+    models = [tiny_trainer(seed=seed).model.state_dict() for seed in (1, 2)]
+    found = []
+    code, line = 1, 0
+    while code:
+        path.write_bytes(older)
+        code = exit_code_of_child(lambda at=line: killed_at_line(at, lambda: checkpoint.save(trainer, tmp_path)))  # type: ignore[misc]
+        assert code in (0, -signal.SIGKILL)
+        found.append([are_same(checkpoint.read(tmp_path)["model"], model) for model in models])
+        line += 1
+    is_new = [new for _, new in found]
+    assert all(older is not new for older, new in found)
+    assert is_new == sorted(is_new)
+    assert 10 < is_new.index(True) < len(is_new) - 1  # killed before the renaming and after it
+    checkpoint.save(trainer, tmp_path)
+    assert os.listdir(tmp_path) == [path.name]  # the rest of none of the killed ones
+
+
+def killed_at_line(number: int, work: Callable[[], object]) -> None:
+    """Call `work`, and kill this process where it runs another line of the modules that write checkpoints."""
+    times: Counter[tuple[str, int]] = Counter()
+    reached = itertools.count()
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        if frame.f_code.co_filename not in (checkpoint.__file__, files.__file__):
+            return None
+        place = (frame.f_code.co_filename, frame.f_lineno)
+        times[place] += event == "line"
+        if event == "line" and times[place] in (1, 10) and next(reached) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return trace
+
+    sys.settrace(trace)
+    work()
+
+
+def test_file_of_another_layout_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "FORMAT", "superadam train, 1")
+    checkpoint.save(tiny_trainer(), tmp_path)
+    monkeypatch.undo()
+    with pytest.raises(UsageError, match="has the layout 'superadam train, 1', expected 'superadam train, 4'"):
+        checkpoint.read(tmp_path)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

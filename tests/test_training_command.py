@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from children import wait_until_delivered
 from training_runs import OPTIONS, TINY_SHAPE, are_same, one_torch_thread, read_report, train, write_text
 
 from superadam import OffloadScheduler
@@ -274,7 +275,7 @@ def test_difference_ends_with_status_one(
         (["--save-every", "2", "--no-save"], "--save-every and --no-save were both given"),
         (["--model", "8b"], "--layers shapes the byte transformer, and this run has --model 8b"),
         (["--resume", "nowhere"], "--resume nowhere holds no checkpoint.pt"),
-        (["--resume", "damaged"], "is damaged or no checkpoint"),
+        (["--resume", "damaged"], "is damaged, changed or no checkpoint"),
     ],
 )
 def test_bad_input_is_one_sentence_and_writes_nothing(
@@ -362,3 +363,41 @@ def test_ctrl_c_saves_and_the_run_goes_on(tmp_path: Path) -> None:
     words = ("--resume", tmp_path / "run", "--steps", done + 2, "--report", tmp_path / "report.json")
     assert train(*words) == 0
     assert json.loads((tmp_path / "report.json").read_text())["steps"] == done + 2
+
+
+@pytest.mark.subprocess
+def test_second_ctrl_c_ends_a_long_step_and_leaves_the_last_checkpoint(tmp_path: Path) -> None:
+    script = """
+import ctypes, sys
+from superadam.cli import main
+from superadam.training.loop import Trainer
+
+step = Trainer.step
+
+def block(trainer, *, inject_nan=False):
+    if len(trainer.history.steps) == 2:
+        print("a step without an end", flush=True)
+        mutex = ctypes.create_string_buffer(64)  # of zeros: PTHREAD_MUTEX_INITIALIZER
+        for _ in range(2):
+            ctypes.CDLL(None).pthread_mutex_lock(mutex)
+    return step(trainer, inject_nan=inject_nan)
+
+Trainer.step = block
+sys.exit(main())
+"""
+    places = ["--text", str(write_text(tmp_path)), "--out", str(tmp_path / "run")]
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, "train", *OPTIONS, *places, "--save-every", "1"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONSAFEPATH": "1"},
+    )
+    assert process.stdout is not None
+    assert "a step without an end\n" in iter(process.stdout.readline, "")
+    for number in (signal.SIGINT, signal.SIGINT):
+        process.send_signal(number)
+        wait_until_delivered(process.pid, number)
+    assert process.wait(timeout=120) == 128 + signal.SIGINT
+    process.stdout.close()
+    assert len(checkpoint.read(tmp_path / "run")["history"]["steps"]) == 2
+    assert os.listdir(tmp_path / "run") == ["checkpoint.pt"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 from typing import IO
 
@@ -52,6 +53,46 @@ def test_full_disk_is_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="No space left on device; free some space"):
         replace_file(tmp_path / "file", fail)
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_disk_that_refuses_is_a_sentence(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> None:
+        raise OSError("out of order")  # without a number, as libraries raise it
+
+    path = tmp_path / "file"
+    path.write_bytes(b"older")
+    monkeypatch.setattr(os, call, refuse)
+    with pytest.raises(UsageError, match=r"cannot write .*: out of order; free some space"):
+        replace_file(path, lambda file: file.write(b"newer"))
+    assert path.read_bytes() == b"older"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_content_is_on_the_disk_before_its_name_and_the_name_before_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    fsync, replace = os.fsync, os.replace
+
+    def synchronise(descriptor: int) -> None:
+        kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
+        calls.append("content" if kind == stat.S_IFREG else "folder")
+        assert kind == stat.S_IFDIR or os.fstat(descriptor).st_size == 5  # nothing is left in a buffer
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", synchronise)
+    monkeypatch.setattr(os, "replace", lambda *names: calls.append("name") or replace(*names))
+    replace_file(tmp_path / "file", lambda file: file.write(b"newer"))
+    assert calls == ["content", "name", "folder"]
+
+
+def test_rest_of_a_killed_process_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    other = [".file.1.part", ".file.old.part", ".files.999999999.part", "file.part"]  # process 1 lives
+    for name in [*other, ".file.999999999.part", f".file.{os.getpid()}.part"]:
+        (tmp_path / name).write_bytes(b"rest")
+    replace_file(tmp_path / "file", lambda file: file.write(b"newer"))
+    assert sorted(os.listdir(tmp_path)) == sorted([*other, "file"])
 
 
 def test_folder_below_a_file_is_refused(tmp_path: Path) -> None:

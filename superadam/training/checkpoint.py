@@ -1,14 +1,17 @@
 """A run on disk.
 
-Owns the checkpoint's layout and the checks that a loaded one must pass. It holds tensors and plain values only, so that
-`torch.load(weights_only=True)` reads it, and nothing of a run is changed before everything in it has been read.
+Owns the checkpoint's layout and the checks that a loaded one must pass. It is one file: what `torch.save` writes of
+tensors and plain values only, so that `torch.load(weights_only=True)` reads it, and after it the SHA-256 of all that. A
+file in which any byte was changed is refused before anything in it is looked at.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -22,11 +25,8 @@ FILE_NAME = "checkpoint.pt"
 
 _FAMILY = "superadam train, "
 
-FORMAT = _FAMILY + "3"
+FORMAT = _FAMILY + "4"
 """Stands in every checkpoint; a later layout counts on."""
-
-_READABLE = (_FAMILY + "2", FORMAT)
-"""Layout 2 lacks the settings that came with presets, whose defaults are what its runs had."""
 
 
 def save(trainer: Trainer, folder: Path) -> Path:
@@ -47,26 +47,74 @@ def save(trainer: Trainer, folder: Path) -> Path:
         "history": trainer.history.to_plain(),
     }
     path = folder / FILE_NAME
-    replace_file(path, lambda file: torch.save(content, file))
+    replace_file(path, lambda file: _write(content, file))
     return path
+
+
+class _Digesting:
+    """A binary file that digests what it is given.
+
+    It raises no error of the disk but keeps the first one, because torch makes errors of its own of some of them.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.sha256 = hashlib.sha256()
+        self.error: OSError | None = None
+        self._file = file
+
+    def write(self, data: bytes) -> int:
+        self.sha256.update(data)
+        try:
+            return len(data) if self.error else self._file.write(data)
+        except OSError as error:
+            self.error = error
+            return len(data)
+
+    def flush(self) -> None:
+        """Do nothing: `torch.save` calls it, and its caller flushes the file."""
+
+
+def _write(content: dict[str, Any], file: IO[bytes]) -> None:
+    digesting = _Digesting(file)
+    torch.save(content, digesting)  # type: ignore[arg-type]
+    if digesting.error is not None:
+        raise digesting.error
+    file.write(digesting.sha256.digest())
+
+
+def _is_intact(file: IO[bytes]) -> bool:
+    """Return whether the file ends with the digest of all before, and move to its begin."""
+    sha256 = hashlib.sha256()
+    left = file.seek(0, os.SEEK_END) - sha256.digest_size
+    file.seek(0)
+    while left > 0 and (block := file.read(min(left, 1 << 20))):
+        sha256.update(block)
+        left -= len(block)
+    is_intact = file.read() == sha256.digest()
+    file.seek(0)
+    return is_intact
 
 
 def read(folder: Path) -> dict[str, Any]:
     """Return the content of the checkpoint in `folder`.
 
     Raises:
-        UsageError: there is none, or it is not one of this version's `superadam train`.
+        UsageError: there is none, it is not as it was written, or it is not one of this version's `superadam train`.
     """
     path = folder / FILE_NAME
-    if not path.is_file():
-        raise UsageError(f"--resume {folder} holds no {FILE_NAME}; give the folder of an earlier run's --out")
+    remedy = "give the folder of an earlier run's --out"
+    if not os.path.isfile(path):  # which is False, too, where nobody may look
+        raise UsageError(f"--resume {folder} holds no {FILE_NAME} that can be read; {remedy}")
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch.load raises whatever unzipping or unpickling damaged bytes leads to
-        raise UsageError(f"{path} is damaged or no checkpoint; give the folder of an earlier run's --out") from error
+        with path.open("rb") as file:
+            content = torch.load(file, map_location="cpu", weights_only=True) if _is_intact(file) else None
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror or error}; {remedy}") from error
+    except Exception:  # torch.load raises whatever a foreign file leads to, even one whose end is its digest
+        content = None
     if not isinstance(content, dict) or not str(content.get("format")).startswith(_FAMILY):
-        raise UsageError(f"{path} is not a checkpoint of 'superadam train'; give the folder of an earlier run's --out")
-    if content["format"] not in _READABLE:
+        raise UsageError(f"{path} is damaged, changed or no checkpoint of 'superadam train'; {remedy}")
+    if content["format"] != FORMAT:
         raise UsageError(
             f"{path} has the layout {content['format']!r}, expected {FORMAT!r}; continue it with the version of "
             "superadam that wrote it, or start a new run without --resume"

@@ -52,6 +52,7 @@ class StepProgress:
 
     def __enter__(self) -> StepProgress:
         self._bar.start()
+        self._console.show_cursor()  # a second Ctrl-C ends the process without a word
         return self
 
     def __exit__(

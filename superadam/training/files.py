@@ -6,8 +6,8 @@ file, and a process that dies while writing leaves the older file as it was.
 
 from __future__ import annotations
 
+import glob
 import os
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,29 +42,34 @@ def writing(path: Path) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield
     except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}; free some space or choose another place") from error
+        cause = error.strerror or error
+        raise UsageError(f"cannot write {path}: {cause}; free some space or choose another place") from error
 
 
 def replace_file(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     """Make `path` what `write` puts into a binary file, in one step: after a power cut it is the older file or this.
 
+    It is written under another name, which a process that is killed meanwhile leaves behind; the next call removes it.
+
     Raises:
         UsageError: the disk does not take it; the older file is as it was.
     """
-    with writing(path), tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    with writing(path):
+        for left in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
+            process = left.name.split(".")[-2]
+            if left == part or (process.isdecimal() and not Path("/proc", process).exists()):
+                left.unlink(missing_ok=True)
         try:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-            os.chmod(file.name, 0o666 & ~_umask())
-            os.replace(file.name, path)
-        except BaseException:
-            Path(file.name).unlink(missing_ok=True)
-            raise
-
-
-def _umask() -> int:
-    """Return the process's mask for new files; the operating system only tells it by setting another."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+            with part.open("xb") as file:
+                write(file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # the new name
+        finally:
+            os.close(folder)

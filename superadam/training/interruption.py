@@ -1,44 +1,61 @@
 """Ctrl-C and polite kills, taken between two steps.
 
 Owns the signal handlers while a run is in motion. The first signal asks the loop to stop after its step, so that the
-checkpoint is whole; the second one interrupts at once.
+checkpoint is whole; the second one ends the process at once, whatever it is doing: files are as `files` left them.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+from contextlib import ExitStack
 from types import FrameType, TracebackType
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+SIGNAL_STATUS = 128
+"""Added to a signal's number: the exit status of a run that the signal stopped or ended, as shells count."""
 
 
 class Interruption:
-    """A context in which SIGINT and SIGTERM are remembered instead of raised.
+    """A context in which SIGINT and SIGTERM are remembered instead of raised, and the second of them ends the process.
 
     Attributes:
         signal_number: the signal that came, or None.
     """
 
-    _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
     def __init__(self) -> None:
         self.signal_number: int | None = None
-        self._previous: dict[int, signal._HANDLER] = {}
+        self._entered = ExitStack()
 
     def __enter__(self) -> Interruption:
         if threading.current_thread() is threading.main_thread():  # Python allows handlers nowhere else
-            self._previous = {number: signal.signal(number, self._remember) for number in self._SIGNALS}
+            reader, writer = os.pipe()
+            os.set_blocking(writer, False)
+            watcher = threading.Thread(target=_end_at_second, args=(reader,), name="superadam signals", daemon=True)
+            watcher.start()
+            self._entered.callback(watcher.join)
+            self._entered.callback(os.close, writer)
+            self._entered.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(writer))
+            for number in SIGNALS:
+                self._entered.callback(signal.signal, number, signal.signal(number, self._remember))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._restore()
+        self._entered.close()
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         self.signal_number = number
-        self._restore()
 
-    def _restore(self) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        self._previous = {}
+
+def _end_at_second(reader: int) -> None:
+    """Read the numbers of signals, which come at once, while handlers wait for the main thread's next instruction."""
+    with open(reader, "rb", buffering=0) as numbers:
+        came = False
+        while number := numbers.read(1):
+            if came and number[0] in SIGNALS:
+                os._exit(SIGNAL_STATUS + number[0])
+            came |= number[0] in SIGNALS

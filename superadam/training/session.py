@@ -14,15 +14,12 @@ from pathlib import Path
 from rich.console import Console
 
 from superadam.training import checkpoint, display, files, picture
-from superadam.training.interruption import Interruption
+from superadam.training.interruption import SIGNAL_STATUS, Interruption
 from superadam.training.loop import Trainer
 from superadam.training.report import Report
 
 FAILED_STATUS = 1
 """Exit status when a verified run was found to differ from its reference."""
-
-SIGNAL_STATUS = 128
-"""Added to a signal's number: the exit status of a run that the signal stopped, as shells count."""
 
 HELD_OUT_POINTS = 10
 """How often in a run the held-out loss is measured."""
