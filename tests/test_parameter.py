@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
-from visible import are_taken, bits, give_gradients, parameter, parameters_of, refused, state_bits, visible
+from visible import are_taken, bits, give_gradients, parameter, parameters_of, refused, state_bits
 
 from superadam import SpeculativeCPUAdam, SpeculativeCPUAdamW
 from superadam.parameter import ParameterState
