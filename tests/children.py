@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable
 
 
-def exit_code_of_child(work: Callable[[], object], seconds: float = 1200.0) -> int:
+def exit_code_of_child(work: Callable[[], object], seconds: float = 240.0) -> int:
     """Fork, call `work` in the child, and return its exit code: 0, 1 after an exception, or minus a signal's number.
 
     Raises:
