@@ -204,13 +204,13 @@ class ParameterState:
 
         Raises:
             TypeError: sparse, or of a dtype that does not fit the state.
-            ValueError: of another shape, or neither on the parameter's device nor on the CPU.
+            ValueError: of another shape, neither on the parameter's device nor on the CPU, or on the meta device.
         """
         if (
             gradient.dtype is self.parameter_dtype
             and gradient.shape == self.shape
             and gradient.layout is torch.strided
-            and (gradient.is_cpu or gradient.device == self.parameter.device)
+            and (gradient.is_cpu or (gradient.device == self.parameter.device and not gradient.is_meta))
         ):
             return  # the usual one, soon
         if gradient.layout is not torch.strided:
@@ -228,10 +228,10 @@ class ParameterState:
                 f"the gradient of {self.name} has shape {tuple(gradient.shape)}, expected that of the parameter, "
                 f"{tuple(self.parameter.shape)}; recompute it"
             )
-        if gradient.device != self.parameter.device and not gradient.is_cpu:
+        if not gradient.is_cpu and (gradient.is_meta or gradient.device != self.parameter.device):
             raise ValueError(
-                f"the gradient of {self.name} is on {gradient.device}, expected the parameter's device "
-                f"{self.parameter.device}; move the model before the backward pass"
+                f"the gradient of {self.name} is on {gradient.device}, expected values on the parameter's device "
+                f"{self.parameter.device} or on the CPU; move the model before the backward pass"
             )
 
     def host_gradient(self, gradient: Tensor) -> Tensor:

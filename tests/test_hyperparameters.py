@@ -112,9 +112,28 @@ def test_a_group_is_captured_by_value() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("lr", "fast"), ("lr", torch.zeros(2)), ("eps", None), ("betas", 0.9), ("betas", (0.9,)), ("betas", (0.9, "b"))],
+    [
+        ("lr", "fast"),
+        ("lr", "0.1"),
+        ("lr", torch.zeros(2)),
+        ("lr", torch.zeros(200, 200)),
+        ("lr", torch.ones((), device="meta")),
+        ("lr", 10**400),
+        ("eps", None),
+        ("eps", torch.tensor(1j)),
+        ("eps", 10**5000),
+        ("betas", 0.9),
+        ("betas", (0.9,)),
+        ("betas", (0.9, "b")),
+        ("betas", [torch.ones(100)] * 100),
+        ("amsgrad", "no"),
+        ("maximize", torch.tensor(True)),
+        ("decoupled_weight_decay", 0.5),
+    ],
+    ids=lambda value: None if isinstance(value, str) else type(value).__name__,
 )
 def test_a_group_without_numbers_is_refused(name: str, value: object) -> None:
     group = torch.optim.AdamW([torch.zeros(1)]).param_groups[0] | {name: value}
-    with pytest.raises(ValueError, match=f"Invalid {name}.*expected"):
+    with pytest.raises(ValueError, match=f"Invalid {name}.*expected") as caught:
         Hyperparameters.of_group(group)
+    assert len(str(caught.value)) < 200

@@ -101,7 +101,7 @@ def test_bad_gradient_is_refused(kind: str) -> None:
 
 
 def test_gradient_on_another_device_is_refused() -> None:
-    with pytest.raises(ValueError, match="the gradient of p is on meta, expected the parameter's device cpu"):
+    with pytest.raises(ValueError, match="the gradient of p is on meta, expected values on the parameter's device cpu"):
         ParameterState(parameter(3), 0, "p").host_gradient(torch.ones(3, device="meta"))
 
 

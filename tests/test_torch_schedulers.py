@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch.optim import lr_scheduler
-from visible import parameter, state_bits, train
+from torch.optim import lr_scheduler, swa_utils
+from visible import parameter, parameters_of, state_bits, train, visible
 
 from superadam import SpeculativeCPUAdamW
 
@@ -17,42 +18,98 @@ def make(cls: type = SpeculativeCPUAdamW, dtype: torch.dtype = torch.float32, **
     return cls([parameter(70, dtype=dtype), parameter(4, 5, dtype=dtype, seed=1)], **options)
 
 
+def _sequential(optimizer: Any) -> Any:
+    parts = [lr_scheduler.LinearLR(optimizer, 0.1), lr_scheduler.ExponentialLR(optimizer, 0.5)]
+    return lr_scheduler.SequentialLR(optimizer, parts, [2])
+
+
+def _chained(optimizer: Any) -> Any:
+    parts = [lr_scheduler.ConstantLR(optimizer, 0.5, 2), lr_scheduler.MultiplicativeLR(optimizer, lambda epoch: 0.75)]
+    return lr_scheduler.ChainedScheduler(parts, optimizer)
+
+
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "StepLR": lambda optimizer: lr_scheduler.StepLR(optimizer, 2, 0.5),
+    "MultiStepLR": lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [1, 3]),
     "LambdaLR": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.9**epoch),
+    "MultiplicativeLR": lambda optimizer: lr_scheduler.MultiplicativeLR(optimizer, lambda epoch: 0.9),
+    "ConstantLR": lambda optimizer: lr_scheduler.ConstantLR(optimizer, 0.5, 2),
+    "LinearLR": lambda optimizer: lr_scheduler.LinearLR(optimizer, 0.5, total_iters=3),
+    "ExponentialLR": lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.5),
+    "PolynomialLR": lambda optimizer: lr_scheduler.PolynomialLR(optimizer, 4, 0.9),
     "OneCycleLR": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=6),  # cycles beta1 too
+    "CyclicLR": lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.001, 0.1, 2),  # as well
     "CosineAnnealingLR": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 3),
+    "CosineAnnealingWarmRestarts": lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 2),
     "ReduceLROnPlateau": lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=0),
-    "SequentialLR": lambda optimizer: lr_scheduler.SequentialLR(
-        optimizer, [lr_scheduler.LinearLR(optimizer, 0.1), lr_scheduler.ExponentialLR(optimizer, 0.5)], [2]
-    ),
+    "SequentialLR": _sequential,
+    "ChainedScheduler": _chained,
+    "SWALR": lambda optimizer: swa_utils.SWALR(optimizer, 0.5, 3),
 }
 
+pytestmark = pytest.mark.filterwarnings("error:Detected call of", "ignore:The epoch parameter")
 
-@pytest.mark.filterwarnings("error:Detected call of", "ignore:The epoch parameter")
+
+def test_every_scheduler_of_torch_is_here() -> None:
+    assert SCHEDULERS.keys() == {*lr_scheduler.__all__, "SWALR"} - {"LRScheduler"}
+
+
+def _lr(is_tensor: bool) -> Any:
+    return torch.tensor(0.01, dtype=torch.float64) if is_tensor else 0.01
+
+
+def _advance(scheduler: Any) -> None:
+    scheduler.step(*([1.0] if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else []))
+
+
 @pytest.mark.parametrize("name", SCHEDULERS)
 @pytest.mark.parametrize("is_tensor", [False, True], ids=["float lr", "Tensor lr"])
 @pytest.mark.parametrize("speculative", [False, True])
 def test_schedulers(name: str, is_tensor: bool, speculative: bool) -> None:
     """Learning rates and betas are those that torch's AdamW gets, and the steps are made with them."""
-
-    def lr() -> Any:
-        return torch.tensor(0.01, dtype=torch.float64) if is_tensor else 0.01
-
-    optimizer, reference, twin = make(lr=lr()), make(torch.optim.AdamW, lr=lr()), make()
-    schedulers = [SCHEDULERS[name](one) for one in (optimizer, reference)]
+    optimizer, reference, twin = make(lr=_lr(is_tensor)), make(torch.optim.AdamW, lr=_lr(is_tensor)), make()
+    descent = make(torch.optim.SGD, lr=_lr(is_tensor), momentum=0.9)
+    schedulers = [SCHEDULERS[name](one) for one in (optimizer, reference, descent)]
     rates = set()
     for seed in range(5):
         train(reference, seed)
+        train(descent, seed)
         train(optimizer, seed, speculative=speculative)
         twin.param_groups[0].update({key: optimizer.param_groups[0][key] for key in ("lr", "betas")})
         twin.param_groups[0]["lr"] = float(twin.param_groups[0]["lr"])
         train(twin, seed)
         rates.add(twin.param_groups[0]["lr"])
         for scheduler in schedulers:
-            scheduler.step(*([1.0] if name == "ReduceLROnPlateau" else []))
+            _advance(scheduler)
         for key in ("lr", "betas"):
             assert optimizer.param_groups[0][key] == reference.param_groups[0][key]
+        assert optimizer.param_groups[0]["lr"] == descent.param_groups[0]["lr"]
+        if name in ("CyclicLR", "OneCycleLR"):
+            assert optimizer.param_groups[0]["betas"][0] == descent.param_groups[0]["momentum"]
     assert isinstance(optimizer.param_groups[0]["lr"], torch.Tensor) is is_tensor
     assert state_bits(optimizer) == state_bits(twin)
     assert len(rates) > 1  # something was scheduled
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("is_tensor", [False, True], ids=["float lr", "Tensor lr"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_state_dicts_of_schedulers_and_optimizer(name: str, is_tensor: bool, dtype: torch.dtype) -> None:
+    """Loaded into others in the middle, they go on as if never stopped; so does a copy of both."""
+    optimizer, other = (make(dtype=dtype, lr=_lr(is_tensor)) for _ in range(2))
+    scheduler, second = SCHEDULERS[name](optimizer), SCHEDULERS[name](other)
+    for seed in range(3):
+        train(optimizer, seed, speculative=True)
+        _advance(scheduler)
+    second.load_state_dict(copy.deepcopy(scheduler.state_dict()))
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    with torch.no_grad():
+        for p, q in zip(parameters_of(other), parameters_of(optimizer), strict=True):
+            p.copy_(q)
+    third = copy.deepcopy(scheduler)
+    for seed in range(3, 6):
+        for one, its in ((optimizer, scheduler), (other, second), (third.optimizer, third)):
+            train(one, seed, speculative=one is other)
+            if seed < 5:
+                _advance(its)
+        assert visible(optimizer) == visible(other) == visible(third.optimizer)
