@@ -158,6 +158,7 @@ class Copy:
         sys.path.insert(0, str(folder / "site"))
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [sys.path[0], os.environ.get("PYTHONPATH")]))
         self._time = 0
+        self.sound: set[tuple[str, ...]] = set()
 
     def path(self, name: str) -> Path:
         """Return where a file of the repository lies; C sources are configured when first needed."""
@@ -167,7 +168,8 @@ class Copy:
             for one in ("cpu", "cmake"):
                 shutil.copytree(ROOT / one, self.folder / one)
             shutil.copy(ROOT / "CMakeLists.txt", self.folder)
-            self._cmake("-S", self.folder, "-B", self.build, f"-DPython_EXECUTABLE={sys.executable}")
+            quickly = ("-DCMAKE_BUILD_TYPE=Mutants", "-DCMAKE_C_FLAGS=-O1")  # the same bits
+            self._cmake("-S", self.folder, "-B", self.build, f"-DPython_EXECUTABLE={sys.executable}", *quickly)
         return self.folder / name
 
     def write(self, path: Path, text: str) -> bool:
@@ -177,7 +179,7 @@ class Copy:
         os.utime(path, (path.stat().st_atime, path.stat().st_mtime + self._time))
         if path.suffix == ".py":
             return True
-        is_built = self._cmake("--build", self.build)
+        is_built = self._cmake("--build", self.build, "-j2")
         shutil.copy(self.build / "_kernels.abi3.so", self.package)
         return is_built
 
@@ -190,7 +192,9 @@ def run_file(copy: Copy, name: str, tests: list[str]) -> int:
     path, note = copy.path(name), copy.folder / "failed"
     source = path.read_text()
     assert copy.write(path, source), "the unchanged sources do not compile"
-    assert passes(tests, note), f"{name}: a test of the unchanged package fails: {note.read_text()}"
+    if tuple(tests) not in copy.sound:
+        assert passes([*tests], note), f"{name}: a test of the unchanged package fails: {note.read_text()}"
+        copy.sound.add(tuple(tests))
     mutants = list(python_mutants(source) if path.suffix == ".py" else c_mutants(source, name))
     mutants = sorted(random.Random(name).sample(mutants, min(len(mutants), int(os.environ.get("SAMPLE", "9999999")))))
     survived = excluded = 0
@@ -198,9 +202,10 @@ def run_file(copy: Copy, name: str, tests: list[str]) -> int:
         text = difference(source, mutant)
         if any(file == name and part in text for file, part, _ in LIST["excluded"]):
             excluded += 1
-        elif copy.write(path, mutant) and passes(tests, note, limit=400):
+        elif not copy.write(path, mutant) or passes(tests, note, limit=400):
             survived += 1
-            sys.stdout.write(f"{name} survived: {text}\n")
+            sys.stdout.write(f"{name} survived, or does not compile: {text}\n")
+            sys.stdout.flush()
         else:
             sys.stderr.write(f"killed: {text}\n  by {note.read_text() if note.exists() else 'time or abort'}\n")
     copy.write(path, source)
