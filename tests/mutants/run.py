@@ -44,7 +44,11 @@ class DeleteStatement:
     def mutation_positions(self, node: NodeOrLeaf) -> Iterator[tuple[Any, Any]]:
         if node.type == "simple_stmt" and node.search_ancestor("funcdef"):
             first = node.children[0]
-            is_local = first.type == "expr_stmt" and first.children[0].type == "name" and str(first.children[1].get_code()).strip() == "="
+            is_local = (
+                first.type == "expr_stmt"
+                and first.children[0].type == "name"
+                and str(first.children[1].get_code()).strip() == "="
+            )
             if not is_local and first.type not in ("string", "assert_stmt", "import_name", "import_from"):
                 yield node.start_pos, node.end_pos
 
@@ -184,7 +188,9 @@ class Copy:
         return is_built
 
     def _cmake(self, *arguments: str | Path) -> bool:
-        return not subprocess.run([sys.executable, "-m", "cmake", *arguments], check=False, capture_output=True).returncode
+        return not subprocess.run(
+            [sys.executable, "-m", "cmake", *arguments], check=False, capture_output=True
+        ).returncode
 
 
 def run_file(copy: Copy, name: str, tests: list[str]) -> int:
