@@ -14,7 +14,7 @@ export OMP_WAIT_POLICY := passive
 # A file's tests stay together: some share what took long to make.
 IN_PARALLEL := -n 2 --dist loadfile
 
-.PHONY: demo test test-deep arm-test gpu-check lint format clean
+.PHONY: demo test test-deep test-mutants arm-test gpu-check lint format clean
 
 demo: $(VENV)/installed
 	$(BIN)/superadam train --verify --steps 200 --max-grad-norm 1.0 --inject-nan 70 --report demo/report.json --out demo
@@ -24,6 +24,11 @@ test: $(VENV)/test-tools lint
 
 test-deep: $(VENV)/test-tools
 	SUPERADAM_DEEP=1 $(BIN)/python -m pytest $(IN_PARALLEL) --timeout 7200 tests
+
+# FILES=superadam/validation.py takes that file alone, SAMPLE=20 so many mutants of each file.
+test-mutants: $(VENV)/test-tools
+	$(PIP) --group mutants
+	$(BIN)/python tests/mutants/run.py $(FILES)
 
 arm-test: $(VENV)/test-tools
 	tests/arm/run $(BIN)/python

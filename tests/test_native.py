@@ -16,6 +16,7 @@ from kernel_arrays import READS_STATE, Job, coefficient_table, make_segment
 
 import superadam
 from superadam import formula, native
+from superadam._kernels import ffi, lib
 from superadam.hyperparameters import Coefficients, Hyperparameters
 from superadam.native import Dtype, Pass
 
@@ -127,6 +128,12 @@ def test_an_unknown_pass_is_refused(which: int) -> None:
 def test_an_unknown_isa_is_refused(which: Pass) -> None:
     job = make_job(which)
     check_refused(job, job.table(), "available_isas", isa="mmx")
+
+
+@pytest.mark.parametrize("row", [-1, lib.superadam_isa_count(), 1 << 30])
+def test_rows_that_do_not_exist_are_no_instruction_sets(row: int) -> None:
+    assert lib.superadam_isa_name(row) == ffi.NULL
+    assert lib.superadam_isa_status(row) == lib.SUPERADAM_NOT_COMPILED
 
 
 def change_dtype(table: np.ndarray) -> np.ndarray:

@@ -383,6 +383,23 @@ def test_gradients_of_inference_mode(dtype: torch.dtype, when: str) -> None:
 
 
 @EACH_DTYPE
+@pytest.mark.parametrize("reads", [SpeculativeCPUAdam.commit, SpeculativeCPUAdam.state_dict], ids=["commit", "read"])
+def test_commit_leaves_the_norm_of_the_open_step_alone(dtype: torch.dtype, reads: Callable) -> None:
+    """What is committed is the gradient of the step before, of a parameter that takes no part in the open one."""
+    optimizer, twin = make(dtype, max_grad_norm=1e3), make(dtype, max_grad_norm=1e3)
+    for one in (optimizer, twin):
+        train(one, 1, 100.0, speculative=one is optimizer)
+        give_gradients(one, 2)
+        parameters_of(one)[0].grad = None
+    optimizer.speculate()
+    reads(optimizer)
+    for one in (optimizer, twin):
+        one.step()
+    assert optimizer.last_outcome == twin.last_outcome
+    assert visible(optimizer) == visible(twin)
+
+
+@EACH_DTYPE
 @pytest.mark.filterwarnings("ignore:Using backward")
 def test_gradients_with_graphs(dtype: torch.dtype) -> None:
     """They are not taken, and neither is the graph that they belong to disturbed."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -78,6 +80,28 @@ def test_idle_threads_use_no_processor_time() -> None:
         time.sleep(0.5)
         assert count_threads() == 7
         assert time.process_time() - before < 0.1
+
+    assert exit_code_of_child(work) == 0
+
+
+def blocked_signals(thread: int) -> int:
+    """Return the signals that a thread of this process blocks, bit 0 for signal 1."""
+    (line,) = [one for one in Path(f"/proc/self/task/{thread}/status").read_text().splitlines() if "SigBlk" in one]
+    return int(line.split()[1], 16)
+
+
+def test_signals_stay_with_the_threads_of_the_program() -> None:
+    """A signal that the program waits for, or that is to interrupt its main thread, is never delivered to the pool."""
+
+    def work() -> None:
+        caller = threading.get_native_id()
+        before = blocked_signals(caller)
+        make_job(*lengths_for(3)).run("scalar", threads=3)
+        assert blocked_signals(caller) == before
+        others = [int(thread) for thread in os.listdir("/proc/self/task") if int(thread) != caller]
+        assert len(others) == 2
+        for one in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1, signal.SIGCHLD):
+            assert all(blocked_signals(thread) >> (one - 1) & 1 for thread in others)
 
     assert exit_code_of_child(work) == 0
 
