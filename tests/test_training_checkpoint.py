@@ -23,6 +23,7 @@ import pytest
 import torch
 from children import exit_code_of_child
 from hypothesis import assume, given
+from hypothesis import settings
 from hypothesis import strategies as st
 from training_runs import SENTENCES, TINY, TINY_SHAPE, are_same, one_torch_thread, tiny_trainer
 
@@ -58,6 +59,7 @@ def content_of(trainer: Trainer, folder: Path) -> dict[str, object]:
     return content
 
 
+@settings(max_examples=settings().max_examples // 3)
 @given(
     stops=st.sets(st.integers(1, STEPS - 1), max_size=3),
     nan_steps=st.sets(st.integers(1, STEPS), max_size=2),
