@@ -22,8 +22,7 @@ from typing import Any
 import pytest
 import torch
 from children import exit_code_of_child
-from hypothesis import assume, given
-from hypothesis import settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from training_runs import SENTENCES, TINY, TINY_SHAPE, are_same, one_torch_thread, tiny_trainer
 
