@@ -379,6 +379,19 @@ def _replace_entry(state: Any, p: torch.Tensor) -> None:
     state[p] = {**state[p], "exp_avg": (state[p]["exp_avg"] * 0.5).double().t().contiguous().t()}
 
 
+def _negate(state: Any, p: torch.Tensor) -> None:
+    state[p]["exp_avg"] = torch._neg_view(state[p]["exp_avg"])
+
+
+def _set_narrow_step(state: Any, p: torch.Tensor) -> None:
+    state[p]["step"] = torch.tensor(256, dtype=torch.bfloat16)
+
+
+def _set_inference_step(state: Any, p: torch.Tensor) -> None:
+    with torch.inference_mode():
+        state[p]["step"] = torch.tensor(9.0)
+
+
 def _set_step(state: Any, p: torch.Tensor) -> None:
     state[p]["step"] = 7
 
@@ -396,6 +409,7 @@ def _clear(state: Any, p: torch.Tensor) -> None:
 
 
 EDITS = {"in place": _edit_in_place, "replaced": _replace, "another entry": _replace_entry, "step": _set_step}
+EDITS |= {"negated": _negate, "narrow step": _set_narrow_step, "inference step": _set_inference_step}
 EDITS |= {"step in place": _fill_step, "deleted": _delete, "cleared": _clear}
 
 
@@ -774,12 +788,23 @@ def test_default_dtype_and_device(dtype: torch.dtype, default: torch.dtype, wher
     assert visible(optimizer) == visible(twin)
 
 
+def _freed(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 BAD_EDITS: dict[str, tuple[Callable[[Any, torch.Tensor], Any], str]] = {
     "a number": (lambda state, p: state.__setitem__(p, 5), "is a int, expected a dict"),
     "no step": (lambda state, p: state[p].pop("step"), "lacks step, expected"),
     "NaN step": (lambda state, p: state[p]["step"].fill_(float("nan")), "step tensor.nan.*, expected a whole number"),
     "no exp_avg": (lambda state, p: state[p].pop("exp_avg"), "lacks exp_avg, expected"),
     "another shape": (lambda state, p: state[p].update(exp_avg=torch.ones(3)), r"shape \(3,\), expected .*\(4, 5\)"),
+    "meta": (lambda state, p: state[p].update(exp_avg=torch.ones(4, 5, device="meta")), "dense and in memory"),
+    "sparse": (lambda state, p: state[p].update(exp_avg=torch.ones(4, 5).to_sparse()), "dense and in memory"),
+    "nested": (lambda state, p: state[p].update(exp_avg=torch.nested.nested_tensor([torch.ones(4)])), "is a Tensor"),
+    "freed": (lambda state, p: state[p].update(exp_avg=_freed(torch.ones(4, 5))), "dense and in memory"),
+    "fp8": (lambda state, p: state[p].update(exp_avg=torch.ones(4, 5).to(torch.float8_e4m3fn)), "float8_e4m3fn"),
+    "huge step": (lambda state, p: state[p].update(step=10**400), "step 1000.*, expected a whole number"),
     "integers": (lambda state, p: state[p].update(exp_avg=torch.ones(4, 5).int()), "torch.int32 .*, expected floats"),
 }
 

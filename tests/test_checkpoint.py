@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from visible import are_taken, bits, give_gradients, parameter, parameters_of, refused, shown, state_bits, visible
@@ -81,6 +82,11 @@ def _group(**changes: Any) -> Callable[[dict], Any]:
     return spoil
 
 
+def _freed(saved: dict) -> dict:
+    saved["state"][1]["exp_avg"].untyped_storage().resize_(0)
+    return saved
+
+
 def _of(cls: type[torch.optim.Optimizer], **options: Any) -> Callable[[dict], Any]:
     return lambda saved: trained(make(cls=cls, **options)).state_dict()
 
@@ -115,19 +121,40 @@ DAMAGED: dict[str, tuple[Callable[[dict], Any], str]] = {
     "group without lr": (_group(lr=None), "group 0 of the state dict lacks lr"),
     "NaN in lr": (_group(lr=math.nan), "lr is nan"),
     "lr of two elements": (_group(lr=torch.ones(2)), "must be 1-element"),
+    "lr of several lines": (_group(lr=np.ones((2, 1))), "Invalid lr: a ndarray; expected"),
     "betas of one": (_group(betas=(0.9,)), r"Invalid betas: \(0.9,\)"),
     "beta of 1": (_group(betas=(0.9, 1.0)), "Invalid beta parameter at index 1"),
     "state as list": (lambda saved: {**saved, "state": [3]}, "state of the state dict is a list, expected a dict"),
     "entry as list": (lambda saved: {**saved, "state": {1: [3]}}, "the state of parameter 1 of group 0 is a list"),
+    "entry None": (lambda saved: {**saved, "state": {1: None}}, "the state of parameter 1 of group 0 is a NoneType"),
+    "id twice": (_group(params=[1, 1]), "lists a parameter twice"),
+    "ids as tensors": (
+        _group(params=[torch.tensor(0), torch.tensor(1)]),
+        "is no list of dicts with params, a list of ids",
+    ),
+    "ids as lists": (_group(params=[[0], [1]]), "is no list of dicts with params, a list of ids"),
+    "numbers for keys": (
+        lambda saved: {**saved, "param_groups": [{1: 2, **saved["param_groups"][0]}]},
+        "is no list of",
+    ),
+    "what cannot be copied": (_group(extra=(one for one in "ab")), r"holds what cannot be copied \(TypeError\)"),
+    "flag in words": (_group(amsgrad="no"), "Invalid amsgrad: 'no'; expected True or False"),
+    "eps in words": (_group(eps="1e-8"), "Invalid eps: '1e-8'; expected a number"),
     "entry of nobody": (lambda saved: {**saved, "state": {7: saved["state"][0]}}, "state for parameter 7, which none"),
     "swapped": (lambda saved: {**saved, "state": {0: saved["state"][1]}}, r"shape \(8, 16\), expected .*\(64,\)"),
     "no exp_avg": (_entry(exp_avg=None), "lacks exp_avg, expected"),
     "no step": (_entry(step=None), "lacks step, expected"),
     "foreign key": (_entry(momentum_buffer=torch.ones(8, 16)), "has 'momentum_buffer', expected"),
+    "many keys": (_entry(**{f"a key with a long name {number}": 1 for number in range(99)}), "has 'a key with a .*"),
     "flat exp_avg_sq": (_entry(exp_avg_sq=torch.ones(128)), r"exp_avg_sq .* of shape \(128,\), expected .*\(8, 16\)"),
     "integer exp_avg": (_entry(exp_avg=torch.ones(8, 16).int()), "exp_avg .* is torch.int32 .*, expected floats"),
     "complex exp_avg": (_entry(exp_avg=torch.ones(8, 16) * 1j), "exp_avg .* is torch.complex64 .*, expected floats"),
     "number for exp_avg": (_entry(exp_avg=0.5), "exp_avg .* is a float, expected floats of shape"),
+    "sparse exp_avg": (_entry(exp_avg=torch.ones(8, 16).to_sparse()), "exp_avg .*, dense and in memory"),
+    "meta exp_avg": (_entry(exp_avg=torch.ones(8, 16, device="meta")), "exp_avg .*, dense and in memory"),
+    "nested exp_avg": (_entry(exp_avg=torch.nested.nested_tensor([torch.ones(8)])), "exp_avg .* is a Tensor, expected"),
+    "freed exp_avg": (_freed, "exp_avg .*, dense and in memory"),
+    "fp8 exp_avg": (_entry(exp_avg=torch.ones(8, 16).to(torch.float8_e4m3fn)), "exp_avg .* is torch.float8_e4m3fn"),
     "flat maximum": (_entry(max_exp_avg_sq=torch.ones(3)), r"max_exp_avg_sq .* of shape \(3,\)"),
     "flat master": (_entry(master=torch.ones(3)), r"master .* of shape \(3,\)"),
     "NaN step": (_entry(step=torch.tensor(math.nan)), "step tensor.nan.*expected a whole number"),
@@ -136,6 +163,9 @@ DAMAGED: dict[str, tuple[Callable[[dict], Any], str]] = {
     "half a step": (_entry(step=1.5), "step 1.5, expected a whole number"),
     "step beyond counting": (_entry(step=torch.tensor(1e30)), "step .*1.0000e.30.*, expected a whole number"),
     "two steps": (_entry(step=torch.ones(2)), "step .*, expected a whole number"),
+    "step that no float holds": (_entry(step=10**400), "step 1000.*, expected a whole number"),
+    "meta step": (_entry(step=torch.ones((), device="meta")), "step .*, expected a whole number"),
+    "complex step": (_entry(step=torch.tensor(1j)), "step tensor.*, expected a whole number"),
     "step in words": (_entry(step="two"), "step 'two', expected a whole number"),
 }
 

@@ -66,6 +66,7 @@ def refused(optimizer: Optimizer, error: type[Exception], sentence: str) -> Iter
     with pytest.raises(error, match=sentence) as caught:
         yield
     assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
     assert visible(optimizer) == before
 
 
