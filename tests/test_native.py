@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -52,6 +53,17 @@ def test_a_missing_array_is_refused(which: Pass) -> None:
         table = job.table()
         table[name][2] = 0
         check_refused(job, table, "lacks an array")
+
+
+@pytest.mark.parametrize("name", ["coefficients", "accepted_coefficients"])
+def test_maxima_are_needed_where_either_of_two_steps_has_amsgrad(name: str) -> None:
+    job = make_job(Pass.COMMIT_AND_SPECULATE)
+    job.sets.append(Coefficients.at_step(replace(HYPER, amsgrad=False), 3))
+    table = job.table()
+    table["coefficients"] = table["accepted_coefficients"] = 1
+    table[name][2] = 0
+    table["max_exp_avg_sq"] = 0
+    check_refused(job, table, "lacks an array")
 
 
 @EACH_PASS
