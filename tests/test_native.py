@@ -84,6 +84,13 @@ def test_sums_come_with_nonfinite(name: str) -> None:
     check_refused(job, table, "lacks an array")
 
 
+def test_a_norm_without_a_place_is_refused() -> None:
+    job = make_job(Pass.NORM)
+    table = job.table()
+    table["sums"][2] = table["nonfinite"][2] = 0
+    check_refused(job, table, "lacks an array")
+
+
 @EACH_PASS
 @pytest.mark.parametrize("dtype", [-1, 0, 5, 1 << 30])
 def test_an_unknown_gradient_dtype_is_refused(which: Pass, dtype: int) -> None:
