@@ -47,8 +47,6 @@ static void run_units(void *context, int64_t first, int64_t last)
         const superadam_segment *segment = &r->segments[at];
         const int64_t offset = r->first_chunk[at], end = r->first_chunk[at + 1] < last ? r->first_chunk[at + 1] : last;
         const int64_t begin = offset > first ? offset : first;
-        if (begin >= end)
-            continue;
         superadam_kernel *kernel = segment->gradient_dtype == SUPERADAM_FLOAT64 ? superadam_kernel_float64 : r->kernel;
         kernel(r->pass, segment, r->coefficients, begin - offset, end - offset,
                r->stream && (uintptr_t)segment->out % 64 == 0);

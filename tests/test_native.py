@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -54,6 +55,17 @@ def test_a_missing_array_is_refused(which: Pass) -> None:
         check_refused(job, table, "lacks an array")
 
 
+@pytest.mark.parametrize("name", ["coefficients", "accepted_coefficients"])
+def test_maxima_are_needed_where_either_of_two_steps_has_amsgrad(name: str) -> None:
+    job = make_job(Pass.COMMIT_AND_SPECULATE)
+    job.sets.append(Coefficients.at_step(replace(HYPER, amsgrad=False), 3))
+    table = job.table()
+    table["coefficients"] = table["accepted_coefficients"] = 1
+    table[name][2] = 0
+    table["max_exp_avg_sq"] = 0
+    check_refused(job, table, "lacks an array")
+
+
 @EACH_PASS
 def test_an_array_that_the_pass_does_not_use_may_be_missing(which: Pass) -> None:
     job = make_job(which)
@@ -69,6 +81,13 @@ def test_sums_come_with_nonfinite(name: str) -> None:
     job = Job(Pass.UPDATE, [make_segment(1, 100, Dtype.FLOAT32, norm=True)], [Coefficients.at_step(HYPER, 3)])
     table = job.table()
     table[name] = 0
+    check_refused(job, table, "lacks an array")
+
+
+def test_a_norm_without_a_place_is_refused() -> None:
+    job = make_job(Pass.NORM)
+    table = job.table()
+    table["sums"][2] = table["nonfinite"][2] = 0
     check_refused(job, table, "lacks an array")
 
 

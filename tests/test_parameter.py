@@ -111,6 +111,20 @@ def test_gradient_of_double_precision_belongs_to_a_double_parameter() -> None:
         state.host_gradient(torch.ones(3))
 
 
+@EACH_DTYPE
+@pytest.mark.parametrize("layout", ["as the parameter", "transposed"])
+def test_nothing_belongs_to_the_graphs_of_autograd(dtype: torch.dtype, layout: str) -> None:
+    """Whatever thread it is made in: each has a mode of its own."""
+    state = ParameterState(parameter(4, 4, dtype=dtype), 0, "p")
+    gradient = torch.ones(4, 4, dtype=dtype, requires_grad=True) * 2
+    with torch.enable_grad():
+        got = state.host_gradient(gradient if layout == "as the parameter" else gradient.t())
+        state.create_state(with_max=True)
+    assert torch.equal(got, gradient)
+    made = [got, state.master, state.exp_avg, state.exp_avg_sq, state.max_exp_avg_sq]
+    assert not any(one.requires_grad for one in made if one is not None)
+
+
 # -- state -------------------------------------------------------------------------------------------------------------
 
 

@@ -278,6 +278,17 @@ def test_sum_is_that_in_the_wider_dtype(batches: list[int], in_use: list[bool], 
     assert same_bits(taken.value(), expected.to(dtype).mul_(0.3))
 
 
+@pytest.mark.parametrize("in_use", [False, True])
+def test_a_sum_takes_up_no_graph(in_use: bool) -> None:
+    """As backward(create_graph=True) of a later micro-batch would bring one."""
+    taken = TakenGradient(torch.ones(3, dtype=torch.bfloat16))
+    taken.pending, taken.is_sum, taken.in_use = torch.ones(3), True, in_use
+    with torch.enable_grad():
+        taken.absorb(torch.ones(3, requires_grad=True) * 2)
+    assert not taken.pending.requires_grad
+    assert taken.pending.tolist() == [3.0] * 3
+
+
 # -- giving back -------------------------------------------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ mutant run in a fork of this process, which has imported torch but not superadam
 from __future__ import annotations
 
 import ast
+import contextlib
 import difflib
 import importlib.util
 import itertools
@@ -29,6 +30,7 @@ import hypothesis
 import numpy  # noqa: F401  what tests import, once
 import pytest
 import torch  # noqa: F401
+from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import mutate_code
 from cosmic_ray.operators.provider import OperatorProvider
 from parso.python.tree import Keyword
@@ -85,23 +87,20 @@ def meaning(source: str) -> str:
 
 
 def python_mutants(source: str) -> Iterator[str]:
+    nodes = list(ast_nodes(get_ast(source)))
+    places = [(one, n) for one in OPERATORS for n in range(sum(len([*one.mutation_positions(k)]) for k in nodes))]
     known = {meaning(source)}
-    for operator in OPERATORS:
-        for occurrence in itertools.count():
-            mutated = mutate_code(source, operator, occurrence)
-            if mutated is None:
-                break
-            try:
-                what = meaning(mutated)
-            except SyntaxError:
-                continue
+    for operator, occurrence in random.Random(0).sample(places, len(places)):
+        mutated = mutate_code(source, operator, occurrence)
+        with contextlib.suppress(SyntaxError):
+            what = meaning(mutated)
             if what not in known:
                 known.add(what)
                 yield mutated
 
 
 def c_mutants(source: str, name: str) -> Iterator[str]:
-    for old, new in LIST["c"][name]:
+    for old, new in random.Random(0).sample(LIST["c"][name], len(LIST["c"][name])):
         assert source.count(old) == 1, f"{name} has {old!r} {source.count(old)} times, expected once"
         yield source.replace(old, new)
 
@@ -133,7 +132,7 @@ def in_fork(tests: list[str], note: Path) -> None:
     os.setsid()
     os.dup2(os.open(os.devnull, os.O_RDWR), 1)
     os.dup2(1, 2)
-    os._exit(pytest.main(["-xq", "-pno:cacheprovider", "-pno:xdist", "--timeout=100", *tests], [FirstFailure(note)]))
+    os._exit(pytest.main(["-xq", "-pno:cacheprovider", "-pno:xdist", "--timeout=60", "--timeout-method=thread", *tests], [FirstFailure(note)]))
 
 
 def passes(tests: list[str], note: Path, limit: float | None = None) -> bool:
@@ -201,10 +200,10 @@ def run_file(copy: Copy, name: str, tests: list[str]) -> int:
     if tuple(tests) not in copy.sound:
         assert passes([*tests], note), f"{name}: a test of the unchanged package fails: {note.read_text()}"
         copy.sound.add(tuple(tests))
-    mutants = list(python_mutants(source) if path.suffix == ".py" else c_mutants(source, name))
-    mutants = sorted(random.Random(name).sample(mutants, min(len(mutants), int(os.environ.get("SAMPLE", "9999999")))))
-    survived = excluded = 0
-    for mutant in mutants:
+    mutants = python_mutants(source) if path.suffix == ".py" else c_mutants(source, name)
+    made = survived = excluded = 0
+    for mutant in itertools.islice(mutants, int(os.environ.get("SAMPLE", "1000000"))):
+        made += 1
         text = difference(source, mutant)
         if any(file == name and part in text for file, part, _ in LIST["excluded"]):
             excluded += 1
@@ -215,8 +214,8 @@ def run_file(copy: Copy, name: str, tests: list[str]) -> int:
         else:
             sys.stderr.write(f"killed: {text}\n  by {note.read_text() if note.exists() else 'time or abort'}\n")
     copy.write(path, source)
-    made, run = len(mutants), len(mutants) - excluded
-    sys.stdout.write(f"{name}: {made} made, {run - survived} killed, {survived} survived, {excluded} excluded\n")
+    killed = made - excluded - survived
+    sys.stdout.write(f"{name}: {made} made, {killed} killed, {survived} survived, {excluded} excluded\n")
     sys.stdout.flush()
     return survived
 
