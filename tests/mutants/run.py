@@ -132,7 +132,12 @@ def in_fork(tests: list[str], note: Path) -> None:
     os.setsid()
     os.dup2(os.open(os.devnull, os.O_RDWR), 1)
     os.dup2(1, 2)
-    os._exit(pytest.main(["-xq", "-pno:cacheprovider", "-pno:xdist", "--timeout=60", "--timeout-method=thread", *tests], [FirstFailure(note)]))
+    os._exit(
+        pytest.main(
+            ["-xq", "-pno:cacheprovider", "-pno:xdist", "--timeout=60", "--timeout-method=thread", *tests],
+            [FirstFailure(note)],
+        )
+    )
 
 
 def passes(tests: list[str], note: Path, limit: float | None = None) -> bool:
