@@ -10,6 +10,7 @@ import copy
 import io
 import math
 import pickle
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -359,6 +360,31 @@ def edit_state(twin: Twin, seed: int) -> None:
                 entry["step"].add_(3)
             else:
                 entry["exp_avg"].mul_(0.5)
+
+
+@action
+def hold_state(twin: Twin, seed: int) -> None:
+    """Hold on to it, for longer than the step, or let go of it."""
+    twin.kept["state"] = twin.optimizer.state if seed % 4 else {}
+
+
+@action
+def look_at_held_state(twin: Twin, seed: int) -> Any:
+    """And edit it, without reading it anew."""
+    held = twin.kept.get("state", {})
+    for p in twin.one(seed):
+        if seed % 2 and held.get(p):
+            held[p]["exp_avg"] = held[p]["exp_avg"] * 0.5
+            held[p]["step"].add_(1)
+    return [{key: value for key, value in held[p].items() if key != "master"} for p in twin.parameters if held.get(p)]
+
+
+@action
+def assign_state(twin: Twin, seed: int) -> None:
+    """A copy of it, or the one that was held."""
+    state = twin.optimizer.state
+    entries = {p: copy.deepcopy(entry) for p, entry in state.items()}
+    twin.optimizer.state = (twin.kept.get("state") or state) if seed % 2 else defaultdict(dict, entries)
 
 
 @action
