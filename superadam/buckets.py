@@ -25,7 +25,7 @@ class Bucket:
         numel: elements of all.
     """
 
-    is_kept: bool = False
+    is_kept: bool
     states: list[ParameterState] = field(default_factory=list)
     gradients: list[TakenGradient] = field(default_factory=list)
     numel: int = 0

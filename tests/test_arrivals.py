@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -119,11 +120,12 @@ def test_what_has_not_travelled_counts_as_it_would_be_received(kinds: tuple[int,
         assert torch.equal(value, torch.full((3,), 1.0 if kind == TAKEN and has_travelled else 2.0))
 
 
-def test_a_taken_gradient_that_does_not_fit_is_refused() -> None:
+@pytest.mark.parametrize("received", [None, lambda gradient: gradient], ids=["at once", "after a copy"])
+def test_a_taken_gradient_that_does_not_fit_is_refused(received: Callable[[Tensor], Tensor] | None) -> None:
     table = make([3])
     (parameter,) = table.parameters
     fill(parameter, table.states[0], TAKEN)
     parameter.data = torch.zeros(4)
     table = ParameterTable([ParameterState(parameter, 0, "p")], SynchronousDelivery())
     with pytest.raises(ValueError, match=r"the gradient of p has shape \(3,\), expected .*\(4,\)"):
-        gather(table, [(hyper(0.1), 1)], lambda gradient: gradient)
+        gather(table, [(hyper(0.1), 1)], received)

@@ -32,6 +32,16 @@ def interrupted(reached: list[str], *, depth: int = 1, error: Exception | None =
             raise error
 
 
+def test_an_interruption_of_its_beginning_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(number: int, handler: object) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(signal, "signal", interrupt)
+    with pytest.raises(KeyboardInterrupt), DeferredSignals():
+        pytest.fail("nothing is to be done inside")
+
+
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_ctrl_c_comes_after_the_outermost_context(depth: int) -> None:
     for _ in range(2):  # usable again

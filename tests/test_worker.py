@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -203,6 +205,27 @@ def test_thread_sleeps_while_there_is_nothing_to_do(worker: ThreadWorker) -> Non
     before = time.process_time()
     time.sleep(0.3)
     assert time.process_time() - before < 0.1  # of 0.3 s that a spinning thread would use; other threads are idle too
+
+
+def test_after_a_failure_nothing_counts_as_work(worker: ThreadWorker) -> None:
+    """Or the thread would ask for idle work again and again until somebody takes notice."""
+    worker.submit(fail)
+    while not worker.is_idle:
+        time.sleep(0.001)
+    assert not worker._run(lambda: True)
+    with pytest.raises(WorkerError):
+        worker.drain()
+    assert worker._run(lambda: True)
+
+
+def test_a_closed_worker_is_forgotten() -> None:
+    """With everything that its idle work holds."""
+    worker = ThreadWorker(Idle(3))
+    is_alive = weakref.ref(worker)
+    worker.close()
+    del worker
+    gc.collect()
+    assert is_alive() is None
 
 
 def test_close_finishes_the_jobs_and_refuses_others() -> None:
