@@ -1,9 +1,12 @@
-"""What all tests share: the Hypothesis profiles, the rule for skips, the fixture over runnable instruction sets."""
+"""What all tests share: the Hypothesis profiles, `covering`, the rule for skips, the fixture over instruction sets."""
 
 from __future__ import annotations
 
+import gc
+import itertools
 import os
 from collections.abc import Generator
+from typing import Any
 
 import hypothesis
 import pytest
@@ -22,20 +25,54 @@ hypothesis.settings.register_profile(
 hypothesis.settings.register_profile(
     "deep", hypothesis.settings.get_profile("default"), derandomize=False, max_examples=800, print_blob=True
 )
-hypothesis.settings.load_profile("deep" if os.environ.get("SUPERADAM_DEEP") == "1" else "default")
+DEEP = os.environ.get("SUPERADAM_DEEP") == "1"
+hypothesis.settings.load_profile("deep" if DEEP else "default")
 
 
 DEEPER = 20
 """How many times as long a test may take with the "deep" profile, which draws so many more examples."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let deep tests take their time, also those that have a limit of their own."""
-    if os.environ.get("SUPERADAM_DEEP") == "1":
-        for item in items:
-            marker = item.get_closest_marker("timeout")
-            if marker is not None:
-                item.add_marker(pytest.mark.timeout(DEEPER * marker.args[0]), append=False)
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Let deep tests take their time, also those that have a limit of their own; thin the products of the others."""
+    products: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        limit = item.get_closest_marker("timeout")
+        if limit is not None and DEEP:
+            item.add_marker(pytest.mark.timeout(DEEPER * limit.args[0]), append=False)
+        if isinstance(item, pytest.Function) and item.get_closest_marker("covering") is not None and not DEEP:
+            products.setdefault(item.nodeid.split("[")[0], []).append(item)
+    left_out = {item for product in products.values() for item in set(product) - set(covering(product))}
+    if left_out:
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
+
+
+def covering(product: list[pytest.Function]) -> list[pytest.Function]:
+    """Return cases of a test, so few that every combination of `covering(n)` values, by default 2, occurs in one.
+
+    Greedily: always the case with the most new combinations, of which the first.
+    """
+    marker = product[0].get_closest_marker("covering")
+    strength = marker.args[0] if marker is not None and marker.args else 2
+    left: dict[pytest.Function, set[Any]] = {}
+    for case in product:
+        values = [(name, id(value)) for name, value in case.callspec.params.items()]
+        left[case] = set(itertools.combinations(values, min(strength, len(values))))
+    chosen = []
+    while left:
+        best = max(left, key=lambda case: len(left[case]))
+        seen = left.pop(best)
+        chosen.append(best)
+        left = {case: rest for case, combinations in left.items() if (rest := combinations - seen)}
+    return chosen
+
+
+def pytest_collection_finish() -> None:
+    """Let `gc.collect()` pass over what all modules made when they were imported."""
+    gc.collect()
+    gc.freeze()
 
 
 LISTED_SKIPS = {

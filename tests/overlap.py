@@ -135,7 +135,7 @@ class RaiseInBackward(torch.autograd.Function):
 
 def mlp(dtype: torch.dtype = torch.float32, width: int = 8, layers: int = 3) -> nn.Sequential:
     """Return the same small model at every call."""
-    torch.manual_seed(5)
+    torch.default_generator.manual_seed(5)
     blocks: list[nn.Module] = []
     for _ in range(layers):
         blocks += [nn.Linear(width, width), nn.Tanh()]

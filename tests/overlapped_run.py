@@ -44,7 +44,7 @@ class Model(nn.Module):
 
     def __init__(self, dtype: torch.dtype, seed: int, *, is_mixed: bool = False) -> None:
         super().__init__()
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         self.first = nn.Linear(8, 24)
         self.norm = nn.LayerNorm(24)
         self.frozen = nn.Linear(24, 24).requires_grad_(False)

@@ -531,6 +531,7 @@ def resident(scheduler: OffloadScheduler) -> int:
     return len(scheduler.residence.states)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("gpu_buckets", [1, 2, 3, ALL])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_from_some_to_all(dtype: torch.dtype, gpu_buckets: int, device: Device) -> None:
@@ -650,6 +651,7 @@ def test_gradients_are_given_back_with_the_verdict(simulated: HostSums) -> None:
         assert len(simulated._blocks) == on_device
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("link", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_kept_gradients_are_rounded_as_those_that_travel(dtype: torch.dtype, link: torch.dtype) -> None:
@@ -665,6 +667,7 @@ def test_kept_gradients_are_rounded_as_those_that_travel(dtype: torch.dtype, lin
     pair(rounding, HostSums(7), lambda: mlp(dtype), {"link_dtype": link, "gpu_buckets": 2})
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_sums_on_the_host_bring_kept_state_home(dtype: torch.dtype, device: Device) -> None:
     """They are there already, so the step is made there; the next one may be made on the device again."""
@@ -847,6 +850,7 @@ def test_device_without_any_memory(
     assert everything(model, optimizer) == everything(twin, plain)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("at", [1, 2, 3])
 @pytest.mark.parametrize("what", ["_keep", "keep"])
 def test_worker_that_fails_with_a_kept_bucket(

@@ -56,6 +56,7 @@ def give_spoiled(optimizer: SpeculativeCPUAdam, seed: int, spoil: str) -> None:
         one.grad = SPOILS[spoil](one.grad)
 
 
+@pytest.mark.covering
 @EACH_DTYPE
 @pytest.mark.parametrize("spoil", SPOILS)
 @pytest.mark.parametrize("history", HISTORIES)
@@ -106,6 +107,7 @@ QUESTIONS: dict[str, Callable[[SpeculativeCPUAdam], object]] = {
 }
 
 
+@pytest.mark.covering
 @EACH_DTYPE
 @pytest.mark.parametrize("question", QUESTIONS)
 @pytest.mark.parametrize("spoil", ["ordinary", "NaN"])
@@ -230,6 +232,7 @@ GRADIENT_EDITS = {
 EACH_EDIT = pytest.mark.parametrize("edit", GRADIENT_EDITS)
 
 
+@pytest.mark.covering
 @EACH_DTYPE
 @EACH_EDIT
 @pytest.mark.parametrize("limit", [None, 0.5])
@@ -274,6 +277,7 @@ def _module_of(optimizer: SpeculativeCPUAdam) -> torch.nn.Module:
     return module
 
 
+@pytest.mark.covering
 @EACH_DTYPE
 @pytest.mark.parametrize("form", FORMS_OF_ZERO_GRAD)
 @pytest.mark.parametrize("goes_on", [False, True])
@@ -545,6 +549,7 @@ CHANGES = [
 ]
 
 
+@pytest.mark.covering
 @EACH_DTYPE
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: "-".join(change))
 @pytest.mark.parametrize("through_step", [False, True], ids=["resolve", "step"])
@@ -743,6 +748,7 @@ def test_clip_grad_norm_sets_the_limit_of_one_step(speculative: bool) -> None:
     assert optimizer.last_outcome.kind is StepKind.COMMITTED  # the limit was for one step
 
 
+@pytest.mark.covering
 @EACH_DTYPE
 @pytest.mark.parametrize("limit", [None, 0.5, 5.0])
 @pytest.mark.parametrize("torchs", [0.3, 3.0, 1e9])

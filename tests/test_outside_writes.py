@@ -51,6 +51,7 @@ VERDICTS: dict[str, tuple[float, Callable[[SpeculativeCPUAdam], object]]] = {
 }
 
 
+@pytest.mark.covering(3)
 @EACH_DTYPE
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("verdict", VERDICTS)
@@ -87,6 +88,7 @@ BACKWARDS: dict[str, Callable[[torch.nn.Linear, torch.Tensor], None]] = {
 }
 
 
+@pytest.mark.covering
 @EACH_DTYPE
 @pytest.mark.parametrize("how", BACKWARDS)
 @pytest.mark.parametrize("when", ["before speculation", "around speculation", "after speculation"])

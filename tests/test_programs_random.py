@@ -6,7 +6,6 @@ Each action is tried alone in test_programs.py; what remains is what they do to 
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -36,10 +35,7 @@ ERRORS = (AttributeError, IndexError, KeyError, RuntimeError, StopIteration, Typ
 def _light() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()
     yield
-    gc.unfreeze()
     torch.set_num_threads(before)
 
 

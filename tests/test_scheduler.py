@@ -126,6 +126,7 @@ def both(
 # ---- ordinary training ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("bucket_numel", [1, 70, 1_000_000])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_and_bucket_size(dtype: torch.dtype, bucket_numel: int, device: PlainDevice) -> None:
@@ -345,6 +346,7 @@ def scaled_training(
     return scales
 
 
+@pytest.mark.covering(3)
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("unscales", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)  # torch refuses to unscale fp16
@@ -361,6 +363,7 @@ def test_grad_scaler(dtype: torch.dtype, unscales: bool, micro_batches: int, dev
     assert scheduler.optimizer.statistics.clipped >= 1
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("foreach", [None, False])
 @pytest.mark.parametrize("norm_type", [2.0, math.inf, 1.0])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -394,6 +397,7 @@ EDITS: dict[str, Callable[[Tensor], object]] = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("synchronizes", [False, True])
 @pytest.mark.parametrize("how", EDITS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -414,6 +418,7 @@ def test_gradients_that_are_edited(dtype: torch.dtype, how: str, synchronizes: b
     both(edited, lambda: mlp(dtype), device, are_told=False, max_grad_norm=math.inf)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("how", ["replaced", "None", "zero_grad in place", "swapped"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_gradients_that_are_replaced(dtype: torch.dtype, how: str, device: PlainDevice) -> None:
@@ -510,6 +515,7 @@ def test_exposed_state_follows_every_step(device: PlainDevice) -> None:
     assert everything(model, optimizer) == everything(twin, plain)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("moment", ["clean", "after backward", "after the step"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_checkpoint_loaded_under_the_scheduler(dtype: torch.dtype, moment: str, device: PlainDevice) -> None:
@@ -604,6 +610,7 @@ def failing(model: nn.Module, error: BaseException, at: int = 2) -> None:
     (30 * (model[at:](x) - 1) ** 2).mean().backward()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("then", ["zero_grad", "again", "step", "evaluate"])
 @pytest.mark.parametrize("error", [PlantedError("planted"), KeyboardInterrupt(), torch.OutOfMemoryError("planted")])
 def test_backward_that_fails(error: BaseException, then: str, device: PlainDevice) -> None:
@@ -719,6 +726,7 @@ class FailingSpeculation:
             raise PlantedError("the worker stumbled")
 
 
+@pytest.mark.covering(3)
 @pytest.mark.parametrize("then", ["step", "zero_grad", "read", "close"])
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("at", [1, 3, 6])
@@ -760,6 +768,7 @@ def test_worker_that_fails(
     assert everything(model, optimizer) == everything(twin, plain)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("with_job", [False, True], ids=["asleep", "at a job"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_worker_whose_thread_has_ended(dtype: torch.dtype, with_job: bool) -> None:
@@ -1325,6 +1334,7 @@ def twins(
     return scheduler
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("bucket_numel", [1, 100, 1_000_000])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
 def test_wider_link_gives_the_same_bits(dtype: torch.dtype, bucket_numel: int, anywhere: Device) -> None:
@@ -1335,6 +1345,7 @@ def test_wider_link_gives_the_same_bits(dtype: torch.dtype, bucket_numel: int, a
     )
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("how", ["taken", "held by others", "given back", "by hand", "half by hand"])
 @pytest.mark.parametrize("link", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -1434,6 +1445,7 @@ class Odd(nn.Module):
         return 3 * (hidden * self.wide).square().mean()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("link", ["auto", torch.float32], ids=str)
 @pytest.mark.parametrize("bucket_numel", [50, 1_000_000])
 def test_parameters_of_every_layout_and_dtype(bucket_numel: int, link: Any, anywhere: Device) -> None:
@@ -1517,6 +1529,7 @@ def write(model: nn.Module, how: str) -> None:
 WRITES = ["part", "whole", "product", "nothing", "everything", "binary and back"]
 
 
+@pytest.mark.covering(3)
 @pytest.mark.parametrize("when", ["after backward", "once it was speculated on", "and read"])
 @pytest.mark.parametrize("how", WRITES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
@@ -1593,6 +1606,7 @@ def swapped_out(parameter: nn.Parameter) -> Tensor:
     return values
 
 
+@pytest.mark.covering(3)
 @pytest.mark.parametrize("waits", [False, True])
 @pytest.mark.parametrize("how", STORAGES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -1650,6 +1664,7 @@ def slow_down(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 # ---- memory ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(3)
 @pytest.mark.parametrize("what", ["is_full", "has_no_room"])
 @pytest.mark.parametrize("link", ["auto", torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("eagerness", [0.0, 0.6])
@@ -1790,6 +1805,7 @@ def test_memory_for_new_values_does_not_grow_with_the_model(
 # ---- placement ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("when", ["in the middle of backward", "after backward", "after the step"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_placement_that_changes(dtype: torch.dtype, when: str, working: Device) -> None:

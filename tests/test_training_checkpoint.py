@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from training_runs import SENTENCES, TINY, TINY_SHAPE, are_same, one_torch_thread, tiny_trainer
 
@@ -46,6 +46,7 @@ def content_of(trainer: Trainer, folder: Path) -> dict[str, object]:
     return content
 
 
+@settings(max_examples=settings().max_examples // 3)
 @given(
     stops=st.sets(st.integers(1, STEPS - 1), max_size=3),
     nan_steps=st.sets(st.integers(1, STEPS), max_size=2),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from training_runs import DEVICES, TINY_SHAPE, are_same, one_torch_thread, tiny_trainer
 
@@ -27,6 +27,7 @@ def _one_torch_thread() -> Iterator[None]:
         yield
 
 
+@settings(max_examples=settings().max_examples // 3)
 @given(
     nan_steps=st.sets(st.integers(0, 5), max_size=3),
     dtype=st.sampled_from(["bf16", "fp32"]),
@@ -226,6 +227,7 @@ def test_trainer_can_be_entered_again() -> None:
     assert again.history.overlap.buckets == once.history.overlap.buckets
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("shape", [None, TINY_SHAPE])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_training_learns(dtype: str, shape: Shape | None) -> None:
