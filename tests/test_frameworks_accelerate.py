@@ -60,6 +60,7 @@ def accelerated(dtype: torch.dtype, clip: str, size: float = math.inf, **options
     return train
 
 
+@pytest.mark.covering(1)
 @dtypes
 @pytest.mark.parametrize("size", [math.inf, 1.2, 0.1])
 def test_clipping_by_norm(dtype: torch.dtype, size: float) -> None:
@@ -76,6 +77,7 @@ def test_clipping_by_value(dtype: torch.dtype) -> None:
     compare(accelerated(dtype, "value", 0.01), dtype, accepts=None)
 
 
+@pytest.mark.covering
 @dtypes
 @pytest.mark.parametrize(("steps", "size"), [(1, 1.2), (2, 0.83), (3, 0.69)])
 @pytest.mark.parametrize("clip", ["none", "norm"])
@@ -142,6 +144,7 @@ def scaled(dtype: torch.dtype, use: str, growth: float) -> Training:
     return train
 
 
+@pytest.mark.covering
 @dtypes
 @pytest.mark.parametrize("growth", [2.0, 1.7])
 @pytest.mark.parametrize("use", ["step", "unscale", "clip"])

@@ -135,6 +135,7 @@ def automatic(
     return train
 
 
+@pytest.mark.covering(1)
 @dtypes
 @pytest.mark.parametrize("size", [1.2, 0.1])
 def test_clipping_by_norm(dtype: torch.dtype, size: float) -> None:
@@ -146,6 +147,7 @@ def test_clipping_by_value(dtype: torch.dtype) -> None:
     compare(automatic(dtype, gradient_clip_val=0.01, gradient_clip_algorithm="value"), dtype, accepts=None)
 
 
+@pytest.mark.covering(1)
 @dtypes
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_accumulation(dtype: torch.dtype, steps: int) -> None:
@@ -161,6 +163,7 @@ def test_model_in_bf16_by_precision() -> None:
     compare(automatic(torch.bfloat16, precision="bf16-true", gradient_clip_val=1.2))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("size", [None, 0.5])
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
 def test_precision(precision: str, size: float | None) -> None:
@@ -177,6 +180,7 @@ def test_norms_of_all_parameters(dtype: torch.dtype) -> None:
     assert sum("grad_" in name for name in seen) == 14 * 3 * 16  # one of each parameter, and one of all
 
 
+@pytest.mark.covering(1)
 @dtypes
 @pytest.mark.parametrize(("algorithm", "size"), [("norm", 1.2), ("value", 0.01)])
 def test_manual_optimization(dtype: torch.dtype, algorithm: str, size: float) -> None:
@@ -184,6 +188,7 @@ def test_manual_optimization(dtype: torch.dtype, algorithm: str, size: float) ->
     compare(lambda run: fitted(Manual(dtype, clip), run), dtype, accepts=True if algorithm == "norm" else None)
 
 
+@pytest.mark.covering(1)
 @dtypes
 @pytest.mark.parametrize("way", ["attribute", "method"])
 def test_our_own_limit_through_what_lightning_hands_out(dtype: torch.dtype, way: str) -> None:

@@ -95,6 +95,7 @@ def fine_tuned(folder: Path, make: Any, **arguments: Any) -> Training:
     return train
 
 
+@pytest.mark.covering(1)
 @dtypes
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_sft(tmp_path: Path, dtype: torch.dtype, accumulation: int) -> None:
@@ -126,6 +127,7 @@ class Examples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
 
 
+@pytest.mark.covering
 @pairs
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from gpu_arrays import DEVICE, Launches, Placed, Request, can_compile, compiled, count, needs_triton
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_arrays import STATE, Job, Segment, differing_stored, jobs, make_segment
 from strategies import Magnitudes
@@ -60,6 +60,7 @@ def check_against_cpu(job: Job, starts: Sequence[int] = (0,)) -> None:
 
 
 @needs_triton
+@settings(max_examples=settings.default.max_examples // 2)
 @given(data=st.data())
 def test_updates_have_the_bits_of_the_cpu(data: st.DataObject) -> None:
     job = data.draw(jobs(Pass.SPECULATE), "job")  # whose segments all have an out

@@ -110,7 +110,7 @@ def check_pack(
 
 
 @pytest.mark.timeout(1800)
-@settings(max_examples=settings.default.max_examples // 3)
+@settings(max_examples=settings.default.max_examples // 4)
 @given(st.data())
 def test_packing_has_the_bits_of_the_cpu(data: st.DataObject) -> None:
     link = data.draw(st.sampled_from([*HALVES_AND_FLOAT32, Dtype.FLOAT64]), "link")
