@@ -15,13 +15,17 @@ from pathlib import Path
 import pytest
 import torch
 from children import wait_until_delivered
-from training_runs import OPTIONS, TINY_SHAPE, are_same, one_torch_thread, read_report, train, write_text
+from training_runs import OPTIONS, SENTENCES, TINY_SHAPE, are_same, one_torch_thread, read_report, train, write_text
 
 from superadam import OffloadScheduler
-from superadam.training import checkpoint, verification
+from superadam.host_memory import HostMemory
+from superadam.training import checkpoint, command, verification
 from superadam.training.loop import Trainer
+from superadam.training.memory import needed_bytes
 from superadam.training.presets import PRESETS, Preset
+from superadam.training.settings import Settings
 from superadam.training.verification import Reference
+from superadam.usage import UsageError
 
 
 @pytest.fixture(autouse=True)
@@ -196,19 +200,78 @@ def test_preset_has_defaults_of_its_own(tmp_path: Path, monkeypatch: pytest.Monk
     assert (settings.seq, settings.checkpointing) == (24, False)
 
 
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError()])
 def test_memory_that_does_not_suffice_is_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(self: Trainer, *, inject_nan: bool = False) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise error
 
     monkeypatch.setattr(Trainer, "step", refuse)
     assert train(*OPTIONS, "--text", write_text(tmp_path), "--out", tmp_path / "run") == 2
-    error = capsys.readouterr().err
-    assert (
-        "--model bytes with --batch 2 and --seq 16 does not fit in the memory of cpu; choose a smaller batch" in error
+    printed = capsys.readouterr().err
+    words = (
+        "--model bytes with --batch 2 and --seq 16 does not fit in the memory of cpu; choose --checkpointing, a small"
     )
-    assert error.count("\n") == 1
+    assert words in printed
+    assert printed.count("\n") == 1
+
+
+def refusal(available: int, *words: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    """Return what a run says that is refused before anything is allocated, or nothing if it is not."""
+
+    def allocate(*arguments: object) -> None:
+        raise UsageError("allocated")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(HostMemory, "of", lambda host: HostMemory(10**13, available, None))
+        patched.setattr(command, "Trainer", allocate)
+        assert train(*words) == 2
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1
+    return "" if printed == "superadam: allocated\n" else printed
+
+
+@pytest.mark.parametrize("name", ["bytes", *PRESETS])
+def test_run_is_refused_exactly_where_it_does_not_fit(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    preset = PRESETS.get(name)
+    changes = {} if preset is None else {"shape": preset.shape, "batch": preset.batch, "seq": preset.seq}
+    settings = Settings(**changes, checkpointing=preset is not None)
+    (tmp_path / "text").write_bytes(10 * SENTENCES)
+    for words in ((), ("--verify",)):
+        needed, _ = needed_bytes(settings, is_verified=bool(words))
+        asked = ("--model", name, "--text", "text", *words)
+        assert refusal(needed, *asked, monkeypatch=monkeypatch, capsys=capsys) == ""
+        sentence = refusal(needed - 1, *asked, monkeypatch=monkeypatch, capsys=capsys)
+        assert f"--model {name} with --batch {settings.batch} and --seq {settings.seq} needs about " in sentence
+        assert f" {needed / 1e9:,.1f} GB of host memory, but {(needed - 1) / 1e9:,.1f} GB are available; " in sentence
+        assert ("no --verify" in sentence) is bool(words)
+    assert os.listdir() == ["text"]
+
+
+def test_checkpoint_is_refused_where_it_and_its_run_do_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(*OPTIONS, "--text", write_text(tmp_path), "--out", tmp_path / "run", "--stop-at", 2) == 0
+    capsys.readouterr()
+    size = os.path.getsize(tmp_path / "run" / checkpoint.FILE_NAME)
+    resume = ("--resume", tmp_path / "run")
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "load", lambda *arguments, **options: pytest.fail("the checkpoint was read"))
+        sentence = refusal(2 * size - 1, *resume, monkeypatch=monkeypatch, capsys=capsys)
+    assert f"restoring {tmp_path / 'run' / 'checkpoint.pt'} needs about 0.0 GB of host memory" in sentence
+    assert "restoring" not in refusal(2 * size, *resume, monkeypatch=monkeypatch, capsys=capsys)
+    settings = checkpoint.settings_of(checkpoint.read(tmp_path / "run"), tmp_path)
+    needed, _ = needed_bytes(settings, is_verified=False)  # the checkpoint, which is let go, is in memory meanwhile
+    with monkeypatch.context() as patched:
+        patched.setattr(HostMemory, "of", lambda host: HostMemory(10**13, needed - size - 1, None))
+        assert train(*resume) == 2
+        assert "--model bytes with --batch 2 and --seq 16 needs" in capsys.readouterr().err
+        patched.setattr(HostMemory, "of", lambda host: HostMemory(10**13, needed - size, None))
+        assert train(*resume) == 0
 
 
 def test_checkpoint_is_also_written_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,14 +18,13 @@ import torch
 from superadam.training.files import replace_file
 from superadam.training.history import History
 from superadam.training.loop import Trainer
+from superadam.training.memory import require_memory
 from superadam.training.settings import Settings
 from superadam.usage import UsageError
 
 FILE_NAME = "checkpoint.pt"
 
-_FAMILY = "superadam train, "
-
-FORMAT = _FAMILY + "4"
+FORMAT = "superadam train, 4"
 """Stands in every checkpoint; a later layout counts on."""
 
 
@@ -51,35 +50,13 @@ def save(trainer: Trainer, folder: Path) -> Path:
     return path
 
 
-class _Digesting:
-    """A binary file that digests what it is given.
-
-    It raises no error of the disk but keeps the first one, because torch makes errors of its own of some of them.
-    """
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self.sha256 = hashlib.sha256()
-        self.error: OSError | None = None
-        self._file = file
-
-    def write(self, data: bytes) -> int:
-        self.sha256.update(data)
-        try:
-            return len(data) if self.error else self._file.write(data)
-        except OSError as error:
-            self.error = error
-            return len(data)
-
-    def flush(self) -> None:
-        """Do nothing: `torch.save` calls it, and its caller flushes the file."""
-
-
 def _write(content: dict[str, Any], file: IO[bytes]) -> None:
-    digesting = _Digesting(file)
-    torch.save(content, digesting)  # type: ignore[arg-type]
-    if digesting.error is not None:
-        raise digesting.error
-    file.write(digesting.sha256.digest())
+    try:
+        torch.save(content, file)
+    except RuntimeError as error:  # torch's own about some errors of the disk
+        raise error.__context__ or error from None
+    file.seek(0)
+    file.write(hashlib.file_digest(file, "sha256").digest())  # type: ignore[arg-type]
 
 
 def _is_intact(file: IO[bytes]) -> bool:
@@ -105,6 +82,7 @@ def read(folder: Path) -> dict[str, Any]:
     remedy = "give the folder of an earlier run's --out"
     if not os.path.isfile(path):  # which is False, too, where nobody may look
         raise UsageError(f"--resume {folder} holds no {FILE_NAME} that can be read; {remedy}")
+    require_memory(torch.device("cpu"), 2 * os.path.getsize(path), f"restoring {path}", "allow this process more of it")
     try:
         with path.open("rb") as file:
             content = torch.load(file, map_location="cpu", weights_only=True) if _is_intact(file) else None
@@ -112,7 +90,7 @@ def read(folder: Path) -> dict[str, Any]:
         raise UsageError(f"cannot read {path}: {error.strerror or error}; {remedy}") from error
     except Exception:  # torch.load raises whatever a foreign file leads to, even one whose end is its digest
         content = None
-    if not isinstance(content, dict) or not str(content.get("format")).startswith(_FAMILY):
+    if not isinstance(content, dict) or "format" not in content:
         raise UsageError(f"{path} is damaged, changed or no checkpoint of 'superadam train'; {remedy}")
     if content["format"] != FORMAT:
         raise UsageError(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -18,6 +19,7 @@ import torch
 import superadam
 from superadam.training import checkpoint, files
 from superadam.training.loop import Trainer
+from superadam.training.memory import needed_bytes, require_memory
 from superadam.training.presets import PRESETS
 from superadam.training.settings import BYTE_MODEL, Settings
 from superadam.training.text import Text
@@ -247,6 +249,7 @@ def _prepare(arguments: argparse.Namespace) -> Trainer:
     except ValueError as error:
         raise UsageError(str(error)) from error
     text = Text.read(settings.text, settings.seq)
+    _check_memory(settings, arguments)
     with _memory_in_words(settings):
         trainer = Trainer(settings, text)
     if content is not None:
@@ -256,19 +259,34 @@ def _prepare(arguments: argparse.Namespace) -> Trainer:
 
 @contextmanager
 def _memory_in_words(settings: Settings) -> Iterator[None]:
-    """Turn the error of a GPU whose memory is full into a sentence.
+    """Turn the error of memory that is full into a sentence.
 
     Raises:
         UsageError: what runs inside does not fit.
     """
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        remedy = "" if settings.checkpointing else ", --checkpointing"
-        raise UsageError(
-            f"--model {settings.model} with --batch {settings.batch} and --seq {settings.seq} does not fit in the "
-            f"memory of {settings.device}; choose a smaller batch, a shorter --seq{remedy} or a smaller model"
-        ) from error
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        subject, remedy = _size_in_words(settings)
+        raise UsageError(f"{subject} does not fit in the memory of {settings.device}; choose {remedy}") from error
+
+
+def _check_memory(settings: Settings, arguments: argparse.Namespace) -> None:
+    subject, remedy = _size_in_words(settings)
+    host, device = needed_bytes(settings, is_verified=arguments.verify)
+    if arguments.resume is not None:
+        host -= os.path.getsize(arguments.resume / checkpoint.FILE_NAME)  # in memory now, and not once it is restored
+    require_memory(torch.device("cpu"), host, subject, f"choose {'no --verify, ' if arguments.verify else ''}{remedy}")
+    require_memory(torch.device(settings.device), device, subject, f"choose {remedy}")
+
+
+def _size_in_words(settings: Settings) -> tuple[str, str]:
+    """Return what a run's memory follows from, and what would make it less."""
+    checkpointing = "" if settings.checkpointing else "--checkpointing, "
+    return (
+        f"--model {settings.model} with --batch {settings.batch} and --seq {settings.seq}",
+        f"{checkpointing}a smaller --batch, a shorter --seq or a smaller --model",
+    )
 
 
 def _check_device(name: str) -> None:

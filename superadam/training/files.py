@@ -42,8 +42,8 @@ def writing(path: Path) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield
     except OSError as error:
-        cause = error.strerror or error
-        raise UsageError(f"cannot write {path}: {cause}; free some space or choose another place") from error
+        words = f"cannot write {path}: {error.strerror or error}; free some space or choose another place"
+        raise UsageError(words) from error
 
 
 def replace_file(path: Path, write: Callable[[IO[bytes]], object]) -> None:
@@ -61,7 +61,7 @@ def replace_file(path: Path, write: Callable[[IO[bytes]], object]) -> None:
             if left == part or (process.isdecimal() and not Path("/proc", process).exists()):
                 left.unlink(missing_ok=True)
         try:
-            with part.open("xb") as file:
+            with part.open("x+b") as file:
                 write(file)
                 file.flush()
                 os.fsync(file.fileno())

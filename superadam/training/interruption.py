@@ -10,7 +10,8 @@ import os
 import signal
 import threading
 from contextlib import ExitStack
-from types import FrameType, TracebackType
+from types import FrameType
+from typing import Self
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -18,34 +19,27 @@ SIGNAL_STATUS = 128
 """Added to a signal's number: the exit status of a run that the signal stopped or ended, as shells count."""
 
 
-class Interruption:
+class Interruption(ExitStack):
     """A context in which SIGINT and SIGTERM are remembered instead of raised, and the second of them ends the process.
 
     Attributes:
         signal_number: the signal that came, or None.
     """
 
-    def __init__(self) -> None:
-        self.signal_number: int | None = None
-        self._entered = ExitStack()
+    signal_number: int | None = None
 
-    def __enter__(self) -> Interruption:
+    def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():  # Python allows handlers nowhere else
             reader, writer = os.pipe()
             os.set_blocking(writer, False)
             watcher = threading.Thread(target=_end_at_second, args=(reader,), name="superadam signals", daemon=True)
             watcher.start()
-            self._entered.callback(watcher.join)
-            self._entered.callback(os.close, writer)
-            self._entered.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(writer))
+            self.callback(watcher.join)
+            self.callback(os.close, writer)
+            self.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(writer))
             for number in SIGNALS:
-                self._entered.callback(signal.signal, number, signal.signal(number, self._remember))
+                self.callback(signal.signal, number, signal.signal(number, self._remember))
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._entered.close()
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         self.signal_number = number
@@ -54,8 +48,7 @@ class Interruption:
 def _end_at_second(reader: int) -> None:
     """Read the numbers of signals, which come at once, while handlers wait for the main thread's next instruction."""
     with open(reader, "rb", buffering=0) as numbers:
-        came = False
-        while number := numbers.read(1):
-            if came and number[0] in SIGNALS:
-                os._exit(SIGNAL_STATUS + number[0])
-            came |= number[0] in SIGNALS
+        stops = (number for number in iter(lambda: numbers.read(1), b"") if number[0] in SIGNALS)
+        next(stops, None)
+        for number in stops:
+            os._exit(SIGNAL_STATUS + number[0])
