@@ -251,10 +251,13 @@ class ParameterState:
         return self.exp_avg is not None and (self.is_own_master or self.master is not None)
 
     @property
-    def versions(self) -> tuple[int, ...]:
-        """Version counters of master and moments: others when somebody has written to them; kernels count none."""
-        tensors = (self.master, self.exp_avg, self.exp_avg_sq, self.max_exp_avg_sq)
-        return tuple(one._version for one in tensors if one is not None and not one.is_inference())
+    def versions(self) -> tuple[int, ...] | None:
+        """Version counters of master and moments: others when somebody has written to them; kernels count none.
+
+        None where one was made in inference mode, and so counts nothing.
+        """
+        tensors = [one for one in (self.master, self.exp_avg, self.exp_avg_sq, self.max_exp_avg_sq) if one is not None]
+        return None if any(one.is_inference() for one in tensors) else tuple(one._version for one in tensors)
 
     def create_state(self, *, with_max: bool) -> None:
         """Make what a step reads and writes: zero moments, and the master, from the present value."""

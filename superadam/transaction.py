@@ -288,6 +288,7 @@ class Transaction:
                 and pending.place is not None
                 and pending.scale == clip * part.scale
                 and pending.hyper == part.hyper
+                and pending.versions is not None
                 and pending.versions == part.state.versions
             )
             (accepted if is_right else rest).append(part)
