@@ -82,7 +82,7 @@ class Steps:
     def note(self, row: int, *, stays: bool) -> None:
         """Let a parameter's bucket be ready."""
         state = ParameterState(self.parameters[row], row, f"p{row}")
-        self.placer.note_bucket(Bucket([state], [], self.parameters[row].numel(), is_kept=stays))
+        self.placer.note_bucket(Bucket(stays, [state], [], self.parameters[row].numel()))
 
     def choose(self, **options: Any) -> Placement:
         """Make the steps after which the choice is made."""

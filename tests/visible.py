@@ -19,7 +19,8 @@ Bits = tuple[str, tuple[int, ...], bytes]
 
 def bits(tensor: Tensor) -> Bits:
     """Return dtype, shape and bytes of a tensor; NaN equals NaN whatever its payload, +0 and -0 differ."""
-    values = tensor.detach().clone().cpu().contiguous().view(-1)  # a view of a taken gradient would give it back
+    values = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu")
+    values.copy_(tensor.detach().clone().reshape(-1))  # of a clone: a view of a taken gradient gives it back
     if values.is_floating_point() and bool((nan := values.isnan()).any()):
         values = values.masked_fill(nan, math.nan)
     return str(tensor.dtype), tuple(tensor.shape), values.view(torch.uint8).numpy().tobytes()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import math
 import random
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -117,6 +118,7 @@ class SimulatedDevice(Device):
 
     def __init__(self, seed: int, eagerness: float = 0.3) -> None:
         self._random = random.Random(seed)
+        self._lock = threading.RLock()  # backwards may run in several threads
         self._eagerness = eagerness
         self._streams: dict[Stream, collections.deque[Operation]] = {stream: collections.deque() for stream in Stream}
         self._waits: dict[Stream, list[SimulatedEvent]] = {stream: [] for stream in Stream}
@@ -133,10 +135,10 @@ class SimulatedDevice(Device):
         ]
 
     def _run_one(self) -> bool:
-        streams = self._runnable()
-        if not streams:
-            return False
-        with DeferredSignals():  # which no device hears
+        with DeferredSignals(), self._lock:  # no device hears signals
+            streams = self._runnable()
+            if not streams:
+                return False
             operation = self._streams[self._random.choice(streams)].popleft()
             operation.run()
             if operation.event is not None:
@@ -150,12 +152,13 @@ class SimulatedDevice(Device):
 
     def run_until(self, event: SimulatedEvent) -> None:
         """Let the device go on until the event has passed."""
-        while event.is_recorded and not event.has_passed:
-            if not self._run_one():
-                raise RuntimeError("the simulated device is stuck: streams wait for one another in a circle")
+        with self._lock:
+            while event.is_recorded and not event.has_passed:
+                if not self._run_one():
+                    raise RuntimeError("the simulated device is stuck: streams wait for one another in a circle")
 
     def _enqueue(self, stream: Stream, operation: Operation) -> None:
-        with DeferredSignals():
+        with DeferredSignals(), self._lock:
             operation.after = (*operation.after, *self._waits[stream])
             self._waits[stream] = []
             self._streams[stream].append(operation)
