@@ -58,6 +58,7 @@ class Pair:
         copies: the working copy of each master of theirs; where the model is as wide, the master itself.
         held: what `state` of both returned once.
         kept: what actions remember.
+        writes: how often others wrote to parameters.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -71,6 +72,7 @@ class Pair:
         self.theirs: Any = torch.optim.AdamW(theirs, lr=0.125, fused=True)
         self.held: tuple[Any, Any] | None = None
         self.kept: dict[str, Any] = {}
+        self.writes = 0
 
     def master_for(self, p: Tensor) -> Tensor:
         """Return a master with the values of a parameter, for theirs."""
@@ -347,11 +349,13 @@ def swap_storage(pair: Pair, seed: int) -> None:
 
 @action
 def write_parameters(pair: Pair, seed: int) -> None:
+    """What no parameter was before: a value that comes back is no write, unless somebody looked in between."""
+    pair.writes += 1
     for p, own, _ in pair.rows[: 1 + seed % 3]:
-        values = noise(p.shape, pair.dtype, seed)
+        values = noise(p.shape, pair.dtype, seed) + 16 * pair.writes
         for one in (p, own):
             target = one.data if seed // 3 % 2 else one.detach()
-            target.copy_(torch.where(values > seed % 4 - 2, values, target))
+            target.copy_(torch.where(values > 16 * pair.writes + seed % 4 - 2, values, target))
     if seed // 3 % 2:
         pair.ours.reload_masters()
 
