@@ -8,9 +8,9 @@ import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from superadam import native
-from superadam.benchmarks.contests import Contest, contests
-from superadam.benchmarks.pairs import Action
+from superadam.cli.bench.contests import Contest, contests
+from superadam.cli.bench.pairs import Action
+from superadam.kernels import native
 
 SMALL_TENSORS, SMALL_NUMEL = 10_000, 1_000
 ROUNDS, WARM_UPS = 11, 2

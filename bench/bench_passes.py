@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from superadam import native
-from superadam.benchmarks import floor, passes
-from superadam.benchmarks.arrays import PassArrays, bytes_per_element
-from superadam.native import Dtype, Pass
+from superadam.cli.bench import floor, passes
+from superadam.cli.bench.arrays import PassArrays, bytes_per_element
+from superadam.kernels import native
+from superadam.kernels.native import Dtype, Pass
 
 GRADIENTS = (Dtype.FLOAT32, Dtype.BFLOAT16)
 ROUNDS, WARM_UPS = 11, 2

@@ -1,6 +1,6 @@
 """Adam for parameters whose state is kept on the GPU: the UPDATE pass of `cpu/adam_loop.h`, with the same bits.
 
-`adam_formula` is the formula; the same function stands in `cpu/adam_formula.h` and in `superadam/formula.py`.
+`adam_formula` is the formula; the same function stands in `cpu/adam_formula.h` and in `superadam/kernels/formula.py`.
 Everything is launched with `enable_fp_fusion=False`, and divisions and roots are the correctly rounded ones, so that
 every operation rounds once and denormals are kept. Without Triton there is no other form of it.
 
@@ -14,9 +14,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from superadam.hyperparameters import Coefficients
-from superadam.kept_step import KeptStep
-from superadam.native import Flag
+from superadam.kernels.hyperparameters import Coefficients
+from superadam.kernels.kept_step import KeptStep
+from superadam.kernels.native import Flag
 
 from .casts import FLOAT64, VECTOR_BYTES, narrow, pointer, widen
 from .choice import Backend, backend

@@ -1,11 +1,11 @@
 """Loads, stores and casts of every dtype; rounding to 16 bits is written out so that every bit is ours.
 
-The same casts stand in `cpu/isa/vec_scalar.h` and in `superadam/formula.py`. Halves are loaded and stored as uint16.
+The same casts stand in `cpu/isa/vec_scalar.h` and `superadam/kernels/formula.py`. Halves are kept as uint16.
 """
 
 from __future__ import annotations
 
-from superadam.native import Dtype
+from superadam.kernels.native import Dtype
 
 from .language import constant, jit, tl
 

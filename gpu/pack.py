@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from superadam.native import CHUNK
-from superadam.parameter import DTYPES
+from superadam.kernels.dtypes import DTYPES
+from superadam.kernels.native import CHUNK
 
 from .casts import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, VECTOR_BYTES, narrow, pointer, widen
 from .choice import Backend, backend

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from superadam.parameter import DTYPES
+from superadam.kernels.dtypes import DTYPES
 
 from .casts import VECTOR_BYTES, pointer
 from .choice import Backend, backend

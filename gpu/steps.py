@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from superadam.hyperparameters import Coefficients
-from superadam.kept_step import KeptStep
-from superadam.native import Dtype, Flag
-from superadam.parameter import DTYPES
+from superadam.kernels.dtypes import DTYPES
+from superadam.kernels.hyperparameters import Coefficients
+from superadam.kernels.kept_step import KeptStep
+from superadam.kernels.native import Dtype, Flag
 
 from .tensors import check_tensor, words
 

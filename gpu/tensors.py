@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from superadam.parameter import DTYPES
+from superadam.kernels.dtypes import DTYPES
 
 
 def is_pinned(tensor: Tensor) -> bool:

@@ -1,11 +1,11 @@
 """superadam: Adam on the CPU that runs speculatively, validates afterwards, and never changes a bit."""
 
-from superadam.native import active_isa, available_isas, get_num_threads, set_num_threads
-from superadam.optimizer import SpeculativeCPUAdam, SpeculativeCPUAdamW
-from superadam.outcome import Statistics, StepKind, StepOutcome
-from superadam.overlap_statistics import OverlapStatistics
-from superadam.placement import Placement
-from superadam.scheduler import OffloadScheduler
+from superadam.kernels.native import active_isa, available_isas, get_num_threads, set_num_threads
+from superadam.offload.placement import Placement
+from superadam.offload.scheduler import OffloadScheduler
+from superadam.offload.statistics import OverlapStatistics
+from superadam.optim.adam import SpeculativeCPUAdam, SpeculativeCPUAdamW
+from superadam.step.outcome import Statistics, StepKind, StepOutcome
 
 __all__ = [
     "OffloadScheduler",

@@ -2,7 +2,7 @@
 
 import sys
 
-from superadam.cli import main
+from superadam.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

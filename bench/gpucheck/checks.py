@@ -22,7 +22,7 @@ from gpucheck.programs import ROOT, Done, python
 _RESULT = re.compile(r"^tests/\S+.* (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b", re.MULTILINE)
 _PYTEST = ("-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider")
 
-REHEARSED_TEST = "tests/test_gpu_scatter.py::test_many_tensors_take_one_launch"
+REHEARSED_TEST = "tests/gpu/test_gpu_scatter.py::test_many_tensors_take_one_launch"
 OF_SEVERAL_DEVICES = ("device", "model", "verification", "loop")
 """Test modules of `superadam.training` that take every device there is as a parameter."""
 
@@ -44,10 +44,8 @@ def machine(context: Context, limit: Limit) -> Iterator[Finding]:
 
 def gpu_tests() -> list[str]:
     """Return the test files that exist for GPUs, those on real devices first."""
-    names = [
-        path.name for pattern in ("test_cuda*.py", "test_gpu_*.py") for path in sorted(ROOT.glob(f"tests/{pattern}"))
-    ]
-    return [f"tests/{name}" for name in names if name != "test_gpu_check.py"]
+    patterns = ("tests/devices/test_cuda*.py", "tests/gpu/*.py")
+    return [str(path.relative_to(ROOT)) for pattern in patterns for path in sorted(ROOT.glob(pattern))]
 
 
 def tests(context: Context, limit: Limit) -> Iterator[Finding]:
@@ -58,7 +56,7 @@ def tests(context: Context, limit: Limit) -> Iterator[Finding]:
         return
     selections: list[tuple[str, ...]] = [(REHEARSED_TEST,)]
     if not context.rehearses:
-        of_devices = (f"tests/test_training_{name}.py" for name in OF_SEVERAL_DEVICES)
+        of_devices = (f"tests/cli/test_train_{name}.py" for name in OF_SEVERAL_DEVICES)
         selections = [(*of_devices, "-k", "cuda"), tuple(gpu_tests())]
     counts: collections.Counter[str] = collections.Counter()
     failed: list[str] = []
@@ -153,7 +151,7 @@ def sanitized(context: Context, limit: Limit) -> Iterator[Finding]:
         what = "compute-sanitizer" if sanitizer is None else "pytest"
         yield Finding(Outcome.LEFT_OUT, f"{what} is not installed")
         return
-    files = [name for name in gpu_tests() if name.startswith("tests/test_gpu_")]
+    files = [name for name in gpu_tests() if name.startswith("tests/gpu/")]
     results: dict[str, str] = {}
     for tool in ("memcheck", "racecheck"):
         command: Sequence[str] = [sanitizer, "--tool", tool, "--error-exitcode", "9", "--target-processes", "all"]

@@ -107,11 +107,11 @@ def _median_seconds(action: Callable[[], None], rounds: int) -> float:
 
 def pass_rates(numel: int, rounds: int) -> dict[str, float]:
     """Return elements that the CPU's passes do in a second, with bf16 gradients and parameters, and their GB/s."""
-    from superadam import native
-    from superadam.benchmarks import passes
-    from superadam.benchmarks.arrays import PassArrays, bytes_per_element
-    from superadam.benchmarks.pairs import compare
-    from superadam.native import Dtype, Pass
+    from superadam.cli.bench import passes
+    from superadam.cli.bench.arrays import PassArrays, bytes_per_element
+    from superadam.cli.bench.pairs import compare
+    from superadam.kernels import native
+    from superadam.kernels.native import Dtype, Pass
 
     setting = passes.Setting(native.active_isa(), native.get_num_threads(), Dtype.BFLOAT16, Dtype.BFLOAT16)
     arrays = PassArrays(numel, setting.gradient_dtype, setting.out_dtype)

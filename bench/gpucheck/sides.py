@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
-from superadam.benchmarks.arrays import HYPERPARAMETERS
-from superadam.benchmarks.contests import MAX_GRAD_NORM
-from superadam.training.device import wait_for
+from superadam.cli.bench.arrays import HYPERPARAMETERS
+from superadam.cli.bench.contests import MAX_GRAD_NORM
+from superadam.cli.train.device import wait_for
 
 _OPTIONS = {
     "lr": HYPERPARAMETERS.lr,

@@ -18,11 +18,11 @@ import torch
 from gpucheck.findings import Context, Finding, Limit, Outcome
 from gpucheck.programs import MARK, Done, measuring, tell
 from gpucheck.sides import ALONE, OVERLAPPED, PLAIN, SIDES, Side
-from superadam.training.device import moved, wait_for
-from superadam.training.memory import peak_device_bytes, peak_host_bytes
-from superadam.training.model import build_model, next_byte_loss
-from superadam.training.presets import BYTE_VALUES, PRESETS, Shape
-from superadam.training.settings import Settings
+from superadam.cli.train.device import moved, wait_for
+from superadam.cli.train.memory import peak_device_bytes, peak_host_bytes
+from superadam.cli.train.model import build_model, next_byte_loss
+from superadam.cli.train.presets import BYTE_VALUES, PRESETS, Shape
+from superadam.cli.train.settings import Settings
 
 WARM_UPS = 5
 """Untimed steps at each batch size: the first touches memory, two are tried out by superadam, one moves state."""

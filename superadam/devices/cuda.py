@@ -9,22 +9,23 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from superadam.devices import cores
+from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import ChunkSums, Device, Event, Stream
 from superadam.devices.pinned import PinnedMemory
 from superadam.devices.registration import CudaRegistrar
 from superadam.devices.slab import gigabytes
-from superadam.flat import FlatLayout
+from superadam.devices.worker import ThreadWorker, Work, Worker
 from superadam.gpu import Backend, backend, pack_gradients, scatter_values, update
-from superadam.host import Host
-from superadam.host_memory import HostMemory
-from superadam.hyperparameters import Coefficients
-from superadam.kept_step import KeptStep
-from superadam.worker import ThreadWorker, Work, Worker
+from superadam.host import cores
+from superadam.host.machine import Host
+from superadam.host.memory import HostMemory
+from superadam.kernels.hyperparameters import Coefficients
+from superadam.kernels.kept_step import KeptStep
 
 BUCKETS_UNDER_WAY = 2
 """Buckets that host memory is reserved for, in each direction: one that travels, and one beside it that is computed."""
@@ -117,7 +118,7 @@ class CudaDevice(Device):
 
     @torch.no_grad()
     def pack(
-        self, gradients: Sequence[Tensor], layout: FlatLayout, dtype: torch.dtype, norm: ChunkSums | None = None
+        self, gradients: Sequence[Tensor], layout: FlatLayout[Any], dtype: torch.dtype, norm: ChunkSums | None = None
     ) -> Tensor:
         """Enqueue one launch; gradients that lie otherwise than their states are copied first."""
         self._claim(gradients)
@@ -209,7 +210,7 @@ class CudaDevice(Device):
                 raise MemoryError(
                     f"gradients, buckets under way and new values without room on the device need {gigabytes(missing)} "
                     f"of host memory, but {gigabytes(available)} are available; allow this process more memory, train "
-                    "fewer parameters, or let gradients travel in a narrower link_dtype"
+                    "fewer parameters, or let gradients travel in a narrower transfer_dtype"
                 )
         with cores.bound_thread(self._cpus):
             self.pinned.grow(missing, bucket_bytes)

@@ -12,20 +12,20 @@ import enum
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from superadam.flat import FlatLayout
-from superadam.hyperparameters import Coefficients
-from superadam.kept_step import KeptStep
-from superadam.worker import ThreadWorker, Work, Worker
+from superadam.devices.flat import FlatLayout
+from superadam.devices.worker import ThreadWorker, Work, Worker
+from superadam.kernels.hyperparameters import Coefficients
+from superadam.kernels.kept_step import KeptStep
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkSums:
-    """Where the norm of gradients goes: one entry for each chunk of `superadam.native.CHUNK` elements of each.
+    """Where the norm of gradients goes: one entry for each chunk of `superadam.kernels.native.CHUNK` elements of each.
 
     Attributes:
         sums: fp64, sums of squares, with the bits of the kernels of the CPU.
@@ -86,7 +86,7 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def pack(
-        self, gradients: Sequence[Tensor], layout: FlatLayout, dtype: torch.dtype, norm: ChunkSums | None = None
+        self, gradients: Sequence[Tensor], layout: FlatLayout[Any], dtype: torch.dtype, norm: ChunkSums | None = None
     ) -> Tensor:
         """Return gradients, converted to `dtype`, in one flat buffer of our own on the device.
 

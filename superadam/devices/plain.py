@@ -9,15 +9,16 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import ChunkSums, Device, Event, Stream
 from superadam.devices.slab import gigabytes
-from superadam.flat import FlatLayout
-from superadam.host import Host
-from superadam.host_memory import HostMemory
+from superadam.host.machine import Host
+from superadam.host.memory import HostMemory
 
 
 class PassedEvent:
@@ -52,7 +53,7 @@ class PlainDevice(Device):
         return tensor.is_cpu
 
     def pack(
-        self, gradients: Sequence[Tensor], layout: FlatLayout, dtype: torch.dtype, norm: ChunkSums | None = None
+        self, gradients: Sequence[Tensor], layout: FlatLayout[Any], dtype: torch.dtype, norm: ChunkSums | None = None
     ) -> Tensor:
         """Copy one gradient after another to the host, where the CPU takes their norm later."""
         buffer = torch.empty(layout.numel, dtype=dtype, device="cpu")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from superadam.devices.slab import PinningError, gigabytes
-from superadam.host_memory import lockable_bytes
+from superadam.host.memory import lockable_bytes
 
 PORTABLE = 1
 """cudaHostRegisterPortable: pinned for every device of the process."""

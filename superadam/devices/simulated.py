@@ -22,15 +22,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from superadam import native
+from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import ChunkSums, Device, Stream
-from superadam.flat import FlatLayout
-from superadam.hyperparameters import Coefficients
-from superadam.kept_step import KeptStep
-from superadam.native import Pass
-from superadam.parameter import DTYPES
-from superadam.signals import DeferredSignals
-from superadam.worker import Job, Work, Worker
+from superadam.devices.worker import Job, Work, Worker
+from superadam.host.signals import DeferredSignals
+from superadam.kernels import native
+from superadam.kernels.dtypes import DTYPES
+from superadam.kernels.hyperparameters import Coefficients
+from superadam.kernels.kept_step import KeptStep
+from superadam.kernels.native import Pass
 
 
 class SimulatedEvent:
@@ -170,7 +170,7 @@ class SimulatedDevice(Device):
         return tensor.untyped_storage()._cdata in self._host_blocks
 
     def pack(
-        self, gradients: Sequence[Tensor], layout: FlatLayout, dtype: torch.dtype, norm: ChunkSums | None = None
+        self, gradients: Sequence[Tensor], layout: FlatLayout[Any], dtype: torch.dtype, norm: ChunkSums | None = None
     ) -> Tensor:
         """Return device memory that is filled when the current stream gets there; NaN lies between the gradients."""
         self.progress()

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from kernel_arrays import Array, Job, coefficient_table
 
-from superadam import native
+from superadam.kernels import native
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "arm" / "cross"
@@ -147,7 +147,7 @@ def emulate(cpu: Cpu, *command: str | Path, options: tuple[str, ...] = ()) -> su
 
 
 def known_isas(cpu: Cpu) -> dict[str, str]:
-    """Return what `superadam.native.known_isas` would on `cpu`."""
+    """Return what `superadam.kernels.native.known_isas` would on `cpu`."""
     words = ("runnable", "not compiled", "not supported")
     done = emulate(cpu, BUILD / "runner")
     assert done.returncode == 0, done.stderr

@@ -1,0 +1,125 @@
+"""The arrays that a pass runs over, filled, touched and aligned, as one segment for the kernels.
+
+Owns their memory: pointers in the tables are good only as long as the `PassArrays` lives.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from superadam.kernels import native
+from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
+from superadam.kernels.native import Dtype, Pass
+
+ALIGNMENT = 64
+"""Bytes: a cache line, from where stores past the caches may start."""
+
+SIZES = {Dtype.NONE: 0, Dtype.BFLOAT16: 2, Dtype.FLOAT16: 2, Dtype.FLOAT32: 4, Dtype.FLOAT64: 8}
+"""Bytes per element."""
+
+STATE_READERS = frozenset({Pass.SPECULATE, Pass.COMMIT, Pass.COMMIT_AND_SPECULATE, Pass.UPDATE})
+STATE_WRITERS = frozenset({Pass.COMMIT, Pass.COMMIT_AND_SPECULATE, Pass.UPDATE})
+OUT_WRITERS = frozenset({Pass.SPECULATE, Pass.COMMIT_AND_SPECULATE, Pass.UPDATE})
+
+HYPERPARAMETERS = Hyperparameters(
+    lr=1e-5,
+    beta1=0.9,
+    beta2=0.999,
+    eps=1e-8,
+    weight_decay=0.1,
+    amsgrad=False,
+    maximize=False,
+    decoupled_weight_decay=True,
+)
+"""AdamW for fine-tuning, on both sides of every comparison."""
+
+STEP = 1000
+"""The step whose coefficients the passes use: they are the same in every run."""
+
+
+def bytes_per_element(which: Pass, gradient_dtype: Dtype, out_dtype: Dtype) -> int:
+    """Return what a pass loads and stores for one element; the entries per chunk of the norm are left out."""
+    state = 3 * (8 if gradient_dtype is Dtype.FLOAT64 else 4)
+    total = SIZES[gradient_dtype] * (2 if which is Pass.COMMIT_AND_SPECULATE else 1)
+    total += state * ((which in STATE_READERS) + (which in STATE_WRITERS))
+    return total + (SIZES[out_dtype] if which in OUT_WRITERS else 0)
+
+
+def _aligned(length: int, size: int) -> npt.NDArray[np.uint8]:
+    memory = np.empty(length * size + ALIGNMENT, np.uint8)
+    offset = -memory.ctypes.data % ALIGNMENT
+    return memory[offset : offset + length * size]
+
+
+def _filled(values: npt.NDArray[np.float64], length: int, dtype: Dtype) -> npt.NDArray[np.uint8]:
+    """Return `values`, converted and repeated up to `length`, as bytes."""
+    match dtype:
+        case Dtype.BFLOAT16:
+            pattern: npt.NDArray[Any] = (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+        case Dtype.FLOAT16:
+            pattern = values.astype(np.float16)
+        case Dtype.FLOAT64:
+            pattern = values
+        case _:
+            pattern = values.astype(np.float32)
+    array = _aligned(length, SIZES[dtype])
+    elements = array.view(pattern.dtype)
+    whole = length - length % len(pattern)
+    elements[:whole].reshape(-1, len(pattern))[:] = pattern
+    elements[whole:] = pattern[: length - whole]
+    return array
+
+
+class PassArrays:
+    """State, two gradients and a working copy of `numel` elements, and the segment that names them.
+
+    Args:
+        numel: elements.
+        gradient_dtype: of both gradients; FLOAT64 makes everything FLOAT64.
+        out_dtype: of the working copy.
+
+    Attributes:
+        sums, nonfinite: what a norm leaves behind, one entry per chunk.
+        coefficients: the table with the one coefficient set that every pass uses.
+    """
+
+    def __init__(self, numel: int, gradient_dtype: Dtype, out_dtype: Dtype) -> None:
+        self.numel = numel
+        self.gradient_dtype = gradient_dtype
+        self.out_dtype = out_dtype
+        double = gradient_dtype is Dtype.FLOAT64
+        state = Dtype.FLOAT64 if double else Dtype.FLOAT32
+        normal = np.random.default_rng(0).standard_normal(native.CHUNK)
+        self._arrays = {
+            "gradient": _filled(1e-3 * normal, numel, gradient_dtype),
+            "accepted_gradient": _filled(1e-3 * normal[::-1], numel, gradient_dtype),
+            "master": _filled(normal, numel, state),
+            "exp_avg": _filled(1e-4 * normal, numel, state),
+            "exp_avg_sq": _filled(1e-6 * np.square(normal), numel, state),
+            "out": _filled(normal, numel, out_dtype),
+        }
+        self.sums = np.zeros(native.chunk_count(numel), np.float64)
+        self.nonfinite = np.zeros(native.chunk_count(numel), np.int64)
+        self.coefficients = np.array(
+            [Coefficients.at_step(HYPERPARAMETERS, STEP, double=double).row()], native.COEFFICIENTS
+        )
+
+    def __getitem__(self, name: str) -> npt.NDArray[np.uint8]:
+        """Return the bytes of one array, by its name in `native.SEGMENT`."""
+        return self._arrays[name]
+
+    def segments(self, *, with_norm: bool) -> npt.NDArray[np.void]:
+        """Return the table of one segment over these arrays."""
+        table = np.zeros(1, native.SEGMENT)
+        for name, array in self._arrays.items():
+            table[name] = array.ctypes.data
+        table["length"] = self.numel
+        table["gradient_dtype"] = self.gradient_dtype
+        table["out_dtype"] = self.out_dtype
+        if with_norm:
+            table["sums"] = self.sums.ctypes.data
+            table["nonfinite"] = self.nonfinite.ctypes.data
+        return table

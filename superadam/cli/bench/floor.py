@@ -1,0 +1,77 @@
+"""The floor of a pass: its loads and stores without the arithmetic, as fast as this machine can be made to do them.
+
+Owns the ways of moving memory that are tried. Which one wins depends on processor, threads and pass, so it is found
+anew in every run.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from superadam.cli.bench.arrays import OUT_WRITERS, STATE_WRITERS, PassArrays
+from superadam.cli.bench.pairs import Action, fastest
+from superadam.kernels import native
+from superadam.kernels.native import Dtype, Pass
+
+ROUNDS = 5
+"""Times that each variant runs when the fastest is looked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One way to move the memory of a pass.
+
+    Attributes:
+        burst: elements of one array that are touched before the next array is; kernels touch 16.
+        prefetch: distance of the software prefetch in bytes, 0 for none.
+        stream_out, stream_state: whether the working copy, or the state, is written past the caches.
+    """
+
+    burst: int
+    prefetch: int
+    stream_out: bool = False
+    stream_state: bool = False
+
+
+BURSTS = (32, 128)
+PREFETCHES = (0, 1 << 10, 2 << 10, 4 << 10)
+
+
+def variants(which: Pass, out_dtype: Dtype) -> list[Variant]:
+    """Return the variants that differ for a pass: one that stores nothing has none with stores past the caches."""
+    writes_out = which in OUT_WRITERS and out_dtype is not Dtype.NONE
+    streams = [(False, False)]
+    if writes_out:
+        streams.append((True, False))
+    if which in STATE_WRITERS:
+        streams.append((writes_out, True))
+    return [Variant(burst, prefetch, *stream) for burst in BURSTS for prefetch in PREFETCHES for stream in streams]
+
+
+def action(arrays: PassArrays, which: Pass, variant: Variant, threads: int) -> Action:
+    """Return what moves the memory of a pass over these arrays once; only the working copy changes."""
+    return functools.partial(
+        native.move_like,
+        which,
+        arrays.segments(with_norm=False),
+        burst=variant.burst,
+        prefetch=variant.prefetch,
+        stream_out=variant.stream_out,
+        stream_state=variant.stream_state,
+        threads=threads,
+    )
+
+
+def find_floor(arrays: PassArrays, which: Pass, threads: int, before: Action, rounds: int = ROUNDS) -> Variant:
+    """Return the fastest variant for a pass over these arrays, now.
+
+    Args:
+        arrays: what is moved.
+        which: the pass.
+        threads: at most so many.
+        before: the pass itself, which runs between the variants as it will in the comparison.
+        rounds: timed runs of each variant.
+    """
+    candidates = variants(which, arrays.out_dtype)
+    return candidates[fastest([action(arrays, which, variant, threads) for variant in candidates], rounds, before)]

@@ -1,0 +1,126 @@
+"""What overlap costs and hides: whole iterations with the scheduler against iterations with a plain `step()`.
+
+Owns the model and the two training loops. Model and data are synthetic: only their sizes matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from superadam import OffloadScheduler, SpeculativeCPUAdamW
+from superadam.cli.bench.arrays import HYPERPARAMETERS
+from superadam.cli.bench.contests import MAX_GRAD_NORM
+from superadam.cli.bench.pairs import Action, Comparison, compare
+from superadam.kernels import native
+
+WIDTH = 320
+LAYERS = 8
+HEADS = 5
+VOCABULARY = 256
+SEQ = 256
+
+
+@dataclass(frozen=True, slots=True)
+class OverlapResult:
+    """One comparison of iterations.
+
+    Attributes:
+        parameters: elements of the model, fp32.
+        tokens: in an iteration.
+        bucket_numel: elements of a bucket.
+        buckets: in an iteration.
+        hook_seconds: that taking gradients cost the training thread in an iteration; 0 where all is left to `step()`.
+        hidden_share: of the worker's time, see `superadam.OverlapStatistics`.
+        threads: of torch and of the kernels.
+        comparison: iterations with overlap, against those with a plain step.
+    """
+
+    parameters: int
+    tokens: int
+    bucket_numel: int
+    buckets: float
+    hook_seconds: float
+    hidden_share: float
+    threads: int
+    comparison: Comparison
+
+
+class _Transformer(nn.Module):
+    """A causal transformer of about ten million parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        block = nn.TransformerEncoderLayer(
+            WIDTH, HEADS, 4 * WIDTH, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+        )
+        self.blocks = nn.TransformerEncoder(block, LAYERS, enable_nested_tensor=False)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
+        logits: Tensor = self.head(self.blocks(self.tokens(tokens), mask, is_causal=True))
+        return logits
+
+
+def _loop(tokens: int) -> tuple[nn.Module, SpeculativeCPUAdamW, Callable[[], None]]:
+    """Return a model, its optimizer, and what makes one iteration with them."""
+    torch.manual_seed(0)
+    model, hyper = _Transformer(), HYPERPARAMETERS
+    optimizer = SpeculativeCPUAdamW(
+        model.parameters(),
+        lr=hyper.lr,
+        betas=(hyper.beta1, hyper.beta2),
+        eps=hyper.eps,
+        weight_decay=hyper.weight_decay,
+        max_grad_norm=MAX_GRAD_NORM,
+    )
+    windows = torch.randint(VOCABULARY, (max(1, tokens // SEQ), SEQ + 1))
+
+    def iterate() -> None:
+        logits = model(windows[:, :-1])
+        loss = functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()  # here, so that neither side holds gradients while the other is timed
+
+    return model, optimizer, iterate
+
+
+def measure(threads: int, pairs: int, *, tokens: int = 2048, bucket_numel: int = 1 << 20) -> OverlapResult:
+    """Compare iterations; the thread counts of before are put back at the end.
+
+    Args:
+        threads: that both sides may use.
+        pairs: pairs of iterations.
+        tokens: in an iteration, rounded to sequences of `SEQ`.
+        bucket_numel: elements of a bucket: so small here that a model of this size has several.
+    """
+    before = torch.get_num_threads(), native.get_num_threads()
+    torch.set_num_threads(threads)
+    native.set_num_threads(threads)
+    try:
+        model, optimizer, overlapped = _loop(tokens)
+        plain: Action = _loop(tokens)[2]
+        with OffloadScheduler(optimizer, model, bucket_numel=bucket_numel) as scheduler:
+            comparison = compare(overlapped, plain, pairs)
+            statistics = scheduler.statistics
+            steps = optimizer.statistics.steps
+        return OverlapResult(
+            parameters=sum(parameter.numel() for parameter in model.parameters()),
+            tokens=max(1, tokens // SEQ) * SEQ,
+            bucket_numel=bucket_numel,
+            buckets=statistics.buckets / steps,
+            hook_seconds=statistics.hook_seconds / steps,
+            hidden_share=statistics.hidden_share,
+            threads=threads,
+            comparison=comparison,
+        )
+    finally:
+        torch.set_num_threads(before[0])
+        native.set_num_threads(before[1])

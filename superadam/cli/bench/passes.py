@@ -1,0 +1,154 @@
+"""The passes of the kernels against the floor of their traffic, by instruction set, threads and dtype.
+
+Owns which combinations are measured. Each row is one comparison of `superadam.kernels.native.run` with
+`superadam.kernels.native.move_like` over the same arrays.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from superadam.cli.bench import floor
+from superadam.cli.bench.arrays import PassArrays, bytes_per_element
+from superadam.cli.bench.floor import Variant
+from superadam.cli.bench.pairs import Action, Comparison, compare
+from superadam.kernels import native
+from superadam.kernels.native import Dtype, Pass
+
+PASSES = (
+    (Pass.NORM, True),
+    (Pass.SPECULATE, False),
+    (Pass.SPECULATE, True),
+    (Pass.COMMIT, False),
+    (Pass.COMMIT_AND_SPECULATE, False),
+    (Pass.COMMIT_AND_SPECULATE, True),
+    (Pass.UPDATE, False),
+    (Pass.UPDATE, True),
+)
+"""What is measured, each without or with the norm; `commit` never needs one, its gradient was summed before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Where a pass runs: which kernels, on how many threads, over what.
+
+    Attributes:
+        isa: instruction set.
+        threads: at most so many.
+        gradient_dtype: of the gradients; the state is FLOAT32, or FLOAT64 beside FLOAT64 gradients.
+        out_dtype: of the working copy.
+    """
+
+    isa: str
+    threads: int
+    gradient_dtype: Dtype
+    out_dtype: Dtype
+
+
+@dataclass(frozen=True, slots=True)
+class PassResult:
+    """One row: a pass in a setting.
+
+    Attributes:
+        which, with_norm: the pass, and whether it sums squares too.
+        setting: where it ran.
+        numel: elements.
+        bytes_per_element: what it loads and stores.
+        floor: the fastest way to move the same memory.
+        comparison: the pass against that.
+    """
+
+    which: Pass
+    with_norm: bool
+    setting: Setting
+    numel: int
+    bytes_per_element: int
+    floor: Variant
+    comparison: Comparison
+
+    @property
+    def name(self) -> str:
+        """The pass in words, as tables show it."""
+        name = self.which.name.lower().replace("_and_", "+")
+        return f"{name}, norm" if self.with_norm and self.which is not Pass.NORM else name
+
+    @property
+    def bytes_per_second(self) -> float:
+        """What the pass moved, by its median time."""
+        return self.numel * self.bytes_per_element / self.comparison.first.median
+
+
+def out_dtype_of(gradient_dtype: Dtype) -> Dtype:
+    """Return the usual working copy beside such gradients: bf16, or fp16 and fp64 beside their own."""
+    return gradient_dtype if gradient_dtype in (Dtype.FLOAT16, Dtype.FLOAT64) else Dtype.BFLOAT16
+
+
+def settings(
+    isas: Sequence[str], threads: Sequence[int], dtypes: Sequence[Dtype], *, crossed: bool = False
+) -> list[Setting]:
+    """Return the settings to measure: the first of each, then each axis varied by itself.
+
+    Args:
+        isas: instruction sets, the main one first.
+        threads: numbers of threads, the main one first.
+        dtypes: gradient dtypes, the main one first.
+        crossed: return all combinations instead.
+    """
+    chosen = [
+        Setting(isa, count, dtype, out_dtype_of(dtype))
+        for isa in isas
+        for count in threads
+        for dtype in dtypes
+        if crossed or (isa != isas[0]) + (count != threads[0]) + (dtype != dtypes[0]) <= 1
+    ]
+    seen: dict[tuple[object, ...], Setting] = {}
+    for setting in chosen:  # fp64 has one set of kernels, whatever the instruction set
+        kernels = None if setting.gradient_dtype is Dtype.FLOAT64 else setting.isa
+        seen.setdefault((kernels, setting.threads, setting.gradient_dtype), setting)
+    return list(seen.values())
+
+
+def action(arrays: PassArrays, which: Pass, setting: Setting, *, with_norm: bool) -> Action:
+    """Return what runs a pass over these arrays once."""
+    return functools.partial(
+        native.run,
+        which,
+        arrays.segments(with_norm=with_norm),
+        arrays.coefficients,
+        isa=setting.isa,
+        threads=setting.threads,
+    )
+
+
+def measure(numel: int, chosen: Sequence[Setting], pairs: int) -> Iterator[PassResult]:
+    """Yield one row for each setting and pass, as they are measured.
+
+    Args:
+        numel: elements; rounded up to whole chunks.
+        chosen: the settings; those with the same dtypes share their arrays.
+        pairs: pairs of runs in each row.
+    """
+    numel = native.chunk_count(numel) * native.CHUNK
+    floors: dict[tuple[Pass, int], Variant] = {}
+    arrays = None
+    for setting in sorted(chosen, key=lambda s: [c.gradient_dtype for c in chosen].index(s.gradient_dtype)):
+        if arrays is None or (arrays.gradient_dtype, arrays.out_dtype) != (setting.gradient_dtype, setting.out_dtype):
+            arrays = None  # release the old ones first
+            arrays = PassArrays(numel, setting.gradient_dtype, setting.out_dtype)
+            floors.clear()
+        for which, with_norm in PASSES:
+            kernel = action(arrays, which, setting, with_norm=with_norm)
+            key = (which, setting.threads)
+            if key not in floors:
+                floors[key] = floor.find_floor(arrays, which, setting.threads, kernel)
+            yield PassResult(
+                which,
+                with_norm,
+                setting,
+                numel,
+                bytes_per_element(which, setting.gradient_dtype, setting.out_dtype),
+                floors[key],
+                compare(kernel, floor.action(arrays, which, floors[key], setting.threads), pairs),
+            )

@@ -1,0 +1,45 @@
+"""`superadam doctor`: what a person types, and what they see.
+
+Owns the exit status: 0, or 1 when something is broken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+BROKEN_STATUS = 1
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add `doctor` to the parser of `superadam`."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "doctor",
+        help="look at this machine and say what would make it faster",
+        description="Look at this machine and say what is ok, what could be better, and what is broken, with the "
+        "command that mends it. Changes nothing and needs no GPU. Exits with 1 when something is broken.",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Ask every probe, show what they found, and return the exit status."""
+    from rich.console import Console
+
+    from superadam.cli.doctor import report
+    from superadam.cli.doctor.diagnosis import diagnose
+    from superadam.cli.doctor.finding import Status
+    from superadam.host.machine import Host
+
+    with Console(stderr=True).status("looking at this machine"):
+        findings = diagnose(Host())
+    if arguments.json:
+        sys.stdout.write(json.dumps(report.to_json(findings), indent=1) + "\n")
+    else:
+        console = Console()
+        console.print(report.to_table(findings))
+        console.print(report.summary(findings), style="dim", highlight=False)
+    return BROKEN_STATUS if any(finding.status is Status.BROKEN for finding in findings) else 0

@@ -1,0 +1,101 @@
+"""How much memory there is, how it is mapped and locked, and how fast it is.
+
+Owns the one measurement of the doctor: the traffic of an update through the kernels' own threads.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+
+from superadam.cli.bench import floor
+from superadam.cli.bench.arrays import PassArrays, bytes_per_element
+from superadam.cli.bench.floor import Variant
+from superadam.cli.doctor.finding import Finding, Status
+from superadam.host.machine import Host
+from superadam.host.memory import HostMemory, lockable_bytes
+from superadam.kernels import native
+from superadam.kernels.native import Dtype, Pass
+
+GIB = 1 << 30
+MEASURED_BYTES = GIB
+"""Size of the arrays that the bandwidth is measured over: more than most caches hold."""
+MEASURED_SECONDS = 0.4
+"""For how long each number of threads is measured."""
+VARIANTS = (Variant(128, 2 << 10, stream_out=True), Variant(32, 2 << 10, stream_out=True), Variant(128, 0))
+"""Ways to move memory that are tried; `superadam bench` tries them all."""
+UPDATE_BYTES = bytes_per_element(Pass.UPDATE, Dtype.FLOAT32, Dtype.BFLOAT16)
+
+
+def main_memory(host: Host) -> Finding:
+    """Report how much memory is free, and how many parameters' state (12 bytes each) would fit into that."""
+    memory = HostMemory.of(host)
+    values = {"total_bytes": memory.total, "available_bytes": memory.available}
+    fits = f"the state of {memory.available / 12e9:.1f} billion parameters"
+    detail = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB available: {fits}"
+    return Finding("memory", Status.OK, detail, values=values)
+
+
+def huge_pages(host: Host) -> Finding:
+    """Report whether large tensors get huge pages, which spare the processor most address translations."""
+    text = host.read("/sys/kernel/mm/transparent_hugepage/enabled")
+    mode = text.partition("[")[2].partition("]")[0]
+    advised = host.environment.get("THP_MEM_ALLOC_ENABLE") == "1"
+    values = {"mode": mode, "torch_advises": advised}
+    if mode == "always":
+        return Finding("huge pages", Status.OK, "always", values=values)
+    if mode == "madvise":
+        if advised:
+            return Finding("huge pages", Status.OK, "madvise, and torch asks for them", values=values)
+        detail = "madvise: for tensors only if torch asks for them"
+        return Finding("huge pages", Status.BETTER, detail, "export THP_MEM_ALLOC_ENABLE=1", values)
+    remedy = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled; export THP_MEM_ALLOC_ENABLE=1"
+    return Finding("huge pages", Status.BETTER, mode or f"not understood: {text!r}", remedy, values)
+
+
+def pinned_memory(host: Host) -> Finding:
+    """Report how much memory this process may lock, which transfers to a GPU at full speed need."""
+    import torch
+
+    limit = lockable_bytes()
+    values = {"limit_bytes": limit}
+    if limit is None:
+        return Finding("pinned memory", Status.OK, "unlimited", values=values)
+    detail = f"at most {limit / (1 << 20):,.0f} MiB"
+    if not torch.cuda.is_available():
+        return Finding("pinned memory", Status.OK, f"{detail}; only a GPU needs it", values=values)
+    return Finding("pinned memory", Status.BETTER, detail, "ulimit -l unlimited", values)
+
+
+def measure_bandwidth(arrays: PassArrays, threads: int, seconds: float = MEASURED_SECONDS) -> float:
+    """Return the bytes per second that an update moves: the best run of all variants within about `seconds`."""
+    actions = [floor.action(arrays, Pass.UPDATE, variant, threads) for variant in VARIANTS]
+    moved = arrays.numel * bytes_per_element(Pass.UPDATE, arrays.gradient_dtype, arrays.out_dtype)
+    best, end = 0.0, time.perf_counter() + seconds
+    while best == 0.0 or time.perf_counter() < end:
+        for action in actions:
+            start = time.perf_counter()
+            action()
+            best = max(best, moved / (time.perf_counter() - start))
+    return best
+
+
+def bandwidth(host: Host, measured_bytes: int = MEASURED_BYTES) -> Finding:
+    """Measure what one thread and all threads get from memory, which is what limits a step."""
+    try:
+        threads = native.get_num_threads()
+    except ValueError:
+        threads = len(host.affinity)
+    with suppress(OSError, ValueError):
+        measured_bytes = min(measured_bytes, HostMemory.of(host).available // 4)
+    numel = max(measured_bytes // 22 // native.CHUNK, 1) * native.CHUNK  # p, m, v, two gradients: 20 B; out: 2 B
+    arrays = PassArrays(numel, Dtype.FLOAT32, Dtype.BFLOAT16)
+    best = {count: measure_bandwidth(arrays, count) for count in dict.fromkeys((threads, 1))}
+    values = {"bytes_per_second": best[threads], "one_thread": best[1], "threads": threads, "measured_over": numel * 22}
+    detail = f"{best[threads] / 1e9:.1f} GB/s with {threads} threads"
+    if threads == 1:
+        detail = f"{best[1] / 1e9:.1f} GB/s with one thread"
+    else:
+        detail += f", {best[1] / 1e9:.1f} with one"
+    detail += f": a step of a billion parameters moves 30 GB in {UPDATE_BYTES * 1e9 / best[threads]:.2f} s"
+    return Finding("memory bandwidth", Status.OK, detail, values=values)

@@ -1,0 +1,123 @@
+"""Instruction sets, cores, threads and NUMA nodes.
+
+Owns what there is to say about the CPUs that a step will run on. What their memory gives is measured in `memory`.
+"""
+
+from __future__ import annotations
+
+import math
+
+from superadam.cli.doctor.finding import Finding, Status
+from superadam.host.cgroups import groups_of
+from superadam.host.machine import Host, cpus_of, ranges_of
+from superadam.kernels import native
+
+REBUILD = "pip install --force-reinstall --no-deps superadam"
+
+
+def instruction_sets(host: Host) -> Finding:
+    """Report which kernels can run here, which does, and why that one."""
+    known = native.known_isas()
+    forced = host.environment.get("SUPERADAM_ISA", "")
+    name = "instruction sets"
+    others = ", ".join(f"{isa} {status}" for isa, status in known.items() if status != "runnable")
+    available = native.available_isas()
+    try:
+        active = native.active_isa()
+    except ValueError as error:
+        values = {"known": known, "active": None, "forced": forced}
+        return Finding(name, Status.BROKEN, str(error), "unset SUPERADAM_ISA", values)
+    reason = "SUPERADAM_ISA says so" if active == forced else "the best of " + ", ".join(available)
+    detail = f"{active}: {reason}" + (f"; {others}" if others else "")
+    values = {"known": known, "active": active, "forced": forced or None}
+    if active != available[0]:
+        return Finding(name, Status.BETTER, f"{detail}; {available[0]} is faster", "unset SUPERADAM_ISA", values)
+    if active == "scalar" or "not compiled" in known.values():
+        return Finding(name, Status.BETTER, detail, REBUILD, values)
+    return Finding(name, Status.OK, detail, values=values)
+
+
+def processors(host: Host) -> Finding:
+    """Report the CPU's name, its cores, and how many of its CPUs this process may run on."""
+    lines = [line.partition(":") for line in host.read_or("/proc/cpuinfo", "").splitlines()]
+    names = [text.strip() for key, _, text in lines if key.strip() == "model name"]
+    online = cpus_of(host.read("/sys/devices/system/cpu/online"))
+    siblings = {
+        host.read(path) for path in host.glob("/sys/devices/system/cpu/cpu[0-9]*/topology/thread_siblings_list")
+    }
+    cores = len(siblings) or len(online)
+    values = {"name": names[0] if names else None, "cores": cores, "cpus": len(online), "allowed": len(host.affinity)}
+    detail = f"{names[0] if names else 'unnamed'}: {cores} cores, {len(online)} CPUs"
+    if online - host.affinity:
+        detail += f", of which this process may use {len(host.affinity)} ({ranges_of(host.affinity)})"
+    return Finding("processors", Status.OK, detail, values=values)
+
+
+def cpu_quota(host: Host) -> float | None:
+    """Return how many CPUs' time the cgroups of this process allow it, or None when nothing limits it."""
+    limits = []
+    for group in groups_of(host, "cpu"):
+        if group.version == 2:
+            quota, _, period = host.read_or(f"{group.directory}/cpu.max", "max 1").partition(" ")
+        else:
+            quota = host.read_or(f"{group.directory}/cpu.cfs_quota_us", "-1")
+            period = host.read_or(f"{group.directory}/cpu.cfs_period_us", "100000")
+        if quota != "max" and float(quota) > 0:
+            limits.append(float(quota) / float(period))
+    return min(limits) if limits else None
+
+
+def threads(host: Host) -> Finding:
+    """Report how many threads superadam and torch would use, against what this process is allowed."""
+    import torch
+
+    name, forced = "threads", host.environment.get("SUPERADAM_THREADS")
+    quota, torch_threads = cpu_quota(host), torch.get_num_threads()
+    allowed = min(len(host.affinity), math.floor(quota) or 1) if quota else len(host.affinity)
+    values: dict[str, object] = {
+        "torch": torch_threads,
+        "affinity": len(host.affinity),
+        "quota": quota,
+        "forced": forced,
+    }
+    try:
+        count = native.get_num_threads()
+    except ValueError as error:
+        return Finding(name, Status.BROKEN, str(error), "unset SUPERADAM_THREADS", {"superadam": None, **values})
+    values = {"superadam": count, **values}
+    why = "SUPERADAM_THREADS" if forced else "one for each CPU it may use"
+    detail = f"superadam {count} ({why}), torch {torch_threads}"
+    if quota:
+        detail += f", CPU quota {quota:g}"
+    if count > allowed:
+        detail += f"; only {allowed} can run at once"
+        return Finding(name, Status.BETTER, detail, f"export SUPERADAM_THREADS={allowed}", values)
+    if torch_threads > allowed:
+        detail += f"; only {allowed} can run at once"
+        return Finding(name, Status.BETTER, detail, f"export OMP_NUM_THREADS={allowed}", values)
+    if count < allowed:
+        detail += f"; {allowed} are allowed"
+    return Finding(name, Status.OK, detail, values=values)
+
+
+def numa_nodes(host: Host) -> Finding:
+    """Report the nodes, and whether this process spans several of them."""
+    paths = host.glob("/sys/devices/system/node/node[0-9]*")
+    if not paths:
+        return Finding("NUMA nodes", Status.UNKNOWN, "/sys/devices/system/node lists none; the kernel may lack NUMA")
+    nodes = {
+        path.removeprefix("/sys/devices/system/node/node"): cpus_of(host.read(f"{path}/cpulist")) for path in paths
+    }
+    with_cpus = {node: cpus for node, cpus in nodes.items() if cpus}
+    ours = [node for node, cpus in with_cpus.items() if cpus & host.affinity]
+    values = {"nodes": {node: sorted(cpus) for node, cpus in nodes.items()}, "spanned": ours}
+    if len(with_cpus) <= 1:
+        memory_only = len(nodes) - len(with_cpus)
+        detail = "one" + (f", and {memory_only} of memory only" if memory_only else "")
+        return Finding("NUMA nodes", Status.OK, detail, values=values)
+    detail = "; ".join(f"node {node}: CPUs {ranges_of(cpus)}" for node, cpus in with_cpus.items())
+    if len(ours) > 1:
+        node = ours[0]
+        remedy = f"numactl --cpunodebind={node} --membind={node} COMMAND"
+        return Finding("NUMA nodes", Status.BETTER, f"{detail}; this process spans {len(ours)}", remedy, values)
+    return Finding("NUMA nodes", Status.OK, f"{detail}; this process stays on {', '.join(ours)}", values=values)

@@ -1,0 +1,49 @@
+"""The doctor's findings, as a table for a person and as JSON for a program.
+
+Owns the layout, nothing of the findings.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from superadam.cli.doctor.finding import Finding, Status
+
+STYLES = {Status.OK: "green", Status.BETTER: "yellow", Status.BROKEN: "bold red", Status.UNKNOWN: "dim"}
+
+
+def to_table(findings: Sequence[Finding]) -> Table:
+    """Return one row for each finding; what mends it stands under it."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True, style="bold")
+    table.add_column(overflow="fold")
+    for finding in findings:
+        detail = Text(finding.detail)
+        if finding.remedy:
+            detail.append(f"\n{finding.remedy}", style="cyan")
+        table.add_row(Text(finding.status.value, style=STYLES[finding.status]), Text(finding.name), detail)
+    return table
+
+
+def summary(findings: Sequence[Finding]) -> str:
+    """Return how many findings there are of each kind, in one line."""
+    counts = {status: sum(finding.status is status for finding in findings) for status in Status}
+    return ", ".join(f"{count} {status.value}" for status, count in counts.items() if count)
+
+
+def to_json(findings: Sequence[Finding]) -> dict[str, Any]:
+    """Return everything as plain values."""
+    return {
+        "findings": [
+            {**dataclasses.asdict(finding), "status": finding.status.value, "values": dict(finding.values)}
+            for finding in findings
+        ],
+        "broken": any(finding.status is Status.BROKEN for finding in findings),
+    }

@@ -1,0 +1,65 @@
+"""Versions of what superadam stands on.
+
+Owns the judgement of Python packages. Drivers belong to `accelerator`.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+from importlib.metadata import PackageNotFoundError, version
+
+from superadam.cli.doctor.finding import Finding, Status
+from superadam.host.machine import Host
+
+OLDEST_TORCH = (2, 6)
+"""As in the package's dependencies."""
+
+
+def superadam_version(host: Host) -> Finding:
+    """Report superadam, Python and the system they run on."""
+    values = {
+        "superadam": version("superadam"),
+        "python": platform.python_version(),
+        "system": platform.system(),
+        "machine": platform.machine(),
+    }
+    detail = "{superadam}, Python {python}, {system} {machine}".format(**values)
+    return Finding("superadam", Status.OK, detail, values=values)
+
+
+def torch_version(host: Host) -> Finding:
+    """Report torch, and whether it can be imported and is new enough."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        return Finding("torch", Status.BROKEN, f"cannot be imported: {error}", "pip install --force-reinstall torch")
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
+    if torch.version.hip:
+        build = f"HIP {torch.version.hip}"
+    capability = torch.backends.cpu.get_cpu_capability()
+    values = {"version": torch.__version__, "build": build, "capability": capability}
+    detail = f"{torch.__version__}, {build}, {capability} kernels"
+    if _version_numbers(torch.__version__) < OLDEST_TORCH:
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        return Finding("torch", Status.BROKEN, detail, f"pip install 'torch>={oldest}'", values)
+    return Finding("torch", Status.OK, detail, values=values)
+
+
+def triton_version(host: Host) -> Finding:
+    """Report triton, which only buckets on a GPU need."""
+    try:
+        found = version("triton")
+    except PackageNotFoundError:
+        import torch
+
+        detail = "not installed; only kernels on a GPU need it"
+        if torch.cuda.is_available():
+            return Finding("triton", Status.BETTER, detail, "pip install triton", {"version": None})
+        return Finding("triton", Status.OK, detail, values={"version": None})
+    return Finding("triton", Status.OK, found, values={"version": found})
+
+
+def _version_numbers(text: str) -> tuple[int, int]:
+    match = re.match(r"(\d+)\.(\d+)", text)
+    return (int(match[1]), int(match[2])) if match else (0, 0)

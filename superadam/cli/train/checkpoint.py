@@ -1,0 +1,135 @@
+"""A run on disk.
+
+Owns the checkpoint's layout and the checks that a loaded one must pass. It is one file: what `torch.save` writes of
+tensors and plain values only, so that `torch.load(weights_only=True)` reads it, and after it the SHA-256 of all that. A
+file in which any byte was changed is refused before anything in it is looked at.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from superadam.cli.train.files import replace_file
+from superadam.cli.train.history import History
+from superadam.cli.train.loop import Trainer
+from superadam.cli.train.memory import require_memory
+from superadam.cli.train.settings import Settings
+from superadam.cli.usage import UsageError
+
+FILE_NAME = "checkpoint.pt"
+
+FORMAT = "superadam train, 4"
+"""Stands in every checkpoint; a later layout counts on."""
+
+
+def save(trainer: Trainer, folder: Path) -> Path:
+    """Write the run to `folder` and return the file's path.
+
+    Raises:
+        UsageError: the disk does not take it; an older checkpoint is as it was.
+    """
+    content = {
+        "format": FORMAT,
+        "settings": asdict(trainer.settings),
+        "text_sha256": trainer.text.sha256,
+        "model": trainer.model.state_dict(),
+        "optimizer": trainer.optimizer.state_dict(),
+        "schedule": trainer.schedule.state_dict(),
+        "batches": trainer.generator.get_state(),
+        "random": torch.get_rng_state(),
+        "history": trainer.history.to_plain(),
+    }
+    path = folder / FILE_NAME
+    replace_file(path, lambda file: _write(content, file))
+    return path
+
+
+def _write(content: dict[str, Any], file: IO[bytes]) -> None:
+    try:
+        torch.save(content, file)
+    except RuntimeError as error:  # torch's own about some errors of the disk
+        raise error.__context__ or error from None
+    file.seek(0)
+    file.write(hashlib.file_digest(file, "sha256").digest())  # type: ignore[arg-type]
+
+
+def _is_intact(file: IO[bytes]) -> bool:
+    """Return whether the file ends with the digest of all before, and move to its begin."""
+    sha256 = hashlib.sha256()
+    left = file.seek(0, os.SEEK_END) - sha256.digest_size
+    file.seek(0)
+    while left > 0 and (block := file.read(min(left, 1 << 20))):
+        sha256.update(block)
+        left -= len(block)
+    is_intact = file.read() == sha256.digest()
+    file.seek(0)
+    return is_intact
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """Return the content of the checkpoint in `folder`.
+
+    Raises:
+        UsageError: there is none, it is not as it was written, or it is not one of this version's `superadam train`.
+    """
+    path = folder / FILE_NAME
+    remedy = "give the folder of an earlier run's --out"
+    if not os.path.isfile(path):  # which is False, too, where nobody may look
+        raise UsageError(f"--resume {folder} holds no {FILE_NAME} that can be read; {remedy}")
+    require_memory(torch.device("cpu"), 2 * os.path.getsize(path), f"restoring {path}", "allow this process more of it")
+    try:
+        with path.open("rb") as file:
+            content = torch.load(file, map_location="cpu", weights_only=True) if _is_intact(file) else None
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror or error}; {remedy}") from error
+    except Exception:  # torch.load raises whatever a foreign file leads to, even one whose end is its digest
+        content = None
+    if not isinstance(content, dict) or "format" not in content:
+        raise UsageError(f"{path} is damaged, changed or no checkpoint of 'superadam train'; {remedy}")
+    if content["format"] != FORMAT:
+        raise UsageError(
+            f"{path} has the layout {content['format']!r}, expected {FORMAT!r}; continue it with the version of "
+            "superadam that wrote it, or start a new run without --resume"
+        )
+    return content
+
+
+def settings_of(content: dict[str, Any], folder: Path) -> Settings:
+    """Return the settings of a checkpoint that `read` returned.
+
+    Raises:
+        UsageError: they are damaged.
+    """
+    try:
+        return Settings.of_plain(content["settings"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UsageError(f"{folder / FILE_NAME} has damaged settings; start a new run without --resume") from error
+
+
+def restore(trainer: Trainer, content: dict[str, Any], folder: Path) -> None:
+    """Bring a fresh trainer to where the checkpoint was written.
+
+    Raises:
+        UsageError: the text is another one, or the content does not fit the model; the trainer is of no use then.
+    """
+    path = folder / FILE_NAME
+    if content.get("text_sha256") != trainer.text.sha256:
+        raise UsageError(
+            f"{path} was trained on other bytes than {trainer.text.name} holds now; give the same text with --text"
+        )
+    try:
+        trainer.model.load_state_dict(content["model"])
+        trainer.optimizer.load_state_dict(content["optimizer"])
+        trainer.schedule.load_state_dict(content["schedule"])
+        trainer.generator.set_state(content["batches"])
+        torch.set_rng_state(content["random"])
+        trainer.history = History.of_plain(content["history"])
+    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+        raise UsageError(f"{path} does not fit the model that it names; it is damaged: start a new run") from error
+    trainer.history.sessions += 1

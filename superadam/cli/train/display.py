@@ -1,0 +1,200 @@
+"""What a person sees of a run in the terminal.
+
+Owns the progress bar and the final table. It needs rich; where the output is no terminal, a line now and then stands in
+for the bar.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+import superadam
+from superadam import StepKind
+from superadam.cli.train.history import StepRecord
+from superadam.cli.train.loop import Trainer
+from superadam.cli.train.report import Report
+
+_COLOURS = {StepKind.COMMITTED: "green", StepKind.CLIPPED: "yellow", StepKind.SKIPPED: "red"}
+
+LINES = 20
+"""How many lines stand in for the bar where the output is no terminal."""
+
+
+class StepProgress:
+    """A bar that tells of each step, used as a context.
+
+    Args:
+        console: where to.
+        done: steps of earlier sessions.
+        steps: steps of the complete run.
+    """
+
+    def __init__(self, console: Console, done: int, steps: int) -> None:
+        self._console = console
+        self._steps = steps
+        self._bar = Progress(
+            SpinnerColumn(),
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn("loss {task.fields[loss]}  norm {task.fields[norm]}  {task.fields[outcome]}"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("train", total=steps, completed=done, loss="-", norm="-", outcome="")
+
+    def __enter__(self) -> StepProgress:
+        self._bar.start()
+        self._console.show_cursor()  # a second Ctrl-C ends the process without a word
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def show(self, number: int, record: StepRecord) -> None:
+        """Tell of step `number`."""
+        loss, norm = f"{record.loss:6.3f}", f"{record.grad_norm:7.3f}"
+        outcome = f"[{_COLOURS[record.kind]}]{record.kind.value:<9}[/]"
+        self._bar.update(self._task, completed=number, loss=loss, norm=norm, outcome=outcome)
+        is_due = number % max(1, self._steps // LINES) == 0 or number == self._steps
+        if not self._console.is_terminal and (is_due or record.kind is StepKind.SKIPPED):
+            self._console.print(
+                f"step {number:>6} of {self._steps}   loss {loss}   norm {norm}   {outcome}", highlight=False
+            )
+
+
+def introduction(trainer: Trainer) -> str:
+    """Return one line on what is about to be trained, on what and how."""
+    settings = trainer.settings
+    way = "overlapped" if settings.overlap else "not overlapped"
+    if settings.overlap and isinstance(trainer.bucket_numel, int):
+        way += f" in buckets of {trainer.bucket_numel:,} elements"
+    model = "" if settings.shape is None else f"{settings.model}: "
+    kept = ", blocks computed again in backward" if settings.checkpointing else ""
+    return (
+        f"{model}{trainer.parameters / 1e6:,.1f} M parameters in {settings.dtype} on {settings.device}{kept}, "
+        f"{settings.batch} x {settings.seq} bytes a step of {trainer.text.name} "
+        f"({len(trainer.text.training) / 1e6:.1f} MB), {way}, "
+        f"{superadam.active_isa()} kernels, {superadam.get_num_threads()} threads"
+    )
+
+
+Row = tuple[str, str, str]
+"""Name, value and meaning, as the table shows them."""
+
+
+def outcome_table(report: Report) -> Table:
+    """Return the table of what came of the steps and of the buckets, and what the run cost."""
+    table = Table(
+        title="What came of the steps", title_justify="left", title_style="bold", show_edge=False, pad_edge=False
+    )
+    table.add_column("outcome")
+    table.add_column("count", justify="right")
+    table.add_column("meaning", style="dim")
+    limit = f"{report.max_grad_norm:g}"
+    for kind, count, meaning in (
+        (StepKind.COMMITTED, report.committed, "steps applied with their gradients as they were"),
+        (StepKind.CLIPPED, report.clipped, f"steps with a gradient norm above {limit}, scaled down to it"),
+        (StepKind.SKIPPED, report.skipped, "steps with an Inf or NaN gradient: nothing changed"),
+    ):
+        table.add_row(Text(kind.value, style=_COLOURS[kind] if count else "dim"), f"{count:,}", meaning)
+    for rows in (_overlap(report), _costs(report)):
+        table.add_section()
+        for row in rows:
+            table.add_row(*row)
+    return table
+
+
+def _overlap(report: Report) -> list[Row]:
+    """Return what became of the buckets, and how much of the optimizer's work was hidden; nothing without overlap."""
+    if not report.buckets:
+        return []
+    counts = [
+        ("buckets", report.buckets, "of gradients, handed to the worker thread during backward:"),
+        ("accepted", report.accepted_buckets, "speculated on, and published as they were"),
+        ("respeculated", report.respeculated_buckets, "speculated on, and stepped again in step(): it was clipped"),
+        ("dropped", report.dropped_buckets, "speculated on, and dropped: their step was skipped"),
+        ("waiting", report.waiting_buckets, "only summed, and stepped in step(): the first, or clipping was likely"),
+    ]
+    if report.kept_buckets:
+        counts.append(
+            ("kept", report.kept_buckets, "never handed over: their state is on the GPU, and so was the step")
+        )
+    hidden, work = report.hidden_seconds, report.hidden_seconds + report.optimizer_seconds
+    where = ", on cores that the model uses, too" if report.shares_cores else ""
+    moved = report.downloaded_bytes + report.uploaded_bytes
+    meaning = "the model is in host memory, where gradients and parameters are used in place"
+    if moved:
+        down, up = (f"{number / 1e9:,.2f}" for number in (report.downloaded_bytes, report.uploaded_bytes))
+        meaning = f"between host and device: {down} of gradients down, {up} of parameters up"
+    return [
+        *((name, f"{count:,}", meaning) for name, count, meaning in counts),
+        (
+            "hidden",
+            f"{report.hidden_share:.0%}",
+            f"of {work:.2f} s of optimizer work: the worker did {hidden:.2f} s of it beside training{where}",
+        ),
+        ("moved, GB", f"{moved / 1e9:,.2f}", meaning),
+        ("shadows, MB", f"{report.shadow_bytes / 1e6:,.2f}", "most memory that new values took until their verdict"),
+    ]
+
+
+def _costs(report: Report) -> list[Row]:
+    share = report.optimizer_seconds / report.seconds
+    rows = [
+        (
+            "final loss",
+            f"{report.final_loss:.3f}",
+            f"nats per byte, mean of the last tenth; {report.losses[0]:.3f} at the first step",
+        ),
+    ]
+    if report.held_out_loss is not None:
+        rows.append(("held-out loss", f"{report.held_out_loss:.3f}", "nats per byte on text that was never trained on"))
+    rows += [
+        (
+            "seconds",
+            f"{report.seconds:.1f}",
+            f"in steps, {report.optimizer_seconds:.2f} of them ({share:.1%}) in the optimizer",
+        ),
+        ("tokens/s", f"{report.tokens_per_second:,.0f}", "bytes trained on in a second"),
+        ("host GB", f"{report.peak_host_bytes / 1e9:.2f}", _held(report)),
+    ]
+    if report.peak_device_bytes is not None:
+        rows.append(("device GB", f"{report.peak_device_bytes / 1e9:.2f}", "held by tensors on the device at most"))
+    return [
+        *rows,
+        ("isa", report.isa, "instruction set of the kernels"),
+        ("threads", str(report.threads), "of torch and of the kernels"),
+    ]
+
+
+def _held(report: Report) -> str:
+    beside = "" if report.elements is None else ", the reference included"
+    return f"held by the process at most{beside}"
+
+
+def verdict(report: Report) -> Text:
+    """Return what the comparison with torch found, in words."""
+    norm = report.norm_max_relative_difference
+    assert norm is not None
+    words = (
+        f"{report.elements_differing:,} of {report.elements:,} fp32 elements of p, m and v differ from "
+        f"torch.optim.AdamW(fused=True) in any bit; norms differ by at most {norm:.1g} relative to fp64 torch"
+    )
+    if report.parameters_differing:
+        words += f"; {report.parameters_differing:,} elements of the model's parameters differed after a step"
+    if report.verdicts_differing:
+        words += f"; {report.verdicts_differing:,} steps ended otherwise than in torch"
+    if report.is_failed and (capability := torch.backends.cpu.get_cpu_capability()) not in ("AVX2", "AVX512"):
+        words += f"; note that torch runs its {capability} kernels here, and only those for AVX2 and AVX512 round alike"
+    mark, colour = ("NOT verified: ", "bold red") if report.is_failed else ("verified: ", "bold green")
+    return Text.assemble((mark, colour), words)

@@ -1,0 +1,118 @@
+"""One process's work on a run: from the first step it makes to the files it leaves.
+
+Owns the order of steps, measurements and saves, what is printed when, and the exit status. It needs rich and
+matplotlib.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from superadam.cli.train import checkpoint, display, files, picture
+from superadam.cli.train.interruption import SIGNAL_STATUS, Interruption
+from superadam.cli.train.loop import Trainer
+from superadam.cli.train.report import Report
+
+FAILED_STATUS = 1
+"""Exit status when a verified run was found to differ from its reference."""
+
+HELD_OUT_POINTS = 10
+"""How often in a run the held-out loss is measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """Steps from where the trainer stands to `last_step`, and the files after them.
+
+    Attributes:
+        trainer: fresh or restored.
+        out: folder of the checkpoint and the picture.
+        report_path: where the JSON report goes, or None for nowhere.
+        trace_path: where the trace of the session's last steps goes, or None for nowhere; only for overlapped runs.
+        last_step: at most the steps of the run.
+        save_every: steps between checkpoints, or None for one at the end.
+        is_saved: whether a checkpoint is written at all.
+        nan_steps: steps into whose gradients a NaN is put.
+        is_verified: whether a reference runs beside it.
+    """
+
+    trainer: Trainer
+    out: Path
+    report_path: Path | None
+    trace_path: Path | None
+    last_step: int
+    save_every: int | None
+    is_saved: bool
+    nan_steps: frozenset[int]
+    is_verified: bool
+
+    def run(self) -> int:
+        """Train, write the files, print the outcome and return the exit status.
+
+        However it ends, the optimizer is left as without a scheduler.
+
+        Raises:
+            UsageError: the disk does not take a file.
+        """
+        console = Console()
+        reference = self.trainer.verify() if self.is_verified else None
+        console.print(display.introduction(self.trainer), highlight=False, soft_wrap=True)
+        with Interruption() as interruption, self.trainer:
+            with display.StepProgress(
+                console, len(self.trainer.history.steps), self.trainer.settings.steps
+            ) as progress:
+                for number in self._numbers(interruption):
+                    progress.show(number, self.trainer.step(inject_nan=number in self.nan_steps))
+                    if self.save_every is not None and number % self.save_every == 0:
+                        checkpoint.save(self.trainer, self.out)
+            report = Report.of(self.trainer, None if reference is None else reference.compare())
+            written = self._write(report)
+        self._tell(console, report, written, interruption.signal_number)
+        if report.is_failed:
+            return FAILED_STATUS
+        return 0 if interruption.signal_number is None else SIGNAL_STATUS + interruption.signal_number
+
+    def _numbers(self, interruption: Interruption) -> Iterator[int]:
+        """Yield the steps to make until the last one or a signal, and measure the held-out loss in between."""
+        interval = max(1, self.trainer.settings.steps // HELD_OUT_POINTS)
+        done = len(self.trainer.history.steps)
+        if not done:
+            self.trainer.measure_held_out()
+        for number in range(done + 1, self.last_step + 1):
+            yield number
+            is_over = number == self.last_step or interruption.signal_number is not None
+            if is_over or number % interval == 0:
+                self.trainer.measure_held_out()
+            if is_over:
+                return
+
+    def _write(self, report: Report) -> list[Path]:
+        written = [checkpoint.save(self.trainer, self.out)] if self.is_saved else []
+        written.append(picture.write(self.trainer.history, report, self.out))
+        if self.report_path is not None:
+            report.write(self.report_path)
+            written.append(self.report_path)
+        if self.trace_path is not None:
+            assert self.trainer.scheduler is not None
+            with files.writing(self.trace_path):
+                self.trainer.scheduler.export_trace(self.trace_path)
+            written.append(self.trace_path)
+        return written
+
+    def _tell(self, console: Console, report: Report, written: list[Path], signal_number: int | None) -> None:
+        console.print(display.outcome_table(report))
+        if self.is_verified:
+            console.print(display.verdict(report), soft_wrap=True)
+        console.print("wrote " + ", ".join(map(str, written)), highlight=False, soft_wrap=True)
+        steps = self.trainer.settings.steps
+        if report.steps < steps:
+            cause = "" if signal_number is None else f" by {signal.Signals(signal_number).name}"
+            words = f"stopped{cause} after step {report.steps} of {steps}"
+            if self.is_saved:
+                words += f"; go on with: superadam train --resume {self.out}"
+            console.print(words, highlight=False, soft_wrap=True)

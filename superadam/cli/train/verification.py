@@ -1,0 +1,202 @@
+"""The reference beside a run: torch's own AdamW, fed the same gradients.
+
+Owns an fp32 copy of every parameter, stepped by `torch.optim.AdamW(fused=True)`, the hooks that feed it, and the
+comparison with the run's state. It computes norms and verdicts by itself with torch and must never call superadam's
+arithmetic: a reference that shares the code shares the faults. Only the clip coefficient is taken over, after checking
+that it is the reference's own to within one unit in its last place.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
+
+from superadam import SpeculativeCPUAdamW, StepKind, StepOutcome
+from superadam.cli.train.device import wait_for
+
+NORM_TOLERANCE = 1e-10
+"""Largest relative difference of two norms that counts as equal. Both sum positive squares in fp64 in blocks, a few
+thousand roundings of 2**-53 one after the other: below 1e-12 in any order, while a wrong element would show in fp32."""
+
+_PADDING = 64
+"""torch's fused kernel rounds the last `length mod 16` elements differently from its vectors; multiples of 64 have no
+such rest."""
+
+_COEFFICIENT_TOLERANCE = 2.0**-23
+"""Relative: one unit in the last place of fp32. The run rounds its coefficient to fp32, the reference does not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What the comparison found.
+
+    Attributes:
+        elements: fp32 elements of p, m and v that were compared at the end.
+        elements_differing: those that differ in any bit; NaN equals NaN, +0 differs from -0.
+        parameters_differing: elements of the model's own parameters that differed from the rounded reference after any
+            step, summed over steps.
+        verdicts_differing: steps that were committed, clipped or skipped when the reference says otherwise.
+        norm_max_relative_difference: largest over all steps, against torch in fp64.
+    """
+
+    elements: int
+    elements_differing: int
+    parameters_differing: int
+    verdicts_differing: int
+    norm_max_relative_difference: float
+
+
+def count_differing(a: Tensor, b: Tensor) -> int:
+    """Return how many elements of two fp32 or two 16-bit tensors differ in any bit; NaN equals NaN."""
+    integers = torch.int32 if a.dtype == torch.float32 else torch.int16
+    differ = a.contiguous().view(integers) != b.contiguous().view(integers)
+    return int((differ & ~(a.isnan() & b.isnan())).sum())
+
+
+class Reference:
+    """`torch.optim.AdamW(fused=True)` over flat, padded fp32 copies of a run's parameters.
+
+    It copies each gradient by a hook of its own while backward makes it. Each step: backward, the optimizer's step,
+    then `step()` with what came of it.
+
+    Everything of it is on the CPU, wherever the model is: 16 bytes of memory per parameter, and while a step is checked
+    another 16 per element of the largest one. A model on a GPU waits for the copy of each gradient and computes nothing
+    meanwhile, so that its steps take longer than without a reference.
+
+    Args:
+        optimizer: whose present state the reference starts from.
+        model: holds the optimizer's parameters, all of which get one gradient in each step.
+    """
+
+    def __init__(self, optimizer: SpeculativeCPUAdamW, model: nn.Module) -> None:
+        self._optimizer = optimizer
+        self._parameters: list[Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
+        entries = optimizer.state_dict()["state"]
+        self._copies: list[Parameter] = []
+        groups = []
+        for group in optimizer.param_groups:
+            start = len(self._copies)
+            for index, parameter in enumerate(group["params"], start):
+                master = entries.get(index, {}).get("master", parameter)
+                self._copies.append(Parameter(_padded(master)))
+            groups.append({**_hyperparameters(group), "params": self._copies[start:]})
+        self._adamw = torch.optim.AdamW(groups, fused=True)
+        for index, copy in enumerate(self._copies):
+            if entry := entries.get(index):
+                moments = {key: _padded(entry[key]) for key in ("exp_avg", "exp_avg_sq")}
+                self._adamw.state[copy] = {"step": entry["step"].clone(), **moments}
+            copy.grad = torch.zeros_like(copy)
+        self._parameters_differing = 0
+        self._verdicts_differing = 0
+        self._norm_difference = 0.0
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        self._names = [names[parameter] for parameter in self._parameters]
+        self._taken: set[int] = set()
+        self._hook_seconds = 0.0
+        self._handles: list[RemovableHandle] = [
+            parameter.register_post_accumulate_grad_hook(functools.partial(self._take, index))  # type: ignore[no-untyped-call]
+            for index, parameter in enumerate(self._parameters)
+        ]
+
+    def _take(self, index: int, parameter: Tensor) -> None:
+        """Copy a gradient, widened to fp32; called by autograd in the middle of backward."""
+        wait_for(parameter.device)  # backward's time up to here is not the reference's
+        begin = time.perf_counter()
+        gradient, copy = parameter.grad, self._copies[index].grad
+        assert gradient is not None
+        assert copy is not None
+        if index in self._taken:
+            raise RuntimeError(
+                f"{self._names[index]} got a second gradient in one step, expected one; "
+                "call Reference.step() after each backward"
+            )
+        self._taken.add(index)
+        copy[: parameter.numel()].view(parameter.shape).copy_(gradient)
+        self._hook_seconds += time.perf_counter() - begin
+
+    def take_hook_seconds(self) -> float:
+        """Return the time inside the hooks since the last call: the reference's, though it passed in backward."""
+        seconds, self._hook_seconds = self._hook_seconds, 0.0
+        return seconds
+
+    def close(self) -> None:
+        """Take no more gradients; what was found can still be compared."""
+        for handle in self._handles:
+            handle.remove()
+
+    @torch.no_grad()
+    def step(self, outcome: StepOutcome) -> None:
+        """Do with the taken gradients what `outcome` says, and compare norm, verdict and the model's parameters.
+
+        Raises:
+            RuntimeError: a parameter gave no gradient since the last step.
+        """
+        missing = [name for index, name in enumerate(self._names) if index not in self._taken]
+        if missing:
+            raise RuntimeError(
+                f"{len(missing)} parameters gave the reference no gradient in this step, first {missing[0]}, "
+                "expected one from each; verify only models whose every parameter takes part in the loss"
+            )
+        self._taken.clear()
+        gradients = [copy.grad for copy in self._copies if copy.grad is not None]
+        is_finite = all(bool(gradient.isfinite().all()) for gradient in gradients)
+        norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
+        self._compare_verdict(outcome, is_finite, norm)
+        if outcome.kind is not StepKind.SKIPPED:
+            if outcome.clip_coefficient != 1.0:
+                for gradient in gradients:
+                    gradient.mul_(outcome.clip_coefficient)
+            for ours, theirs in zip(self._optimizer.param_groups, self._adamw.param_groups, strict=True):
+                theirs.update(_hyperparameters(ours))
+            self._adamw.step()
+        for parameter, copy in zip(self._parameters, self._copies, strict=True):
+            rounded = copy[: parameter.numel()].to(parameter.dtype)
+            self._parameters_differing += count_differing(parameter.detach().cpu().flatten(), rounded)
+
+    def _compare_verdict(self, outcome: StepOutcome, is_finite: bool, norm: float) -> None:
+        limit = math.inf if self._optimizer.max_grad_norm is None else self._optimizer.max_grad_norm
+        if is_finite:
+            coefficient = min(1.0, limit / (norm + 1e-6))
+            is_same = outcome.kind is (StepKind.COMMITTED if outcome.clip_coefficient == 1.0 else StepKind.CLIPPED)
+            is_same &= abs(outcome.clip_coefficient - coefficient) <= _COEFFICIENT_TOLERANCE * coefficient
+            difference = abs(outcome.grad_norm - norm) / max(norm, 1e-300)
+            # max() alone would lose a NaN
+            self._norm_difference = difference if math.isnan(difference) else max(self._norm_difference, difference)
+        else:
+            is_same = outcome.kind is StepKind.SKIPPED
+        self._verdicts_differing += not is_same
+
+    def compare(self) -> Verification:
+        """Compare the run's p, m and v with the reference's, bit by bit; commits what the run has accepted."""
+        elements = differing = 0
+        entries = self._optimizer.state_dict()["state"]
+        for index, (parameter, copy) in enumerate(zip(self._parameters, self._copies, strict=True)):
+            ours, theirs = entries.get(index, {}), self._adamw.state.get(copy, {})
+            zeros = torch.zeros_like(copy)[: parameter.numel()]
+            pairs: Sequence[tuple[Tensor, Tensor]] = [(ours.get("master", parameter.detach()), copy.detach())]
+            pairs = [*pairs, *((ours.get(key, zeros), theirs.get(key, zeros)) for key in ("exp_avg", "exp_avg_sq"))]
+            for mine, reference in pairs:
+                elements += mine.numel()
+                differing += count_differing(mine.cpu().float().flatten(), reference[: mine.numel()])
+        return Verification(
+            elements, differing, self._parameters_differing, self._verdicts_differing, self._norm_difference
+        )
+
+
+def _padded(tensor: Tensor) -> Tensor:
+    """Return a flat fp32 copy on the CPU, zeros up to a multiple of the padding after it."""
+    flat = torch.zeros(-(-tensor.numel() // _PADDING) * _PADDING)
+    flat[: tensor.numel()] = tensor.detach().flatten()
+    return flat
+
+
+def _hyperparameters(group: dict[str, object]) -> dict[str, object]:
+    return {key: group[key] for key in ("lr", "betas", "eps", "weight_decay")}

@@ -1,0 +1,61 @@
+"""Where tensors of many parameters lie in one flat buffer, so that they travel in one copy.
+
+Owns offsets only; who allocates a buffer and what is in it is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 64
+"""Every tensor begins at a multiple of so many elements: a cache line or more for every dtype."""
+
+
+def aligned(numel: int) -> int:
+    """Return the elements that a tensor takes in a buffer, with the gap after it."""
+    return -(-numel // ALIGNMENT) * ALIGNMENT
+
+
+class Shaped(Protocol):
+    """What has a place in a buffer: a dense tensor of this shape and these strides."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the tensor."""
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Of the tensor, in elements."""
+
+
+_Member = TypeVar("_Member", bound=Shaped)
+
+
+class FlatLayout(Generic[_Member]):
+    """Tensors one after another, each dense.
+
+    Attributes:
+        states: what has a place, in order.
+        offsets: first element of each.
+        numel: elements of the buffer, with the gaps that align the tensors.
+    """
+
+    def __init__(self, states: Sequence[_Member]) -> None:
+        self.states = list(states)
+        self.offsets: list[int] = []
+        self.numel = 0
+        for state in self.states:
+            self.offsets.append(self.numel)
+            self.numel += aligned(state.shape.numel())
+
+    def views(self, buffer: Tensor) -> list[Tensor]:
+        """Return one view for each member of a 1-D buffer of `numel` elements."""
+        begin = buffer.storage_offset()
+        return [
+            buffer.as_strided(state.shape, state.strides, begin + offset)
+            for state, offset in zip(self.states, self.offsets, strict=True)
+        ]

@@ -1,0 +1,1 @@
+"""Gradients that were taken, and what stands for them in `.grad`."""

@@ -1,0 +1,410 @@
+"""The tensor that stays in `.grad` when the optimizer has taken the gradient.
+
+A handle has the gradient's shape, strides, dtype and device, and no memory. Norms and products with one scalar are
+answered or recorded; reads are computed from the gradient. A write or an alias gives the gradient back: `.grad` is an
+ordinary tensor again, and handles that are still held elsewhere forward to it. No handle serves a second gradient.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._guards import TracingContext
+from torch.utils import _foreach_utils
+
+from superadam.handles.taken_gradient import Factor, FactorKind, Keeper, TakenGradient, continue_version
+
+aten = torch.ops.aten
+
+
+class GradientHandle(torch.Tensor):
+    """A gradient that was taken, as the rest of a program sees it.
+
+    Several may stand for one: what `detach()`, `.data` or a view of the same shape of one returns is an alias of it.
+    Replacing the memory of one does not change the other.
+    """
+
+    taken: TakenGradient
+    is_alias: bool
+    has_memory: bool  # that of the gradient, which was given back
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # `.shape` stays fast
+
+    @staticmethod
+    def __new__(cls, taken: TakenGradient, *, is_alias: bool = False) -> GradientHandle:
+        """Make a handle of a gradient that was not given back."""
+        handle: GradientHandle = torch.Tensor._make_wrapper_subclass(
+            cls, taken.shape, strides=taken.strides, dtype=taken.dtype, device=taken.device
+        )
+        handle.taken, handle.is_alias, handle.has_memory = taken, is_alias, False
+        torch._C._set_throw_on_mutable_data_ptr(handle)  # C++ that asks for memory gets an exception, not address 0
+        return handle
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, operation: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Answer or record the operation, or run it on ordinary tensors."""
+        kwargs = kwargs or {}
+        serve = _LAZY.get(operation)
+        result = NotImplemented if serve is None else serve(operation, *args, **kwargs)
+        return _run(operation, args, kwargs) if result is NotImplemented else result
+
+    # -- what never reaches the dispatcher -----------------------------------------------------------------------------
+
+    @property
+    def data(self) -> Tensor:
+        """As in torch: an alias without history."""
+        return _memory(self).data if self.taken.is_given else GradientHandle(self.taken, is_alias=True)
+
+    @data.setter
+    def data(self, new: Tensor) -> None:
+        if isinstance(new, GradientHandle):
+            if new.taken is self.taken:  # as `module.to()` does where nothing changes
+                return
+            new = _memory(new)
+        parameter = self.taken.parameter
+        given = _set_memory(self, new)
+        continue_version(given, self)
+        self.taken = TakenGradient(given)
+        self.taken.given = given
+        if parameter is not None and parameter.grad is self:
+            with suppress(RuntimeError):  # the parameter has another dtype or shape: the handle forwards
+                parameter.grad = given
+
+    def requires_grad_(self, requires_grad: bool = True) -> Tensor:
+        """As in torch; True gives back."""
+        if not requires_grad and not self.requires_grad:
+            return self
+        given = _memory(self)
+        super().requires_grad_(requires_grad)  # for graphs built on this object
+        return given.requires_grad_(requires_grad)
+
+    requires_grad = property(torch.Tensor.requires_grad.__get__, requires_grad_)  # type: ignore[attr-defined,arg-type]
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """As in torch. Does not give back while a compiler looks at it, which must not see `.grad` change."""
+        return super().untyped_storage() if _is_tracing() else _memory(self).untyped_storage()
+
+    def __copy__(self) -> Tensor:
+        given = _memory(self)
+        return given.detach().requires_grad_(given.requires_grad)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if id(self) not in memo:
+            memo[id(self)] = _copy(self).requires_grad_(self.requires_grad)
+        return memo[id(self)]  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        whole = _memory(self) if self.taken.is_given else _copy(self)
+        return whole.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+def _is_tracing() -> bool:
+    """Return whether a compiler looks at tensors."""
+    compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")  # importing it takes seconds
+    is_collecting = bool(getattr(compiled_autograd, "compiled_autograd_enabled", False))
+    return is_collecting or torch.compiler.is_compiling() or TracingContext.try_get() is not None
+
+
+def _value(tensor: Tensor) -> Tensor:
+    """Return the values of a handle, not to be written to; any other tensor as it is."""
+    if not isinstance(tensor, GradientHandle):
+        return tensor
+    return _memory(tensor) if tensor.taken.is_given else tensor.taken.value()
+
+
+def _copy(handle: GradientHandle) -> Tensor:
+    """Return the values in memory of their own."""
+    return _value(handle).detach().clone()
+
+
+def _memory(handle: GradientHandle) -> Tensor:
+    """Give back, and return the ordinary tensor; let code in C++ that holds the handle find its memory."""
+    taken = handle.taken
+    given = taken.give_back()
+    if handle.is_alias and taken.alias is not None:
+        given = taken.alias
+    if not handle.has_memory:
+        _set_memory(handle, given)
+    return given
+
+
+def _set_memory(handle: GradientHandle, memory: Tensor) -> Tensor:
+    """Let the handle itself have the memory of an ordinary tensor, and return another one with that memory."""
+    with torch.inference_mode(False):  # within the dispatcher, only this lets the setter reach autograd
+        given = memory.detach()
+        torch.Tensor.data.__set__(handle, given)  # type: ignore[attr-defined]
+    handle.has_memory = True
+    return given
+
+
+def _forward(name: str, ordinary: Callable[[GradientHandle], Tensor]) -> None:
+    """Let a method work on an ordinary tensor."""
+
+    def method(self: GradientHandle, *args: Any, **kwargs: Any) -> Any:
+        return getattr(ordinary(self), name)(*args, **kwargs)
+
+    setattr(GradientHandle, name, method)
+
+
+def _return_gradient_from(name: str) -> None:
+    """Let `p.grad += x` put the ordinary tensor into `.grad` where the operation gave it back."""
+
+    def method(self: GradientHandle, other: Any) -> Any:
+        result = getattr(torch.Tensor, name)(self, other)
+        return _memory(self) if result is self and self.taken.is_given else result
+
+    setattr(GradientHandle, name, method)
+
+
+for _name in ("__dlpack__", "data_ptr", "numpy", "share_memory_"):
+    _forward(_name, _memory)
+for _name in ("__format__", "__repr__", "tolist"):
+    _forward(_name, _value)
+for _name in ("add", "and", "floordiv", "lshift", "mod", "mul", "or", "pow", "rshift", "sub", "truediv", "xor"):
+    _return_gradient_from(f"__i{_name}__")
+
+if GradientHandle not in _foreach_utils._foreach_supported_types:  # as torch.distributed.tensor does for DTensor
+    _foreach_utils._foreach_supported_types.append(GradientHandle)  # type: ignore[arg-type]
+
+# -- operations on ordinary tensors ------------------------------------------------------------------------------------
+
+_Places = list[tuple[int, str]]
+
+
+def _map(value: Any, of: Callable[[Tensor], Any]) -> Any:
+    """Return an argument or a result with its tensors replaced."""
+    if isinstance(value, Tensor):
+        return of(value)
+    return type(value)([_map(item, of) for item in value]) if isinstance(value, list | tuple) else value
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    _map(value, found.append)
+    return found
+
+
+def _run(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation on the values of handles that it only reads, and on the gradients of others, given back."""
+    written, aliased = _places(operation)
+    for handle in _handles_at(aliased, args, kwargs):
+        _memory(handle)
+    read: list[GradientHandle] = []
+    memory: set[int] = set()
+    passed: dict[int, GradientHandle] = {}
+
+    def ordinary(handle: Tensor) -> Tensor:
+        value = _value(handle)
+        if not isinstance(handle, GradientHandle):
+            return value
+        if handle.taken.is_given:
+            passed.setdefault(id(value), handle)
+        else:
+            read.append(handle)
+            memory.add(value.untyped_storage()._cdata)
+        return value
+
+    result = operation(*_map(args, ordinary), **{name: _map(value, ordinary) for name, value in kwargs.items()})
+    dense = [tensor for tensor in _tensors(result) if tensor.layout is torch.strided] if memory else []
+    if any(tensor.untyped_storage()._cdata in memory for tensor in dense):  # although the schema says otherwise
+        for handle in read:
+            _memory(handle)
+        return _run(operation, args, kwargs)
+    for handle in _handles_at(written, args, kwargs):
+        given = _memory(handle)
+        if not given.is_inference():
+            torch.autograd.graph.increment_version(given)  # the dispatcher counts a version of the handle only
+    return _map(result, lambda tensor: passed.get(id(tensor), tensor))  # `g.add_(1)` returns g
+
+
+@functools.cache
+def _places(operation: Any) -> tuple[_Places, _Places]:
+    """Return place and name of arguments that are written to, and of those that results may be aliases of, too."""
+    places = [(it.alias_info, (place, it.name)) for place, it in enumerate(operation._schema.arguments)]
+    is_trusted = operation.namespace in ("aten", "_c10d_functional")  # schemas of others may conceal what is written to
+    return (
+        [where for alias, where in places if alias is not None and alias.is_write],
+        [where for alias, where in places if alias is not None or not is_trusted],
+    )
+
+
+def _handles_at(places: _Places, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[GradientHandle]:
+    values = [args[place] if place < len(args) else kwargs.get(name) for place, name in places]
+    return [tensor for tensor in _tensors(values) if isinstance(tensor, GradientHandle)]
+
+
+# -- operations that are answered or recorded: these functions return NotImplemented where they cannot -----------------
+
+
+def _taken(tensor: Any) -> TakenGradient | None:
+    """Return the record of a handle whose gradient was not given back."""
+    return tensor.taken if type(tensor) is GradientHandle and not tensor.taken.is_given else None
+
+
+def _all_taken(tensors: list[Tensor]) -> list[TakenGradient]:
+    return [taken for taken in map(_taken, tensors) if taken is not None]
+
+
+def _detach(operation: Any, tensor: Tensor, size: list[int] | None = None) -> Any:
+    """Return an alias; a view only if it has the same shape."""
+    taken = _taken(tensor)
+    if taken is None or (size is not None and tuple(size) != tuple(taken.shape)):
+        return NotImplemented
+    return GradientHandle(taken, is_alias=True)
+
+
+def _foreach_norm(operation: Any, tensors: list[Tensor], ord: Any = 2, dtype: Any = None) -> Any:
+    """Answer with norms that torch has taken before."""
+    if ord != 2 or dtype is not None:
+        return NotImplemented
+    norms: list[Tensor | None] = []
+    for taken in map(_taken, tensors):
+        keeper = None if taken is None else taken.keeper()
+        if taken is not None and keeper is not None:
+            keeper.note_norm(taken)
+        norms.append(None if taken is None or taken.factors else taken.norm)
+    known = [norm for norm in norms if norm is not None]
+    missing = [_value(tensor) for tensor, norm in zip(tensors, norms, strict=True) if norm is None]
+    copies = iter(torch._foreach_abs(known) if known else ())  # all at once: the caller may write to them
+    computed = iter(operation(missing, ord) if missing else ())
+    return [next(computed) if norm is None else next(copies) for norm in norms]
+
+
+def _scale(kind: FactorKind, operation: Any, target: Any, value: Any) -> Any:
+    """Record a product of one gradient, or of all in a list, with a scalar."""
+    is_list = not isinstance(target, Tensor)
+    tensors = target if is_list else [target]
+    every = _all_taken(tensors)
+    if not every or not _is_scalar_for(every, value):
+        return NotImplemented
+    kept = value.clone() if isinstance(value, Tensor) else value  # its holder may change it
+    _record(Factor(kind, kept, is_list), operation, tensors, value)
+    return None if is_list else target
+
+
+def _is_scalar_for(every: list[TakenGradient], value: Any) -> bool:
+    if type(value) is not Tensor:
+        return isinstance(value, int | float)
+    return (
+        not value.shape
+        and not value.requires_grad
+        and not value.is_complex()
+        and value.layout is torch.strided
+        and (value.is_cpu or all(value.device == taken.device for taken in every))
+    )
+
+
+def _record(factor: Factor, operation: Any, tensors: list[Tensor], *arguments: Any) -> None:
+    """Record a product on the gradients that were taken, and do it to the other tensors."""
+    for taken in _all_taken(tensors):
+        taken.record(factor)
+    others = [tensor for tensor in tensors if _taken(tensor) is None]
+    if others:
+        _run(operation, (others, *arguments), {})
+
+
+def _unscale(operation: Any, tensors: list[Tensor], found: Tensor, inverse: Tensor) -> Any:
+    """Look for Inf and NaN, and record the product with the inverse of a loss scale."""
+    if any(type(it) is not Tensor or it.numel() != 1 or it.dtype != torch.float32 for it in (found, inverse)):
+        return NotImplemented
+    for taken in _all_taken(tensors):
+        keeper = taken.keeper()
+        # A sum in a wider dtype can be finite where the gradient, rounded, is not.
+        count = None if keeper is None or taken.factors or taken.is_sum else keeper.nonfinite_of(taken)
+        if count is None:
+            found.masked_fill_(~torch.isfinite(taken.value()).all().to(found.device), 1.0)
+        elif count:
+            found.fill_(1.0)
+    _record(Factor(FactorKind.UNSCALE, inverse.clone()), operation, tensors, found, inverse)
+    return None
+
+
+def _accumulate(operation: Any, tensor: Tensor, other: Any, *, alpha: Any = 1) -> Any:
+    """Let a sum in a wider dtype take in the next micro-batch, as autograd adds it."""
+    taken = _taken(tensor)
+    if taken is None or not taken.is_sum or taken.factors or alpha != 1:
+        return NotImplemented
+    if type(other) is not Tensor or other.requires_grad or other.layout is not torch.strided:
+        return NotImplemented
+    if (other.shape, other.dtype, other.device) != (taken.shape, taken.dtype, taken.device):
+        return NotImplemented
+    taken.absorb(other)
+    return tensor
+
+
+_LAZY: dict[Any, Callable[..., Any]] = {
+    aten.detach.default: _detach,
+    aten.alias.default: _detach,
+    aten.view.default: _detach,
+    aten._foreach_norm.Scalar: _foreach_norm,
+    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
+    aten.add_.Tensor: _accumulate,
+}
+for _kind in (FactorKind.MULTIPLY, FactorKind.DIVIDE):
+    for _operation in (getattr(aten, _kind.value), getattr(aten, f"_foreach_{_kind.value}")):
+        _LAZY[_operation.Tensor] = _LAZY[_operation.Scalar] = functools.partial(_scale, _kind)
+
+# -- taking ------------------------------------------------------------------------------------------------------------
+
+
+def taken_of(tensor: Tensor | None) -> TakenGradient | None:
+    """Return the record of a handle, or of a DTensor's local one; None for a gradient that lies in memory."""
+    return _taken(tensor if type(tensor) is GradientHandle else getattr(tensor, "_local_tensor", None))
+
+
+def _references(parameter: Any) -> tuple[int, ...]:
+    """Count who holds the gradient and its memory, with this function itself."""
+    gradient = parameter.grad
+    storage = gradient.untyped_storage()
+    in_python = sys.getrefcount(gradient), sys.getrefcount(storage)
+    return *in_python, gradient._use_count(), torch._C._storage_Use_Count(storage._cdata)
+
+
+_alone = torch.empty(1, device="cpu")
+_alone.grad = torch.empty(1, device="cpu")
+_USUAL = _references(_alone)
+
+
+def is_exclusive(parameter: Any) -> bool:
+    """Return whether nothing but `.grad` holds the gradient or its memory; the caller must not, either."""
+    return parameter.grad.layout is torch.strided and all(map(operator.le, _references(parameter), _USUAL))
+
+
+def take(parameter: Tensor, owner: Any = None, keeper: Keeper | None = None) -> TakenGradient | None:
+    """Take the gradient out of `.grad` and leave a handle there; None, and no change, where it cannot be taken.
+
+    It can if it is an ordinary dense tensor without a graph, which neither the caller nor anything else holds. The
+    local gradient of a DTensor is taken without that last condition: it is a part of a buffer that FSDP2 lets go.
+    The owner has the parameter as `parameter`; the keeper is asked and told about the gradient. Both are held weakly.
+    """
+    if type(parameter.grad) is Tensor and not is_exclusive(parameter):
+        return None
+    gradient: Any = parameter.grad
+    local = gradient if type(gradient) is Tensor else getattr(gradient, "_local_tensor", None)
+    if (
+        type(local) is not Tensor
+        or gradient.requires_grad
+        or local.requires_grad
+        or local.layout is not torch.strided
+        or local.is_inference()
+        or local.is_neg()
+        or (not local.is_contiguous() and torch._debug_has_internal_overlap(local) != 0)
+    ):
+        return None
+    taken = TakenGradient(local, owner, keeper)
+    handle = GradientHandle(taken)
+    continue_version(handle, local)
+    try:
+        parameter.grad = handle if local is gradient else type(gradient)(handle, gradient._spec, requires_grad=False)
+    except RuntimeError:  # the parameter has got another dtype or shape
+        return None
+    return taken

@@ -1,0 +1,185 @@
+"""The oracle: Adam's formula, the casts and the gradient norm in plain numpy, every operation correctly rounded.
+
+Owns what the right bits are: the kernels are compared with it. `adam_formula` stands beside the function of the same
+name in `cpu/adam_formula.h`, with the same names in the same order. It runs in the precision of its arrays, fp32 or
+fp64; speed is of no concern. It must never call a kernel, and relies on the floating-point control register of the
+calling thread being as the process started (round to nearest, denormals kept).
+"""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from superadam.kernels.hyperparameters import Coefficients
+from superadam.kernels.native import Flag
+
+Array = npt.NDArray[Any]
+"""An array of float32 or float64, or a numpy scalar of these."""
+
+CHUNK = 4096
+"""Elements of a gradient that are summed together."""
+
+LANES = 16
+"""Virtual lanes of a sum: lane i takes the elements i, i + 16, i + 32, ... of its chunk."""
+
+
+def adam_formula(
+    k: Coefficients, g: Array, m: Array, v: Array, vmax: Array, p: Array
+) -> tuple[Array, Array, Array, Array]:
+    """Return the new (p, m, v, vmax) after one step with the gradient `g`.
+
+    Kingma & Ba, "Adam", arXiv 1412.6980, Algorithm 1; AMSGrad: Reddi et al., arXiv 1904.09237; decoupled decay:
+    Loshchilov & Hutter, arXiv 1711.05101; the order of operations is that of torch.optim's fused CPU kernel.
+
+    Args:
+        k: the scalars of the step; double ones for fp64 arrays.
+        g: gradient, of the dtype and shape of `p`, as are the others.
+        m: first moment.
+        v: second moment.
+        vmax: largest second moment so far; returned as it is without amsgrad.
+        p: parameter.
+    """
+    real = p.dtype.type
+    s, decay, wd, w, b2, c2, nss, bc2s, eps = map(real, (k.s, k.decay, k.wd, k.w, k.b2, k.c2, k.nss, k.bc2s, k.eps))
+    with np.errstate(all="ignore"):
+        if Flag.SCALE in k.flags:
+            g = g * s
+        if Flag.MAXIMIZE in k.flags:
+            g = -g
+        if Flag.DECOUPLED in k.flags:
+            p = p * decay
+        if Flag.L2 in k.flags:
+            g = fma(p, wd, g)
+
+        difference = g - m
+        m = fma(w, difference, m) if w < 0.5 else fma(w - real(1), difference, g)
+        v = fma(c2 * g, g, v * b2)
+
+        second = v
+        if Flag.AMSGRAD in k.flags:
+            second = vmax = larger_or_nan(vmax, v)
+        d = np.sqrt(second) / bc2s + eps
+        return p + (nss * m) / d, m, v, vmax
+
+
+def larger_or_nan(a: Array, b: Array) -> Array:
+    """Return b where it is larger or NaN, else a: NaN wins from either side, and of two equal zeros the first stays."""
+    return np.where((a < b) | np.isnan(b), b, a)
+
+
+def fma(a: Array, b: Array, c: Array) -> Array:
+    """Return a * b + c, rounded once, for operands that are all float32 or all float64."""
+    with np.errstate(all="ignore"):
+        return _fma_float64(a, b, c) if np.result_type(a, b, c) == np.float64 else _fma_float32(a, b, c)
+
+
+def _fma_float32(a: Array, b: Array, c: Array) -> Array:
+    """Round the exact a * b + c to odd in double, then to nearest in fp32.
+
+    The product of two fp32 numbers is exact in double. Rounding to odd keeps in the last bit whether anything was cut
+    off, and 53 bits are more than 24 + 2, so the second rounding sees every tie as what it is (Boldo & Melquiond,
+    "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd", 2008).
+    """
+    product, addend = np.broadcast_arrays(np.float64(a) * np.float64(b), np.float64(c))
+    total = product + addend
+    # Knuth's TwoSum: total + error is exactly product + addend (nothing here comes near the ends of double's range).
+    from_addend = total - product
+    error = (product - (total - from_addend)) + (addend - from_addend)
+    bits = total.view(np.int64)
+    is_cut = np.isfinite(total) & (error != 0) & (bits % 2 == 0)
+    outwards = (error > 0) == (total > 0)
+    odd = bits + np.where(is_cut, np.where(outwards, 1, -1), 0)
+    rounded: Array = odd.view(np.float64).astype(np.float32)
+    return rounded
+
+
+def _fma_one(a: float, b: float, c: float) -> float:
+    """Return a * b + c of three doubles through exact fractions."""
+    if not (math.isfinite(a) and math.isfinite(b)):
+        return a * b + c
+    if not math.isfinite(c):
+        return c  # a * b is finite, although its double may have overflowed
+    exact = Fraction(a) * Fraction(b) + Fraction(c)
+    if not exact:
+        return a * b + c  # the sign of a zero follows the operands
+    try:
+        return exact.numerator / exact.denominator  # Python divides integers with one rounding
+    except OverflowError:
+        return math.inf if exact > 0 else -math.inf
+
+
+_fma_each = np.frompyfunc(_fma_one, 3, 1)
+
+
+def _fma_float64(a: Array, b: Array, c: Array) -> Array:
+    return np.asarray(_fma_each(a, b, c), dtype=np.float64)
+
+
+# -- casts of the working copy: bf16 and fp16 as uint16 bit patterns -------------------------------------------------
+
+
+def narrow_bfloat16(values: Array) -> Array:
+    """Return float32 rounded to the nearest bf16, ties to even, as uint16; NaN stays NaN, overflow becomes Inf."""
+    bits = np.asarray(values, dtype=np.float32).view(np.uint32).astype(np.uint64)
+    # A bf16 is the upper half of a fp32, and magnitudes are ordered like their bits: add half, less one when even.
+    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    return np.where(np.isnan(values), bits >> 16 | 0x40, rounded).astype(np.uint16)
+
+
+def widen_bfloat16(halves: Array) -> Array:
+    """Return the float32 values of bf16 bit patterns (uint16); exact."""
+    return (np.asarray(halves, dtype=np.uint16).astype(np.uint32) << 16).view(np.float32)
+
+
+def narrow_float16(values: Array) -> Array:
+    """Return float32 rounded to the nearest fp16, ties to even, as uint16; NaN stays NaN, overflow becomes Inf."""
+    with np.errstate(all="ignore"):
+        return np.asarray(values, dtype=np.float32).astype(np.float16).view(np.uint16)
+
+
+def widen_float16(halves: Array) -> Array:
+    """Return the float32 values of fp16 bit patterns (uint16); exact."""
+    with np.errstate(all="ignore"):
+        return np.asarray(halves, dtype=np.uint16).view(np.float16).astype(np.float32)
+
+
+# -- the norm ---------------------------------------------------------------------------------------------------------
+
+
+def chunk_sums(gradient: Array) -> npt.NDArray[np.float64]:
+    """Return the sum of squares of each chunk of a 1-D gradient, float32 or float64, in fp64.
+
+    Every lane adds its squares one after another by fma (for fp32 the square is exact anyway); then the lanes are added
+    pairwise: lane i and i + 8, then i and i + 4, i and i + 2, and the last two.
+    """
+    chunks = -(-len(gradient) // CHUNK)
+    padded = np.zeros(chunks * CHUNK, dtype=np.float64)
+    rows = padded.reshape(chunks, CHUNK // LANES, LANES)
+    lanes = np.zeros((chunks, LANES))
+    with np.errstate(all="ignore"):
+        padded[: len(gradient)] = gradient
+        for row in range(CHUNK // LANES):
+            g = rows[:, row, :]
+            lanes = fma(g, g, lanes) if gradient.dtype == np.float64 else lanes + g * g
+        for width in (8, 4, 2, 1):
+            lanes = lanes[:, :width] + lanes[:, width : 2 * width]
+    return lanes[:, 0]
+
+
+def chunk_nonfinite(gradient: Array) -> npt.NDArray[np.int64]:
+    """Return the count of Inf and NaN in each chunk of a 1-D gradient."""
+    starts = range(0, len(gradient), CHUNK)
+    return np.array([np.count_nonzero(~np.isfinite(gradient[i : i + CHUNK])) for i in starts], dtype=np.int64)
+
+
+def ordered_sum(values: npt.NDArray[np.float64]) -> float:
+    """Return `values[0] + values[1] + ...`, added in this order (`sum` of Python 3.12 compensates; this must not)."""
+    total = 0.0
+    for value in values.tolist():
+        total += value
+    return total

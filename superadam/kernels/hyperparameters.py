@@ -1,0 +1,184 @@
+"""Hyper-parameters of one parameter group, captured by value, and the scalars that the kernels take.
+
+Every scalar is computed in double and rounded once to the precision of the state. This is the only place that does it.
+"""
+
+from __future__ import annotations
+
+import decimal
+import functools
+import math
+import numbers
+import reprlib
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from superadam.kernels.native import Flag
+
+_POWER_CONTEXT = decimal.Context(prec=60)
+_SMALLEST_NORMAL_FLOAT32 = 2.0**-126
+
+
+@dataclass(frozen=True, slots=True)
+class Hyperparameters:
+    """What Adam's formula depends on beside tensors and the step; the fields mean what they mean in `torch.optim.Adam`.
+
+    Raises:
+        ValueError: a value is not finite or outside the range that torch.optim.Adam allows.
+    """
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    amsgrad: bool
+    maximize: bool
+    decoupled_weight_decay: bool
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.lr < math.inf:
+            raise ValueError(f"Invalid learning rate: lr is {self.lr}; expected a finite number of at least 0")
+        for index, beta in enumerate((self.beta1, self.beta2)):
+            if not 0.0 <= beta < 1.0:
+                raise ValueError(f"Invalid beta parameter at index {index}: {beta}; expected 0 <= beta < 1")
+        if not 0.0 <= self.eps < math.inf:
+            raise ValueError(f"Invalid epsilon value: eps is {self.eps}; expected a finite number of at least 0")
+        if not 0.0 <= self.weight_decay < math.inf:
+            raise ValueError(f"Invalid weight_decay value: {self.weight_decay}; expected a finite number of at least 0")
+
+    @staticmethod
+    def of_group(group: Mapping[str, Any]) -> Hyperparameters:
+        """Return the present values of a `torch.optim` parameter group; tensors are read out to Python numbers.
+
+        Raises:
+            ValueError: a value is not finite or outside its range.
+        """
+        betas = group["betas"]
+        if not isinstance(betas, tuple | list) or len(betas) != 2:
+            raise ValueError(f"Invalid betas: {described(betas)}; expected a pair of numbers")
+        return Hyperparameters(
+            lr=_number("lr", group["lr"]),
+            beta1=_number("betas[0]", betas[0]),
+            beta2=_number("betas[1]", betas[1]),
+            eps=_number("eps", group["eps"]),
+            weight_decay=_number("weight_decay", group["weight_decay"]),
+            amsgrad=_flag("amsgrad", group["amsgrad"]),
+            maximize=_flag("maximize", group["maximize"]),
+            decoupled_weight_decay=_flag("decoupled_weight_decay", group["decoupled_weight_decay"]),
+        )
+
+
+def number_of(value: object) -> float | None:
+    """Return a real number, or that of a one-element tensor, as a float; None where there is none."""
+    if type(value) is float:
+        return value  # the usual one, soon
+    with suppress(OverflowError, RuntimeError):  # beyond every double; on the meta device
+        if isinstance(value, numbers.Real):
+            return float(value)
+        if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+            return float(value.item())
+    return None
+
+
+def described(value: object) -> str:
+    """Return how errors show a value: a tensor's dtype and shape, of anything else its text if that is short."""
+    with suppress(Exception):  # of nested tensors, or of numbers with thousands of digits
+        if not isinstance(value, Tensor):
+            text = reprlib.repr(value)
+        elif value.numel() == 1 and value.is_cpu:
+            text = repr(value.detach())
+        else:
+            text = f"{value.dtype} of shape {reprlib.repr(tuple(value.shape))}"
+        if len(text) < 80 and text.isprintable():
+            return text
+    return f"a {type(value).__name__}"
+
+
+def _number(name: str, value: object) -> float:
+    number = number_of(value)
+    if number is None:
+        must = f"Tensor {name} must be 1-element; " if isinstance(value, Tensor) and value.numel() != 1 else ""
+        raise ValueError(f"Invalid {name}: {described(value)}; {must}expected a number or a one-element tensor")
+    return number
+
+
+def _flag(name: str, value: object) -> bool:
+    if value is not None and not isinstance(value, int | np.bool_):
+        raise ValueError(f"Invalid {name}: {described(value)}; expected True or False")
+    return bool(value)
+
+
+@functools.lru_cache(maxsize=4096)
+def beta_power(beta: float, step: int) -> float:
+    """Return `beta**step` correctly rounded to double; C libraries' pow differ in rare last bits."""
+    return float(_POWER_CONTEXT.power(decimal.Decimal(beta), step))
+
+
+@dataclass(frozen=True, slots=True)
+class Coefficients:
+    """The scalars of one step of one group, named as in `adam_formula.h`, each rounded to the state's precision."""
+
+    s: float
+    decay: float
+    wd: float
+    w: float
+    b2: float
+    c2: float
+    nss: float
+    bc2s: float
+    eps: float
+    flags: Flag
+
+    @staticmethod
+    @functools.lru_cache(maxsize=1024)
+    def at_step(hyper: Hyperparameters, step: int, scale: float = 1.0, *, double: bool = False) -> Coefficients:
+        """Return the scalars for step `step`, counted from 1, with gradients multiplied by `scale`.
+
+        Args:
+            hyper: the group's values.
+            step: the step that the update makes, at least 1.
+            scale: clip coefficient times unscale factor.
+            double: round to fp64, for fp64 parameters, instead of fp32.
+        """
+
+        def rounded(value: float) -> float:
+            if double:
+                return float(value)
+            if abs(value) < _SMALLEST_NORMAL_FLOAT32:
+                # The processor's own conversion gives 0 while denormals are flushed (torch.set_flush_denormal).
+                return math.copysign(math.ldexp(round(math.ldexp(value, 149)), -149), value)
+            return float(np.float32(value))
+
+        flags = Flag(0)
+        s = rounded(scale)
+        if s != 1.0:
+            flags |= Flag.SCALE
+        if hyper.maximize:
+            flags |= Flag.MAXIMIZE
+        if hyper.weight_decay != 0.0:
+            flags |= Flag.DECOUPLED if hyper.decoupled_weight_decay else Flag.L2
+        if hyper.amsgrad:
+            flags |= Flag.AMSGRAD
+        with np.errstate(over="ignore"):
+            return Coefficients(
+                s=s,
+                decay=rounded(1.0 - hyper.lr * hyper.weight_decay),
+                wd=rounded(hyper.weight_decay),
+                w=rounded(1.0 - hyper.beta1),
+                b2=rounded(hyper.beta2),
+                c2=rounded(1.0 - hyper.beta2),
+                nss=rounded(-(hyper.lr / (1.0 - beta_power(hyper.beta1, step)))),
+                bc2s=rounded(math.sqrt(1.0 - beta_power(hyper.beta2, step))),
+                eps=rounded(hyper.eps),
+                flags=flags,
+            )
+
+    def row(self) -> tuple[float, ...]:
+        """Return the values in the order of `superadam.kernels.native.COEFFICIENTS`."""
+        return (self.s, self.decay, self.wd, self.w, self.b2, self.c2, self.nss, self.bc2s, self.eps, int(self.flags))

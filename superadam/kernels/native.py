@@ -1,0 +1,303 @@
+"""The compiled kernels as Python functions over numpy tables of pointers.
+
+Owns the choice of instruction set and the number of threads. It is the only module that imports the C extension; it
+knows arrays and coefficients, nothing of PyTorch, and must never print or abort.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from superadam._kernels import ffi, lib
+
+CHUNK: int = lib.SUPERADAM_CHUNK
+"""Elements whose squares are summed together; see `superadam_segment.sums` in `cpu/cdef.h`."""
+
+
+class Dtype(enum.IntEnum):
+    """Element types that the kernels read and write."""
+
+    NONE = lib.SUPERADAM_NONE
+    FLOAT32 = lib.SUPERADAM_FLOAT32
+    BFLOAT16 = lib.SUPERADAM_BFLOAT16
+    FLOAT16 = lib.SUPERADAM_FLOAT16
+    FLOAT64 = lib.SUPERADAM_FLOAT64
+
+
+class Pass(enum.IntEnum):
+    """Passes over the segments; `cpu/cdef.h` says what each reads and writes."""
+
+    NORM = lib.SUPERADAM_NORM
+    SPECULATE = lib.SUPERADAM_SPECULATE
+    COMMIT = lib.SUPERADAM_COMMIT
+    COMMIT_AND_SPECULATE = lib.SUPERADAM_COMMIT_AND_SPECULATE
+    UPDATE = lib.SUPERADAM_UPDATE
+
+
+class Flag(enum.IntFlag):
+    """Parts of the formula that a coefficient set switches on."""
+
+    SCALE = lib.SUPERADAM_SCALE
+    MAXIMIZE = lib.SUPERADAM_MAXIMIZE
+    DECOUPLED = lib.SUPERADAM_DECOUPLED
+    L2 = lib.SUPERADAM_L2
+    AMSGRAD = lib.SUPERADAM_AMSGRAD
+
+
+def _table_dtype(struct: str) -> np.dtype[np.void]:
+    """Return the numpy record type of a C struct: its names, offsets and size; pointers become unsigned integers."""
+    numpy_names = {"int32_t": "i4", "int64_t": "i8", "double": "f8"}
+    ctype = ffi.typeof(struct)
+    fields = [(name, field.offset, field.type) for name, field in ctype.fields]
+    return np.dtype(
+        {
+            "names": [name for name, _, _ in fields],
+            "formats": ["u8" if type_.kind == "pointer" else numpy_names[type_.cname] for _, _, type_ in fields],
+            "offsets": [offset for _, offset, _ in fields],
+            "itemsize": ffi.sizeof(ctype),
+        }
+    )
+
+
+SEGMENT = _table_dtype("superadam_segment")
+"""numpy record of one run of elements; a table of them is a job. Fields as in `cpu/cdef.h`, pointers as addresses."""
+
+COEFFICIENTS = _table_dtype("superadam_coefficients")
+"""numpy record of the scalars of one step. Fields as in `cpu/cdef.h`."""
+
+_NO_COEFFICIENTS = np.zeros(0, COEFFICIENTS)
+
+_ERRORS = {
+    lib.SUPERADAM_BAD_ISA: "the instruction set cannot run on this machine; choose one of superadam.available_isas()",
+    lib.SUPERADAM_BAD_PASS: "there is no such pass; use a member of superadam.kernels.native.Pass",
+    lib.SUPERADAM_BAD_DTYPE: "a segment has dtypes that this pass does not take; gradients may be float32, bfloat16 or "
+    "float16 beside float32 state, or everything float64",
+    lib.SUPERADAM_BAD_LENGTH: "a segment has a negative length; lengths count elements from 0",
+    lib.SUPERADAM_BAD_POINTER: "a segment lacks an array that this pass uses; see superadam_segment in cpu/cdef.h",
+    lib.SUPERADAM_BAD_COEFFICIENTS: "a segment names a coefficient set outside the table; give every index an entry",
+}
+
+_isa_rows: dict[str, int] = {
+    ffi.string(lib.superadam_isa_name(i)).decode(): i for i in range(lib.superadam_isa_count())
+}
+_logger = logging.getLogger("superadam")
+_active: str | None = None
+_num_threads: int | None = None
+_limit = threading.local()
+
+
+def known_isas() -> dict[str, str]:
+    """Return this architecture's instruction sets, best first: "runnable", "not compiled" or "not supported" each."""
+    words = {
+        lib.SUPERADAM_RUNNABLE: "runnable",
+        lib.SUPERADAM_NOT_COMPILED: "not compiled",
+        lib.SUPERADAM_NOT_SUPPORTED: "not supported",
+    }
+    return {name: words[lib.superadam_isa_status(row)] for name, row in _isa_rows.items()}
+
+
+def available_isas() -> list[str]:
+    """Return the instruction sets whose kernels this machine can run, best first; the last one is always "scalar"."""
+    return [name for name, status in known_isas().items() if status == "runnable"]
+
+
+def _check_isa(name: str, source: str) -> str:
+    status = known_isas().get(name)
+    if status == "runnable":
+        return name
+    reasons = {
+        None: "is not an instruction set of this architecture",
+        "not compiled": "was not compiled into this build",
+        "not supported": "is not supported by this CPU",
+    }
+    raise ValueError(f"{source} {name!r} {reasons[status]}; available here: {', '.join(available_isas())}")
+
+
+def active_isa() -> str:
+    """Return the instruction set in use: `SUPERADAM_ISA` if that is set when first asked, else the best runnable one.
+
+    Logs one warning when that leaves only the scalar kernels and `SUPERADAM_ISA` did not ask for them.
+
+    Raises:
+        ValueError: `SUPERADAM_ISA` names an instruction set that is unknown or cannot run here.
+    """
+    global _active
+    if _active is None:
+        forced = os.environ.get("SUPERADAM_ISA")
+        _active = _check_isa(forced, "SUPERADAM_ISA") if forced else available_isas()[0]
+        if _active == "scalar" and not forced:
+            missing = ", ".join(f"{name} is {status}" for name, status in known_isas().items() if status != "runnable")
+            _logger.warning(
+                "superadam runs its scalar kernels, which give the same bits but take several times longer: %s; "
+                "set SUPERADAM_ISA=scalar to accept this silently",
+                missing or "no vector kernels exist for this architecture",
+            )
+    return _active
+
+
+def set_active_isa(name: str) -> None:
+    """Use instruction set `name` from now on; results do not change, only speed.
+
+    Raises:
+        ValueError: `name` is unknown or cannot run here.
+    """
+    global _active
+    _active = _check_isa(name, "instruction set")
+
+
+def get_num_threads() -> int:
+    """Return how many threads a job may use: `SUPERADAM_THREADS`, else one for each CPU this process may run on.
+
+    Raises:
+        ValueError: `SUPERADAM_THREADS` is not a positive integer.
+    """
+    global _num_threads
+    if _num_threads is None:
+        text = os.environ.get("SUPERADAM_THREADS")
+        if text is not None and not (text.isdecimal() and int(text) > 0):
+            raise ValueError(
+                f"SUPERADAM_THREADS is {text!r}; expected a positive integer; unset it for one thread per CPU"
+            )
+        _num_threads = int(text) if text else len(os.sched_getaffinity(0))
+    return _num_threads
+
+
+def set_num_threads(count: int) -> None:
+    """Let a job use at most `count` threads, the caller's included; results do not change, only speed.
+
+    Raises:
+        ValueError: `count` is not a positive integer.
+    """
+    global _num_threads
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ValueError(f"the number of threads is {count!r}; expected an integer of at least 1")
+    _num_threads = count
+
+
+@contextmanager
+def limited_threads(count: int | None) -> Iterator[None]:
+    """Let jobs that this thread starts inside use at most `count` threads, whatever others use; None for no limit."""
+    before = getattr(_limit, "count", None)
+    _limit.count = count
+    try:
+        yield
+    finally:
+        _limit.count = before
+
+
+def _threads_here() -> int:
+    limit: int | None = getattr(_limit, "count", None)
+    return get_num_threads() if limit is None else min(limit, get_num_threads())
+
+
+def chunk_count(length: int) -> int:
+    """Return how many chunks, and so entries of `sums` and `nonfinite`, a segment of `length` elements has."""
+    return -(-length // CHUNK)
+
+
+def run(
+    which: Pass,
+    segments: npt.NDArray[Any],
+    coefficients: npt.NDArray[Any] = _NO_COEFFICIENTS,
+    *,
+    isa: str | None = None,
+    threads: int | None = None,
+) -> None:
+    """Run one pass over a table of segments as one parallel job, with the GIL released.
+
+    The arrays that the table points to must stay alive and be large enough; this cannot be checked here.
+
+    Args:
+        which: the pass.
+        segments: 1-D C-contiguous array of dtype `SEGMENT`.
+        coefficients: 1-D C-contiguous array of dtype `COEFFICIENTS` that the segments index.
+        isa: instruction set; default `active_isa()`.
+        threads: at most so many threads; default `get_num_threads()`, and at most what `limited_threads` allows.
+
+    Raises:
+        ValueError: the table does not fit the pass; nothing was read or written.
+        MemoryError: no memory for the job's own table; nothing was read or written.
+    """
+    if segments.dtype != SEGMENT or coefficients.dtype != COEFFICIENTS:
+        raise ValueError("superadam.kernels.native.run takes tables of dtype SEGMENT and COEFFICIENTS")
+    code = lib.superadam_run(
+        _isa_rows.get(active_isa() if isa is None else isa, -1),
+        int(which),
+        ffi.from_buffer("superadam_segment[]", segments),
+        len(segments),
+        ffi.from_buffer("superadam_coefficients[]", coefficients),
+        len(coefficients),
+        _threads_here() if threads is None else threads,
+    )
+    if code == lib.SUPERADAM_NO_MEMORY:
+        raise MemoryError(f"superadam: no memory for a job of {len(segments)} segments; free some and call again")
+    if code != lib.SUPERADAM_OK:
+        raise ValueError(f"superadam: {_ERRORS[code]}")
+
+
+def move_like(
+    which: Pass,
+    segments: npt.NDArray[Any],
+    *,
+    burst: int,
+    prefetch: int,
+    stream_out: bool,
+    stream_state: bool,
+    threads: int | None = None,
+) -> int:
+    """Move what `which` moves for a table of one segment, without its arithmetic; `out` is filled with ones.
+
+    The arrays must be aligned to 64 bytes and the length a multiple of `CHUNK`; state that the pass updates keeps its
+    bits.
+
+    Args:
+        which: the pass.
+        segments: 1-D array of dtype `SEGMENT` with one entry.
+        burst: elements of one array that are touched before the next array, a power of two from 32 to `CHUNK`.
+        prefetch: distance of the software prefetch in bytes, 0 for none.
+        stream_out: write `out` past the caches.
+        stream_state: write the state past the caches.
+        threads: at most so many threads; default `get_num_threads()`.
+
+    Returns:
+        The sum modulo 2^32 of all 32-bit words of the arrays that were only read.
+
+    Raises:
+        ValueError: the segment does not fit the pass; nothing was read or written.
+    """
+    if segments.dtype != SEGMENT or segments.shape != (1,):
+        raise ValueError("superadam.kernels.native.move_like takes a table of dtype SEGMENT with exactly one entry")
+    checksum = ffi.new("uint32_t *")
+    code = lib.superadam_traffic(
+        int(which),
+        ffi.from_buffer("superadam_segment[]", segments),
+        get_num_threads() if threads is None else threads,
+        burst,
+        prefetch,
+        stream_out * lib.SUPERADAM_STREAM_OUT | stream_state * lib.SUPERADAM_STREAM_STATE,
+        checksum,
+    )
+    if code == lib.SUPERADAM_BAD_LENGTH:
+        raise ValueError(
+            f"superadam: move_like takes a length that is a multiple of {CHUNK} and a burst that divides {CHUNK}"
+        )
+    if code == lib.SUPERADAM_BAD_POINTER:
+        raise ValueError("superadam: move_like needs every array of the pass, aligned to 64 bytes")
+    if code != lib.SUPERADAM_OK:
+        raise ValueError(f"superadam: {_ERRORS[code]}")
+    return int(checksum[0])
+
+
+def ordered_sum(values: npt.NDArray[np.float64]) -> float:
+    """Return `values[0] + values[1] + ...`, added in this order in fp64."""
+    values = np.ascontiguousarray(values, dtype=np.float64)
+    return float(lib.superadam_sum(ffi.from_buffer("double[]", values), len(values)))

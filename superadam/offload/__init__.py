@@ -1,0 +1,1 @@
+"""The optimizer's work during backward: buckets, transfers, placement."""

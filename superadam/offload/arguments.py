@@ -1,0 +1,70 @@
+"""What a scheduler can be made for: checks of its arguments, before it changes anything."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import nn
+
+from superadam.optim.adam import SpeculativeCPUAdam
+
+TRANSFER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""In which gradients may travel."""
+
+
+def check_model(optimizer: SpeculativeCPUAdam, model: nn.Module) -> SpeculativeCPUAdam:
+    """Return the optimizer, out of the wrapper that Accelerate or Lightning may have put around it.
+
+    Raises:
+        TypeError: it is not a `SpeculativeCPUAdam`, or the model no `nn.Module`.
+        RuntimeError: gradients would have to be reduced over ranks by somebody else.
+    """
+    inner = getattr(optimizer, "optimizer", optimizer)
+    if not isinstance(inner, SpeculativeCPUAdam):
+        raise TypeError(f"optimizer is a {type(optimizer).__name__}, expected a SpeculativeCPUAdam; make one first")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}, expected the nn.Module whose parameters are optimized")
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # what nobody has imported, nobody uses: it takes a second
+    wrappers = (nn.parallel.DistributedDataParallel, *([fsdp.FullyShardedDataParallel] if fsdp else []))
+    for wrapper in wrappers:
+        if any(isinstance(module, wrapper) for module in model.modules()):
+            raise RuntimeError(
+                f"the model is wrapped in {wrapper.__name__}, whose gradients are not reduced yet when a scheduler "
+                "takes them, expected a model on one rank; train this one without an OffloadScheduler"
+            )
+    world_size = torch.distributed.get_world_size() if _is_distributed() else 1
+    if world_size > 1:
+        raise RuntimeError(
+            f"this is one of {world_size} ranks, and a scheduler takes gradients before they are reduced over ranks, "
+            "expected one rank; train without an OffloadScheduler here"
+        )
+    return inner
+
+
+def check_count(name: str, value: int | str, *, least: int = 1, may_be_auto: bool = True) -> None:
+    """Raise if an argument is neither an integer of at least `least` nor, where it may be, "auto".
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if may_be_auto and value == "auto":
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        expected = "'auto' or an integer" if may_be_auto else "an integer"
+        raise ValueError(f"{name} is {value!r}, expected {expected} of at least {least}")
+
+
+def check_transfer_dtype(value: torch.dtype | str) -> None:
+    """Raise if gradients cannot travel in this dtype.
+
+    Raises:
+        ValueError: neither "auto" nor one of `TRANSFER_DTYPES`.
+    """
+    if value != "auto" and value not in TRANSFER_DTYPES:
+        expected = ", ".join(str(dtype) for dtype in TRANSFER_DTYPES)
+        raise ValueError(f"transfer_dtype is {value!r}, expected 'auto' or one of {expected}")
+
+
+def _is_distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()

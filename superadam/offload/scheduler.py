@@ -1,0 +1,345 @@
+"""`OffloadScheduler`: the optimizer's step, bucket by bucket, while backward still runs.
+
+The story of one step: a gradient is ready, leaves a handle in `.grad` and goes into a bucket (`gradient_ready`); a full
+bucket goes its way, on which the worker computes new values for its parameters, beside them (`_send`);
+`optimizer.step()` waits for that (`catch_up`), looks at every `.grad`, judges, and publishes the new values; in the
+worker's idle time accepted gradients are committed (`conclude`).
+
+Owns the order of these things. Arithmetic and verdicts are the optimizer's, streams and copies those of `Transfers`,
+and `Pipeline` runs the worker. Nothing is watched: neither parameters nor state change before the verdict, and `.grad`
+decides what it is about.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import time
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from superadam.devices import Device, device_for
+from superadam.handles.taken_gradient import TakenGradient
+from superadam.kernels.hyperparameters import Hyperparameters
+from superadam.offload.arguments import check_count, check_model, check_transfer_dtype
+from superadam.offload.autotune import Placer
+from superadam.offload.buckets import Bucket
+from superadam.offload.device_tier import Residence
+from superadam.offload.hooks import Hooks
+from superadam.offload.intake import Intake
+from superadam.offload.pipeline import Pipeline
+from superadam.offload.placement import Placement, last_parameters
+from superadam.offload.statistics import OverlapStatistics
+from superadam.offload.trace import Trace
+from superadam.offload.transfers import Transfers
+from superadam.optim.adam import SpeculativeCPUAdam
+from superadam.state.parameter import ParameterState
+from superadam.step.outcome import StepOutcome
+from superadam.step.transaction import Transaction
+
+_logger = logging.getLogger("superadam")
+
+
+class OffloadScheduler:
+    """Runs a `SpeculativeCPUAdam` during backward.
+
+    While the scheduler is at work, gradients are taken as backward makes them, and `optimizer.step()` only validates
+    what was computed from them. Nothing else shows: `.grad` holds a handle that behaves as the gradient, parameters
+    change in `step()`, and the bits are those of the optimizer alone. Use it as a context manager, or call `close()`.
+
+    Args:
+        optimizer: whose parameters are those of the model, or some of them; it may be in a framework's wrapper.
+        model: that is trained.
+        bucket_numel: elements that travel and are speculated on together; "auto" takes an eighth of the model, within
+            1 Mi and 16 Mi. A parameter is never cut.
+        gpu_buckets: how many of the last buckets to become ready keep their state on the model's device, and are
+            stepped there with the verdict, from the second step on; they are the first that the next forward needs.
+            "auto" keeps, within the free memory, what the CPU was not done with in the first steps when backward ended.
+        transfer_dtype: dtype in which gradients travel to the host; "auto" keeps theirs. A wider one gives the same
+            bits; a narrower one rounds gradients, and norm and step then see the rounded ones, wherever they are made.
+            fp64 gradients stay fp64.
+        num_threads: CPU threads that speculate while the model computes, at most `superadam.get_num_threads()`. "auto"
+            takes the cores that the model leaves idle: those near the device if it computes elsewhere, those that torch
+            does not use if it computes on the CPU. Without any, all work is left to `step()`, because during backward
+            it would cost more than it hides.
+        device: streams and memory of the model; default is the one that its parameters lie on.
+
+    Attributes:
+        statistics: counts of buckets, bytes and seconds since the scheduler was made.
+        trace: what happened when, in the last steps.
+        delivery, residence: for the optimizer.
+
+    Raises:
+        ValueError: an argument is out of range, or the device cannot keep buckets.
+        MemoryError: the host cannot hold the gradients of a step, or the device the state of `gpu_buckets`.
+        TypeError: the optimizer is not a `SpeculativeCPUAdam`, or the model no `nn.Module`.
+        RuntimeError: the model is wrapped in DistributedDataParallel or FSDP1, or is trained by several ranks, or the
+            optimizer has a scheduler already.
+
+    Whatever is raised, nothing is attached.
+    """
+
+    def __init__(
+        self,
+        optimizer: SpeculativeCPUAdam,
+        model: nn.Module,
+        *,
+        bucket_numel: int | str = "auto",
+        gpu_buckets: int | str = "auto",
+        transfer_dtype: torch.dtype | str = "auto",
+        num_threads: int | str = "auto",
+        device: Device | None = None,
+    ) -> None:
+        optimizer = check_model(optimizer, model)
+        check_count("bucket_numel", bucket_numel)
+        check_count("gpu_buckets", gpu_buckets, least=0)
+        check_count("num_threads", num_threads)
+        check_transfer_dtype(transfer_dtype)
+        self.optimizer = optimizer
+        self.statistics, self.trace = OverlapStatistics(), Trace()
+        self._counts = copy.copy(optimizer.statistics)
+        self._backward_began: float | None = None
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._device = device or device_for(parameters)
+        self._owns_device = device is None
+        total = sum(parameter.numel() for parameter in parameters)
+        self._placer = Placer(self._device, total, gpu_buckets, bucket_numel, transfer_dtype, num_threads)
+        self._transfers = self.delivery = Transfers(
+            self._device, self.statistics, self.trace, self.placement.transfer_dtype
+        )
+        self.residence = Residence(self._device)
+        self._intake = Intake(self._device, optimizer.keeper, self.placement.bucket_numel)
+        self._hooks = Hooks(self.gradient_ready)
+        self._hyper: dict[ParameterState, Hyperparameters] = {}
+        self._closed = False
+        self._followed: Transaction | None = None
+        optimizer.bound_transaction()  # what cannot be bound raises before anything is attached
+        self._pipeline: Pipeline | None = None  # nothing works during backward without a core for it
+        is_attached = False
+        try:
+            if self.placement.num_threads:
+                self._transfers.reserve(parameters, self.placement.bucket_numel)
+                self._pipeline = Pipeline(
+                    self._device,
+                    self._transfers,
+                    self._placer,
+                    self.statistics,
+                    self.trace,
+                    lambda: optimizer.max_grad_norm,
+                )
+            optimizer.attach_overlap(self)
+            is_attached = True
+            self._follow()
+        except BaseException:
+            self._hooks.let_go()
+            if is_attached:
+                optimizer.detach_overlap()
+            self._end()
+            raise
+
+    # ---- a gradient is ready -----------------------------------------------------------------------------------------
+
+    def gradient_ready(self, parameter: Tensor) -> None:
+        """Take a parameter's gradient; called by autograd in the middle of backward."""
+        begin = time.perf_counter()
+        if self._pipeline is None and self._intake.micro_batches.sum_dtype is None:
+            return
+        bucket = self._intake.take(parameter)
+        if bucket is not None:
+            self._send(bucket)
+        self._backward_began = self._backward_began or begin
+        self.statistics.hook_seconds += time.perf_counter() - begin
+
+    @torch.no_grad()
+    def _send(self, bucket: Bucket) -> None:
+        """Let a bucket go its way; one that cannot is left to `step()`, because its gradients are in `.grad`."""
+        pipeline = self._pipeline
+        if pipeline is None or self._followed is not self.optimizer.last_transaction:  # bound anew meanwhile
+            return
+        try:
+            self._hyper = self._hyper or self.optimizer.hyperparameters()
+            pipeline.send(bucket, self._hyper)
+        except (ValueError, torch.OutOfMemoryError, MemoryError) as error:
+            _logger.debug("a bucket is left to step(): %s", error)
+            for taken in bucket.gradients:
+                taken.in_use = False
+
+    # ---- what the optimizer asks (binding.Overlap) -------------------------------------------------------------------
+
+    def catch_up(self) -> None:
+        """Return when everything that was taken is speculated on.
+
+        Raises:
+            WorkerError: the worker failed; nothing is speculated on, and the gradients are where they were.
+        """
+        if self._pipeline is None:
+            return
+        for bucket in self._intake.rest():
+            self._send(bucket)
+        try:
+            self._pipeline.drain()
+        except Exception:
+            self._pipeline.abandon()
+            raise
+
+    def conclude(self, outcome: StepOutcome) -> None:
+        """A step has this outcome: follow the parameters that the optimizer has now, and let commits begin."""
+        self._transfers.note_arrived()
+        self._note_verdict(outcome)
+        self._intake.end_step()
+        self._hyper = {}
+        self._follow()
+        if self._pipeline is None:
+            return
+        self._pipeline.governor.note(outcome.kind)
+        if self._placer.end_step():
+            self._apply_placement()
+        if self.residence.is_full:
+            self._make_room()
+        self._pipeline.wake()
+
+    def note_norm(self) -> None:
+        """Somebody asked torch for the norms of gradients: let torch take them before they travel."""
+        self._transfers.takes_norms = self._device.has_link
+
+    def note_given_back(self, taken: TakenGradient) -> None:
+        """Somebody wrote to a gradient that was taken."""
+        self.statistics.given_back_gradients += self._intake.note_given_back(taken)
+
+    def _note_verdict(self, outcome: StepOutcome | None) -> None:
+        """Count and trace what came of the open step; None where it was dropped."""
+        self.statistics.count_open(self.optimizer.statistics, self._counts)
+        self._counts, now = copy.copy(self.optimizer.statistics), time.perf_counter()
+        if self._backward_began is not None:
+            self.trace.add("backward and step", "training", self._backward_began, now)
+            self._backward_began = None
+        if outcome is not None:
+            self.trace.add(f"verdict: {outcome.kind.value}", "training", now, now, grad_norm=outcome.grad_norm)
+
+    # ---- placement ---------------------------------------------------------------------------------------------------
+
+    @property
+    def placement(self) -> Placement:
+        """Where and how steps are made at present."""
+        return self._placer.placement
+
+    def place(
+        self, *, gpu_buckets: int | None = None, bucket_numel: int | None = None, num_threads: int | None = None
+    ) -> None:
+        """Change the placement from the next gradient on, instead of what "auto" would choose; the bits stay the same.
+
+        Args:
+            gpu_buckets, bucket_numel, num_threads: as for the constructor; None for no change.
+
+        Raises:
+            ValueError: an argument is out of range, or cannot be met; nothing was changed.
+            MemoryError: the device cannot hold the state of so many buckets; nothing was changed.
+        """
+        asked = {"gpu_buckets": gpu_buckets, "bucket_numel": bucket_numel, "num_threads": num_threads}
+        changes: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+        for name, value in changes.items():
+            check_count(name, value, least=name != "gpu_buckets", may_be_auto=False)
+        self.catch_up()
+        self._placer.place(replace(self.placement, **changes))
+        self._apply_placement()
+
+    def _apply_placement(self) -> None:
+        kept = [one for one in last_parameters(self._placer.order, self.placement) if self._can_keep(one)]
+        self._intake.bucket_numel, self._intake.kept = self.placement.bucket_numel, frozenset(map(id, kept))
+        self._transfers.transfer_dtype = self.placement.transfer_dtype
+        self.residence.bring_home(s for s in self.residence.states if id(s.parameter) not in self._intake.kept)
+
+    def _make_room(self) -> None:
+        """Keep half as many buckets, because the device has no memory for so many."""
+        fewer = replace(self.placement, gpu_buckets=self.placement.gpu_buckets // 2)
+        _logger.warning(
+            "the device has no memory left for the state of %d buckets, so their step was made on the host, and %d are "
+            "kept from now on; free some, or set gpu_buckets",
+            self.placement.gpu_buckets,
+            fewer.gpu_buckets,
+        )
+        self.residence.is_full = False
+        self._placer.place(fewer)
+        self._apply_placement()
+
+    def _can_keep(self, parameter: Tensor) -> bool:
+        state = self._intake.state_of(parameter)
+        return state is not None and not self._device.is_host(parameter) and parameter.stride() == state.strides
+
+    # ---- for the user ------------------------------------------------------------------------------------------------
+
+    def accumulate(self, dtype: torch.dtype | None = None) -> AbstractContextManager[None]:
+        """Tell that the backwards inside are not the last ones of their step, so that no speculation is wasted.
+
+        Nobody needs to: autograd adds to gradients that were taken as to any other, and the scheduler learns how many
+        backwards make a step.
+
+        Args:
+            dtype: None adds in `.grad`, in its dtype, as autograd does; torch.float32 keeps the sum in fp32 on the
+                host, also with the gradients of the last backward, outside.
+
+        Raises:
+            ValueError: another dtype.
+        """
+        return self._intake.micro_batches.accumulate(dtype)
+
+    def synchronize(self) -> None:
+        """Return when nothing is under way: buckets speculated on, accepted steps committed, values published."""
+        self.catch_up()
+        self.optimizer.commit()
+        self._transfers.settle()
+
+    def export_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the last steps as a Chrome trace, for chrome://tracing or ui.perfetto.dev.
+
+        Where nobody waits for an upload, its span ends when it is first seen to have arrived.
+        """
+        self._transfers.note_arrived()
+        self.trace.write(path)
+
+    def close(self) -> None:
+        """Finish what is under way, give gradients back, and leave model and optimizer as without a scheduler."""
+        if self._closed:
+            return
+        self._closed = True
+        self._hooks.let_go()
+        try:
+            self.optimizer.rollback()
+            self.optimizer.commit()
+        finally:
+            self._note_verdict(None)
+            self.optimizer.detach_overlap()
+            self._end()
+
+    def _end(self) -> None:
+        if self._pipeline is not None:
+            self._pipeline.close()
+        if self._owns_device:
+            self._device.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _follow(self) -> None:
+        """Take the gradients of the parameters that the optimizer has now."""
+        transaction = self.optimizer.last_transaction or self.optimizer.bound_transaction()
+        if transaction is self._followed:
+            self._hooks.look_for_unfrozen()
+            return
+        self._followed = transaction
+        if self._pipeline is not None:
+            self._pipeline.transaction = transaction
+        self._intake.follow(transaction.table.states)
+        self.residence.forget(but=transaction.table.states)
+        self._hooks.follow(transaction.table.parameters)

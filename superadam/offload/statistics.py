@@ -1,0 +1,71 @@
+"""What a scheduler did since it was made: buckets by what came of them, bytes, and time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from superadam.step.outcome import Statistics
+
+
+@dataclass(slots=True)
+class OverlapStatistics:
+    """Counts of a scheduler.
+
+    Every bucket is in one of `kept_buckets`, `waiting_buckets`, `accepted_buckets`, `respeculated_buckets` and
+    `dropped_buckets` once its step has a verdict.
+
+    Attributes:
+        buckets: that were handed to the worker.
+        kept_buckets: whose gradients and state are on the device, where the step is made with the verdict.
+        waiting_buckets: only summed when they came, and stepped with the verdict: because clipping was likely, because
+            their parameters had no state yet or were written to by others, or because they are their own masters.
+        accepted_buckets: speculated on, and good as they were.
+        respeculated_buckets: speculated on in a step that was then clipped, or whose hyper-parameters were changed.
+        dropped_buckets: speculated on, and then their gradients were dropped, edited or added to, or the step was
+            skipped or rolled back; or never, because the worker failed.
+        given_back_gradients: that somebody wrote to or added to after they had been taken.
+        shadow_bytes: most memory that new values took while they waited for a verdict.
+        downloaded_bytes, uploaded_bytes: moved between host and device; 0 for models in host memory.
+        hook_seconds: time that taking gradients cost the thread that runs backward.
+        worker_seconds: time in which the worker worked.
+        waited_seconds: of that, time in which the training thread waited for it, in `step()` and in readers of state.
+    """
+
+    buckets: int = 0
+    kept_buckets: int = 0
+    waiting_buckets: int = 0
+    accepted_buckets: int = 0
+    respeculated_buckets: int = 0
+    dropped_buckets: int = 0
+    given_back_gradients: int = 0
+    shadow_bytes: int = 0
+    downloaded_bytes: int = 0
+    uploaded_bytes: int = 0
+    hook_seconds: float = 0.0
+    worker_seconds: float = 0.0
+    waited_seconds: float = 0.0
+
+    def count_open(self, now: Statistics, before: Statistics) -> None:
+        """Count the open buckets by what the optimizer has counted of their step."""
+        if now.respeculated > before.respeculated:
+            self.respeculated_buckets += self.open_buckets
+        elif now.accepted > before.accepted:
+            self.accepted_buckets += self.open_buckets
+        else:
+            self.dropped_buckets += self.open_buckets
+
+    @property
+    def open_buckets(self) -> int:
+        """Buckets without a verdict, unless they are waiting: speculated on, still to be looked at, or failed."""
+        judged = self.accepted_buckets + self.respeculated_buckets + self.dropped_buckets
+        return self.speculated_buckets - judged
+
+    @property
+    def speculated_buckets(self) -> int:
+        """Buckets that were speculated on when they came, or have yet to be looked at."""
+        return self.buckets - self.kept_buckets - self.waiting_buckets
+
+    @property
+    def hidden_share(self) -> float:
+        """Share of the worker's time that training did not wait for; 0 before any work."""
+        return max(0.0, 1.0 - self.waited_seconds / self.worker_seconds) if self.worker_seconds else 0.0

@@ -1,0 +1,342 @@
+"""Gradients on their way to the host and new values on their way back: what waits for what.
+
+Everything of one bucket and dtype travels in one flat buffer. Owns the order of copies on the device's streams; where
+memory comes from and how copies run is the device's.
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from superadam.devices import Device, Event, Stream
+from superadam.devices.flat import FlatLayout, aligned
+from superadam.devices.interface import ChunkSums
+from superadam.handles.taken_gradient import TakenGradient
+from superadam.kernels import native
+from superadam.offload.statistics import OverlapStatistics
+from superadam.offload.trace import Trace
+from superadam.state.norm import GradientNorm
+from superadam.state.parameter import ParameterState, Place
+
+
+class FlatShadow:
+    """New values of some parameters of one dtype, in one flat buffer; see `superadam.state.parameter.Shadow`.
+
+    Args:
+        transfers: their way.
+        states: the parameters.
+        memory: flat buffer on the device that the values travel to as soon as they are written; None where they stay on
+            the host until they are published.
+    """
+
+    def __init__(self, transfers: Transfers, states: Sequence[ParameterState], memory: Tensor | None = None) -> None:
+        self._transfers = transfers
+        self._layout = FlatLayout(states)
+        self._dtype = states[0].parameter_dtype
+        self._memory = memory
+        self._travels = transfers.device.has_link and not transfers.device.is_host(states[0].parameter)
+        self._host: list[Tensor] = []
+        self._views: list[Tensor] = []
+        self._arrived: Event | None = None
+        size = self._layout.numel * self._dtype.itemsize
+        transfers.count_shadow(size)
+        weakref.finalize(self, transfers.count_shadow, -size)
+
+    @property
+    def values(self) -> list[Tensor]:
+        """One host tensor for each parameter, in memory that is taken when it is first asked for."""
+        if not self._views:
+            self._host = [self._transfers.device.host_empty(self._layout.numel, self._dtype)]
+            self._views = self._layout.views(self._host[0])
+        return self._views
+
+    def send(self) -> None:
+        """Start the way of the values to the device, where they travel; their memory on the host is free afterwards."""
+        if self._memory is not None and self._arrived is None:
+            distant = self._memory.view(self._dtype)[: self._layout.numel]
+            self._arrived = self._transfers.upload(self._host[0], distant)
+            self._host, self._views = [], self._layout.views(distant)
+
+    def sources(self) -> list[Tensor]:
+        """Return what to publish, which the current stream may read: on the device where that has room for it."""
+        if self._travels and self._memory is None:
+            self._memory = self._transfers.room_on_device(self._layout.numel, self._dtype)
+        self.send()
+        if self._arrived is not None:
+            device = self._transfers.device
+            device.wait(Stream.CURRENT, self._arrived)
+            assert self._memory is not None
+            device.keep(self._memory, Stream.CURRENT)
+        return self._views
+
+
+class Transfers:
+    """Downloads of gradients and uploads of parameters over one device.
+
+    Args:
+        device: streams and memory.
+        statistics: whose bytes are counted here.
+        trace: gets uploads, once they are seen to have arrived.
+        transfer_dtype: in which gradients travel, and so are seen by norm and step; None for the dtype they have. fp64
+            gradients, and sums that were made on the host, are as they are.
+
+    Attributes:
+        transfer_dtype: may be changed between steps.
+        takes_norms: whether torch is to take the norms of gradients before they travel, because somebody will ask.
+    """
+
+    def __init__(
+        self, device: Device, statistics: OverlapStatistics, trace: Trace, transfer_dtype: torch.dtype | None = None
+    ) -> None:
+        self.device = device
+        self.transfer_dtype = transfer_dtype
+        self.takes_norms = False
+        self._statistics, self._trace = statistics, trace
+        self._lock = threading.RLock()  # the worker uploads while the training thread publishes, or drops a shadow
+        self._untold: collections.deque[tuple[Event, float, int]] = collections.deque()  # uploads not seen to arrive
+        self._shadow_bytes = 0
+
+    def reserve(self, parameters: Iterable[Tensor], bucket_numel: int) -> None:
+        """Get memory ready for the gradients and new values of a step, and for buckets of this size.
+
+        Raises:
+            MemoryError: the host cannot hold that.
+        """
+        parameters = list(parameters)
+        distant = [parameter for parameter in parameters if not self.device.is_host(parameter)]
+        local = [one for one in parameters if self.device.is_host(one) and one.dtype.itemsize < torch.float32.itemsize]
+        shadows = sum(one.nbytes for one in (*distant, *local))
+        on_link = [_dtype_on_link(parameter, self.transfer_dtype).itemsize for parameter in distant]
+        gradients = sum(aligned(one.numel()) * size for one, size in zip(distant, on_link, strict=True))
+        largest = max((parameter.numel() for parameter in distant), default=0)
+        widest = max((*on_link, *(parameter.element_size() for parameter in distant)), default=0)
+        # The last one in makes a bucket full.
+        self.device.reserve(gradients, aligned(bucket_numel + largest) * widest, shadows)
+
+    # ---- gradients ---------------------------------------------------------------------------------------------------
+
+    def download(
+        self,
+        states: Sequence[ParameterState],
+        gradients: Sequence[TakenGradient],
+        speculated: Collection[ParameterState],
+    ) -> tuple[dict[ParameterState, Place], Event]:
+        """Start the way of gradients to the host, and find room for the new values of some of their parameters.
+
+        Args:
+            states: the parameters.
+            gradients: one for each, on the device or on the host; what each waits for afterwards is on the host.
+            speculated: those of the states that are to be speculated on.
+
+        Returns:
+            a place for each state that is to be speculated on, and the event after which the gradients may be read.
+        """
+        device = self.device
+        places: dict[ParameterState, Place] = {}
+        local: dict[torch.dtype, list[ParameterState]] = {}
+        groups: dict[tuple[torch.dtype, torch.dtype], dict[ParameterState, TakenGradient]] = {}
+        for state, taken in zip(states, gradients, strict=True):
+            taken.in_use = True
+            if device.is_host(taken.pending):
+                if not taken.is_sum:
+                    taken.pending = self.narrowed(taken.pending, keeps_dtype=False)
+                taken.pending = state.host_gradient(taken.pending)
+                if state in speculated and device.is_host(state.parameter):
+                    local.setdefault(state.parameter_dtype, []).append(state)
+                elif state in speculated:
+                    self._add_places(places, [state], None)
+                continue
+            dtype = _dtype_on_link(taken.pending, self.transfer_dtype)
+            groups.setdefault((dtype, state.parameter_dtype), {})[state] = taken
+        for some in local.values():
+            self._add_places(places, some, None)
+        packed: list[tuple[FlatLayout[ParameterState], list[TakenGradient], Tensor]] = []
+        for (dtype, parameter_dtype), group in groups.items():
+            layout, some_taken = FlatLayout(list(group)), list(group.values())
+            source = device.pack([taken.pending for taken in some_taken], layout, dtype)
+            packed.append((layout, some_taken, source))
+            if any(state in speculated for state in group):
+                self._add_places(places, layout.states, self._shadow_on_device(source, layout.numel, parameter_dtype))
+        self._take_norms([taken for group in groups.values() for taken in group.values()])
+        hosts, arrived = self._send_to_host([source for _, _, source in packed])
+        for (layout, some_taken, _), host in zip(packed, hosts, strict=True):
+            for taken, view in zip(some_taken, layout.views(host), strict=True):
+                taken.pending, taken.arrived = view, arrived
+        return {state: place for state, place in places.items() if state in speculated}, arrived
+
+    def _add_places(
+        self, places: dict[ParameterState, Place], states: Sequence[ParameterState], memory: Tensor | None
+    ) -> None:
+        shadow = FlatShadow(self, states, memory)
+        places.update((state, Place(shadow, position)) for position, state in enumerate(states))
+
+    def _shadow_on_device(self, packed: Tensor, numel: int, dtype: torch.dtype) -> Tensor | None:
+        """Return memory on the device for new values: that of the packed gradients, which leave it before.
+
+        None where it has none: the values then stay on the host until the verdict.
+        """
+        if packed.dtype.itemsize >= dtype.itemsize:
+            return packed
+        return self.room_on_device(numel, dtype)
+
+    def room_on_device(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        """Return memory on the device, or None where it has none."""
+        try:
+            return self.device.empty(numel, dtype, Stream.CURRENT)
+        except torch.OutOfMemoryError:
+            return None
+
+    def hold(
+        self, states: Sequence[ParameterState], gradients: Sequence[TakenGradient]
+    ) -> tuple[dict[ParameterState, TakenGradient], Event, list[Tensor]]:
+        """Copy gradients within the device, where they stay, and start the way of their norm to the host.
+
+        Args:
+            states: the parameters.
+            gradients: one for each, on the device.
+
+        Returns:
+            the gradients in the order of their norm, the event after which `norm_in` may read that, and where it is.
+        """
+        device = self.device
+        groups: dict[torch.dtype, dict[ParameterState, TakenGradient]] = {}
+        for state, taken in zip(states, gradients, strict=True):
+            taken.in_use = True
+            dtype = _dtype_on_link(taken.pending, self.transfer_dtype) if self.narrows else taken.pending.dtype
+            groups.setdefault(dtype, {})[state] = taken
+        norms: list[Tensor] = []
+        packed: list[tuple[TakenGradient, Tensor]] = []
+        for dtype, group in groups.items():
+            layout = FlatLayout(list(group))
+            chunks = sum(native.chunk_count(state.shape.numel()) for state in layout.states)
+            norms.append(device.empty(2 * chunks, torch.float64, Stream.CURRENT))
+            some_taken = list(group.values())
+            buffer = device.pack([taken.pending for taken in some_taken], layout, dtype, ChunkSums.over(norms[-1]))
+            packed += zip(some_taken, layout.views(buffer), strict=True)
+        self._take_norms(gradients)
+        hosts, arrived = self._send_to_host(norms)
+        for taken, view in packed:
+            taken.pending, taken.arrived = view, arrived
+        return {state: taken for group in groups.values() for state, taken in group.items()}, arrived, hosts
+
+    def _take_norms(self, gradients: Sequence[TakenGradient]) -> None:
+        """Let torch take the norms that somebody will ask for, while the gradients are on the device.
+
+        After packing, which makes the current stream wait for those that made them.
+        """
+        if self.takes_norms and gradients:
+            norms = torch._foreach_norm([taken.pending for taken in gradients])
+            for taken, norm in zip(gradients, norms, strict=True):
+                taken.norm = norm
+
+    def _send_to_host(self, sources: Sequence[Tensor]) -> tuple[list[Tensor], Event]:
+        """Start the way of what the current stream writes; return where it arrives, and the event after which."""
+        device = self.device
+        device.wait(Stream.DOWNLOAD, device.record(Stream.CURRENT))
+        hosts = [device.host_empty(source.numel(), source.dtype) for source in sources]  # or nothing has begun
+        for host, source in zip(hosts, sources, strict=True):
+            device.copy(host, source, Stream.DOWNLOAD)
+            device.keep(source, Stream.DOWNLOAD)
+            device.keep(host, Stream.DOWNLOAD)  # nobody waits for the copy if the step is dropped before
+            self._statistics.downloaded_bytes += host.nbytes
+        return hosts, device.record(Stream.DOWNLOAD)
+
+    @property
+    def narrows(self) -> bool:
+        """Whether travelling may round gradients."""
+        return self.transfer_dtype not in (None, torch.float32)
+
+    def narrowed(self, gradient: Tensor, *, keeps_dtype: bool = True) -> Tensor:
+        """Return a gradient that does not travel with the values that it would have afterwards."""
+        if not self.narrows:
+            return gradient
+        narrow = gradient.to(_dtype_on_link(gradient, self.transfer_dtype))
+        return narrow.to(gradient.dtype) if keeps_dtype else narrow
+
+    # ---- new values (superadam.state.table.Delivery) -----------------------------------------------------------------
+
+    @property
+    def received(self) -> Callable[[Tensor], Tensor] | None:
+        """Returns what counts of a gradient that was not taken; None where that is itself."""
+        return self.narrowed if self.narrows else None
+
+    def is_host(self, parameter: Tensor) -> bool:
+        """Whether kernels on the CPU may write this parameter."""
+        return self.device.is_host(parameter)
+
+    def shadows(self, states: Sequence[ParameterState]) -> list[Place]:
+        """Return memory for new values that are to be published soon."""
+        groups: dict[torch.dtype, list[ParameterState]] = {}
+        for state in states:
+            groups.setdefault(state.parameter_dtype, []).append(state)
+        places: dict[ParameterState, Place] = {}
+        for some in groups.values():
+            self._add_places(places, some, None)
+        return [places[state] for state in states]
+
+    def publish(self, states: Sequence[ParameterState], places: Sequence[Place]) -> None:
+        """Copy new values into their parameters on the current stream, in one launch where they are on the device."""
+        device = self.device
+        sources: dict[int, list[Tensor]] = {}
+        values = []
+        for shadow, position in places:
+            assert isinstance(shadow, FlatShadow)
+            if id(shadow) not in sources:
+                sources[id(shadow)] = shadow.sources()
+            values.append(sources[id(shadow)][position])
+        device.scatter(values, [state.parameter for state in states])
+        for value in values:
+            if device.has_link and device.is_host(value):  # the device has no room
+                device.keep(value, Stream.CURRENT)
+
+    def upload(self, host: Tensor, distant: Tensor) -> Event:
+        """Start the way of new values to the device; return the event after which they may be read there."""
+        device, begin = self.device, time.perf_counter()
+        device.copy(distant, host, Stream.UPLOAD)
+        device.keep(host, Stream.UPLOAD)
+        device.keep(distant, Stream.UPLOAD)
+        arrived = device.record(Stream.UPLOAD)
+        with self._lock:
+            self._statistics.uploaded_bytes += host.nbytes
+            self._untold.append((arrived, begin, host.numel()))
+        self.note_arrived()
+        return arrived
+
+    def settle(self) -> None:
+        """Return when everything that was published has arrived."""
+        self.device.record(Stream.CURRENT).synchronize()
+        self.note_arrived()
+
+    def note_arrived(self) -> None:
+        """Trace uploads that have arrived since: nobody waits for them on the host, so we look now."""
+        with self._lock:
+            while self._untold and self._untold[0][0].query():
+                _, begin, elements = self._untold.popleft()
+                self._trace.add("parameters to device", "upload", begin, time.perf_counter(), elements=elements)
+
+    def count_shadow(self, size: int) -> None:
+        """Count memory that waits for a verdict: bytes, negative once it is free."""
+        with self._lock:
+            self._shadow_bytes += size
+            self._statistics.shadow_bytes = max(self._statistics.shadow_bytes, self._shadow_bytes)
+
+
+def norm_in(hosts: Sequence[Tensor]) -> GradientNorm:
+    """Return the norm that `Transfers.hold` has sent, once it has arrived."""
+    parts = [ChunkSums.over(host) for host in hosts]
+    return GradientNorm(
+        np.concatenate([part.sums.numpy() for part in parts]),
+        np.concatenate([part.nonfinite.numpy() for part in parts]),
+    )
+
+
+def _dtype_on_link(gradient: Tensor, transfer_dtype: torch.dtype | None) -> torch.dtype:
+    return gradient.dtype if transfer_dtype is None or gradient.dtype == torch.float64 else transfer_dtype

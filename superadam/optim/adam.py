@@ -1,0 +1,518 @@
+"""`SpeculativeCPUAdam` and `SpeculativeCPUAdamW`: the transaction behind the contract of `torch.optim`.
+
+Owns the parameter groups and the limits of validation. Arithmetic and phases lie below it; binding.py keeps `state`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from superadam.handles.gradient_handle import take, taken_of
+from superadam.handles.taken_gradient import Keeper, TakenGradient
+from superadam.host.signals import DeferredSignals
+from superadam.kernels import native
+from superadam.kernels.hyperparameters import Hyperparameters
+from superadam.optim import checkpoint
+from superadam.optim.arguments import check_group, check_ranks, check_together, checked_limit
+from superadam.optim.published_state import Binding, Overlap, names_of, runs_of
+from superadam.state.parameter import ParameterState, check_parameter
+from superadam.step.gradients import gather
+from superadam.step.outcome import Statistics, StepKind, StepOutcome
+from superadam.step.transaction import Transaction
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+def _untracked(method: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Run without autograd, outside inference mode (state made there could not be written outside), and uncompiled."""
+
+    @functools.wraps(method)
+    def untracked(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        # One call into C, which puts the grad mode back as well: a signal's handler that raises inside no_grad() would
+        # leave gradients disabled.
+        with torch._C._InferenceMode(False):
+            torch.set_grad_enabled(False)
+            return method(*args, **kwargs)
+
+    uncompiled: Callable[_Arguments, _Result] = _disable_dynamo(untracked)  # as the methods of torch.optim
+    return uncompiled
+
+
+@dataclass(slots=True)
+class _Verdicts:
+    """Limits and what came of them, in an object that copies of the optimizer's `__dict__` share, as Lightning's do."""
+
+    max_grad_norm: float | None = None
+    on_nonfinite: str = "skip"
+    limit_of_next_step: float | None = None
+    last_outcome: StepOutcome | None = None
+
+
+class SpeculativeCPUAdam(Optimizer):
+    r"""Adam with fp32 masters and moments in CPU memory, validated updates, and speculation that never changes a bit.
+
+    A drop-in for `torch.optim.Adam`. `step()` computes the global gradient norm, skips the step when a gradient is Inf
+    or NaN, clips to `max_grad_norm`, and updates state and parameters. `speculate()` and `resolve()` are the same step
+    in two parts: the first computes new values as if the gradients were good, the second validates, and publishes the
+    new values or makes the step anew. Until then neither parameters nor state change, and `.grad` holds a handle that
+    behaves as the gradient.
+
+    A parameter that is fp32 or fp64 and dense on the CPU is its own master. Any other parameter (bf16, fp16, or on a
+    GPU) is a working copy: the rounded value of an fp32 master that the optimizer owns.
+
+    Args:
+        params: tensors, (name, tensor) pairs or group dicts, as for `torch.optim.Adam`; float32, bfloat16, float16 or
+            float64.
+        lr: learning rate, at least 0; a float or a one-element tensor.
+        betas: decay rates of the moments, each in [0, 1).
+        eps: added to the denominator, at least 0.
+        weight_decay: at least 0; added to the gradient (L2), or taken from the parameter with `decoupled_weight_decay`.
+        amsgrad: divide by the largest second moment so far.
+        maximize: ascend instead of descend.
+        decoupled_weight_decay: weight decay as in AdamW.
+        max_grad_norm: limit of the global 2-norm of all gradients, as in `torch.nn.utils.clip_grad_norm_`; None or
+            `math.inf` for none. An attribute, not a group key; may be changed at any time. Where
+            `torch.nn.utils.clip_grad_norm_` is called as well, the step is clipped by both.
+        on_nonfinite: what an Inf or NaN gradient does: "skip" the step, or "raise" FloatingPointError; nothing is
+            changed.
+        foreach, fused: accepted for compatibility; there is one implementation.
+        capturable, differentiable: must be False.
+
+    Raises:
+        ValueError: a hyper-parameter is out of range, or the parameter list is empty.
+        TypeError: a parameter is complex, sparse or of an unsupported dtype.
+        RuntimeError: `capturable` or `differentiable` was asked for.
+
+    Source: Kingma & Ba, arXiv 1412.6980; Reddi et al., arXiv 1904.09237 (amsgrad); Loshchilov & Hutter, arXiv
+    1711.05101 (decoupled weight decay).
+    """
+
+    _binding: Binding
+    _verdicts: _Verdicts
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        decoupled_weight_decay: bool = False,
+        max_grad_norm: float | None = None,
+        on_nonfinite: str = "skip",
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+    ) -> None:
+        check_together(lr, betas, foreach=foreach, fused=fused)
+        defaults: dict[str, Any] = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            "foreach": foreach,
+            "capturable": capturable,
+            "differentiable": differentiable,
+            "fused": fused,
+            "decoupled_weight_decay": decoupled_weight_decay,
+        }
+        check_group(defaults)
+        native.active_isa()  # a wrong SUPERADAM_ISA is an error here, not in the middle of training
+        self._verdicts = _Verdicts()
+        self.max_grad_norm = max_grad_norm
+        self.on_nonfinite = on_nonfinite
+        self.statistics = Statistics()
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group as torch.optim does.
+
+        Raises:
+            ValueError, TypeError, RuntimeError: as the constructor; the group was not added.
+        """
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            check_group(group)
+            for parameter, name in zip(group["params"], names_of(group, len(self.param_groups) - 1), strict=True):
+                check_parameter(parameter, name)
+        except Exception:
+            self.param_groups.pop()
+            raise
+
+    # ---- limits ------------------------------------------------------------------------------------------------------
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        """Limit of the global gradient norm; None or inf for none."""
+        return self._verdicts.max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float | None) -> None:
+        self._verdicts.max_grad_norm = None if value is None else checked_limit("max_grad_norm", value)
+
+    @property
+    def on_nonfinite(self) -> str:
+        """What an Inf or NaN gradient does: "skip" or "raise"."""
+        return self._verdicts.on_nonfinite
+
+    @on_nonfinite.setter
+    def on_nonfinite(self, value: str) -> None:
+        if value not in ("skip", "raise"):
+            raise ValueError(f"on_nonfinite is {value!r}, expected 'skip' or 'raise'")
+        self._verdicts.on_nonfinite = value
+
+    @property
+    def last_outcome(self) -> StepOutcome | None:
+        """What came of the last step; None before the first."""
+        return self._verdicts.last_outcome
+
+    # ---- steps -------------------------------------------------------------------------------------------------------
+
+    @_untracked
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Make one step with the gradients in `.grad`, which stay there; what came of it is in `last_outcome`.
+
+        Args:
+            closure: reevaluates the model and returns the loss.
+
+        Returns:
+            the closure's loss, or None.
+
+        Raises:
+            TypeError, ValueError: a gradient does not fit its parameter, or a hyper-parameter is out of range; nothing
+                was changed.
+            FloatingPointError: a gradient is Inf or NaN and `on_nonfinite` is "raise", or other ranks of FSDP1 may not
+                know; nothing was changed.
+            RuntimeError: there is a limit under FSDP1, on several ranks; nothing was changed.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.resolve()
+        return loss
+
+    @_untracked
+    def resolve(self) -> StepOutcome:
+        """Make one step, as `step()` does, and return what came of it.
+
+        `.grad` decides for each parameter: nothing for None; the speculation where it holds the handle that
+        `speculate()` or a scheduler has put there; any other gradient counts as it is. Hyper-parameters count as they
+        are now.
+
+        Raises:
+            TypeError, ValueError, FloatingPointError: as `step()`.
+        """
+        transaction = self._binding.bound(self.param_groups)
+        limit = self._verdicts.limit_of_next_step
+        limit = self._verdicts.max_grad_norm if limit is None else limit
+        is_cut = check_ranks(transaction.table.parameters, limit)
+        arrivals = gather(transaction.table, runs_of(self.param_groups), self._binding.delivery.received)
+        with DeferredSignals():  # a step is made wholly or not at all
+            outcome = transaction.step(arrivals, limit)
+            self._verdicts.last_outcome, self._verdicts.limit_of_next_step = outcome, None
+            self._opt_called = True  # learning-rate schedulers warn unless step() or this was called before theirs
+            self.statistics.count(outcome.kind)
+            self._binding.keep_published()
+            if self._binding.overlap is not None:
+                self._binding.overlap.conclude(outcome)
+        if outcome.kind is StepKind.SKIPPED and (self._verdicts.on_nonfinite == "raise" or is_cut):
+            raise FloatingPointError(
+                f"{outcome.nonfinite} gradient elements are Inf or NaN, expected finite ones; nothing was changed: "
+                "lower the learning rate or the loss scale, or set on_nonfinite='skip'"
+            )
+        return outcome
+
+    @_untracked
+    def speculate(self, params: Iterable[Tensor] | None = None) -> None:
+        """Take gradients and compute new values as if the step were good; parameters and `state` do not change.
+
+        `.grad` becomes a handle that behaves as the gradient. A gradient that is held by others, too, is left alone.
+
+        Args:
+            params: only these parameters; default all. Those without a gradient are passed over.
+
+        Raises:
+            TypeError, ValueError: a gradient does not fit its parameter, a parameter is not one of this optimizer's,
+                or a hyper-parameter is out of range. Whatever is raised, nothing was changed.
+        """
+        transaction = self._binding.bound(self.param_groups)
+        hyper = self._binding.hyperparameters(self.param_groups)
+        chosen = None if params is None else {id(parameter) for parameter in params}
+        if chosen is not None and not chosen <= {id(state.parameter) for state in hyper}:
+            raise ValueError(
+                "speculate() got a parameter that is in no group of this optimizer; call add_param_group() first"
+            )
+        asked = [state for state in hyper if chosen is None or id(state.parameter) in chosen]
+        for state in asked:
+            if state.parameter.grad is not None:
+                state.check_gradient(state.parameter.grad)
+        received = self._binding.delivery.received
+        gradients: dict[ParameterState, TakenGradient] = {}
+        for state in asked:
+            taken = take(state.parameter, state, self._binding)
+            if taken is not None:
+                gradient = taken.pending if received is None else received(taken.pending)
+                taken.pending, taken.in_use = state.host_gradient(gradient), True
+                gradients[state] = taken
+        able = [state for state in gradients if transaction.can_speculate(state, hyper[state])]
+        places = dict(zip(able, transaction.table.delivery.shadows(able), strict=True))
+        transaction.table.bring_home(transaction.table.rows_of(list(gradients)))
+        transaction.speculate({s: transaction.pending(s, one, hyper[s], places.get(s)) for s, one in gradients.items()})
+
+    @_untracked
+    def rollback(self) -> None:
+        """Drop unresolved speculation and give its gradients back to `.grad`; parameters and state did not change."""
+        self._binding.catch_up()
+        if self._binding.transaction is not None:
+            self._binding.transaction.drop()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                taken = None if parameter.grad is None else taken_of(parameter.grad)
+                if taken is not None:
+                    taken.give_back()
+
+    @_untracked
+    def commit(self) -> None:
+        """Fold accepted steps, and what was written to parameters, into the state. Readers of it do so themselves."""
+        if self._binding.has_state:
+            self._binding.bound(self.param_groups).commit()
+            self._binding.keep_published()
+
+    @_untracked
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Set the limit of the global gradient norm for the coming step only, and return that norm.
+
+        Unlike `torch.nn.utils.clip_grad_norm_`, leaves the gradients alone.
+
+        Args:
+            max_norm: limit, at least 0; `math.inf` for none.
+
+        Returns:
+            0-dim fp64 tensor: the 2-norm of all gradients in `.grad`.
+        """
+        limit = checked_limit("max_norm", max_norm)
+        transaction = self._binding.bound(self.param_groups)
+        arrivals = gather(transaction.table, runs_of(self.param_groups), self._binding.delivery.received)
+        norm = transaction.grad_norm(arrivals)
+        self._verdicts.limit_of_next_step = limit
+        return torch.tensor(norm, dtype=torch.float64, device="cpu")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset gradients as torch.optim does."""
+        self._verdicts.limit_of_next_step = None
+        super().zero_grad(set_to_none)
+
+    # ---- what a scheduler uses ---------------------------------------------------------------------------------------
+
+    @_untracked
+    def attach_overlap(self, overlap: Overlap) -> None:
+        """Let a scheduler carry gradients and parameters from now on.
+
+        Raises:
+            RuntimeError: there is a scheduler already.
+        """
+        if self._binding.overlap is not None:
+            raise RuntimeError("the optimizer has a scheduler already; close() it before making another one")
+        self._binding.set_overlap(overlap, self.param_groups)
+
+    @_untracked
+    def detach_overlap(self) -> None:
+        """Work without a scheduler again; nothing may be under way."""
+        self._binding.set_overlap(None, self.param_groups)
+
+    @_untracked
+    def bound_transaction(self) -> Transaction:
+        """Return the transaction over the present parameters."""
+        return self._binding.bound(self.param_groups)
+
+    @property
+    def last_transaction(self) -> Transaction | None:
+        """The transaction as it was bound last; None where it has to be bound again."""
+        return self._binding.transaction
+
+    @property
+    def keeper(self) -> Keeper:
+        """Who answers for gradients that were taken from this optimizer's parameters."""
+        return self._binding
+
+    def hyperparameters(self) -> dict[ParameterState, Hyperparameters]:
+        """Return the present hyper-parameters of every parameter that was bound last."""
+        return self._binding.hyperparameters(self.param_groups)
+
+    # ---- state -------------------------------------------------------------------------------------------------------
+
+    @property
+    @_untracked
+    def state(self) -> defaultdict[Tensor, Any]:
+        """Per parameter `step`, `exp_avg`, `exp_avg_sq` (`max_exp_avg_sq`, `master`): the last accepted state.
+
+        Accepted steps are committed first, and those that follow at once, as long as anybody holds it or what is in it.
+        """
+        published = self._binding.committed(self.param_groups)
+        self._binding.is_exposed = True
+        return published
+
+    @state.setter
+    @_untracked
+    def state(self, value: defaultdict[Tensor, Any]) -> None:
+        if "_binding" in self.__dict__:
+            self._binding.replace_published(value)
+        else:
+            self._binding = Binding(value, self.statistics)
+
+    @_untracked
+    def reload_masters(self, params: Iterable[Tensor] | None = None) -> None:
+        """Adopt values that were written to parameters through `.data`; other writes are noticed without this.
+
+        An element that equals its rounded master keeps that master.
+
+        Args:
+            params: only these parameters; default all.
+        """
+        transaction = self._binding.bound(self.param_groups)
+        chosen = None if params is None else {id(parameter) for parameter in params}
+        transaction.adopt_outside_writes(
+            [state for state in transaction.table.states if chosen is None or id(state.parameter) in chosen]
+        )
+
+    @_untracked
+    def state_dict(self) -> dict[str, Any]:
+        """Return groups and state as `torch.optim.Optimizer.state_dict` does, with `master` for every working copy.
+
+        Accepted steps are committed first; gradients that wait for their verdict are no part of it.
+        """
+        was_exposed = self._binding.is_exposed
+        result = super().state_dict()
+        if isinstance(result.get("state"), dict):  # or whatever a hook made of it
+            result["state"] = {key: dict(e) if isinstance(e, dict) else e for key, e in result["state"].items()}
+        self._binding.is_exposed = was_exposed
+        return result
+
+    def torch_state_dict(self) -> dict[str, Any]:
+        """Return `state_dict()` without masters, as `torch.optim.Adam` or `AdamW` over the same parameters loads it."""
+        result = self.state_dict()
+        for entry in result["state"].values():
+            entry.pop("master", None)
+        return result
+
+    @_untracked
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict()` of this class, or of torch.optim's Adam or AdamW, returned.
+
+        fp32 state stays fp32 and on the CPU, whatever the parameters are. With `master` in the state, working copies
+        become the rounded masters; without, masters are read from the parameters when they are first needed. How the
+        steps of the checkpoint were computed (`capturable`, `differentiable`) is not taken over.
+
+        Raises:
+            ValueError: the state dict is not one of Adam over such parameters; nothing was changed.
+        """
+        if not isinstance(state_dict, dict):
+            raise ValueError(
+                f"the state dict is a {type(state_dict).__name__}, expected a dict; "
+                "load what optimizer.state_dict() returned"
+            )
+        arriving: dict[Tensor, dict[str, Tensor]] = {}
+
+        def take_state(optimizer: Optimizer, final: dict[str, Any]) -> dict[str, Any]:
+            """Check everything and take the tensors out, so that torch neither casts nor moves them."""
+            states = self._binding.bound(self.param_groups).table.states
+            sizes = [len(group["params"]) for group in self.param_groups]
+            groups, entries = checkpoint.read(final, states, sizes)
+            arriving.update({state.parameter: entry for state, entry in entries.items()})
+            return {"state": {}, "param_groups": groups}
+
+        handle = self.register_load_state_dict_pre_hook(
+            take_state
+        )  # the last one: it sees what the user's hooks made of it
+        self._arriving = arriving
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+            del self._arriving
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over `param_groups` and `state`, from a pickle, a deep copy or `load_state_dict`."""
+        values = dict(state)
+        published = values.pop("state")  # a property here: it must not land in __dict__
+        super().__setstate__(values)
+        arriving = self.__dict__.get("_arriving")
+        self.state = published if arriving is None else defaultdict(dict, arriving)
+        for group in self.param_groups:
+            for key, value in checkpoint.LATER_GROUP_KEYS.items():
+                group.setdefault(key, value)
+        if arriving is not None:
+            self._write_masters()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what pickles and deep copies hold, committed; hooks stay behind, as in torch."""
+        values = {key: self.__dict__[key] for key in ("defaults", "param_groups", "statistics", "_verdicts")}
+        return {**values, "state": self._binding.committed(self.param_groups)}
+
+    def _write_masters(self) -> None:
+        """Make every parameter that came with a master the rounded value of it."""
+        for parameter, entry in self._binding.published.items():
+            if "master" in entry:
+                parameter.copy_(entry["master"])
+
+
+class SpeculativeCPUAdamW(SpeculativeCPUAdam):
+    """`SpeculativeCPUAdam` with decoupled weight decay, 1e-2 by default: a drop-in for `torch.optim.AdamW`."""
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        max_grad_norm: float | None = None,
+        on_nonfinite: str = "skip",
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            maximize=maximize,
+            decoupled_weight_decay=True,
+            max_grad_norm=max_grad_norm,
+            on_nonfinite=on_nonfinite,
+            foreach=foreach,
+            fused=fused,
+            capturable=capturable,
+            differentiable=differentiable,
+        )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """As the base class; decay stays decoupled, whatever the loaded groups say, as in torch.optim.AdamW."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group["decoupled_weight_decay"] = True

@@ -1,0 +1,82 @@
+"""What may be asked of the optimizer: the checks of its arguments and of parameter groups.
+
+They only look; nothing is changed here, so that whatever they raise, nothing was.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from superadam.kernels.hyperparameters import Hyperparameters, described, number_of
+
+
+def check_group(group: dict[str, Any]) -> None:
+    """Raise unless the hyper-parameters of a group can be used.
+
+    Raises:
+        ValueError: a value is out of range.
+        RuntimeError: something that this optimizer does not do is asked for.
+    """
+    for key in ("capturable", "differentiable"):
+        if group.get(key):
+            raise RuntimeError(
+                f"{key}=True is not possible, because the update runs on the CPU outside CUDA graphs and autograd; "
+                "leave it False or use torch.optim.AdamW"
+            )
+    Hyperparameters.of_group(group)
+
+
+def check_together(
+    lr: float | Tensor, betas: tuple[float | Tensor, float | Tensor], *, foreach: bool | None, fused: bool | None
+) -> None:
+    """Refuse the combinations of constructor arguments that torch.optim.Adam refuses, in its words.
+
+    Raises:
+        ValueError: tensors beside `foreach=True`, or one beta is a tensor and the other is not.
+        RuntimeError: both `foreach` and `fused`.
+    """
+    if foreach and isinstance(lr, Tensor):
+        raise ValueError("lr as a Tensor is not supported for capturable=False and foreach=True; leave foreach None")
+    are_tensors = [isinstance(beta, Tensor) for beta in betas] if isinstance(betas, tuple | list) else []
+    if any(are_tensors) and not all(are_tensors):
+        raise ValueError(f"betas must be either both floats or both Tensors, got {described(betas)}; pass floats")
+    if foreach and any(are_tensors):
+        raise ValueError(
+            "betas[0] as a Tensor is not supported for capturable=False and foreach=True; leave foreach None"
+        )
+    if foreach and fused:
+        raise RuntimeError("`fused` and `foreach` cannot be `True` together; leave both None")
+
+
+def check_ranks(parameters: Iterable[Tensor], limit: float | None) -> bool:
+    """Return whether FSDP1 has cut the parameters, so that each of several ranks judges a step by its own part.
+
+    Raises:
+        RuntimeError: it has, and there is a limit, by which each rank would clip otherwise.
+    """
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return False
+    is_cut = torch.distributed.get_world_size() > 1 and any(hasattr(one, "_fsdp_flattened") for one in parameters)
+    if is_cut and limit is not None and limit != math.inf:
+        raise RuntimeError(
+            f"max_grad_norm is {limit}, but under FSDP1 this optimizer sees the gradients of one rank only, expected "
+            "no limit; set max_grad_norm=None, and call clip_grad_norm_() of the FullyShardedDataParallel model"
+        )
+    return is_cut
+
+
+def checked_limit(name: str, value: float) -> float:
+    """Return a limit of the gradient norm as a float.
+
+    Raises:
+        ValueError: not a number of at least 0.
+    """
+    limit = number_of(value)
+    if limit is None or not limit >= 0.0:
+        raise ValueError(f"{name} is {described(value)}, expected a number of at least 0, or math.inf for no limit")
+    return limit

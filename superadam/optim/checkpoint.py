@@ -1,0 +1,207 @@
+"""Reading `state_dict`s: our own, or those of torch.optim's Adam and AdamW.
+
+Everything is checked before anything is used, and tensors are copied: fp32 state is never cast down and never leaves
+the CPU.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from superadam.kernels.dtypes import DTYPES
+from superadam.kernels.hyperparameters import Hyperparameters, described, number_of
+from superadam.state.parameter import ParameterState, has_memory
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+OPTIONAL = ("max_exp_avg_sq", "master")
+LATER_GROUP_KEYS = {
+    "amsgrad": False,
+    "maximize": False,
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
+    "decoupled_weight_decay": False,
+}
+"""Group keys that torch.optim.Adam did not always have: what they are where an older checkpoint lacks them."""
+_LARGEST_STEP = 2.0**53
+"""Up to here a double counts every step."""
+
+
+def _kind_of(value: object) -> str:
+    return described(value) if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
+def read_step(value: object, name: str) -> int:
+    """Return a step count from a one-element tensor or a number.
+
+    Raises:
+        ValueError: not a whole number of at least 0, or too large to be a count.
+    """
+    number = number_of(value)
+    if number is None or not (0 <= number <= _LARGEST_STEP and number.is_integer()):
+        raise ValueError(
+            f"the state of {name} has step {described(value)}, expected a whole number of at least 0; "
+            "the checkpoint is damaged"
+        )
+    return int(number)
+
+
+def fitted_step(value: object, count: int) -> Tensor:
+    """Return `value`, a step count, where it can go on counting in place, else a tensor as torch.optim.Adam has it."""
+    kinds = ((torch.float32, torch.strided, False), (torch.float64, torch.strided, False))
+    if isinstance(value, Tensor) and (value.dtype, value.layout, value.is_inference()) in kinds:
+        return value
+    dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
+    return torch.tensor(float(count), dtype=dtype, device="cpu")
+
+
+def _is_dense(value: object, shape: torch.Size) -> bool:
+    """Whether this is a tensor of floats of this shape, in memory."""
+    if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_nested:
+        return False
+    return value.dtype in DTYPES and value.shape == shape and has_memory(value)
+
+
+def check_entry(entry: object, state: ParameterState) -> None:
+    """Raise unless `entry` can be the state of this parameter.
+
+    Raises:
+        ValueError: a key is missing or foreign, or a value has a wrong type, dtype or shape.
+    """
+    name = state.name
+    if not isinstance(entry, dict):
+        raise ValueError(f"the state of {name} is {_kind_of(entry)}, expected a dict with step, exp_avg and exp_avg_sq")
+    missing = {"step", *MOMENTS} - set(entry)
+    foreign = set(entry) - {"step", *MOMENTS, *OPTIONAL}
+    if missing or foreign:
+        wrong = [f"lacks {', '.join(sorted(missing))}"] if missing else []
+        if foreign:
+            wrong.append(f"has {', '.join(sorted(described(key) for key in foreign)[:3])}")
+        raise ValueError(
+            f"the state of {name} {' and '.join(wrong)}, expected step, exp_avg, exp_avg_sq and at most "
+            f"{' and '.join(OPTIONAL)}; load a checkpoint of Adam, AdamW or superadam"
+        )
+    read_step(entry["step"], name)
+    for key in (*MOMENTS, *OPTIONAL):
+        value = entry.get(key)
+        if value is None and key in OPTIONAL:
+            continue
+        if not _is_dense(value, state.parameter.shape):
+            raise ValueError(
+                f"{key} of {name} is {_kind_of(value)}, expected floats of shape {tuple(state.parameter.shape)}, "
+                "dense and in memory; load a checkpoint of the same model"
+            )
+
+
+def read(
+    state_dict: Mapping[str, Any], states: Sequence[ParameterState], sizes: Sequence[int]
+) -> tuple[list[dict[str, Any]], dict[ParameterState, dict[str, Tensor]]]:
+    """Return copies of what a state dict holds: its groups, and the entry of every parameter that has one.
+
+    Args:
+        state_dict: as `Optimizer.state_dict` returns it.
+        states: of the optimizer's parameters.
+        sizes: number of parameters of each of the optimizer's groups.
+
+    Raises:
+        ValueError: the state dict is none of an Adam optimizer over such parameters.
+    """
+    try:
+        return _read(state_dict, states, sizes)
+    except ValueError:
+        raise
+    except Exception as error:  # whatever it holds may raise whatever it likes when it is copied, hashed or compared
+        raise ValueError(
+            f"the state dict holds what cannot be copied ({type(error).__name__}), expected tensors and plain values; "
+            "load what optimizer.state_dict() returned"
+        ) from error
+
+
+def _read(
+    state_dict: Mapping[str, Any], states: Sequence[ParameterState], sizes: Sequence[int]
+) -> tuple[list[dict[str, Any]], dict[ParameterState, dict[str, Tensor]]]:
+    if not {"state", "param_groups"} <= set(state_dict):
+        raise ValueError("the state dict lacks state or param_groups; load what optimizer.state_dict() returned")
+    groups, entries = state_dict["param_groups"], state_dict["state"]
+    if not isinstance(groups, list) or not all(
+        isinstance(g, Mapping)
+        and all(isinstance(key, str) for key in g)
+        and isinstance(g.get("params"), list)
+        and all(isinstance(identifier, int | str) for identifier in g["params"])
+        for g in groups
+    ):
+        raise ValueError(
+            "param_groups of the state dict is no list of dicts with params, a list of ids; "
+            "load what optimizer.state_dict() returned"
+        )
+    if len(groups) != len(sizes):
+        raise ValueError(
+            f"loaded state dict has {len(groups)} parameter groups, expected {len(sizes)}; "
+            "load a checkpoint of the same model"
+        )
+    copies = [_read_group(group, index, size) for index, (group, size) in enumerate(zip(groups, sizes, strict=True))]
+    identifiers = itertools.chain.from_iterable(group["params"] for group in groups)
+    by_identifier = dict(zip(identifiers, states, strict=True))
+    if len(by_identifier) != len(states):
+        raise ValueError("the state dict lists a parameter twice, expected each once; it is damaged")
+    if not isinstance(entries, Mapping):
+        raise ValueError(f"state of the state dict is {_kind_of(entries)}, expected a dict; it is damaged")
+    read = {}
+    for identifier, entry in entries.items():
+        state = by_identifier.get(identifier)
+        if state is None:
+            raise ValueError(
+                f"the state dict has state for parameter {described(identifier)}, which none of its groups lists; "
+                "it is damaged"
+            )
+        if not isinstance(entry, dict) or entry:
+            check_entry(entry, state)
+            read[state] = copied(entry, state)
+            if "master" in read[state] and not (state.has_memory or state.parameter.is_meta):
+                raise ValueError(
+                    f"{state.name} has no data for its master to be written to, because its storage was freed; "
+                    "bring it back before loading"
+                )
+    return copies, read
+
+
+def _read_group(group: Mapping[str, Any], index: int, size: int) -> dict[str, Any]:
+    """Return a copy of a group, without what tells how its steps were computed."""
+    if len(group["params"]) != size:
+        raise ValueError(
+            f"loaded state dict has {len(group['params'])} parameters in group {index}, expected {size}; "
+            "load a checkpoint of the same model"
+        )
+    missing = sorted({"lr", "betas", "eps", "weight_decay"} - set(group))
+    if missing:
+        raise ValueError(
+            f"group {index} of the state dict lacks {', '.join(missing)}; load a checkpoint of Adam, AdamW or superadam"
+        )
+    foreign = ("params", "capturable", "differentiable")
+    values = {key: value for key, value in group.items() if key not in foreign}
+    copied = {**LATER_GROUP_KEYS, **copy.deepcopy(values), "params": [None] * size}
+    Hyperparameters.of_group(copied)
+    return copied
+
+
+def fitted(tensor: Tensor, state: ParameterState) -> Tensor:
+    """Return `tensor` itself where kernels can work on it in place, else a copy that they can."""
+    fits = tensor.dtype == state.dtype and tensor.is_cpu and tensor.stride() == state.strides and not tensor.is_neg()
+    return tensor if fits else state.host_copy(tensor, state.dtype)
+
+
+def copied(entry: Mapping[str, Any], state: ParameterState) -> dict[str, Tensor]:
+    """Return a checked entry as tensors of our own: `step` 0-dim, the others as the kernels take them."""
+    step = fitted_step(entry["step"], read_step(entry["step"], state.name))
+    tensors = {"step": step.detach().to("cpu", copy=True).reshape(())}
+    for key in (*MOMENTS, *OPTIONAL):
+        if entry.get(key) is not None:
+            tensors[key] = state.host_copy(entry[key], state.dtype)
+    return tensors

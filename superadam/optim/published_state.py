@@ -1,0 +1,352 @@
+"""Which state belongs to which parameter: between the parameter groups, the published `state` dict and the
+transaction's table.
+
+Owns the published dict and keeps both sides equal: what users and frameworks write into the dict is read before a
+step, what steps change is written back before anybody can see it. It runs no arithmetic.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from superadam.handles.taken_gradient import TakenGradient
+from superadam.kernels.hyperparameters import Hyperparameters
+from superadam.optim import checkpoint
+from superadam.state.parameter import ParameterState, Phase
+from superadam.state.table import Delivery, ParameterTable, Residence, SynchronousDelivery
+from superadam.step.outcome import Statistics, StepOutcome
+from superadam.step.transaction import Transaction
+
+_get_kind = operator.attrgetter("parameter_dtype", "shape", "strides")
+
+TENSORS = (*checkpoint.MOMENTS, *checkpoint.OPTIONAL)
+"""Keys of a parameter's published state beside `step`; also attributes of `ParameterState`."""
+
+Groups = Sequence[dict[str, Any]]
+"""Parameter groups as `torch.optim.Optimizer.param_groups` holds them."""
+
+
+def names_of(group: dict[str, Any], index: int) -> list[str]:
+    """Return how errors call the parameters of a group."""
+    names, count = group.get("param_names"), len(group["params"])
+    if isinstance(names, list | tuple) and len(names) == count and all(isinstance(name, str) for name in names):
+        return list(names)
+    return [f"parameter {k} of group {index}" for k in range(count)]
+
+
+def runs_of(groups: Groups) -> list[tuple[Hyperparameters, int]]:
+    """Return the present hyper-parameters of each group, and how many parameters it has.
+
+    Raises:
+        ValueError: a hyper-parameter is out of range.
+    """
+    return [(Hyperparameters.of_group(group), len(group["params"])) for group in groups]
+
+
+class Overlap(Protocol):
+    """What runs the optimizer during backward: the scheduler, as seen from here."""
+
+    @property
+    def delivery(self) -> Delivery:
+        """Brings new values to parameters."""
+
+    @property
+    def residence(self) -> Residence:
+        """Holds state that is not on the host."""
+
+    def catch_up(self) -> None:
+        """Return when everything that was taken is speculated on; raise what went wrong there."""
+
+    def conclude(self, outcome: StepOutcome) -> None:
+        """A step has this outcome: let commits begin."""
+
+    def note_norm(self) -> None:
+        """Somebody asked torch for the norms of gradients that were taken."""
+
+    def note_given_back(self, taken: TakenGradient) -> None:
+        """Somebody wrote to a gradient that was taken."""
+
+
+class Binding:
+    """Binds lazily, because frameworks replace parameters between construction and the first step.
+
+    Attributes:
+        published: per parameter `step`, `exp_avg`, `exp_avg_sq` (`max_exp_avg_sq`, `master`), as users see it.
+        transaction: over the parameters that were bound last; None before the first.
+        overlap: the scheduler, if one is at work.
+        is_exposed: whether somebody outside may hold `published`, or what is in it, and change it at any time.
+    """
+
+    def __init__(
+        self, published: defaultdict[Tensor, Any], statistics: Statistics, overlap: Overlap | None = None
+    ) -> None:
+        self.published = published
+        self.transaction: Transaction | None = None
+        self.overlap = overlap
+        self.is_exposed = False
+        self._statistics = statistics
+
+    def replace_published(self, published: defaultdict[Tensor, Any]) -> None:
+        """Forget everything but this, after bringing up to date what was published; gradients stay in `.grad`."""
+        self.catch_up()
+        if self.transaction is not None:
+            self._close(self.transaction)
+        self.published = published
+        self.transaction = None
+        self.is_exposed = True
+
+    @property
+    def has_state(self) -> bool:
+        """Whether any parameter was bound, or has a state that was loaded."""
+        return bool(self.published) or self.transaction is not None
+
+    def bound(self, groups: Groups) -> Transaction:
+        """Return the transaction over the present parameters of the groups, its rows equal to what is published.
+
+        Raises:
+            ValueError: two parameters share memory, or somebody published what cannot be a state.
+        """
+        self.catch_up()
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        transaction = self.transaction
+        if transaction is None or not _are_same(transaction.table, parameters):
+            return self._bind(
+                parameters, [name for index, group in enumerate(groups) for name in names_of(group, index)]
+            )
+        if self.is_exposed:
+            for state in transaction.table.states:
+                if state.phase is not Phase.ACCEPTED and self._read(state, transaction.table):
+                    transaction.distrust(state)
+            self.is_exposed = any(map(operator.gt, _references(self), _USUAL))
+        return transaction
+
+    def hyperparameters(self, groups: Groups) -> dict[ParameterState, Hyperparameters]:
+        """Return the present hyper-parameters of every state that `bound` has bound.
+
+        Raises:
+            ValueError: a hyper-parameter is out of range.
+        """
+        assert self.transaction is not None
+        each = (itertools.repeat(hyper, count) for hyper, count in runs_of(groups))
+        return dict(zip(self.transaction.table.states, itertools.chain.from_iterable(each), strict=True))
+
+    def committed(self, groups: Groups) -> defaultdict[Tensor, Any]:
+        """Return the published state after committing what is accepted and adopting what was written to parameters.
+
+        What cannot be bound is returned as it is: a step refuses it, and until then it can be mended.
+        """
+        self.catch_up()
+        if self.has_state:
+            with suppress(TypeError, ValueError):
+                self.bound(groups)
+            self._publish()
+        return self.published
+
+    def set_overlap(self, overlap: Overlap | None, groups: Groups) -> None:
+        """Bind anew, so that parameters are reached through `overlap`; nothing may be open."""
+        self.committed(groups)
+        self.overlap = overlap
+        self.transaction = None
+
+    def catch_up(self) -> None:
+        """Return when everything that a scheduler has taken is speculated on."""
+        if self.overlap is not None:
+            self.overlap.catch_up()
+
+    @property
+    def delivery(self) -> Delivery:
+        """Brings new values to parameters."""
+        return SynchronousDelivery() if self.overlap is None else self.overlap.delivery
+
+    def keep_published(self) -> None:
+        """Bring what somebody may hold up to date after a step."""
+        if self.is_exposed:
+            self._publish()
+
+    def _publish(self) -> None:
+        if self.transaction is not None:
+            self.transaction.commit()
+            self.transaction.table.bring_home()
+            self._write(self.transaction.table)
+
+    def _close(self, transaction: Transaction) -> dict[Tensor, ParameterState]:
+        """Leave everything to `published`; return the states of parameters that are still as they were bound."""
+        transaction.drop()  # the gradients in `.grad` still count
+        table = transaction.table
+        converted = {state for state in table.states if _is_converted(state, table)}
+        try:
+            for state in converted:
+                table.fingerprints.note(state.row)  # no value to adopt: it is bound anew, and compared then
+            for row in table.fingerprints.look():
+                table.fingerprints.distrust(row)
+            self._publish()
+        finally:
+            for state in converted:
+                table.fingerprints.forget_address(state.row)  # also when binding fails, and is tried again
+        return {state.parameter: state for state in table.states if state not in converted}
+
+    def _bind(self, parameters: Sequence[Tensor], names: Sequence[str]) -> Transaction:
+        known = {} if self.transaction is None else self._close(self.transaction)
+        states = []
+        for row, (parameter, name) in enumerate(zip(parameters, names, strict=True)):
+            states.append(
+                known.get(parameter)
+                or ParameterState(parameter, row, name, is_on_host=self.delivery.is_host(parameter))
+            )
+        _refuse_shared_memory(parameters, names)
+        for row, (state, name) in enumerate(zip(states, names, strict=True)):  # nothing raises from here on
+            state.row, state.name = row, name
+        table = ParameterTable(states, self.delivery, self.overlap.residence if self.overlap else None)
+        for state in states:
+            self._read(state, table)
+        self.transaction = Transaction(table, self._statistics)
+        return self.transaction
+
+    def _write(self, table: ParameterTable) -> None:
+        """Bring `published` up to date with rows that are newer; what was written into the others is left alone."""
+        for state in table.states:
+            if table.is_published[state.row] or state.phase is Phase.ACCEPTED or not table.is_home(state):
+                continue
+            entry = self.published.setdefault(state.parameter, {})
+            count = int(table.steps[state.row])
+            if "step" not in entry:
+                entry["step"] = checkpoint.fitted_step(None, count)
+            else:
+                entry["step"].fill_(count)
+            for key in TENSORS:
+                tensor = getattr(state, key)
+                if tensor is not None:
+                    entry[key] = tensor
+            table.is_published[state.row] = True
+
+    def _read(self, state: ParameterState, table: ParameterTable) -> bool:
+        """Bring a row of the table up to date with `published`, unless the row is the newer; return if it changed."""
+        if state.has_state and not table.is_published[state.row]:
+            return False
+        entry = self.published.get(state.parameter)
+        if not entry:
+            if all(getattr(state, key) is None for key in TENSORS):  # moments may be there without a master
+                return False
+            state.master = state.exp_avg = state.exp_avg_sq = state.max_exp_avg_sq = None
+            table.steps[state.row] = 0
+            table.note_moved(state)
+            return True
+        if not isinstance(entry, dict) or "step" not in entry:
+            checkpoint.check_entry(entry, state)
+        is_stale = state.is_own_master or getattr(entry.get("master"), "shape", None) != state.shape
+        kept = {key: value for key, value in entry.items() if key != "master" or not is_stale}
+        is_new = any(getattr(state, key) is not kept.get(key) for key in TENSORS)
+        if is_new:
+            checkpoint.check_entry(kept, state)
+            for key in TENSORS:
+                tensor = kept.get(key)
+                if tensor is not None:
+                    entry[key] = tensor = checkpoint.fitted(tensor, state)
+                setattr(state, key, tensor)
+            table.note_moved(state)
+            table.fingerprints.distrust(state.row)
+        if is_stale:
+            entry.pop("master", None)  # of what the parameter was once: another dtype, place, layout or shape
+        step = checkpoint.read_step(entry["step"], state.name)
+        is_new = is_new or step != int(table.steps[state.row])
+        table.steps[state.row] = step
+        entry["step"] = checkpoint.fitted_step(entry["step"], step)
+        return is_new
+
+    # ---- what gradients that were taken report (taken_gradient.Keeper) -----------------------------------------------
+
+    def nonfinite_of(self, taken: TakenGradient) -> int | None:
+        """Return how many elements of a gradient are Inf or NaN, where that was counted."""
+        self.catch_up()
+        parameter, transaction = taken.parameter, self.transaction
+        state = None if parameter is None or transaction is None else transaction.table.state_of(parameter)
+        return None if state is None or transaction is None else transaction.nonfinite_of(state, taken)
+
+    def note_norm(self, taken: TakenGradient) -> None:
+        """Pass on that somebody asked torch for a norm."""
+        if self.overlap is not None:
+            self.overlap.note_norm()
+
+    def note_given_back(self, taken: TakenGradient) -> None:
+        """Pass on that somebody wrote to a gradient."""
+        if self.overlap is not None:
+            self.overlap.note_given_back(taken)
+
+
+def _references(binding: Any) -> tuple[int, ...]:
+    """Count who holds what is published: the dict, its entries, their steps and their other tensors."""
+    entries = [entry for entry in binding.published.values() if isinstance(entry, dict)]
+    tensors = [(key, value) for entry in entries for key, value in entry.items() if isinstance(value, Tensor)]
+    steps, others = ([value for key, value in tensors if (key == "step") is wanted] for wanted in (True, False))
+    del tensors
+    most = [max(map(sys.getrefcount, some), default=0) for some in (entries, steps, others)]
+    return sys.getrefcount(binding.published), *most
+
+
+_held = torch.zeros((), device="cpu")  # once more than a step, as by a `ParameterState`
+_USUAL = _references(SimpleNamespace(published={0: {"step": torch.zeros((), device="cpu"), "exp_avg": _held}}))
+
+
+def _are_same(table: ParameterTable, parameters: Sequence[Tensor]) -> bool:
+    """Whether these are the parameters that were bound, and still of the same dtype, layout and device.
+
+    Those that lie elsewhere now, but are otherwise the same, are distrusted: somebody else filled the new place.
+    """
+    fingerprints = table.fingerprints
+    if not fingerprints.are_of(parameters):
+        return False
+    moved = fingerprints.look()
+    if any(_is_converted(table.states[row], table) for row in moved):
+        return False
+    for row in moved:
+        fingerprints.distrust(row)
+    return True
+
+
+def _is_converted(state: ParameterState, table: ParameterTable) -> bool:
+    """Whether `.data` is not what the kernels were told, as after model.to(torch.bfloat16); it then lies elsewhere."""
+    if not table.fingerprints.is_moved(state.row):
+        return False
+    now = ParameterState(state.parameter, state.row, state.name)
+    return bool(_get_kind(now) != _get_kind(state)) or (now.is_staged and not state.is_staged)
+
+
+def _refuse_shared_memory(parameters: Sequence[Tensor], names: Sequence[str]) -> None:
+    """Raise when two parameters lie in the same memory: speculation on one would overwrite the other.
+
+    Raises:
+        ValueError: two parameters overlap, one is listed twice, or elements of one overlap.
+    """
+    spans = []
+    listed: dict[Tensor, str] = {}
+    for p, name in zip(parameters, names, strict=True):
+        if p in listed:
+            raise ValueError(
+                f"{listed[p]} and {name} are the same parameter, expected each parameter once; remove one of them"
+            )
+        listed[p] = name
+        if any(size > 1 and stride == 0 for size, stride in zip(p.shape, p.stride(), strict=True)):
+            raise ValueError(
+                f"{name} is expanded: its elements share memory, expected each element in memory of its own; "
+                "clone() it before optimizing"
+            )
+        if p.data_ptr():
+            extent = 1 + sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True))
+            spans.append((str(p.device), p.data_ptr(), p.data_ptr() + extent * p.element_size(), name))
+    spans.sort()
+    for (device, _, end, first), (other_device, begin, _, second) in itertools.pairwise(spans):
+        if device == other_device and begin < end:
+            raise ValueError(
+                f"{first} and {second} share memory, expected distinct parameters in distinct memory; "
+                "tie weights by using one Parameter twice"
+            )

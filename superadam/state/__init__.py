@@ -1,0 +1,1 @@
+"""Parameters and their state: master, moments, and the passes over them."""

@@ -1,0 +1,29 @@
+"""Writes to parameters that were not ours: weights loaded after construction, EMA weights swapped in, an in-place edit.
+
+Fingerprints only hint at such a write. What decides are the values: an element that still holds the bits we last wrote
+keeps its fp32 master; only a differing element is adopted. So loading the same weights again changes nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from superadam.state.parameter import ParameterState
+
+
+def differing(first: Tensor, second: Tensor) -> Tensor:
+    """Return where two tensors of one dtype differ in any bit; NaN equals NaN, +0 and -0 differ."""
+    bits = getattr(torch, f"int{8 * first.dtype.itemsize}")
+    return (first.contiguous().view(bits) != second.contiguous().view(bits)) & ~(first.isnan() & second.isnan())
+
+
+@torch.no_grad()
+def adopt_outside_write(state: ParameterState) -> None:
+    """Bring a working copy's master up to date with what was written to the copy; nothing must be pending on it."""
+    if state.master is None:
+        return
+    present = state.parameter.detach().cpu()
+    where = differing(present, state.master.to(present.dtype))
+    if where.any():
+        state.master[where] = present[where].to(state.dtype)

@@ -1,0 +1,261 @@
+"""One parameter: the model's tensor, the fp32 state behind it, and the gradient that is pending on it.
+
+Owns the master, the moments and the phase of its transaction. It runs no kernel and knows no other parameter.
+
+A parameter that is fp32 or fp64, dense and on the CPU is its own master. Every other one is a *working copy*: its
+master lies beside the moments, on the CPU.
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from superadam.handles.taken_gradient import TakenGradient
+from superadam.kernels.dtypes import DTYPES
+from superadam.kernels.hyperparameters import Hyperparameters
+
+
+class Phase(enum.Enum):
+    """Where a parameter's transaction stands."""
+
+    CLEAN = "clean"
+    """Nothing is pending; the working copy is the rounded master."""
+    SPECULATED = "speculated"
+    """A gradient waits for its verdict; neither the parameter nor the state knows of it."""
+    ACCEPTED = "accepted"
+    """The verdict was good, and the parameter has its new value; the state is still to be updated."""
+
+
+class Shadow(Protocol):
+    """New values of some parameters, in memory of their own until a verdict publishes them."""
+
+    @property
+    def values(self) -> list[Tensor]:
+        """One host tensor for each parameter, of its dtype and in the layout of its state, for kernels to write."""
+
+
+class Place(NamedTuple):
+    """Where the new value of one parameter lies."""
+
+    shadow: Shadow
+    position: int
+
+    @property
+    def value(self) -> Tensor:
+        """The tensor that kernels write."""
+        return self.shadow.values[self.position]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pending:
+    """A gradient that waits for its verdict, or for its commit, with everything that depends on, captured by value.
+
+    Attributes:
+        taken: the record of the gradient, held weakly: nobody else may hold a gradient that was given back.
+        gradient: as kernels read it: on the host in the layout of the state, or on the device where `is_kept`.
+        version: of `taken`, whose gradient this is.
+        hyper: the group's hyper-parameters at that moment.
+        step: the step that this gradient makes, counted from 1.
+        scale: factor on the gradient in the speculated value.
+        place: of the speculated value; None where only the norm was taken.
+        is_kept: whether the gradient stayed on the device, where the step will be made.
+        versions: of the tensors of the state that speculation has read; None where its value is of no use any more.
+    """
+
+    taken: weakref.ref[TakenGradient]
+    gradient: Tensor
+    version: int
+    hyper: Hyperparameters
+    step: int
+    scale: float
+    place: Place | None = None
+    is_kept: bool = False
+    versions: tuple[int, ...] | None = None
+
+
+def check_parameter(parameter: Tensor, name: str) -> None:
+    """Raise if the optimizer cannot hold this parameter.
+
+    Raises:
+        TypeError: not a dense real tensor of a supported dtype on one rank, or one that counts no versions.
+    """
+    if parameter.is_complex():
+        raise TypeError(
+            f"{name} is complex ({parameter.dtype}), expected a real dtype; optimize torch.view_as_real of it instead"
+        )
+    if parameter.layout is not torch.strided:
+        raise TypeError(f"{name} has layout {parameter.layout}, expected torch.strided; convert it with to_dense()")
+    if type(parameter).__name__ == "DTensor":
+        raise TypeError(
+            f"{name} is a DTensor, expected a tensor on one rank, because sharded parameters are not supported yet; "
+            "train an unsharded model, or use torch.optim.AdamW for this one"
+        )
+    if parameter.dtype not in DTYPES:
+        expected = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        raise TypeError(
+            f"{name} is {parameter.dtype}, expected one of {expected}; convert it with .to() before optimizing"
+        )
+    if parameter.is_inference():
+        raise TypeError(
+            f"{name} was made in inference mode, expected a tensor that autograd tracks; clone() it outside that mode"
+        )
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether the elements of a strided tensor are there: their storage may have been freed, or never been."""
+    if not tensor.numel():
+        return True
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    needed = (tensor.storage_offset() + last + 1) * tensor.element_size()
+    return not tensor.is_meta and tensor.untyped_storage().nbytes() >= needed
+
+
+class ParameterState:
+    """The state of one parameter. Tensors are absent (None) until the first gradient arrives.
+
+    Attributes:
+        parameter: the model's tensor.
+        parameter_dtype, shape: of `parameter` when it was bound.
+        row: its position among all parameters of the optimizer.
+        name: how errors call it.
+        dtype: fp32, or fp64 for fp64 parameters; of master and moments.
+        strides: layout of master and moments, and of gradients before a kernel reads them: dense, in the order of the
+            parameter.
+        is_own_master: whether the tensor itself holds the master.
+        is_staged: whether kernels cannot write the tensor directly: on another device, or not dense.
+        master: the master of a working copy.
+        exp_avg, exp_avg_sq, max_exp_avg_sq: moments, as in torch.optim.Adam.
+        phase, pending: the transaction.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "dtype",
+        "exp_avg",
+        "exp_avg_sq",
+        "is_contiguous_on_cpu",
+        "is_own_master",
+        "is_staged",
+        "master",
+        "max_exp_avg_sq",
+        "name",
+        "parameter",
+        "parameter_dtype",
+        "pending",
+        "phase",
+        "row",
+        "shape",
+        "strides",
+    )
+
+    def __init__(self, parameter: Tensor, row: int, name: str, *, is_on_host: bool | None = None) -> None:
+        check_parameter(parameter, name)
+        on_host = parameter.is_cpu if is_on_host is None else is_on_host
+        self.parameter = parameter
+        self.row = row
+        self.name = name
+        self.dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+        self.parameter_dtype = parameter.dtype
+        self.shape = parameter.shape
+        self.strides = torch.empty_like(parameter, device="meta").stride()
+        self.is_contiguous_on_cpu = on_host and parameter.is_contiguous()
+        self.is_staged = not on_host or parameter.stride() != self.strides
+        self.is_own_master = parameter.dtype == self.dtype and not self.is_staged
+        self.master: Tensor | None = None
+        self.exp_avg: Tensor | None = None
+        self.exp_avg_sq: Tensor | None = None
+        self.max_exp_avg_sq: Tensor | None = None
+        self.phase = Phase.CLEAN
+        self.pending: Pending | None = None
+
+    def empty(self, dtype: torch.dtype) -> Tensor:
+        """Return an uninitialised CPU tensor in the layout of the state."""
+        return torch.empty_strided(self.parameter.shape, self.strides, dtype=dtype, device="cpu")
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether the parameter's elements are there."""
+        return has_memory(self.parameter)
+
+    def host_copy(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return a copy of `tensor` on the CPU in the layout of the state."""
+        return self.empty(dtype).copy_(tensor.detach())
+
+    def zeros(self) -> Tensor:
+        """Return zeros in the layout of the state."""
+        return torch.zeros_like(self.parameter, dtype=self.dtype, device="cpu", requires_grad=False)
+
+    def check_gradient(self, gradient: Tensor) -> None:
+        """Raise if a gradient does not fit.
+
+        Raises:
+            TypeError: sparse, or of a dtype that does not fit the state.
+            ValueError: of another shape, neither on the parameter's device nor on the CPU, or on the meta device.
+        """
+        if (
+            gradient.dtype is self.parameter_dtype
+            and gradient.shape == self.shape
+            and gradient.layout is torch.strided
+            and (gradient.is_cpu or (gradient.device == self.parameter.device and not gradient.is_meta))
+        ):
+            return  # the usual one, soon
+        if gradient.layout is not torch.strided:
+            raise TypeError(
+                f"the gradient of {self.name} is sparse, expected a dense one; "
+                "use torch.optim.SparseAdam for this parameter"
+            )
+        if gradient.dtype not in DTYPES or (gradient.dtype == torch.float64) != (self.dtype == torch.float64):
+            expected = "float64" if self.dtype == torch.float64 else "float32, bfloat16 or float16"
+            raise TypeError(
+                f"the gradient of {self.name} is {gradient.dtype}, expected {expected}; convert it before the step"
+            )
+        if gradient.shape != self.parameter.shape:
+            raise ValueError(
+                f"the gradient of {self.name} has shape {tuple(gradient.shape)}, expected that of the parameter, "
+                f"{tuple(self.parameter.shape)}; recompute it"
+            )
+        if not gradient.is_cpu and (gradient.is_meta or gradient.device != self.parameter.device):
+            raise ValueError(
+                f"the gradient of {self.name} is on {gradient.device}, expected values on the parameter's device "
+                f"{self.parameter.device} or on the CPU; move the model before the backward pass"
+            )
+
+    def host_gradient(self, gradient: Tensor) -> Tensor:
+        """Return `gradient` as kernels read it: on the CPU and in the layout of the state; itself where it already is.
+
+        Raises:
+            TypeError, ValueError: as `check_gradient`.
+        """
+        self.check_gradient(gradient)
+        if gradient.is_cpu and gradient.stride() == self.strides and not gradient.is_neg():
+            return gradient.detach() if gradient.requires_grad else gradient
+        return self.host_copy(gradient, gradient.dtype)
+
+    @property
+    def has_state(self) -> bool:
+        """Whether master and moments exist."""
+        return self.exp_avg is not None and (self.is_own_master or self.master is not None)
+
+    @property
+    def versions(self) -> tuple[int, ...] | None:
+        """Version counters of master and moments: others when somebody has written to them; kernels count none.
+
+        None where one was made in inference mode, and so counts nothing.
+        """
+        tensors = [one for one in (self.master, self.exp_avg, self.exp_avg_sq, self.max_exp_avg_sq) if one is not None]
+        return None if any(one.is_inference() for one in tensors) else tuple(one._version for one in tensors)
+
+    def create_state(self, *, with_max: bool) -> None:
+        """Make what a step reads and writes: zero moments, and the master, from the present value."""
+        if self.exp_avg is None:
+            self.exp_avg, self.exp_avg_sq = self.zeros(), self.zeros()
+        if not self.is_own_master and self.master is None:  # also after loading moments that came without masters
+            self.master = self.host_copy(self.parameter, self.dtype)
+        if with_max and self.max_exp_avg_sq is None:
+            self.max_exp_avg_sq = self.zeros()

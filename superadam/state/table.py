@@ -1,0 +1,403 @@
+"""All parameters of one optimizer as rows of pointers, and the passes over chosen rows.
+
+Owns the norm of the open step, the step counts, and the memory that passes work on. It turns parameter states into
+kernel jobs; whether a job ought to run is decided in transaction.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from superadam.kernels import native
+from superadam.kernels.dtypes import DTYPES
+from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
+from superadam.kernels.native import Dtype, Pass
+from superadam.state.fingerprints import Fingerprints
+from superadam.state.norm import GradientNorm
+from superadam.state.parameter import ParameterState, Place
+
+Rows = npt.NDArray[np.int64]
+"""Row numbers of a `ParameterTable`, in the order in which a job visits them."""
+
+
+_STRIDED = torch.strided
+
+STAGED_NUMEL = 16 * 1024 * 1024
+"""Elements from which on an update goes on in other shadows: memory for staging does not grow with the model."""
+
+Segments = npt.NDArray[np.void]
+"""A kernel job: rows of `superadam.kernels.native.SEGMENT`."""
+
+
+Indices = Sequence[int] | npt.NDArray[np.int32]
+"""Which coefficients of a `CoefficientTable` each row of a job has."""
+
+
+class CoefficientTable:
+    """Collects the coefficient sets of one job; each different one is stored once."""
+
+    def __init__(self) -> None:
+        self._index: dict[Coefficients, int] = {}
+        self._known: dict[tuple[int, int, float, bool], int] = {}
+        self._alive: list[Hyperparameters] = []  # so that no id in _known is used again
+
+    def index(self, hyper: Hyperparameters, step: int, scale: float, *, double: bool) -> int:
+        """Return the index of the coefficients of this step, with gradients multiplied by `scale`."""
+        key = (id(hyper), step, scale, double)
+        if key not in self._known:
+            coefficients = Coefficients.at_step(hyper, step, scale, double=double)
+            self._known[key] = self._index.setdefault(coefficients, len(self._index))
+            self._alive.append(hyper)
+        return self._known[key]
+
+    @property
+    def sets(self) -> list[Coefficients]:
+        """The coefficient sets, by index."""
+        return list(self._index)
+
+    def array(self) -> npt.NDArray[np.void]:
+        """Return the table that kernels take."""
+        return np.array([coefficients.row() for coefficients in self._index], native.COEFFICIENTS)
+
+
+class Delivery(Protocol):
+    """How new values reach parameters that kernels on the host do not write themselves."""
+
+    @property
+    def received(self) -> Callable[[Tensor], Tensor] | None:
+        """Returns what counts of a gradient that was not taken, as if it had travelled; None where that is itself."""
+
+    def is_host(self, parameter: Tensor) -> bool:
+        """Whether kernels on the CPU may write this parameter."""
+
+    def shadows(self, states: Sequence[ParameterState]) -> list[Place]:
+        """Return memory for one new value of each of these parameters."""
+
+    def publish(self, states: Sequence[ParameterState], places: Sequence[Place]) -> None:
+        """Copy new values into their parameters, past version counters, before anything later on the current stream."""
+
+    def settle(self) -> None:
+        """Return when everything that was published has arrived, so that the host can read parameters."""
+
+
+class Residence(Protocol):
+    """State of some parameters that is newer elsewhere than in the tensors that kernels here read and write."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether all state is at home."""
+
+    def holds(self, state: ParameterState) -> bool:
+        """Whether this parameter's state is newer elsewhere."""
+
+    def bring_home(self, states: Iterable[ParameterState]) -> None:
+        """Return when the tensors here are the newest."""
+
+    def update(
+        self,
+        states: Sequence[ParameterState],
+        gradients: Sequence[Tensor],
+        indices: Sequence[int],
+        sets: Sequence[Coefficients],
+    ) -> None:
+        """Make a step there, in place, parameters included, with gradients that are there."""
+
+
+class HostShadow:
+    """New values in pageable memory, each in a tensor of its own."""
+
+    def __init__(self, states: Sequence[ParameterState]) -> None:
+        self.values = [state.empty(state.parameter_dtype) for state in states]
+
+
+class SynchronousDelivery:
+    """Copies that are done, or at least ordered before everything later, when the call returns."""
+
+    received = None
+
+    def is_host(self, parameter: Tensor) -> bool:
+        """Whether it is on the CPU."""
+        return parameter.is_cpu
+
+    def shadows(self, states: Sequence[ParameterState]) -> list[Place]:
+        """Return pageable memory."""
+        shadow = HostShadow(states)
+        return [Place(shadow, position) for position in range(len(states))]
+
+    def publish(self, states: Sequence[ParameterState], places: Sequence[Place]) -> None:
+        """Copy all of them in one call."""
+        torch._foreach_copy_([state.parameter.data for state in states], [place.value for place in places])
+
+    def settle(self) -> None:
+        """Return at once."""
+
+
+class ParameterTable:
+    """Rows of pointers for a fixed list of parameters.
+
+    Attributes:
+        states: one per parameter, in the order of the optimizer's groups; never changed.
+        parameters: of the states.
+        all_rows: every row, in order.
+        fingerprints: of the parameters.
+        steps: accepted steps of each parameter.
+        is_published: whether what users see in the optimizer's `state` is what the row holds.
+        delivery: brings new values to parameters.
+        norm: of the gradients of the open step, per (parameter, chunk), in that order; 0 where a parameter takes no
+            part.
+    """
+
+    def __init__(
+        self, states: Sequence[ParameterState], delivery: Delivery, residence: Residence | None = None
+    ) -> None:
+        self.states = list(states)
+        self.parameters = [state.parameter for state in self.states]
+        self._states_by_id = {id(state.parameter): state for state in self.states}
+        self.all_rows = np.arange(len(self.states))
+        self.fingerprints = Fingerprints(self.parameters)
+        self.steps = np.zeros(len(self.states), np.int64)
+        self.is_published = np.ones(len(self.states), bool)
+        self.delivery = delivery
+        self._residence = residence
+        self._is_ready = np.zeros(len(self.states), bool)
+        self._has_max = np.zeros(len(self.states), bool)
+        self._plain_dtypes = [state.parameter_dtype if state.is_contiguous_on_cpu else None for state in self.states]
+        distinct = {state.shape: state.shape for state in self.states}  # few, so that they stay in the cache
+        self._shapes = [distinct[state.shape] for state in self.states]
+        lengths = [state.parameter.numel() for state in self.states]
+        first_chunks = np.cumsum([0] + [native.chunk_count(length) for length in lengths], dtype=np.uint64)
+        self._first_chunks = first_chunks.tolist()
+        self.norm = GradientNorm.zeros(self._first_chunks[-1])
+        self._rows = np.zeros(len(self.states), native.SEGMENT)
+        self._rows["length"] = lengths
+        self._rows["sums"] = self.norm.sums.ctypes.data + 8 * first_chunks[:-1]
+        self._rows["nonfinite"] = self.norm.nonfinite.ctypes.data + 8 * first_chunks[:-1]
+        self._rows["out_dtype"] = [DTYPES[state.parameter.dtype] for state in self.states]
+        self._rows["gradient_dtype"] = self._rows["out_dtype"]  # the usual one
+        self._is_own_master = np.array([state.is_own_master for state in self.states], bool)
+        self._is_double = np.array([state.dtype == torch.float64 for state in self.states], bool)
+        self._parameter_pointers = np.zeros(len(self.states), np.uint64)
+        self._is_staged = np.array([state.is_staged for state in self.states], bool)
+        self._owned: list[list[torch.UntypedStorage]] = [[] for _ in self.states]  # memory that passes work on
+        for state in self.states:
+            self.note_moved(state)
+
+    def note_moved(self, state: ParameterState) -> None:
+        """Refresh the pointers of a state, after its tensors were made, replaced or dropped."""
+
+        def pointer(tensor: Tensor | None) -> int:
+            return 0 if tensor is None else tensor.data_ptr()
+
+        tensors = (state.master, state.exp_avg, state.exp_avg_sq, state.max_exp_avg_sq)
+        self._owned[state.row] = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
+        row = self._rows[state.row]
+        row["master"] = pointer(state.parameter if state.is_own_master else state.master)
+        row["exp_avg"] = pointer(state.exp_avg)
+        row["exp_avg_sq"] = pointer(state.exp_avg_sq)
+        row["max_exp_avg_sq"] = pointer(state.max_exp_avg_sq)
+        self._is_ready[state.row] = state.has_state
+        self._has_max[state.row] = state.max_exp_avg_sq is not None
+        self._parameter_pointers[state.row] = 0 if state.is_staged else state.parameter.data_ptr()
+
+    def state_of(self, parameter: Tensor) -> ParameterState | None:
+        """Return the state of a parameter; None if it is none of these."""
+        return self._states_by_id.get(id(parameter))
+
+    def rows_of(self, states: Sequence[ParameterState]) -> Rows:
+        """Return the row numbers of these states, in their order."""
+        if states is self.states:
+            return self.all_rows
+        return np.fromiter((state.row for state in states), np.int64, len(states))
+
+    def are_ready(self, rows: Rows, *, with_max: bool) -> bool:
+        """Whether these rows have everything that a step reads and writes."""
+        return bool(self._is_ready[rows].all() and (not with_max or self._has_max[rows].all()))
+
+    def job(self, rows: Rows, gradients: Sequence[Tensor]) -> tuple[list[Tensor], Segments]:
+        """Return gradients as `ParameterState.host_gradient` does, and the job over these rows that reads them.
+
+        Raises:
+            TypeError, ValueError: a gradient does not fit its parameter.
+        """
+        dtypes: Sequence[torch.dtype | None] = self._plain_dtypes
+        shapes: Sequence[torch.Size] = self._shapes
+        if rows is not self.all_rows:
+            dtypes, shapes = [dtypes[row] for row in rows], [shapes[row] for row in rows]
+        pointers = [  # everything about one of many gradients while it is in the cache
+            gradient.data_ptr()
+            if (
+                gradient.dtype is dtype
+                and gradient.shape == shape
+                and gradient.layout is _STRIDED
+                and gradient.is_cpu
+                and gradient.is_contiguous()
+                and not gradient.is_neg()
+            )
+            else None
+            for gradient, dtype, shape in zip(gradients, dtypes, shapes, strict=True)
+        ]
+        if None not in pointers:
+            segments = self._at(rows)  # with the gradients' dtypes: those of the parameters
+            segments["gradient"] = np.fromiter(pointers, np.uint64, len(pointers))
+            return list(gradients), segments
+        fitted = [
+            gradient if pointer is not None else self.states[row].host_gradient(gradient)
+            for row, gradient, pointer in zip(rows, gradients, pointers, strict=True)
+        ]
+        return fitted, self.segments(rows, fitted)
+
+    def is_home(self, state: ParameterState) -> bool:
+        """Whether the tensors of a state are the newest."""
+        return self._residence is None or not self._residence.holds(state)
+
+    def bring_home(self, rows: Rows | None = None) -> None:
+        """Return when the tensors of the states of these rows, by default of all, are the newest."""
+        if self._residence is not None and not self._residence.is_empty:
+            self._residence.bring_home(self.states if rows is None else [self.states[row] for row in rows])
+
+    def _at(self, rows: Rows) -> Segments:
+        self.bring_home(rows)
+        return self._rows.copy() if rows is self.all_rows else self._rows[rows]
+
+    def segments(self, rows: Rows, gradients: Sequence[Tensor]) -> Segments:
+        """Return the job over these rows that reads these gradients, which are as kernels read them."""
+        segments = self._at(rows)
+        segments["gradient"] = [gradient.data_ptr() for gradient in gradients]
+        segments["gradient_dtype"] = [DTYPES[gradient.dtype] for gradient in gradients]
+        return segments
+
+    def put_norm(self, rows: Rows, norm: GradientNorm) -> None:
+        """Fill the norm of these rows with what was taken elsewhere, one row after another."""
+        begin = 0
+        for row in rows:
+            there = self.chunks_of(row)
+            end = begin + there.stop - there.start
+            self.norm.sums[there], self.norm.nonfinite[there] = norm.sums[begin:end], norm.nonfinite[begin:end]
+            begin = end
+
+    def chunks_of(self, row: int) -> slice:
+        """Return where the entries of one parameter lie in a norm of all parameters."""
+        return slice(self._first_chunks[row], self._first_chunks[row + 1])
+
+    def take_norm(self, segments: Segments, into: GradientNorm | None = None) -> None:
+        """Fill `norm`, or another one of all parameters, at a job's rows from its gradients."""
+        if into is not None:
+            segments = segments.copy()
+            for name in ("sums", "nonfinite"):
+                segments[name] -= np.uint64(getattr(self.norm, name).ctypes.data)
+                segments[name] += np.uint64(getattr(into, name).ctypes.data)
+        native.run(Pass.NORM, segments)
+
+    def speculate(
+        self,
+        rows: Rows,
+        gradients: Sequence[Tensor],
+        outs: Sequence[Tensor],
+        coefficients: CoefficientTable,
+        indices: Indices,
+        accepted: tuple[Sequence[Tensor], Indices] | None = None,
+    ) -> None:
+        """Write new values as if these gradients were a step, and sum their squares.
+
+        Args:
+            rows: the parameters.
+            gradients: one for each.
+            outs: get the new values, one for each.
+            coefficients, indices: of the step.
+            accepted: gradients of the step before and which coefficients each has, which the same pass folds into the
+                state; without them the state stays as it is.
+        """
+        segments = self.segments(rows, gradients)
+        segments["coefficients"] = indices
+        segments["out"] = [out.data_ptr() for out in outs]
+        which = Pass.SPECULATE
+        if accepted is not None:
+            which = Pass.COMMIT_AND_SPECULATE
+            segments["accepted_gradient"] = [gradient.data_ptr() for gradient in accepted[0]]
+            segments["accepted_coefficients"] = accepted[1]
+        native.run(which, segments, coefficients.array())
+
+    def commit(self, rows: Rows, accepted: Sequence[Tensor], coefficients: CoefficientTable, indices: Indices) -> None:
+        """Fold the accepted gradients into the state; working copies show them already."""
+        segments = self.segments(rows, accepted)
+        segments["coefficients"] = indices
+        segments["sums"] = segments["nonfinite"] = 0
+        native.run(Pass.COMMIT, segments, coefficients.array())
+
+    def update(self, rows: Rows, segments: Segments, coefficients: CoefficientTable, indices: Indices) -> None:
+        """Make one step in place: state, own masters, working copies and step counts.
+
+        Args:
+            rows: the parameters.
+            segments: the job over these rows; no longer of use afterwards.
+            coefficients, indices: of the step, which counts from 1 more than `steps`.
+        """
+        for column in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master"):  # may have been made since
+            segments[column] = self._rows[column][rows]
+        segments["coefficients"] = indices
+        segments["sums"] = segments["nonfinite"] = 0
+        segments["out_dtype"] = np.where(self._is_own_master[rows], Dtype.NONE, segments["out_dtype"])
+        segments["out"] = self._parameter_pointers[rows]
+        is_staged, table = self._is_staged[rows], coefficients.array()
+        if not is_staged.all():
+            native.run(Pass.UPDATE, segments[~is_staged] if is_staged.any() else segments, table)
+        for part in _parts(np.flatnonzero(is_staged), segments["length"]):
+            states = [self.states[row] for row in rows[part]]
+            places, staged = self.delivery.shadows(states), segments[part]
+            staged["out"] = [place.value.data_ptr() for place in places]
+            native.run(Pass.UPDATE, staged, table)
+            self.delivery.publish(states, places)
+        self.note_step(rows)
+
+    def update_kept(
+        self, rows: Rows, gradients: Sequence[Tensor], coefficients: CoefficientTable, indices: Sequence[int]
+    ) -> None:
+        """Make one step in place where the gradients are; the state moves there if it is here."""
+        assert self._residence is not None
+        self._residence.update([self.states[row] for row in rows], gradients, indices, coefficients.sets)
+        self.note_step(rows)
+
+    def note_step(self, rows: Rows) -> None:
+        """Count a step of parameters that have just got their new values."""
+        self.fingerprints.bump(rows)
+        self.steps[rows] += 1
+        self.is_published[rows] = False
+
+    def indices_of_next_step(
+        self, rows: Rows, runs: Iterable[tuple[Hyperparameters, int]], scale: float, coefficients: CoefficientTable
+    ) -> Indices:
+        """Return which coefficients the next step of each row has, after adding them to the table.
+
+        Args:
+            rows: the parameters.
+            runs: hyper-parameters, and how many of the rows in turn they are for.
+            scale: factor on all gradients.
+            coefficients: the table.
+        """
+        indices = np.empty(len(rows), np.int32)
+        begin = 0
+        for hyper, count in runs:
+            part = slice(begin, begin + count)
+            begin += count
+            keys = 2 * (self.steps[rows[part]] + 1) + self._is_double[rows[part]]
+            if count and (keys == keys[0]).all():  # usual, and much faster than sorting
+                distinct, inverse = keys[:1], np.zeros(count, np.int64)
+            else:
+                distinct, inverse = np.unique(keys, return_inverse=True)
+            found = [coefficients.index(hyper, int(k) // 2, scale, double=bool(k % 2)) for k in distinct]
+            indices[part] = np.array(found, np.int32)[inverse]
+        return indices
+
+
+def _parts(chosen: Rows, lengths: npt.NDArray[np.uint64]) -> list[Rows]:
+    """Cut positions in a job into runs of about `STAGED_NUMEL` elements, and at least one position."""
+    if len(chosen) == 0:
+        return []
+    begins = np.cumsum(lengths[chosen]) - lengths[chosen]
+    return np.split(chosen, 1 + np.flatnonzero(np.diff(begins // STAGED_NUMEL)))

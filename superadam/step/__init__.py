@@ -1,0 +1,1 @@
+"""One step: its gradients, the verdict over them, and what comes of it."""

@@ -1,0 +1,88 @@
+"""Gradients that have arrived: which parameters have one, in the form that kernels read, with what they were made for.
+
+It reads `.grad` and hyper-parameters, and changes nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from superadam.handles.gradient_handle import GradientHandle
+from superadam.handles.taken_gradient import TakenGradient
+from superadam.kernels.hyperparameters import Hyperparameters
+from superadam.state.parameter import ParameterState
+from superadam.state.table import ParameterTable, Segments
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """Gradients that have arrived, at most one for each parameter.
+
+    Attributes:
+        states: the parameters.
+        gradients: one for each: as `ParameterState.host_gradient` returns it, or one that was taken before.
+        runs: present hyper-parameters, and how many of the states in turn they are for.
+        segments: the job over them; None where some were taken.
+    """
+
+    states: Sequence[ParameterState]
+    gradients: Sequence[Tensor | TakenGradient]
+    runs: list[tuple[Hyperparameters, int]]
+    segments: Segments | None = None
+
+    @property
+    def hyper(self) -> Iterator[Hyperparameters]:
+        """Hyper-parameters of each state."""
+        return itertools.chain.from_iterable(itertools.repeat(hyper, count) for hyper, count in self.runs)
+
+
+def gather(
+    table: ParameterTable, runs: list[tuple[Hyperparameters, int]], received: Callable[[Tensor], Tensor] | None = None
+) -> Arrivals:
+    """Return every parameter of a table that has a gradient in `.grad`, with it.
+
+    Args:
+        table: the parameters.
+        runs: hyper-parameters, and how many rows of the table in turn they are for.
+        received: returns what counts of a gradient that was not taken; None where that is itself.
+
+    Raises:
+        TypeError, ValueError: a gradient does not fit its parameter.
+    """
+    every: list[Any] = [parameter.grad for parameter in table.parameters]
+    has_taken = GradientHandle in set(map(type, every))
+    states, present_runs = table.states, runs
+    if any(map(operator.is_, every, itertools.repeat(None))):
+        takes_part = [gradient is not None for gradient in every]
+        begins = [0, *itertools.accumulate(count for _, count in runs)]
+        present_runs = [
+            (hyper, sum(takes_part[begin : begin + count])) for (hyper, count), begin in zip(runs, begins, strict=False)
+        ]
+        states = list(itertools.compress(table.states, takes_part))
+        every = list(itertools.compress(every, takes_part))
+    if has_taken:
+        told = [_told(one, state, received) for one, state in zip(every, states, strict=True)]
+        return Arrivals(states, told, present_runs)
+    gradients, segments = table.job(table.rows_of(states), every if received is None else [*map(received, every)])
+    return Arrivals(states, gradients, present_runs, segments)
+
+
+def _told(
+    gradient: Tensor, state: ParameterState, received: Callable[[Tensor], Tensor] | None
+) -> Tensor | TakenGradient:
+    """Return the gradient that a `.grad` stands for."""
+    if type(gradient) is GradientHandle:
+        taken: TakenGradient = gradient.taken
+        if taken.given is None:
+            state.check_gradient(gradient)
+            if received is not None and not taken.in_use and not taken.is_sum:  # it did not travel
+                taken.pending = received(state.host_gradient(taken.ready()))
+            return taken
+        gradient = taken.given
+    return state.host_gradient(gradient if received is None else received(gradient))

@@ -1,0 +1,513 @@
+"""The transaction: speculate, validate, then accept, redo or drop; commit later.
+
+Speculation reads the state and writes shadows: neither a parameter nor the state changes before the verdict, so that
+dropping it costs nothing. The gradient is kept as *pending*. The verdict publishes the shadows of what was speculated
+rightly, and makes the step of everything else in place. An accepted pending gradient is folded into the state by a
+commit, which may wait until the next gradient of that parameter arrives and share its pass. This module decides which
+pass runs over which rows, and owns the phases of all parameters. It knows nothing of torch.optim.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from superadam.handles.taken_gradient import FactorKind, TakenGradient
+from superadam.host.signals import DeferredSignals
+from superadam.kernels.hyperparameters import Hyperparameters
+from superadam.state.norm import GradientNorm
+from superadam.state.outside_writes import adopt_outside_write
+from superadam.state.parameter import ParameterState, Pending, Phase, Place
+from superadam.state.table import CoefficientTable, ParameterTable, Segments
+from superadam.step.gradients import Arrivals
+from superadam.step.outcome import Statistics, StepKind, StepOutcome
+from superadam.step.validation import judge
+
+
+@dataclass(slots=True)
+class _Part:
+    """What one parameter brings to a step.
+
+    Attributes:
+        state: of the parameter.
+        hyper: present.
+        gradient: as kernels read it, on the device where `is_kept`; neither scaled nor clipped.
+        scale: factor on the gradient that somebody recorded on its handle.
+        is_kept: whether the gradient is on the device, where the step is to be made.
+        taken: whose gradient it is, if it was taken.
+        pending: of `taken`, while it still describes it; its norm is known.
+    """
+
+    state: ParameterState
+    hyper: Hyperparameters
+    gradient: Tensor
+    scale: float = 1.0
+    is_kept: bool = False
+    taken: TakenGradient | None = None
+    pending: Pending | None = None
+
+    def apply_factors(self) -> None:
+        """Let the gradient be the product that torch makes, where kernels would round otherwise."""
+        assert self.taken is not None
+        self.gradient = self.state.host_gradient(self.taken.scaled())
+        self.scale, self.is_kept, self.pending = 1.0, False, None
+
+
+class Transaction:
+    """Phases and passes over the parameters of one `ParameterTable`.
+
+    Attributes:
+        table: the parameters.
+        statistics: of the optimizer.
+        expected_scale: what gradients are multiplied with before the verdict is known: the factor by which the last
+            step's gradients were unscaled.
+    """
+
+    def __init__(self, table: ParameterTable, statistics: Statistics) -> None:
+        self.table = table
+        self.statistics = statistics
+        self.expected_scale = 1.0
+        self._lock = threading.RLock()
+        self._members: dict[Phase, dict[ParameterState, None]] = {phase: {} for phase in Phase}
+        for state in table.states:
+            self._members[state.phase][state] = None
+
+    def in_phase(self, phase: Phase) -> list[ParameterState]:
+        """Return the states in this phase, in the order in which they came into it."""
+        return list(self._members[phase])
+
+    @property
+    def is_open(self) -> bool:
+        """Whether gradients wait for their verdict."""
+        return bool(self._members[Phase.SPECULATED])
+
+    def _move(self, state: ParameterState, phase: Phase, pending: Pending | None) -> None:
+        del self._members[state.phase][state]
+        self._members[phase][state] = None
+        state.phase, state.pending = phase, pending
+
+    # ---- before the verdict ------------------------------------------------------------------------------------------
+
+    def can_speculate(self, state: ParameterState, hyper: Hyperparameters) -> bool:
+        """Whether a parameter's next step can be computed before its verdict: everything that it reads is there.
+
+        An own master is updated in one pass with the verdict. What was written to a parameter by others counts from the
+        verdict on, because it may be taken back before.
+        """
+        is_complete = state.has_state and (state.max_exp_avg_sq is not None or not hyper.amsgrad)
+        return is_complete and not state.is_own_master and not self.table.fingerprints.is_hinted(state.row)
+
+    def pending(
+        self,
+        state: ParameterState,
+        taken: TakenGradient,
+        hyper: Hyperparameters,
+        place: Place | None = None,
+        *,
+        is_kept: bool = False,
+    ) -> Pending:
+        """Return the record of a gradient that was taken, as it is now, for `speculate` or `keep`."""
+        step, scale = int(self.table.steps[state.row]) + 1, self.expected_scale
+        return Pending(weakref.ref(taken), taken.pending, taken.version, hyper, step, scale, place, is_kept)
+
+    def speculate(self, pending: Mapping[ParameterState, Pending]) -> None:
+        """Take the norm of gradients that kernels can read, and where there is a place for it, write the new value.
+
+        What waited for a verdict on these parameters is forgotten.
+        """
+        with self._timed("speculate_seconds"):
+            self._forget(pending)
+            self._commit([s for s, new in pending.items() if s.phase is Phase.ACCEPTED and _cannot_fuse(s, new)])
+            waiting = [state for state, record in pending.items() if record.place is None]
+            alone = [s for s, record in pending.items() if record.place and s.phase is Phase.CLEAN]
+            fused = [s for s, record in pending.items() if record.place and s.phase is Phase.ACCEPTED]
+            if waiting:
+                self.table.take_norm(self._segments(waiting, [pending[state].gradient for state in waiting]))
+            self.table.bring_home(self.table.rows_of([*alone, *fused]))
+            seen = {state: replace(pending[state], versions=state.versions) for state in (*alone, *fused)}
+            for chosen in (alone, fused):
+                if chosen:
+                    self._speculate(chosen, [pending[state] for state in chosen], fuses=chosen is fused)
+            for state, record in pending.items():
+                self._move(state, Phase.SPECULATED, seen.get(state, record))
+
+    def keep(self, pending: Mapping[ParameterState, Pending], norm: GradientNorm) -> None:
+        """Note gradients that stayed on the device, for a step there once the verdict is known.
+
+        Args:
+            pending: of parameters on which nothing else waits for a verdict any more.
+            norm: of these gradients, in this order.
+        """
+        with self._timed("speculate_seconds"):
+            self._forget(pending)
+            self._commit([state for state in pending if state.phase is Phase.ACCEPTED])
+            self.table.put_norm(self.table.rows_of(list(pending)), norm)
+            for state, record in pending.items():
+                self._move(state, Phase.SPECULATED, record)
+
+    def _speculate(self, states: Sequence[ParameterState], pending: Sequence[Pending], *, fuses: bool) -> None:
+        coefficients = CoefficientTable()
+        accepted = None
+        if fuses:
+            old = [_pending_of(state) for state in states]
+            accepted = [one.gradient for one in old], _indices(coefficients, states, old)
+        self.table.speculate(
+            self.table.rows_of(states),
+            [record.gradient for record in pending],
+            [record.place.value for record in pending if record.place],
+            coefficients,
+            _indices(coefficients, states, pending),
+            accepted,
+        )
+
+    def drop(self) -> None:
+        """Forget everything that waits for a verdict; the gradients stay where they are."""
+        with self._timed("resolve_seconds"):
+            self._forget(self.in_phase(Phase.SPECULATED))
+
+    def _forget(self, states: Iterable[ParameterState]) -> None:
+        """Forget what is pending on those of the states that wait for a verdict."""
+        for state in states:
+            if state.phase is Phase.SPECULATED:
+                self.statistics.dropped += _pending_of(state).place is not None
+                self.table.norm.clear(self.table.chunks_of(state.row))
+                self._move(state, Phase.CLEAN, None)
+
+    def distrust(self, state: ParameterState) -> None:
+        """Let the verdict make a parameter's step in place, because what speculation has read was changed."""
+        if state.phase is Phase.SPECULATED:
+            state.pending = replace(_pending_of(state), versions=None)
+
+    # ---- the verdict -------------------------------------------------------------------------------------------------
+
+    def step(self, arrivals: Arrivals, max_norm: float | None) -> StepOutcome:
+        """Validate gradients, and unless one of them is not finite, make a step with them.
+
+        A gradient that was speculated on, and is still what it was, has its new value published; every other parameter
+        is updated in place. What else waits for a verdict is forgotten.
+
+        Args:
+            arrivals: the gradients.
+            max_norm: limit of the global gradient norm; None or inf for no limit.
+        """
+        rows = self.table.rows_of(arrivals.states)
+        with self._timed("commit_seconds"):
+            self._commit([state for state in arrivals.states if state.phase is Phase.ACCEPTED])
+            self._adopt_rows(self.table.fingerprints.seen_hints(rows))  # bound() has just looked
+        if arrivals.segments is not None:
+            return self._step_in_place(arrivals, arrivals.segments, max_norm)
+        with self._timed("norm_seconds"):
+            parts = self._parts(arrivals)
+            self._forget(self._others(parts))
+            outcome = self._judge(parts, max_norm)
+            told = self._told(parts, outcome)
+        with self._timed("resolve_seconds"):
+            if outcome.kind is StepKind.SKIPPED:
+                self._forget(self.in_phase(Phase.SPECULATED))
+            else:
+                self._apply(parts, outcome.clip_coefficient)
+            self.table.norm.clear()
+        return told
+
+    def _step_in_place(self, arrivals: Arrivals, segments: Segments, max_norm: float | None) -> StepOutcome:
+        """Make a step of gradients none of which was taken: one job, whatever their number."""
+        with self._timed("norm_seconds"):
+            self._forget(self.in_phase(Phase.SPECULATED))
+            self.table.take_norm(segments)
+            outcome = judge(self.table.norm, max_norm)
+            self.table.norm.clear()
+        if outcome.kind is not StepKind.SKIPPED:
+            with self._timed("update_seconds"):
+                with_max = any(hyper.amsgrad for hyper, _ in arrivals.runs)
+                self._make_ready(arrivals.states, arrivals.hyper, with_max=with_max)
+                rows, coefficients = self.table.rows_of(arrivals.states), CoefficientTable()
+                indices = self.table.indices_of_next_step(rows, arrivals.runs, outcome.clip_coefficient, coefficients)
+                self.table.update(rows, segments, coefficients, indices)
+        return outcome
+
+    def _parts(self, arrivals: Arrivals) -> list[_Part]:
+        parts = []
+        for state, gradient, hyper in zip(arrivals.states, arrivals.gradients, arrivals.hyper, strict=True):
+            if isinstance(gradient, Tensor):
+                parts.append(_Part(state, hyper, gradient))
+                continue
+            part = _Part(state, hyper, gradient.ready(), taken=gradient)
+            pending = state.pending
+            if pending is not None and _waits(state, gradient):
+                part.pending, part.gradient, part.is_kept = pending, pending.gradient, pending.is_kept
+            if gradient.factors:
+                scale = gradient.scale()
+                if scale is None or part.pending is None:
+                    part.apply_factors()
+                else:
+                    part.scale = scale
+            elif part.pending is None:
+                part.gradient = state.host_gradient(part.gradient)
+            parts.append(part)
+        return parts
+
+    def _others(self, parts: Sequence[_Part]) -> list[ParameterState]:
+        """Return whose gradient waits for a verdict and is none of these."""
+        these = {part.state for part in parts if part.taken is not None and _waits(part.state, part.taken)}
+        return [state for state in self.in_phase(Phase.SPECULATED) if state not in these]
+
+    def _judge(self, parts: Sequence[_Part], max_norm: float | None) -> StepOutcome:
+        """Return the verdict over the gradients as they are now in `.grad`."""
+        if max_norm is not None and not math.isinf(max_norm):
+            for part in parts:  # the norm of a product is no product of the norm, but for powers of two
+                if math.frexp(part.scale)[0] != 0.5 and part.scale != 1.0:
+                    part.apply_factors()
+        norm = self.table.norm.copy()
+        for state in self._others(parts):
+            norm.clear(self.table.chunks_of(state.row))
+        uncounted = [part for part in parts if part.pending is None]
+        if uncounted:
+            self.table.take_norm(self._segments(*_columns(uncounted)), norm)
+        for part in parts:
+            if part.scale != 1.0:
+                norm.sums[self.table.chunks_of(part.state.row)] *= part.scale * part.scale
+        return judge(norm, max_norm)
+
+    def _apply(self, parts: Sequence[_Part], clip: float) -> None:
+        """Make a step that is certain."""
+        accepted: list[_Part] = []
+        rest: list[_Part] = []
+        for part in parts:
+            if clip != 1.0 and part.scale != 1.0:
+                part.apply_factors()
+            pending = part.pending
+            is_right = (
+                pending is not None
+                and pending.place is not None
+                and pending.scale == clip * part.scale
+                and pending.hyper == part.hyper
+                and pending.versions is not None
+                and pending.versions == part.state.versions
+            )
+            (accepted if is_right else rest).append(part)
+            if not is_right:
+                if part.state.pending is not None:
+                    self.statistics.respeculated += (
+                        _waits(part.state, part.taken) and part.state.pending.place is not None
+                    )
+                    part.state.pending = replace(part.state.pending, place=None)
+                part.pending = pending = None  # the memory of its new value is needed no more
+        self._update(rest, clip)
+        self._publish(accepted)
+
+    def _publish(self, parts: Sequence[_Part]) -> None:
+        if not parts:
+            return
+        states = [part.state for part in parts]
+        records = [_pending_of(state) for state in states]
+        self.table.delivery.publish(states, [record.place for record in records if record.place])
+        self.table.note_step(self.table.rows_of(states))
+        self.statistics.accepted += len(states)
+        for state, record in zip(states, records, strict=True):
+            self._move(state, Phase.ACCEPTED, replace(record, place=None))  # its memory is needed no more
+
+    def _update(self, parts: Sequence[_Part], clip: float) -> None:
+        """Make the step of parameters in place: nothing is left to commit."""
+        if not parts:
+            return
+        with_max = any(part.hyper.amsgrad for part in parts)
+        self._make_ready([part.state for part in parts], (part.hyper for part in parts), with_max=with_max)
+        # The device first: it works while we do, and where its memory is short, nothing was changed yet.
+        kept = [part for part in parts if part.is_kept]
+        here = [part for part in parts if not part.is_kept]
+        if kept:
+            try:
+                states, gradients = _columns(kept)
+                coefficients, indices = self._coefficients(kept, clip)
+                self.table.update_kept(self.table.rows_of(states), gradients, coefficients, indices)
+            except torch.OutOfMemoryError:  # nothing was changed; the host has room
+                for part in kept:
+                    part.gradient, part.is_kept = part.state.host_gradient(part.gradient), False
+                here += kept
+        if here:
+            states, gradients = _columns(here)
+            coefficients, indices = self._coefficients(here, clip)
+            self.table.update(self.table.rows_of(states), self._segments(states, gradients), coefficients, indices)
+        for part in parts:
+            if part.state.phase is not Phase.CLEAN:
+                self._move(part.state, Phase.CLEAN, None)
+
+    def _coefficients(self, parts: Sequence[_Part], clip: float) -> tuple[CoefficientTable, list[int]]:
+        table = CoefficientTable()
+        return table, [
+            table.index(
+                part.hyper,
+                int(self.table.steps[part.state.row]) + 1,
+                clip * part.scale,
+                double=part.state.dtype == torch.float64,
+            )
+            for part in parts
+        ]
+
+    def _told(self, parts: Sequence[_Part], outcome: StepOutcome) -> StepOutcome:
+        """Return the outcome with what others did to all gradients alike, and expect the same unscaling next time."""
+        taken = [part.taken for part in parts if part.taken is not None and _waits(part.state, part.taken)]
+        factors = {(one.unscale_factor(), _clip_factor(one)) for one in taken}
+        if len(taken) != len(parts) or len(factors) != 1:
+            return outcome
+        unscale, clip = factors.pop()
+        self.expected_scale = unscale
+        if clip == 1.0 or outcome.kind is StepKind.SKIPPED:
+            return outcome
+        norm = self.table.norm.total * unscale  # before anybody clipped
+        return StepOutcome(StepKind.CLIPPED, norm, outcome.clip_coefficient * clip)
+
+    # ---- after the verdict -------------------------------------------------------------------------------------------
+
+    def commit(self) -> None:
+        """Fold every accepted gradient into the state, and every outside write into the masters."""
+        with self._timed("commit_seconds"):
+            self._commit(self.in_phase(Phase.ACCEPTED))
+            hinted = self.table.fingerprints.hints(self.table.all_rows)
+            self._adopt_rows([row for row in hinted if self.table.states[row].has_memory])
+
+    def commit_some(self, elements: int) -> int:
+        """Commit accepted gradients of so many elements, first those that came first; return of how many it was."""
+        with self._timed("commit_seconds"):
+            chosen: list[ParameterState] = []
+            count = 0
+            for state in self._members[Phase.ACCEPTED]:
+                if count >= elements:
+                    break
+                chosen.append(state)
+                count += state.parameter.numel()
+            self._commit(chosen)
+            return count
+
+    def _commit(self, states: Sequence[ParameterState]) -> None:
+        if not states:
+            return
+        coefficients, accepted = CoefficientTable(), [_pending_of(state) for state in states]
+        gradients = [record.gradient for record in accepted]
+        self.table.commit(self.table.rows_of(states), gradients, coefficients, _indices(coefficients, states, accepted))
+        for state in states:
+            self._move(state, Phase.CLEAN, None)
+
+    # ---- questions ---------------------------------------------------------------------------------------------------
+
+    def norm_so_far(self) -> float:
+        """Return the norm of the gradients that wait for a verdict, as they are expected to be unscaled."""
+        with self._lock:
+            return self.table.norm.total * self.expected_scale if self.is_open else 0.0
+
+    def nonfinite_of(self, state: ParameterState, taken: TakenGradient) -> int | None:
+        """Return how many elements of a gradient are Inf or NaN, where that was counted."""
+        with self._lock:
+            if not _waits(state, taken):
+                return None
+            return int(self.table.norm.nonfinite[self.table.chunks_of(state.row)].sum())
+
+    def grad_norm(self, arrivals: Arrivals) -> float:
+        """Return the norm of these gradients, as a step would judge it."""
+        with self._timed("norm_seconds"):
+            if arrivals.segments is None:
+                return self._judge(self._parts(arrivals), 0.0).grad_norm
+            norm = GradientNorm.zeros(len(self.table.norm.sums))
+            self.table.take_norm(arrivals.segments, norm)
+            return norm.total
+
+    # ---- what others do to parameters --------------------------------------------------------------------------------
+
+    def adopt_outside_writes(self, states: Sequence[ParameterState]) -> None:
+        """Compare parameters with their masters and adopt what differs."""
+        with self._timed("commit_seconds"):
+            self._adopt(states)
+
+    def _adopt_rows(self, rows: Sequence[int]) -> None:
+        if rows:
+            self._adopt([self.table.states[row] for row in rows])
+
+    def _adopt(self, states: Sequence[ParameterState]) -> None:
+        for state in states:
+            if not state.has_memory:
+                raise ValueError(
+                    f"{state.name} has no data, because its storage was freed or it is on the meta device, expected "
+                    "its values in memory; bring them back before this call, or set its .grad to None"
+                )
+        self._commit([state for state in states if state.phase is Phase.ACCEPTED])
+        self.table.bring_home(self.table.rows_of(states))
+        self.table.delivery.settle()
+        for state in states:
+            self.distrust(state)
+            adopt_outside_write(state)
+            self.table.fingerprints.note(state.row)
+            self.table.note_moved(state)
+
+    def _make_ready(
+        self, states: Sequence[ParameterState], hyper: Iterable[Hyperparameters], *, with_max: bool
+    ) -> None:
+        """Create what a certain step with these hyper-parameters reads and writes."""
+        if self.table.are_ready(self.table.rows_of(states), with_max=with_max):
+            return
+        for state, one in zip(states, hyper, strict=True):
+            if not state.has_state or (one.amsgrad and state.max_exp_avg_sq is None):
+                self.table.bring_home(self.table.rows_of([state]))
+                state.create_state(with_max=one.amsgrad)
+                self.table.note_moved(state)
+
+    def _segments(self, states: Sequence[ParameterState], gradients: Sequence[Tensor]) -> Segments:
+        return self.table.segments(self.table.rows_of(states), gradients)
+
+    @contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        """Hold the lock, so that a worker and the training thread never run a pass at once, and take the time.
+
+        What is done inside is done wholly, whatever signals come.
+        """
+        with DeferredSignals(), self._lock:
+            begin = time.perf_counter()
+            try:
+                yield
+            finally:
+                setattr(self.statistics, phase, getattr(self.statistics, phase) + time.perf_counter() - begin)
+
+
+def _columns(parts: Sequence[_Part]) -> tuple[list[ParameterState], list[Tensor]]:
+    return [part.state for part in parts], [part.gradient for part in parts]
+
+
+def _clip_factor(taken: TakenGradient) -> float:
+    """Return what somebody multiplied a gradient with, but for unscaling."""
+    return math.prod(
+        1.0 / one.number if one.kind is FactorKind.DIVIDE else one.number
+        for one in taken.factors
+        if one.kind is not FactorKind.UNSCALE and one.number
+    )
+
+
+def _waits(state: ParameterState, taken: TakenGradient | None) -> bool:
+    """Whether this very gradient waits for its verdict, unchanged."""
+    if taken is None:
+        return False
+    pending = state.pending if state.phase is Phase.SPECULATED else None
+    return pending is not None and pending.taken() is taken and pending.version == taken.version
+
+
+def _cannot_fuse(state: ParameterState, new: Pending) -> bool:
+    """Whether an accepted gradient must be committed before the new one: the fused pass takes two of one dtype."""
+    return new.place is None or _pending_of(state).gradient.dtype != new.gradient.dtype
+
+
+def _pending_of(state: ParameterState) -> Pending:
+    assert state.pending is not None
+    return state.pending
+
+
+def _indices(coefficients: CoefficientTable, states: Sequence[ParameterState], pending: Sequence[Pending]) -> list[int]:
+    return [
+        coefficients.index(record.hyper, record.step, record.scale, double=state.dtype == torch.float64)
+        for state, record in zip(states, pending, strict=True)
+    ]

@@ -1,0 +1,392 @@
+"""The benchmarks: how they time, what the floor moves, and the whole run at a tiny size; never how fast it is."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from superadam.cli import main as cli
+from superadam.cli.bench import contests, floor, overlap, passes
+from superadam.cli.bench.arrays import PassArrays, bytes_per_element
+from superadam.cli.bench.pairs import WARM_UPS, Spread, compare, fastest
+from superadam.cli.usage import UsageError
+from superadam.devices import PlainDevice
+from superadam.kernels import native
+from superadam.kernels.native import Dtype, Pass
+
+NUMEL = 3 * native.CHUNK
+DTYPES = (Dtype.FLOAT32, Dtype.BFLOAT16, Dtype.FLOAT16, Dtype.FLOAT64)
+STATE = ("master", "exp_avg", "exp_avg_sq")
+
+
+class Clock:
+    """A clock that only the actions move, and a log of who ran."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.log: list[str] = []
+
+    def __call__(self) -> float:
+        return self.now
+
+    def action(self, name: str, durations: Iterator[float]) -> Callable[[], None]:
+        def run() -> None:
+            self.log.append(name)
+            self.now += next(durations)
+
+        return run
+
+
+# -- pairs -----------------------------------------------------------------------------------------------------------
+
+
+def test_pairs_alternate_and_both_sides_are_warmed_alike() -> None:
+    clock = Clock()
+    ours, theirs = (clock.action(name, itertools.repeat(1.0)) for name in "ab")
+    compare(ours, theirs, 4, clock=clock)
+    assert "".join(clock.log) == "ab" * WARM_UPS + "ab" + "ba" + "ab" + "ba"
+
+
+def test_a_ratio_is_of_the_same_pair() -> None:
+    clock = Clock()
+    drift = [1.0, 2.0, 4.0, 8.0, 16.0]  # the machine slows down; the ratio does not move
+    ours = clock.action("a", iter([9.0] * WARM_UPS + drift))
+    theirs = clock.action("b", iter([9.0] * WARM_UPS + [2 * seconds for seconds in drift]))
+    found = compare(ours, theirs, len(drift), clock=clock)
+    assert found.ratio == Spread(0.5, 0.5, 0.5)
+    assert (found.first.median, found.second.median, found.pairs) == (4.0, 8.0, 5)
+
+
+def test_at_least_one_pair_is_needed() -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        compare(lambda: None, lambda: None, 0)
+
+
+@given(st.lists(st.floats(1e-9, 1e3), min_size=1, max_size=30))
+def test_a_spread_is_ordered_and_inside_the_values(values: list[float]) -> None:
+    spread = Spread.of(values)
+    slack = 1e-12 * max(values)  # the interpolation between two equal values may round
+    assert min(values) - slack <= spread.lower <= spread.median + slack
+    assert spread.median <= spread.upper + slack <= max(values) + 2 * slack
+    assert spread.median == pytest.approx(float(np.median(values)))
+
+
+def test_the_fastest_is_the_one_with_the_shortest_run() -> None:
+    clock = Clock()
+    noisy = clock.action("noisy", iter([9.0, 1.0, 9.0]))
+    steady = clock.action("steady", itertools.repeat(2.0))
+    before = clock.action("before", itertools.repeat(5.0))
+    assert fastest([steady, noisy], 2, before, clock=clock) == 1
+    assert clock.log == [
+        "steady",
+        "noisy",
+        *["before", "steady", "before", "noisy"],
+        *["before", "noisy", "before", "steady"],
+    ]
+
+
+# -- traffic ---------------------------------------------------------------------------------------------------------
+
+
+def checksum(arrays: PassArrays, *names: str) -> int:
+    return sum(int(arrays[name].view(np.uint32).sum(dtype=np.uint64)) for name in names) % 2**32
+
+
+READ_ONLY = {
+    Pass.NORM: ("gradient",),
+    Pass.SPECULATE: ("gradient", *STATE),
+    Pass.COMMIT: ("gradient",),
+    Pass.COMMIT_AND_SPECULATE: ("gradient", "accepted_gradient"),
+    Pass.UPDATE: ("gradient",),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("which", READ_ONLY)
+def test_traffic_reads_everything_and_leaves_the_state_alone(which: Pass, dtype: Dtype) -> None:
+    arrays = PassArrays(NUMEL, dtype, passes.out_dtype_of(dtype))
+    before = {name: arrays[name].copy() for name in (*STATE, "gradient", "accepted_gradient", "out")}
+    expected = checksum(arrays, *READ_ONLY[which])
+    writes_out = which in (Pass.SPECULATE, Pass.COMMIT_AND_SPECULATE, Pass.UPDATE)
+    for variant in floor.variants(which, arrays.out_dtype):
+        arrays["out"][:] = before["out"]
+        moved = native.move_like(
+            which,
+            arrays.segments(with_norm=False),
+            burst=variant.burst,
+            prefetch=variant.prefetch,
+            stream_out=variant.stream_out,
+            stream_state=variant.stream_state,
+            threads=2,
+        )
+        assert moved == expected, variant
+        for name in (*STATE, "gradient", "accepted_gradient"):
+            np.testing.assert_array_equal(arrays[name], before[name], err_msg=f"{name} {variant}")
+        if writes_out:
+            np.testing.assert_array_equal(arrays["out"].view(np.uint16), 0x3F80)
+        else:
+            np.testing.assert_array_equal(arrays["out"], before["out"])
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "burst", "message"),
+    [
+        ("length", NUMEL - 1, 32, "multiple of 4096"),
+        ("length", NUMEL, 48, "burst that divides"),
+        ("length", NUMEL, 16, "burst that divides"),
+        ("gradient", 0, 32, "aligned to 64"),
+        ("gradient_dtype", 9, 32, "dtypes"),
+    ],
+)
+def test_traffic_that_does_not_fit_is_refused(field: str, value: int, burst: int, message: str) -> None:
+    arrays = PassArrays(NUMEL, Dtype.FLOAT32, Dtype.BFLOAT16)
+    before = arrays["out"].copy()
+    table = arrays.segments(with_norm=False)
+    table[field] = value
+    with pytest.raises(ValueError, match=message):
+        native.move_like(Pass.UPDATE, table, burst=burst, prefetch=0, stream_out=False, stream_state=False)
+    np.testing.assert_array_equal(arrays["out"], before)
+
+
+def test_traffic_of_arrays_that_are_not_aligned_is_refused() -> None:
+    arrays = PassArrays(NUMEL, Dtype.FLOAT32, Dtype.BFLOAT16)
+    table = arrays.segments(with_norm=False)
+    table["gradient"] += 4
+    with pytest.raises(ValueError, match="aligned to 64"):
+        native.move_like(Pass.NORM, table, burst=32, prefetch=0, stream_out=False, stream_state=False)
+    with pytest.raises(ValueError, match="exactly one entry"):
+        native.move_like(
+            Pass.NORM, np.concatenate([table, table]), burst=32, prefetch=0, stream_out=False, stream_state=False
+        )
+
+
+@pytest.mark.parametrize(
+    ("which", "gradient", "out", "expected"),
+    [  # the bytes of the design's table, and its fp32 gradients
+        (Pass.NORM, Dtype.FLOAT32, Dtype.BFLOAT16, 4),
+        (Pass.SPECULATE, Dtype.FLOAT32, Dtype.BFLOAT16, 18),
+        (Pass.COMMIT, Dtype.FLOAT32, Dtype.BFLOAT16, 28),
+        (Pass.COMMIT_AND_SPECULATE, Dtype.FLOAT32, Dtype.BFLOAT16, 34),
+        (Pass.UPDATE, Dtype.FLOAT32, Dtype.BFLOAT16, 30),
+        (Pass.UPDATE, Dtype.BFLOAT16, Dtype.NONE, 26),
+        (Pass.UPDATE, Dtype.FLOAT64, Dtype.FLOAT64, 64),
+    ],
+)
+def test_bytes_per_element(which: Pass, gradient: Dtype, out: Dtype, expected: int) -> None:
+    assert bytes_per_element(which, gradient, out) == expected
+
+
+def test_variants_differ_in_what_a_pass_does() -> None:
+    for which, _ in passes.PASSES:
+        variants = floor.variants(which, Dtype.BFLOAT16)
+        assert len(set(variants)) == len(variants)
+        assert any(variant.stream_out for variant in variants) == (which not in (Pass.NORM, Pass.COMMIT))
+        assert any(variant.stream_state for variant in variants) == (which not in (Pass.NORM, Pass.SPECULATE))
+    arrays = PassArrays(NUMEL, Dtype.FLOAT32, Dtype.BFLOAT16)
+    kernel = passes.action(
+        arrays, Pass.UPDATE, passes.Setting("scalar", 1, Dtype.FLOAT32, Dtype.BFLOAT16), with_norm=False
+    )
+    assert floor.find_floor(arrays, Pass.UPDATE, 1, kernel, rounds=1) in floor.variants(Pass.UPDATE, Dtype.BFLOAT16)
+
+
+# -- passes ----------------------------------------------------------------------------------------------------------
+
+
+def test_axes_are_varied_by_themselves_or_crossed() -> None:
+    isas, threads, dtypes = ["avx512", "avx2", "scalar"], [8, 1], [Dtype.FLOAT32, Dtype.BFLOAT16]
+    star = passes.settings(isas, threads, dtypes)
+    crossed = passes.settings(isas, threads, dtypes, crossed=True)
+    assert star[0] == passes.Setting("avx512", 8, Dtype.FLOAT32, Dtype.BFLOAT16)
+    assert (len(star), len(crossed)) == (1 + 2 + 1 + 1, 3 * 2 * 2)
+    assert set(star) <= set(crossed)
+
+
+def test_fp64_is_measured_once_whatever_the_instruction_set() -> None:
+    crossed = passes.settings(["avx512", "avx2"], [2], [Dtype.FLOAT32, Dtype.FLOAT64], crossed=True)
+    assert [setting.isa for setting in crossed if setting.gradient_dtype is Dtype.FLOAT64] == ["avx512"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_pass_is_measured_in_every_setting(dtype: Dtype, isa: str) -> None:
+    (setting,) = passes.settings([isa], [2], [dtype])
+    rows = list(passes.measure(2 * native.CHUNK - 5, [setting], 2))
+    assert [(row.which, row.with_norm) for row in rows] == list(passes.PASSES)
+    assert len({row.name for row in rows}) == len(rows)
+    for row in rows:
+        assert row.setting == setting
+        assert row.numel == 2 * native.CHUNK
+        assert row.comparison.pairs == 2
+        assert row.bytes_per_second * row.comparison.first.median == pytest.approx(row.numel * row.bytes_per_element)
+        assert 0 < row.comparison.ratio.lower <= row.comparison.ratio.median <= row.comparison.ratio.upper
+
+
+def test_the_arrays_hold_ordinary_numbers() -> None:
+    for dtype in DTYPES:
+        arrays = PassArrays(NUMEL + 7, dtype, passes.out_dtype_of(dtype))
+        native.run(Pass.NORM, arrays.segments(with_norm=True))
+        assert arrays.nonfinite.sum() == 0
+        mean_square = arrays.sums.sum() / arrays.numel
+        assert mean_square == pytest.approx(1e-6, rel=0.1)  # a standard normal times 1e-3; 12 288 samples
+        assert all(arrays[name].ctypes.data % 64 == 0 for name in (*STATE, "gradient", "out"))
+
+
+# -- contests --------------------------------------------------------------------------------------------------------
+
+
+def test_both_sides_of_the_kernels_contest_do_a_step() -> None:
+    ours, theirs = contests.prepare_passes(1, NUMEL)
+    for action in (ours, ours, theirs, theirs):
+        action()
+    with pytest.raises(ValueError, match="over one tensor"):
+        contests.prepare_passes(2, NUMEL)
+
+
+@pytest.mark.parametrize(("dtype", "tensors", "numel"), [("float32", 3, 64), ("float32", 1, 4096), ("bfloat16", 3, 64)])
+def test_both_sides_reach_the_same_weights(
+    monkeypatch: pytest.MonkeyPatch, dtype: str, tensors: int, numel: int
+) -> None:
+    """In fp32 both sides start from the same masters: after three steps they must hold the same bits."""
+    made: list[Any] = []
+    for name in ("_our_adamw", "_torch_adamw"):
+        build = getattr(contests, name)
+
+        def kept(parameters: Any, build: Callable[[Any], Any] = build) -> Any:
+            made.append(list(parameters))
+            return build(parameters)
+
+        monkeypatch.setattr(contests, name, kept)
+    prepare = {"float32": contests.prepare_float32, "bfloat16": contests.prepare_bfloat16}[dtype]
+    ours, theirs = prepare(tensors, numel)
+    for _ in range(3):
+        ours()
+        theirs()
+    by_dtype = {parameters[0].dtype: parameters for parameters in made}
+    assert len(made) == 2
+    if dtype == "float32":
+        for one, other in zip(*made, strict=True):
+            assert torch.equal(one, other)
+    else:  # torch starts from fp32 masters, ours from their bf16 rounding: half a unit of 8 bits, and 3 tiny steps
+        for one, other in zip(by_dtype[torch.bfloat16], by_dtype[torch.float32], strict=True):
+            torch.testing.assert_close(one.float(), other, rtol=2**-7, atol=1e-4)
+
+
+def test_contests_use_the_same_threads_and_put_them_back() -> None:
+    before = torch.get_num_threads(), native.get_num_threads()
+    seen = []
+
+    def prepare(tensors: int, numel: int) -> tuple[Callable[[], None], Callable[[], None]]:
+        seen.append((torch.get_num_threads(), native.get_num_threads()))
+        return (lambda: None), (lambda: None)
+
+    contest = contests.Contest("none", "nothing", "nothing", 1, 1, prepare)
+    (row,) = contests.measure([contest], 1, 1)
+    assert seen == [(1, 1)]
+    assert (row.threads, row.comparison.pairs) == (1, 1)
+    assert (torch.get_num_threads(), native.get_num_threads()) == before
+
+
+def test_iterations_with_and_without_overlap_reach_the_same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    models, build = [], overlap._loop
+
+    def kept(tokens: int) -> Any:
+        models.append((made := build(tokens))[0])
+        return made
+
+    monkeypatch.setattr(overlap, "_loop", kept)
+    before = torch.get_num_threads(), native.get_num_threads()
+    row = overlap.measure(1, 1, tokens=1)
+    assert (torch.get_num_threads(), native.get_num_threads()) == before
+    assert (row.tokens, row.threads, row.comparison.pairs) == (overlap.SEQ, 1, 1)
+    ours, theirs = (dict(model.named_parameters()) for model in models)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+# -- the command -----------------------------------------------------------------------------------------------------
+
+TINY = ["--numel", "8192", "--pairs", "2", "--small-tensors", "5", "--small-numel", "100", "--tokens", "64"]
+
+
+@pytest.mark.parametrize(("columns", "idle_cores"), [(80, 0), (120, 1)])
+def test_the_command_prints_one_table_and_writes_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, columns: int, idle_cores: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(PlainDevice, "idle_cores", lambda device: idle_cores)
+    target = tmp_path / "bench.json"
+    before = native.active_isa()
+    assert cli.main(["bench", *TINY, "--threads", "2", "1", "--json", str(target)]) == 0
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= columns
+    assert "\N{HORIZONTAL ELLIPSIS}" not in printed  # nothing was cut off
+    assert printed.count("ratio  ") == 1  # one header: one table
+    for word in ("commit+speculate, norm", "update", "f32>bf16", "bf16>bf16", "5 x 100 f32", "torch", before):
+        assert word in printed
+    read = json.loads(target.read_text())
+    assert set(read) == {"environment", "passes", "contests", "overlap"}
+    (overlapped,) = read["overlap"]
+    assert 9.9e6 < overlapped["parameters"] < 10.1e6
+    if idle_cores:
+        assert overlapped["buckets"] > 4
+        assert overlapped["hook_seconds"] > 0
+    else:  # all is left to step()
+        assert overlapped["buckets"] == overlapped["hook_seconds"] == 0
+    assert 0.0 <= overlapped["hidden_share"] <= 1.0
+    assert read["environment"]["isa"] == before
+    settings = {(row["isa"], row["threads"], row["gradient_dtype"]) for row in read["passes"]}
+    assert {isa for isa, _, _ in settings} == set(native.available_isas())
+    assert {threads for _, threads, _ in settings} == {1, 2}
+    assert len(read["passes"]) == len(settings) * len(passes.PASSES)
+    assert len(read["contests"]) == 5
+    for row in read["passes"] + read["contests"] + read["overlap"]:
+        assert row["pairs"] == 2
+        assert row["ratio"]["lower"] <= row["ratio"]["median"] <= row["ratio"]["upper"]
+        assert row["seconds"]["median"] > 0
+    assert native.active_isa() == before
+
+
+def test_a_part_can_be_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "bench.json"
+    words = ["bench", "passes", *TINY, "--isa", "scalar", "--threads", "1", "--dtype", "f64", "--json", str(target)]
+    assert cli.main(words) == 0
+    read = json.loads(target.read_text())
+    assert {(row["isa"], row["gradient_dtype"]) for row in read["passes"]} == {("scalar", "float64")}
+    assert read["contests"] == read["overlap"] == []
+    assert "torch" not in capsys.readouterr().out.partition("\n")[2]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--isa", "sse9"], "--isa sse9 cannot run on this machine"),
+        (["--threads", "0"], "--threads 0 is below 1"),
+        (["--pairs", "0"], "--pairs is 0; expected at least 1"),
+        (["--numel", "-5"], "--numel is -5; expected at least 1"),
+        (["--tokens", "0"], "--tokens is 0; expected at least 1"),
+        (["--json", "/nowhere/at/all.json"], "is in a directory that does not exist"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_sentence(
+    capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert cli.main(["bench", *words]) == cli.USAGE_STATUS
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_wrong_isa_in_the_environment_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    from superadam.cli.bench import command
+
+    monkeypatch.setattr(native, "_active", None)
+    monkeypatch.setenv("SUPERADAM_ISA", "sse9")
+    with pytest.raises(UsageError, match="sse9"):
+        command.chosen_isas(None)

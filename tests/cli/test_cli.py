@@ -1,0 +1,90 @@
+"""`superadam.cli.main`: the commands are found, and every error is one sentence with a fitting exit status."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import superadam.cli.main
+from superadam.cli.main import COMMANDS, Parser, build_parser, main
+from superadam.cli.usage import UsageError
+
+
+def test_every_command_module_adds_one_command() -> None:
+    for name in COMMANDS:
+        subparsers = Parser(prog="superadam").add_subparsers()
+        importlib.import_module(name).add_parser(subparsers)
+        (parser,) = subparsers.choices.values()
+        assert callable(parser.get_default("run"))
+
+
+def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["--help"])
+    assert stop.value.code == 0
+    assert "train" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [[], ["fly"], ["train", "--wings"], ["train", "--steps", "many"]])
+def test_words_that_do_not_parse_are_one_sentence(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(words)
+    captured = capsys.readouterr()
+    assert stop.value.code == 2
+    assert captured.err.count("\n") == 1
+    assert "--help" in captured.err
+    assert not captured.out
+
+
+def _raise(error: BaseException) -> int:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "sentence"),
+    [
+        (UsageError("there is no such thing; give another"), 2, "superadam: there is no such thing; give another\n"),
+        (KeyboardInterrupt(), 130, "superadam: interrupted\n"),
+    ],
+)
+def test_errors_for_people_are_one_sentence(
+    error: BaseException,
+    status: int,
+    sentence: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    parser = argparse.ArgumentParser(prog="superadam")
+    parser.set_defaults(run=lambda parsed: _raise(error))
+    monkeypatch.setattr(superadam.cli.main, "build_parser", lambda: parser)
+    assert main([]) == status
+    assert capsys.readouterr().err == sentence
+
+
+def test_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    parser = argparse.ArgumentParser(prog="superadam")
+    parser.set_defaults(run=lambda parsed: _raise(ValueError("a fault")))
+    monkeypatch.setattr(superadam.cli.main, "build_parser", lambda: parser)
+    with pytest.raises(ValueError, match="a fault"):
+        main([])
+
+
+def test_parser_is_made_anew_each_time() -> None:
+    assert build_parser() is not build_parser()
+
+
+@pytest.mark.subprocess
+def test_console_script_and_module_run(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONSAFEPATH": "1"}
+    script = Path(sys.executable).with_name("superadam")
+    for command in ([str(script)], [sys.executable, "-m", "superadam"]):
+        done = subprocess.run(
+            [*command, "--version"], capture_output=True, text=True, cwd=tmp_path, env=environment, check=True
+        )
+        assert done.stdout.startswith("superadam ")

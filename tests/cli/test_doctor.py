@@ -1,0 +1,413 @@
+"""The doctor: every probe on made-up machines, and the whole report on this one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from superadam.cli import main as cli
+from superadam.cli.bench.arrays import PassArrays
+from superadam.cli.doctor import accelerator, memory, partition, processor, report, software
+from superadam.cli.doctor.diagnosis import PROBES, diagnose
+from superadam.cli.doctor.finding import Finding, Status
+from superadam.host import memory as host_memory
+from superadam.host.machine import Host, cpus_of, ranges_of
+from superadam.kernels import native
+from superadam.kernels.native import Dtype
+
+SMALL_BANDWIDTH = ("memory bandwidth", lambda host: memory.bandwidth(host, 4 << 20))
+"""The measurement over 4 MiB instead of 1 GiB."""
+QUICK_PROBES = tuple(SMALL_BANDWIDTH if name == "memory bandwidth" else (name, probe) for name, probe in PROBES)
+
+
+def no_programs(words: Sequence[str]) -> str:
+    raise FileNotFoundError(words[0])
+
+
+def machine(
+    root: Path,
+    files: dict[str, str] | None = None,
+    environment: dict[str, str] | None = None,
+    affinity: frozenset[int] = frozenset(range(4)),
+    programs: dict[str, str] | None = None,
+) -> Host:
+    """Return a made-up machine; `programs` maps a word of the command line to what is printed."""
+    for path, text in (files or {}).items():
+        target = root / path.lstrip("/")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text)
+
+    def run(words: Sequence[str]) -> str:
+        for word, output in (programs or {}).items():
+            if any(word in given for given in words):
+                return output
+        return no_programs(words)
+
+    return Host(root, environment or {}, affinity, run)
+
+
+@pytest.fixture
+def fresh_native(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Make the choice of instruction set and threads be read from the environment again, as in a new process."""
+    monkeypatch.setattr(native, "_active", None)
+    monkeypatch.setattr(native, "_num_threads", None)
+    return monkeypatch
+
+
+# -- every probe, whatever the machine -------------------------------------------------------------------------------
+
+
+def test_every_probe_survives_a_machine_without_any_file(tmp_path: Path) -> None:
+    findings = diagnose(machine(tmp_path), QUICK_PROBES)
+    assert [finding.name for finding in findings] == [name for name, _ in PROBES]
+    for finding in findings:
+        assert finding.status is not Status.BROKEN, finding
+        assert finding.detail
+        if finding.status is Status.UNKNOWN:
+            assert len(finding.detail) > 10, f"{finding.name} does not say why it is unknown"
+
+
+READ_FILES = (
+    "/proc/cpuinfo",
+    "/proc/filesystems",
+    "/proc/meminfo",
+    "/proc/self/cgroup",
+    "/proc/driver/nvidia/version",
+    "/sys/devices/system/cpu/online",
+    "/sys/devices/system/node/node0/cpulist",
+    "/sys/fs/cgroup/cpu.max",
+    "/sys/fs/resctrl/schemata",
+    "/sys/kernel/mm/transparent_hugepage/enabled",
+)
+
+
+@given(texts=st.lists(st.text(max_size=30), min_size=len(READ_FILES), max_size=len(READ_FILES)))
+def test_no_file_content_crashes_a_probe(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> None:
+    files = dict(zip(READ_FILES, (text.encode(errors="replace").decode() for text in texts), strict=True))
+    host = machine(tmp_path_factory.mktemp("machine"), files, programs={"nvidia-smi": texts[0]})
+    cheap = [(name, probe) for name, probe in PROBES if name != "memory bandwidth"]
+    assert [finding.name for finding in diagnose(host, cheap)] == [name for name, _ in cheap]
+
+
+def test_a_failing_probe_becomes_an_unknown_finding(tmp_path: Path) -> None:
+    def fails(host: Host) -> Finding:
+        raise RuntimeError("no such luck")
+
+    (finding,) = diagnose(machine(tmp_path), [("luck", fails)])
+    assert finding == Finding("luck", Status.UNKNOWN, "RuntimeError: no such luck")
+
+
+def test_what_could_be_better_says_how(tmp_path: Path) -> None:
+    for finding in diagnose(Host(), QUICK_PROBES):
+        mended = finding.status in (Status.BETTER, Status.BROKEN)
+        assert bool(finding.remedy) == mended, finding
+
+
+# -- processors ------------------------------------------------------------------------------------------------------
+
+
+def test_a_wrong_isa_is_broken_with_the_remedy(tmp_path: Path, fresh_native: pytest.MonkeyPatch) -> None:
+    fresh_native.setenv("SUPERADAM_ISA", "sse9")
+    finding = processor.instruction_sets(machine(tmp_path, environment={"SUPERADAM_ISA": "sse9"}))
+    assert finding.status is Status.BROKEN
+    assert "sse9" in finding.detail
+    assert native.available_isas()[0] in finding.detail
+    assert finding.remedy == "unset SUPERADAM_ISA"
+
+
+def test_a_forced_slower_isa_could_be_better(tmp_path: Path, fresh_native: pytest.MonkeyPatch) -> None:
+    available = native.available_isas()
+    fresh_native.setattr(native, "known_isas", lambda: {"best": "runnable", **dict.fromkeys(available, "runnable")})
+    fresh_native.setenv("SUPERADAM_ISA", available[-1])
+    finding = processor.instruction_sets(machine(tmp_path, environment={"SUPERADAM_ISA": available[-1]}))
+    assert finding.status is Status.BETTER
+    assert finding.remedy == "unset SUPERADAM_ISA"
+    assert finding.values["active"] == available[-1]
+
+
+def test_kernels_that_were_not_compiled_could_be_better(tmp_path: Path, fresh_native: pytest.MonkeyPatch) -> None:
+    fresh_native.delenv("SUPERADAM_ISA", raising=False)
+    fresh_native.setattr(native, "known_isas", lambda: {"avx512": "not compiled", "scalar": "runnable"})
+    finding = processor.instruction_sets(machine(tmp_path))
+    assert finding.status is Status.BETTER
+    assert "avx512 not compiled" in finding.detail
+    assert finding.remedy.startswith("pip install")
+
+
+def test_a_wrong_thread_count_is_broken(tmp_path: Path, fresh_native: pytest.MonkeyPatch) -> None:
+    fresh_native.setenv("SUPERADAM_THREADS", "many")
+    finding = processor.threads(machine(tmp_path, environment={"SUPERADAM_THREADS": "many"}))
+    assert finding.status is Status.BROKEN
+    assert finding.remedy == "unset SUPERADAM_THREADS"
+
+
+@pytest.mark.parametrize(
+    ("files", "quota"),
+    [
+        ({"/proc/self/cgroup": "0::/", "/sys/fs/cgroup/cpu.max": "max 100000"}, None),
+        ({"/proc/self/cgroup": "0::/", "/sys/fs/cgroup/cpu.max": "150000 100000"}, 1.5),
+        (
+            {
+                "/proc/self/cgroup": "0::/a/b",
+                "/sys/fs/cgroup/a/cpu.max": "300000 100000",
+                "/sys/fs/cgroup/a/b/cpu.max": "max 100000",
+            },
+            3.0,
+        ),
+        (
+            {
+                "/proc/self/cgroup": "4:cpu,cpuacct:/job\n3:memory:/job",
+                "/sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_quota_us": "250000",
+                "/sys/fs/cgroup/cpu,cpuacct/job/cpu.cfs_period_us": "100000",
+            },
+            2.5,
+        ),
+        ({"/proc/self/cgroup": "4:cpu:/", "/sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1"}, None),
+        ({}, None),
+    ],
+)
+def test_cpu_quota(tmp_path: Path, files: dict[str, str], quota: float | None) -> None:
+    assert processor.cpu_quota(machine(tmp_path, files)) == quota
+
+
+def test_more_threads_than_the_quota_allows_could_be_better(tmp_path: Path, fresh_native: pytest.MonkeyPatch) -> None:
+    fresh_native.setenv("SUPERADAM_THREADS", "4")
+    host = machine(tmp_path, {"/proc/self/cgroup": "0::/", "/sys/fs/cgroup/cpu.max": "250000 100000"})
+    finding = processor.threads(host)
+    assert finding.status is Status.BETTER
+    assert finding.remedy == "export SUPERADAM_THREADS=2"
+    assert (finding.values["superadam"], finding.values["quota"]) == (4, 2.5)
+
+
+def test_spanning_two_nodes_could_be_better(tmp_path: Path) -> None:
+    nodes = {f"/sys/devices/system/node/node{node}/cpulist": cpus for node, cpus in ((0, "0-1"), (1, "2-3"), (2, ""))}
+    finding = processor.numa_nodes(machine(tmp_path, nodes))
+    assert finding.status is Status.BETTER
+    assert finding.remedy == "numactl --cpunodebind=0 --membind=0 COMMAND"
+    assert processor.numa_nodes(machine(tmp_path, nodes, affinity=frozenset({2, 3}))).status is Status.OK
+
+
+def test_a_node_of_memory_only_is_no_second_node(tmp_path: Path) -> None:
+    nodes = {"/sys/devices/system/node/node0/cpulist": "0-71", "/sys/devices/system/node/node1/cpulist": ""}
+    finding = processor.numa_nodes(machine(tmp_path, nodes))
+    assert (finding.status, finding.detail) == (Status.OK, "one, and 1 of memory only")
+
+
+def test_processors_count_cores_and_what_is_allowed(tmp_path: Path) -> None:
+    files = {
+        "/proc/cpuinfo": "processor : 0\nmodel name\t: Some CPU\nprocessor : 1\nmodel name\t: Some CPU\n",
+        "/sys/devices/system/cpu/online": "0-7",
+    }
+    files |= {f"/sys/devices/system/cpu/cpu{n}/topology/thread_siblings_list": f"{n % 4},{n % 4 + 4}" for n in range(8)}
+    finding = processor.processors(machine(tmp_path, files))
+    assert finding.values == {"name": "Some CPU", "cores": 4, "cpus": 8, "allowed": 4}
+    assert finding.detail == "Some CPU: 4 cores, 8 CPUs, of which this process may use 4 (0-3)"
+
+
+@given(st.frozensets(st.integers(0, 300)))
+def test_cpu_lists_are_read_back(numbers: frozenset[int]) -> None:
+    assert cpus_of(ranges_of(numbers)) == numbers
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "environment", "status"),
+    [
+        ("[always] madvise never", {}, Status.OK),
+        ("always [madvise] never", {}, Status.BETTER),
+        ("always [madvise] never", {"THP_MEM_ALLOC_ENABLE": "1"}, Status.OK),
+        ("always madvise [never]", {"THP_MEM_ALLOC_ENABLE": "1"}, Status.BETTER),
+    ],
+)
+def test_huge_pages(tmp_path: Path, text: str, environment: dict[str, str], status: Status) -> None:
+    host = machine(tmp_path, {"/sys/kernel/mm/transparent_hugepage/enabled": text}, environment)
+    finding = memory.huge_pages(host)
+    assert finding.status is status
+    assert bool(finding.remedy) == (status is Status.BETTER)
+
+
+def test_locked_memory_matters_only_with_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory.resource, "getrlimit", lambda which: (8 << 20, 8 << 20))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert memory.pinned_memory(machine(tmp_path)).status is Status.OK
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    finding = memory.pinned_memory(machine(tmp_path))
+    assert (finding.status, finding.remedy) == (Status.BETTER, "ulimit -l unlimited")
+    monkeypatch.setattr(host_memory.resource, "getrlimit", lambda which: (host_memory.resource.RLIM_INFINITY,) * 2)
+    assert memory.pinned_memory(machine(tmp_path)).status is Status.OK
+
+
+def test_bandwidth_is_what_was_moved_over_the_time_it_took() -> None:
+    arrays = PassArrays(1 << 20, Dtype.FLOAT32, Dtype.BFLOAT16)
+    measured = memory.measure_bandwidth(arrays, 1, seconds=0.0)
+    assert 1e6 < measured < 1e13  # a byte per microsecond is slower than any machine, ten terabytes a second faster
+
+
+def test_bandwidth_takes_at_most_a_quarter_of_free_memory(tmp_path: Path) -> None:
+    host = machine(tmp_path, {"/proc/meminfo": "MemTotal: 99999 kB\nMemAvailable: 16384 kB\n"})
+    finding = memory.bandwidth(host)
+    assert finding.status is Status.OK
+    assert 0 < finding.values["measured_over"] <= 4 << 20  # type: ignore[operator]
+
+
+# -- partitions and accelerators -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("files", "status", "remedy"),
+    [
+        ({"/proc/filesystems": "nodev\tproc\n"}, Status.OK, ""),
+        ({"/proc/filesystems": "nodev\tresctrl\n", "/proc/cpuinfo": "flags\t: fpu sse2\n"}, Status.OK, ""),
+        (
+            {"/proc/filesystems": "nodev\tresctrl\n", "/proc/cpuinfo": "flags\t: fpu cat_l3 mba\n"},
+            Status.BETTER,
+            "sudo mount -t resctrl resctrl /sys/fs/resctrl",
+        ),
+        (
+            {"/proc/filesystems": "nodev\tproc\n", "/sys/firmware/acpi/tables/MPAM": "MPAM"},
+            Status.BETTER,
+            "boot a kernel with CONFIG_ARM64_MPAM=y",
+        ),
+        ({"/sys/fs/resctrl/schemata": "    MB:0=100\n    L3:0=fff\n"}, Status.OK, ""),
+    ],
+)
+def test_cache_partitioning(tmp_path: Path, files: dict[str, str], status: Status, remedy: str) -> None:
+    finding = partition.cache_partitioning(machine(tmp_path, files))
+    assert (finding.status, finding.remedy) == (status, remedy)
+
+
+def link_of(tmp_path: Path, rows: str, c2c: str | None = None) -> Finding:
+    programs = ({"c2c": c2c} if c2c is not None else {}) | {"--query-gpu": rows}
+    return accelerator.link(machine(tmp_path, programs=programs))
+
+
+def test_a_pcie_link_is_reported_by_generation_and_width(tmp_path: Path) -> None:
+    finding = link_of(tmp_path, "0, NVIDIA H200, 00000000:18:00.0, 5, 16, 16\n")
+    assert (finding.status, finding.detail) == (Status.OK, "GPU 0: PCIe 5 x16, 63 GB/s each way")
+
+
+def test_a_link_with_missing_lanes_could_be_better(tmp_path: Path) -> None:
+    finding = link_of(tmp_path, "0, GPU, 00000000:18:00.0, 4, 8, 16\n")
+    assert finding.status is Status.BETTER
+    assert finding.detail == "GPU 0: PCIe 4 x8, 16 GB/s each way, of x16"
+
+
+def test_nvlink_c2c_is_recognised(tmp_path: Path) -> None:
+    c2c = "GPU 0: NVIDIA GH200 480GB (UUID: GPU-0)\n" + "".join(f"\t C2C Link {n}: 44.712 GB/s\n" for n in range(10))
+    finding = link_of(tmp_path, "0, NVIDIA GH200 480GB, 00000009:01:00.0, 5, 16, 16\n", c2c)
+    assert finding.detail == "GPU 0: NVLink-C2C, 447 GB/s each way"
+
+
+@pytest.mark.parametrize("rows", ["0, GPU, 00000000:18:00.0, [N/A], [N/A], [N/A]\n", ""])
+def test_a_link_that_is_not_reported_does_no_harm(tmp_path: Path, rows: str) -> None:
+    assert link_of(tmp_path, rows).status in (Status.OK, Status.UNKNOWN)
+
+
+def test_a_driver_with_a_torch_without_cuda_could_be_better(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    version = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.133.20  Sun Mar 23\n"
+    host = machine(tmp_path, {"/proc/driver/nvidia/version": version})
+    assert accelerator.gpus(host).status is Status.BETTER
+    assert accelerator.driver(host).detail == "NVIDIA 570.133.20"
+    assert accelerator.link(host).status is Status.UNKNOWN
+
+
+def test_devices_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Properties:
+        name, total_memory, major, minor = "NVIDIA H200", 141 << 30, 9, 0
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties)
+    finding = accelerator.gpus(machine(tmp_path))
+    assert finding.detail == "2 x NVIDIA H200, 141 GiB, capability 9.0"
+
+
+# -- software --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("version", "status"), [("2.5.1+cpu", Status.BROKEN), ("2.13.0", Status.OK)])
+def test_torch_must_be_new_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, status: Status
+) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    assert software.torch_version(machine(tmp_path)).status is status
+
+
+def test_triton_is_missed_only_with_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> str:
+        raise software.PackageNotFoundError(name)
+
+    monkeypatch.setattr(software, "version", absent)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert software.triton_version(machine(tmp_path)).status is Status.OK
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert software.triton_version(machine(tmp_path)).remedy == "pip install triton"
+
+
+# -- the report ------------------------------------------------------------------------------------------------------
+
+FINDINGS = [
+    Finding("one", Status.OK, "a detail that is long enough to be wrapped once or twice " * 3, values={"n": 1}),
+    Finding("two", Status.BETTER, "slow", "export FASTER=1"),
+    Finding("three [b]", Status.BROKEN, "wrong [/b]", "unset WRONG"),
+]
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_table_fits_and_says_everything(width: int) -> None:
+    console = Console(width=width, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console.print(report.to_table(FINDINGS))
+    text = console.export_text()
+    assert max(map(len, text.splitlines())) <= width
+    for word in ("ok", "could be better", "broken", "export FASTER=1", "unset WRONG", "three [b]", "wrong [/b]"):
+        assert word in text
+    assert report.summary(FINDINGS) == "1 ok, 1 could be better, 1 broken"
+
+
+def test_json_holds_every_finding() -> None:
+    read = json.loads(json.dumps(report.to_json(FINDINGS)))
+    assert read["broken"] is True
+    assert [finding["status"] for finding in read["findings"]] == ["ok", "could be better", "broken"]
+    assert read["findings"][0]["values"] == {"n": 1}
+
+
+@pytest.mark.parametrize(("words", "as_json"), [(["doctor"], False), (["doctor", "--json"], True)])
+def test_the_command_reports_this_machine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], as_json: bool
+) -> None:
+    monkeypatch.setattr(memory, "MEASURED_SECONDS", 0.0)
+    monkeypatch.setattr(memory.bandwidth, "__defaults__", (4 << 20,))
+    assert cli.main(words) == 0
+    printed = capsys.readouterr().out
+    if as_json:
+        assert [finding["name"] for finding in json.loads(printed)["findings"]] == [name for name, _ in PROBES]
+    else:
+        assert all(name in printed for name, _ in PROBES)
+
+
+def test_a_wrong_isa_ends_in_a_report_and_status_1() -> None:
+    script = (
+        "from superadam import cli\nfrom superadam.doctor import memory\n"
+        "memory.bandwidth.__defaults__ = (4 << 20,)\nraise SystemExit(cli.main(['doctor', '--json']))"
+    )
+    environment = os.environ | {"SUPERADAM_ISA": "sse9", "SUPERADAM_THREADS": "0"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    findings = {finding["name"]: finding for finding in json.loads(done.stdout)["findings"]}
+    broken = {name for name, finding in findings.items() if finding["status"] == "broken"}
+    assert broken == {"instruction sets", "threads"}
+    assert findings["memory bandwidth"]["status"] == "ok"

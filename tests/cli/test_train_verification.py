@@ -1,0 +1,254 @@
+"""`superadam.cli.train.verification`: the reference agrees with a right run and notices each single fault."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from training_runs import DEVICES, TINY_SHAPE, one_torch_thread, tiny_trainer
+
+from superadam import OffloadScheduler, StepKind, StepOutcome
+from superadam.cli.train.loop import Trainer
+from superadam.cli.train.model import next_byte_loss
+from superadam.cli.train.verification import NORM_TOLERANCE, Reference, Verification, count_differing
+from superadam.kernels import native
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_torch_thread() -> Iterator[None]:
+    with one_torch_thread():
+        yield
+
+
+def verified_steps(trainer: Trainer, steps: int = 5) -> Verification:
+    """Run some steps with a NaN in the second one, and compare."""
+    reference = trainer.verify()
+    with trainer:
+        for number in range(steps):
+            trainer.step(inject_nan=number == 1)
+        return reference.compare()
+
+
+def feed(reference: Reference, gradients: Sequence[torch.Tensor]) -> None:
+    """Run a backward that gives each parameter this gradient."""
+    for parameter in reference._parameters:
+        parameter.grad = None
+    loss = sum((p * gradient).sum() for p, gradient in zip(reference._parameters, gradients, strict=True))
+    loss.backward()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_right_run_differs_in_nothing(dtype: str, overlap: bool) -> None:
+    trainer = tiny_trainer(dtype=dtype, overlap=overlap)
+    found = verified_steps(trainer)
+    assert (found.elements, found.elements_differing, found.parameters_differing) == (3 * trainer.parameters, 0, 0)
+    assert found.verdicts_differing == 0
+    assert found.norm_max_relative_difference <= NORM_TOLERANCE
+    kinds = {record.kind for record in trainer.history.steps}
+    assert kinds == set(StepKind)
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_right_run_of_a_decoder_differs_in_nothing(dtype: str, checkpointing: bool, tied: bool, device: str) -> None:
+    shape = dataclasses.replace(TINY_SHAPE, tied=tied)
+    trainer = tiny_trainer(
+        dtype=dtype, shape=shape, checkpointing=checkpointing, device=device, max_grad_norm=1.5, steps=12
+    )
+    found = verified_steps(trainer, steps=12)
+    assert trainer.parameters == shape.parameters
+    assert (found.elements, found.elements_differing, found.parameters_differing) == (3 * trainer.parameters, 0, 0)
+    assert found.verdicts_differing == 0
+    assert found.norm_max_relative_difference <= NORM_TOLERANCE
+    assert {record.kind for record in trainer.history.steps} == set(StepKind)
+
+
+def test_run_of_skipped_steps_alone_differs_in_nothing() -> None:
+    trainer = tiny_trainer()
+    reference = trainer.verify()
+    with trainer:
+        trainer.step(inject_nan=True)
+        found = reference.compare()
+    assert found.elements > 0
+    assert found.elements_differing + found.parameters_differing + found.verdicts_differing == 0
+
+
+def flip(tensor: torch.Tensor, index: int, bit: int) -> None:
+    """Flip one bit of one fp32 element."""
+    tensor.view(-1).view(torch.int32)[index] ^= 1 << bit
+
+
+@pytest.mark.parametrize("bit", [0, 22])
+@pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq", "master"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_one_planted_bit_is_one_differing_element(dtype: str, key: str, bit: int) -> None:
+    trainer = tiny_trainer(dtype=dtype)
+    reference = trainer.verify()
+    with trainer:
+        trainer.step()
+        parameter = trainer.optimizer.param_groups[0]["params"][1]
+        state = trainer.optimizer.state[parameter]
+        tensor = state.get(key, parameter.detach())
+        flip(tensor, tensor.numel() - 1, bit)
+        assert reference.compare().elements_differing == 1
+
+
+@pytest.mark.filterwarnings("ignore:Seems like `optimizer.step")  # it is overridden here, to plant the bit
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_planted_bit_in_the_models_parameter_is_noticed_after_the_step(
+    dtype: str, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = tiny_trainer(dtype=dtype, max_grad_norm=math.inf, overlap=overlap)
+    reference = trainer.verify()
+    step = trainer.optimizer.step
+
+    def step_and_flip() -> None:
+        step()
+        if trainer.scheduler is not None:
+            trainer.scheduler.synchronize()
+        parameter = trainer.optimizer.param_groups[0]["params"][1]
+        integers = torch.int16 if dtype == "bf16" else torch.int32
+        parameter.data.view(-1).view(integers)[3] ^= 1
+
+    monkeypatch.setattr(trainer.optimizer, "step", step_and_flip)
+    with trainer:
+        trainer.step()
+        assert reference.compare().parameters_differing == 1
+
+
+def test_wrong_hyperparameter_is_noticed() -> None:
+    trainer = tiny_trainer()
+    reference = trainer.verify()
+    with trainer:
+        trainer.step()
+        trainer.step()
+        trainer.optimizer.param_groups[0]["maximize"] = True  # the reference knows nothing of it
+        trainer.step()
+        assert reference.compare().elements_differing > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "verdicts", "is_norm_off"),
+    [
+        ({"kind": StepKind.COMMITTED}, 1, False),
+        ({"kind": StepKind.SKIPPED}, 1, False),
+        ({"clip_coefficient": 1.0}, 1, False),
+        ({"clip_coefficient": 0.25}, 1, False),
+        ({"grad_norm": 3.0}, 0, True),
+        ({"grad_norm": math.nan}, 0, True),
+        ({}, 0, False),
+    ],
+)
+def test_wrong_outcome_is_noticed(change: dict[str, object], verdicts: int, is_norm_off: bool) -> None:
+    trainer = tiny_trainer(dtype="fp32", max_grad_norm=0.5)
+    reference = Reference(trainer.optimizer, trainer.model)
+    gradients = [torch.zeros_like(parameter) for parameter in reference._parameters]
+    gradients[0].view(-1)[:2] = torch.tensor([3.0, 4.0])
+    coefficient = float(np.float32(0.5 / (5.0 + 1e-6)))
+    outcome = StepOutcome(StepKind.CLIPPED, 5.0, coefficient)
+    feed(reference, gradients)
+    reference.step(dataclasses.replace(outcome, **change))  # type: ignore[arg-type]
+    found = reference.compare()
+    assert found.verdicts_differing == verdicts
+    assert (not found.norm_max_relative_difference <= NORM_TOLERANCE) is is_norm_off
+
+
+def test_skipping_is_the_only_right_verdict_over_a_nan() -> None:
+    trainer = tiny_trainer(dtype="fp32")
+    reference = Reference(trainer.optimizer, trainer.model)
+    for kind, differing in ((StepKind.SKIPPED, 0), (StepKind.COMMITTED, 1)):
+        feed(reference, [torch.full_like(parameter, math.nan) for parameter in reference._parameters])
+        reference.step(StepOutcome(kind, math.nan, 1.0))
+        assert reference._verdicts_differing == differing
+
+
+def test_reference_never_runs_our_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = tiny_trainer(dtype="fp32")
+    with trainer:
+        trainer.step()
+    reference = Reference(trainer.optimizer, trainer.model)
+
+    def refuse(*arguments: object, **options: object) -> None:
+        raise AssertionError("the reference called superadam's kernels")
+
+    monkeypatch.setattr(native, "run", refuse)
+    feed(reference, [torch.ones_like(parameter) for parameter in reference._parameters])
+    reference.step(StepOutcome(StepKind.CLIPPED, 1.0, 0.5))
+
+
+def test_parameter_without_a_gradient_is_an_error() -> None:
+    trainer = tiny_trainer()
+    reference = Reference(trainer.optimizer, trainer.model)
+    with pytest.raises(RuntimeError, match="9 parameters gave the reference no gradient in this step, first bytes"):
+        reference.step(StepOutcome(StepKind.COMMITTED, 1.0, 1.0))
+    trainer.model.norm.requires_grad_(False)
+    next_byte_loss(trainer.model, trainer.text.held_out_windows(1, 16)).backward()  # type: ignore[no-untyped-call]
+    with pytest.raises(RuntimeError, match=r"1 parameters gave the reference no gradient in this step, first norm\."):
+        reference.step(StepOutcome(StepKind.COMMITTED, 1.0, 1.0))
+
+
+def test_second_gradient_in_a_step_is_an_error() -> None:
+    trainer = tiny_trainer()
+    reference = Reference(trainer.optimizer, trainer.model)
+    ones = [torch.ones_like(parameter) for parameter in reference._parameters]
+    feed(reference, ones)
+    with pytest.raises(RuntimeError, match="got a second gradient in one step"):
+        feed(reference, ones)
+
+
+def test_reference_made_after_the_scheduler_sees_the_gradients_that_were_taken() -> None:
+    trainer = tiny_trainer()
+    with OffloadScheduler(trainer.optimizer, trainer.model, bucket_numel=1, num_threads=1) as scheduler:
+        reference = Reference(trainer.optimizer, trainer.model)
+        for step in range(3):
+            windows = trainer.text.held_out_windows(1 + step, 16)
+            next_byte_loss(trainer.model, windows).backward()  # type: ignore[no-untyped-call]
+            trainer.optimizer.step()
+            assert trainer.optimizer.last_outcome is not None
+            reference.step(trainer.optimizer.last_outcome)
+            trainer.optimizer.zero_grad()
+        assert scheduler.statistics.buckets > 0
+        assert scheduler.statistics.given_back_gradients == 0
+        found = reference.compare()
+    assert (found.elements_differing, found.parameters_differing, found.verdicts_differing) == (0, 0, 0)
+    assert found.norm_max_relative_difference <= NORM_TOLERANCE
+
+
+def test_closed_reference_takes_nothing() -> None:
+    trainer = tiny_trainer()
+    reference = trainer.verify()
+    with trainer:
+        trainer.step()
+    with trainer:  # the reference has gone with the first session, and would miss this step
+        trainer.optimizer.zero_grad()
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in trainer.model.parameters())
+    assert reference.compare().elements_differing == 0
+
+
+NAN_PATTERNS = st.sampled_from([0x7FC00000, 0xFFC00000, 0x7F800001, 0x7FFFFFFF])
+PATTERNS = st.one_of(NAN_PATTERNS, st.sampled_from([0, 0x80000000, 0x7F800000, 0x00000001]), st.integers(0, 2**32 - 1))
+
+
+@given(
+    pairs=st.lists(st.tuples(PATTERNS, PATTERNS), max_size=40), same=st.lists(st.booleans(), min_size=40, max_size=40)
+)
+def test_count_is_that_of_bit_patterns_with_nan_equal_to_nan(pairs: list[tuple[int, int]], same: list[bool]) -> None:
+    pairs = [(a, a) if keep else (a, b) for (a, b), keep in zip(pairs, same, strict=False)]
+    columns = [np.array([pair[side] for pair in pairs], dtype=np.uint32) for side in (0, 1)]
+    values: list[npt.NDArray[np.float32]] = [column.view(np.float32) for column in columns]
+    expected = sum(
+        a != b and not (math.isnan(x) and math.isnan(y)) for (a, b), x, y in zip(pairs, *values, strict=True)
+    )
+    assert count_differing(torch.from_numpy(values[0]), torch.from_numpy(values[1])) == expected

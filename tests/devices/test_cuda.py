@@ -1,0 +1,699 @@
+"""`CudaDevice`: what it asks of torch, and that training over it has the bits of the synchronous optimizer.
+
+Everything that does not look at a made-up torch.cuda also runs on every GPU that is there.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fake_cuda import FakeCuda, FakeDevice, FakeStream, OperationsOnStreams, fake_cuda
+from gpu_arrays import BACKENDS, asked_for
+from hypothesis import settings
+from hypothesis.stateful import run_state_machine_as_test
+from overlapped_run import OverlappedRun
+from torch import Tensor, nn
+from visible import bits, state_bits
+
+from superadam import OffloadScheduler, SpeculativeCPUAdam, StepKind
+from superadam.devices import CudaDevice, Device, Stream
+from superadam.devices.flat import FlatLayout
+from superadam.devices.interface import ChunkSums
+from superadam.devices.simulated import SimulatedDevice
+from superadam.gpu import scatter_values
+from superadam.host.machine import Host
+from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
+from superadam.kernels.kept_step import KeptStep
+from superadam.kernels.native import chunk_count
+from superadam.state.parameter import ParameterState
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+GPUS = [f"cuda:{index}" for index in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+ROOM = 1 << 22
+
+
+def where_there_are(name: str, values: list[str]) -> Callable[[Callable[..., None]], Callable[..., None] | None]:
+    """Return what makes a test for each value, or nothing that pytest could collect where there is none."""
+    return lambda test: pytest.mark.parametrize(name, values)(test) if values else None
+
+
+@pytest.fixture
+def cuda() -> Iterator[FakeCuda]:
+    with fake_cuda() as fake:
+        yield fake
+
+
+@pytest.fixture(params=["made-up", *GPUS])
+def device(request: pytest.FixtureRequest) -> Iterator[CudaDevice]:
+    """Return a device with some pinned memory."""
+    if request.param != "made-up":
+        real = CudaDevice(request.param)
+        real.reserve(ROOM, 1 << 16, 0)
+        yield real
+        real.close()
+        return
+    with fake_cuda() as fake:
+        made_up = FakeDevice(fake)
+        made_up.reserve(ROOM, 1 << 16, 0)
+        yield made_up
+        made_up.close()
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a copy on a device with the same strides, dense or not."""
+    numel = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    memory = torch.zeros(max(numel, 1), dtype=tensor.dtype, device=device)
+    return memory.as_strided(tensor.shape, tensor.stride()).copy_(tensor)
+
+
+def oddly_laid_out(device: torch.device, dtype: torch.dtype = torch.float32, seed: int = 3) -> list[Tensor]:
+    tensors = [
+        random(5, 7, seed=seed),
+        random(seed=seed),
+        random(0, 3),
+        random(6, 4, seed=seed).t(),
+        random(3, 4, 5, 6, seed=seed).contiguous(memory_format=torch.channels_last),
+        random(8, 6, seed=seed)[:, ::2],
+        random(4, 1, seed=seed).t(),
+        random(4100, seed=seed),
+    ]
+    return [on_device(tensor.to(dtype), device) for tensor in tensors]
+
+
+def layout_of(tensors: list[Tensor], device: Device) -> FlatLayout:
+    return FlatLayout(
+        [
+            ParameterState(nn.Parameter(tensor), row, f"p{row}", is_on_host=device.is_host(tensor))
+            for row, tensor in enumerate(tensors)
+        ]
+    )
+
+
+def settled(device: Device) -> None:
+    for stream in Stream:
+        device.record(stream).synchronize()
+
+
+# ---- what arrives ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients_go_to_the_host_and_values_come_back(device: CudaDevice, dtype: torch.dtype) -> None:
+    """Gradients that lie as their parameters do, or otherwise, arrive in the layout of the states."""
+    parameters = oddly_laid_out(device.device, dtype)
+    layout = layout_of(parameters, device)
+    same = oddly_laid_out(device.device, dtype, seed=8)
+    for gradients in (same, [gradient.contiguous() for gradient in same]):
+        packed = device.pack(gradients, layout, dtype)
+        assert (packed.dtype, packed.shape) == (dtype, (layout.numel,))
+        device.wait(Stream.DOWNLOAD, device.record(Stream.CURRENT))
+        host = device.host_empty(layout.numel, dtype)
+        assert device.is_host(host)
+        device.copy(host, packed, Stream.DOWNLOAD)
+        device.keep(packed, Stream.DOWNLOAD)
+        device.keep(host, Stream.DOWNLOAD)
+        device.record(Stream.DOWNLOAD).synchronize()
+        for view, gradient in zip(layout.views(host), gradients, strict=True):
+            assert bits(view) == bits(gradient)
+        there = device.empty(layout.numel, dtype, Stream.UPLOAD)
+        device.copy(there, host, Stream.UPLOAD)
+        device.keep(host, Stream.UPLOAD)
+        versions = [parameter._version for parameter in parameters]
+        device.wait(Stream.CURRENT, device.record(Stream.UPLOAD))
+        device.scatter(layout.views(there), [state.parameter.data for state in layout.states])
+        device.keep(there, Stream.CURRENT)
+        for state, gradient in zip(layout.states, gradients, strict=True):
+            assert bits(state.parameter) == bits(gradient)
+        assert [parameter._version for parameter in parameters] == versions
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+@pytest.mark.parametrize("gradient_dtype", DTYPES[:3], ids=str)
+def test_packing_converts_as_torch_does(device: CudaDevice, gradient_dtype: torch.dtype, dtype: torch.dtype) -> None:
+    gradients = oddly_laid_out(device.device, gradient_dtype)
+    layout = layout_of(gradients, device)
+    packed = device.pack(gradients, layout, dtype)
+    for view, gradient in zip(layout.views(packed), gradients, strict=True):
+        assert bits(view) == bits(gradient.to(dtype))
+
+
+def test_packing_takes_gradients_that_carry_a_graph_or_are_negated_views(device: CudaDevice) -> None:
+    with_graph = torch.ones(3, requires_grad=True, device=device.device) * 2
+    negated = torch.complex(torch.zeros(4), torch.arange(4.0)).to(device.device).conj().imag
+    assert negated.is_neg()
+    dense = torch._neg_view(torch.ones(2, device=device.device))
+    layout = layout_of([torch.zeros(numel, device=device.device) for numel in (3, 4, 2)], device)
+    packed = device.pack([with_graph, negated, dense], layout, torch.float32)
+    first, second, third = layout.views(packed)
+    assert first.tolist() == [2.0] * 3
+    assert second.tolist() == [0.0, -1.0, -2.0, -3.0]
+    assert third.tolist() == [-1.0, -1.0]
+    assert not packed.requires_grad
+
+
+@where_there_are("implementation", ["torch"] if GPUS else BACKENDS)
+def test_every_implementation_of_the_kernels(cuda: FakeCuda, implementation: str) -> None:
+    """Compiled kernels do not reach the made-up device; other tests run them."""
+    device = FakeDevice(cuda)
+    layout = layout_of(oddly_laid_out(device.device), device)
+    gradients = oddly_laid_out(device.device, seed=5)
+    gradients[-1] = torch._neg_view(gradients[-1])  # whose memory does not hold its values
+    with asked_for(implementation):
+        packed = device.pack(gradients, layout, torch.float32)
+        device.scatter(layout.views(packed), [state.parameter.data for state in layout.states])
+    for state, gradient in zip(layout.states, gradients, strict=True):
+        assert bits(state.parameter) == bits(gradient)
+
+
+def norm_room(layout: FlatLayout, device: torch.device) -> Tensor:
+    chunks = sum(chunk_count(state.shape.numel()) for state in layout.states)
+    return torch.full((2 * chunks,), -1.0, dtype=torch.float64, device=device)
+
+
+@where_there_are("implementation", [name for name in BACKENDS if name != "torch"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_norms_have_the_bits_of_the_cpu(implementation: str, dtype: torch.dtype) -> None:
+    """Of what is in the buffer, each parameter in the order of its state, whatever the order of its gradient.
+
+    On the first GPU, or in Triton's interpreter.
+    """
+    with nullcontext() if GPUS else fake_cuda() as fake:
+        device = CudaDevice("cuda:0") if fake is None else FakeDevice(fake)
+        gradients = [gradient.contiguous() for gradient in oddly_laid_out(device.device)]
+        gradients[0][0, 0] = math.inf
+        layout, simulated = layout_of(gradients, device), SimulatedDevice(0)
+        ours, theirs = norm_room(layout, device.device), norm_room(layout, torch.device("cpu"))
+        with asked_for(implementation):
+            device.pack(gradients, layout, dtype, ChunkSums.over(ours))
+        simulated.pack([gradient.cpu() for gradient in gradients], layout, dtype, ChunkSums.over(theirs))
+        simulated.record(Stream.CURRENT).synchronize()
+        assert bits(ours) == bits(theirs)
+
+
+@where_there_are("implementation", [name for name in BACKENDS if name != "torch"])
+def test_steps_of_kept_state_have_the_bits_of_the_cpu(implementation: str) -> None:
+    """On the first GPU, or in Triton's interpreter."""
+    hyper = Hyperparameters(0.1, 0.9, 0.99, 1e-8, 0.1, amsgrad=True, maximize=False, decoupled_weight_decay=True)
+    sets = [Coefficients.at_step(hyper, 3, 0.5), Coefficients.at_step(hyper, 7)]
+
+    def updated(device: Device, where: torch.device) -> list[KeptStep]:
+        steps = [
+            KeptStep(
+                *[random(numel, seed=row).abs().to(where) for row in range(4)],
+                random(numel, dtype=torch.bfloat16, seed=5).to(where),
+                torch.zeros(numel, dtype=torch.bfloat16, device=where),
+                index,
+            )
+            for index, numel in enumerate((70, 4100))
+        ]
+        device.update(steps, sets)
+        return steps
+
+    with nullcontext() if GPUS else fake_cuda() as fake:
+        device = CudaDevice("cuda:0") if fake is None else FakeDevice(fake)
+        assert device.can_update is (fake is None)
+        with asked_for(implementation):
+            ours = updated(device, device.device)
+    for one, other in zip(ours, updated(SimulatedDevice(0), torch.device("cpu")), strict=True):
+        for name in ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "parameter"):
+            assert bits(getattr(one, name)) == bits(getattr(other, name)), name
+
+
+def test_without_triton_no_state_is_kept(cuda: FakeCuda) -> None:
+    assert not FakeDevice(cuda).can_update
+
+
+def test_free_memory_counts_what_torch_holds_and_has_not_handed_out(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 5000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 300)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 100)
+    assert FakeDevice(cuda).free_bytes() == 1200
+
+
+def test_calls_work_from_any_thread(device: CudaDevice) -> None:
+    layout = layout_of([torch.zeros(9, device=device.device)], device)
+    errors: list[BaseException] = []
+
+    def upload() -> None:
+        try:
+            host = device.host_empty(layout.numel, torch.float32)
+            host.fill_(3.0)
+            there = device.empty(layout.numel, torch.float32, Stream.UPLOAD)
+            device.copy(there, host, Stream.UPLOAD)
+            device.keep(host, Stream.UPLOAD)
+            device.wait(Stream.CURRENT, device.record(Stream.UPLOAD))
+            device.scatter(layout.views(there), [state.parameter.data for state in layout.states])
+            device.record(Stream.CURRENT).synchronize()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=upload)
+    thread.start()
+    thread.join()
+    assert errors == []
+    assert layout.states[0].parameter.tolist() == [3.0] * 9
+
+
+# ---- what is asked of torch ------------------------------------------------------------------------------------------
+
+
+def test_order_of_a_download(cuda: FakeCuda) -> None:
+    device = FakeDevice(cuda)
+    device.reserve(ROOM, 1 << 16, 0)
+    layout = layout_of([torch.zeros(70), torch.zeros(6, 4).t()], device)
+    with OperationsOnStreams(cuda):
+        packed = device.pack([random(70), random(4, 6)], layout, torch.float32)
+        device.wait(Stream.DOWNLOAD, device.record(Stream.CURRENT))
+        host = device.host_empty(layout.numel, torch.float32)
+        device.copy(host, packed, Stream.DOWNLOAD)
+        device.keep(packed, Stream.DOWNLOAD)
+        device.keep(host, Stream.DOWNLOAD)
+        device.record(Stream.DOWNLOAD).synchronize()
+    assert cuda.log == [
+        ("allocate", "current"),
+        ("copy that waits", "current"),  # a gradient that lies otherwise, device to device: only its stream waits
+        ("copy", "current"),
+        ("copy", "current"),
+        ("record", "current"),
+        ("wait", "download", "current"),
+        ("copy", "download"),
+        ("record_stream", "download"),
+        ("record", "download"),  # for the host's memory
+        ("record", "download"),
+        ("synchronize", "download"),
+    ]
+
+
+def test_order_of_an_upload(cuda: FakeCuda) -> None:
+    device = FakeDevice(cuda)
+    device.reserve(ROOM, 1 << 16, 0)
+    layout = layout_of([torch.zeros(70), torch.zeros(8, 6)[:, ::2], torch.zeros(6, 4).t()], device)
+    host = device.host_empty(layout.numel, torch.float32)
+    with OperationsOnStreams(cuda):
+        arriving = device.empty(layout.numel, torch.float32, Stream.UPLOAD)
+        device.copy(arriving, host, Stream.UPLOAD)
+        device.keep(host, Stream.UPLOAD)
+        device.wait(Stream.CURRENT, device.record(Stream.UPLOAD))
+        device.scatter(layout.views(arriving), [state.parameter.data for state in layout.states])
+        device.keep(arriving, Stream.CURRENT)
+    assert cuda.log == [
+        ("allocate", "upload"),
+        ("copy", "upload"),
+        ("record", "upload"),  # for the host's memory
+        ("record", "upload"),
+        ("wait", "current", "upload"),
+        ("scatter", "current", 2),
+        ("copy", "current"),  # a parameter that is not dense
+        ("record_stream", "current"),
+    ]
+
+
+@pytest.mark.parametrize("numel", [50, ROOM])
+def test_sources_may_lie_in_memory_of_the_host(device: CudaDevice, numel: int) -> None:
+    """Pinned as far as it was reserved, and pageable beyond; the parameter may lie on the host as well."""
+    host = device.host_empty(numel, torch.float32)
+    host.copy_(torch.arange(float(numel)))
+    there = torch.arange(3.0, device=device.device)
+    targets = [
+        torch.zeros(30, device=device.device),
+        torch.zeros(20),
+        torch.zeros(3),
+        torch.zeros(3, device=device.device),
+    ]
+    versions = [target._version for target in targets]
+    device.scatter([host[:30], host[-20:], there, there], targets)
+    device.record(Stream.CURRENT).synchronize()
+    assert [target._version for target in targets] == versions
+    for target, first in zip(targets, (0, numel - 20, 0, 0), strict=True):
+        assert target.tolist() == list(range(first, first + len(target)))
+
+
+def test_parameters_that_differ_from_their_sources_are_copied_one_by_one(cuda: FakeCuda) -> None:
+    device = FakeDevice(cuda)
+    targets = [
+        torch.zeros(4),
+        torch.zeros(4, dtype=torch.bfloat16),
+        torch._neg_view(torch.zeros(4)),
+        torch.zeros(8)[::2],
+    ]
+    with OperationsOnStreams(cuda):
+        device.scatter([torch.arange(4.0)] * 4, targets)
+    assert cuda.log == [("scatter", "current", 1), *[("copy", "current")] * 3]
+    for target in targets:
+        assert target.tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_host_memory_does_not_follow_the_default_device(cuda: FakeCuda) -> None:
+    device = FakeDevice(cuda)
+    device.reserve(1 << 16, 1 << 12, 0)
+    with torch.device("meta"):
+        for numel in (0, 8, ROOM):  # in a slab, and beyond
+            assert device.host_empty(numel, torch.float32).is_cpu
+
+
+def test_only_cuda_devices_are_taken() -> None:
+    with pytest.raises(ValueError, match="CudaDevice got meta, expected a CUDA or HIP device; use PlainDevice"):
+        CudaDevice("meta")
+
+
+def test_gradients_made_on_another_stream_are_packed_behind_it(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FakeDevice(cuda)
+    layout = layout_of([torch.zeros(9)], device)
+    kept: list[str] = []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda gradient, stream: kept.append(stream.name))
+    device.note_ready()
+    device.pack([random(9)], layout, torch.float32)
+    assert not any(entry[0] == "wait for stream" for entry in cuda.log)
+    with cuda.stream(FakeStream(cuda, "branch")):
+        device.note_ready()
+    device.pack([random(9)], layout, torch.float32)
+    assert ("wait for stream", "current", "branch") in cuda.log
+    assert kept == ["current"]
+
+
+def test_kept_gradients_that_were_packed_on_another_stream_are_stepped_behind_it(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = FakeDevice(cuda)
+    kept: list[Tensor] = []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda gradient, stream: kept.append(gradient))
+    monkeypatch.setattr("superadam.devices.cuda.update", lambda *_: cuda.log.append(("update", cuda.now.name)))
+    step = KeptStep(random(3), random(3), random(3), None, random(3), random(3), 0)
+    device.note_ready()
+    device.update([step], [])
+    assert (cuda.log, kept) == ([("update", "current")], [])
+    with cuda.stream(FakeStream(cuda, "branch")):
+        device.note_ready()
+    device.update([step], [])
+    assert cuda.log[1:] == [("wait for stream", "current", "branch"), ("update", "current")]
+    assert len(kept) == 1
+    assert kept[0] is step.gradient
+
+
+def test_host_memory_is_not_used_again_while_a_copy_is_under_way(cuda: FakeCuda) -> None:
+    device = FakeDevice(cuda)
+    device.reserve(4096, 1, 0)
+    host = device.host_empty(1024, torch.float32)
+    address, cuda.events_pass = host.data_ptr(), False
+    device.keep(host, Stream.DOWNLOAD)
+    del host
+    assert device.host_empty(1024, torch.float32).data_ptr() != address
+    cuda.events_pass = True
+    assert device.host_empty(1024, torch.float32).data_ptr() == address
+
+
+# ---- reserving -------------------------------------------------------------------------------------------------------
+
+
+def machine(root: Path, files: dict[str, str]) -> Host:
+    for path, text in files.items():
+        target = root / path.lstrip("/")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text)
+    return Host(root, {}, frozenset(range(8)))
+
+
+def meminfo(available: int) -> dict[str, str]:
+    return {"/proc/meminfo": f"MemTotal: {available >> 9} kB\nMemAvailable: {available >> 10} kB\n"}
+
+
+def test_gradients_of_a_step_and_two_buckets_each_way_are_pinned_once(cuda: FakeCuda, tmp_path: Path) -> None:
+    device = FakeDevice(cuda, machine(tmp_path, meminfo(3 << 20)))
+    for _ in range(2):
+        device.reserve(1 << 20, 1 << 16, 0)
+        assert list(cuda.registered.values()) == [(1 << 20) + 4 * (1 << 16)]
+    device.reserve((1 << 20) + 4096, 1 << 16, 0)  # more than before: no less than one bucket more
+    assert list(cuda.registered.values())[1:] == [1 << 16]
+    assert device.pinned.pageable_bytes == 0
+    device.host_empty(1 << 18, torch.float32)
+    assert device.pinned.pageable_bytes == 0
+    device.host_empty(1 << 20, torch.float32)
+    assert device.pinned.pageable_bytes == 4 << 20
+    device.close()
+    assert cuda.registered == {}
+
+
+def test_gradients_of_the_step_before_are_pinned_where_there_is_plenty_of_memory(
+    cuda: FakeCuda, tmp_path: Path
+) -> None:
+    device = FakeDevice(cuda, machine(tmp_path, meminfo(1 << 30)))
+    device.reserve(1 << 20, 1 << 16, 0)
+    assert list(cuda.registered.values()) == [(2 << 20) + 4 * (1 << 16)]
+
+
+def test_what_the_host_cannot_hold_is_refused_with_both_figures(cuda: FakeCuda, tmp_path: Path) -> None:
+    device = FakeDevice(cuda, machine(tmp_path, meminfo(2 << 30)))
+    sentence = r"need 4\.40 GB of host memory, but 2\.15 GB are available; allow this process more"
+    with pytest.raises(MemoryError, match=sentence):
+        device.reserve(4 * 10**9, 10**8, 0)
+    assert cuda.registered == {}
+
+
+def test_a_machine_that_does_not_say_what_is_free_is_trusted(cuda: FakeCuda, tmp_path: Path) -> None:
+    device = FakeDevice(cuda, machine(tmp_path, {}))
+    device.reserve(1 << 16, 1 << 12, 0)
+    assert sum(cuda.registered.values()) == (1 << 16) + (4 << 12)
+
+
+def test_memory_that_cannot_be_pinned_is_pageable_with_a_warning(
+    cuda: FakeCuda, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import superadam.devices.registration as registration
+
+    monkeypatch.setattr(registration, "lockable_bytes", lambda: 8 << 20)
+    device = FakeDevice(cuda, machine(tmp_path, meminfo(4 << 30)))
+    device.pinned._registrar._device = torch.device("cpu")
+    cuda.refuses = True
+    with caplog.at_level(logging.WARNING, "superadam"):
+        device.reserve(1 << 30, 1 << 28, 0)
+    (record,) = caplog.records
+    message = record.getMessage()
+    assert "pinned 0.00 GB of the 2.15 GB of host memory" in message
+    assert "refused to pin 0.27 GB of host memory (MEMORY_ALLOCATION, code 2)" in message
+    assert "lock at most 0.01 GB (RLIMIT_MEMLOCK); run `ulimit -l unlimited`" in message
+    device.host_empty(10, torch.float32).fill_(1.0)
+    assert device.pinned.pageable_bytes == 40
+
+
+# ---- cores -----------------------------------------------------------------------------------------------------------
+
+TWO_NODES = {
+    "/sys/bus/pci/devices/0000:1b:00.0/numa_node": "1",
+    "/sys/devices/system/node/node0/cpulist": "0-1",
+    "/sys/devices/system/node/node1/cpulist": "2-7",
+}
+
+
+def test_cores_near_the_device_but_two_are_idle(cuda: FakeCuda, tmp_path: Path) -> None:
+    assert FakeDevice(cuda, machine(tmp_path, TWO_NODES)).idle_cores() == 4
+
+
+def test_one_core_works_beside_training(cuda: FakeCuda, tmp_path: Path) -> None:
+    assert FakeDevice(cuda, Host(tmp_path, {}, frozenset({3}))).idle_cores() == 1
+
+
+def test_worker_stays_near_the_device(cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bound: dict[str, frozenset[int]] = {}
+    monkeypatch.setattr(
+        os, "sched_setaffinity", lambda pid, cpus: bound.update({threading.current_thread().name: cpus})
+    )
+    worker = FakeDevice(cuda, machine(tmp_path, TWO_NODES)).start_worker(lambda: False)
+    worker.drain()
+    worker.close()
+    assert bound == {"superadam-worker": frozenset(range(2, 8))}
+    assert cuda.log == [("set_device", "superadam-worker")]
+
+
+def test_affinity_of_the_training_thread_is_left_alone(device: CudaDevice) -> None:
+    before = os.sched_getaffinity(0)
+    worker = device.start_worker(lambda: False)
+    worker.drain()
+    worker.close()
+    assert os.sched_getaffinity(0) == before
+
+
+def test_torch_may_not_tell_where_the_device_is(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace())
+    assert FakeDevice(cuda)._cpus == frozenset(os.sched_getaffinity(0))
+
+
+# ---- training over it ------------------------------------------------------------------------------------------------
+
+
+class OddModel(nn.Module):
+    """Parameters of any layout, whose gradients are known exactly: each is its factor times a scale."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.tensors = nn.ParameterList([nn.Parameter(tensor) for tensor in oddly_laid_out(device, dtype)])
+
+    def forward(self, seed: int, scale: float) -> Tensor:
+        total = torch.zeros((), device=self.tensors[0].device)
+        for row, parameter in enumerate(self.tensors):
+            factor = random(*parameter.shape, dtype=parameter.dtype, seed=100 * seed + row).to(parameter.device)
+            total = total + (parameter * factor).sum().float() * scale
+        return total
+
+
+def train(model: OddModel, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None, sums: Any) -> list[Any]:
+    """Make steps that are accepted, clipped and skipped, some of several micro-batches; return what became of them."""
+    kinds = []
+    for step, (scale, micro_batches) in enumerate([(1.0, 1), (0.01, 2), (math.nan, 1), (50.0, 3), (0.01, 1), (1.0, 2)]):
+        for micro_batch in range(micro_batches):
+            accumulates = scheduler is not None and micro_batch < micro_batches - 1
+            with scheduler.accumulate(sums) if scheduler is not None and accumulates else nullcontext():
+                model(3 * step + micro_batch, scale).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        kinds.append(optimizer.last_outcome)
+    return kinds
+
+
+@pytest.mark.parametrize("bucket_numel", [1, 100, 10**6])
+@pytest.mark.parametrize(
+    ("dtype", "link", "sums"),
+    [
+        (torch.float32, "auto", None),
+        (torch.float32, "auto", torch.float32),
+        (torch.bfloat16, "auto", None),
+        (torch.bfloat16, torch.float32, None),
+    ],
+    ids=["fp32", "fp32, sums on the host", "bf16", "bf16, widened"],
+)
+def test_training_has_the_bits_of_the_synchronous_optimizer(
+    device: CudaDevice, dtype: torch.dtype, link: Any, sums: torch.dtype | None, bucket_numel: int
+) -> None:
+    models = [OddModel(device.device, dtype) for _ in range(2)]
+    plain, ours = (SpeculativeCPUAdam(model.parameters(), lr=0.05, max_grad_norm=20.0) for model in models)
+    expected = train(models[0], plain, None, None)
+    with OffloadScheduler(
+        ours, models[1], device=device, bucket_numel=bucket_numel, transfer_dtype=link, cores=1
+    ) as scheduler:
+        outcomes = train(models[1], ours, scheduler, sums)
+        assert [outcome.kind for outcome in outcomes] == [outcome.kind for outcome in expected]
+        assert {outcome.kind for outcome in outcomes} == set(StepKind)
+        assert scheduler.statistics.downloaded_bytes > 0
+        scheduler.synchronize()
+        for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            assert bits(one) == bits(other)
+        without = ["master"]  # where the host is the device, one of the twins is its own master
+        assert state_bits(plain, without=without) == state_bits(ours, without=without)
+    assert device.pinned.pageable_bytes == 0
+
+
+def test_a_narrow_link_rounds_gradients(device: CudaDevice) -> None:
+    """As if they had been bf16 from the beginning."""
+    models = [OddModel(device.device, torch.float32) for _ in range(2)]
+    plain, ours = (SpeculativeCPUAdam(model.parameters(), lr=0.05, max_grad_norm=20.0) for model in models)
+    models[0](1, 1.0).backward()
+    for parameter in models[0].parameters():
+        assert parameter.grad is not None
+        parameter.grad = parameter.grad.bfloat16().float()
+    plain.step()
+    plain.zero_grad()
+    with OffloadScheduler(ours, models[1], device=device, transfer_dtype=torch.bfloat16, cores=1):
+        models[1](1, 1.0).backward()
+        ours.step()
+        ours.zero_grad()
+        for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            assert bits(one) == bits(other)
+
+
+def test_whatever_happens_over_a_made_up_device(cuda: FakeCuda) -> None:
+    devices: list[CudaDevice] = []
+
+    class Run(OverlappedRun):
+        @staticmethod
+        def make_device(seed: int) -> CudaDevice:
+            devices.append(FakeDevice(cuda))
+            devices[-1].reserve(1 << 16, 1 << 14, 0)
+            return devices[-1]
+
+    run_state_machine_as_test(Run, settings=settings(max_examples=25, stateful_step_count=12))
+    for device in devices:
+        device.close()
+
+
+# ---- on GPUs ---------------------------------------------------------------------------------------------------------
+
+
+@where_there_are("gpu", GPUS)
+def test_reserved_memory_is_pinned_for_torch(gpu: str) -> None:
+    device = CudaDevice(gpu)
+    device.reserve(1 << 20, 1 << 16, 0)
+    assert device.host_empty(1000, torch.float32).is_pinned()
+    assert device.pinned.pageable_bytes == 0
+    assert not device.host_empty(1 << 22, torch.float32).is_pinned()
+    device.close()
+
+
+@where_there_are("gpu", GPUS)
+def test_kernels_read_pinned_memory_of_the_host_and_no_other(gpu: str) -> None:
+    targets = [torch.zeros(100, device=gpu), torch.zeros(5, device=gpu)]
+    for implementation in BACKENDS:
+        with asked_for(implementation):
+            scatter_values([torch.arange(100.0).pin_memory(), torch.ones(5, device=gpu)], targets)
+            with pytest.raises(ValueError, match=f"source 0 is on cpu, expected {gpu} or pinned memory of the host"):
+                scatter_values([torch.zeros(100)], targets[:1])
+        assert targets[0].tolist() == list(range(100))
+        assert targets[1].tolist() == [1.0] * 5
+        for target in targets:
+            target.zero_()
+
+
+@where_there_are("gpu", GPUS)
+def test_a_refusal_of_the_driver_is_forgotten(gpu: str) -> None:
+    from superadam.devices.registration import CudaRegistrar
+    from superadam.devices.slab import PinningError, Slab
+
+    registrar = CudaRegistrar(torch.device(gpu))
+    slab = Slab(1 << 16, registrar)
+    with pytest.raises(PinningError, match="the driver refused to pin"):
+        registrar.register(slab._address, slab.size)  # a second time
+    assert torch.ones(8, device=gpu).sum().item() == 8
+
+
+@where_there_are("gpu", GPUS)
+def test_waiting_sleeps_until_the_device_is_there(gpu: str) -> None:
+    device = CudaDevice(gpu)
+    device.reserve(1 << 26, 1 << 20, 0)
+    source = torch.ones(1 << 24, device=gpu)
+    host = device.host_empty(1 << 24, torch.float32)
+    host.zero_()
+    with torch.cuda.device(gpu):
+        torch.cuda._sleep(200_000_000)
+    source.add_(1)
+    device.wait(Stream.DOWNLOAD, device.record(Stream.CURRENT))
+    device.copy(host, source, Stream.DOWNLOAD)
+    arrived = device.record(Stream.DOWNLOAD)
+    assert not arrived.query()
+    arrived.synchronize()
+    assert (host == 2).all()
+    device.close()
+
+
+@where_there_are("gpu", GPUS)
+def test_a_thread_without_a_current_device_makes_no_context_elsewhere(gpu: str) -> None:
+    device = CudaDevice(gpu)
+    seen: list[int] = []
+    worker = device.start_worker(lambda: False)
+    worker.submit(lambda: seen.append(torch.cuda.current_device()))
+    worker.drain()
+    worker.close()
+    assert seen == [device.device.index]

@@ -1,0 +1,102 @@
+"""Tensors of many parameters in one flat buffer: aligned, apart from each other, dense in the layout of the state."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from superadam.devices.flat import ALIGNMENT, FlatLayout
+from superadam.state.parameter import ParameterState
+
+PARAMETERS = {
+    "matrix": lambda: torch.randn(5, 7),
+    "0-dim": lambda: torch.randn(()),
+    "empty": lambda: torch.randn(0, 3),
+    "transposed": lambda: torch.randn(6, 4).t(),
+    "permuted": lambda: torch.randn(3, 4, 5).permute(2, 0, 1),
+    "channels last": lambda: torch.randn(3, 4, 5, 6).contiguous(memory_format=torch.channels_last),
+    "sliced": lambda: torch.randn(6, 8)[:, ::2],
+    "exactly aligned": lambda: torch.randn(2 * ALIGNMENT),
+    "one more": lambda: torch.randn(2 * ALIGNMENT + 1),
+}
+
+
+def states_of(*tensors: Tensor) -> list[ParameterState]:
+    return [ParameterState(nn.Parameter(tensor), row, f"parameter {row}") for row, tensor in enumerate(tensors)]
+
+
+def elements(view: Tensor) -> range:
+    """Return where the elements of a dense view lie in its storage."""
+    return range(view.storage_offset(), view.storage_offset() + view.numel())
+
+
+def check(layout: FlatLayout) -> None:
+    buffer = torch.full((layout.numel,), -1.0)
+    views = layout.views(buffer)
+    taken = [element for view in views for element in elements(view)]
+    assert len(taken) == len(set(taken))
+    for state, view, offset in zip(layout.states, views, layout.offsets, strict=True):
+        assert offset % ALIGNMENT == 0
+        assert view.storage_offset() == offset
+        assert view.shape == state.shape
+        assert view.stride() == state.strides
+        assert view.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+        view.copy_(state.parameter.detach())
+    for state, view in zip(layout.states, views, strict=True):
+        assert torch.equal(view, state.parameter)
+        dense = buffer[view.storage_offset() :][: view.numel()]
+        assert torch.equal(dense, state.host_copy(state.parameter, torch.float32).as_strided(dense.shape, (1,)))
+    gaps = sorted(set(range(layout.numel)) - set(taken))
+    assert torch.equal(buffer[gaps], torch.full((len(gaps),), -1.0))
+
+
+@pytest.mark.parametrize("kind", PARAMETERS)
+def test_a_tensor_of_any_layout_comes_back(kind: str) -> None:
+    check(FlatLayout(states_of(PARAMETERS[kind]())))
+
+
+@given(
+    st.lists(
+        st.tuples(st.lists(st.integers(0, 7), max_size=4), st.randoms(use_true_random=False)), min_size=1, max_size=6
+    )
+)
+def test_tensors_lie_apart_and_aligned(drawn: list[tuple[list[int], object]]) -> None:
+    tensors = []
+    for shape, choices in drawn:
+        order = list(range(len(shape)))
+        choices.shuffle(order)  # type: ignore[attr-defined]
+        tensors.append(torch.randn(shape).permute(order))
+    layout = FlatLayout(states_of(*tensors))
+    check(layout)
+    assert layout.numel == sum(-(-tensor.numel() // ALIGNMENT) * ALIGNMENT for tensor in tensors)
+
+
+def test_all_kinds_together() -> None:
+    layout = FlatLayout(states_of(*(make() for make in PARAMETERS.values())))
+    check(layout)
+    assert layout.offsets == sorted(layout.offsets)
+
+
+def test_buffer_that_begins_inside_its_storage() -> None:
+    layout = FlatLayout(states_of(torch.randn(3), torch.randn(2, 2)))
+    storage = torch.zeros(layout.numel + 10)
+    first, second = layout.views(storage[10:])
+    assert first.storage_offset() == 10
+    assert second.storage_offset() == 10 + ALIGNMENT
+    assert torch.equal(second, torch.zeros(2, 2))
+
+
+def test_nothing_at_all() -> None:
+    layout = FlatLayout([])
+    assert layout.numel == 0
+    assert layout.views(torch.empty(0)) == []
+
+
+def test_layout_keeps_its_own_list_of_states() -> None:
+    states = states_of(torch.randn(3))
+    layout = FlatLayout(states)
+    states.clear()
+    assert len(layout.states) == len(layout.offsets) == 1

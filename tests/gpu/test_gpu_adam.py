@@ -1,0 +1,191 @@
+"""Adam on the GPU: an update leaves the bits that the CPU kernels leave, and changes not one other byte."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gpu_arrays import DEVICE, Launches, Placed, Request, can_compile, compiled, count, needs_triton
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_arrays import STATE, Job, Segment, differing_stored, jobs, make_segment
+from strategies import Magnitudes
+
+from superadam import gpu
+from superadam.gpu import adam
+from superadam.kernels import native
+from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
+from superadam.kernels.kept_step import KeptStep
+from superadam.kernels.native import Dtype, Flag, Pass
+
+HYPER = Hyperparameters(1e-3, 0.9, 0.999, 1e-8, 0.1, amsgrad=False, maximize=False, decoupled_weight_decay=True)
+
+
+def placed(segment: Segment, starts: Sequence[int]) -> dict[str, Placed]:
+    """Return the arrays of a segment that an update uses as tensors on the device."""
+    real = Dtype.FLOAT64 if segment.gradient_dtype is Dtype.FLOAT64 else Dtype.FLOAT32
+    dtypes = {"gradient": segment.gradient_dtype, "out": segment.out_dtype} | dict.fromkeys(STATE, real)
+    used = {name: array for name, array in segment.arrays.items() if name in dtypes}
+    return {
+        name: Placed(array.view.copy(), dtypes[name], starts[number % len(starts)])
+        for number, (name, array) in enumerate(used.items())
+    }
+
+
+def kept_step(arrays: dict[str, Placed], coefficients: int) -> KeptStep:
+    master, exp_avg, exp_avg_sq = (arrays[name].tensor for name in STATE[:3])
+    largest = arrays["max_exp_avg_sq"].tensor if "max_exp_avg_sq" in arrays else None
+    gradient, out = arrays["gradient"].tensor, arrays["out"].tensor
+    return KeptStep(master, exp_avg, exp_avg_sq, largest, gradient, out, coefficients)
+
+
+def check_against_cpu(job: Job, starts: Sequence[int] = (0,)) -> None:
+    """Make the updates of a job on the device and on the CPU, and compare every byte."""
+    arrays = [placed(segment, starts) for segment in job.segments]
+    with np.errstate(all="ignore"):
+        steps = [kept_step(each, segment.coefficients) for segment, each in zip(job.segments, arrays, strict=True)]
+        gpu.update(steps, job.sets)
+    replace(job, which=Pass.UPDATE).run(native.active_isa())
+    for segment, each in zip(job.segments, arrays, strict=True):
+        for name, one in each.items():
+            expected = segment.arrays[name]
+            assert one.outside_is_unchanged(), f"bytes around {name} were changed"
+            if expected.is_unchanged():
+                assert one.is_unchanged(), f"{name} was changed"
+            dtype = {"out": segment.out_dtype, "gradient": segment.gradient_dtype}.get(name, Dtype.FLOAT32)
+            assert differing_stored(one.read(), expected.view.copy(), dtype) == 0, name
+
+
+@needs_triton
+@settings(max_examples=settings.default.max_examples // 2)
+@given(data=st.data())
+def test_updates_have_the_bits_of_the_cpu(data: st.DataObject) -> None:
+    job = data.draw(jobs(Pass.SPECULATE), "job")  # whose segments all have an out
+    check_against_cpu(job, data.draw(st.sampled_from([(0,), (0, 1, 3)]), "starts"))
+
+
+@needs_triton
+@pytest.mark.parametrize("double", [False, True], ids=["fp32", "fp64"])
+def test_every_configuration_in_one_call(double: bool) -> None:
+    """All 32 sets of flags, on both sides of beta1 = 0.5, each on segments of its own."""
+    dtype = Dtype.FLOAT64 if double else Dtype.FLOAT32
+    sets, segments = [], []
+    for number in range(64):
+        flags, beta1 = Flag(number % 32), (0.9, 0.3)[number // 32]
+        hyper = Hyperparameters(1e-2, beta1, 0.99, 1e-8, 0.1, False, False, False)
+        sets.append(replace(Coefficients.at_step(hyper, 1 + number, 0.3, double=double), flags=flags))
+        for kinds in ([Magnitudes.SPECIAL], [list(Magnitudes)[number % len(Magnitudes)], Magnitudes.ORDINARY]):
+            segments.append(make_segment(number, 60, dtype, dtype, kinds=kinds))
+            segments[-1].coefficients = number
+    check_against_cpu(Job(Pass.UPDATE, segments, sets))
+
+
+@needs_triton
+def test_steps_alike_take_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever their lengths, steps and learning rates; those with other flags take another."""
+    launches = Launches(adam.adam_kernel)
+    monkeypatch.setattr(adam, "adam_kernel", launches)
+    lengths = [0, 1, 1023, 1024, 1025, 2048, 7]
+    segments = [make_segment(n, length, Dtype.BFLOAT16, Dtype.BFLOAT16) for n, length in enumerate(lengths)]
+    sets = [Coefficients.at_step(replace(HYPER, lr=0.1 / (1 + n)), 1 + n) for n in range(len(lengths))]
+    for number, segment in enumerate(segments):
+        segment.coefficients = number
+    check_against_cpu(Job(Pass.UPDATE, segments, sets))
+    assert launches.grids == [(1 + 1 + 1 + 2 + 2 + 1,)]
+
+    launches.grids.clear()
+    sets[2] = Coefficients.at_step(replace(HYPER, maximize=True), 3)
+    segments = [make_segment(n, length, Dtype.BFLOAT16, Dtype.BFLOAT16) for n, length in enumerate(lengths)]
+    for number, segment in enumerate(segments):
+        segment.coefficients = number
+    check_against_cpu(Job(Pass.UPDATE, segments, sets))
+    assert sorted(launches.grids) == [(1,), (1 + 1 + 2 + 2 + 1,)]
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def ones(**changed: object) -> KeptStep:
+    return replace(KeptStep(*(torch.ones(10, device=DEVICE) for _ in range(6)), 0), **changed)
+
+
+@needs_triton
+def test_what_does_not_fit_is_refused_and_nothing_is_written() -> None:
+    sets = [Coefficients.at_step(replace(HYPER, amsgrad=True), 1)]
+    ten, half = torch.ones(10, device=DEVICE), torch.ones(10, dtype=torch.float16, device=DEVICE)
+
+    def refused(error: type[Exception], message: str, **changed: object) -> None:
+        good = ones()
+        with pytest.raises(error, match=message):
+            gpu.update([good, ones(**changed)], sets)
+        assert all(bool((each == 1).all()) for each in (good.master, good.exp_avg, good.parameter))
+
+    refused(ValueError, "step 1 lacks max_exp_avg_sq, which amsgrad uses", max_exp_avg_sq=None)
+    refused(ValueError, "step 1's gradient has 9 elements, expected 10", gradient=ten[:9])
+    refused(ValueError, "step 1's exp_avg has shape.*without gaps", exp_avg=torch.ones(20, device=DEVICE)[::2])
+    refused(ValueError, "step 1's parameter is on meta", parameter=torch.empty(10, device="meta"))
+    refused(TypeError, "step 1's gradient is int64", gradient=ten.long())
+    refused(TypeError, "step 1 has master float16", master=half)
+    refused(TypeError, "exp_avg float16.*expected float32 state", exp_avg=half)
+    refused(TypeError, "gradient float64", gradient=ten.double())
+    refused(TypeError, "parameter float64", parameter=ten.double())
+    refused(TypeError, "gradient float32.*or everything float64", **dict.fromkeys(STATE, ten.double()))
+    refused(ValueError, "step 1's coefficients is 1, expected the index of one of 1 sets", coefficients=1)
+    refused(ValueError, "step 1's coefficients is -1", coefficients=-1)
+    gpu.update([ones(max_exp_avg_sq=None)], [Coefficients.at_step(HYPER, 1)])
+
+
+@needs_triton
+def test_no_elements_are_allowed() -> None:
+    gpu.update([], [])
+    gpu.update([KeptStep(*[torch.empty(0, device=DEVICE)] * 6, 0)], [Coefficients.at_step(HYPER, 1)])
+
+
+def test_without_triton_the_update_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SUPERADAM_GPU", "torch")
+    with pytest.raises(RuntimeError, match=r"superadam\.gpu\.update needs Triton.*SUPERADAM_GPU=torch asks for it"):
+        gpu.update([ones()], [Coefficients.at_step(HYPER, 1)])
+
+
+# -- what the compiler makes of it -------------------------------------------------------------------------------------
+
+
+def request(gradient: Dtype, out: Dtype, flags: int, real: Dtype = Dtype.FLOAT32) -> Request:
+    constants = {
+        "REAL": int(real),
+        "GRADIENT": int(gradient),
+        "OUT": int(out),
+        "FLAGS": int(flags),
+        "IS_ALIGNED": True,
+        "BLOCK": adam.BLOCK,
+    }
+    return Request("adam_kernel", {"table": "*i64", "tensors": "i32", "steps": "i32", "sets": "*fp64"}, constants)
+
+
+@pytest.mark.subprocess
+@pytest.mark.skipif(not can_compile(), reason="this Triton cannot compile for NVIDIA's GPUs")
+def test_compiled_code_rounds_once_for_each_operation(tmp_path: Path) -> None:
+    every = sum(Flag)
+    requests = [
+        request(Dtype.BFLOAT16, Dtype.BFLOAT16, Flag.SCALE | Flag.DECOUPLED),
+        request(Dtype.FLOAT32, Dtype.BFLOAT16, every),
+        request(Dtype.FLOAT16, Dtype.FLOAT16, 0),
+        request(Dtype.FLOAT64, Dtype.FLOAT64, every, real=Dtype.FLOAT64),
+    ]
+    elements = 2 * adam.BLOCK // (32 * adam.OPTIONS["num_warps"])  # of a thread, in two branches
+    for one, code in zip(requests, compiled("superadam.gpu.adam", requests, str(tmp_path)), strict=True):
+        flags = Flag(one.constants["FLAGS"])
+        real = "f64" if one.constants["REAL"] == Dtype.FLOAT64 else "f32"
+        products = 3 + (Flag.SCALE in flags) + (Flag.DECOUPLED in flags)
+        fmas = 3 + (Flag.L2 in flags)  # both forms of m are computed
+        assert count(code, r".*\.ftz\b.*|.*\.approx\b.*|.*\.full\b.*") == 0
+        assert count(code, rf"fma\.rn\.{real}") == count(code, r"fma.*\.f(16|32|64)") == elements * fmas
+        assert count(code, rf"mul(\.rn)?\.{real}") == elements * products
+        assert count(code, rf"div\.rn\.{real}") == count(code, r"div.*\.f(32|64)") == elements * 2
+        assert count(code, rf"sqrt\.rn\.{real}") == count(code, r"sqrt.*") == elements
+        assert count(code, r"ld\.global.*\.v[24]\.b(32|64)") > 0  # where nothing is masked, 8 or 16 bytes at once
+        assert count(code, r"(ld|st)\.shared.*|bar\..*") == 0  # no element changes its thread

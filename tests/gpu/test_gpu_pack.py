@@ -1,0 +1,359 @@
+"""Packing: what arrives in the buffer, and its norm, have the bits of the CPU kernels, by Triton and by plain torch."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from gpu_arrays import (
+    BACKENDS,
+    DEVICE,
+    TORCH_DTYPES,
+    Array,
+    Launches,
+    Placed,
+    Request,
+    asked_for,
+    can_compile,
+    compiled,
+    count,
+    needs_triton,
+    offsets_with_gaps,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_arrays import HALVES_AND_FLOAT32, STORAGE, differing, differing_stored, narrow, widen
+from strategies import Magnitudes, magnitudes, random_array
+
+from superadam import gpu
+from superadam.gpu import Backend, backend, choice, language, pack
+from superadam.kernels import native
+from superadam.kernels.native import CHUNK, Dtype, Pass
+
+LENGTHS = st.sampled_from([0, 1, 15, 16, 17, 255, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 17])
+
+
+@pytest.fixture(params=BACKENDS)
+def implementation(request: pytest.FixtureRequest) -> Iterator[str]:
+    with asked_for(request.param):
+        yield request.param
+
+
+def stored_gradient(seed: int, length: int, kind: Magnitudes, dtype: Dtype, sprinkle: bool) -> Array:
+    rng = np.random.default_rng(seed)
+    values = random_array(rng, length, kind, np.float64 if dtype is Dtype.FLOAT64 else np.float32)
+    if sprinkle and length:
+        values[rng.integers(0, length, 3)] = rng.choice([np.inf, -np.inf, np.nan], 3)
+    return narrow(values, dtype)
+
+
+def norms_of_cpu(stored: Sequence[Array], dtype: Dtype) -> tuple[Array, Array]:
+    """Return what the CPU's NORM pass says of arrays: sums and counts, one after another."""
+    chunks = [native.chunk_count(len(one)) for one in stored]
+    sums, nonfinite = np.full(sum(chunks), -1.0), np.full(sum(chunks), -1, np.int64)
+    table = np.zeros(len(stored), native.SEGMENT)
+    for number, one in enumerate(stored):
+        first = 8 * sum(chunks[:number])
+        table[number]["gradient"], table[number]["length"] = one.ctypes.data, len(one)
+        table[number]["sums"], table[number]["nonfinite"] = sums.ctypes.data + first, nonfinite.ctypes.data + first
+        table[number]["gradient_dtype"] = dtype
+    native.run(Pass.NORM, table)
+    return sums, nonfinite
+
+
+def check_pack(
+    stored: Sequence[Array],
+    dtypes: Sequence[Dtype],
+    link: Dtype,
+    places: Sequence[int],
+    numel: int,
+    starts: Sequence[int] = (0,),
+    with_norm: bool | None = None,
+) -> None:
+    """Pack arrays with what runs at present, and compare every byte with the CPU's kernels and the oracle's casts."""
+    gradients = [
+        Placed(one, dtype, starts[number % len(starts)])
+        for number, (one, dtype) in enumerate(zip(stored, dtypes, strict=True))
+    ]
+    blank = np.frombuffer(b"\x5a" * (numel * STORAGE[link]().itemsize), STORAGE[link])
+    destination = Placed(blank, link, starts[-1])
+    wanted, arrived = blank.copy(), []
+    for one, dtype, place in zip(stored, dtypes, places, strict=True):
+        arrived.append(one if dtype is link else narrow(widen(one, dtype), link))
+        wanted[place : place + len(one)] = arrived[-1]
+    sums, nonfinite = norms_of_cpu(arrived, link)
+    got_sums = Placed(np.full(len(sums) + 1, -1.0), torch.float64)
+    got_nonfinite = Placed(np.full(len(sums) + 1, -1, np.int64), torch.int64)
+
+    if with_norm is None:
+        with_norm = backend(DEVICE).backend is not Backend.TORCH
+    norm = (got_sums.tensor, got_nonfinite.tensor) if with_norm else ()
+    with np.errstate(all="ignore"):
+        gpu.pack_gradients([one.tensor for one in gradients], places, destination.tensor, *norm)
+
+    assert all(one.is_unchanged() for one in gradients)
+    assert destination.outside_is_unchanged()
+    assert differing_stored(destination.read(), wanted, link) == 0
+    if not with_norm:
+        assert got_sums.is_unchanged()
+        assert got_nonfinite.is_unchanged()
+        return
+    assert differing(got_sums.read(), np.append(sums, -1.0)) == 0
+    assert np.array_equal(got_nonfinite.read(), np.append(nonfinite, -1))
+
+
+@pytest.mark.timeout(1800)
+@settings(max_examples=settings.default.max_examples // 4)
+@given(st.data())
+def test_packing_has_the_bits_of_the_cpu(data: st.DataObject) -> None:
+    link = data.draw(st.sampled_from([*HALVES_AND_FLOAT32, Dtype.FLOAT64]), "link")
+    sources = [link] if link is Dtype.FLOAT64 else data.draw(st.sampled_from([[link], HALVES_AND_FLOAT32]), "sources")
+    lengths = data.draw(st.lists(LENGTHS, min_size=1, max_size=5), "lengths")
+    dtypes = [data.draw(st.sampled_from(sources)) for _ in lengths]
+    kinds = [data.draw(magnitudes()) for _ in lengths]
+    seeds, sprinkle = st.integers(0, 2**32 - 1), st.booleans()
+    stored = [
+        stored_gradient(data.draw(seeds), length, kind, dtype, data.draw(sprinkle))
+        for length, kind, dtype in zip(lengths, kinds, dtypes, strict=True)
+    ]
+    gaps = data.draw(st.sampled_from([(), (64,), (3, 0, 40)]), "gaps")
+    places, numel = offsets_with_gaps(lengths, gaps, data.draw(st.permutations(range(len(lengths))), "order"))
+    starts = data.draw(st.sampled_from([(0,), (0, 1, 3)]), "starts")
+    with_norm = data.draw(st.integers(0, 9)) > 0
+    per_program = data.draw(st.sampled_from([2, 8]), "chunks per program")
+    for name in BACKENDS:
+        with asked_for(name), mock.patch.object(pack, "CHUNKS_PER_PROGRAM", per_program):
+            check_pack(stored, dtypes, link, places, numel, starts, with_norm and name == "triton")
+
+
+@pytest.mark.parametrize(
+    ("source", "link"),
+    [
+        (Dtype.FLOAT32, Dtype.FLOAT32),
+        (Dtype.BFLOAT16, Dtype.FLOAT32),
+        (Dtype.FLOAT16, Dtype.FLOAT16),
+        (Dtype.FLOAT64, Dtype.FLOAT64),
+    ],
+    ids=lambda dtype: dtype.name.lower(),
+)
+def test_whole_and_ragged_chunks_of_several_programs(implementation: str, source: Dtype, link: Dtype) -> None:
+    lengths = [5 * CHUNK, 0, 3 * CHUNK, 1, CHUNK + 5]  # eight whole chunks, then three with ends
+    kinds = [Magnitudes.ORDINARY, Magnitudes.ORDINARY, Magnitudes.WIDE, Magnitudes.BITS, Magnitudes.SPECIAL]
+    stored = [
+        stored_gradient(number, length, kind, source, sprinkle=number == 2)
+        for number, (length, kind) in enumerate(zip(lengths, kinds, strict=True))
+    ]
+    places, numel = offsets_with_gaps(lengths, (64,), range(len(lengths)))
+    check_pack(stored, [source] * len(lengths), link, places, numel)
+
+
+def check_values(values: Array, dtype: Dtype, link: Dtype) -> None:
+    """Pack values as tensors of 16 rows of lanes: the interpreter takes as long for one program as for a large one."""
+    pieces = np.split(values, range(256, len(values), 256))
+    with mock.patch.object(pack, "CHUNKS_PER_PROGRAM", 1 << (len(pieces) - 1).bit_length()):
+        check_pack(pieces, [dtype] * len(pieces), link, range(0, len(values), 256), len(values))
+
+
+@pytest.mark.parametrize("dtype", [Dtype.BFLOAT16, Dtype.FLOAT16], ids=lambda dtype: dtype.name.lower())
+@pytest.mark.parametrize("link", HALVES_AND_FLOAT32, ids=lambda dtype: dtype.name.lower())
+def test_every_bit_pattern_of_a_half(implementation: str, dtype: Dtype, link: Dtype) -> None:
+    check_values(np.arange(1 << 16, dtype=np.uint16), dtype, link)
+
+
+@pytest.mark.parametrize("link", [Dtype.BFLOAT16, Dtype.FLOAT16], ids=lambda dtype: dtype.name.lower())
+def test_rounding_beside_every_tie(implementation: str, link: Dtype) -> None:
+    """All halves, what lies halfway to the next one and just beside that, and NaNs with payload in the bits cut off."""
+    every = widen(np.arange(1 << 16, dtype=np.uint16), link).view(np.uint32)
+    half = np.uint32(0x8000 if link is Dtype.BFLOAT16 else 0x1000)
+    bits = np.concatenate([every, every | half, every | half - np.uint32(1), every | half + np.uint32(1)])
+    denormal_ties = ((np.arange(1024) + 0.5) * 2.0**-24).astype(np.float32)
+    check_values(np.concatenate([bits.view(np.float32), denormal_ties, -denormal_ties]), Dtype.FLOAT32, link)
+
+
+def test_lanes_are_added_in_their_order(implementation: str) -> None:
+    """On a chunk where other orders round to other sums."""
+    for seed in range(1000):
+        values = random_array(np.random.default_rng(seed), CHUNK, Magnitudes.ORDINARY, np.float32)
+        squares = values.astype(np.float64).reshape(-1, 16) ** 2
+        lanes = np.cumsum(squares, axis=0)[-1]  # one row after another
+        neighbours = lanes
+        while len(neighbours) > 1:
+            neighbours = neighbours[0::2] + neighbours[1::2]
+        from_the_end = np.cumsum(squares[::-1], axis=0)[-1]
+        for width in (8, 4, 2, 1):
+            from_the_end = from_the_end[:width] + from_the_end[width : 2 * width]
+        others = {neighbours[0], from_the_end[0], np.cumsum(lanes)[-1], np.cumsum(squares)[-1], np.sum(squares)}
+        if norms_of_cpu([values], Dtype.FLOAT32)[0][0] not in others:
+            break
+    else:
+        pytest.fail("no chunk tells the orders apart")
+    check_pack([values], [Dtype.FLOAT32], Dtype.FLOAT32, [0], CHUNK)
+
+
+@needs_triton
+def test_many_small_tensors_take_one_launch() -> None:
+    lengths = [1 + number % 40 for number in range(300)]
+    stored = [stored_gradient(n, length, Magnitudes.ORDINARY, Dtype.FLOAT32, False) for n, length in enumerate(lengths)]
+    places, numel = offsets_with_gaps(lengths, (), range(len(lengths)))
+    launches = Launches(pack.pack_kernel)
+    per_program = mock.patch.object(pack, "CHUNKS_PER_PROGRAM", 64)
+    with asked_for("triton"), per_program, mock.patch.object(pack, "pack_kernel", launches):
+        check_pack(stored, [Dtype.FLOAT32] * len(lengths), Dtype.FLOAT32, places, numel)
+    assert launches.grids == [(5,)]
+
+
+def test_layouts_other_than_rows_count_in_the_order_of_memory(implementation: str) -> None:
+    gradient = torch.arange(24.0, device=DEVICE).reshape(2, 3, 4).permute(2, 0, 1)
+    buffer = torch.empty(24, device=DEVICE)
+    gpu.pack_gradients([gradient], [0], buffer)
+    assert buffer.tolist() == list(range(24))
+
+
+def test_nothing_to_pack_is_allowed(implementation: str) -> None:
+    empty, sums, counts = (torch.empty(0, dtype=d, device=DEVICE) for d in (torch.float32, torch.float64, torch.int64))
+    norm = () if implementation == "torch" else (sums, counts)
+    gpu.pack_gradients([], [], empty, *norm)
+    gpu.pack_gradients([empty, empty], [0, 0], empty, *norm)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    good, buffer = torch.ones(10, device=DEVICE), torch.zeros(30, device=DEVICE)
+    sums, counts = torch.zeros(2, dtype=torch.float64, device=DEVICE), torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    meta = torch.empty(10, device="meta")
+
+    def refused(error: type[Exception], message: str, *arguments: object) -> None:
+        with pytest.raises(error, match=message):
+            gpu.pack_gradients(*arguments)  # type: ignore[arg-type]
+        assert not buffer.any()
+
+    refused(TypeError, "gradient 1 is int64", [good, good.long()], [0, 10], buffer)
+    refused(TypeError, "sparse", [good.to_sparse()], [0], buffer)
+    refused(ValueError, "gradient 1 is on meta", [good, meta], [0, 10], buffer)
+    refused(ValueError, "without gaps; call contiguous", [good[::2]], [0], buffer)
+    refused(ValueError, "without gaps; call contiguous", [torch.ones(1, device=DEVICE).expand(3)], [0], buffer)
+    refused(TypeError, "destination is int64", [good], [0], buffer.long())
+    refused(ValueError, r"destination has shape \(5, 6\)", [good], [0], buffer.view(5, 6))
+    refused(ValueError, "destination is on meta", [good], [0], torch.empty(30, device="meta"))
+    refused(TypeError, "gradients of float64 cannot be packed into a buffer of float32", [good.double()], [0], buffer)
+    refused(TypeError, "gradients of float32 cannot be packed", [good], [0], buffer.double())
+    refused(TypeError, "float32, float64", [good.double(), good], [0, 10], buffer.double())
+    refused(ValueError, "2 offsets for 1 tensors", [good], [0, 10], buffer)
+    refused(ValueError, "outside destination of 30 elements", [good], [21], buffer)
+    refused(ValueError, "outside destination", [good], [-1], buffer)
+    refused(ValueError, "two tensors would overlap", [good, good], [0, 9], buffer)
+    refused(ValueError, "only one of sums and nonfinite", [good], [0], buffer, sums)
+    refused(TypeError, "sums is float32, expected float64", [good], [0], buffer, good, counts)
+    refused(TypeError, "nonfinite is float64, expected int64", [good], [0], buffer, sums, sums)
+    refused(ValueError, "sums has shape", [good] * 3, [0, 10, 20], buffer, sums, counts)
+
+
+# -- which implementation runs -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.subprocess
+def test_without_triton_torch_packs_and_says_so_once() -> None:
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import os, torch\n"
+        "from superadam import gpu\n"
+        "for _ in range(2): print(gpu.backend('cuda').backend.value)\n"
+        "buffer = torch.zeros(4)\n"
+        "gpu.pack_gradients([torch.ones(3)], [1], buffer)\n"
+        "gpu.scatter_values([buffer[1:]], [torch.zeros(3)])\n"
+        "print(buffer.tolist())\n"
+        "sums, counts = torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.int64)\n"
+        "try: gpu.pack_gradients([torch.ones(3)], [1], buffer, sums, counts)\n"
+        "except RuntimeError as error: print(error)\n"
+        "os.environ['SUPERADAM_GPU'] = 'triton'\n"
+        "try: gpu.pack_gradients([torch.ones(3)], [0], buffer)\n"
+        "except RuntimeError as error: print(error)\n"
+    )
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("SUPERADAM_", "TRITON_"))}
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, env=clean)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[:3] == ["torch", "torch", "[0.0, 1.0, 1.0, 1.0]"]
+    assert lines[3].startswith("superadam.gpu.pack_gradients needs Triton to take the norm, but Triton cannot be")
+    assert lines[4].startswith("SUPERADAM_GPU=triton asks for Triton's kernels, but Triton cannot be imported")
+    assert done.stderr.count("superadam packs and scatters with plain torch on cuda") == 1
+
+
+def test_an_unknown_implementation_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SUPERADAM_GPU", "fast")
+    with pytest.raises(ValueError, match="SUPERADAM_GPU is 'fast'"):
+        backend("cpu")
+
+
+def test_torch_can_be_asked_for(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("SUPERADAM_GPU", "torch")
+    choice = backend("cuda")
+    assert choice.backend is Backend.TORCH
+    assert choice.reason == "SUPERADAM_GPU=torch asks for it"
+    assert not caplog.records
+
+
+@needs_triton
+def test_memory_out_of_reach_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(language, "IS_INTERPRETED", True)
+    monkeypatch.setattr(choice, "_told", set())
+    with caplog.at_level(logging.WARNING, "superadam"):
+        assert "interpreter" in backend("cuda").reason
+    assert len(caplog.records) == 1
+    assert backend("cpu").backend is Backend.INTERPRETER
+    monkeypatch.setattr(language, "IS_INTERPRETED", False)
+    assert "do not reach memory of the CPU" in backend("cpu").reason
+    assert backend("cuda").backend is Backend.TRITON
+    with asked_for("triton"), pytest.raises(RuntimeError, match=r"SUPERADAM_GPU.*do not reach memory of the CPU"):
+        backend("cpu")
+
+
+# -- what the compiler makes of it -------------------------------------------------------------------------------------
+
+
+@pytest.mark.subprocess
+@pytest.mark.skipif(not can_compile(), reason="this Triton cannot compile for NVIDIA's GPUs")
+def test_compiled_code_rounds_once_for_each_operation(tmp_path: Path) -> None:
+    integers = dict.fromkeys(("tensors", "steps", "chunks"), "i32") | dict.fromkeys(
+        ("destination", "sums", "counts"), "i64"
+    )
+    pairs = [(Dtype.BFLOAT16, Dtype.FLOAT32), (Dtype.FLOAT64, Dtype.FLOAT64), (Dtype.NONE, Dtype.FLOAT32)]
+    codes = compiled(
+        "superadam.gpu.pack",
+        [
+            Request(
+                "pack_kernel",
+                {"table": "*i64", **integers},
+                {
+                    "SOURCE": int(source),
+                    "LINK": int(link),
+                    "LINK_BYTES": TORCH_DTYPES[link].itemsize,
+                    "HAS_SUMS": True,
+                    "IS_ALIGNED": True,
+                    "CHUNKS": pack.CHUNKS_PER_PROGRAM,
+                },
+            )
+            for source, link in pairs
+        ],
+        str(tmp_path),
+    )
+    # Two branches, each with 16 rows of 8 x 16 elements written out, over 32 threads.
+    squares = 2 * 16 * pack.CHUNKS_PER_PROGRAM * 16 // 32
+    for code in codes:
+        assert count(code, r".*\.ftz\b.*|.*\.approx\b.*") == 0
+        assert count(code, r"fma.*\.f(32|64)") == count(code, r"fma\.rn\.f64") == squares
+        assert count(code, r"mul.*\.f(32|64)") == 0
+        assert count(code, r"add(\.rn)?\.f64") == 8 + 4 + 2 + 1  # the lanes, pairwise
+        assert count(code, r"atom.*|red\..*") == 0
+    for code in codes[:2]:
+        assert count(code, r"ld\.global.*\.v[24]\.b(32|64)") >= 16  # where nothing is masked, 8 or 16 bytes at once

@@ -1,0 +1,151 @@
+"""Scattering: every element of the sources reaches its tensor, bit by bit, by Triton and by plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from gpu_arrays import (
+    BACKENDS,
+    DEVICE,
+    TORCH_DTYPES,
+    Launches,
+    Placed,
+    Request,
+    asked_for,
+    can_compile,
+    compiled,
+    count,
+    needs_triton,
+    offsets_with_gaps,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+from kernel_arrays import STORAGE
+from strategies import lengths
+
+from superadam import gpu
+from superadam.gpu import scatter
+from superadam.kernels.native import Dtype
+
+
+@pytest.fixture(params=BACKENDS)
+def implementation(request: pytest.FixtureRequest) -> Iterator[str]:
+    with asked_for(request.param):
+        yield request.param
+
+
+@given(st.data())
+def test_every_element_arrives(data: st.DataObject) -> None:
+    """From any number of buffers, at any places in them, of one dtype or of several."""
+    chosen = data.draw(st.lists(st.sampled_from(sorted(TORCH_DTYPES)), min_size=1, max_size=3), "dtypes")
+    sizes = data.draw(st.lists(lengths(), max_size=6), "lengths")
+    gaps = data.draw(st.sampled_from([(), (64,), (3, 0, 40)]), "gaps")
+    places, numel = offsets_with_gaps(sizes, gaps, data.draw(st.permutations(range(len(sizes))), "order"))
+    starts = data.draw(st.sampled_from([(0,), (0, 1, 3)]), "starts")
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1), "seed"))
+    dtypes = [chosen[row % len(chosen)] for row in range(len(sizes))]
+    values = [
+        rng.integers(0, 256, numel * STORAGE[dtype]().itemsize, dtype=np.uint8).view(STORAGE[dtype]) for dtype in chosen
+    ]
+    for name in BACKENDS:
+        buffers = [Placed(stored, dtype, starts[-1]) for stored, dtype in zip(values, chosen, strict=True)]
+        targets = [
+            Placed(np.zeros(size, STORAGE[dtype]), dtype, starts[row % len(starts)])
+            for row, (size, dtype) in enumerate(zip(sizes, dtypes, strict=True))
+        ]
+        sources = [
+            buffers[row % len(buffers)].tensor[place : place + size]
+            for row, (place, size) in enumerate(zip(places, sizes, strict=True))
+        ]
+        with asked_for(name):
+            gpu.scatter_values(sources, [one.tensor for one in targets])
+        assert all(buffer.is_unchanged() for buffer in buffers)
+        for row, (one, place, size) in enumerate(zip(targets, places, sizes, strict=True)):
+            assert one.outside_is_unchanged()
+            assert one.read().tobytes() == values[row % len(chosen)][place : place + size].tobytes()
+
+
+@needs_triton
+def test_many_tensors_take_one_launch() -> None:
+    """From two buffers."""
+    launches = Launches(scatter.scatter_kernel)
+    targets = [torch.zeros(1 + n % 7, device=DEVICE) for n in range(100)]
+    total = sum(one.numel() for one in targets)
+    values = torch.arange(float(total), device=DEVICE).split([one.numel() for one in targets])
+    sources = [*values[:40], *torch.cat(values[40:]).split([one.numel() for one in targets[40:]])]
+    assert sources[39].untyped_storage().data_ptr() != sources[40].untyped_storage().data_ptr()
+    with asked_for("triton"), mock.patch.object(scatter, "scatter_kernel", launches):
+        gpu.scatter_values(sources, targets)
+    assert launches.grids == [(100,)]
+    assert torch.cat(targets).tolist() == list(range(total))
+
+
+@needs_triton
+def test_each_dtype_takes_one_launch() -> None:
+    launches = Launches(scatter.scatter_kernel)
+    dtypes = [torch.float32, torch.bfloat16, torch.float32, torch.float16, torch.bfloat16]
+    sources = [torch.full((row + 1,), row + 1.0, dtype=dtype, device=DEVICE) for row, dtype in enumerate(dtypes)]
+    targets = [torch.zeros_like(source) for source in sources]
+    empty = torch.zeros(0, dtype=torch.float64, device=DEVICE)
+    with asked_for("triton"), mock.patch.object(scatter, "scatter_kernel", launches):
+        gpu.scatter_values([*sources, empty], [*targets, empty])
+    assert launches.grids == [(2,), (2,), (1,)]
+    for source, target in zip(sources, targets, strict=True):
+        assert torch.equal(source, target)
+
+
+def test_layouts_and_version_counters(implementation: str) -> None:
+    """Elements count in the order of memory, on both sides."""
+    parameter = torch.nn.Parameter(torch.zeros(2, 3, 4, device=DEVICE).permute(2, 0, 1))
+    version = parameter._version
+    buffer = torch.arange(30.0, device=DEVICE)
+    for source in (buffer[3:27], buffer[3:27].view(6, 4), buffer[3:27].view(6, 4).t()):
+        gpu.scatter_values([source], [parameter])
+        assert parameter.data.permute(1, 2, 0).flatten().tolist() == list(range(3, 27))
+        parameter.data.zero_()
+    assert parameter._version == version
+
+
+def test_nothing_to_scatter_is_allowed(implementation: str) -> None:
+    empty = torch.zeros(0, device=DEVICE)
+    gpu.scatter_values([], [])
+    gpu.scatter_values([empty, empty], [empty, empty])
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    good, source = torch.zeros(10, device=DEVICE), torch.ones(10, device=DEVICE)
+    gone = torch.ones(10, device=DEVICE)
+    gone.untyped_storage().resize_(0)
+    elsewhere = torch.empty(10, device="meta")
+
+    def refused(error: type[Exception], message: str, sources: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
+        with pytest.raises(error, match=message):
+            gpu.scatter_values([source, *sources], [good, *tensors])
+        assert not good.any()
+
+    refused(ValueError, "2 sources for 1 tensors; give one for each tensor", [source], [])
+    refused(TypeError, "source 1 is int64 of layout", [source.long()], [source])
+    refused(TypeError, "tensor 1 is int64 of layout", [source], [source.long()])
+    refused(TypeError, "source 1 is float32, expected float16 as its tensor", [source], [good.half()])
+    refused(ValueError, "source 1 has 10 elements, expected 9 as its tensor", [source], [good[:9]])
+    refused(ValueError, "source 1 is on meta, expected .* or pinned memory of the host", [elsewhere], [good])
+    refused(ValueError, "tensor 1 is on meta, expected", [source], [elsewhere])
+    refused(ValueError, "source 1 has shape.*without gaps", [torch.ones(20, device=DEVICE)[::2]], [good])
+    refused(ValueError, "tensor 1 has shape.*without gaps", [source], [torch.ones(20, device=DEVICE)[::2]])
+    refused(ValueError, "source 1 of 10 elements has no memory", [gone], [good])
+    refused(ValueError, "tensor 1 of 10 elements has no memory", [source], [gone])
+
+
+@pytest.mark.subprocess
+@pytest.mark.skipif(not can_compile(), reason="this Triton cannot compile for NVIDIA's GPUs")
+def test_compiled_code_moves_sixteen_bytes_at_once(tmp_path: Path) -> None:
+    types = {"table": "*i64", "tensors": "i32", "steps": "i32"}
+    constants = {"DTYPE": int(Dtype.BFLOAT16), "BYTES": 2, "IS_ALIGNED": True, "BLOCK": scatter.BLOCK}
+    (code,) = compiled("superadam.gpu.scatter", [Request("scatter_kernel", types, constants)], str(tmp_path))
+    assert count(code, r"ld\.global.*\.v4\.b32") > 0
+    assert count(code, r"ld\.global.*\.v4\.b32") == count(code, r"st\.global.*\.v4\.b32")

@@ -1,0 +1,361 @@
+"""The record of a taken gradient: its values, its one scale, sums of micro-batches, giving back."""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from superadam.handles.taken_gradient import Factor, FactorKind, TakenGradient, continue_version
+
+MULTIPLY, DIVIDE, UNSCALE = FactorKind.MULTIPLY, FactorKind.DIVIDE, FactorKind.UNSCALE
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+WIDE = [torch.float32, torch.float64]
+EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Owner:
+    def __init__(self, parameter: Tensor) -> None:
+        self.parameter = parameter
+
+
+@dataclass(eq=False)
+class Keeper:
+    given: list[TakenGradient] = field(default_factory=list)
+
+    def nonfinite_of(self, taken: TakenGradient) -> int | None:
+        return None
+
+    def note_norm(self, taken: TakenGradient) -> None:
+        raise AssertionError
+
+    def note_given_back(self, taken: TakenGradient) -> None:
+        self.given.append(taken)
+
+
+@dataclass
+class Copy:
+    waits: int = 0
+
+    def synchronize(self) -> None:
+        self.waits += 1
+
+
+def same_bits(first: Tensor, second: Tensor) -> bool:
+    assert first.dtype == second.dtype
+    assert first.shape == second.shape
+    integer = INTEGERS[first.itemsize]
+    return torch.equal(first.contiguous().view(integer), second.contiguous().view(integer))
+
+
+def irregular(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return (torch.arange(1, 1 + math.prod(shape), dtype=torch.float64).sin() * 3).view(shape).to(dtype)
+
+
+def transposed(tensor: Tensor) -> Tensor:
+    return tensor.t().contiguous().t()
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+@EACH_DTYPE
+def test_values_without_factors_are_the_gradient_itself(dtype: torch.dtype) -> None:
+    gradient = irregular(3, 5, dtype=dtype)
+    taken = TakenGradient(gradient)
+    assert taken.value() is taken.scaled() is taken.ready() is gradient
+    assert (taken.shape, taken.strides, taken.dtype, taken.device) == ((3, 5), (5, 1), dtype, gradient.device)
+    assert taken.scale() == taken.unscale_factor() == 1.0
+    assert not taken.is_given
+    taken.pending = transposed(gradient)
+    assert taken.scaled() is taken.pending
+    assert taken.value().stride() == (5, 1)
+    assert same_bits(taken.value(), gradient)
+
+
+KINDS = st.sampled_from(list(FactorKind))
+NUMBERS = st.one_of(
+    st.floats(-4, 4), st.sampled_from([0.5, 2.0, 1.0, -0.125, 0.0, math.inf, math.nan, 3, -1, 2**-140, 2.0**127])
+)
+FORMS = st.sampled_from([None, *DTYPES])
+
+
+@given(
+    factors=st.lists(st.tuples(KINDS, NUMBERS, FORMS), max_size=4),
+    dtype=st.sampled_from(DTYPES),
+    shape=st.sampled_from([(5, 7), (1, 40)]),
+    elsewhere=st.booleans(),
+)
+def test_values_are_those_of_torch(
+    factors: list[tuple[FactorKind, float, torch.dtype | None]],
+    dtype: torch.dtype,
+    shape: tuple[int, int],
+    elsewhere: bool,
+) -> None:
+    gradient = irregular(*shape, dtype=dtype)
+    expected = gradient.clone()
+    pending = transposed(gradient) if elsewhere else gradient.clone()
+    taken = TakenGradient(gradient)
+    taken.pending = pending
+    for kind, number, form in factors:
+        value: Any = number if form is None else torch.tensor(number, dtype=form)
+        if kind is UNSCALE:
+            value = torch.tensor(number, dtype=torch.float32)
+            torch._amp_foreach_non_finite_check_and_unscale_([expected], torch.zeros(()), value)
+        elif kind is DIVIDE:
+            expected.div_(value)
+        else:
+            expected.mul_(value)
+        taken.record(Factor(kind, value))
+    assert same_bits(taken.value().nan_to_num(7), expected.nan_to_num(7))
+    assert taken.value().stride() == gradient.stride()
+    assert same_bits(taken.scaled().nan_to_num(7), expected.nan_to_num(7))
+    assert taken.scaled().stride() == pending.stride()
+    assert same_bits(pending, gradient)
+    scale = taken.scale()
+    if scale is not None:
+        assert abs(scale) <= 1
+        assert same_bits((gradient * scale).nan_to_num(7), expected.nan_to_num(7))
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "dtype", "scale"),
+    [
+        (MULTIPLY, 0.3, torch.float32, torch.tensor(0.3).item()),
+        (MULTIPLY, 0.3, torch.float64, 0.3),
+        (MULTIPLY, torch.tensor(0.3), torch.float64, torch.tensor(0.3).item()),
+        (MULTIPLY, torch.tensor(0.3, dtype=torch.float64), torch.float32, torch.tensor(0.3).item()),
+        (UNSCALE, torch.tensor(0.3), torch.float32, torch.tensor(0.3).item()),
+        (MULTIPLY, -1, torch.float32, -1.0),
+        (MULTIPLY, 0, torch.float32, 0.0),
+        (MULTIPLY, torch.tensor(1.0), torch.bfloat16, 1.0),
+        (MULTIPLY, True, torch.bfloat16, 1.0),
+        (MULTIPLY, 0.3, torch.bfloat16, None),
+        (MULTIPLY, 0.5, torch.float16, None),
+        (MULTIPLY, 2.0, torch.float32, None),
+        (MULTIPLY, math.nan, torch.float32, None),
+        (MULTIPLY, math.inf, torch.float32, None),
+        (DIVIDE, 4, torch.float32, 0.25),
+        (DIVIDE, torch.tensor(-2.0), torch.float32, -0.5),
+        (DIVIDE, 0.5, torch.float32, None),
+        (DIVIDE, 3, torch.float32, None),
+        (DIVIDE, 0, torch.float32, None),
+        (DIVIDE, math.inf, torch.float32, None),
+    ],
+)
+def test_one_product_is_a_scale_where_torch_rounds_once(
+    kind: FactorKind, value: Any, dtype: torch.dtype, scale: float | None
+) -> None:
+    taken = TakenGradient(irregular(4, dtype=dtype))
+    taken.record(Factor(MULTIPLY, torch.tensor(1.0)))
+    taken.record(Factor(kind, value))
+    taken.record(Factor(DIVIDE, 1))
+    assert taken.scale() == scale
+    if scale not in (None, 1.0):
+        taken.record(Factor(MULTIPLY, 0.5))
+        assert taken.scale() is None
+
+
+def test_scale_of_a_gradient_without_dimensions() -> None:
+    taken = TakenGradient(torch.tensor(1 / 3))
+    taken.record(Factor(MULTIPLY, torch.tensor(0.3, dtype=torch.float64)))
+    assert taken.scale() is None  # torch multiplies in double and rounds once
+    assert same_bits(taken.value(), torch.tensor(1 / 3).mul_(torch.tensor(0.3, dtype=torch.float64)))
+    taken = TakenGradient(torch.tensor(1 / 3))
+    taken.record(Factor(MULTIPLY, 0.3))
+    assert taken.scale() == torch.tensor(0.3).item()
+
+
+def test_unscaling_is_told_apart() -> None:
+    taken = TakenGradient(irregular(3))
+    taken.record(Factor(UNSCALE, torch.tensor(0.25)))
+    taken.record(Factor(MULTIPLY, 0.3))
+    taken.record(Factor(UNSCALE, torch.tensor(0.5)))
+    assert taken.unscale_factor() == 0.125
+    expected = irregular(3) * 0.25 * 0.3 * 0.5
+    assert same_bits(taken.value(), expected)
+
+
+def test_identities_are_not_stored() -> None:
+    taken = TakenGradient(irregular(3))
+    for value in (1, 1.0, True):
+        taken.record(Factor(MULTIPLY, value))
+        taken.record(Factor(DIVIDE, value))
+    assert taken.factors == []
+    taken.record(Factor(MULTIPLY, torch.tensor(1.0)))  # is not read before somebody asks
+    assert len(taken.factors) == 1
+    assert taken.scale() == 1.0
+
+
+def test_factor_is_read_once_for_all_gradients_of_a_list() -> None:
+    factor = Factor(MULTIPLY, torch.tensor(0.5))
+    assert factor.number == 0.5
+    assert isinstance(factor.value, Tensor)
+    factor.value.fill_(0.25)
+    assert factor.number == 0.5
+
+
+@EACH_DTYPE
+def test_a_gpu_rounds_scalars_of_its_own_memory_first(dtype: torch.dtype) -> None:
+    gradient = irregular(40, dtype=dtype)
+    for number in (0.3, 3.0, 0.77):
+        on_host = gradient.clone()
+        Factor(MULTIPLY, number).apply_on_host(on_host)
+        assert same_bits(on_host, gradient.clone().mul_(number))
+        Factor(UNSCALE, torch.tensor(number)).apply_on_host(on_host := gradient.clone())
+        assert same_bits(on_host, gradient.clone().mul_(torch.tensor(number).item()))
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        Factor(DIVIDE, number).apply_on_host(on_host := gradient.clone())
+        assert same_bits(on_host, (gradient.to(wide) * (1 / torch.tensor(number, dtype=wide))).to(dtype))
+
+
+def test_gradient_that_travels_in_another_dtype() -> None:
+    gradient = irregular(4, 5)
+    taken = TakenGradient(gradient)
+    taken.pending = transposed(gradient).to(torch.bfloat16)
+    rounded = gradient.to(torch.bfloat16).float()
+    assert same_bits(taken.value(), rounded)
+    assert same_bits(taken.scaled(), rounded)
+    assert taken.scaled().stride() == (1, 4)
+    taken.record(Factor(MULTIPLY, 0.3))
+    assert same_bits(taken.value(), rounded * 0.3)
+    assert same_bits(taken.scaled(), rounded * 0.3)
+
+
+def test_copy_is_waited_for_once() -> None:
+    taken = TakenGradient(irregular(3))
+    arrival = taken.arrived = Copy()
+    taken.record(Factor(MULTIPLY, 0.3))
+    assert taken.scale() is not None
+    assert arrival.waits == 0
+    taken.value()
+    taken.scaled()
+    assert taken.ready() is taken.pending
+    assert arrival.waits == 1
+    assert taken.arrived is None
+
+
+# -- sums --------------------------------------------------------------------------------------------------------------
+
+
+@given(
+    batches=st.lists(st.integers(0, 2**31), min_size=1, max_size=5),
+    in_use=st.lists(st.booleans(), min_size=5, max_size=5),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16]),
+)
+def test_sum_is_that_in_the_wider_dtype(batches: list[int], in_use: list[bool], dtype: torch.dtype) -> None:
+    random = [torch.randn(4, 6, generator=torch.Generator().manual_seed(seed)).to(dtype) for seed in batches]
+    first = irregular(4, 6, dtype=dtype)
+    taken = TakenGradient(first)
+    taken.pending, taken.is_sum = transposed(first.float()), True
+    expected = first.float()
+    for batch, used in zip(random, in_use, strict=False):
+        before, values, version = taken.pending, taken.pending.clone(), taken.version
+        taken.norm = torch.tensor(1.0)
+        taken.in_use = used
+        taken.absorb(batch)
+        expected += batch.float()
+        assert taken.version == version + 1
+        assert taken.norm is None
+        assert not taken.in_use
+        assert (taken.pending is before) is not used
+        assert not used or same_bits(before, values)
+        assert taken.pending.stride() == (1, 4)
+    assert taken.scaled() is taken.pending
+    assert same_bits(taken.scaled(), expected)
+    assert same_bits(taken.value(), expected.to(dtype))
+    taken.record(Factor(MULTIPLY, 0.3))
+    assert same_bits(taken.scaled(), expected.to(dtype).mul_(0.3))
+    assert same_bits(taken.value(), expected.to(dtype).mul_(0.3))
+
+
+@pytest.mark.parametrize("in_use", [False, True])
+def test_a_sum_takes_up_no_graph(in_use: bool) -> None:
+    """As backward(create_graph=True) of a later micro-batch would bring one."""
+    taken = TakenGradient(torch.ones(3, dtype=torch.bfloat16))
+    taken.pending, taken.is_sum, taken.in_use = torch.ones(3), True, in_use
+    with torch.enable_grad():
+        taken.absorb(torch.ones(3, requires_grad=True) * 2)
+    assert not taken.pending.requires_grad
+    assert taken.pending.tolist() == [3.0] * 3
+
+
+# -- giving back -------------------------------------------------------------------------------------------------------
+
+
+def test_giving_back_makes_a_copy_and_tells_the_keeper() -> None:
+    keeper = Keeper()
+    gradient = irregular(3, 5)
+    pending = gradient.clone()
+    taken = TakenGradient(pending, None, keeper)
+    taken.arrived = arrival = Copy()
+    given = taken.give_back()
+    assert taken.is_given
+    assert taken.given is given is taken.give_back()
+    assert given.data_ptr() != pending.data_ptr()
+    assert same_bits(given, gradient)
+    assert keeper.given == [taken]
+    assert arrival.waits == 1
+    with pytest.raises(AttributeError):
+        taken.ready()
+    given.mul_(2)
+    assert same_bits(pending, gradient)
+
+
+@EACH_DTYPE
+def test_giving_back_applies_factors_and_restores_the_layout(dtype: torch.dtype) -> None:
+    gradient = irregular(3, 5, dtype=dtype)
+    taken = TakenGradient(gradient)
+    taken.pending = transposed(gradient)
+    taken.record(Factor(MULTIPLY, 0.3))
+    taken.record(Factor(DIVIDE, 3))
+    given = taken.give_back()
+    assert given.stride() == (5, 1)
+    assert same_bits(given, gradient.clone().mul_(0.3).div_(3))
+    assert taken.factors == []
+
+
+def test_other_gradients_in_grad_are_left_alone() -> None:
+    parameter = nn.Parameter(torch.zeros(3))
+    owner = Owner(parameter)
+    for other in (None, torch.ones(3)):
+        parameter.grad = other
+        TakenGradient(irregular(3), owner).give_back()
+        assert parameter.grad is other
+
+
+def test_owner_and_keeper_are_not_kept_alive() -> None:
+    parameter = nn.Parameter(torch.zeros(3))
+    owner, keeper = Owner(parameter), Keeper()
+    references = [weakref.ref(owner), weakref.ref(keeper)]
+    taken = TakenGradient(irregular(3), owner, keeper)
+    assert taken.parameter is parameter
+    assert taken.keeper() is keeper
+    del owner, keeper
+    gc.collect()
+    assert [reference() for reference in references] == [None, None]
+    assert taken.parameter is None
+    assert taken.keeper() is None
+    assert same_bits(taken.give_back(), irregular(3))
+
+
+def test_version_goes_on_from_the_predecessor() -> None:
+    first, second = torch.zeros(3), torch.zeros(3)
+    for _ in range(5):
+        first.add_(1)
+    second.add_(1)
+    continue_version(second, first)
+    assert second._version == 5
+    continue_version(first, torch.zeros(3))
+    assert first._version == 5
+    continue_version(first, torch.inference_mode()(torch.zeros)(3))
+    assert first._version == 5

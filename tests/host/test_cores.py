@@ -1,0 +1,81 @@
+"""CPUs near a GPU, and threads that stay on them."""
+
+from __future__ import annotations
+
+import os
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from superadam.host import cores
+from superadam.host.machine import Host
+
+ADDRESS = "0000:1b:00.0"
+NODE = f"/sys/bus/pci/devices/{ADDRESS}/numa_node"
+CPULIST = "/sys/devices/system/node/node1/cpulist"
+ALL = frozenset(range(8))
+
+
+@pytest.mark.parametrize(
+    ("files", "affinity", "expected"),
+    [
+        ({NODE: "1", CPULIST: "4-7,12-15"}, ALL, {4, 5, 6, 7}),
+        ({NODE: "1", CPULIST: "4-7"}, frozenset({0, 5}), {5}),
+        ({NODE: "-1", CPULIST: "4-7"}, ALL, ALL),
+        ({}, ALL, ALL),
+        ({NODE: "1"}, ALL, ALL),
+        ({NODE: "1", CPULIST: ""}, ALL, ALL),  # a node of memory only
+        ({NODE: "1", CPULIST: "4-7"}, frozenset({0, 1}), {0, 1}),  # the process was put elsewhere
+    ],
+)
+def test_cpus_near_a_device(
+    tmp_path: Path, files: dict[str, str], affinity: frozenset[int], expected: set[int]
+) -> None:
+    for path, text in files.items():
+        (tmp_path / path.lstrip("/")).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path.lstrip("/")).write_text(text + "\n")
+    assert cores.near(Host(tmp_path, {}, affinity), ADDRESS) == expected
+
+
+@given(st.integers(1, 1000))
+def test_training_keeps_two_cpus_where_there_are_enough(count: int) -> None:
+    idle = cores.idle_count(set(range(count)))
+    assert 1 <= idle <= count
+    assert idle == count - cores.LEFT_TO_TRAINING or (idle == 1 and count <= cores.LEFT_TO_TRAINING)
+
+
+def in_thread(work: threading.Thread) -> None:
+    work.start()
+    work.join()
+
+
+def test_a_bound_thread_binds_itself_and_its_children_alone() -> None:
+    before, seen = os.sched_getaffinity(0), []
+    one = {min(before)}
+
+    def bind() -> None:
+        cores.bind_thread(one)
+        seen.append(os.sched_getaffinity(0))
+        in_thread(threading.Thread(target=lambda: seen.append(os.sched_getaffinity(0))))
+
+    in_thread(threading.Thread(target=bind))
+    assert seen == [one, one]
+    assert os.sched_getaffinity(0) == before
+
+
+def test_a_thread_is_bound_for_a_while() -> None:
+    before = os.sched_getaffinity(0)
+    with suppress(KeyError), cores.bound_thread({min(before)}):
+        assert os.sched_getaffinity(0) == {min(before)}
+        raise KeyError
+    assert os.sched_getaffinity(0) == before
+
+
+def test_a_thread_that_may_not_be_bound_goes_on() -> None:
+    before = os.sched_getaffinity(0)
+    cores.bind_thread({1 << 12})  # there is no such CPU
+    assert os.sched_getaffinity(0) == before

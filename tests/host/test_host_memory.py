@@ -1,0 +1,89 @@
+"""Available memory: of the machine, or of the control groups of this process where they leave less."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+import pytest
+
+from superadam.host.cgroups import Group, groups_of
+from superadam.host.machine import Host
+from superadam.host.memory import HostMemory
+
+MEMINFO = {"/proc/meminfo": "MemTotal:       4000 kB\nMemFree: 1 kB\nMemAvailable:   3000 kB\n"}
+VERSION_2 = {"/proc/self/cgroup": "0::/a/b"}
+VERSION_1 = {"/proc/self/cgroup": "5:cpu:/c\n4:memory:/a"}
+TOP, PARENT, GROUP = "/sys/fs/cgroup", "/sys/fs/cgroup/a", "/sys/fs/cgroup/a/b"
+
+
+def machine(root: Path, files: dict[str, str]) -> Host:
+    for path, text in files.items():
+        target = root / path.lstrip("/")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text)
+    return Host(root, {}, frozenset({0}))
+
+
+@pytest.mark.parametrize(
+    ("files", "available"),
+    [
+        ({}, 3000 << 10),
+        (VERSION_2, 3000 << 10),
+        (VERSION_2 | {f"{GROUP}/memory.max": "max"}, 3000 << 10),
+        (VERSION_2 | {f"{GROUP}/memory.max": "5000", f"{GROUP}/memory.current": "2000"}, 3000),
+        (VERSION_2 | {f"{PARENT}/memory.max": "5000", f"{GROUP}/memory.max": "90000"}, 5000),
+        (VERSION_2 | {f"{TOP}/memory.max": "5000", f"{TOP}/memory.current": "9000"}, 0),
+        (
+            VERSION_2
+            | {
+                f"{GROUP}/memory.max": "5000",
+                f"{GROUP}/memory.current": "5000",
+                f"{GROUP}/memory.stat": "anon 1\ninactive_file 700\nactive_file 3000",
+            },
+            700,  # the file cache that can be dropped
+        ),
+        (VERSION_1 | {"/sys/fs/cgroup/memory/a/memory.limit_in_bytes": "9223372036854771712"}, 3000 << 10),
+        (
+            VERSION_1
+            | {
+                "/sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
+                "/sys/fs/cgroup/memory/a/memory.limit_in_bytes": "7000",
+                "/sys/fs/cgroup/memory/a/memory.usage_in_bytes": "4000",
+                "/sys/fs/cgroup/memory/a/memory.stat": "inactive_file 1\ntotal_inactive_file 500\n",
+            },
+            3500,
+        ),
+    ],
+)
+def test_available_memory(tmp_path: Path, files: dict[str, str], available: int) -> None:
+    memory = HostMemory.of(machine(tmp_path, MEMINFO | files))
+    assert (memory.total, memory.available) == (4000 << 10, available)
+
+
+@pytest.mark.parametrize(("limit", "lockable"), [(8 << 20, 8 << 20), (resource.RLIM_INFINITY, None), (0, 0)])
+def test_lockable_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int, lockable: int | None) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, resource.RLIM_INFINITY))
+    assert HostMemory.of(machine(tmp_path, MEMINFO)).lockable == lockable
+
+
+def test_a_machine_that_does_not_say(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="meminfo"):
+        HostMemory.of(machine(tmp_path, {}))
+    with pytest.raises(ValueError, match="no line MemAvailable, expected one"):
+        HostMemory.of(machine(tmp_path, {"/proc/meminfo": "MemTotal: 4 kB"}))
+
+
+def test_this_machine() -> None:
+    memory = HostMemory.of(Host())
+    assert 0 < memory.available <= memory.total
+
+
+def test_groups_and_their_parents(tmp_path: Path) -> None:
+    two = machine(tmp_path / "2", VERSION_2)
+    assert groups_of(two, "memory") == [Group(2, TOP), Group(2, PARENT), Group(2, GROUP)]
+    one = machine(tmp_path / "1", {"/proc/self/cgroup": "4:cpu,cpuacct:/c\n3:memory:/a"})
+    assert groups_of(one, "memory") == [Group(1, f"{TOP}/memory"), Group(1, f"{TOP}/memory/a")]
+    mounts = [f"{TOP}/cpu,cpuacct", f"{TOP}/cpu,cpuacct/c", f"{TOP}/cpu", f"{TOP}/cpu/c"]
+    assert groups_of(one, "cpu") == [Group(1, mount) for mount in mounts]
+    assert groups_of(machine(tmp_path / "0", {}), "memory") == [Group(2, TOP)]

@@ -1,0 +1,176 @@
+"""NEON and SVE have the bits of the scalar kernels at every vector length, stay inside their arrays, and need no SVE.
+
+The kernels are cross-compiled and run in an emulator; what they must compute comes from the scalar kernels of this
+machine. The emulator starts once for a batch of jobs, so the random jobs come from a seed, not from Hypothesis.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from arm import emulation
+from arm.emulation import Cpu, EmulatedJob
+from kernel_arrays import READS_STATE, Job, differing_stored, make_segment, variants
+from strategies import Magnitudes
+
+from superadam.kernels import formula
+from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
+from superadam.kernels.native import Dtype, Flag, Pass
+
+ROWS = ["sve_bf16", "sve", "neon", "scalar"]
+"""Instruction sets of aarch64, best first."""
+
+RUNNABLE = {
+    Cpu.CORTEX_A72: ["neon", "scalar"],
+    Cpu.NEON: ["neon", "scalar"],
+    Cpu.SVE_512_WITHOUT_BF16: ["sve", "neon", "scalar"],
+    Cpu.SVE_128: ROWS,
+    Cpu.SVE_256: ROWS,
+    Cpu.SVE_384: ROWS,
+    Cpu.SVE_512: ROWS,
+    Cpu.SVE_2048: ROWS,
+}
+
+# Flush denormals, no NaN payloads, round to zero, alternative half precision: everything that a caller may have set.
+HOSTILE_FPCR = 1 << 24 | 1 << 25 | 3 << 22 | 1 << 26
+
+
+SEED = int.from_bytes(os.urandom(4)) if os.environ.get("SUPERADAM_DEEP") == "1" else 20_240_607
+
+
+@pytest.fixture(scope="module", autouse=True)
+def runner() -> Path:
+    """Return the runner, built; where the tools are missing, skip."""
+    reason = emulation.missing_tools()
+    if reason:
+        pytest.skip(reason)
+    return emulation.build()
+
+
+def random_coefficients(rng: np.random.Generator, *, double: bool) -> Coefficients:
+    hyper = Hyperparameters(
+        lr=float(rng.choice([0.0, 1e-5, 1e-3, 1.0])),
+        beta1=float(rng.choice([0.0, 0.3, 0.5, 0.9])),
+        beta2=float(rng.choice([0.0, 0.9, 0.999])),
+        eps=float(rng.choice([0.0, 1e-8, 1e-40])),
+        weight_decay=float(rng.choice([0.0, 0.1])),
+        amsgrad=bool(rng.integers(2)),
+        maximize=bool(rng.integers(2)),
+        decoupled_weight_decay=bool(rng.integers(2)),
+    )
+    return Coefficients.at_step(hyper, int(rng.integers(1, 100)), float(rng.choice([1.0, 0.37])), double=double)
+
+
+def random_job(rng: np.random.Generator, which: Pass, gradient: Dtype, out: Dtype, lengths: list[int]) -> Job:
+    """Return a job of segments of these lengths, with coefficients, magnitudes and special values of its own each."""
+    segments, sets = [], []
+    for length in lengths:
+        kinds = list(rng.choice(np.array(list(Magnitudes), dtype=object), int(rng.integers(1, 4))))
+        segment = make_segment(
+            int(rng.integers(2**32)),
+            length,
+            gradient,
+            out,
+            kinds=kinds,
+            norm=which is Pass.NORM or bool(rng.integers(2)),
+            sprinkle=bool(rng.integers(4) == 0),
+        )
+        if which in READS_STATE:
+            segment.coefficients, segment.accepted_coefficients = len(sets), len(sets) + 1
+            chosen = [random_coefficients(rng, double=gradient is Dtype.FLOAT64) for _ in range(2)]
+            sets.extend(chosen)
+            if not any(Flag.AMSGRAD in k.flags for k in chosen):
+                del segment.arrays["max_exp_avg_sq"]
+        segments.append(segment)
+    return Job(which, segments, sets)
+
+
+def all_jobs(rng: np.random.Generator) -> Iterator[EmulatedJob]:
+    """Yield every pass and dtype, with all tails of a block, chunk edges and random lengths, before both guards."""
+    for at_end in (False, True):
+        for which in Pass:
+            for gradient, out in variants(which):
+                edges = [formula.CHUNK + int(rng.integers(-17, 18)), int(rng.integers(34, 3 * formula.CHUNK))]
+                lengths = [*range(34), *map(int, rng.integers(34, 600, 3)), *edges]
+                yield EmulatedJob(
+                    random_job(rng, which, gradient, out, lengths),
+                    stream=bool(rng.integers(2)),
+                    at_end=at_end,
+                    fpcr=0 if rng.integers(2) else HOSTILE_FPCR,
+                )
+    # Long enough for superadam_run to share it among three threads.
+    long = [16 * formula.CHUNK + 5, 1, 0, 40 * formula.CHUNK]
+    yield EmulatedJob(random_job(rng, Pass.UPDATE, Dtype.BFLOAT16, Dtype.BFLOAT16, long), threads=3, fpcr=HOSTILE_FPCR)
+
+
+@pytest.fixture(scope="module")
+def batch(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[EmulatedJob]]:
+    """Return a file of jobs, and the jobs after the scalar kernels of this machine have run them."""
+    jobs = list(all_jobs(np.random.default_rng(SEED)))
+    path = tmp_path_factory.mktemp("arm") / "jobs"
+    emulation.write_jobs(path, jobs)
+    for emulated in jobs:
+        emulated.job.run("scalar")
+    return path, jobs
+
+
+@pytest.mark.parametrize(
+    ("cpu", "isa"),
+    [
+        (Cpu.CORTEX_A72, "scalar"),
+        (Cpu.CORTEX_A72, "neon"),
+        (Cpu.SVE_128, "sve"),
+        (Cpu.SVE_384, "sve"),
+        (Cpu.SVE_512_WITHOUT_BF16, "sve"),
+        (Cpu.SVE_128, "sve_bf16"),
+        (Cpu.SVE_256, "sve_bf16"),
+        (Cpu.SVE_2048, "sve_bf16"),
+    ],
+    ids=lambda value: value.name if isinstance(value, Cpu) else value,
+)
+def test_bits_of_the_scalar_kernels(cpu: Cpu, isa: str, batch: tuple[Path, list[EmulatedJob]], tmp_path: Path) -> None:
+    """At every vector length, of which both SVE kernels share all but the rounding to bf16; and on the least CPUs."""
+    path, jobs = batch
+    done = emulation.run_jobs(cpu, isa, path, tmp_path / "results")
+    assert done.returncode == 0, f"the runner ended with {done.returncode}: {done.stderr}"
+    for emulated, segments in zip(jobs, emulation.read_results(tmp_path / "results", jobs), strict=True):
+        for segment, arrays in zip(emulated.job.segments, segments, strict=True):
+            for name, values in arrays.items():
+                dtype = {"out": segment.out_dtype, "gradient": segment.gradient_dtype}.get(name, Dtype.FLOAT32)
+                count = differing_stored(values, segment.arrays[name].view, dtype)
+                where = f"{emulated.job.which.name} {segment.gradient_dtype.name} {segment.out_dtype.name}, {SEED=}"
+                assert count == 0, f"{count} of {segment.length} elements of {name} differ in {where}"
+
+
+@pytest.mark.parametrize("cpu", Cpu, ids=lambda cpu: cpu.name)
+def test_dispatch_knows_what_the_cpu_can_run(cpu: Cpu) -> None:
+    known = emulation.known_isas(cpu)
+    assert list(known) == ROWS
+    assert [name for name, status in known.items() if status == "runnable"] == RUNNABLE[cpu]
+    assert set(known.values()) <= {"runnable", "not supported"}
+
+
+@pytest.mark.parametrize("direction", ["overrun", "underrun"])
+def test_the_guard_pages_guard(direction: str) -> None:
+    """The runner that touches one byte too many dies of SIGSEGV."""
+    assert emulation.emulate(Cpu.NEON, emulation.BUILD / "runner", direction).returncode == -11
+
+
+def test_only_the_sve_kernels_use_sve() -> None:
+    """Every other object stays at the baseline, so nothing beyond it can run before dispatch."""
+    objects = sorted((emulation.BUILD / "CMakeFiles/_kernels.dir").rglob("*.o"))
+    with_sve = set()
+    for path in objects:
+        listing = subprocess.run(
+            ["aarch64-linux-gnu-objdump", "-d", "--no-show-raw-insn", path], check=True, capture_output=True, text=True
+        ).stdout
+        if re.search(r"\b(z\d+\.[bhsd]|p\d+/[mz]|cnt[bhwd]|ptrue|whilel\w)\b", listing):
+            with_sve.add(path.name)
+    assert len(objects) > 6
+    assert with_sve == {"kernels_sve.c.o", "kernels_sve_bf16.c.o"}

@@ -1,0 +1,75 @@
+"""The kernels round to nearest and keep denormals whatever the calling thread has set, and leave its setting alone."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import numpy as np
+import pytest
+from float_control import control_register, flushed_denormals, rounded_upward
+from hypothesis import given
+from hypothesis import strategies as st
+from kernel_arrays import Job, jobs, make_segment
+from strategies import Magnitudes, hyperparameters, scales
+
+from superadam.kernels import native
+from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
+from superadam.kernels.native import Dtype, Pass
+
+
+class Setting(Protocol):
+    def __call__(self) -> AbstractContextManager[None]: ...
+
+
+SETTINGS = pytest.mark.parametrize("setting", [flushed_denormals, rounded_upward], ids=lambda setting: setting.__name__)
+LOST_WHEN_FLUSHED = [Magnitudes.TINY, Magnitudes.TINY, Magnitudes.WIDE]
+
+
+def check_under(setting: Setting, job: Job, isa: str, threads: int) -> None:
+    expected = job.expected()
+    usual = control_register()
+    with setting():
+        before = control_register()
+        job.run(isa, threads)
+        after = control_register()
+    assert before != usual
+    assert after == before
+    job.check(expected)
+
+
+@SETTINGS
+@given(data=st.data())
+def test_bits_do_not_depend_on_the_callers_setting(isa: str, setting: Setting, data: st.DataObject) -> None:
+    job = data.draw(st.sampled_from(Pass).flatmap(jobs))
+    check_under(setting, job, isa, threads=1)
+
+
+@SETTINGS
+def test_bits_do_not_depend_on_the_setting_with_several_threads(isa: str, setting: Setting) -> None:
+    """The pool's threads inherit the setting of the thread that started them, or were started before it was made."""
+    hyper = Hyperparameters(1e-3, 0.9, 0.999, 1e-40, 0.1, amsgrad=True, maximize=False, decoupled_weight_decay=False)
+    sets = [Coefficients.at_step(hyper, 3)]
+    length = 3 * 16 * native.CHUNK + 5  # enough for three threads
+    segment = make_segment(1, length, Dtype.FLOAT32, Dtype.FLOAT16, kinds=LOST_WHEN_FLUSHED, norm=True)
+    check_under(setting, Job(Pass.UPDATE, [segment], sets), isa, threads=3)
+
+
+@SETTINGS
+def test_ordered_sum_does_not_depend_on_the_setting(setting: Setting) -> None:
+    values = np.array([5e-324, 3e-310, 1e-320])
+    expected = native.ordered_sum(values)
+    with setting():
+        under = native.ordered_sum(values)
+        inexact = native.ordered_sum(np.array([1.0, 2.0**-60]))
+    assert (under, inexact) == (expected, 1.0)
+    assert expected == 5e-324 + 3e-310 + 1e-320
+
+
+@given(hyperparameters(), st.integers(1, 1000), scales())
+def test_coefficients_do_not_depend_on_flushing(hyper: Hyperparameters, step: int, scale: float) -> None:
+    expected = Coefficients.at_step.__wrapped__(hyper, step, scale)
+    with flushed_denormals():
+        under = Coefficients.at_step.__wrapped__(hyper, step, scale)
+    assert under == expected
+    assert np.signbit(under.row()).tolist() == np.signbit(expected.row()).tolist()

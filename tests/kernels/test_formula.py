@@ -1,0 +1,225 @@
+"""The oracle itself: its fma against the C library's, its casts against the nearest, its steps against the paper."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import Magnitudes, hyperparameters, lengths, random_array
+
+from superadam.kernels import formula
+from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
+
+SEEDS = st.integers(0, 2**32 - 1)
+_libm = ctypes.CDLL("libm.so.6")
+_libm.fmaf.restype, _libm.fmaf.argtypes = ctypes.c_float, [ctypes.c_float] * 3
+_libm.fma.restype, _libm.fma.argtypes = ctypes.c_double, [ctypes.c_double] * 3
+
+
+def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+    return np.array_equal(a, b, equal_nan=True) and np.array_equal(np.signbit(a[a == 0]), np.signbit(b[b == 0]))
+
+
+# -- fma ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("real", "reference"), [(np.float32, _libm.fmaf), (np.float64, _libm.fma)], ids=["fp32", "fp64"]
+)
+@given(seed=SEEDS, kind=st.sampled_from(Magnitudes), cancels=st.booleans())
+def test_fma_rounds_once(real: type, reference: ctypes._CFuncPtr, seed: int, kind: Magnitudes, cancels: bool) -> None:
+    rng = np.random.default_rng(seed)
+    a, b, c = (random_array(rng, 100, kind, real) for _ in range(3))
+    if cancels:  # what is left of the product is its rounding error
+        with np.errstate(all="ignore"):
+            c = -(a * b)
+    expected = np.array([reference(*each) for each in zip(a.tolist(), b.tolist(), c.tolist(), strict=True)], real)
+    assert same_bits(formula.fma(a, b, c), expected)
+
+
+@given(st.integers(0, 2**24 - 1), st.integers(-149, 100), st.sampled_from([-1, 0, 1]))
+def test_fma_sees_what_lies_just_beside_a_tie(mantissa: int, exponent: int, beside: int) -> None:
+    """Rounding to double first makes such sums ties, which then go the wrong way."""
+    tie = Fraction(2 * mantissa + 1) * Fraction(2) ** (exponent - 1)  # halfway between two fp32 numbers, or below them
+    a, b = np.float32(2.0**-75), np.float32(beside * 2.0**-74)  # the product is the least that fp32 operands can add
+    c = np.float32(float(tie))
+    exact = Fraction(float(a)) * Fraction(float(b)) + Fraction(float(c))
+    assert formula.fma(a, b, c) == nearest_float32(exact)
+
+
+def nearest_float32(exact: Fraction) -> float:
+    """Return the fp32 number nearest to `exact`, ties to even, by comparing the neighbours of a guess."""
+    guess = np.float32(float(exact))
+    with np.errstate(over="ignore"):
+        near = [guess, np.nextafter(guess, np.float32(np.inf)), np.nextafter(guess, np.float32(-np.inf))]
+    return float(min(near, key=lambda x: (abs(Fraction(float(x)) - exact), int(x.view(np.uint32)) % 2)))
+
+
+@pytest.mark.parametrize("real", [np.float32, np.float64])
+def test_fma_at_infinities_and_zeros(real: type) -> None:
+    largest = np.finfo(real).max
+    cases = {
+        (largest, largest, -np.inf): -np.inf,  # the product is finite, although it overflows
+        (np.inf, 0.0, 1.0): np.nan,
+        (np.inf, 1.0, -np.inf): np.nan,
+        (largest, 2.0, 0.0): np.inf,
+        (1.0, 0.0, -0.0): 0.0,
+        (-1.0, 0.0, -0.0): -0.0,
+        (-1.0, 1.0, 1.0): 0.0,
+        (np.finfo(real).smallest_subnormal, -0.25, 0.0): -0.0,
+    }
+    a, b, c = np.array(list(cases), real).T
+    assert same_bits(formula.fma(a, b, c), np.array(list(cases.values()), real))
+
+
+# -- casts -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("narrow", "widen"),
+    [(formula.narrow_bfloat16, formula.widen_bfloat16), (formula.narrow_float16, formula.widen_float16)],
+    ids=["bf16", "fp16"],
+)
+@given(seed=SEEDS, kind=st.sampled_from([Magnitudes.BITS, Magnitudes.SPECIAL, Magnitudes.WIDE, Magnitudes.ORDINARY]))
+def test_narrowing_takes_the_nearest(narrow, widen, seed: int, kind: Magnitudes) -> None:
+    every = np.arange(0x7FFF, dtype=np.uint16)
+    magnitudes = widen(every)
+    every, magnitudes = every[np.isfinite(magnitudes)], magnitudes[np.isfinite(magnitudes)].astype(np.float64)
+    beyond = 2 * magnitudes[-1] - magnitudes[-2]  # what would follow; everything that rounds to it is Inf
+    magnitudes, every = np.append(magnitudes, beyond), np.append(every, every[-1] + 1)
+
+    values = random_array(np.random.default_rng(seed), 100, kind, np.float32)
+    for value, half in zip(values, narrow(values), strict=True):
+        if np.isnan(value):
+            assert np.isnan(widen(half))
+            continue
+        magnitude = min(abs(float(value)), beyond)
+        above = int(np.searchsorted(magnitudes, magnitude))
+        # Doubles hold these differences exactly.
+        near = [i for i in (above - 1, above) if i >= 0]
+        best = min(near, key=lambda i: (abs(magnitudes[i] - magnitude), every[i] % 2))
+        assert half == every[best] | (0x8000 if np.signbit(value) else 0)
+
+
+@pytest.mark.parametrize("bits", [7, 10], ids=["bf16", "fp16"])
+def test_widening_of_all_patterns(bits: int) -> None:
+    widen = formula.widen_bfloat16 if bits == 7 else formula.widen_float16
+    patterns = np.arange(1 << 16, dtype=np.uint16)
+    exponents, fractions = (patterns & 0x7FFF) >> bits, patterns & ((1 << bits) - 1)
+    bias = (1 << (14 - bits)) - 1
+    for pattern, exponent, fraction, value in zip(patterns, exponents, fractions, widen(patterns), strict=True):
+        if exponent == 2 * bias + 1:
+            assert np.isnan(value) if fraction else np.isinf(value)
+        else:
+            normal = 1 << bits if exponent else 0
+            scale = 2.0 ** (max(int(exponent), 1) - bias - bits)
+            assert abs(value) == (normal + int(fraction)) * scale
+        assert np.isnan(value) or np.signbit(value) == bool(pattern & 0x8000)
+
+
+# -- the formula -------------------------------------------------------------------------------------------------------
+
+
+def adam_of_the_paper(hyper: Hyperparameters, gradients: list[np.ndarray], p: np.ndarray) -> list[np.ndarray]:
+    """Algorithm 1 of arXiv 1412.6980 as it is printed there, with the options of torch.optim.AdamW around it."""
+    m, v, vmax = np.zeros_like(p), np.zeros_like(p), np.zeros_like(p)
+    for t, g in enumerate(gradients, 1):
+        if hyper.maximize:
+            g = -g
+        if hyper.decoupled_weight_decay:
+            p = p - hyper.lr * hyper.weight_decay * p
+        else:
+            g = g + hyper.weight_decay * p
+        m = hyper.beta1 * m + (1 - hyper.beta1) * g
+        v = hyper.beta2 * v + (1 - hyper.beta2) * g**2
+        vmax = np.maximum(v, vmax)
+        m_hat = m / (1 - hyper.beta1**t)
+        v_hat = (vmax if hyper.amsgrad else v) / (1 - hyper.beta2**t)
+        p = p - hyper.lr * m_hat / (np.sqrt(v_hat) + hyper.eps)
+    return [p, m, v]
+
+
+@pytest.mark.parametrize("real", [np.float32, np.float64])
+@pytest.mark.parametrize("beta1", [0.0, 0.3, 0.5, 0.9])
+@given(
+    amsgrad=st.booleans(),
+    maximize=st.booleans(),
+    decoupled=st.booleans(),
+    weight_decay=st.sampled_from([0.0, 0.1]),
+    seed=SEEDS,
+)
+def test_steps_of_the_paper(
+    real: type, beta1: float, amsgrad: bool, maximize: bool, decoupled: bool, weight_decay: float, seed: int
+) -> None:
+    hyper = Hyperparameters(1e-2, beta1, 0.99, 1e-8, weight_decay, amsgrad, maximize, decoupled)
+    rng = np.random.default_rng(seed)
+    p, *gradients = (rng.standard_normal(50).astype(real) for _ in range(6))
+    expected = adam_of_the_paper(hyper, [g.astype(np.longdouble) for g in gradients], p.astype(np.longdouble))
+    m = v = vmax = np.zeros_like(p)
+    for step, g in enumerate(gradients, 1):
+        k = Coefficients.at_step(hyper, step, double=real is np.float64)
+        p, m, v, vmax = formula.adam_formula(k, g, m, v, vmax, p)
+    # Five steps of about ten roundings, each of at most half an epsilon of values that are of the order of 1.
+    for ours, exact in zip([p, m, v], expected, strict=True):
+        assert ours.dtype == real
+        np.testing.assert_allclose(ours.astype(np.longdouble), exact, rtol=0, atol=50 * np.finfo(real).eps)
+
+
+@given(hyper=hyperparameters(), scale=st.sampled_from([0.25, 0.3]), seed=SEEDS)
+def test_scaling_multiplies_the_gradient_once(hyper: Hyperparameters, scale: float, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    g, m, v, vmax, p = (np.abs(random_array(rng, 50, Magnitudes.WIDE, np.float32)) for _ in range(5))
+    scaled = formula.adam_formula(Coefficients.at_step(hyper, 4, scale), g, m, v, vmax, p)
+    before = formula.adam_formula(Coefficients.at_step(hyper, 4), g * np.float32(scale), m, v, vmax, p)
+    assert all(same_bits(a, b) for a, b in zip(scaled, before, strict=True))
+
+
+def test_larger_or_nan() -> None:
+    a = np.array([1.0, 2.0, np.nan, 1.0, 0.0, -0.0], np.float32)
+    b = np.array([2.0, 1.0, 1.0, np.nan, -0.0, 0.0], np.float32)
+    assert same_bits(formula.larger_or_nan(a, b), np.array([2.0, 2.0, np.nan, np.nan, 0.0, -0.0], np.float32))
+
+
+# -- the norm ----------------------------------------------------------------------------------------------------------
+
+
+@given(length=lengths(), seed=SEEDS, kind=st.sampled_from([Magnitudes.ORDINARY, Magnitudes.WIDE]))
+def test_chunk_sums_are_sums_of_squares(length: int, seed: int, kind: Magnitudes) -> None:
+    gradient = random_array(np.random.default_rng(seed), length, kind, np.float32)
+    sums = formula.chunk_sums(gradient)
+    squares = gradient.astype(np.float64) ** 2  # exact
+    exact = [math.fsum(squares[i : i + formula.CHUNK]) for i in range(0, length, formula.CHUNK)]
+    # 260 additions of values of one sign one after another: at most 260 * 2**-53 = 2.9e-14.
+    np.testing.assert_allclose(sums, exact, rtol=1e-12, atol=0)
+    np.testing.assert_allclose(formula.ordered_sum(sums), math.fsum(exact), rtol=1e-12, atol=0)
+
+
+def test_lanes_are_added_pairwise() -> None:
+    """In the stated order: lane i and i + 8, and so on; neighbours first, or one after another, give other bits."""
+    gradients = np.random.default_rng(0).standard_normal((100, formula.LANES)).astype(np.float32)
+    squares = gradients.astype(np.float64) ** 2
+    halves = neighbours = squares
+    for width in (8, 4, 2, 1):
+        halves = halves[:, :width] + halves[:, width:]
+        neighbours = neighbours[:, ::2] + neighbours[:, 1::2]
+    ours = [formula.chunk_sums(gradient)[0] for gradient in gradients]
+    assert ours == halves[:, 0].tolist()
+    assert ours != neighbours[:, 0].tolist()
+    assert ours != [formula.ordered_sum(each) for each in squares]
+
+
+@given(length=lengths(), seed=SEEDS, kind=st.sampled_from([Magnitudes.BITS, Magnitudes.SPECIAL, Magnitudes.HUGE]))
+def test_nonfinite_elements_are_counted(length: int, seed: int, kind: Magnitudes) -> None:
+    gradient = random_array(np.random.default_rng(seed), length, kind, np.float32)
+    counts = formula.chunk_nonfinite(gradient)
+    assert len(counts) == -(-length // formula.CHUNK)
+    assert counts.sum() == sum(not math.isfinite(g) for g in gradient)
+
+
+def test_ordered_sum_does_not_compensate() -> None:
+    assert formula.ordered_sum(np.array([1e100, 1.0, -1e100])) == 0.0

@@ -1,0 +1,139 @@
+"""Coefficients are what the design says, each rounded once; impossible hyper-parameters are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import hyperparameters, scales
+
+from superadam.kernels import native
+from superadam.kernels.hyperparameters import Coefficients, Hyperparameters, beta_power
+from superadam.kernels.native import Flag
+
+USUAL = Hyperparameters(1e-3, 0.9, 0.999, 1e-8, 0.01, amsgrad=False, maximize=False, decoupled_weight_decay=True)
+
+
+@given(st.floats(0.0, 1.0, exclude_max=True, allow_subnormal=False), st.integers(1, 300))
+def test_beta_power_is_correctly_rounded(beta: float, step: int) -> None:
+    exact = Fraction(beta) ** step
+    assert beta_power(beta, step) == exact.numerator / exact.denominator  # Python divides integers with one rounding
+
+
+@given(hyperparameters(), st.integers(1, 100_000), scales(), st.booleans())
+def test_coefficients_are_rounded_once(hyper: Hyperparameters, step: int, scale: float, double: bool) -> None:
+    k = Coefficients.at_step(hyper, step, scale, double=double)
+    bias_correction1 = 1.0 - beta_power(hyper.beta1, step)
+    in_double = {
+        "s": scale,
+        "decay": 1.0 - hyper.lr * hyper.weight_decay,
+        "wd": hyper.weight_decay,
+        "w": 1.0 - hyper.beta1,
+        "b2": hyper.beta2,
+        "c2": 1.0 - hyper.beta2,
+        "nss": -(hyper.lr / bias_correction1),
+        "bc2s": math.sqrt(1.0 - beta_power(hyper.beta2, step)),
+        "eps": hyper.eps,
+    }
+    for name, value in in_double.items():
+        with np.errstate(over="ignore"):
+            rounded = value if double else float(np.float32(value))
+        ours = getattr(k, name)
+        assert ours == rounded, name
+        assert math.copysign(1.0, ours) == math.copysign(1.0, rounded), name
+
+
+@given(hyperparameters(), scales())
+def test_flags_switch_on_what_acts(hyper: Hyperparameters, scale: float) -> None:
+    flags = Coefficients.at_step(hyper, 1, scale).flags
+    assert (Flag.SCALE in flags) == (np.float32(scale) != 1.0)
+    assert (Flag.MAXIMIZE in flags) == hyper.maximize
+    assert (Flag.AMSGRAD in flags) == hyper.amsgrad
+    assert (Flag.DECOUPLED in flags) == (hyper.weight_decay != 0 and hyper.decoupled_weight_decay)
+    assert (Flag.L2 in flags) == (hyper.weight_decay != 0 and not hyper.decoupled_weight_decay)
+
+
+def test_a_scale_that_rounds_to_one_is_none() -> None:
+    assert Flag.SCALE not in Coefficients.at_step(USUAL, 1, 1.0 - 2.0**-30).flags
+    assert Flag.SCALE in Coefficients.at_step(USUAL, 1, 1.0 - 2.0**-30, double=True).flags
+
+
+def test_rows_have_the_fields_of_the_kernels() -> None:
+    k = Coefficients.at_step(USUAL, 5, 0.5)
+    row = np.array([k.row()], native.COEFFICIENTS)[0]
+    assert row["scale"] == k.s
+    assert row["decay"] == k.decay
+    assert row["weight_decay"] == k.wd
+    assert row["one_minus_beta1"] == k.w
+    assert row["beta2"] == k.b2
+    assert row["one_minus_beta2"] == k.c2
+    assert row["negative_step_size"] == k.nss
+    assert row["sqrt_bias_correction2"] == k.bc2s
+    assert row["eps"] == k.eps
+    assert row["flags"] == int(k.flags)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lr": -1.0}, "Invalid learning rate"),
+        ({"lr": math.nan}, "Invalid learning rate"),
+        ({"lr": math.inf}, "Invalid learning rate"),
+        ({"beta1": 1.0}, "Invalid beta parameter at index 0"),
+        ({"beta1": math.nan}, "Invalid beta parameter at index 0"),
+        ({"beta2": -0.1}, "Invalid beta parameter at index 1"),
+        ({"eps": -1e-8}, "Invalid epsilon value"),
+        ({"eps": math.nan}, "Invalid epsilon value"),
+        ({"weight_decay": -0.1}, "Invalid weight_decay value"),
+        ({"weight_decay": math.inf}, "Invalid weight_decay value"),
+    ],
+)
+def test_impossible_values_are_refused(change: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(USUAL, **change)
+
+
+def test_a_group_is_captured_by_value() -> None:
+    """Schedulers fill tensor learning rates in place."""
+    optimizer = torch.optim.AdamW([torch.zeros(1)], lr=torch.tensor(1e-3), betas=(0.8, 0.99), eps=1e-6, amsgrad=True)
+    group: dict[str, Any] = optimizer.param_groups[0]
+    captured = Hyperparameters.of_group(group)
+    group["lr"].fill_(5.0)
+    group["betas"] = (0.0, 0.0)
+    assert captured == Hyperparameters(float(np.float32(1e-3)), 0.8, 0.99, 1e-6, 0.01, True, False, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("lr", "fast"),
+        ("lr", "0.1"),
+        ("lr", torch.zeros(2)),
+        ("lr", torch.zeros(200, 200)),
+        ("lr", torch.ones((), device="meta")),
+        ("lr", 10**400),
+        ("eps", None),
+        ("eps", torch.tensor(1j)),
+        ("eps", 10**5000),
+        ("betas", 0.9),
+        ("betas", (0.9,)),
+        ("betas", (0.9, "b")),
+        ("betas", [torch.ones(100)] * 100),
+        ("amsgrad", "no"),
+        ("maximize", torch.tensor(True)),
+        ("decoupled_weight_decay", 0.5),
+    ],
+    ids=lambda value: None if isinstance(value, str) else type(value).__name__,
+)
+def test_a_group_without_numbers_is_refused(name: str, value: object) -> None:
+    group = torch.optim.AdamW([torch.zeros(1)]).param_groups[0] | {name: value}
+    with pytest.raises(ValueError, match=f"Invalid {name}.*expected") as caught:
+        Hyperparameters.of_group(group)
+    assert len(str(caught.value)) < 200

@@ -1,0 +1,81 @@
+"""Every instruction set has the bits of the oracle, in every pass, dtype, length and alignment."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kernel_arrays import HALVES_AND_FLOAT32, READS_STATE, Job, coefficient_table, jobs, make_segment, variants
+from strategies import Magnitudes
+
+from superadam.kernels import formula, native
+from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
+from superadam.kernels.native import Dtype, Pass
+
+ORDINARY = Hyperparameters(1e-3, 0.9, 0.999, 1e-8, 0.1, amsgrad=False, maximize=False, decoupled_weight_decay=True)
+
+
+def check_against_oracle(job: Job, isa: str, threads: int = 1) -> None:
+    expected = job.expected()
+    job.run(isa, threads)
+    job.check(expected)
+
+
+@pytest.mark.parametrize("which", Pass, ids=lambda which: which.name)
+@given(data=st.data())
+def test_bits_of_the_oracle(isa: str, which: Pass, data: st.DataObject) -> None:
+    check_against_oracle(data.draw(jobs(which)), isa)
+
+
+@pytest.mark.parametrize("amsgrad", [False, True], ids=["", "amsgrad"])
+@pytest.mark.parametrize("which", Pass, ids=lambda which: which.name)
+def test_every_variant_has_the_bits_of_the_oracle(isa: str, which: Pass, amsgrad: bool) -> None:
+    """Nothing left to chance: each combination of dtypes, with and without the norm, all magnitudes at once."""
+    hyper = Hyperparameters(1e-3, 0.9, 0.999, 1e-8, 0.1, amsgrad, maximize=False, decoupled_weight_decay=not amsgrad)
+    norms = [True] if which is Pass.NORM else [False, True]
+    for (gradient_dtype, out_dtype), norm in itertools.product(variants(which), norms):
+        double = gradient_dtype is Dtype.FLOAT64
+        sets = [Coefficients.at_step(hyper, step, 0.37, double=double) for step in (8, 7)]
+        length = 77 if double else formula.CHUNK + 77
+        segment = make_segment(7, length, gradient_dtype, out_dtype, kinds=[Magnitudes.WIDE], norm=norm, sprinkle=norm)
+        segment.accepted_coefficients = 1
+        check_against_oracle(Job(which, [segment], sets if which in READS_STATE else []), isa)
+
+
+@pytest.mark.parametrize("which", [Pass.SPECULATE, Pass.UPDATE], ids=lambda which: which.name)
+@pytest.mark.parametrize("out_dtype", HALVES_AND_FLOAT32, ids=lambda dtype: dtype.name)
+def test_stores_past_the_caches_have_the_same_bits(isa: str, which: Pass, out_dtype: Dtype) -> None:
+    """From 4 Mi elements on, an aligned `out` is written past the caches; one that is not aligned is not."""
+    sets = [Coefficients.at_step(ORDINARY, 3)]
+    job = Job(which, [make_segment(i, 9001, Dtype.BFLOAT16, out_dtype, offsets=[4 * i]) for i in range(2)], sets)
+    # The rest of the 4 Mi elements: one segment again and again, whose values are of no interest.
+    filler = Job(which, [make_segment(2, 1 << 16, Dtype.BFLOAT16, out_dtype)])
+    expected = job.expected()
+    table = np.concatenate([job.table(), np.repeat(filler.table(), 64)])
+    native.run(which, table, coefficient_table(sets), isa=isa, threads=1)
+    job.check(expected)
+
+
+@pytest.mark.parametrize("which", [Pass.COMMIT_AND_SPECULATE, Pass.NORM], ids=lambda which: which.name)
+def test_doubles_over_several_chunks(which: Pass) -> None:
+    """fp64 has one kernel beside the instruction sets; the oracle takes too long for it to draw such lengths."""
+    sets = [Coefficients.at_step(ORDINARY, step, 0.37, double=True) for step in (8, 7)]
+    out_dtype = Dtype.NONE if which is Pass.NORM else Dtype.FLOAT64
+    segment = make_segment(3, formula.CHUNK + 21, Dtype.FLOAT64, out_dtype, kinds=[Magnitudes.WIDE], norm=True)
+    segment.accepted_coefficients = 1
+    check_against_oracle(Job(which, [segment], sets), "scalar")
+
+
+def test_empty_jobs_do_nothing(isa: str) -> None:
+    for which in Pass:
+        native.run(which, np.zeros(0, native.SEGMENT), isa=isa)
+        nulls = np.zeros(5, native.SEGMENT)
+        nulls["gradient_dtype"] = nulls["out_dtype"] = Dtype.FLOAT32
+        native.run(which, nulls, np.zeros(1, native.COEFFICIENTS), isa=isa)
+
+
+def test_chunks_and_lanes_are_those_of_the_oracle() -> None:
+    assert (formula.CHUNK, formula.LANES) == (native.CHUNK, native.lib.SUPERADAM_LANES)

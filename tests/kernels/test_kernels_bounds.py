@@ -1,0 +1,147 @@
+"""No kernel touches one byte outside its arrays, at any length; and none writes to an array that its pass only reads.
+
+Every array of a segment ends, or begins, exactly at an inaccessible page; arrays that a pass only reads are read-only.
+The kernels run in a forked child, so that a violation is an exit code. (test_kernels_bits.py has canaries around arrays
+at every byte offset.)
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import resource
+import signal
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from children import exit_code_of_child
+from guarded_memory import GuardedMemory
+from kernel_arrays import STATE, STORAGE, variants
+
+from superadam.kernels import native
+from superadam.kernels.native import Dtype, Flag, Pass
+
+LENGTHS = [*range(71), *range(native.CHUNK - 2, native.CHUNK + 3), 2 * native.CHUNK - 1, 2 * native.CHUNK + 17]
+ARRAYS = ("gradient", "accepted_gradient", *STATE, "out", "sums", "nonfinite")
+WRITTEN = {
+    Pass.NORM: (),
+    Pass.SPECULATE: ("out",),
+    Pass.COMMIT: STATE,
+    Pass.COMMIT_AND_SPECULATE: (*STATE, "out"),
+    Pass.UPDATE: (*STATE, "out"),
+}
+FILL = 0x3C  # such bytes are a small positive number in every dtype
+NAN = 0xFF  # and such ones NaN
+EACH_END = pytest.mark.parametrize("at_end", [True, False], ids=["ending at a guard", "beginning at a guard"])
+
+
+def coefficient_table() -> np.ndarray:
+    table = np.full(1, 0.5, native.COEFFICIENTS)
+    table["flags"] = sum(Flag)  # every part of the formula
+    return table
+
+
+class Guards:
+    """One guarded memory for each array of a segment."""
+
+    def __init__(self) -> None:
+        self._memories = {name: GuardedMemory(8 * max(LENGTHS)) for name in ARRAYS}
+
+    def prepare(self, which: Pass, fill: int = FILL) -> None:
+        for name, memory in self._memories.items():
+            memory.set_read_only(False)
+            memory.fill(fill)
+            memory.set_read_only(name not in (*WRITTEN[which], "sums", "nonfinite"))
+
+    def table(self, length: int, gradient: Dtype, out: Dtype, *, norm: bool, at_end: bool) -> np.ndarray:
+        real = 8 if gradient is Dtype.FLOAT64 else 4
+        sizes = {"gradient": np.dtype(STORAGE[gradient]).itemsize * length}
+        sizes["accepted_gradient"] = sizes["gradient"]
+        sizes |= dict.fromkeys(STATE, real * length)
+        if out is not Dtype.NONE:
+            sizes["out"] = np.dtype(STORAGE[out]).itemsize * length
+        if norm:
+            sizes["sums"] = sizes["nonfinite"] = 8 * native.chunk_count(length)
+        table = np.zeros(1, native.SEGMENT)
+        for name, size in sizes.items():
+            table[name] = self._memories[name].address(size, at_end=at_end)
+        table["length"], table["gradient_dtype"], table["out_dtype"] = length, gradient, out
+        return table
+
+
+def combinations(which: Pass) -> Iterator[tuple[Dtype, Dtype, bool]]:
+    norms = [True] if which is Pass.NORM else [False, True]
+    return ((gradient, out, norm) for gradient, out in variants(which) for norm in norms)
+
+
+@EACH_END
+@pytest.mark.parametrize(("which", "fill"), [*((which, FILL) for which in Pass), (Pass.NORM, NAN)])
+def test_no_byte_outside_is_touched(isa: str, which: Pass, fill: int, at_end: bool) -> None:
+    """Chunks that have NaN are read a second time, to count them."""
+
+    def work() -> None:
+        guards = Guards()
+        guards.prepare(which, fill)
+        for gradient, out, norm in combinations(which):
+            for length in LENGTHS:
+                table = guards.table(length, gradient, out, norm=norm, at_end=at_end)
+                native.run(which, table, coefficient_table(), isa=isa, threads=1)
+
+    assert exit_code_of_child(work) == 0
+
+
+@EACH_END
+@pytest.mark.parametrize("which", [which for which in Pass if "out" in WRITTEN[which]], ids=lambda which: which.name)
+def test_stores_past_the_caches_touch_no_byte_outside(isa: str, which: Pass, at_end: bool) -> None:
+    """The same segment again and again makes the 4 Mi elements from which on `out` is streamed, where it is aligned."""
+    length = native.CHUNK if at_end else native.CHUNK + 21
+
+    def work() -> None:
+        guards = Guards()
+        guards.prepare(which)
+        for out in (Dtype.FLOAT32, Dtype.BFLOAT16):
+            table = guards.table(length, Dtype.BFLOAT16, out, norm=False, at_end=at_end)
+            native.run(which, np.repeat(table, (1 << 22) // native.CHUNK), coefficient_table(), isa=isa, threads=1)
+
+    assert exit_code_of_child(work) == 0
+
+
+def read_beyond_the_end(guards: Guards) -> None:
+    guards.prepare(Pass.NORM)
+    table = guards.table(33, Dtype.BFLOAT16, Dtype.NONE, norm=True, at_end=True)
+    table["length"] += 1
+    native.run(Pass.NORM, table, isa="scalar", threads=1)
+
+
+def read_before_the_beginning(guards: Guards) -> None:
+    guards.prepare(Pass.NORM)
+    table = guards.table(33, Dtype.BFLOAT16, Dtype.NONE, norm=True, at_end=False)
+    table["gradient"] -= 1
+    native.run(Pass.NORM, table, isa="scalar", threads=1)
+
+
+def write_beyond_the_end(guards: Guards) -> None:
+    guards.prepare(Pass.SPECULATE)
+    table = guards.table(33, Dtype.FLOAT32, Dtype.FLOAT16, norm=False, at_end=True)
+    table["out"] += 1
+    native.run(Pass.SPECULATE, table, coefficient_table(), isa="scalar", threads=1)
+
+
+def write_to_a_read_only_array(guards: Guards) -> None:
+    guards.prepare(Pass.SPECULATE)
+    table = guards.table(33, Dtype.FLOAT32, Dtype.FLOAT32, norm=False, at_end=True)
+    native.run(Pass.UPDATE, table, coefficient_table(), isa="scalar", threads=1)
+
+
+@pytest.mark.parametrize(
+    "violate",
+    [read_beyond_the_end, read_before_the_beginning, write_beyond_the_end, write_to_a_read_only_array],
+    ids=lambda violate: violate.__name__,
+)
+def test_the_guards_catch(violate: Callable[[Guards], None]) -> None:
+    def work() -> None:
+        faulthandler.disable()  # this crash is wanted: no report, no core file
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        violate(Guards())
+
+    assert exit_code_of_child(work) == -signal.SIGSEGV

@@ -1,0 +1,291 @@
+"""kernels.native: bad tables raise and change nothing; instruction sets and threads are chosen as documented."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kernel_arrays import READS_STATE, Job, coefficient_table, make_segment
+
+import superadam
+from superadam._kernels import ffi, lib
+from superadam.kernels import formula, native
+from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
+from superadam.kernels.native import Dtype, Pass
+
+HYPER = Hyperparameters(1e-3, 0.9, 0.999, 1e-8, 0.1, amsgrad=True, maximize=False, decoupled_weight_decay=True)
+USED = {  # arrays that each pass must have
+    Pass.NORM: {"gradient", "sums", "nonfinite"},
+    Pass.SPECULATE: {"gradient", "master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "out"},
+    Pass.COMMIT: {"gradient", "master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"},
+    Pass.UPDATE: {"gradient", "master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "out"},
+    Pass.COMMIT_AND_SPECULATE: {
+        "gradient", "accepted_gradient", "master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "out"
+    },
+}  # fmt: skip
+EACH_PASS = pytest.mark.parametrize("which", Pass, ids=lambda which: which.name)
+
+
+def make_job(which: Pass) -> Job:
+    segments = [make_segment(i, 100, Dtype.BFLOAT16, Dtype.BFLOAT16, norm=which is Pass.NORM) for i in range(3)]
+    return Job(which, segments, [Coefficients.at_step(HYPER, 3)])
+
+
+def check_refused(job: Job, table: np.ndarray, message: str, **options: object) -> None:
+    which = options.pop("which", job.which)
+    with pytest.raises(ValueError, match=message):
+        native.run(which, table, coefficient_table(job.sets), **{"threads": 1, **options})
+    job.check([{}] * len(job.segments))  # nothing at all was written, also not for the good segments before
+
+
+@EACH_PASS
+def test_a_missing_array_is_refused(which: Pass) -> None:
+    job = make_job(which)
+    for name in USED[which]:
+        table = job.table()
+        table[name][2] = 0
+        check_refused(job, table, "lacks an array")
+
+
+@pytest.mark.parametrize("name", ["coefficients", "accepted_coefficients"])
+def test_maxima_are_needed_where_either_of_two_steps_has_amsgrad(name: str) -> None:
+    job = make_job(Pass.COMMIT_AND_SPECULATE)
+    job.sets.append(Coefficients.at_step(replace(HYPER, amsgrad=False), 3))
+    table = job.table()
+    table["coefficients"] = table["accepted_coefficients"] = 1
+    table[name][2] = 0
+    table["max_exp_avg_sq"] = 0
+    check_refused(job, table, "lacks an array")
+
+
+@EACH_PASS
+def test_an_array_that_the_pass_does_not_use_may_be_missing(which: Pass) -> None:
+    job = make_job(which)
+    for segment in job.segments:
+        segment.arrays = {name: placed for name, placed in segment.arrays.items() if name in USED[which]}
+    expected = job.expected()
+    job.run("scalar")
+    job.check(expected)
+
+
+@pytest.mark.parametrize("name", ["sums", "nonfinite"])
+def test_sums_come_with_nonfinite(name: str) -> None:
+    job = Job(Pass.UPDATE, [make_segment(1, 100, Dtype.FLOAT32, norm=True)], [Coefficients.at_step(HYPER, 3)])
+    table = job.table()
+    table[name] = 0
+    check_refused(job, table, "lacks an array")
+
+
+def test_a_norm_without_a_place_is_refused() -> None:
+    job = make_job(Pass.NORM)
+    table = job.table()
+    table["sums"][2] = table["nonfinite"][2] = 0
+    check_refused(job, table, "lacks an array")
+
+
+@EACH_PASS
+@pytest.mark.parametrize("dtype", [-1, 0, 5, 1 << 30])
+def test_an_unknown_gradient_dtype_is_refused(which: Pass, dtype: int) -> None:
+    job = make_job(which)
+    table = job.table()
+    table["gradient_dtype"][2] = dtype
+    check_refused(job, table, "dtypes that this pass does not take")
+
+
+@pytest.mark.parametrize("which", [which for which in Pass if "out" in USED[which]], ids=lambda which: which.name)
+@pytest.mark.parametrize(("gradient", "out"), [(1, 4), (2, 4), (4, 1), (4, 2), (4, 3), (1, 5), (1, -1)])
+def test_a_mix_of_dtypes_is_refused(which: Pass, gradient: int, out: int) -> None:
+    job = make_job(which)
+    table = job.table()
+    table["gradient_dtype"][2], table["out_dtype"][2] = gradient, out
+    check_refused(job, table, "dtypes that this pass does not take")
+
+
+@pytest.mark.parametrize("which", [Pass.SPECULATE, Pass.COMMIT_AND_SPECULATE], ids=lambda which: which.name)
+def test_a_missing_out_dtype_is_refused(which: Pass) -> None:
+    job = make_job(which)
+    table = job.table()
+    table["out_dtype"][2] = Dtype.NONE
+    check_refused(job, table, "dtypes that this pass does not take")
+
+
+@EACH_PASS
+@pytest.mark.parametrize("length", [-1, -4096, np.iinfo(np.int64).min])
+def test_a_negative_length_is_refused(which: Pass, length: int) -> None:
+    job = make_job(which)
+    table = job.table()
+    table["length"][2] = length
+    check_refused(job, table, "negative length")
+
+
+@pytest.mark.parametrize("which", READS_STATE, ids=lambda which: which.name)
+@pytest.mark.parametrize("index", [-1, 1, np.iinfo(np.int32).max])
+def test_a_coefficient_set_outside_the_table_is_refused(which: Pass, index: int) -> None:
+    job = make_job(which)
+    names = ["coefficients", "accepted_coefficients"] if which is Pass.COMMIT_AND_SPECULATE else ["coefficients"]
+    for name in names:
+        table = job.table()
+        table[name][2] = index
+        check_refused(job, table, "coefficient set outside the table")
+
+
+@pytest.mark.parametrize("which", [-1, len(Pass), 1 << 30])
+def test_an_unknown_pass_is_refused(which: int) -> None:
+    job = make_job(Pass.UPDATE)
+    check_refused(job, job.table(), "no such pass", which=which)
+
+
+@EACH_PASS
+def test_an_unknown_isa_is_refused(which: Pass) -> None:
+    job = make_job(which)
+    check_refused(job, job.table(), "available_isas", isa="mmx")
+
+
+@pytest.mark.parametrize("row", [-1, lib.superadam_isa_count(), 1 << 30])
+def test_rows_that_do_not_exist_are_no_instruction_sets(row: int) -> None:
+    assert lib.superadam_isa_name(row) == ffi.NULL
+    assert lib.superadam_isa_status(row) == lib.SUPERADAM_NOT_COMPILED
+
+
+def change_dtype(table: np.ndarray) -> np.ndarray:
+    return table.view(np.uint64)
+
+
+def take_every_second(table: np.ndarray) -> np.ndarray:
+    return table[::2]
+
+
+@pytest.mark.parametrize("spoil", [change_dtype, take_every_second], ids=lambda spoil: spoil.__name__)
+def test_a_table_of_another_layout_is_refused(spoil: Callable[[np.ndarray], np.ndarray]) -> None:
+    job = make_job(Pass.UPDATE)
+    check_refused(job, spoil(job.table()), "SEGMENT|contiguous")
+
+
+# -- instruction sets --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _fresh_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a new process without environment variables; the old choices come back afterwards."""
+    monkeypatch.setattr(native, "_active", None)
+    monkeypatch.setattr(native, "_num_threads", None)
+    monkeypatch.delenv("SUPERADAM_ISA", raising=False)
+    monkeypatch.delenv("SUPERADAM_THREADS", raising=False)
+
+
+def test_scalar_is_always_available_and_last() -> None:
+    assert superadam.available_isas()[-1] == "scalar"
+    assert native.known_isas()["scalar"] == "runnable"
+
+
+@pytest.mark.usefixtures("_fresh_choices")
+def test_the_best_isa_is_the_default() -> None:
+    assert superadam.active_isa() == superadam.available_isas()[0]
+
+
+@pytest.mark.usefixtures("_fresh_choices")
+def test_the_environment_forces_an_isa(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SUPERADAM_ISA", isa)
+    assert superadam.active_isa() == isa
+    native.set_active_isa(superadam.available_isas()[0])
+    assert superadam.active_isa() == superadam.available_isas()[0]
+
+
+@pytest.mark.usefixtures("_fresh_choices")
+@pytest.mark.parametrize(
+    ("status", "reason"),
+    [
+        (None, "is not an instruction set of this architecture"),
+        ("not compiled", "was not compiled into this build"),
+        ("not supported", "is not supported by this CPU"),
+    ],
+)
+def test_an_isa_that_cannot_run_raises(status: str | None, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {"mmx": status, "scalar": "runnable"} if status else {"scalar": "runnable"}
+    monkeypatch.setattr(native, "known_isas", lambda: known)
+    monkeypatch.setenv("SUPERADAM_ISA", "mmx")
+    with pytest.raises(ValueError, match=f"SUPERADAM_ISA 'mmx' {reason}; available here: scalar"):
+        superadam.active_isa()
+    with pytest.raises(ValueError, match=f"instruction set 'mmx' {reason}; available here: scalar"):
+        native.set_active_isa("mmx")
+
+
+def in_new_process(**environment: str) -> subprocess.CompletedProcess[str]:
+    code = "import superadam.kernels.native as n; print(n.active_isa(), n.get_num_threads())"
+    return subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | environment, check=False, capture_output=True, text=True
+    )
+
+
+def test_the_environment_is_read_in_a_new_process() -> None:
+    done = in_new_process(SUPERADAM_ISA="scalar", SUPERADAM_THREADS="3")
+    assert done.stdout.split() == ["scalar", "3"]
+    assert "scalar kernels" not in done.stderr  # it was asked for
+    refused = in_new_process(SUPERADAM_ISA="mmx")
+    assert refused.returncode == 1
+    assert "ValueError: SUPERADAM_ISA 'mmx' is not an instruction set of this architecture" in refused.stderr
+
+
+@pytest.mark.usefixtures("_fresh_choices")
+def test_scalar_by_surprise_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(native, "known_isas", lambda: {"avx2": "not supported", "scalar": "runnable"})
+    with caplog.at_level(logging.WARNING, "superadam"):
+        assert superadam.active_isa() == superadam.active_isa() == "scalar"
+    (record,) = caplog.records
+    assert (record.name, record.levelname) == ("superadam", "WARNING")
+    assert "scalar kernels" in record.getMessage()
+    assert "avx2 is not supported" in record.getMessage()
+
+
+@pytest.mark.usefixtures("_fresh_choices")
+def test_scalar_by_choice_is_silent(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("SUPERADAM_ISA", "scalar")
+    assert superadam.active_isa() == "scalar"
+    assert not caplog.records
+
+
+# -- threads -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("_fresh_choices")
+def test_the_default_is_a_thread_for_each_cpu() -> None:
+    assert native.get_num_threads() == len(os.sched_getaffinity(0))
+    native.set_num_threads(5)
+    assert native.get_num_threads() == 5
+
+
+@pytest.mark.usefixtures("_fresh_choices")
+@pytest.mark.parametrize("text", ["0", "-1", "two", "1.5", ""])
+def test_a_bad_number_of_threads_in_the_environment_raises(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SUPERADAM_THREADS", text)
+    with pytest.raises(ValueError, match=f"SUPERADAM_THREADS is '{text}'; expected a positive integer"):
+        native.get_num_threads()
+
+
+@pytest.mark.parametrize("count", [0, -1, 1.0, True, "2", None])
+def test_a_bad_number_of_threads_raises(count: object) -> None:
+    before = native.get_num_threads()
+    with pytest.raises(ValueError, match="expected an integer of at least 1"):
+        native.set_num_threads(count)  # type: ignore[arg-type]
+    assert native.get_num_threads() == before
+
+
+# -- sums --------------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.floats()))
+def test_ordered_sum_adds_in_order(values: list[float]) -> None:
+    ours, expected = native.ordered_sum(np.array(values)), formula.ordered_sum(np.array(values))
+    assert np.array_equal([ours], [expected], equal_nan=True)
+
+
+def test_chunk_count() -> None:
+    assert [native.chunk_count(n) for n in (0, 1, 4096, 4097, 8192)] == [0, 1, 1, 2, 2]

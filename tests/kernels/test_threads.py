@@ -1,0 +1,191 @@
+"""The pool of threads: the same bits for any count, short jobs alone, concurrent callers, fork, and rest when idle."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from children import exit_code_of_child
+from kernel_arrays import Job, make_segment
+from strategies import Magnitudes
+
+from superadam.kernels import native
+from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
+from superadam.kernels.native import Dtype, Pass
+
+HYPER = Hyperparameters(1e-3, 0.9, 0.999, 1e-8, 0.1, amsgrad=False, maximize=False, decoupled_weight_decay=True)
+CHUNKS_PER_THREAD = 16  # of cpu/run.c: shorter jobs do not wake another thread
+
+
+def make_job(*lengths: int, which: Pass = Pass.UPDATE) -> Job:
+    segments = [
+        make_segment(i, length, Dtype.BFLOAT16, Dtype.BFLOAT16, kinds=[Magnitudes.WIDE, Magnitudes.ORDINARY], norm=True)
+        for i, length in enumerate(lengths)
+    ]
+    return Job(which, segments, [Coefficients.at_step(HYPER, 2)])
+
+
+def lengths_for(threads: int) -> tuple[int, ...]:
+    """Return lengths of segments that are together just long enough for so many threads.
+
+    For seven, the last but one has more chunks than a thread takes at a time.
+    """
+    total = threads * CHUNKS_PER_THREAD * native.CHUNK
+    return (total // 4 + 77, 0, 5, native.CHUNK, 0, total * 3 // 4, 1)
+
+
+def count_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.parametrize("which", [Pass.UPDATE, Pass.NORM], ids=lambda which: which.name)
+def test_any_number_of_threads_gives_the_same_bits(isa: str, which: Pass) -> None:
+    lengths = lengths_for(7)
+    expected = make_job(*lengths, which=which).expected()
+    for threads in (1, 2, 3, 7):
+        job = make_job(*lengths, which=which)
+        job.run(isa, threads)
+        job.check(expected)
+
+
+def test_as_many_threads_join_as_a_job_is_long() -> None:
+    """A child begins with one thread and an empty pool."""
+
+    def work() -> None:
+        assert count_threads() == 1
+        make_job(2 * CHUNKS_PER_THREAD * native.CHUNK - native.CHUNK).run("scalar", threads=7)
+        assert count_threads() == 1
+        make_job(2 * CHUNKS_PER_THREAD * native.CHUNK).run("scalar", threads=7)
+        assert count_threads() == 2
+        make_job(*lengths_for(7)).run("scalar", threads=7)
+        assert count_threads() == 7
+        make_job(*lengths_for(7)).run("scalar", threads=3)
+        assert count_threads() == 7
+
+    assert exit_code_of_child(work) == 0
+
+
+def test_idle_threads_use_no_processor_time() -> None:
+    """One spinning thread alone would use the whole half second; waking and sleeping again uses microseconds."""
+
+    def work() -> None:
+        make_job(*lengths_for(7)).run("scalar", threads=7)
+        before = time.process_time()
+        time.sleep(0.5)
+        assert count_threads() == 7
+        assert time.process_time() - before < 0.1
+
+    assert exit_code_of_child(work) == 0
+
+
+def blocked_signals(thread: int) -> int:
+    """Return the signals that a thread of this process blocks, bit 0 for signal 1."""
+    (line,) = [one for one in Path(f"/proc/self/task/{thread}/status").read_text().splitlines() if "SigBlk" in one]
+    return int(line.split()[1], 16)
+
+
+def test_signals_stay_with_the_threads_of_the_program() -> None:
+    """A signal that the program waits for, or that is to interrupt its main thread, is never delivered to the pool."""
+
+    def work() -> None:
+        caller = threading.get_native_id()
+        before = blocked_signals(caller)
+        make_job(*lengths_for(3)).run("scalar", threads=3)
+        assert blocked_signals(caller) == before
+        others = [int(thread) for thread in os.listdir("/proc/self/task") if int(thread) != caller]
+        assert len(others) == 2
+        for one in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1, signal.SIGCHLD):
+            assert all(blocked_signals(thread) >> (one - 1) & 1 for thread in others)
+
+    assert exit_code_of_child(work) == 0
+
+
+def test_concurrent_callers_get_right_results(isa: str) -> None:
+    lengths = lengths_for(3)
+    expected = make_job(*lengths).expected()
+
+    def run_one(threads: int) -> Job:
+        job = make_job(*lengths)
+        job.run(isa, threads)
+        return job
+
+    with ThreadPoolExecutor(4) as callers:
+        for job in callers.map(run_one, [1, 2, 3, 3, 2, 1, 3, 3]):
+            job.check(expected)
+
+
+def test_the_pool_survives_fork() -> None:
+    lengths = lengths_for(3)
+    expected = make_job(*lengths).expected()
+
+    def work() -> None:
+        job = make_job(*lengths)
+        job.run("scalar", threads=3)
+        assert count_threads() == 3
+        job.check(expected)
+
+    make_job(*lengths).run("scalar", threads=3)
+    assert exit_code_of_child(work) == 0
+    job = make_job(*lengths)  # and the parent goes on
+    job.run("scalar", threads=3)
+    job.check(expected)
+
+
+def test_fork_while_another_thread_runs_jobs() -> None:
+    lengths = lengths_for(2)
+    expected = make_job(*lengths).expected()
+    done, stop = [0], threading.Event()
+
+    def keep_running() -> None:
+        while not stop.is_set():
+            job = make_job(*lengths)
+            job.run("scalar", threads=2)
+            job.check(expected)
+            done[0] += 1
+
+    def work() -> None:
+        job = make_job(*lengths)
+        job.run("scalar", threads=2)
+        job.check(expected)
+
+    with ThreadPoolExecutor(1) as other:
+        running = other.submit(keep_running)
+        try:
+            while not done[0] and not running.done():
+                time.sleep(0.001)
+            assert [exit_code_of_child(work) for _ in range(5)] == [0] * 5
+            before = done[0]
+            while done[0] <= before and not running.done():
+                time.sleep(0.001)
+        finally:
+            stop.set()
+        running.result()
+
+
+def test_the_interpreter_goes_on_while_a_job_runs() -> None:
+    """The GIL is released: another Python thread counts while this one is inside a single long call."""
+    job = make_job(1 << 18)
+    table = np.repeat(job.table(), 128)
+    inside, counts = threading.Event(), []
+
+    def count() -> None:
+        inside.wait()
+        while inside.is_set():
+            counts.append(time.perf_counter())
+            time.sleep(0.0005)
+
+    counter = threading.Thread(target=count)
+    counter.start()
+    inside.set()
+    begin = time.perf_counter()
+    native.run(Pass.NORM, table, isa="scalar", threads=1)
+    end = time.perf_counter()
+    inside.clear()
+    counter.join()
+    assert sum(begin < at < end for at in counts) >= 3

@@ -1,0 +1,187 @@
+"""What a scheduler cannot be made for is refused, in one sentence, before anything has changed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from overlap import adam, mlp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from superadam import OffloadScheduler, SpeculativeCPUAdam
+from superadam.offload.arguments import TRANSFER_DTYPES, check_count, check_model, check_transfer_dtype
+
+
+def refused(error: type[Exception], sentence: str, check: Any, *arguments: Any, **options: Any) -> None:
+    with pytest.raises(error, match=sentence) as caught:
+        check(*arguments, **options)
+    assert "\n" not in str(caught.value)
+
+
+# ---- arguments -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", ["auto", 1, 2, 10**12])
+def test_counts(value: Any) -> None:
+    check_count("num_threads", value)
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.0, True, False, None, "Auto", "1", math.inf, torch.tensor(3)])
+def test_counts_that_are_refused(value: Any) -> None:
+    told = "^num_threads is .*, expected 'auto' or an integer of at least 1$"
+    refused(ValueError, told, check_count, "num_threads", value)
+
+
+def test_least_count() -> None:
+    check_count("gpu_buckets", 0, least=0)
+    told = "^gpu_buckets is -1, expected 'auto' or an integer of at least 0$"
+    refused(ValueError, told, check_count, "gpu_buckets", -1, least=0)
+
+
+def test_counts_that_may_not_be_automatic() -> None:
+    check_count("num_threads", 2, may_be_auto=False)
+    told = "^num_threads is 'auto', expected an integer of at least 1$"
+    refused(ValueError, told, check_count, "num_threads", "auto", may_be_auto=False)
+
+
+@pytest.mark.parametrize("value", ["auto", *TRANSFER_DTYPES], ids=str)
+def test_link_dtypes(value: Any) -> None:
+    check_transfer_dtype(value)
+
+
+@pytest.mark.parametrize(
+    "value", [torch.float64, torch.int8, torch.float8_e4m3fn, torch.complex64, "float32", "fp16", None, 16, float]
+)
+def test_link_dtypes_that_are_refused(value: Any) -> None:
+    told = r"^transfer_dtype is .*, expected 'auto' or one of torch.float32, torch.bfloat16, torch.float16$"
+    refused(ValueError, told, check_transfer_dtype, value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"transfer_dtype": torch.float64},
+        {"transfer_dtype": "bf16"},
+        {"bucket_numel": np.int64(3)},
+        {"num_threads": "all"},
+    ],
+    ids=str,
+)
+def test_scheduler_refuses_them_before_it_changes_anything(options: dict[str, Any]) -> None:
+    model = mlp()
+    optimizer = adam(model)
+    refused(ValueError, f"^{next(iter(options))} is ", OffloadScheduler, optimizer, model, **options)
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+    OffloadScheduler(optimizer, model).close()
+
+
+# ---- models ----------------------------------------------------------------------------------------------------------
+
+
+def test_models_and_optimizers() -> None:
+    model = mlp()
+    check_model(adam(model), model)
+    check_model(adam(model, max_grad_norm=math.inf), model)
+    check_model(adam(model, max_grad_norm=None), model)  # as torch's, which has no limit
+    check_model(adam(model), nn.Sequential())  # the parameters are those of the optimizer
+
+
+def test_wrong_kinds() -> None:
+    model = mlp()
+    told = "^optimizer is a {}, expected a SpeculativeCPUAdam; make one first$"
+    refused(TypeError, told.format("AdamW"), check_model, torch.optim.AdamW(model.parameters()), model)
+    refused(TypeError, told.format("Sequential"), check_model, model, adam(model))
+    told = "^model is a function, expected the nn.Module whose parameters are optimized$"
+    refused(TypeError, told, check_model, adam(model), lambda x: x)
+
+
+# ---- several ranks ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[None]:
+    """Make this process the first of two, the other of which need not be there."""
+    fake_pg = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    torch.distributed.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=2)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_several_ranks_are_refused(two_ranks: None) -> None:
+    model = mlp()
+    optimizer = adam(model)
+    told = r"^this is one of 2 ranks, and .*, expected one rank; train without an OffloadScheduler here$"
+    refused(RuntimeError, told, check_model, optimizer, model)
+    refused(RuntimeError, told, OffloadScheduler, optimizer, model)
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+
+
+def test_sharded_parameters_are_refused(two_ranks: None) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    weight = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
+    told = (
+        "^parameter 1 of group 0 is a DTensor, .* not supported yet; train an unsharded model, or use torch.optim.AdamW"
+    )
+    refused(TypeError, told, SpeculativeCPUAdam, [nn.Parameter(torch.ones(2)), weight])
+
+
+def test_distributed_data_parallel_is_refused_wherever_it_is(two_ranks: None) -> None:
+    model = mlp()
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    told = r"^the model is wrapped in DistributedDataParallel, .*; train this one without an OffloadScheduler$"
+    for one in (wrapped, nn.Sequential(nn.Linear(8, 8), wrapped)):
+        refused(RuntimeError, told, check_model, adam(model), one)
+
+
+def cut_by_fsdp1(**options: Any) -> tuple[nn.Module, SpeculativeCPUAdam]:
+    model = FullyShardedDataParallel(mlp(), device_id=torch.device("cpu"))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    return model, SpeculativeCPUAdam(model.parameters(), **options)
+
+
+def test_no_rank_of_fsdp1_clips_by_its_own_part(two_ranks: None) -> None:
+    model, optimizer = cut_by_fsdp1(max_grad_norm=1.0)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    refused(RuntimeError, "^max_grad_norm is 1.0, but under FSDP1 .* call clip_grad_norm_", optimizer.step)
+    optimizer.max_grad_norm = None
+    optimizer.clip_grad_norm_(2.0)
+    refused(RuntimeError, "^max_grad_norm is 2.0, but under FSDP1", optimizer.step)
+    assert all(map(torch.equal, before, model.parameters()))
+    optimizer.zero_grad()  # takes the limit back
+    for limit in (None, math.inf):
+        optimizer.max_grad_norm = limit
+        optimizer.step()
+
+
+def test_no_rank_of_fsdp1_skips_silently(two_ranks: None) -> None:
+    model, optimizer = cut_by_fsdp1()
+    next(model.parameters()).grad[0] = math.nan  # type: ignore[index]
+    refused(FloatingPointError, "1 gradient elements are Inf or NaN", optimizer.step)
+
+
+@pytest.mark.parametrize("wrapper", [lambda optimizer: SimpleNamespace(optimizer=optimizer), LightningOptimizer])
+def test_optimizers_in_wrappers(wrapper: Any) -> None:
+    model = mlp()
+    optimizer = adam(model)
+    with OffloadScheduler(wrapper(optimizer), model) as scheduler:
+        assert scheduler.optimizer is optimizer
+
+
+def test_one_rank_alone_needs_no_sharding() -> None:
+    fake_pg = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    torch.distributed.init_process_group("fake", store=fake_pg.FakeStore(), rank=0, world_size=1)
+    try:
+        model = mlp()
+        check_model(adam(model), model)
+    finally:
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,307 @@
+"""The placer: what is measured, what counts, and that the choice is made once."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from superadam.devices import Device, PlainDevice
+from superadam.devices.simulated import SimulatedDevice
+from superadam.offload.autotune import BYTES_PER_ELEMENT, FREE_SHARE, MEASURED_STEPS, WARM_UP_STEPS, Placer
+from superadam.offload.buckets import DEFAULT_NUMEL, Bucket
+from superadam.offload.placement import LEAST_NUMEL, BucketTimes, Placement, last_parameters
+from superadam.state.parameter import ParameterState
+
+CORES = 4
+AUTO = {"gpu_buckets": "auto", "bucket_numel": "auto", "transfer_dtype": "auto", "num_threads": "auto"}
+
+
+class Measured(SimulatedDevice):
+    """A device with memory and cores of given sizes."""
+
+    def __init__(self, free_elements: int = 10**9, num_threads: int = CORES) -> None:
+        super().__init__(0)
+        self.free = int(free_elements * BYTES_PER_ELEMENT / FREE_SHARE) + 1
+        self.num_threads = num_threads
+
+    def free_bytes(self) -> int:
+        return self.free
+
+    def idle_cores(self) -> int:
+        return self.num_threads
+
+
+class Steps:
+    """Makes steps over parameters of given sizes as a scheduler does.
+
+    Times are those of a worker that takes as many seconds for an element as it is told.
+    """
+
+    def __init__(
+        self, sizes: Sequence[int], device: Device | None = None, dtype: torch.dtype = torch.bfloat16, **options: Any
+    ) -> None:
+        self.parameters = [nn.Parameter(torch.zeros(size, dtype=dtype)) for size in sizes]
+        self.placer = Placer(device or Measured(), sum(sizes), **{**AUTO, **options})
+
+    def make(
+        self,
+        rows: Sequence[int] | None = None,
+        *,
+        kept: int = 0,
+        seconds_per_element: float = 1e-9,
+        is_hidden: bool = True,
+        waits: Sequence[int] = (),
+    ) -> bool:
+        """Make a step, each parameter in a bucket of its own, ready one second after the one before.
+
+        Args:
+            rows: of the parameters, in order.
+            kept: how many of the last ones stay.
+            seconds_per_element: of the worker.
+            is_hidden: whether the model computed meanwhile.
+            waits: buckets that the governor does not let be speculated on.
+        """
+        chosen = range(len(self.parameters)) if rows is None else rows
+        for number, row in enumerate(chosen):
+            stays = number >= len(chosen) - kept
+            self.note(row, stays=stays)
+            if not stays and number not in waits:
+                numel = self.parameters[row].numel()
+                self.placer.note_times(BucketTimes(numel, float(number), seconds_per_element * numel, is_hidden))
+        return self.placer.end_step()
+
+    def note(self, row: int, *, stays: bool) -> None:
+        """Let a parameter's bucket be ready."""
+        state = ParameterState(self.parameters[row], row, f"p{row}")
+        self.placer.note_bucket(Bucket(stays, [state], [], self.parameters[row].numel()))
+
+    def choose(self, **options: Any) -> Placement:
+        """Make the steps after which the choice is made."""
+        assert not any(self.make(**options) for _ in range(WARM_UP_STEPS + MEASURED_STEPS - 1))
+        assert self.make(**options)
+        return self.placer.placement
+
+
+SIZES = [1000] * 6
+
+
+# ---- what is explicit ------------------------------------------------------------------------------------------------
+
+EXPLICIT = {"gpu_buckets": 2, "bucket_numel": 1234, "transfer_dtype": torch.float32, "num_threads": 3}
+
+
+@given(st.sets(st.sampled_from(sorted(EXPLICIT))), st.integers(0, 2), st.floats(1e-9, 1e-2))
+def test_explicit_values_are_never_changed(names: set[str], kept: int, seconds: float) -> None:
+    options = {name: EXPLICIT[name] for name in names}
+    steps = Steps(SIZES, **options)
+    for _ in range(8):
+        steps.make(kept=kept, seconds_per_element=seconds)
+        assert all(getattr(steps.placer.placement, name) == value for name, value in options.items())
+
+
+def test_what_is_automatic_is_chosen_before_the_first_step() -> None:
+    assert Steps([10**9]).placer.placement == Placement(0, DEFAULT_NUMEL, None, CORES)
+    assert Steps(SIZES).placer.placement == Placement(0, LEAST_NUMEL, None, CORES)
+
+
+@pytest.mark.parametrize("device", [Measured(num_threads=0), PlainDevice()])
+def test_nothing_is_kept_without_cores_or_where_no_step_can_be_made(
+    device: Device, caplog: pytest.LogCaptureFixture
+) -> None:
+    steps = Steps(SIZES, device)
+    with caplog.at_level(logging.INFO, "superadam"):
+        assert not any(steps.make(seconds_per_element=1.0) for _ in range(6))
+    assert steps.placer.placement.gpu_buckets == 0
+    assert not caplog.records
+
+
+# ---- what counts -----------------------------------------------------------------------------------------------------
+
+
+def test_warm_up_is_not_counted(caplog: pytest.LogCaptureFixture) -> None:
+    steps = Steps(SIZES)
+    with caplog.at_level(logging.INFO, "superadam"):
+        assert not any(steps.make(seconds_per_element=1.0) for _ in range(WARM_UP_STEPS))  # slow, as first times are
+        assert not any(steps.make() for _ in range(MEASURED_STEPS - 1))
+        assert not caplog.records
+        assert steps.make()
+    assert steps.placer.placement.gpu_buckets == 0
+
+
+NOT_COUNTED: dict[str, dict[str, Any]] = {
+    "without gradients": {"rows": []},
+    "left waiting by the governor": {"waits": range(6)},
+    "left waiting in part": {"waits": [5]},
+    "made while somebody waited": {"is_hidden": False},
+}
+
+
+@pytest.mark.parametrize("why", NOT_COUNTED)
+def test_steps_that_tell_nothing_do_not_count(why: str, caplog: pytest.LogCaptureFixture) -> None:
+    steps = Steps(SIZES)
+    for _ in range(WARM_UP_STEPS):
+        steps.make()
+    with caplog.at_level(logging.INFO, "superadam"):
+        for _ in range(MEASURED_STEPS):
+            assert not caplog.records
+            for _ in range(3):
+                assert not steps.make(seconds_per_element=1.0, **NOT_COUNTED[why])
+            steps.make()
+    assert len(caplog.records) == 1
+    assert steps.placer.placement.gpu_buckets == 0  # slow were only those that do not count
+
+
+@given(st.lists(st.sampled_from([*NOT_COUNTED, "whole", "fewer gradients", "kept"]), max_size=12))
+def test_choice_is_made_once_whatever_steps_come(kinds: list[str]) -> None:
+    steps = Steps(SIZES)
+    others = {"whole": {}, "fewer gradients": {"rows": [0, 2, 4]}, "kept": {"kept": 3}}
+    chosen: Placement | None = None
+    for kind in kinds:
+        before = steps.placer.placement
+        is_new = steps.make(**{**NOT_COUNTED, **others}[kind])
+        if chosen is not None:
+            assert steps.placer.placement == chosen
+        elif is_new:
+            chosen = steps.placer.placement
+        else:
+            assert steps.placer.placement == before
+
+
+def test_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    steps = Steps(SIZES)
+    with caplog.at_level(logging.INFO):
+        for _ in range(10):
+            steps.make()
+    (record,) = caplog.records
+    assert (record.name, record.levelname) == ("superadam", "INFO")
+    assert str(steps.placer.placement) in record.getMessage()
+
+
+# ---- what is chosen --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bucket_numel", [1, 700, 1000, 1500, 10**6])
+@given(
+    st.lists(st.integers(1, 5000), min_size=1, max_size=12),
+    st.integers(0, 30_000),
+    st.sampled_from([1e-9, 1e-3, 1.0]),
+)
+def test_what_is_kept_fits(bucket_numel: int, sizes: list[int], free_elements: int, seconds: float) -> None:
+    """Also after rounding to whole buckets and whole parameters."""
+    device = Measured(free_elements)
+    steps = Steps(sizes, device, bucket_numel=bucket_numel)
+    placement = steps.choose(seconds_per_element=seconds)
+    kept = sum(one.numel() for one in last_parameters(steps.placer.order, placement))
+    assert kept * BYTES_PER_ELEMENT <= device.free * FREE_SHARE
+    if seconds == 1.0 and free_elements >= sum(sizes):
+        assert kept >= sum(sizes) - bucket_numel
+    if seconds == 1e-9 and len(sizes) > 1:
+        assert kept == 0
+
+
+# ---- order -----------------------------------------------------------------------------------------------------------
+
+
+def test_order_is_that_of_the_last_step_of_all_parameters() -> None:
+    steps = Steps(SIZES)
+
+    def order() -> list[int]:
+        return [next(i for i, p in enumerate(steps.parameters) if p is one) for one in steps.placer.order]
+
+    assert order() == []
+    steps.make([3, 1, 2])
+    assert order() == [3, 1, 2]
+    steps.make([5, 4, 3, 2, 1, 0])
+    assert order() == [5, 4, 3, 2, 1, 0]
+    steps.make([0, 1])  # some parameters take no part in some steps
+    assert order() == [5, 4, 3, 2, 1, 0]
+    steps.make([0, 1, 2, 3, 4, 5])
+    assert order() == [0, 1, 2, 3, 4, 5]
+
+
+def test_parameters_that_stay_come_last() -> None:
+    """They become ready among the others, but are the ones that are to stay again."""
+    steps = Steps([10] * 3, gpu_buckets=1, bucket_numel=1, transfer_dtype=torch.float32, num_threads=1)
+    for row in range(3):
+        steps.note(row, stays=row == 0)
+    assert steps.placer.end_step()
+    assert steps.placer.order[-1] is steps.parameters[0]
+
+
+@given(st.lists(st.permutations(range(4)), min_size=1, max_size=4), st.booleans())
+def test_other_parameters_are_told_and_another_order_of_the_same_is_not(orders: list[list[int]], keeps: bool) -> None:
+    explicit = {**EXPLICIT, "gpu_buckets": 1 if keeps else 0}
+    steps = Steps([10] * 4, **explicit)
+    known: frozenset[int] = frozenset()
+    for order, count in itertools.product(orders, (2, 4)):
+        present = frozenset(map(id, (steps.parameters[row] for row in order[:count])))
+        is_new = steps.make(order[:count])
+        assert is_new == (keeps and len(present) >= len(known) and present != known)
+        known = present if len(present) >= len(known) else known
+    steps.parameters = [nn.Parameter(torch.zeros(10)) for _ in range(4)]  # as after replacing the model's
+    assert steps.make() is keeps
+
+
+# ---- explicit changes ------------------------------------------------------------------------------------------------
+
+
+def test_explicit_change_ends_the_measurement(caplog: pytest.LogCaptureFixture) -> None:
+    steps = Steps(SIZES)
+    steps.make()
+    steps.make()
+    wanted = Placement(1, 10, None, 2)
+    steps.placer.place(wanted)
+    with caplog.at_level(logging.INFO, "superadam"):
+        for _ in range(5):
+            assert not steps.make()
+    assert steps.placer.placement == wanted
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("num_threads", [0, CORES])
+def test_worker_can_neither_come_nor_go(num_threads: int) -> None:
+    steps = Steps(SIZES, Measured(num_threads=num_threads))
+    before = steps.placer.placement
+    with pytest.raises(
+        ValueError, match=r"num_threads is \d, but the scheduler was made with \d, .*; make another scheduler"
+    ):
+        steps.placer.place(Placement(0, 10, None, 0 if num_threads else 1))
+    assert steps.placer.placement == before
+    steps.placer.place(Placement(0, 10, None, 2 if num_threads else 0))
+
+
+def test_device_that_cannot_keep_is_told() -> None:
+    told = "gpu_buckets is 3, but PlainDevice cannot make steps where the model is; .* leave gpu_buckets at 'auto' or 0"
+    with pytest.raises(ValueError, match=told):
+        Placer(PlainDevice(), 100, 3, "auto", "auto", 1)
+    placer = Placer(PlainDevice(), 100, 0, "auto", "auto", 1)
+    before = placer.placement
+    with pytest.raises(ValueError, match=told):
+        placer.place(Placement(3, 10, None, 1))
+    assert placer.placement == before
+
+
+def test_more_state_than_the_device_has_room_for_is_refused_with_both_figures() -> None:
+    device = Measured()
+    device.free = 12 * 10**9 - 1
+    options: dict[str, Any] = {"bucket_numel": 10**6, "transfer_dtype": None, "num_threads": 1}
+    with pytest.raises(MemoryError, match=r"takes 12\.00 GB, but 12\.00 GB are free there; keep fewer buckets"):
+        Placer(device, 2 * 10**9, 1000, **options)
+    placer = Placer(device, 2 * 10**9, 999, **options)
+    device.free -= 999 * 12 * 10**6  # it has moved there
+    before = placer.placement
+    with pytest.raises(MemoryError, match=r"takes 0\.01 GB"):
+        placer.place(replace(before, gpu_buckets=1000))
+    assert placer.placement == before
+    placer.place(replace(before, gpu_buckets=998))
+    assert placer.placement.gpu_buckets == 998
+    Placer(device, 10**3, 10**6, **options)  # no more than there is

@@ -1,0 +1,146 @@
+"""What the model calls: each gradient is reported once, to a taker that still lives."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from overlap import batch, mlp
+from torch import Tensor, nn
+
+from superadam.offload.hooks import GradientReady, Hooks
+
+
+class Recorder:
+    """Remembers what it heard."""
+
+    def __init__(self) -> None:
+        self.ready: list[Tensor] = []
+
+    def gradient_ready(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        self.ready.append(parameter)
+
+
+def followed(model: nn.Module, parameters: Iterable[Tensor] | None = None) -> tuple[Recorder, Hooks]:
+    recorder = Recorder()
+    hooks = Hooks(recorder.gradient_ready)
+    hooks.follow(model.parameters() if parameters is None else parameters)
+    return recorder, hooks
+
+
+def run(model: nn.Module) -> None:
+    model(batch(0)).sum().backward()
+
+
+def ids(tensors: Iterable[Tensor]) -> list[int]:
+    return list(map(id, tensors))
+
+
+def hooks_of(parameter: Tensor) -> int:
+    return len(parameter._post_accumulate_grad_hooks or {})
+
+
+def test_each_gradient_once_in_the_order_of_backward() -> None:
+    model = mlp()
+    recorder, _ = followed(model)
+    model(model(batch(0))).sum().backward()
+    assert len(recorder.ready) == 6
+    assert set(ids(recorder.ready)) == set(ids(model.parameters()))
+    assert id(recorder.ready[0]) in ids(model[4].parameters())
+
+
+def test_only_the_given_parameters() -> None:
+    model = mlp()
+    recorder, hooks = followed(model, [model[2].weight])
+    run(model)
+    assert ids(recorder.ready) == [id(model[2].weight)]
+    hooks.follow([model[0].weight])
+    run(model)
+    assert ids(recorder.ready) == [id(model[2].weight), id(model[0].weight)]
+
+
+def test_nothing_is_left_after_letting_go() -> None:
+    model = mlp()
+    recorder, hooks = followed(model)
+    hooks.let_go()
+    run(model)
+    assert not recorder.ready
+    assert not any(map(hooks_of, model.parameters()))
+    hooks.let_go()
+
+
+def test_parameters_are_hooked_once_they_are_trained() -> None:
+    model = mlp()
+    model[0].requires_grad_(False)
+    recorder, hooks = followed(model)
+    run(model)
+    assert len(recorder.ready) == 4
+    model[0].requires_grad_(True)
+    hooks.look_for_unfrozen()
+    run(model)
+    assert len(recorder.ready) == 4 + 6
+    for _ in range(3):
+        hooks.look_for_unfrozen()
+    assert all(hooks_of(parameter) == 1 for parameter in model.parameters())
+    model[2].requires_grad_(False)  # and back: its hook stays
+    hooks.look_for_unfrozen()
+    model[2].requires_grad_(True)
+    hooks.look_for_unfrozen()
+    assert all(hooks_of(parameter) == 1 for parameter in model.parameters())
+    hooks.let_go()
+    assert not any(map(hooks_of, model.parameters()))
+
+
+def test_parameters_that_are_no_leaves_are_waited_for() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    product = weight * 2
+    recorder, hooks = followed(nn.Module(), [product])
+    hooks.look_for_unfrozen()
+    product.sum().backward()
+    assert not recorder.ready
+
+
+def test_taker_is_held_weakly() -> None:
+    model = mlp()
+    recorder, _ = followed(model)
+    alive = weakref.ref(recorder)
+    del recorder
+    gc.collect()
+    assert alive() is None
+    run(model)
+    assert model[0].weight.grad is not None
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, copy.copy, lambda hook: pickle.loads(pickle.dumps(hook))])
+def test_copies_report_to_nobody(how: Any) -> None:
+    recorder = Recorder()
+    inert = how(how(GradientReady(recorder.gradient_ready)))
+    assert type(inert) is GradientReady
+    inert(nn.Parameter(torch.ones(2)))
+    assert not recorder.ready
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_of_the_model_report_to_nobody(how: Any) -> None:
+    model = mlp()
+    recorder, _ = followed(model)
+    run(how(model))
+    assert not recorder.ready
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_modules_report_without_breaking_the_graph(backend: str) -> None:
+    model = mlp()
+    recorder, _ = followed(model)
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    for _ in range(3):
+        compiled(batch(0)).sum().backward()
+    assert len(recorder.ready) == 3 * 6
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1

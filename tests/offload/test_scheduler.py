@@ -1,0 +1,1865 @@
+"""What users do around a scheduled step: every sequence ends in the bits of the run without overlap."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import json
+import math
+import os
+import pickle
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from children import exit_code_of_child
+from overlap import (
+    DeferredDevice,
+    FullDevice,
+    ImmediateDevice,
+    PlantedError,
+    RaiseInBackward,
+    ThreadDevice,
+    adam,
+    batch,
+    changes_nothing,
+    eager,
+    end_thread,
+    everything,
+    loss_of,
+    mlp,
+    train,
+)
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from visible import bits, shown
+
+import superadam
+from superadam import OffloadScheduler, SpeculativeCPUAdam, StepKind
+from superadam.devices import Device, PlainDevice, Stream
+from superadam.devices.flat import FlatLayout
+from superadam.devices.simulated import SimulatedDevice
+from superadam.devices.worker import WorkerError
+from superadam.handles.gradient_handle import taken_of
+from superadam.kernels import native
+from superadam.offload.accumulation import PAUSE_STEPS
+from superadam.state.parameter import ParameterState
+from superadam.step.transaction import Transaction
+
+pytestmark = pytest.mark.timeout(20)  # a hang fails with the stack of every thread
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+DEVICES = [ImmediateDevice, ThreadDevice, DeferredDevice]
+
+
+@pytest.fixture(params=DEVICES, ids=["immediate", "thread", "deferred"])
+def device(request: pytest.FixtureRequest) -> PlainDevice:
+    """Return the worst timing, the usual worker, and none."""
+    one: PlainDevice = request.param()
+    return one
+
+
+ASYNCHRONOUS = [
+    pytest.param(lambda: SimulatedDevice(1, 0.0), id="lazy device"),
+    pytest.param(lambda: SimulatedDevice(2, 0.6), id="hasty device"),
+]
+
+
+@pytest.fixture(params=[*DEVICES, *ASYNCHRONOUS])
+def anywhere(request: pytest.FixtureRequest) -> Device:
+    """Return the host with each worker, and two asynchronous devices."""
+    one: Device = request.param()
+    return one
+
+
+@pytest.fixture(params=ASYNCHRONOUS)
+def asynchronous(request: pytest.FixtureRequest) -> Device:
+    """Return a device that does nothing before somebody waits, and one that does."""
+    one: Device = request.param()
+    return one
+
+
+@pytest.fixture(params=[ImmediateDevice, ThreadDevice, *ASYNCHRONOUS])
+def working(request: pytest.FixtureRequest) -> Device:
+    """Return devices on which something works during backward."""
+    one: Device = request.param()
+    return one
+
+
+def both(
+    story: Callable[[nn.Module, SpeculativeCPUAdam, OffloadScheduler | None], None],
+    make: Callable[[], nn.Module] = mlp,
+    device: Device | None = None,
+    bucket_numel: int = 1,
+    *,
+    are_told: bool = True,
+    **options: Any,
+) -> OffloadScheduler:
+    """Run a story with and without a scheduler, check that the bits agree, and return the closed scheduler.
+
+    Args:
+        are_told: whether outcomes agree, too: a step without handles cannot know what others did to gradients.
+    """
+    results = []
+    for overlaps in (False, True):
+        model = make()
+        optimizer = adam(model, **options)
+        if not overlaps:
+            story(model, optimizer, None)
+        else:
+            with eager(optimizer, model, bucket_numel=bucket_numel, device=device or ImmediateDevice()) as scheduler:
+                story(model, optimizer, scheduler)
+        told = (repr(optimizer.last_outcome), optimizer.statistics.steps) if are_told else None  # NaN equals nothing
+        results.append((everything(model, optimizer), told))
+    assert results[0] == results[1]
+    return scheduler
+
+
+# ---- ordinary training ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("bucket_numel", [1, 70, 1_000_000])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_and_bucket_size(dtype: torch.dtype, bucket_numel: int, device: PlainDevice) -> None:
+    scheduler = both(
+        lambda model, optimizer, _: train(model, optimizer, range(8)),
+        lambda: mlp(dtype),
+        device,
+        bucket_numel,
+    )
+    counts = scheduler.optimizer.statistics
+    assert counts.committed
+    assert counts.clipped
+
+
+def test_groups_with_their_own_rates_and_decay(device: PlainDevice) -> None:
+    def grouped(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
+        first, *others = optimizer.param_groups[0]["params"]
+        optimizer.param_groups[0]["params"] = [first]
+        optimizer.add_param_group({"params": others[:2], "lr": 1e-3, "weight_decay": 0.1})
+        optimizer.add_param_group({"params": others[2:], "betas": (0.5, 0.9), "amsgrad": True, "maximize": True})
+        train(model, optimizer, range(5))
+
+    both(grouped, device=device)
+
+
+def test_group_added_between_two_steps(device: PlainDevice) -> None:
+    def grow(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
+        train(model, optimizer, range(2))
+        model.append(nn.Linear(8, 8))
+        torch.manual_seed(0)
+        nn.init.normal_(model[-1].weight)
+        nn.init.zeros_(model[-1].bias)
+        optimizer.add_param_group({"params": list(model[-1].parameters()), "lr": 0.01})
+        train(model, optimizer, range(2, 5))
+
+    both(grow, device=device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_group_added_between_backward_and_step(dtype: torch.dtype, device: PlainDevice) -> None:
+    """Its parameters take part in the step if they have a gradient, and what was taken of the others still counts."""
+
+    def grow(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
+        train(model, optimizer, range(2))
+        for seed in range(3):
+            optimizer.zero_grad()
+            loss_of(model, seed).backward()
+            extra = nn.Parameter(torch.linspace(-1, 1, 8, dtype=dtype))
+            model.register_parameter(f"extra{seed}", extra)
+            (extra * extra.sin()).sum().backward()
+            optimizer.add_param_group({"params": [extra], "lr": 0.01})
+            optimizer.step()
+        train(model, optimizer, range(3, 5))
+
+    both(grow, lambda: mlp(dtype), device)
+
+
+def test_parameters_without_a_gradient_in_some_steps(device: PlainDevice) -> None:
+    def parts(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
+        for step in range(6):
+            optimizer.zero_grad()
+            if step != 3:  # a step with no gradient at all
+                loss_of(model[2 * (step % 3) :], step).backward()
+            optimizer.step()
+
+    both(parts, device=device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_parameters_frozen_and_thawed(dtype: torch.dtype, device: PlainDevice) -> None:
+    def toggled(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
+        for step in range(8):
+            model[0].requires_grad_(step % 4 >= 2)
+            model[4].requires_grad_(step % 4 < 2)
+            train(model, optimizer, range(step, step + 1))
+
+    def frozen() -> nn.Module:
+        model = mlp(dtype)
+        model[0].requires_grad_(False)
+        return model
+
+    scheduler = both(toggled, frozen, device)
+    if scheduler.placement.num_threads:
+        # Those that are thawed for the first time are hooked with the next verdict.
+        assert scheduler.statistics.buckets == 8 * 4 - 2
+
+
+def test_model_without_anything_to_train() -> None:
+    model = mlp().requires_grad_(False)
+    optimizer = adam(model)
+    with eager(optimizer, model), changes_nothing(model, optimizer):
+        optimizer.step()
+
+
+def test_parameters_that_are_not_in_the_model_or_not_in_the_optimizer(device: PlainDevice) -> None:
+    for overlaps in (False, True):
+        model, extra = mlp(), nn.Parameter(torch.ones(8))
+        optimizer = SpeculativeCPUAdam([*model[2:].parameters(), extra], lr=0.05, max_grad_norm=20.0)
+        scheduler = eager(optimizer, model, device=device) if overlaps else None
+        for seed in range(3):
+            optimizer.zero_grad()
+            ((model(batch(seed)) * extra - 1) ** 2).sum().backward()
+            optimizer.step()
+        assert model[0].weight.grad is not None
+        if scheduler is None:
+            expected = shown(optimizer)
+        else:
+            scheduler.close()
+            assert shown(optimizer) == expected
+
+
+def test_closures_and_learning_rate_schedulers(device: PlainDevice) -> None:
+    def closures(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        for seed in range(4):
+
+            def closure(seed: int = seed) -> float:
+                optimizer.zero_grad()
+                loss = loss_of(model, seed)
+                loss.backward()
+                return loss.item()
+
+            assert optimizer.step(closure) > 0
+            schedule.step()
+
+    both(closures, device=device)
+
+
+@pytest.mark.parametrize("change", ["lr", "tensor lr", "weight_decay", "betas", "amsgrad", "max_grad_norm", "limit"])
+def test_hyperparameters_that_change_between_backward_and_step(change: str, device: PlainDevice) -> None:
+    def changing(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
+        group = optimizer.param_groups[0]
+        if change == "tensor lr":
+            group["lr"] = torch.tensor(0.05)
+        for seed in range(4):
+            optimizer.zero_grad()
+            loss_of(model, seed).backward()
+            match change:
+                case "lr":
+                    group["lr"] *= 0.7
+                case "tensor lr":
+                    group["lr"].mul_(0.7)
+                case "weight_decay":
+                    group["weight_decay"] += 0.1
+                case "betas":
+                    group["betas"] = (0.5 + 0.1 * seed, 0.9)
+                case "amsgrad":
+                    group["amsgrad"] = seed % 2 == 1
+                case "max_grad_norm":
+                    optimizer.max_grad_norm = 1.0 + seed
+                case "limit":
+                    assert optimizer.clip_grad_norm_(2.0) > 0
+            optimizer.step()
+
+    both(changing, device=device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_amsgrad_that_is_switched_on_for_backward_only(dtype: torch.dtype, device: PlainDevice) -> None:
+    """Nothing is made for it."""
+
+    def switched(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
+        train(model, optimizer, range(2))
+        for seed in range(2, 5):
+            optimizer.zero_grad()
+            optimizer.param_groups[0]["amsgrad"] = True
+            loss_of(model, seed).backward()
+            if scheduler is not None:
+                scheduler.catch_up()
+            optimizer.param_groups[0]["amsgrad"] = False
+            optimizer.step()
+        assert not any("max_exp_avg_sq" in entry for entry in optimizer.state.values())
+
+    both(switched, lambda: mlp(dtype), device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_optimizer_steps_by_hand(dtype: torch.dtype, device: PlainDevice) -> None:
+    """`speculate()` takes what backward left, `resolve()` judges, `rollback()` drops, with a scheduler as without."""
+
+    def by_hand(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
+        for seed in range(8):
+            loss_of(model, seed).backward()
+            optimizer.speculate()
+            if seed % 3 == 2:
+                optimizer.rollback()
+                assert type(model[0].weight.grad) is Tensor
+                if seed == 5:
+                    optimizer.step()  # with the gradients that were given back
+            else:
+                optimizer.resolve()
+            optimizer.zero_grad()
+
+    both(by_hand, lambda: mlp(dtype), device)
+
+
+# ---- what torch does to gradients -----------------------------------------------------------------------------------
+
+
+def scaled_training(
+    model: nn.Module, optimizer: SpeculativeCPUAdam, *, unscales: bool, micro_batches: int = 1
+) -> list[float]:
+    """Train with torch's own GradScaler, and return its scales."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=2)
+    scales = []
+    for seed in range(12):
+        optimizer.zero_grad()
+        for micro in range(micro_batches):
+            loss = loss_of(model, seed + 100 * micro)
+            scaler.scale(loss * math.inf if seed == 5 else loss).backward()
+        if unscales:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    optimizer.zero_grad()
+    return scales
+
+
+@pytest.mark.covering(3)
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("unscales", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)  # torch refuses to unscale fp16
+def test_grad_scaler(dtype: torch.dtype, unscales: bool, micro_batches: int, device: PlainDevice) -> None:
+    scales: list[list[float]] = []
+
+    def scaled(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
+        scales.append(scaled_training(model, optimizer, unscales=unscales, micro_batches=micro_batches))
+        assert optimizer.last_outcome is not None
+
+    scheduler = both(scaled, lambda: mlp(dtype), device)
+    assert scales[0] == scales[1]
+    assert len(set(scales[0])) > 2  # it grew and it backed off
+    assert scheduler.optimizer.statistics.clipped >= 1
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("foreach", [None, False])
+@pytest.mark.parametrize("norm_type", [2.0, math.inf, 1.0])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_clipping_by_torch(dtype: torch.dtype, norm_type: float, foreach: bool | None, device: PlainDevice) -> None:
+    """Norm, coefficient and products are torch's own."""
+    norms: list[list[Tensor]] = []
+
+    def clipped(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
+        norms.append([])
+        for seed in range(5):
+            optimizer.zero_grad()
+            loss_of(model, seed).backward()
+            limit = 1e3 if seed == 1 else 0.5
+            one = torch.nn.utils.clip_grad_norm_(model.parameters(), limit, norm_type, foreach=foreach)
+            norms[-1].append(one)
+            optimizer.step()
+
+    both(clipped, lambda: mlp(dtype), device, are_told=False, max_grad_norm=math.inf)
+    assert bits(torch.stack(norms[0])) == bits(torch.stack(norms[1]))
+
+
+EDITS: dict[str, Callable[[Tensor], object]] = {
+    "halved": lambda gradient: gradient.mul_(0.5),
+    "a third": lambda gradient: gradient.div_(3.0),
+    "by value": lambda gradient: gradient.clamp_(-0.1, 0.1),
+    "noise": lambda gradient: gradient.add_(0.25),
+    "in part": lambda gradient: gradient.view(-1)[:1].zero_(),
+    "zeroed": lambda gradient: gradient.zero_(),
+    "read": lambda gradient: gradient.sum().item(),
+    "through data": lambda gradient: gradient.data.mul_(torch.tensor(2.0)),
+}
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("synchronizes", [False, True])
+@pytest.mark.parametrize("how", EDITS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients_that_are_edited(dtype: torch.dtype, how: str, synchronizes: bool, device: PlainDevice) -> None:
+    """All of them, or one."""
+
+    def edited(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
+        for seed in range(6):
+            optimizer.zero_grad()
+            loss_of(model, seed).backward()
+            if scheduler is not None and synchronizes:
+                scheduler.catch_up()
+            for row, parameter in enumerate(model.parameters()):
+                if row == 2 or seed % 3 == 2:
+                    EDITS[how](parameter.grad)
+            optimizer.step()
+
+    both(edited, lambda: mlp(dtype), device, are_told=False, max_grad_norm=math.inf)
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("how", ["replaced", "None", "zero_grad in place", "swapped"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_that_are_replaced(dtype: torch.dtype, how: str, device: PlainDevice) -> None:
+    def replaced(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
+        for seed in range(6):
+            optimizer.zero_grad()
+            loss_of(model, seed).backward()
+            if scheduler is not None and seed % 2:
+                scheduler.catch_up()
+            first, second = model[2].weight, model[4].weight
+            match how:
+                case "replaced":
+                    first.grad = torch.full_like(first, 0.125)
+                case "None":
+                    first.grad = None
+                case "zero_grad in place":
+                    optimizer.zero_grad(set_to_none=False)
+                case "swapped":
+                    first.grad, second.grad = second.grad, first.grad
+            optimizer.step()
+
+    both(replaced, lambda: mlp(dtype), device)
+
+
+def test_edited_gradients_are_not_taken_for_a_while() -> None:
+    """What would be given back each time is left alone for some steps; then it is tried again."""
+    model, twin = mlp(torch.bfloat16), mlp(torch.bfloat16)
+    optimizer, plain = adam(model), adam(twin)
+    with eager(optimizer, model) as scheduler:
+        taken = []
+        for seed in range(2 * PAUSE_STEPS + 6):
+            before = scheduler.statistics.buckets
+            for one, its in ((model, optimizer), (twin, plain)):
+                its.zero_grad()
+                loss_of(one, seed).backward()
+                if seed < PAUSE_STEPS + 3:
+                    torch.nn.utils.clip_grad_value_(one.parameters(), 0.5)
+                its.step()
+            taken.append(scheduler.statistics.buckets > before)
+    optimizer.zero_grad()
+    plain.zero_grad()
+    assert everything(model, optimizer) == everything(twin, plain)
+    assert taken == [True, *[False] * PAUSE_STEPS, True, *[False] * PAUSE_STEPS, *[True] * 4]
+    assert scheduler.statistics.given_back_gradients == 2 * 6
+
+
+# ---- reading and writing at any moment ------------------------------------------------------------------------------
+
+
+def states(model: nn.Module, optimizer: SpeculativeCPUAdam) -> dict[str, Any]:
+    """Return both state dicts as bytes."""
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+
+
+def same(first: Any, second: Any) -> bool:
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
+    if isinstance(first, list | tuple):
+        return len(first) == len(second) and all(map(same, first, second))
+    return torch.equal(first, second) if isinstance(first, Tensor) else bool(first == second)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_state_dicts_show_the_last_accepted_step_at_every_moment(dtype: torch.dtype, device: PlainDevice) -> None:
+    model, twin = mlp(dtype), mlp(dtype)
+    optimizer, plain = adam(model), adam(twin)
+    with eager(optimizer, model, bucket_numel=70, device=device):
+        for seed in range(4):
+            optimizer.zero_grad()
+            expected = states(twin, plain)
+            assert same(states(model, optimizer), expected)
+            loss = loss_of(model, seed)
+            assert same(states(model, optimizer), expected)
+            loss.backward()
+            assert same(states(model, optimizer), expected)
+            assert same(model[2].state_dict(), twin[2].state_dict())
+            optimizer.step()
+            train(twin, plain, range(seed, seed + 1))
+            assert same(states(model, optimizer), states(twin, plain))
+    assert everything(model, optimizer) == everything(twin, plain)
+
+
+def test_exposed_state_follows_every_step(device: PlainDevice) -> None:
+    model, twin = mlp(), mlp()
+    optimizer, plain = adam(model), adam(twin)
+    with eager(optimizer, model, device=device):
+        for seed in range(4):
+            train(model, optimizer, range(seed, seed + 1))
+            train(twin, plain, range(seed, seed + 1))
+            for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+                assert all(torch.equal(optimizer.state[p][key], plain.state[q][key]) for key in plain.state[q])
+    assert everything(model, optimizer) == everything(twin, plain)
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("moment", ["clean", "after backward", "after the step"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_checkpoint_loaded_under_the_scheduler(dtype: torch.dtype, moment: str, device: PlainDevice) -> None:
+    source = mlp(dtype)
+    other = adam(source)
+    train(source, other, range(10, 13))
+    saved = states(source, other)
+    train(source, other, range(2))
+    model = mlp(dtype)
+    optimizer = adam(model)
+    with eager(optimizer, model, device=device) as scheduler:
+        train(model, optimizer, range(3))
+        if moment != "clean":
+            loss_of(model, 3).backward()
+        if moment == "after the step":
+            optimizer.step()
+        optimizer.load_state_dict(saved["optimizer"])
+        model.load_state_dict(saved["model"])
+        buckets = scheduler.statistics.buckets
+        train(model, optimizer, range(2))
+        # It overlaps again once the new state was bound.
+        assert scheduler.statistics.buckets == buckets + (6 if scheduler.placement.num_threads else 0)
+    assert everything(model, optimizer) == everything(source, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_weights_written_from_outside(dtype: torch.dtype, device: PlainDevice) -> None:
+    weights = {name: value.clone() for name, value in mlp(dtype).state_dict().items()}
+    for value in weights.values():
+        value[0] = 0.25
+
+    def written(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
+        model.load_state_dict(weights)  # after construction
+        train(model, optimizer, range(2))
+        with torch.no_grad():
+            model[0].weight.mul_(0.5)
+            model[2].bias[1:3] = 1.0
+        train(model, optimizer, range(2, 4))
+        model.load_state_dict(model.state_dict())  # changes nothing
+        train(model, optimizer, range(4, 6))
+
+    both(written, lambda: mlp(dtype), device)
+
+
+def test_averaged_weights_swapped_in_for_evaluation(device: PlainDevice) -> None:
+    def averaged(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
+        average = torch.optim.swa_utils.AveragedModel(model)  # deep copies the hooked model
+        for seed in range(4):
+            train(model, optimizer, range(seed, seed + 1))
+            average.update_parameters(model)
+            own = {name: value.clone() for name, value in model.state_dict().items()}
+            model.load_state_dict(average.module.state_dict())
+            with torch.no_grad():
+                loss_of(model, 99)
+            model.load_state_dict(own)
+
+    both(averaged, device=device)
+
+
+def test_evaluation_after_the_step_and_between_backward_and_step(device: PlainDevice) -> None:
+    """Parameters have the values of the last step until the next one, for whoever reads them."""
+    seen: list[list[Tensor]] = []
+
+    def evaluated(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
+        seen.append([])
+        for seed in range(4):
+            before = shown(optimizer)
+            loss_of(model, seed).backward()
+            if scheduler is not None:
+                scheduler.catch_up()
+            assert shown(optimizer) == before
+            with torch.no_grad():
+                seen[-1].append(loss_of(model.eval(), 5))
+            with torch.inference_mode():
+                seen[-1].append(loss_of(model.train(), 5).clone())
+            seen[-1].append(copy.deepcopy(model)(batch(3)).sum().detach())
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.inference_mode():
+                seen[-1].append(loss_of(model, 5).clone())
+
+    both(evaluated, device=device)
+    assert all(map(torch.equal, *seen))
+
+
+# ---- failures -------------------------------------------------------------------------------------------------------
+
+
+def failing(model: nn.Module, error: BaseException, at: int = 2) -> None:
+    """Run a backward that fails after the layers from `at` on have their gradients."""
+    x = RaiseInBackward.apply(model[:at](batch(9)), error)
+    (30 * (model[at:](x) - 1) ** 2).mean().backward()
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("then", ["zero_grad", "again", "step", "evaluate"])
+@pytest.mark.parametrize("error", [PlantedError("planted"), KeyboardInterrupt(), torch.OutOfMemoryError("planted")])
+def test_backward_that_fails(error: BaseException, then: str, device: PlainDevice) -> None:
+    """What it left in `.grad` is there as in torch: to be dropped, added to, or stepped with."""
+
+    def stories(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
+        train(model, optimizer, range(2))
+        for seed in range(2, 5):
+            with pytest.raises(type(error)):
+                failing(model, error)
+            match then:
+                case "zero_grad":
+                    optimizer.zero_grad()
+                    loss_of(model, seed).backward()
+                case "again":
+                    loss_of(model, seed).backward()
+                case "evaluate":
+                    with torch.no_grad():
+                        loss_of(model, 3)
+                    loss_of(model, seed).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    both(stories, device=device)
+
+
+@pytest.mark.parametrize("when", ["in the last layer", "in the hook of a parameter", "in the closure"])
+def test_out_of_memory_and_a_smaller_batch(when: str, device: PlainDevice) -> None:
+    """As Accelerate's find_executable_batch_size and everyone else does it."""
+
+    def stories(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
+        for seed in range(4):
+            for rows in (8, 4):
+                optimizer.zero_grad()
+                hidden = model[:2](batch(seed, rows=rows))
+                if rows == 8 and when == "in the last layer":
+                    hidden = RaiseInBackward.apply(hidden, torch.OutOfMemoryError("planted"))
+                handle = None
+                if rows == 8 and when == "in the hook of a parameter":
+                    handle = model[2].weight.register_hook(raise_out_of_memory)
+                try:
+                    (30 * (model[2:](hidden) - 1) ** 2).mean().backward()
+                    if rows == 8 and when == "in the closure":
+                        raise torch.OutOfMemoryError("planted")
+                except torch.OutOfMemoryError:
+                    continue
+                finally:
+                    if handle is not None:
+                        handle.remove()
+                optimizer.step()
+
+    both(stories, device=device)
+
+
+def raise_out_of_memory(gradient: Tensor) -> None:
+    raise torch.OutOfMemoryError("planted")
+
+
+def test_bad_step_is_left_out(device: PlainDevice) -> None:
+    def careful(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
+        for seed in range(6):
+            loss = loss_of(model, seed)
+            loss.backward()
+            if seed % 2:
+                optimizer.zero_grad()
+                continue
+            optimizer.step()
+            optimizer.zero_grad()
+
+    both(careful, device=device)
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_step_with_nonfinite_gradients_is_skipped(value: float, device: PlainDevice) -> None:
+    def poisoned(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
+        for seed in range(5):
+            optimizer.zero_grad()
+            (loss_of(model, seed) * (value if seed in (0, 3) else 1.0)).backward()
+            optimizer.step()
+            assert optimizer.last_outcome is not None
+            assert (optimizer.last_outcome.kind is StepKind.SKIPPED) == (seed in (0, 3))
+
+    both(poisoned, device=device)
+
+
+def test_nonfinite_gradients_may_raise(device: PlainDevice) -> None:
+    model = mlp()
+    optimizer = adam(model, on_nonfinite="raise")
+    with eager(optimizer, model, device=device):
+        train(model, optimizer, range(2))
+        with changes_nothing(model, optimizer):
+            (loss_of(model, 2) * math.nan).backward()
+            with pytest.raises(FloatingPointError, match="nothing was changed"):
+                optimizer.step()
+        train(model, optimizer, range(2))
+
+
+class FailingSpeculation:
+    """Lets one call of `Transaction.speculate` fail, after it has done its work or before."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int, *, after: bool) -> None:
+        self.calls, self.at, self.after = 0, at, after
+        self.speculate = Transaction.speculate
+        failing = self
+        monkeypatch.setattr(Transaction, "speculate", lambda *args, **options: failing(*args, **options))
+
+    def __call__(self, *args: Any, **options: Any) -> None:
+        self.calls += 1
+        fails = self.calls == self.at
+        if not fails or self.after:
+            self.speculate(*args, **options)
+        if fails:
+            raise PlantedError("the worker stumbled")
+
+
+@pytest.mark.covering(3)
+@pytest.mark.parametrize("then", ["step", "zero_grad", "read", "close"])
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("at", [1, 3, 6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_worker_that_fails(
+    dtype: torch.dtype, at: int, after: bool, then: str, working: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is told in step(); nothing has changed, and the gradients are in `.grad`, for a step without the worker."""
+    model, twin = mlp(dtype), mlp(dtype)
+    optimizer, plain = adam(model), adam(twin)
+    scheduler = eager(optimizer, model, device=working)
+    train(model, optimizer, range(2))
+    train(twin, plain, range(2))
+    loss_of(twin, 2).backward()
+    before = shown(optimizer)
+    with monkeypatch.context() as patch:
+        FailingSpeculation(patch, at, after=after)
+        begin = time.perf_counter()
+        told = r"worker failed with PlantedError: the worker stumbled; nothing was changed, .* call step\(\) again"
+        loss_of(model, 2).backward()
+        with pytest.raises(WorkerError, match=told) as caught:
+            optimizer.state_dict() if then == "read" else optimizer.step()
+    assert time.perf_counter() - begin < 1.0
+    assert isinstance(caught.value.__cause__, PlantedError)
+    assert shown(optimizer) == before
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert one.grad is not None
+        assert torch.equal(one.grad, other.grad)
+    if then == "zero_grad":
+        optimizer.zero_grad()
+        plain.zero_grad()
+    if then == "close":
+        scheduler.close()
+    optimizer.step()
+    plain.step()
+    train(model, optimizer, range(3, 5))
+    train(twin, plain, range(3, 5))
+    scheduler.close()
+    assert everything(model, optimizer) == everything(twin, plain)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("with_job", [False, True], ids=["asleep", "at a job"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_worker_whose_thread_has_ended(dtype: torch.dtype, with_job: bool) -> None:
+    model, twin = mlp(dtype), mlp(dtype)
+    optimizer, plain = adam(model), adam(twin)
+    with eager(optimizer, model, device=ThreadDevice()) as scheduler:
+        train(model, optimizer, range(2))
+        train(twin, plain, range(2))
+        scheduler.synchronize()
+        end_thread(scheduler._pipeline._worker, with_job=with_job)
+        for seed in range(2, 4):
+            loss_of(model, seed).backward()
+            loss_of(twin, seed).backward()
+            with pytest.raises(WorkerError, match="its thread has ended; make a new OffloadScheduler"):
+                optimizer.step()
+            assert all(map(torch.equal, *([p.grad for p in one.parameters()] for one in (model, twin))))
+            for its in (optimizer, plain):
+                its.step()
+                its.zero_grad()
+    train(model, optimizer, range(4, 6))
+    train(twin, plain, range(4, 6))
+    assert everything(model, optimizer) == everything(twin, plain)
+
+
+def test_idle_commit_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, twin = mlp(torch.bfloat16), mlp(torch.bfloat16)
+    optimizer, plain = adam(model, max_grad_norm=math.inf), adam(twin, max_grad_norm=math.inf)
+    train(twin, plain, range(3))
+    failed = threading.Event()
+
+    def stumble(*_: object) -> bool:
+        failed.set()
+        raise PlantedError("the commit stumbled")
+
+    with eager(optimizer, model, device=ThreadDevice()):
+        train(model, optimizer, range(1))  # the first step leaves nothing to commit
+        with monkeypatch.context() as patch:
+            patch.setattr(Transaction, "commit_some", stumble)
+            loss_of(model, 1).backward()
+            optimizer.step()
+            assert failed.wait(5)
+            time.sleep(0.05)  # between the call and the note of its failure
+            optimizer.zero_grad()
+            with pytest.raises(WorkerError, match="the commit stumbled"):
+                optimizer.state_dict()
+        train(model, optimizer, range(2, 3))
+    assert everything(model, optimizer) == everything(twin, plain)
+
+
+def test_sparse_gradient_is_refused_by_the_step(anywhere: Device) -> None:
+    model = nn.Sequential(nn.Embedding(8, 8, sparse=True), nn.Linear(8, 8))
+    optimizer = adam(model)
+    with eager(optimizer, model, device=anywhere):
+        model(batch(0).argmax(-1)).sum().backward()
+        before = shown(optimizer)
+        for _ in range(2):
+            with pytest.raises(TypeError, match="is sparse, expected a dense one"):
+                optimizer.step()
+        assert shown(optimizer) == before
+        assert model[0].weight.grad is not None
+        optimizer.zero_grad()
+        model[0].weight.requires_grad_(False)
+        model(batch(0).argmax(-1)).sum().backward()
+        optimizer.step()
+        assert optimizer.last_outcome is not None
+        assert optimizer.last_outcome.kind is not StepKind.SKIPPED
+
+
+# ---- arguments ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "sentence"),
+    [
+        ({"bucket_numel": 0}, ValueError, "bucket_numel is 0, expected 'auto' or an integer of at least 1"),
+        ({"bucket_numel": "big"}, ValueError, "bucket_numel is 'big', expected"),
+        ({"bucket_numel": 1.5}, ValueError, "bucket_numel is 1.5, expected"),
+        ({"bucket_numel": True}, ValueError, "bucket_numel is True, expected"),
+        ({"num_threads": -1}, ValueError, "num_threads is -1, expected 'auto' or an integer of at least 1"),
+        ({"transfer_dtype": torch.float64}, ValueError, "transfer_dtype is torch.float64, expected 'auto' or one of"),
+        ({"gpu_buckets": -1}, ValueError, "gpu_buckets is -1, expected 'auto' or an integer of at least 0"),
+        ({"gpu_buckets": 1}, ValueError, "gpu_buckets is 1, but PlainDevice cannot make steps"),
+        ({"model": [nn.Linear(2, 2)]}, TypeError, "model is a list, expected the nn.Module"),
+        ({"optimizer": "torch"}, TypeError, "optimizer is a AdamW, expected a SpeculativeCPUAdam"),
+    ],
+)
+def test_bad_arguments(options: dict[str, Any], error: type[Exception], sentence: str) -> None:
+    threads = threading.active_count()
+    model = mlp()
+    optimizer: Any = adam(model)
+    if options.pop("optimizer", None):
+        optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(error, match=sentence) as caught:
+        OffloadScheduler(optimizer, options.pop("model", model), **options)
+    assert "\n" not in str(caught.value)
+    assert threading.active_count() == threads
+    assert_nothing_is_attached(mlp() if isinstance(optimizer, torch.optim.AdamW) else model, optimizer)
+
+
+def assert_nothing_is_attached(model: nn.Module, optimizer: Any) -> None:
+    """Check that a scheduler that was refused left neither hooks nor itself."""
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+    if isinstance(optimizer, SpeculativeCPUAdam):
+        twin = copy.deepcopy(model)
+        plain = adam(twin)
+        train(model, optimizer, range(2))
+        train(twin, plain, range(2))
+        assert everything(model, optimizer) == everything(twin, plain)
+        with eager(optimizer, model):  # it may have one
+            train(model, optimizer, range(2, 4))
+        train(twin, plain, range(2, 4))
+        assert everything(model, optimizer) == everything(twin, plain)
+
+
+class DistributedModel(nn.parallel.DistributedDataParallel):
+    """Counts as a DistributedDataParallel model, without the process group that a real one needs."""
+
+    def __init__(self, module: nn.Module) -> None:
+        nn.Module.__init__(self)
+        self.module = module
+
+
+def test_distributed_data_parallel_is_refused() -> None:
+    model = mlp()
+    optimizer = adam(model)
+    with pytest.raises(RuntimeError, match=r"DistributedDataParallel.*train this one without"):
+        OffloadScheduler(optimizer, nn.Sequential(DistributedModel(model)))
+    assert_nothing_is_attached(model, optimizer)
+
+
+class Cramped(SimulatedDevice):
+    """A device whose host has no memory left."""
+
+    def reserve(self, gradient_bytes: int, bucket_bytes: int, shadow_bytes: int) -> None:
+        raise MemoryError("planted")
+
+
+@pytest.mark.parametrize(
+    "where", ["Transfers.reserve", "SpeculativeCPUAdam.attach_overlap", "Hooks.follow", "Pipeline.__init__"]
+)
+def test_scheduler_that_cannot_be_made_leaves_nothing(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = mlp()
+    optimizer = adam(model)
+    threads = threading.active_count()
+    owner, method = where.split(".")
+
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError("planted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(getattr(superadam.offload.scheduler, owner), method, fail)
+        with pytest.raises(MemoryError, match="planted"):
+            OffloadScheduler(optimizer, model, num_threads=1)
+    assert threading.active_count() == threads
+    assert_nothing_is_attached(model, optimizer)
+
+
+def test_host_without_room_for_a_step_is_told() -> None:
+    model = mlp()
+    optimizer = adam(model)
+    with pytest.raises(MemoryError, match="planted"):
+        OffloadScheduler(optimizer, model, device=Cramped(0), num_threads=1)
+    assert_nothing_is_attached(model, optimizer)
+
+
+@pytest.mark.parametrize(("num_threads", "expected"), [("auto", 2), (1, 1), (3, 3)])
+def test_cores_limit_what_runs_beside_backward(
+    num_threads: int | str, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker uses so many threads until somebody waits for it, and others use theirs meanwhile."""
+    used: list[tuple[bool, int]] = []
+    speculate, before, model = Transaction.speculate, superadam.get_num_threads(), mlp()
+
+    def noting(*arguments: Any, **options: Any) -> None:
+        used.append((threading.current_thread() is threading.main_thread(), native._threads_here()))
+        speculate(*arguments, **options)
+
+    monkeypatch.setattr(Transaction, "speculate", noting)
+    superadam.set_num_threads(8)
+    try:
+        with eager(optimizer := adam(model), model, num_threads=num_threads, device=ThreadDevice()):
+            loss_of(model, 0).backward()
+            time.sleep(0.1)
+            assert native._threads_here() == 8
+            optimizer.step()
+    finally:
+        superadam.set_num_threads(before)
+    assert used
+    assert all(thread == (False, expected) for thread in used[:-1])
+
+
+@pytest.mark.parametrize("has_link", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_without_idle_cores_everything_is_left_to_the_step(dtype: torch.dtype, has_link: bool) -> None:
+    model, twin = mlp(dtype), mlp(dtype)
+    optimizer, plain = adam(model), adam(twin)
+    threads = threading.active_count()
+    device = DeferredDevice()
+    device.has_link = has_link
+    with eager(optimizer, model, device=device) as scheduler:
+        assert threading.active_count() == threads
+        assert scheduler.placement.num_threads == 0
+        for seed in range(3):
+            optimizer.zero_grad()
+            loss_of(model, seed).backward()
+            assert all(type(parameter.grad) is Tensor for parameter in model.parameters())
+            scheduler.synchronize()
+            optimizer.step()
+        optimizer.zero_grad()
+        assert scheduler.statistics.buckets == 0
+        assert scheduler.statistics.hidden_share == 0.0
+        assert optimizer.statistics.speculate_seconds == 0.0
+    train(twin, plain, range(3))
+    assert everything(model, optimizer) == everything(twin, plain)
+
+
+def test_second_scheduler_on_one_optimizer_is_refused() -> None:
+    model = mlp()
+    optimizer = adam(model)
+    with OffloadScheduler(optimizer, model):
+        threads = threading.active_count()
+        with pytest.raises(RuntimeError, match=r"has a scheduler already; close\(\) it"):
+            OffloadScheduler(optimizer, model)
+        assert threading.active_count() == threads
+        train(model, optimizer, range(2))
+    OffloadScheduler(optimizer, model).close()
+
+
+def test_optimizer_that_cannot_be_bound_leaves_nothing() -> None:
+    shared = torch.zeros(8)
+    first, second = nn.Parameter(shared[:5]), nn.Parameter(shared[3:])
+    model = nn.ParameterList([first, second])
+    threads = threading.active_count()
+    with pytest.raises(ValueError, match="share memory"):
+        OffloadScheduler(adam(model), model)
+    assert threading.active_count() == threads
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+
+
+# ---- life and death -------------------------------------------------------------------------------------------------
+
+
+def test_closed_and_made_again(device: PlainDevice) -> None:
+    model, twin = mlp(torch.bfloat16), mlp(torch.bfloat16)
+    optimizer, plain = adam(model), adam(twin)
+    for begin in (0, 2, 4):
+        with eager(optimizer, model, device=device) as scheduler:
+            train(model, optimizer, range(begin, begin + 1))
+            loss_of(model, 77).backward()
+        scheduler.close()
+        assert all(type(parameter.grad) is Tensor for parameter in model.parameters())  # given back when closing
+        assert (optimizer.statistics.dropped > 0) is not isinstance(device, DeferredDevice)
+        optimizer.zero_grad()
+        train(model, optimizer, range(begin + 1, begin + 2))
+        loss_of(model, 77).backward()
+        assert model[0].weight.grad is not None  # no hook is left
+    optimizer.zero_grad()
+    train(twin, plain, range(6))
+    assert everything(model, optimizer) == everything(twin, plain)
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_of_a_scheduler_that_is_closed_still_count(dtype: torch.dtype, anywhere: Device) -> None:
+    model, twin = mlp(dtype), mlp(dtype)
+    optimizer, plain = adam(model), adam(twin)
+    with eager(optimizer, model, device=anywhere):
+        train(model, optimizer, range(2))
+        loss_of(model, 2).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    train(twin, plain, range(3))
+    assert everything(model, optimizer) == everything(twin, plain)
+
+
+def test_no_thread_is_left_after_close() -> None:
+    model = mlp()
+    before = set(threading.enumerate())
+    with OffloadScheduler(adam(model), model, num_threads=1) as scheduler:
+        (worker,) = set(threading.enumerate()) - before
+        assert worker.name == "superadam-worker"
+        train(model, scheduler.optimizer, range(2))
+    assert not worker.is_alive()
+    with pytest.raises(RuntimeError, match="worker is closed; make a new OffloadScheduler"):
+        scheduler._pipeline._worker.submit(lambda: None)
+
+
+def test_closed_scheduler_is_collected() -> None:
+    model = mlp()
+    scheduler = OffloadScheduler(adam(model), model, num_threads=1)
+    train(model, scheduler.optimizer, range(2))
+    collected: list[int] = []
+    weakref.finalize(scheduler, collected.append, 1)
+    scheduler.close()
+    del scheduler
+    gc.collect()
+    assert collected == [1]
+
+
+def test_two_schedulers_in_one_process(device: PlainDevice) -> None:
+    models, twins = [mlp(), mlp(torch.bfloat16)], [mlp(), mlp(torch.bfloat16)]
+    optimizers, plain = [adam(model) for model in models], [adam(model) for model in twins]
+    schedulers = [eager(o, m, device=device) for o, m in zip(optimizers, models, strict=True)]
+    for seed in range(3):
+        for model in models:
+            loss_of(model, seed).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for model, optimizer in zip(twins, plain, strict=True):
+            train(model, optimizer, range(seed, seed + 1))
+    for scheduler in schedulers:
+        scheduler.close()
+    for i in range(2):
+        assert everything(models[i], optimizers[i]) == everything(twins[i], plain[i])
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "save"])
+def test_copies_of_the_model_are_plain_models(how: str) -> None:
+    model = mlp()
+    optimizer = adam(model)
+    with eager(optimizer, model) as scheduler:
+        train(model, optimizer, range(2))
+        if how == "deepcopy":
+            other = copy.deepcopy(model)
+        elif how == "pickle":
+            other = pickle.loads(pickle.dumps(model))
+        else:
+            file = io.BytesIO()
+            torch.save(model, file)
+            other = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+        buckets = scheduler.statistics.buckets
+        loss_of(other, 0).backward()
+        loss_of(other, 0).backward()
+        assert same(other.state_dict(), model.state_dict())
+        assert all(parameter.grad is not None for parameter in other.parameters())
+        assert scheduler.statistics.buckets == buckets
+        copied = adam(other)
+        with eager(copied, other):
+            other.zero_grad()
+            train(other, copied, range(2))
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_optimizer_is_copied_without_its_scheduler(dtype: torch.dtype, how: Callable[[Any], Any]) -> None:
+    """Also between backward and step; gradients stay behind, as in torch."""
+    model = mlp(dtype)
+    optimizer = adam(model)
+    with eager(optimizer, model):
+        train(model, optimizer, range(2))
+        twin_model, twin = how((model, optimizer))
+        train(model, optimizer, range(2, 4))
+        train(twin_model, twin, range(2, 4))
+        assert everything(model, optimizer) == everything(twin_model, twin)
+        loss_of(model, 4).backward()
+        twin_model, twin = how((model, optimizer))
+        assert all(parameter.grad is None for parameter in twin_model.parameters())
+        loss_of(twin_model, 4).backward()
+        for its in (optimizer, twin):
+            its.step()
+            its.zero_grad()
+        assert everything(model, optimizer) == everything(twin_model, twin)
+
+
+def test_step_returns_before_the_commits_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = mlp(torch.bfloat16)
+    optimizer = adam(model, max_grad_norm=math.inf)
+    began, may_go_on, ended = threading.Event(), threading.Event(), threading.Event()
+    commit_some = Transaction.commit_some
+
+    def slow(self: Transaction, elements: int) -> bool:
+        began.set()
+        assert may_go_on.wait(10)
+        ended.set()
+        return commit_some(self, elements)
+
+    monkeypatch.setattr(Transaction, "commit_some", slow)
+    with OffloadScheduler(optimizer, model, num_threads=1):
+        train(model, optimizer, range(1))  # there is state from then on
+        loss_of(model, 0).backward()
+        optimizer.step()
+        assert began.wait(5)
+        loss_of(model, 1)  # the next forward runs beside the commit
+        assert not ended.is_set()
+        may_go_on.set()
+        assert ended.wait(5)
+
+
+def test_synchronize_leaves_nothing_accepted(device: PlainDevice) -> None:
+    model = mlp(torch.bfloat16)
+    optimizer = adam(model)
+    with eager(optimizer, model, device=device) as scheduler:
+        train(model, optimizer, range(2))
+        loss_of(model, 0).backward()
+        optimizer.step()
+        scheduler.synchronize()
+        transaction = optimizer.last_transaction
+        assert transaction is not None
+        assert not transaction.in_phase(superadam.state.parameter.Phase.ACCEPTED)
+
+
+def test_data_loader_workers_are_forked_beside_the_worker() -> None:
+    def loaded(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
+        data = [batch(seed, rows=1)[0] for seed in range(12)]
+        workers = {"num_workers": 2, "multiprocessing_context": "fork", "timeout": 10} if scheduler else {}
+        for _ in range(2):
+            for x in DataLoader(data, batch_size=3, **workers):
+                optimizer.zero_grad()
+                (30 * (model(x) - 1).square().mean()).backward()
+                optimizer.step()
+
+    both(loaded, device=ThreadDevice())
+
+
+def test_forked_child_is_told_instead_of_hanging() -> None:
+    model = mlp()
+    optimizer = adam(model)
+    with eager(optimizer, model, device=ThreadDevice()):
+        loss_of(model, 0).backward()
+
+        def in_child() -> None:
+            with pytest.raises(RuntimeError, match="belongs to the process that this one was forked from"):
+                optimizer.step()
+            other = mlp()
+            train(other, fresh := adam(other), range(2))
+            with eager(fresh, other, device=ThreadDevice()):
+                train(other, fresh, range(2))
+
+        assert exit_code_of_child(in_child, seconds=10) == 0
+        optimizer.step()
+
+
+@pytest.mark.subprocess
+@pytest.mark.parametrize("ending", ["loss(1).backward()", "raise KeyError('the end')", "os.kill(os.getpid(), 2)"])
+def test_interpreter_ends_without_close(ending: str) -> None:
+    """With commits under way: a thread that the interpreter has to kill would abort the process."""
+    program = f"""
+        import os, torch, superadam
+        model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(40)])
+        optimizer = superadam.SpeculativeCPUAdam(model.parameters(), max_grad_norm=1.0)
+        scheduler = superadam.OffloadScheduler(optimizer, model, bucket_numel=100, cores=1)
+        loss = lambda seed: model(torch.randn(8, 64)).square().mean()
+        for seed in range(3):
+            loss(seed).backward()
+            optimizer.step()
+        {ending}
+    """
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert run.returncode == {"raise": 1, "os.ki": -2}.get(ending[:5], 0), run.stderr
+    assert ("KeyError" in run.stderr) == ending.startswith("raise")
+
+
+# ---- seeing it ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_statistics_of_overlap(dtype: torch.dtype) -> None:
+    """The first step has no state to speculate on, and own masters are updated with the verdict."""
+    model = mlp(dtype, width=64)
+    optimizer = adam(model, max_grad_norm=math.inf)
+    with OffloadScheduler(optimizer, model, bucket_numel=64 * 64 + 64, num_threads=1) as scheduler:
+        assert scheduler.statistics.hidden_share == 0.0
+        for seed in range(4):
+            model(batch(seed, dtype, width=64)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        statistics = scheduler.statistics
+    is_own_master = dtype == torch.float32
+    assert statistics.buckets == 4 * 3
+    assert statistics.waiting_buckets == (4 * 3 if is_own_master else 3)
+    assert statistics.accepted_buckets == statistics.speculated_buckets == (0 if is_own_master else 3 * 3)
+    assert statistics.shadow_bytes == (0 if is_own_master else 3 * (64 * 64 + 64) * 2)
+    assert statistics.downloaded_bytes == statistics.uploaded_bytes == 0
+    assert statistics.worker_seconds > 0
+    assert 0.0 <= statistics.hidden_share <= 1.0
+    assert statistics.waited_seconds >= 0.0
+
+
+def test_frequent_clipping_makes_buckets_wait() -> None:
+    """The early verdict within a step, then the governor over steps; neither changes a bit."""
+    limits = [1e-3] * 13 + [math.inf] * 12
+
+    def clipped(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
+        waiting = []
+        for seed, limit in enumerate(limits):
+            optimizer.max_grad_norm = limit
+            optimizer.zero_grad()
+            loss_of(model, seed).backward()
+            optimizer.step()
+            if scheduler is not None:
+                waiting.append(scheduler.statistics.waiting_buckets)
+        if scheduler is not None:
+            assert waiting[0] == 6  # there is no state yet
+            assert waiting[1] - waiting[0] == 5  # all but the first, whose norm was over the limit at once
+            assert waiting[12] - waiting[11] == 6  # not even that one, after enough clipped steps
+            assert (
+                waiting[13] - waiting[12] == 6
+            )  # without a limit nothing is clipped, but the governor has to see that
+            assert waiting[-1] == waiting[-5]
+
+    scheduler = both(clipped, lambda: mlp(torch.bfloat16))
+    assert scheduler.statistics.waiting_buckets + scheduler.statistics.speculated_buckets == 25 * 6
+
+
+@pytest.mark.parametrize("poison", [False, True])
+def test_exported_trace(tmp_path: Path, poison: bool) -> None:
+    model = mlp(torch.bfloat16)
+    optimizer = adam(model)
+    with OffloadScheduler(optimizer, model, bucket_numel=70, num_threads=1) as scheduler:
+        train(model, optimizer, range(3))
+        if poison:
+            (loss_of(model, 3) * math.nan).backward()
+            optimizer.step()
+        scheduler.synchronize()
+        scheduler.export_trace(tmp_path / "trace.json")
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    trace = json.loads((tmp_path / "trace.json").read_text(), parse_constant=refuse)
+    names = {event["name"] for event in trace["traceEvents"]}
+    assert {"adam", "backward and step", "gradients to host"} <= names
+    assert any(name.startswith("verdict: ") for name in names)
+    assert ("verdict: skipped" in names) == poison
+    assert os.listdir(tmp_path) == ["trace.json"]
+
+
+def test_first_step_that_is_dropped_leaves_no_state(anywhere: Device) -> None:
+    model = mlp(torch.bfloat16)
+    optimizer = adam(model)
+    with eager(optimizer, model, device=anywhere):
+        loss_of(model, 0).backward()
+        optimizer.zero_grad()
+        assert not optimizer.state
+        (loss_of(model, 0) * math.inf).backward()
+        optimizer.step()
+        assert not optimizer.state
+
+
+# ---- an asynchronous device, and gradients in other dtypes on the link ----------------------------------------------
+
+
+def twins(
+    story: Callable[[nn.Module, SpeculativeCPUAdam], None],
+    plain_story: Callable[[nn.Module, SpeculativeCPUAdam], None] | None = None,
+    make: Callable[[], nn.Module] = mlp,
+    scheduled: dict[str, Any] | None = None,
+    **options: Any,
+) -> OffloadScheduler:
+    """Run one story under a scheduler and another, or the same, without; bits and outcomes agree."""
+    model, twin = make(), make()
+    optimizer, plain = adam(model, **options), adam(twin, **options)
+    with eager(optimizer, model, **(scheduled or {})) as scheduler:
+        story(model, optimizer)
+    (plain_story or story)(twin, plain)
+    optimizer.zero_grad()
+    plain.zero_grad()
+    assert everything(model, optimizer) == everything(twin, plain)
+    assert optimizer.last_outcome == plain.last_outcome
+    return scheduler
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("bucket_numel", [1, 100, 1_000_000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_wider_link_gives_the_same_bits(dtype: torch.dtype, bucket_numel: int, anywhere: Device) -> None:
+    twins(
+        lambda model, optimizer: train(model, optimizer, range(6)),
+        make=lambda: mlp(dtype),
+        scheduled={"device": anywhere, "transfer_dtype": torch.float32, "bucket_numel": bucket_numel},
+    )
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("how", ["taken", "held by others", "given back", "by hand", "half by hand"])
+@pytest.mark.parametrize("link", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_narrow_link_is_a_step_with_rounded_gradients(
+    dtype: torch.dtype, link: torch.dtype, how: str, anywhere: Device
+) -> None:
+    """Whether gradients travel or not, and whoever takes them."""
+    norms: dict[bool, list[float]] = {False: [], True: []}
+
+    def steps(model: nn.Module, optimizer: SpeculativeCPUAdam, *, rounds: bool) -> None:
+        for seed in range(6):
+            optimizer.zero_grad()
+            if how == "held by others":
+                for parameter in model.parameters():
+                    parameter.grad = torch.zeros_like(parameter)
+                held = [parameter.grad for parameter in model.parameters()]
+            loss_of(model, seed).backward()
+            if how == "given back":
+                model[2].weight.grad.view(-1)[0] = 0.75
+            if rounds and dtype != torch.float64:
+                for parameter in model.parameters():
+                    parameter.grad = parameter.grad.to(link).to(dtype)
+            if how == "by hand":
+                optimizer.speculate()
+            if how == "half by hand":
+                optimizer.speculate([model[2].weight])
+            optimizer.step()
+            assert optimizer.last_outcome is not None
+            norms[rounds].append(optimizer.last_outcome.grad_norm)
+            held = None  # noqa: F841 until then
+
+    twins(
+        lambda model, optimizer: steps(model, optimizer, rounds=False),
+        lambda model, optimizer: steps(model, optimizer, rounds=True),
+        make=lambda: mlp(dtype),
+        scheduled={"device": anywhere, "transfer_dtype": link},
+    )
+    assert norms[False] == norms[True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_narrow_link_of_a_device_without_memory(dtype: torch.dtype) -> None:
+    """What cannot travel is rounded all the same."""
+    device = FullDevice(3, 0.4)
+
+    def steps(model: nn.Module, optimizer: SpeculativeCPUAdam, *, rounds: bool) -> None:
+        for seed in range(6):
+            optimizer.zero_grad()
+            device.is_full = seed in (2, 3) and not rounds
+            loss_of(model, seed).backward()
+            for parameter in model.parameters() if rounds else ():
+                parameter.grad = parameter.grad.to(torch.float16).to(dtype)
+            optimizer.step()
+
+    twins(
+        lambda model, optimizer: steps(model, optimizer, rounds=False),
+        lambda model, optimizer: steps(model, optimizer, rounds=True),
+        make=lambda: mlp(dtype),
+        scheduled={"device": device, "transfer_dtype": torch.float16},
+    )
+
+
+def test_narrow_link_that_overflows_skips_the_step(anywhere: Device) -> None:
+    model = mlp()
+    optimizer = adam(model, max_grad_norm=math.inf)
+    with eager(optimizer, model, device=anywhere, transfer_dtype=torch.float16), changes_nothing(model, optimizer):
+        (1e6 * loss_of(model, 0)).backward()
+        optimizer.step()
+        assert optimizer.last_outcome is not None
+        assert optimizer.last_outcome.kind is StepKind.SKIPPED
+        assert optimizer.last_outcome.nonfinite > 0
+
+
+# ---- parameters and gradients of every layout -----------------------------------------------------------------------
+
+
+class Odd(nn.Module):
+    """Parameters that are empty, of no dimension, not contiguous, not dense, and of several dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.convolution = nn.Conv2d(3, 4, 3, padding=1).to(memory_format=torch.channels_last)
+        self.transposed = nn.Parameter(torch.randn(6, 4).t())
+        self.sliced = nn.Parameter(torch.randn(4, 12)[:, ::2])
+        self.scalar = nn.Parameter(torch.tensor(1.5))
+        self.empty = nn.Parameter(torch.zeros(0, 4))
+        self.narrow = nn.Linear(6, 6).to(torch.bfloat16)
+        self.norm = nn.LayerNorm(6)
+        self.wide = nn.Parameter(torch.randn(6, dtype=torch.float64))
+
+    def forward(self, seed: int) -> Tensor:
+        images = batch(seed, width=3 * 5 * 5).reshape(4, 3, 5, 5)
+        hidden = self.convolution(images.contiguous(memory_format=torch.channels_last)).mean((2, 3))
+        hidden = hidden @ self.transposed + hidden @ self.sliced * self.scalar + self.empty.sum()
+        hidden = self.norm(self.narrow(hidden.to(torch.bfloat16)).float())
+        return 3 * (hidden * self.wide).square().mean()
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("link", ["auto", torch.float32], ids=str)
+@pytest.mark.parametrize("bucket_numel", [50, 1_000_000])
+def test_parameters_of_every_layout_and_dtype(bucket_numel: int, link: Any, anywhere: Device) -> None:
+    def steps(model: nn.Module, optimizer: SpeculativeCPUAdam) -> None:
+        assert not model.transposed.is_contiguous()
+        for seed in range(5):
+            optimizer.zero_grad()
+            model(seed).backward()
+            optimizer.step()
+
+    scheduler = twins(
+        steps,
+        make=Odd,
+        scheduled={"device": anywhere, "bucket_numel": bucket_numel, "transfer_dtype": link},
+        max_grad_norm=4.0,
+    )
+    counts = scheduler.optimizer.statistics
+    assert counts.committed
+    assert counts.clipped
+
+
+@pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")
+def test_gradients_in_another_layout_than_their_parameters(anywhere: Device) -> None:
+    def steps(model: nn.Module, optimizer: SpeculativeCPUAdam) -> None:
+        for seed in range(4):
+            optimizer.zero_grad()
+            for parameter in model.parameters():  # what autograd adds to keeps its layout
+                if parameter.ndim == 2:
+                    parameter.grad = torch.zeros(parameter.shape[::-1]).t()
+            loss_of(model, seed).backward()
+            optimizer.step()
+
+    twins(steps, scheduled={"device": anywhere, "bucket_numel": 100})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_that_are_part_of_a_larger_buffer(dtype: torch.dtype, anywhere: Device) -> None:
+    """As frameworks keep them, that look into the buffer, write to it and fill it again in the next step."""
+
+    def steps(model: nn.Module, optimizer: SpeculativeCPUAdam) -> None:
+        flat = torch.zeros(sum(parameter.numel() for parameter in model.parameters()), dtype=dtype)
+        for seed in range(5):
+            flat.zero_()
+            parts = flat.split([parameter.numel() for parameter in model.parameters()])
+            for parameter, part in zip(model.parameters(), parts, strict=True):
+                parameter.grad = part.view(parameter.shape)
+            loss_of(model, seed).backward()
+            if seed % 2:
+                flat[::3] *= 0.5
+                optimizer.state_dict()
+            optimizer.step()
+            flat.fill_(math.nan)  # before the commit
+
+    twins(steps, make=lambda: mlp(dtype), scheduled={"device": anywhere, "bucket_numel": 1})
+
+
+# ---- writes and reads while a step is open --------------------------------------------------------------------------
+
+
+def write(model: nn.Module, how: str) -> None:
+    with torch.no_grad():
+        match how:
+            case "part":
+                model[2].weight[1:3] = 0.5
+            case "whole":
+                model[0].bias.fill_(-1.0)
+            case "product":
+                model[4].weight.mul_(0.5)
+            case "nothing":
+                model[4].weight.copy_(model[4].weight.clone())
+            case "everything":
+                for parameter in model.parameters():
+                    parameter.add_(0.25)
+            case "binary and back":  # as BinaryConnect
+                own = model[2].weight.clone()
+                model[2].weight.copy_(own.sign())
+                loss_of(model, 1)
+                model[2].weight.copy_(own)
+
+
+WRITES = ["part", "whole", "product", "nothing", "everything", "binary and back"]
+
+
+@pytest.mark.covering(3)
+@pytest.mark.parametrize("when", ["after backward", "once it was speculated on", "and read"])
+@pytest.mark.parametrize("how", WRITES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_parameters_written_between_backward_and_step(
+    dtype: torch.dtype, how: str, when: str, anywhere: Device
+) -> None:
+    """It was written before the step."""
+
+    def steps(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
+        for seed in range(5):
+            optimizer.zero_grad()
+            loss_of(model, seed).backward()
+            if scheduler is not None and when != "after backward":
+                scheduler.synchronize()
+            if seed % 2:
+                write(model, how)
+            if when == "and read":
+                optimizer.state_dict()
+            optimizer.step()
+            seen[scheduler is not None].append(shown(optimizer))
+
+    seen: dict[bool, list[Any]] = {False: [], True: []}
+    both(steps, lambda: mlp(dtype), anywhere, bucket_numel=70, max_grad_norm=math.inf)
+    assert seen[False] == seen[True]
+
+
+@pytest.mark.parametrize("ending", ["skipped", "zero_grad", "rollback"])
+def test_parameters_written_in_a_step_that_comes_to_nothing(ending: str, anywhere: Device) -> None:
+    def steps(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
+        train(model, optimizer, range(2))
+        (loss_of(model, 1) * (math.nan if ending == "skipped" else 1.0)).backward()
+        if scheduler is not None:
+            scheduler.synchronize()
+        write(model, "part")
+        if ending == "skipped":
+            optimizer.step()
+        if ending == "rollback":
+            optimizer.rollback()
+        optimizer.zero_grad()
+        train(model, optimizer, range(2, 4))
+
+    both(steps, lambda: mlp(torch.bfloat16), anywhere, max_grad_norm=math.inf)
+
+
+STORAGES: dict[str, Callable[[nn.Parameter], object]] = {
+    "replaced": lambda parameter: setattr(parameter, "data", parameter.data.clone()),
+    "replaced by what is not dense": lambda parameter: setattr(
+        parameter, "data", torch.stack([parameter.data, parameter.data], dim=-1)[..., 0]
+    ),
+    "replaced by other values": lambda parameter: setattr(parameter, "data", torch.full_like(parameter.data, 0.25)),
+    "freed and made again": lambda parameter: free_and_make_again(parameter),
+    "swapped out and in": lambda parameter: setattr(parameter, "data", swapped_out(parameter)),
+    "widened and back": lambda parameter: setattr(parameter, "data", parameter.data.double().to(parameter.dtype)),
+}
+
+
+def free_and_make_again(parameter: nn.Parameter) -> None:
+    """As FSDP and colocated rollouts do: the same storage, without memory for a while."""
+    values, storage = parameter.detach().clone(), parameter.untyped_storage()
+    size = storage.nbytes()
+    storage.resize_(0)
+    waste = [torch.full((size,), 255, dtype=torch.uint8) for _ in range(8)]  # takes the memory that was freed
+    storage.resize_(size)
+    parameter.data.copy_(values)
+    del waste
+
+
+def swapped_out(parameter: nn.Parameter) -> Tensor:
+    """As block swapping does: nothing but an empty tensor remains for a while."""
+    values = parameter.data.clone()
+    parameter.data = torch.empty(0, dtype=parameter.dtype)
+    waste = [torch.full_like(values, math.nan) for _ in range(8)]
+    del waste
+    return values
+
+
+@pytest.mark.covering(3)
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("how", STORAGES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_storages_that_change_while_the_worker_works(
+    dtype: torch.dtype, how: str, waits: bool, anywhere: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the worker reads and writes is its own."""
+    slow_down(monkeypatch, 0.0 if waits else 0.002)
+
+    def steps(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
+        for seed in range(4):
+            optimizer.zero_grad()
+            loss_of(model, seed).backward()
+            if waits and scheduler is not None:
+                scheduler.catch_up()
+            for parameter in list(model.parameters())[seed % 3 :: 3]:
+                STORAGES[how](parameter)
+            optimizer.reload_masters()  # a plain step cannot know of writes through .data, either
+            optimizer.step()
+
+    both(steps, lambda: mlp(dtype), anywhere)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_that_are_freed_while_the_worker_works(
+    dtype: torch.dtype, anywhere: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_down(monkeypatch, 0.002)
+
+    def steps(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
+        train(model, optimizer, range(2))
+        for seed in range(2, 5):
+            loss_of(model, seed).backward()
+            optimizer.zero_grad()
+            waste = [torch.full_like(parameter, math.nan) for parameter in model.parameters() for _ in range(3)]
+            loss_of(model[2:], seed).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            del waste
+
+    both(steps, lambda: mlp(dtype), anywhere)
+
+
+def slow_down(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Let every job of the worker take its time."""
+    speculate = Transaction.speculate
+
+    def slow(*arguments: Any, **options: Any) -> None:
+        time.sleep(seconds)
+        speculate(*arguments, **options)
+
+    monkeypatch.setattr(Transaction, "speculate", slow)
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.covering(3)
+@pytest.mark.parametrize("what", ["is_full", "has_no_room"])
+@pytest.mark.parametrize("link", ["auto", torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("eagerness", [0.0, 0.6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_device_without_memory(dtype: torch.dtype, eagerness: float, link: Any, what: str) -> None:
+    """New values wait on the host, and gradients that cannot leave are left to the step: the bits are the same."""
+    if link == torch.float16 and dtype == torch.bfloat16:
+        dtype = torch.float16
+    device = FullDevice(5, eagerness)
+    model, twin = mlp(dtype), mlp(dtype)
+    optimizer, plain = adam(model), adam(twin)
+    with eager(optimizer, model, device=device, bucket_numel=70, transfer_dtype=link) as scheduler:
+        for seed in range(8):
+            setattr(device, what, seed in (0, 3, 4, 6))
+            loss_of(model, seed).backward()
+            loss_of(twin, seed).backward()
+            if link == torch.float16:
+                for parameter in twin.parameters():
+                    parameter.grad = parameter.grad.half().to(dtype)
+            if seed == 6:  # there is room again before the verdict
+                scheduler.catch_up()
+                setattr(device, what, False)
+            if seed == 4:  # and none for what has been computed
+                scheduler.catch_up()
+                device.is_full = True
+            for its in (optimizer, plain):
+                its.step()
+                its.zero_grad()
+            device.is_full = device.has_no_room = False
+            assert shown(optimizer) == shown(plain)
+    statistics = scheduler.statistics
+    assert everything(model, optimizer) == everything(twin, plain)
+    assert (
+        statistics.buckets == statistics.waiting_buckets + statistics.accepted_buckets + statistics.respeculated_buckets
+    )
+    assert statistics.open_buckets == statistics.dropped_buckets == 0
+    if what == "is_full":
+        assert statistics.buckets == 4 * 3  # of the other steps
+    else:
+        assert statistics.buckets == 8 * 3
+    assert not device._blocks
+
+
+def test_shadows_are_freed_with_the_verdict(working: Device) -> None:
+    model = mlp(torch.bfloat16)
+    optimizer = adam(model, max_grad_norm=math.inf)
+    size = sum(FlatLayout([ParameterState(p, 0, "p")]).numel * 2 for p in model.parameters())
+    with eager(optimizer, model, device=working) as scheduler:
+        transfers = scheduler._transfers
+        for seed in range(8):
+            loss_of(model, seed).backward()
+            scheduler.catch_up()
+            assert transfers._shadow_bytes == (size if seed else 0)
+            match seed:
+                case 3:
+                    optimizer.zero_grad()
+                    optimizer.step()
+                case 4:
+                    optimizer.max_grad_norm = 1e-3
+                    optimizer.step()
+                    optimizer.max_grad_norm = math.inf
+                case 5:
+                    optimizer.param_groups[0]["lr"] *= 0.5
+                    optimizer.step()
+                case _:
+                    optimizer.step()
+            assert transfers._shadow_bytes == 0
+            optimizer.zero_grad()
+        assert scheduler.statistics.shadow_bytes == size
+        (loss_of(model, 9) * math.nan).backward()
+        scheduler.catch_up()
+        assert transfers._shadow_bytes == size
+        optimizer.step()
+        assert transfers._shadow_bytes == 0
+        optimizer.zero_grad()
+        loss_of(model, 9).backward()
+        scheduler.catch_up()
+        assert transfers._shadow_bytes == size
+        optimizer.rollback()
+        assert transfers._shadow_bytes == 0
+    assert scheduler.statistics.shadow_bytes == size
+
+
+def test_gradients_are_freed_once_they_are_committed_and_dropped(working: Device) -> None:
+    model = mlp(torch.bfloat16)
+    optimizer = adam(model, max_grad_norm=math.inf)
+    with eager(optimizer, model, device=working) as scheduler:
+        train(model, optimizer, range(2))
+        loss_of(model, 2).backward()
+        scheduler.catch_up()
+        pending = [weakref.ref(taken_of(parameter.grad).pending) for parameter in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.synchronize()
+        gc.collect()
+        assert not any(one() is not None for one in pending)
+        if isinstance(working, SimulatedDevice):
+            assert not working._blocks
+
+
+@pytest.mark.parametrize("num_threads", [0, 2])
+def test_memory_for_new_values_does_not_grow_with_the_model(
+    num_threads: int, asynchronous: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does it in steps that are clipped or skipped, which write every parameter at once."""
+    sizes: list[int] = []
+    empty, host_empty = asynchronous.empty, asynchronous.host_empty
+
+    def measured(numel: int, dtype: torch.dtype, stream: Stream) -> Tensor:
+        sizes.append(numel)
+        return empty(numel, dtype, stream)
+
+    def measured_on_host(numel: int, dtype: torch.dtype) -> Tensor:
+        sizes.append(numel)
+        return host_empty(numel, dtype)
+
+    def steps(model: nn.Module, optimizer: SpeculativeCPUAdam) -> None:
+        for seed in range(6):
+            optimizer.zero_grad()
+            (loss_of(model, seed) * (math.inf if seed == 4 else 1.0)).backward()
+            optimizer.step()
+
+    monkeypatch.setattr(superadam.state.table, "STAGED_NUMEL", 200)
+    monkeypatch.setattr(asynchronous, "empty", measured)
+    monkeypatch.setattr(asynchronous, "host_empty", measured_on_host)
+    monkeypatch.setattr(asynchronous, "idle_cores", lambda: num_threads)
+    scheduler = twins(
+        steps,
+        make=lambda: mlp(layers=12),
+        scheduled={"device": asynchronous, "bucket_numel": 200},
+        max_grad_norm=0.1,
+    )
+    assert scheduler.optimizer.statistics.clipped
+    assert scheduler.optimizer.statistics.skipped
+    assert max(sizes) < 200 + 2 * 64 * 5 < 12 * 72
+
+
+# ---- placement ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("when", ["in the middle of backward", "after backward", "after the step"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_placement_that_changes(dtype: torch.dtype, when: str, working: Device) -> None:
+    changes = [{"bucket_numel": 1}, {"bucket_numel": 10**6}, {"num_threads": 1}]
+    changes.append({"bucket_numel": 100, "num_threads": 2})
+
+    def steps(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
+        for seed in range(8):
+            optimizer.zero_grad()
+            handle = None
+
+            def change(*_: object, seed: int = seed) -> None:
+                if scheduler is not None:
+                    scheduler.place(**changes[seed % 4])  # type: ignore[arg-type]
+
+            if when == "in the middle of backward":
+                handle = model[2].weight.register_hook(change)
+            loss_of(model, seed).backward()
+            if handle is not None:
+                handle.remove()
+            if when == "after backward":
+                change()
+            optimizer.step()
+            if when == "after the step":
+                change()
+
+    scheduler = both(steps, lambda: mlp(dtype), working, bucket_numel=70)
+    assert (scheduler.placement.bucket_numel, scheduler.placement.num_threads) == (100, 2)
+
+
+# ---- norms ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_norms_that_others_ask_for_are_taken_before_gradients_travel(dtype: torch.dtype, asynchronous: Device) -> None:
+    """From the second step on, and they are torch's own, on the device, once."""
+    model, twin = mlp(dtype), mlp(dtype)
+    optimizer, plain = adam(model, max_grad_norm=math.inf), adam(twin, max_grad_norm=math.inf)
+    with eager(optimizer, model, device=asynchronous) as scheduler:
+        for seed in range(5):
+            loss_of(model, seed).backward()
+            loss_of(twin, seed).backward()
+            taken = [taken_of(parameter.grad) for parameter in model.parameters()]
+            assert [one.norm is not None for one in taken] == [seed > 1] * 6
+            if seed:
+                norms = [torch.nn.utils.get_total_norm([p.grad for p in one.parameters()]) for one in (model, twin)]
+                assert bits(norms[0]) == bits(norms[1])
+                torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.5, norms[0])
+                torch.nn.utils.clip_grads_with_norm_(twin.parameters(), 0.5, norms[1])
+            assert all(map(same, *([bits(p.grad) for p in one.parameters()] for one in (model, twin))))
+            assert scheduler._transfers.takes_norms == (seed > 0)
+            for its in (optimizer, plain):
+                its.step()
+                its.zero_grad()
+            assert shown(optimizer) == shown(plain)
+    assert everything(model, optimizer) == everything(twin, plain)

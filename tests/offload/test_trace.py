@@ -1,0 +1,131 @@
+"""The trace file: JSON that Chrome and Perfetto read, whole or not there."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from superadam.offload import trace
+from superadam.offload.trace import TRACKS, Trace
+
+
+def refuse(constant: str) -> None:
+    raise AssertionError(f"{constant} is no JSON")
+
+
+def events_of(path: Path) -> list[dict[str, Any]]:
+    content = json.loads(path.read_text(), parse_constant=refuse)
+    events: list[dict[str, Any]] = content["traceEvents"]
+    return events
+
+
+def test_every_track_has_a_name_and_every_span_is_complete(tmp_path: Path) -> None:
+    one = Trace()
+    for track in TRACKS:
+        one.add("work", track, 1.0, 2.0, elements=7)
+    one.write(tmp_path / "trace.json")
+    events = events_of(tmp_path / "trace.json")
+    names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert list(names.values()) == list(TRACKS)
+    spans = [event for event in events if event["ph"] == "X"]
+    assert [names[span["tid"]] for span in spans] == list(TRACKS)
+    for span in spans:
+        assert {"name", "ts", "dur", "pid", "tid", "args"} <= set(span)
+        assert span["args"] == {"elements": 7}
+
+
+@given(
+    st.lists(
+        st.tuples(st.text(), st.sampled_from(TRACKS), st.floats(0, 1e6), st.floats(0, 1e3), st.floats()), max_size=6
+    )
+)
+def test_times_are_microseconds_from_the_first_and_any_value_is_json(
+    tmp_path_factory: pytest.TempPathFactory, drawn: list[tuple[str, str, float, float, float]]
+) -> None:
+    one = Trace()
+    for name, track, begin, length, value in drawn:
+        one.add(name, track, begin, begin + length, value=value)
+    path = tmp_path_factory.mktemp("trace") / "trace.json"
+    one.write(path)
+    spans = [event for event in events_of(path) if event["ph"] == "X"][: len(drawn)]
+    first = min((begin for _, _, begin, _, _ in drawn), default=0.0)
+    assert len(spans) == len(drawn)
+    for span, (name, _, begin, length, value) in zip(spans, drawn, strict=True):
+        assert span["name"] == name
+        assert span["ts"] == (begin - first) * 1e6
+        assert span["dur"] == ((begin + length) - begin) * 1e6
+        assert span["args"]["value"] == (value if math.isfinite(value) else str(value))
+
+
+@given(st.lists(st.tuples(st.integers(0, 100), st.integers(0, 20)), max_size=8))
+def test_the_worker_is_idle_exactly_where_it_has_no_span(
+    tmp_path_factory: pytest.TempPathFactory, drawn: list[tuple[int, int]]
+) -> None:
+    one = Trace()
+    one.add("backward", "training", 0.0, 500.0)
+    for begin, length in drawn:
+        one.add("adam", "worker", begin, begin + length)
+    path = tmp_path_factory.mktemp("trace") / "trace.json"
+    one.write(path)
+    events = [event for event in events_of(path) if event["ph"] == "X"]
+    idle = [(round(e["ts"] / 1e6), round((e["ts"] + e["dur"]) / 1e6)) for e in events if e["name"] == "idle"]
+    busy = {instant for begin, length in drawn for instant in range(begin, begin + length)}
+    last = max((begin + length for begin, length in drawn), default=0)
+    first = min((begin for begin, _ in drawn), default=0)
+    assert {instant for begin, end in idle for instant in range(begin, end)} == set(range(first, last)) - busy
+
+
+def test_the_oldest_spans_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace, "SPANS_KEPT", 3)
+    one = Trace()
+    for i in range(5):
+        one.add(str(i), "worker", i, i + 1)
+    assert [span.name for span in one.spans] == ["2", "3", "4"]
+
+
+def test_written_beside_recording(tmp_path: Path) -> None:
+    one, stop = Trace(), threading.Event()
+
+    def record() -> None:
+        while not stop.is_set():
+            one.add("work", "worker", 0.0, 1.0)
+            stop.wait(0.0001)
+
+    thread = threading.Thread(target=record)
+    thread.start()
+    for _ in range(20):
+        one.write(tmp_path / "trace.json")
+        assert events_of(tmp_path / "trace.json")
+    stop.set()
+    thread.join()
+
+
+def test_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    path.write_text("the old one")
+    one = Trace()
+    one.add("work", "worker", 0.0, 1.0, thing=object())
+    with pytest.raises(TypeError):
+        one.write(path)
+    assert path.read_text() == "the old one"
+
+    def fill_the_disk(path: Path, text: str) -> None:
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Path, "write_text", fill_the_disk)
+        with pytest.raises(OSError, match="No space left"):
+            Trace().write(path)
+    assert path.read_text() == "the old one"
+    assert list(tmp_path.iterdir()) == [path]
+    Trace().write(path)
+    assert [event["ph"] for event in events_of(path)] == ["M"] * len(TRACKS)

@@ -1,0 +1,230 @@
+"""torch's GradScaler around the optimizer, with speculation and without: unscaling, skips, back-off and outcomes."""
+
+from __future__ import annotations
+
+import math
+import platform
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from visible import are_taken, give_gradients, parameter, parameters_of, state_bits, train, visible
+
+from superadam import SpeculativeCPUAdam, SpeculativeCPUAdamW, StepKind
+from superadam.handles.gradient_handle import taken_of
+
+WHEN = pytest.mark.parametrize("when", ["before unscale_", "after unscale_"])
+DTYPES = [torch.float32, torch.bfloat16, torch.float64]  # torch itself refuses to unscale fp16 gradients
+EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+
+
+def make(cls: type = SpeculativeCPUAdamW, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    return cls([parameter(70, dtype=dtype), parameter(4, 5, dtype=dtype, seed=1)], **options)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def scaler_of(scale: float, *, growth: float = 2.0, enabled: bool = True) -> torch.amp.GradScaler:
+    return torch.amp.GradScaler("cpu", init_scale=scale, growth_factor=growth, growth_interval=2, enabled=enabled)
+
+
+def _scaled(cls: type, use: str, dtype: torch.dtype, *, when: str = "never", scale: float = 2.0**10) -> Iterator[Any]:
+    """Yield after every step of a loop with a GradScaler in which the third loss overflows."""
+    options = {"fused": True} if cls is torch.optim.AdamW else {}
+    optimizer = cls([parameter(64, dtype=dtype)], lr=0.1, **options)
+    scaler = scaler_of(scale, growth=2.0 if math.frexp(scale)[0] == 0.5 else 1.7, enabled=use != "disabled")
+    (p,) = parameters_of(optimizer)
+    for seed in range(6):
+        optimizer.zero_grad()
+        x = torch.randn(64, generator=torch.Generator().manual_seed(seed)).to(dtype)
+        loss = (p * x).sum() * (math.inf if seed == 2 else 1.0)
+        scaler.scale(loss).backward()
+        if when == "before unscale_":
+            optimizer.speculate()
+            assert all(are_taken(optimizer))
+        if use in ("unscale_", "clip"):
+            scaler.unscale_(optimizer)
+        if when == "after unscale_":
+            optimizer.speculate()
+            assert all(are_taken(optimizer))
+        if use == "clip":
+            torch.nn.utils.clip_grad_norm_([p], 0.5)
+        if use == "disabled" and seed == 2:
+            continue
+        scaler.step(optimizer)
+        scaler.update()
+        yield state_bits(optimizer), scaler.get_scale()
+
+
+USES = pytest.mark.parametrize("use", ["plain", "unscale_", "clip", "disabled"])
+
+
+@USES
+@pytest.mark.parametrize("when", ["never", "before unscale_", "after unscale_"])
+def test_a_scaled_loop_is_that_of_torch(use: str, when: str) -> None:
+    """Skips, backs off and grows as with torch; scales are powers of two, so the bits are those without scaling."""
+    ours = list(_scaled(SpeculativeCPUAdamW, use, torch.float32, when=when))
+    theirs = list(_scaled(torch.optim.AdamW, use, torch.float32))
+    assert [scale for _, scale in ours] == [scale for _, scale in theirs]
+    if use != "disabled":
+        assert ours[2][1] < ours[1][1] > ours[0][1]
+        assert ours[2][0] == ours[1][0]
+    if platform.machine() == "x86_64":  # elsewhere torch's fused kernel rounds differently from itself here
+        assert [one for one, _ in ours] == [one for one, _ in theirs]
+    twin = SpeculativeCPUAdamW([parameter(64)], lr=0.1)
+    (p,) = parameters_of(twin)
+    for index, seed in enumerate([0, 1, 2, 3, 4, 5] if use != "disabled" else [0, 1, 3, 4, 5]):
+        p.grad = torch.randn(64, generator=torch.Generator().manual_seed(seed))
+        if use == "clip":
+            torch.nn.utils.clip_grad_norm_([p], 0.5)
+        if seed != 2:
+            twin.step()
+        assert state_bits(twin) == ours[index][0]
+
+
+@pytest.mark.covering
+@EACH_DTYPE
+@USES
+@WHEN
+@pytest.mark.parametrize("scale", [2.0**10, 1000.0, 3e-3])
+def test_speculation_changes_no_bit_of_a_scaled_loop(dtype: torch.dtype, use: str, when: str, scale: float) -> None:
+    """Also where the scale is no power of two, and torch rounds the unscaled gradient."""
+    speculated = list(_scaled(SpeculativeCPUAdamW, use, dtype, when=when, scale=scale))
+    assert speculated == list(_scaled(SpeculativeCPUAdamW, use, dtype, scale=scale))
+
+
+@EACH_DTYPE
+@pytest.mark.parametrize("when", ["never", "before unscale_", "after unscale_"])
+def test_limit_and_outcomes_are_those_of_unscaled_gradients(dtype: torch.dtype, when: str) -> None:
+    optimizer, twin = (make(SpeculativeCPUAdam, dtype, max_grad_norm=0.5) for _ in range(2))
+    scaler = scaler_of(2.0**10)
+    for seed in range(4):
+        give_gradients(twin, seed)
+        twin.step()
+        give_gradients(optimizer, seed, scaler.get_scale())
+        if when == "before unscale_":
+            optimizer.speculate()
+        scaler.scale(torch.ones(()))  # which makes the scale
+        if when == "after unscale_":
+            scaler.unscale_(optimizer)
+            optimizer.speculate()
+        assert are_taken(optimizer) == [when != "never"] * 2
+        scaler.step(optimizer)
+        scaler.update()
+        assert optimizer.last_outcome == twin.last_outcome
+        optimizer.zero_grad()
+    assert state_bits(optimizer) == state_bits(twin)
+    assert not {"grad_scale", "found_inf"} & set(vars(optimizer))
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+@pytest.mark.parametrize("on_nonfinite", ["skip", "raise"])
+@pytest.mark.parametrize("when", ["never", "before unscale_", "after unscale_"])
+def test_an_overflow_is_the_scalers(value: float, on_nonfinite: str, when: str) -> None:
+    """It does not call the optimizer then, so nothing raises, and the outcome is still the last one."""
+    optimizer = make(dtype=torch.bfloat16, on_nonfinite=on_nonfinite)
+    train(optimizer, 1)
+    before, outcome = state_bits(optimizer), optimizer.last_outcome
+    scaler = scaler_of(2.0**10)
+    scaler.scale(parameters_of(optimizer)[0].sum() * value).backward()
+    if when == "before unscale_":
+        optimizer.speculate()
+    elif when == "after unscale_":
+        scaler.unscale_(optimizer)
+        optimizer.speculate()
+    assert all(are_taken(optimizer)) is (when != "never")
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**9
+    assert state_bits(optimizer) == before
+    assert optimizer.last_outcome is outcome
+    optimizer.zero_grad()
+    twin = make(dtype=torch.bfloat16)
+    train(twin, 1)
+    for one in (optimizer, twin):
+        train(one, 2, speculative=one is optimizer)
+    assert state_bits(optimizer) == state_bits(twin)
+
+
+def test_an_overflow_that_unscaling_makes_is_found() -> None:
+    """Of a scale so small that its inverse takes finite gradients beyond the range."""
+    kinds, scales = [], []
+    for speculative in (False, True):
+        optimizer = make()
+        give_gradients(optimizer, 1, 1e30)
+        if speculative:
+            optimizer.speculate()
+        scaler = scaler_of(2.0**-40)
+        scaler.scale(torch.ones(()))
+        scaler.step(optimizer)
+        optimizer.step()  # somebody's own
+        scaler.update()
+        assert optimizer.last_outcome is not None
+        kinds.append(optimizer.last_outcome.kind)
+        scales.append(scaler.get_scale())
+    assert kinds == [StepKind.SKIPPED] * 2
+    assert scales[0] == scales[1]
+
+
+def test_unscaling_is_expected_from_the_second_step_on() -> None:
+    """Speculation computes with the factor of the last step, and is right until the scale changes."""
+
+    def build() -> SpeculativeCPUAdam:  # a strided parameter: a working copy with fp32 gradients
+        values = torch.stack([parameter(6, 7).detach()] * 2, dim=-1)[..., 0]
+        return SpeculativeCPUAdam([torch.nn.Parameter(values)])
+
+    optimizer, twin = build(), build()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4)
+    accepted = []
+    for seed in range(8):
+        give_gradients(optimizer, seed, scaler.get_scale())
+        optimizer.speculate()
+        assert all(are_taken(optimizer))
+        scaler.scale(torch.ones(()))
+        scaler.step(optimizer)
+        scaler.update()
+        accepted.append(optimizer.statistics.accepted)
+        optimizer.zero_grad()
+        train(twin, seed)
+        assert visible(optimizer) == visible(twin)
+        assert optimizer.last_outcome == twin.last_outcome
+    assert accepted == [0, 1, 2, 3, 3, 4, 5, 6]  # the first made the state, the fifth had another scale
+    assert optimizer.statistics.respeculated == 1
+
+
+def test_fp16_gradients_are_refused_as_by_torch() -> None:
+    for speculative in (False, True):
+        optimizer = make(dtype=torch.float16)
+        scaler = scaler_of(2.0)
+        give_gradients(optimizer, 1)
+        if speculative:
+            optimizer.speculate()
+        before = visible(optimizer)
+        scaler.scale(torch.ones(()))
+        with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
+            scaler.step(optimizer)
+        assert visible(optimizer) == before
+        assert are_taken(optimizer) == [speculative] * 2
+
+
+def test_unscaling_is_recorded_and_not_done() -> None:
+    optimizer = make(dtype=torch.bfloat16)
+    scaler = scaler_of(2.0**10)
+    give_gradients(optimizer, 1, 2.0**10)
+    optimizer.speculate()
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(optimizer)
+    twin = make(dtype=torch.bfloat16)
+    give_gradients(twin, 1)
+    assert visible(optimizer)["gradients"] == visible(twin)["gradients"]
+    for one in parameters_of(optimizer):
+        taken = taken_of(one.grad)
+        assert taken is not None
+        assert taken.unscale_factor() == 2.0**-10

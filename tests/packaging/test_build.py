@@ -1,0 +1,131 @@
+"""The build: only kernels get vector flags, and both a build without them and a CPU without AVX2 work, and say so."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import superadam
+from superadam import _kernels
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = ROOT / "tests" / "support" / "kernels_elsewhere.py"
+IS_X86 = platform.machine() == "x86_64"
+BEYOND_BASELINE = r"%[yz]mm|\tv[a-z]" if IS_X86 else r"\b[zp]\d+\.[bhsdq]\b"
+"""What the disassembly of instructions looks like that not every CPU of this architecture has."""
+
+
+def cmake(*arguments: str | Path) -> None:
+    done = subprocess.run([sys.executable, "-m", "cmake", *arguments], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def configure(build: Path, *options: str) -> list[dict[str, str]]:
+    """Configure into `build` and return CMake's list of compile commands."""
+    python = f"-DPython_EXECUTABLE={sys.executable}"
+    cmake("-S", ROOT, "-B", build, python, "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON", *options)
+    return json.loads((build / "compile_commands.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def scalar_kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the module built without any vector kernels."""
+    build = tmp_path_factory.mktemp("scalar")
+    configure(build, "-DSUPERADAM_SIMD=OFF")
+    cmake("--build", build)
+    (module,) = build.glob("_kernels*.so")
+    return module
+
+
+def run_elsewhere(kernels: Path, command: Sequence[str] = (), **environment: str) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("SUPERADAM_")}
+    return subprocess.run(
+        [*command, sys.executable, str(PROGRAM), str(kernels), *superadam.__path__],
+        env=clean | environment,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+
+
+def report_of(done: subprocess.CompletedProcess[str]) -> Mapping[str, Any]:
+    assert done.returncode == 0, done.stderr
+    report: Mapping[str, Any] = json.loads(done.stdout)
+    return report
+
+
+def check_is_scalar_and_says_so(report: Mapping[str, Any], status: str) -> None:
+    vector_isas = [name for name in report["known"] if name != "scalar"]
+    assert vector_isas
+    assert [report["known"][name] for name in vector_isas] == [status] * len(vector_isas)
+    assert (report["available"], report["active"], report["differing"]) == (["scalar"], "scalar", 0)
+    (warning,) = report["warnings"]
+    assert "scalar kernels" in warning
+    assert all(f"{name} is {status}" in warning for name in vector_isas)
+
+
+def test_a_build_without_vector_kernels_works_and_says_so(scalar_kernels: Path) -> None:
+    check_is_scalar_and_says_so(report_of(run_elsewhere(scalar_kernels)), "not compiled")
+
+
+def test_scalar_by_choice_is_silent(scalar_kernels: Path) -> None:
+    assert report_of(run_elsewhere(scalar_kernels, SUPERADAM_ISA="scalar"))["warnings"] == []
+
+
+def test_what_runs_before_dispatch_uses_baseline_instructions(scalar_kernels: Path) -> None:
+    """Everything but the vector kernels; that the files get the same flags in a full build is the next test."""
+    done = subprocess.run(["objdump", "-d", scalar_kernels], check=True, capture_output=True, text=True)
+    assert "<superadam_run>:" in done.stdout
+    assert "<superadam_kernel_scalar>:" in done.stdout
+    assert re.findall(rf".*(?:{BEYOND_BASELINE}).*", done.stdout) == []
+
+
+def test_only_vector_kernels_get_vector_flags(tmp_path: Path) -> None:
+    for command in configure(tmp_path):
+        path = Path(command["file"])
+        flags = [flag for flag in command["command"].split() if flag.startswith("-m")]
+        baseline = path.parent.name != "isa" or path.stem in ("kernels_scalar", "kernels_float64")
+        assert not (baseline and flags), path
+        assert baseline or flags, path
+        if path.parent.name == "isa":
+            assert "-ffp-contract=off" in command["command"], path
+        assert "-ffast-math" not in command["command"], path
+
+
+# -- another CPU, emulated ---------------------------------------------------------------------------------------------
+
+
+def emulate(cpu: str) -> list[str]:
+    """Return the command of the emulator; where it is missing, skip."""
+    emulator = shutil.which("qemu-x86_64-static") or shutil.which("qemu-x86_64")
+    if emulator is None:
+        pytest.skip("qemu-x86_64 is missing; install qemu-user-static")
+    return [emulator, "-cpu", cpu]
+
+
+INSTALLED = Path(_kernels.__file__)
+
+if IS_X86:
+
+    def test_a_cpu_without_avx2_works_and_says_so() -> None:
+        check_is_scalar_and_says_so(report_of(run_elsewhere(INSTALLED, emulate("Nehalem"))), "not supported")
+
+    def test_a_cpu_without_avx2_refuses_it() -> None:
+        done = run_elsewhere(INSTALLED, emulate("Nehalem"), SUPERADAM_ISA="avx2")
+        assert done.returncode == 1
+        assert "SUPERADAM_ISA 'avx2' is not supported by this CPU; available here: scalar" in done.stderr
+
+    def test_a_cpu_without_avx512_uses_avx2() -> None:
+        report = report_of(run_elsewhere(INSTALLED, emulate("Haswell")))
+        assert (report["available"], report["active"], report["differing"]) == (["avx2", "scalar"], "avx2", 0)
+        assert report["warnings"] == []

@@ -1,0 +1,95 @@
+"""The package as people install it: a wheel that needs nothing of the checkout, and an editable install."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = """
+import superadam, superadam.cli.main, torch
+parameter = torch.nn.Parameter(torch.ones(100, dtype=torch.bfloat16))
+parameter.grad = torch.full_like(parameter, 0.5)
+optimizer = superadam.SpeculativeCPUAdam([parameter], lr=0.25, max_grad_norm=1.0)
+optimizer.speculate()
+print(superadam.__file__, optimizer.resolve().kind.value, float(parameter[0].detach()))
+sys.exit(superadam.cli.main.main(%r))
+"""
+
+
+def copy_of_the_checkout(folder: Path) -> Path:
+    """Return a copy that lies nowhere near the original, without what git ignores."""
+    ignored = shutil.ignore_patterns(".git", ".venv", "build", "demo", "__pycache__", ".*_cache", ".hypothesis", "*.so")
+    return shutil.copytree(ROOT, folder / "checkout", ignore=ignored)
+
+
+def pip(*arguments: str | Path) -> None:
+    done = subprocess.run([sys.executable, "-m", "pip", *arguments], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def bare_python(folder: Path) -> Path:
+    """Return an interpreter in a fresh environment that sees no packages at all."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
+    return folder / "venv/bin/python"
+
+
+def run(python: Path, program: str, site: Path | None = None) -> str:
+    """Run a program away from any checkout; torch and the like come last, so that superadam is the one in `site`."""
+    others = next(path for path in sys.path if (Path(path) / "torch").is_dir())
+    paths = f"import sys; sys.path[:0] = {[str(site)] if site else []!r}; sys.path.append({others!r})\n"
+    environment = {**os.environ, "PYTHONSAFEPATH": "1"}
+    done = subprocess.run(
+        [python, "-c", paths + program], cwd=python.parent, env=environment, check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the wheel installed in it, after the checkout that it was built from is gone."""
+    folder = tmp_path_factory.mktemp("wheel")
+    checkout = copy_of_the_checkout(folder)
+    pip("wheel", "--no-deps", "--wheel-dir", folder, checkout)
+    (wheel,) = folder.glob("superadam-*.whl")
+    assert "-cp311-abi3-" in wheel.name
+    shutil.rmtree(checkout)
+    pip("install", "--no-deps", "--target", folder / "site", wheel)
+    return folder / "site"
+
+
+def test_the_wheel_works_and_trains_with_the_checkout_deleted(site: Path, tmp_path: Path) -> None:
+    tiny = ["--layers", "1", "--width", "32", "--heads", "2", "--batch", "2", "--seq", "16", "--steps", "2"]
+    command = ["train", *tiny, "--verify", "--out", str(tmp_path / "run")]
+    file, kind, value, *_ = run(bare_python(tmp_path), PROGRAM % command, site).split()
+    assert Path(file).is_relative_to(site)
+    assert (kind, value) == ("clipped", "0.75")
+    assert any((tmp_path / "run").iterdir())
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(site: Path) -> None:
+    (wheel,) = site.parent.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0] for name in names} == {"superadam", f"superadam-{wheel.name.split('-')[1]}.dist-info"}
+    assert "superadam/py.typed" in names
+    assert not [name for name in names if name.endswith((".c", ".h"))]
+
+
+def test_an_editable_install_follows_the_sources(tmp_path: Path) -> None:
+    checkout = copy_of_the_checkout(tmp_path)
+    python = bare_python(tmp_path)
+    without_vectors = "--config-settings=cmake.define.SUPERADAM_SIMD=OFF"  # which would take long to compile
+    pip("--python", python, "install", "--no-deps", without_vectors, "--editable", checkout)
+    with (checkout / "superadam/step/outcome.py").open("a") as source:
+        source.write("\nEDITED = 'yes'\n")
+    program = "import superadam; from superadam.step import outcome; print(outcome.EDITED, superadam.__file__)"
+    edited, file = run(python, program).split()
+    assert edited == "yes"
+    assert Path(file).is_relative_to(checkout)

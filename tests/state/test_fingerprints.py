@@ -1,0 +1,241 @@
+"""Hints at writes of somebody else: none is missed, and our own writes are none."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import weakref
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from superadam.state.fingerprints import Fingerprints
+
+
+def make(count: int = 4) -> tuple[list[torch.Tensor], Fingerprints]:
+    parameters = [torch.zeros(3) for _ in range(count)]
+    return parameters, Fingerprints(parameters)
+
+
+def rows(*numbers: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    return np.array(numbers, np.int64)
+
+
+def test_which_tensors_are_listed() -> None:
+    parameters, fingerprints = make()
+    assert fingerprints.are_of(list(parameters))
+    assert not fingerprints.are_of(parameters[::-1])
+    assert not fingerprints.are_of(parameters[:3])
+    assert not fingerprints.are_of([*parameters[:3], torch.zeros(3)])
+
+
+def test_a_write_is_hinted_until_it_is_noted() -> None:
+    parameters, fingerprints = make()
+    parameters[1].add_(1)
+    for asked in (rows(0, 1, 2, 3), rows(3, 2, 1, 0), rows(2, 1)):
+        assert fingerprints.hints(asked) == [1]
+    assert fingerprints.hints(rows(0, 2)) == []
+    assert fingerprints.is_hinted(1)
+    fingerprints.note(1)
+    assert not fingerprints.is_hinted(1)
+    assert fingerprints.hints(rows(0, 1, 2, 3)) == []
+
+
+def test_hints_seen_are_those_of_the_last_look() -> None:
+    parameters, fingerprints = make()
+    parameters[2].add_(1)
+    assert fingerprints.seen_hints(rows(1, 2)) == []
+    assert fingerprints.look() == []
+    assert fingerprints.seen_hints(rows(1, 2)) == [2]
+    assert fingerprints.seen_hints(rows(1, 3)) == []
+
+
+def test_distrust_is_seen_without_another_look() -> None:
+    for looks in (False, True):
+        _, fingerprints = make()
+        if looks:
+            fingerprints.look()
+        fingerprints.distrust(3)
+        assert fingerprints.seen_hints(rows(3, 0)) == [3]
+        assert fingerprints.hints(rows(3, 0)) == [3]
+
+
+def test_other_data_is_moved_until_it_is_noted() -> None:
+    parameters, fingerprints = make()
+    parameters[0].data = torch.ones(3)
+    assert fingerprints.look() == [0]
+    assert fingerprints.is_moved(0)
+    assert fingerprints.is_hinted(0)
+    fingerprints.note(0)
+    assert fingerprints.look() == []
+    fingerprints.forget_address(0)
+    assert fingerprints.look() == [0]
+
+
+def test_our_own_write_is_no_hint_but_hides_none() -> None:
+    parameters, fingerprints = make()
+    parameters[1].add_(1)
+    before = [parameter._version for parameter in parameters]
+    fingerprints.bump(rows(3, 1))
+    assert [parameter._version for parameter in parameters] == [before[0], before[1] + 1, before[2], before[3] + 1]
+    assert fingerprints.hints(rows(0, 1, 2, 3)) == [1]
+    fingerprints.bump(rows(2, 0, 3, 1))
+    assert fingerprints.hints(rows(0, 1, 2, 3)) == [1]
+
+
+# ---- storages --------------------------------------------------------------------------------------------------------
+
+REPETITIONS = 200
+
+
+def cloned(layer: nn.Linear) -> None:
+    layer.weight.data = layer.weight.data.clone()
+
+
+def replaced(layer: nn.Linear) -> None:
+    """Free the old memory first, which the allocator then hands out again."""
+    layer.weight.data = torch.empty(0)
+    layer.weight.data = torch.empty(300, 100)
+
+
+def converted(layer: nn.Linear) -> None:
+    layer.to(torch.bfloat16)
+    layer.to(torch.float32)
+
+
+def swapped(layer: nn.Linear) -> None:
+    torch.utils.swap_tensors(layer.weight, nn.Parameter(torch.empty(300, 100)))
+
+
+@pytest.mark.parametrize("change", [cloned, replaced, converted, swapped])
+def test_another_storage_is_always_noticed(change: Callable[[nn.Linear], None]) -> None:
+    layer = nn.Linear(100, 300, bias=False)
+    fingerprints = Fingerprints([torch.zeros(3), layer.weight])
+    for repetition in range(REPETITIONS):
+        change(layer)
+        assert fingerprints.is_moved(1)
+        assert fingerprints.is_hinted(1)
+        if repetition % 2:
+            assert fingerprints.look() == [1]
+        fingerprints.note(1)
+        assert fingerprints.look() == []
+        assert not fingerprints.is_moved(1)
+
+
+def test_the_address_of_a_storage_that_is_gone_is_not_taken_for_it() -> None:
+    parameter = nn.Parameter(torch.zeros(8))
+    fingerprints = Fingerprints([parameter])
+    for _ in range(REPETITIONS):
+        parameter.data = torch.empty(0)  # frees storage and memory
+        for _ in range(3):
+            parameter.data = torch.zeros(8)
+            assert fingerprints.is_moved(0)
+        fingerprints.note(0)
+
+
+@pytest.mark.parametrize("is_noted_anew", [False, True])
+def test_no_new_storage_has_the_address_of_one_that_was_noted(is_noted_anew: bool) -> None:
+    """Allocators hand out what was freed last, so that one of the next hundred would have it."""
+    parameter = nn.Parameter(torch.zeros(8))
+    fingerprints = Fingerprints([parameter])
+    if is_noted_anew:
+        parameter.data = torch.zeros(8)
+        fingerprints.note(0)
+    noted = parameter.untyped_storage()._cdata
+    parameter.data = torch.empty(0)
+    others = [torch.zeros(8) for _ in range(100)]
+    assert noted not in {one.untyped_storage()._cdata for one in others}
+
+
+def test_memory_that_is_freed_and_given_back_is_noticed_by_a_look_in_between() -> None:
+    """Whether it is noted while there is none or not; mostly the very same address comes back."""
+    parameter = nn.Parameter(torch.zeros(30_000))
+    fingerprints = Fingerprints([parameter])
+    storage, size = parameter.untyped_storage(), parameter.untyped_storage().nbytes()
+    for repetition in range(REPETITIONS):
+        storage.resize_(0)
+        assert fingerprints.is_moved(0)
+        assert fingerprints.look() == [0]
+        if repetition % 2:
+            fingerprints.note(0)
+        storage.resize_(size)
+        assert fingerprints.is_moved(0)
+        assert fingerprints.look() == [0]
+        fingerprints.note(0)
+        assert fingerprints.look() == []
+
+
+def held_by(memory: object, numel: int) -> Tensor:
+    return torch.frombuffer(memory, dtype=torch.float32, count=numel)  # type: ignore[call-overload, no-any-return]
+
+
+def test_storages_that_are_replaced_are_freed_at_once() -> None:
+    memory = (ctypes.c_char * 4000)()
+    is_alive = weakref.ref(memory)
+    parameter = nn.Parameter(held_by(memory, 1000))
+    del memory
+    fingerprints = Fingerprints([parameter])
+    fingerprints.look()
+    fingerprints.note(0)
+    assert is_alive() is not None
+    parameter.data = torch.zeros(1000)
+    assert is_alive() is None
+    assert fingerprints.look() == [0]
+
+
+def test_a_storage_is_referred_to_no_longer_than_its_parameter_is_listed() -> None:
+    parameter = nn.Parameter(torch.zeros(3))
+    storage = parameter.untyped_storage()
+    uses = torch._C._storage_Use_Count(storage._cdata)
+    fingerprints = Fingerprints([parameter])
+    assert torch._C._storage_Use_Count(storage._cdata) == uses
+    del fingerprints, parameter
+    assert torch._C._storage_Use_Count(storage._cdata) < uses
+
+
+class Wrapped(torch.Tensor):
+    """A tensor without memory of its own, as a DTensor is one."""
+
+    @staticmethod
+    def __new__(cls: type[Wrapped], inner: Tensor) -> Wrapped:  # type: ignore[misc]
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
+
+    @classmethod
+    def __torch_dispatch__(cls, function: object, types: object, args: object = (), kwargs: object = None) -> object:
+        raise NotImplementedError(f"nothing is computed here, and least of all {function}")
+
+
+class Closed(torch.Tensor):
+    """A tensor that does not show its storage."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., object], types: object, args: object = (), kwargs: object = None
+    ) -> object:
+        if function is torch.Tensor.untyped_storage:
+            raise NotImplementedError("there is none")
+        return super().__torch_function__(function, types, args, kwargs)  # type: ignore[no-untyped-call]
+
+
+def test_tensors_without_memory_or_storage_are_looked_at_all_the_same() -> None:
+    closed = torch.zeros(1000).as_subclass(Closed)
+    tensors = [torch.empty(3, device="meta"), Wrapped(torch.zeros(3)), closed, nn.Parameter(torch.zeros(0))]
+    fingerprints = Fingerprints(tensors)
+    assert fingerprints.look() == []
+    for row in range(len(tensors)):
+        assert not fingerprints.is_hinted(row)
+        fingerprints.note(row)
+    assert fingerprints.look() == []
+    kept, closed.data = closed.data, torch.zeros(1000)  # by its address
+    tensors[3].data = torch.zeros(0)  # which has none
+    assert fingerprints.look() == [2, 3]
+    assert len(kept) == 1000
+
+
+def test_fingerprints_are_not_copied() -> None:
+    _, fingerprints = make()
+    with pytest.raises(TypeError, match="cannot be copied; make new ones of the copies"):
+        copy.deepcopy(fingerprints)

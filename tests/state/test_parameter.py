@@ -1,0 +1,301 @@
+"""One parameter: which can be held, which gradients fit, every layout, and parameters that kernels cannot reach."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from visible import are_taken, bits, give_gradients, parameter, parameters_of, refused, state_bits
+
+from superadam import SpeculativeCPUAdam, SpeculativeCPUAdamW
+from superadam.state.parameter import ParameterState
+from superadam.state.table import SynchronousDelivery
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+
+# -- parameters --------------------------------------------------------------------------------------------------------
+
+UNFIT: dict[str, tuple[Callable[[], Tensor], str]] = {
+    "integers": (lambda: torch.zeros(3, dtype=torch.int64), "is torch.int64, expected one of float32"),
+    "booleans": (lambda: torch.zeros(3, dtype=torch.bool), "is torch.bool, expected one of float32"),
+    "float8": (lambda: torch.zeros(3).to(torch.float8_e4m3fn), "is torch.float8_e4m3fn, expected one of float32"),
+    "complex": (lambda: torch.zeros(3, dtype=torch.complex64), "is complex .*torch.view_as_real"),
+    "sparse": (lambda: torch.eye(3).to_sparse(), "has layout torch.sparse_coo.*to_dense"),
+    "of inference mode": (lambda: torch.inference_mode()(torch.zeros)(3), "was made in inference mode.*clone"),
+    "compressed": (lambda: torch.eye(3).to_sparse_csr(), "has layout torch.sparse_csr.*to_dense"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("kind", UNFIT)
+def test_unfit_parameter_is_refused(kind: str) -> None:
+    make, sentence = UNFIT[kind]
+    with pytest.raises(TypeError, match=f"parameter 0 of group 0 {sentence}"):
+        SpeculativeCPUAdam([make()])
+    with pytest.raises(TypeError, match=f"^weight {sentence}"):
+        SpeculativeCPUAdam([("weight", make())])
+    optimizer = SpeculativeCPUAdam([parameter(3)])
+    give_gradients(optimizer, 1)
+    optimizer.step()
+    with refused(optimizer, TypeError, f"parameter 1 of group 1 {sentence}"):
+        optimizer.add_param_group({"params": [parameter(3), make()]})
+
+
+def test_expanded_parameter_is_refused() -> None:
+    one = torch.nn.Parameter(torch.zeros(1).expand(4, 3))
+    one.grad = torch.ones(4, 3)
+    optimizer = SpeculativeCPUAdam([parameter(3), one])
+    for use in (optimizer.step, optimizer.speculate):
+        with refused(optimizer, ValueError, "parameter 1 of group 0 is expanded"):
+            use()
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+
+def _replaced(gradient: Tensor) -> Callable[[Tensor], Tensor]:
+    """Put a gradient past the checks of `.grad = `."""
+
+    def spoil(one: Tensor) -> Tensor:
+        one.grad = torch.ones_like(one)
+        one.grad.data = gradient
+        return one
+
+    return spoil
+
+
+def _sparse(one: Tensor) -> Tensor:
+    torch.nn.functional.embedding(torch.tensor([1]), one, sparse=True).sum().backward()
+    return one
+
+
+BAD_GRADIENTS: dict[str, tuple[Callable[[Tensor], Tensor], type[Exception], str]] = {
+    "another shape": (_replaced(torch.ones(4, 5)), ValueError, r"has shape \(4, 5\), expected .*\(4, 4\)"),
+    "as many elements": (_replaced(torch.ones(16)), ValueError, r"has shape \(16,\), expected .*\(4, 4\)"),
+    "float64": (_replaced(torch.ones(4, 4).double()), TypeError, "is torch.float64, expected float32, bfloat16"),
+    "integers": (_replaced(torch.ones(4, 4).int()), TypeError, "is torch.int32, expected float32, bfloat16"),
+    "sparse": (_sparse, TypeError, "is sparse, expected a dense one; use torch.optim.SparseAdam"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_GRADIENTS)
+def test_bad_gradient_is_refused(kind: str) -> None:
+    spoil, error, sentence = BAD_GRADIENTS[kind]
+    optimizer = SpeculativeCPUAdam([parameter(5, 5), parameter(4, 4)])
+    give_gradients(optimizer, 1)
+    optimizer.step()
+    optimizer.zero_grad()
+    parameters_of(optimizer)[0].grad = torch.ones(5, 5)
+    spoil(parameters_of(optimizer)[1])
+    before = state_bits(optimizer)
+    for use in (optimizer.step, optimizer.speculate, lambda: optimizer.clip_grad_norm_(1.0)):
+        with pytest.raises(error, match=f"the gradient of parameter 1 of group 0 {sentence}"):
+            use()
+        assert state_bits(optimizer) == before
+        assert parameters_of(optimizer)[0].grad is not None
+    assert optimizer.statistics.steps == 1
+
+
+def test_gradient_on_another_device_is_refused() -> None:
+    with pytest.raises(ValueError, match="the gradient of p is on meta, expected values on the parameter's device cpu"):
+        ParameterState(parameter(3), 0, "p").host_gradient(torch.ones(3, device="meta"))
+
+
+def test_gradient_of_double_precision_belongs_to_a_double_parameter() -> None:
+    state = ParameterState(parameter(3, dtype=torch.float64), 0, "p")
+    with pytest.raises(TypeError, match=r"the gradient of p is torch.float32, expected float64"):
+        state.host_gradient(torch.ones(3))
+
+
+@EACH_DTYPE
+@pytest.mark.parametrize("layout", ["as the parameter", "transposed"])
+def test_nothing_belongs_to_the_graphs_of_autograd(dtype: torch.dtype, layout: str) -> None:
+    """Whatever thread it is made in: each has a mode of its own."""
+    state = ParameterState(parameter(4, 4, dtype=dtype), 0, "p")
+    gradient = torch.ones(4, 4, dtype=dtype, requires_grad=True) * 2
+    with torch.enable_grad():
+        got = state.host_gradient(gradient if layout == "as the parameter" else gradient.t())
+        state.create_state(with_max=True)
+    assert torch.equal(got, gradient)
+    made = [got, state.master, state.exp_avg, state.exp_avg_sq, state.max_exp_avg_sq]
+    assert not any(one.requires_grad for one in made if one is not None)
+
+
+# -- state -------------------------------------------------------------------------------------------------------------
+
+
+@EACH_DTYPE
+@pytest.mark.parametrize("with_max", [False, True])
+def test_state_is_created_once_and_from_the_present_value(dtype: torch.dtype, with_max: bool) -> None:
+    one = parameter(4, 5, dtype=dtype)
+    state = ParameterState(one, 0, "p")
+    assert not state.has_state
+    assert state.versions == ()
+    state.create_state(with_max=with_max)
+    assert state.has_state
+    assert (state.max_exp_avg_sq is not None) is with_max
+    assert (state.master is None) is (dtype in (torch.float32, torch.float64)) is state.is_own_master
+    if state.master is not None:
+        assert bits(state.master) == bits(one.float())
+    kept = [state.master, state.exp_avg, state.exp_avg_sq]
+    state.create_state(with_max=True)
+    assert all(map(operator.is_, [state.master, state.exp_avg, state.exp_avg_sq], kept))
+    assert state.max_exp_avg_sq is not None
+
+
+@EACH_DTYPE
+@pytest.mark.parametrize("which", ["master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"])
+def test_versions_tell_of_every_write(dtype: torch.dtype, which: str) -> None:
+    state = ParameterState(parameter(4, dtype=dtype), 0, "p")
+    state.create_state(with_max=True)
+    tensor, before = getattr(state, which), state.versions
+    if tensor is not None:
+        tensor[0] = 1.0
+        assert state.versions != before
+    else:
+        assert state.is_own_master
+
+
+# -- layouts -----------------------------------------------------------------------------------------------------------
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda values: values.clone(),
+    "channels last": lambda values: values.clone(memory_format=torch.channels_last),
+    "permuted": lambda values: values.permute(3, 1, 0, 2).contiguous().permute(2, 1, 3, 0),
+    "sliced": lambda values: torch.stack([values, values], dim=-1)[..., 1],
+    "every other row": lambda values: values.repeat_interleave(2, 0)[::2],
+    "misaligned": lambda values: torch.cat([values.flatten()[:1], values.flatten()])[1:].view_as(values),
+}
+
+
+def _alone(view: Tensor) -> Tensor:
+    """Return the same memory, strides and all, without the tensor that this is a view of: it can be taken."""
+    whole = torch.empty(0, dtype=view.dtype)
+    return whole.set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride())
+
+
+@pytest.mark.covering
+@EACH_DTYPE
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("gradient_layout", LAYOUTS)
+@pytest.mark.parametrize("speculative", [False, True])
+def test_every_layout_has_the_same_bits(
+    dtype: torch.dtype, layout: str, gradient_layout: str, speculative: bool
+) -> None:
+    plain = SpeculativeCPUAdam([parameter(4, 3, 5, 2, dtype=dtype)], amsgrad=True, max_grad_norm=0.5)
+    laid_out = SpeculativeCPUAdam(
+        [torch.nn.Parameter(LAYOUTS[layout](parameter(4, 3, 5, 2).detach().to(dtype)))], amsgrad=True, max_grad_norm=0.5
+    )
+    (one,) = parameters_of(laid_out)
+    strides = one.stride()
+    for seed in range(3):
+        for optimizer in (plain, laid_out):
+            give_gradients(optimizer, seed)
+        one.grad = _alone(LAYOUTS[gradient_layout](one.grad))
+        plain.step()
+        if speculative:
+            laid_out.speculate()
+            assert are_taken(laid_out) == [gradient_layout not in ("sliced", "every other row")]  # which is not dense
+            laid_out.resolve()
+        else:
+            laid_out.step()
+    assert state_bits(laid_out, without=["master"]) == state_bits(plain, without=["master"])
+    assert one.stride() == strides
+
+
+@EACH_DTYPE
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (0, 3), (1, 1, 1)], ids=str)
+def test_smallest_shapes(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    optimizer = SpeculativeCPUAdamW([parameter(*shape, dtype=dtype), parameter(3, dtype=dtype)], lr=0.1)
+    twin = SpeculativeCPUAdamW([parameter(*shape, dtype=dtype), parameter(3, dtype=dtype)], lr=0.1)
+    for seed in range(2):
+        for one in (optimizer, twin):
+            give_gradients(one, seed)
+        optimizer.step()
+        twin.speculate()
+        assert all(are_taken(twin))
+        twin.resolve()
+    assert state_bits(optimizer) == state_bits(twin)
+    assert optimizer.state[parameters_of(optimizer)[0]]["exp_avg"].shape == shape
+
+
+def test_lazily_negated_gradient() -> None:
+    """`.imag` of a conjugate keeps a sign to be applied by readers."""
+    plain, negated = (SpeculativeCPUAdam([parameter(6)]) for _ in range(2))
+    values = torch.randn(6, generator=torch.Generator().manual_seed(3))
+    (one,), (other,) = parameters_of(plain), parameters_of(negated)
+    one.grad = -values
+    other.grad = torch._neg_view(values)
+    assert other.grad.is_neg()
+    for optimizer in (plain, negated):
+        optimizer.step()
+    assert state_bits(plain) == state_bits(negated)
+
+
+# -- parameters that kernels cannot reach ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Treat every parameter as one on another device: a working copy behind a staging tensor, even in fp32."""
+    monkeypatch.setattr(SynchronousDelivery, "is_host", lambda self, parameter: False)
+
+
+def _run(dtype: torch.dtype) -> list[object]:
+    """Return what is seen along committed, clipped, skipped, rolled back and plain steps, with a save in between."""
+    optimizer = SpeculativeCPUAdamW([parameter(70, dtype=dtype), parameter(3, 5, dtype=dtype, seed=1)], lr=0.1)
+    seen: list[object] = []
+    for seed, (size, limit) in enumerate([(1e-3, 1.0), (1.0, 1.0), (float("inf"), 1.0), (1.0, None)]):
+        for speculative in (True, False):
+            optimizer.max_grad_norm = limit
+            give_gradients(optimizer, seed, size)
+            if speculative:
+                optimizer.speculate()
+                assert all(are_taken(optimizer))
+                if seed == 3:
+                    optimizer.rollback()
+                optimizer.resolve()
+            else:
+                optimizer.step()
+                optimizer.zero_grad()
+            seen.append((optimizer.last_outcome.kind, optimizer.last_outcome.clip_coefficient))
+            seen.append(state_bits(optimizer, without=["master"]))
+        with torch.no_grad():
+            parameters_of(optimizer)[0][seed] = 7.0
+        optimizer.load_state_dict(optimizer.state_dict())
+    return seen
+
+
+@pytest.mark.parametrize("limit", [None, 1.0])
+@pytest.mark.usefixtures("elsewhere")
+def test_what_is_staged_is_speculated_on(limit: float | None) -> None:
+    optimizer = SpeculativeCPUAdam([parameter(70), parameter(4, dtype=torch.float64)], max_grad_norm=limit)
+    for seed in range(3):
+        give_gradients(optimizer, seed)
+        optimizer.speculate()
+        optimizer.step()
+        optimizer.zero_grad()
+    counts = optimizer.statistics
+    assert (counts.accepted, counts.respeculated) == ((4, 0) if limit is None else (0, 4))
+
+
+@EACH_DTYPE
+def test_staging_has_the_same_bits(dtype: torch.dtype, request: pytest.FixtureRequest) -> None:
+    expected = _run(dtype)
+    request.getfixturevalue("elsewhere")
+    assert _run(dtype) == expected
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_staged_fp32_parameter_has_a_master() -> None:
+    optimizer = SpeculativeCPUAdam([parameter(6)])
+    give_gradients(optimizer, 1)
+    optimizer.step()
+    (one,) = parameters_of(optimizer)
+    master = optimizer.state[one]["master"]
+    assert bits(master) == bits(one)
+    assert master.data_ptr() != one.data_ptr()

@@ -1,0 +1,124 @@
+"""The verdict: norm, non-finite count and clip coefficient, whatever the schedule, the split and the thread count."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from visible import are_taken, give_gradients, parameter, parameters_of
+
+import superadam
+from superadam import SpeculativeCPUAdam, StepKind
+from superadam.state.norm import GradientNorm
+from superadam.step.validation import clip_coefficient, judge
+
+NORMS = st.floats(0.0, 1e30)
+
+
+@given(norm=NORMS, limit=NORMS)
+def test_coefficient_is_that_of_clip_grad_norm(norm: float, limit: float) -> None:
+    """One gradient element of this size, in fp64, where torch's norm is exact; rounded once to fp32."""
+    one = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    one.grad = torch.ones_like(one)
+    torch.nn.utils.clip_grads_with_norm_([one], limit, torch.tensor(norm, dtype=torch.float64))
+    assert clip_coefficient(norm, limit) == float(np.float32(one.grad.item()))
+
+
+@given(norm=NORMS)
+def test_no_limit_is_exactly_one(norm: float) -> None:
+    assert clip_coefficient(norm, None) == clip_coefficient(norm, math.inf) == 1.0
+
+
+@given(norm=NORMS, limit=NORMS)
+def test_coefficient_is_an_fp32_value_of_at_most_one(norm: float, limit: float) -> None:
+    clip = clip_coefficient(norm, limit)
+    assert 0.0 <= clip <= 1.0
+    assert float(np.float32(clip)) == clip
+
+
+ENTRIES = st.lists(st.tuples(st.floats(0.0, 1e30), st.integers(0, 3)), max_size=8)
+
+
+def norm_of(entries: list[tuple[float, int]]) -> GradientNorm:
+    return GradientNorm(np.array([s for s, _ in entries], np.float64), np.array([n for _, n in entries], np.int64))
+
+
+@given(entries=ENTRIES, limit=st.one_of(st.none(), st.just(math.inf), NORMS))
+def test_verdict(entries: list[tuple[float, int]], limit: float | None) -> None:
+    outcome = judge(norm_of(entries), limit)
+    total = 0.0
+    for one, _ in entries:  # in this order, in fp64
+        total += one
+    norm, bad = math.sqrt(total), sum(count for _, count in entries)
+    assert (outcome.grad_norm, outcome.nonfinite) == (norm, bad)
+    if bad:
+        assert (outcome.kind, outcome.clip_coefficient) == (StepKind.SKIPPED, 1.0)
+    else:
+        clip = clip_coefficient(norm, limit)
+        kind = StepKind.COMMITTED if clip == 1.0 else StepKind.CLIPPED
+        assert (outcome.kind, outcome.clip_coefficient) == (kind, clip)
+
+
+@given(entries=ENTRIES, begin=st.integers(0, 8), length=st.integers(0, 8))
+def test_norm_is_copied_and_cleared_by_entry(entries: list[tuple[float, int]], begin: int, length: int) -> None:
+    norm = norm_of(entries)
+    copied = norm.copy()
+    where = slice(begin, begin + length)
+    norm.clear(where)
+    assert copied.sums.tolist() == [s for s, _ in entries]
+    assert copied.nonfinite.tolist() == [n for _, n in entries]
+    kept = [(0.0, 0) if begin <= i < begin + length else one for i, one in enumerate(entries)]
+    assert list(zip(norm.sums.tolist(), norm.nonfinite.tolist(), strict=True)) == kept
+    norm.clear()
+    assert judge(norm, None) == judge(GradientNorm.zeros(len(entries)), None)
+    assert judge(norm, 0.0).grad_norm == 0.0
+
+
+@given(
+    lengths=st.lists(st.integers(0, 9000), min_size=1, max_size=4),
+    dtypes=st.lists(st.sampled_from([torch.float32, torch.bfloat16, torch.float64]), min_size=4, max_size=4),
+    order=st.permutations(range(4)),
+    threads=st.integers(1, 3),
+    isa=st.sampled_from(superadam.available_isas()),
+)
+def test_norm_has_the_same_bits_whatever_the_schedule(
+    lengths: list[int], dtypes: list[torch.dtype], order: list[int], threads: int, isa: str
+) -> None:
+    optimizer = SpeculativeCPUAdam([parameter(n, dtype=dtypes[i], seed=i) for i, n in enumerate(lengths)])
+    before = superadam.get_num_threads(), superadam.active_isa()
+    superadam.set_num_threads(1)
+    give_gradients(optimizer, 1)
+    gradients = [one.grad.clone() for one in parameters_of(optimizer)]  # else they would not be taken
+    expected = optimizer.clip_grad_norm_(1.0).item()
+    try:
+        superadam.set_num_threads(threads)
+        superadam.kernels.native.set_active_isa(isa)
+        for index in order:
+            if index < len(lengths):
+                optimizer.speculate([parameters_of(optimizer)[index]])
+        assert all(are_taken(optimizer))
+        assert optimizer.clip_grad_norm_(math.inf).item() == expected
+        assert optimizer.resolve().grad_norm == expected
+    finally:
+        superadam.set_num_threads(before[0])
+        superadam.kernels.native.set_active_isa(before[1])
+    exact = math.sqrt(math.fsum(x * x for gradient in gradients for x in gradient.double().tolist()))
+    assert expected == pytest.approx(exact, rel=1e-13)  # under 300 roundings of 1.1e-16 each
+
+
+@pytest.mark.parametrize(("value", "count"), [(math.inf, 3), (-math.inf, 3), (math.nan, 3), (3e38, 0), (1e-45, 0)])
+def test_nonfinite_elements_are_counted(value: float, count: int) -> None:
+    """Overflow of the sum of squares is no Inf: it runs in fp64."""
+    optimizer = SpeculativeCPUAdam([parameter(5000), parameter(7)])
+    for one, where in zip(parameters_of(optimizer), ([0, 4999], [3]), strict=True):
+        one.grad = torch.ones_like(one)
+        one.grad[where] = value
+    optimizer.step()
+    assert optimizer.last_outcome is not None
+    assert optimizer.last_outcome.nonfinite == count
+    assert (optimizer.last_outcome.kind is StepKind.SKIPPED) is bool(count)
+    assert math.isfinite(optimizer.last_outcome.grad_norm) is not bool(count)

@@ -1,0 +1,236 @@
+"""The part of torch.cuda that `CudaDevice` uses, without a GPU: host memory plays the device, and an order is written.
+
+Every call is checked against the signature of torch's own function. Nothing is late here: what waits for what is tested
+on the simulated device, and this one only tells what was asked of torch, and on which stream.
+"""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from gpu_arrays import asked_for
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from superadam.devices.cuda import CudaDevice
+from superadam.host.machine import Host
+
+REAL = {
+    name: getattr(torch.cuda, name)
+    for name in ("Stream", "Event", "current_stream", "stream", "device", "set_device", "get_device_properties")
+}
+METHODS = {
+    name: getattr(torch.cuda, kind).__dict__[name]
+    for kind, names in (("Stream", ["wait_event", "wait_stream"]), ("Event", ["record", "query", "synchronize"]))
+    for name in names
+}
+
+
+class Code(enum.IntEnum):
+    """What the runtime returns."""
+
+    SUCCESS = 0
+    MEMORY_ALLOCATION = 2
+
+
+class FakeCuda:
+    """Streams by name, and what was asked of them, in order.
+
+    Attributes:
+        log: each call as words.
+        registered: size by address.
+        refuses: whether the runtime refuses to pin.
+    """
+
+    def __init__(self) -> None:
+        self.log: list[tuple[object, ...]] = []
+        self.registered: dict[int, int] = {}
+        self.refuses = False
+        self.events_pass = True
+        self._local = threading.local()
+        self._streams = 0
+
+    @property
+    def now(self) -> FakeStream:
+        """The current stream of the calling thread."""
+        return getattr(self._local, "stream", None) or FakeStream(self, "current")
+
+    def new_stream(self, device: object = None, priority: int = 0) -> FakeStream:
+        assert device is not None
+        self._streams += 1
+        return FakeStream(self, ("download", "upload")[(self._streams - 1) % 2])
+
+    def new_event(self, enable_timing: bool = False, blocking: bool = False) -> FakeEvent:
+        assert blocking
+        return FakeEvent(self)
+
+    def current_stream(self, device: object = None) -> FakeStream:
+        assert device is not None
+        return self.now
+
+    @contextmanager
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        before, self._local.stream = self.now, stream
+        yield
+        self._local.stream = before
+
+    @contextmanager
+    def device(self, device: object) -> Iterator[None]:
+        assert device is not None
+        yield
+
+    def set_device(self, device: object) -> None:
+        self.log.append(("set_device", threading.current_thread().name))
+
+    def get_device_properties(self, device: object = None) -> SimpleNamespace:
+        return SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
+
+    # the runtime, of which torch has no Python code to check against
+
+    def cudart(self) -> FakeCuda:
+        return self
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> Code:  # noqa: N802
+        if self.refuses:
+            return Code.MEMORY_ALLOCATION
+        self.registered[address] = size
+        return Code.SUCCESS
+
+    def cudaHostUnregister(self, address: int) -> Code:  # noqa: N802
+        return Code.SUCCESS if self.registered.pop(address, None) else Code.MEMORY_ALLOCATION
+
+    def cudaGetErrorString(self, code: Code) -> str:  # noqa: N802
+        return Code(code).name
+
+
+class FakeStream:
+    """A stream that has a name."""
+
+    def __init__(self, cuda: FakeCuda, name: str) -> None:
+        self.cuda, self.name = cuda, name
+
+    @property
+    def cuda_stream(self) -> int:
+        return sum(map(ord, self.name))
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.cuda.log.append(("wait for stream", self.name, other.name))
+
+    def wait_event(self, event: FakeEvent) -> None:
+        assert event.recorded_on is not None
+        self.cuda.log.append(("wait", self.name, event.recorded_on))
+
+
+class FakeEvent:
+    """An event that knows where it was recorded; recorded once."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        self.cuda = cuda
+        self.recorded_on: str | None = None
+
+    def record(self, stream: FakeStream) -> None:
+        assert self.recorded_on is None
+        self.recorded_on = stream.name
+        self.cuda.log.append(("record", stream.name))
+
+    def query(self) -> bool:
+        return self.cuda.events_pass
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        assert self.recorded_on == end.recorded_on
+        return 2.0
+
+    def synchronize(self) -> None:
+        self.cuda.log.append(("synchronize", self.recorded_on))
+
+
+class FakeDevice(CudaDevice):
+    """A `CudaDevice` whose own memory is the host's, too: only what was pinned counts as the host's."""
+
+    def __init__(self, cuda: FakeCuda, host: Host | None = None) -> None:
+        super().__init__("cuda:0", host)
+        cuda.log.clear()  # of the start of its clock
+        self._cuda = cuda
+        self.device = torch.device("cpu")
+
+    def is_host(self, tensor: Tensor) -> bool:
+        address = tensor.untyped_storage().data_ptr()
+        return any(begin <= address < begin + size for begin, size in self._cuda.registered.items())
+
+
+class OperationsOnStreams(TorchDispatchMode):
+    """Writes copies between tensors, with the stream that they would be enqueued to."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        super().__init__()
+        self._cuda = cuda
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.copy_.default:
+            self._cuda.log.append(
+                ("copy" if _is_non_blocking(args, kwargs) else "copy that waits", self._cuda.now.name)
+            )
+        elif function is torch.ops.aten._foreach_copy_.default:
+            assert _is_non_blocking(args, kwargs)
+            self._cuda.log.append(("scatter", self._cuda.now.name, len(args[0])))
+        elif function is torch.ops.aten.empty.memory_format:
+            self._cuda.log.append(("allocate", self._cuda.now.name))
+        return function(*args, **(kwargs or {}))
+
+
+def _is_non_blocking(args: Any, kwargs: Any) -> bool:
+    """Whether a copy was asked not to let the calling thread wait."""
+    return bool(args[2] if len(args) > 2 else (kwargs or {}).get("non_blocking"))
+
+
+def _checked(name: str, real: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(real)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        signature.bind(*args, **kwargs)  # raises where torch would
+        return fake(*args, **kwargs)
+
+    call.__name__ = name
+    return call
+
+
+@contextmanager
+def fake_cuda() -> Iterator[FakeCuda]:
+    """Put a `FakeCuda` in the place of torch.cuda; its kernels are plain torch."""
+    cuda = FakeCuda()
+    fakes = {"Stream": cuda.new_stream, "current_stream": cuda.current_stream, "stream": cuda.stream}
+    fakes |= {name: getattr(cuda, name) for name in ("device", "set_device", "get_device_properties")}
+    with pytest.MonkeyPatch.context() as patch, asked_for("torch"):
+        for name, fake in fakes.items():
+            patch.setattr(torch.cuda, name, _checked(name, REAL[name], fake))
+        signature = inspect.signature(REAL["Event"])
+
+        class Event(FakeEvent):
+            def __init__(self, **kwargs: Any) -> None:
+                signature.bind(**kwargs)
+                cuda.new_event(**kwargs)
+                super().__init__(cuda)
+
+        for method, name in ((Event, "record"), (Event, "query"), (Event, "synchronize"), (FakeStream, "wait_event")):
+            fake_method = getattr(FakeEvent if method is Event else FakeStream, name)
+            patch.setattr(method, name, _checked(name, METHODS[name], fake_method))
+        patch.setattr(torch.cuda, "Event", Event)
+        patch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 0))
+        patch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+        patch.setattr(torch.cuda, "max_memory_allocated", lambda device: 0)
+        patch.setattr(torch.cuda, "cudart", cuda.cudart)
+        patch.setattr(
+            Tensor,
+            "record_stream",
+            lambda tensor, stream: cuda.log.append(("record_stream", stream.name)),
+            raising=True,
+        )
+        yield cuda

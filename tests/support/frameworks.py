@@ -1,0 +1,215 @@
+"""The same training with and without an `OffloadScheduler`, in frameworks that bring their own loop.
+
+No framework's loop is changed: a test hands over the optimizer, and opens the scheduler where a user would.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+# Before any framework is imported: nothing is looked up, reported or asked for.
+os.environ.update(
+    DO_NOT_TRACK="1",
+    HF_DATASETS_OFFLINE="1",
+    HF_HUB_DISABLE_TELEMETRY="1",
+    HF_HUB_OFFLINE="1",
+    TOKENIZERS_PARALLELISM="false",
+    TRANSFORMERS_VERBOSITY="error",
+)
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import Optimizer
+from torch.utils.data import Dataset
+from visible import bits, parameters_of, state_bits
+
+from superadam import OffloadScheduler, SpeculativeCPUAdamW
+
+VOCABULARY = 40
+WIDTH = 16
+
+DTYPES = [torch.bfloat16, torch.float32]
+"""What models are trained in: working copies that are speculated on, and parameters that are their own masters."""
+
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Let torch use one thread, and make every attempt to reach a network an error."""
+
+    def refuse(self: socket.socket, address: Any) -> None:
+        if self.family != socket.AF_UNIX:
+            raise AssertionError(f"a test tried to reach {address!r}")
+
+    threads, connect = torch.get_num_threads(), socket.socket.connect
+    torch.set_num_threads(1)
+    socket.socket.connect = refuse  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        socket.socket.connect = connect  # type: ignore[method-assign]
+        torch.set_num_threads(threads)
+
+
+# ---- models and data ---------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """A feed-forward layer with a residual connection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.down(functional.gelu(self.up(self.norm(x))))
+        return y
+
+
+class Predictor(nn.Module):
+    """Predicts the next token from the present one; returns the loss."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.to(dtype)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens[:, :-1])
+        for block in self.blocks:
+            x = block(x)
+        return functional.cross_entropy(self.head(x).flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+class Sentences(Dataset[Tensor]):
+    """Seven batches of two random sentences."""
+
+    def __init__(self, count: int = 14, length: int = 9) -> None:
+        self.tokens = torch.randint(VOCABULARY, (count, length), generator=torch.Generator().manual_seed(1))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.tokens[index]
+
+
+def adamw(model: nn.Module, **options: Any) -> SpeculativeCPUAdamW:
+    """Return an optimizer of what is trainable, with steps so large that a wrong one is seen in every bit."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return SpeculativeCPUAdamW(trained, **{"lr": 1e-2, **options})
+
+
+# ---- runs --------------------------------------------------------------------------------------------------------
+
+
+class Run:
+    """One training run.
+
+    Attributes:
+        scheduled: whether schedulers work in it.
+        schedulers: those that were opened.
+        optimizers: whose parameters and state are compared.
+        logged: per step, or whatever is logged at once, names and values.
+    """
+
+    def __init__(self, *, scheduled: bool) -> None:
+        self.scheduled = scheduled
+        self.schedulers: list[OffloadScheduler] = []
+        self.optimizers: list[Optimizer] = []
+        self.logged: list[dict[str, Any]] = []
+
+    def open(self, optimizer: Optimizer, model: nn.Module) -> None:
+        """Let an optimizer train a model: with a scheduler, if there is to be one, and buckets of a few parameters."""
+        assert isinstance(optimizer, SpeculativeCPUAdamW)
+        if optimizer not in self.optimizers:
+            self.optimizers.append(optimizer)
+        if self.scheduled:
+            self.schedulers.append(OffloadScheduler(optimizer, model, num_threads=1, bucket_numel=500))
+
+    def close(self) -> None:
+        """Close what is open."""
+        for scheduler in self.schedulers:
+            scheduler.close()
+
+    def everything(self) -> dict[str, Any]:
+        """Return bits and numbers, each under a name of its own."""
+        named: dict[str, Any] = {}
+        for index, entry in enumerate(self.logged):
+            for name, value in entry.items():
+                named[f"log {index} {name}"] = bits(value) if isinstance(value, Tensor) else repr(value)
+        for number, optimizer in enumerate(self.optimizers):
+            for index, parameter in enumerate(parameters_of(optimizer)):
+                gradient = parameter.grad
+                named[f"gradient {number}.{index}"] = None if gradient is None else bits(gradient)
+            seen = state_bits(optimizer)
+            for index, state in seen["state"].items():
+                for name, value in state.items():
+                    named[f"state {number}.{index} {name}"] = value
+            for index, value in enumerate(seen["parameters"]):
+                named[f"parameter {number}.{index}"] = value
+        return named
+
+
+def history(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return what a Trainer of transformers logged, without what depends on the time or on a resumption."""
+    passing = ("_runtime", "_per_second", "train_loss")
+    return [{name: value for name, value in entry.items() if not name.endswith(passing)} for entry in entries]
+
+
+Training = Callable[[Run], None]
+"""Makes model and optimizer, calls `run.open`, trains, and adds to `run.logged`."""
+
+
+def everything_in(training: Training, *, scheduled: bool, accepts: bool | None = None) -> dict[str, Any]:
+    """Train, and return what the run came to.
+
+    Args:
+        training: to be run.
+        scheduled: whether schedulers work in it.
+        accepts: for a run with a scheduler, whether it must have accepted some of what it speculated on; None if it
+            may have speculated on nothing.
+    """
+    run = Run(scheduled=scheduled)
+    try:
+        training(run)
+        everything = run.everything()  # while schedulers are at work, which readers need not know
+    finally:
+        run.close()
+    assert bool(run.schedulers) == scheduled
+    for scheduler in run.schedulers if accepts is not None else ():
+        assert scheduler.statistics.speculated_buckets > 0
+        assert scheduler.statistics.accepted_buckets > 0 or not accepts
+    return everything
+
+
+def assert_same(plain: Mapping[str, Any], scheduled: Mapping[str, Any]) -> None:
+    """Compare what two runs came to, bit for bit; name what differs, in the order in which it was seen."""
+    assert scheduled.keys() == plain.keys()
+    differing = [name for name in plain if scheduled[name] != plain[name]]
+    assert not differing, f"{len(differing)} of {len(plain)} differ: {', '.join(differing[:12])}"
+
+
+def compare(training: Training, dtype: torch.dtype = torch.bfloat16, *, accepts: bool | None = True) -> dict[str, Any]:
+    """Train without and with a scheduler, and check that both come to the same bits; return what both came to.
+
+    Args:
+        training: to be run.
+        dtype: of the trained parameters; fp32 ones in host memory are not speculated on.
+        accepts: whether speculation must have been accepted, which it is not where every step is clipped; None where
+            it may not have been tried, because all gradients are edited.
+    """
+    plain = everything_in(training, scheduled=False)
+    speculates = None if dtype is torch.float32 else accepts
+    assert_same(plain, everything_in(training, scheduled=True, accepts=speculates))
+    return plain

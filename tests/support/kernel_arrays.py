@@ -1,0 +1,256 @@
+"""Jobs for the kernels: arrays at any byte offset between canary bytes, and what the oracle expects of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+from hypothesis import strategies as st
+from strategies import Magnitudes, coefficients, lengths, magnitudes, random_array
+
+from superadam.kernels import formula, native
+from superadam.kernels.hyperparameters import Coefficients
+from superadam.kernels.native import Dtype, Flag, Pass
+
+Array = npt.NDArray[np.generic]
+
+STORAGE = {
+    Dtype.FLOAT32: np.float32,
+    Dtype.BFLOAT16: np.uint16,
+    Dtype.FLOAT16: np.uint16,
+    Dtype.FLOAT64: np.float64,
+}
+STATE = ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+READS_STATE = tuple(which for which in Pass if which is not Pass.NORM)
+HALVES_AND_FLOAT32 = (Dtype.FLOAT32, Dtype.BFLOAT16, Dtype.FLOAT16)
+
+_OUTS = {
+    Pass.SPECULATE: HALVES_AND_FLOAT32,
+    Pass.COMMIT_AND_SPECULATE: HALVES_AND_FLOAT32,
+    Pass.UPDATE: (Dtype.NONE, *HALVES_AND_FLOAT32),
+}
+
+
+def variants(which: Pass) -> list[tuple[Dtype, Dtype]]:
+    """Return every pair of gradient and out dtype that a pass takes."""
+    outs = _OUTS.get(which, (Dtype.NONE,))
+    double = (Dtype.FLOAT64, Dtype.NONE if Dtype.NONE in outs else Dtype.FLOAT64)
+    pairs = [(gradient, out) for gradient in HALVES_AND_FLOAT32 for out in outs] + [double]
+    return [*pairs, (Dtype.FLOAT64, Dtype.FLOAT64)] if which is Pass.UPDATE else pairs
+
+
+def narrow(values: Array, dtype: Dtype) -> Array:
+    """Return fp32 or fp64 values rounded to `dtype`, as they are stored."""
+    if dtype is Dtype.BFLOAT16:
+        return formula.narrow_bfloat16(values)
+    return formula.narrow_float16(values) if dtype is Dtype.FLOAT16 else values
+
+
+def widen(stored: Array, dtype: Dtype) -> Array:
+    """Return stored values as fp32, or fp64 as they are."""
+    if dtype is Dtype.BFLOAT16:
+        return formula.widen_bfloat16(stored)
+    return formula.widen_float16(stored) if dtype is Dtype.FLOAT16 else stored
+
+
+def differing(actual: Array, expected: Array) -> int:
+    """Return how many elements differ in any bit; NaN equals NaN whatever its payload, +0 and -0 differ."""
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    unsigned = np.dtype(f"u{actual.dtype.itemsize}")
+    same = actual.view(unsigned) == expected.view(unsigned)
+    if actual.dtype.kind == "f":
+        same |= np.isnan(actual) & np.isnan(expected)
+    return int(np.count_nonzero(~same))
+
+
+def differing_stored(actual: Array, expected: Array, dtype: Dtype) -> int:
+    """Return `differing` of arrays stored as `dtype`."""
+    return differing(widen(actual, dtype), widen(expected, dtype))
+
+
+class Placed:
+    """An array that begins `offset` bytes after a multiple of 64, between canary bytes."""
+
+    MARGIN = 128
+
+    def __init__(self, values: Array, offset: int = 0) -> None:
+        self._buffer = np.full(values.nbytes + offset + 2 * self.MARGIN + 64, 0xA5, dtype=np.uint8)
+        start = self.MARGIN + -(self._buffer.ctypes.data + self.MARGIN) % 64 + offset
+        self._inside = slice(start, start + values.nbytes)
+        self.address = self._buffer.ctypes.data + start
+        self.view = self._buffer[self._inside].view(values.dtype)
+        self.view[:] = values
+        self._before = self._buffer.copy()
+
+    def outside_is_unchanged(self) -> bool:
+        changed = self._buffer != self._before
+        changed[self._inside] = False
+        return not changed.any()
+
+    def is_unchanged(self) -> bool:
+        return np.array_equal(self._buffer, self._before)
+
+
+@dataclass
+class Segment:
+    """One row of the table with the arrays that it points to; arrays that are absent are null."""
+
+    gradient_dtype: Dtype
+    out_dtype: Dtype
+    length: int
+    arrays: dict[str, Placed]
+    coefficients: int = 0
+    accepted_coefficients: int = 0
+
+    def row(self) -> tuple[int, ...]:
+        return tuple(
+            self.arrays[name].address if name in self.arrays else getattr(self, name, 0)
+            for name in native.SEGMENT.names or ()
+        )
+
+    def expected(self, which: Pass, sets: Sequence[Coefficients]) -> dict[str, Array]:
+        """Return what the oracle says the arrays that `which` writes hold afterwards."""
+        # Contiguous aligned copies: numpy must not depend on where the kernel's arrays lie.
+        now = {name: placed.view.copy() for name, placed in self.arrays.items()}
+        result: dict[str, Array] = {}
+        gradient = widen(now["gradient"], self.gradient_dtype)
+        if "sums" in now:
+            result = {"sums": formula.chunk_sums(gradient), "nonfinite": formula.chunk_nonfinite(gradient)}
+        if which is Pass.NORM:
+            return result
+
+        p, m, v = now["master"], now["exp_avg"], now["exp_avg_sq"]
+        vmax = now.get("max_exp_avg_sq", v)
+        if which is Pass.COMMIT_AND_SPECULATE:
+            older = widen(now["accepted_gradient"], self.gradient_dtype)
+            accepted = sets[self.accepted_coefficients]
+            p, m, v, vmax = formula.adam_formula(accepted, older, m, v, vmax, p)
+            result |= self._state(accepted, p, m, v, vmax)
+        current = sets[self.coefficients]
+        p, m, v, vmax = formula.adam_formula(current, gradient, m, v, vmax, p)
+        if which in (Pass.COMMIT, Pass.UPDATE):
+            result |= self._state(current, p, m, v, vmax)
+        if which is not Pass.COMMIT and self.out_dtype is not Dtype.NONE:
+            result["out"] = narrow(p, self.out_dtype)
+        return result
+
+    @staticmethod
+    def _state(k: Coefficients, p: Array, m: Array, v: Array, vmax: Array) -> dict[str, Array]:
+        state = {"master": p, "exp_avg": m, "exp_avg_sq": v}
+        return state | {"max_exp_avg_sq": vmax} if Flag.AMSGRAD in k.flags else state
+
+    def check(self, expected: Mapping[str, Array]) -> None:
+        """Assert that the arrays hold `expected`, and that not one other byte has changed."""
+        for name, placed in self.arrays.items():
+            assert placed.outside_is_unchanged(), f"bytes around {name} were changed"
+            if name not in expected:
+                assert placed.is_unchanged(), f"{name} was changed"
+                continue
+            dtype = self.out_dtype if name == "out" else Dtype.FLOAT32
+            count = differing_stored(placed.view.copy(), expected[name], dtype)
+            assert count == 0, f"{count} of {self.length} elements of {name} differ"
+
+
+def coefficient_table(sets: Sequence[Coefficients]) -> npt.NDArray[np.void]:
+    return np.array([k.row() for k in sets], dtype=native.COEFFICIENTS)
+
+
+@dataclass
+class Job:
+    """A pass over some segments."""
+
+    which: Pass
+    segments: list[Segment]
+    sets: list[Coefficients] = field(default_factory=list)
+
+    def expected(self) -> list[dict[str, Array]]:
+        return [segment.expected(self.which, self.sets) for segment in self.segments]
+
+    def table(self) -> npt.NDArray[np.void]:
+        return np.array([segment.row() for segment in self.segments], dtype=native.SEGMENT)
+
+    def run(self, isa: str, threads: int = 1) -> None:
+        native.run(self.which, self.table(), coefficient_table(self.sets), isa=isa, threads=threads)
+
+    def check(self, expected: Sequence[Mapping[str, Array]]) -> None:
+        for segment, wanted in zip(self.segments, expected, strict=True):
+            segment.check(wanted)
+
+
+def make_segment(
+    seed: int,
+    length: int,
+    gradient_dtype: Dtype,
+    out_dtype: Dtype = Dtype.NONE,
+    *,
+    kinds: Sequence[Magnitudes] = (Magnitudes.ORDINARY,),
+    offsets: Sequence[int] = (0,),
+    norm: bool = False,
+    sprinkle: bool = False,
+) -> Segment:
+    """Return a segment with every array, filled from `seed`.
+
+    Args:
+        seed: of the random numbers.
+        length: elements.
+        gradient_dtype: of both gradients; FLOAT64 makes the state fp64 too.
+        out_dtype: of the working copy.
+        kinds: magnitudes of the arrays, used in turn.
+        offsets: bytes past a multiple of 64 where the arrays begin, used in turn.
+        norm: with `sums` and `nonfinite`.
+        sprinkle: put an Inf or NaN into a few elements of the gradients.
+    """
+    rng = np.random.default_rng(seed)
+    real = np.float64 if gradient_dtype is Dtype.FLOAT64 else np.float32
+    values: dict[str, Array] = {}
+    for index, name in enumerate(("gradient", "accepted_gradient", *STATE)):
+        array = random_array(rng, length, kinds[index % len(kinds)], real)
+        if name in ("exp_avg_sq", "max_exp_avg_sq") and Magnitudes.BITS not in kinds:
+            array = np.abs(array)
+        if "gradient" in name:
+            if sprinkle and length:
+                array[rng.integers(0, length, 3)] = rng.choice([np.inf, -np.inf, np.nan], 3)
+            array = narrow(array, gradient_dtype)
+        values[name] = array
+    if out_dtype is not Dtype.NONE:
+        values["out"] = np.zeros(length, STORAGE[out_dtype])
+    arrays = {name: Placed(array, offsets[i % len(offsets)]) for i, (name, array) in enumerate(values.items())}
+    if norm:  # double and int64 entries, which C aligns
+        arrays["sums"] = Placed(np.full(native.chunk_count(length), -1.0))
+        arrays["nonfinite"] = Placed(np.full(native.chunk_count(length), -1, np.int64))
+    return Segment(gradient_dtype, out_dtype, length, arrays)
+
+
+LONGEST_DOUBLE = 200
+"""Elements of the longest fp64 segment that is drawn: the oracle takes microseconds for each of its fmas."""
+
+
+@st.composite
+def jobs(draw: st.DrawFn, which: Pass) -> Job:
+    """Jobs of one to three segments of any length, dtype and alignment, each with coefficient sets of its own."""
+    segments: list[Segment] = []
+    sets: list[Coefficients] = []
+    for _ in range(draw(st.integers(1, 3))):
+        gradient_dtype, out_dtype = draw(st.sampled_from(variants(which)))
+        double = gradient_dtype is Dtype.FLOAT64
+        segment = make_segment(
+            draw(st.integers(0, 2**32 - 1)),
+            draw(lengths(LONGEST_DOUBLE if double else 3 * formula.CHUNK + 40)),
+            gradient_dtype,
+            out_dtype,
+            kinds=draw(st.lists(magnitudes(), min_size=1, max_size=6)),
+            offsets=draw(st.lists(st.one_of(st.just(0), st.integers(0, 63)), min_size=1, max_size=7)),
+            norm=which is Pass.NORM or draw(st.booleans()),
+            sprinkle=draw(st.booleans()),
+        )
+        if which in READS_STATE:
+            chosen = [draw(coefficients(double=double)) for _ in range(2)]
+            segment.coefficients, segment.accepted_coefficients = len(sets), len(sets) + 1
+            sets.extend(chosen)
+            if not any(Flag.AMSGRAD in k.flags for k in chosen):
+                del segment.arrays["max_exp_avg_sq"]
+        segments.append(segment)
+    return Job(which, segments, sets)

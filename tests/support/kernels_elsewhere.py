@@ -1,0 +1,90 @@
+"""A program: loads a build of the kernels that this process was given, runs them, and says in JSON what it found.
+
+Usage: python kernels_elsewhere.py KERNELS.so DIRECTORY..., with the directories of the package. Tests run it with
+kernels that lack an instruction set, or in an emulator of a CPU that lacks one. It imports `kernels.native` without
+`superadam/__init__.py`, whose torch takes long in an emulator.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import sys
+import types
+
+import numpy as np
+
+
+class KeepMessages(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def load_package(kernels: str, directories: list[str]) -> None:
+    package = types.ModuleType("superadam")
+    package.__path__ = directories
+    sys.modules["superadam"] = package
+    spec = importlib.util.spec_from_file_location("superadam._kernels", kernels)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["superadam._kernels"] = module
+    spec.loader.exec_module(module)
+
+
+def count_differing() -> int:
+    """Return how many values of an update with every output differ from the oracle's."""
+    from superadam.kernels import formula, native
+    from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
+
+    hyper = Hyperparameters(1e-3, 0.9, 0.999, 1e-8, 0.1, amsgrad=True, maximize=True, decoupled_weight_decay=False)
+    k = Coefficients.at_step(hyper, 3, 0.37)
+    rng = np.random.default_rng(0)
+    length = 2 * 16 * native.CHUNK + 77  # enough for two threads
+    g, p, m, v, vmax = (rng.standard_normal(length).astype(np.float32) for _ in range(5))
+    v, vmax = np.abs(v), np.abs(vmax)
+    gradient = formula.narrow_bfloat16(g)
+    g = formula.widen_bfloat16(gradient)
+    wanted = dict(zip(("p", "m", "v", "vmax"), formula.adam_formula(k, g, m, v, vmax, p), strict=True))
+    wanted |= {"out": formula.narrow_float16(wanted["p"]), "sums": formula.chunk_sums(g)}
+
+    out = np.zeros(length, np.uint16)
+    sums = np.zeros(native.chunk_count(length))
+    nonfinite = np.zeros(len(sums), np.int64)
+    table = np.zeros(1, native.SEGMENT)
+    for name, array in {
+        "gradient": gradient, "master": p, "exp_avg": m, "exp_avg_sq": v, "max_exp_avg_sq": vmax, "out": out,
+        "sums": sums, "nonfinite": nonfinite,
+    }.items():  # fmt: skip
+        table[name] = array.ctypes.data
+    table["length"] = length
+    table["gradient_dtype"], table["out_dtype"] = native.Dtype.BFLOAT16, native.Dtype.FLOAT16
+    native.run(native.Pass.UPDATE, table, np.array([k.row()], native.COEFFICIENTS), threads=2)
+    ours = {"p": p, "m": m, "v": v, "vmax": vmax, "out": out, "sums": sums}
+    return sum(int(np.count_nonzero(ours[name] != wanted[name])) for name in wanted)
+
+
+def main() -> None:
+    kernels, *directories = sys.argv[1:]
+    load_package(kernels, directories)
+    log = KeepMessages()
+    logging.getLogger("superadam").addHandler(log)
+    from superadam.kernels import native
+
+    report = {
+        "known": native.known_isas(),
+        "available": native.available_isas(),
+        "active": native.active_isa(),
+        "differing": count_differing(),
+        "warnings": log.messages,
+    }
+    sys.stdout.write(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""A scheduler at its worst timing, small models, and the same training with and without overlap."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from visible import state_bits
+
+from superadam import OffloadScheduler, SpeculativeCPUAdam
+from superadam.devices import PlainDevice, Stream
+from superadam.devices.flat import FlatLayout
+from superadam.devices.interface import ChunkSums
+from superadam.devices.simulated import SimulatedDevice
+from superadam.devices.worker import Job, ThreadWorker, Work, Worker
+
+
+class ImmediateWorker(Worker):
+    """Runs each job when it is submitted, inside backward: new values are computed as early as is possible at all.
+
+    Idle work waits for `idle_now`, so that steps stay accepted and uncommitted as long as is possible.
+    """
+
+    def __init__(self, idle: Work) -> None:
+        super().__init__(idle)
+        self.idle_now = idle
+
+    def submit(self, job: Job) -> None:
+        if self._error is None:
+            try:
+                job()
+            except Exception as error:
+                self._error = error
+
+    @property
+    def is_idle(self) -> bool:
+        return True
+
+    def drain(self) -> None:
+        self._raise_error()
+
+    def wake(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class ThreadDevice(PlainDevice):
+    """Host memory, and cores to spare: jobs run in a thread while the model computes."""
+
+    def idle_cores(self) -> int:
+        return 2
+
+
+class DeferredDevice(PlainDevice):
+    """Host memory, and no core to spare: everything is left to the step."""
+
+    def idle_cores(self) -> int:
+        return 0
+
+
+class ImmediateDevice(ThreadDevice):
+    """Host memory and an `ImmediateWorker`."""
+
+    def start_worker(self, idle: Work) -> ImmediateWorker:
+        return ImmediateWorker(idle)
+
+
+def end_thread(worker: ThreadWorker, *, with_job: bool = False) -> None:
+    """Let a worker's thread end without a word.
+
+    Args:
+        with_job: only at its next job, which it takes along.
+    """
+    if with_job:
+        worker._run = lambda work: sys.exit()  # type: ignore[method-assign]
+        return
+    worker._calls.put(sys.exit)
+    worker._thread.join(5)
+    assert not worker._thread.is_alive()
+
+
+class FullDevice(SimulatedDevice):
+    """A device that has no memory left when it is told so.
+
+    Attributes:
+        is_full: for anything.
+        has_no_room: for new values and state, but gradients can still be packed.
+    """
+
+    is_full = has_no_room = False
+
+    def empty(self, numel: int, dtype: torch.dtype, stream: Stream) -> Tensor:
+        if self.is_full or self.has_no_room:
+            raise torch.OutOfMemoryError("planted")
+        return super().empty(numel, dtype, stream)
+
+    def pack(
+        self, gradients: Sequence[Tensor], layout: FlatLayout, dtype: torch.dtype, norm: ChunkSums | None = None
+    ) -> Tensor:
+        if self.is_full:
+            raise torch.OutOfMemoryError("planted")
+        return super().pack(gradients, layout, dtype, norm)
+
+
+class PlantedError(RuntimeError):
+    """What planted faults raise."""
+
+
+class RaiseInBackward(torch.autograd.Function):
+    """The identity, whose backward raises what it was given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, error: BaseException) -> Tensor:
+        ctx.error = error
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        raise ctx.error
+
+
+def mlp(dtype: torch.dtype = torch.float32, width: int = 8, layers: int = 3) -> nn.Sequential:
+    """Return the same small model at every call."""
+    torch.default_generator.manual_seed(5)
+    blocks: list[nn.Module] = []
+    for _ in range(layers):
+        blocks += [nn.Linear(width, width), nn.Tanh()]
+    return nn.Sequential(*blocks).to(dtype)
+
+
+def batch(seed: int, dtype: torch.dtype = torch.float32, width: int = 8, rows: int = 4) -> Tensor:
+    """Return inputs; those of one seed are always the same."""
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def loss_of(model: nn.Module, seed: int) -> Tensor:
+    """Return a loss large enough that `max_grad_norm=1` clips some steps."""
+    dtype = next(model.parameters()).dtype
+    return 30 * (model(batch(seed, dtype)) - 1).float().square().mean()
+
+
+def adam(model: nn.Module, **options: Any) -> SpeculativeCPUAdam:
+    """Return an optimizer with a learning rate so large that a parameter of the wrong step is seen at once."""
+    return SpeculativeCPUAdam(model.parameters(), **{"lr": 0.05, "max_grad_norm": 20.0, **options})
+
+
+def eager(optimizer: SpeculativeCPUAdam, model: nn.Module, **options: Any) -> OffloadScheduler:
+    """Return a scheduler that speculates on every gradient alone, at once."""
+    return OffloadScheduler(optimizer, model, **{"bucket_numel": 1, "device": ImmediateDevice(), **options})
+
+
+def everything(model: nn.Module, optimizer: SpeculativeCPUAdam) -> dict[str, Any]:
+    """Return parameters, buffers and state as bits."""
+    buffers = {name: buffer.tolist() for name, buffer in model.named_buffers()}
+    return {**state_bits(optimizer), "buffers": buffers}
+
+
+def train(
+    model: nn.Module, optimizer: SpeculativeCPUAdam, steps: range, loss: Callable[[nn.Module, int], Tensor] = loss_of
+) -> None:
+    """Make ordinary steps."""
+    for seed in steps:
+        optimizer.zero_grad()
+        loss(model, seed).backward()
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+@contextmanager
+def changes_nothing(model: nn.Module, optimizer: SpeculativeCPUAdam) -> Iterator[None]:
+    """Check that parameters and state are afterwards what they were, bit for bit."""
+    before = everything(model, optimizer)
+    yield
+    optimizer.zero_grad()
+    assert everything(model, optimizer) == before

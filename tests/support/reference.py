@@ -1,0 +1,105 @@
+"""The synchronous run that every speculative run must equal: one step at a time, through the oracle, in plain numpy.
+
+It shares nothing with the optimizer but the coefficients of the formula.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from superadam import StepKind
+from superadam.kernels import formula
+from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
+
+Array = npt.NDArray[Any]
+
+
+def same_bits(first: Array, second: Array) -> bool:
+    """Whether two float arrays have the same bits; NaN equals NaN whatever its payload, +0 and -0 differ."""
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return False
+    integers = {2: np.int16, 4: np.int32, 8: np.int64}[first.dtype.itemsize]
+    return bool(np.all((first.view(integers) == second.view(integers)) | (np.isnan(first) & np.isnan(second))))
+
+
+def flat(tensor: Tensor, like: Tensor) -> Array:
+    """Return a tensor as 1-D fp32 (fp64) array, in the order in which `like` would lie densely in memory."""
+    wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+    dense = torch.empty_like(like, dtype=wide).copy_(tensor.detach())
+    return dense.as_strided((dense.numel(),), (1,)).numpy().copy()
+
+
+def rounded(values: Array, dtype: torch.dtype) -> Array:
+    """Return fp32 values as a parameter of `dtype` shows them."""
+    if dtype == torch.bfloat16:
+        return formula.widen_bfloat16(formula.narrow_bfloat16(values))
+    if dtype == torch.float16:
+        return formula.widen_float16(formula.narrow_float16(values))
+    return values
+
+
+@dataclass
+class Parameter:
+    """One parameter's state, flat; `written` is what the model computes with where that was not adopted yet."""
+
+    p: Array
+    dtype: torch.dtype
+    m: Array = field(init=False)
+    v: Array = field(init=False)
+    vmax: Array = field(init=False)
+    written: Array | None = None
+    step: int = 0
+
+    def __post_init__(self) -> None:
+        self.m, self.v, self.vmax = (np.zeros_like(self.p) for _ in range(3))
+
+    @property
+    def shown(self) -> Array:
+        """What the model computes with."""
+        return rounded(self.p, self.dtype) if self.written is None else self.written
+
+    def write(self, where: Array, values: Array) -> None:
+        """Write to the model's parameter from outside; what is undone before somebody adopts it was never written."""
+        self.written = np.where(where, rounded(values.astype(self.p.dtype), self.dtype), self.shown)
+
+    def adopt(self) -> None:
+        """Take over the elements of the model's parameter that are not the rounded master."""
+        if self.written is not None:
+            bits = np.int64 if self.p.dtype == np.float64 else np.int32
+            before = rounded(self.p, self.dtype)
+            changed = (before.view(bits) != self.written.view(bits)) & ~(np.isnan(before) & np.isnan(self.written))
+            self.p, self.written = np.where(changed, self.written, self.p), None
+
+
+class Synchronous:
+    """Adam over a few parameters, one synchronous step at a time."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.parameters = [Parameter(flat(tensor, tensor), tensor.dtype) for tensor in tensors]
+
+    def step(
+        self, gradients: Mapping[int, Array], hyper: Sequence[Hyperparameters], max_norm: float | None
+    ) -> tuple[StepKind, float]:
+        """Make one step with flat gradients by position; return its kind and norm."""
+        for i in gradients:
+            self.parameters[i].adopt()
+        sums = [s for i in sorted(gradients) for s in formula.chunk_sums(gradients[i]).tolist()]
+        norm = math.sqrt(formula.ordered_sum(np.array(sums, np.float64)))
+        if not all(np.isfinite(gradient).all() for gradient in gradients.values()):
+            return StepKind.SKIPPED, norm
+        unlimited = max_norm is None or math.isinf(max_norm)
+        clip = 1.0 if unlimited else float(np.float32(min(1.0, max_norm / (norm + 1e-6))))
+        for i, gradient in gradients.items():
+            one = self.parameters[i]
+            one.step += 1
+            k = Coefficients.at_step(hyper[i], one.step, clip, double=one.p.dtype == np.float64)
+            one.p, one.m, one.v, one.vmax = formula.adam_formula(k, gradient, one.m, one.v, one.vmax, one.p)
+        return (StepKind.COMMITTED if clip == 1.0 else StepKind.CLIPPED), norm

@@ -1,0 +1,108 @@
+"""What a user can see of an optimizer, as bits: to show that something changed nothing, or that two runs are one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from superadam.handles.gradient_handle import taken_of
+
+Bits = tuple[str, tuple[int, ...], bytes]
+
+
+def bits(tensor: Tensor) -> Bits:
+    """Return dtype, shape and bytes of a tensor; NaN equals NaN whatever its payload, +0 and -0 differ."""
+    values = torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu")
+    values.copy_(tensor.detach().clone().reshape(-1))  # of a clone: a view of a taken gradient gives it back
+    if values.is_floating_point() and bool((nan := values.isnan()).any()):
+        values = values.masked_fill(nan, math.nan)
+    return str(tensor.dtype), tuple(tensor.shape), values.view(torch.uint8).numpy().tobytes()
+
+
+def _seen(value: Any) -> Any:
+    return bits(value) if isinstance(value, Tensor) else value
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters of all groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def shown(optimizer: Optimizer) -> list[Bits]:
+    """Return the parameters alone, which commits nothing."""
+    return [bits(parameter) for parameter in parameters_of(optimizer)]
+
+
+def state_bits(optimizer: Optimizer, *, without: Iterable[str] = ()) -> dict[str, Any]:
+    """Return parameters and per-parameter state; commits what is accepted."""
+    hidden = set(without)
+    state = optimizer.state_dict()["state"]
+    return {
+        "parameters": shown(optimizer),
+        "state": {i: {key: _seen(v) for key, v in e.items() if key not in hidden} for i, e in state.items()},
+    }
+
+
+def visible(optimizer: Optimizer) -> dict[str, Any]:
+    """Return parameters, gradients, and everything in `state_dict()`; commits what is accepted."""
+    groups = optimizer.state_dict()["param_groups"]
+    return {
+        **state_bits(optimizer),
+        "gradients": [_seen(parameter.grad) for parameter in parameters_of(optimizer)],
+        "groups": [{key: _seen(value) for key, value in group.items()} for group in groups],
+    }
+
+
+@contextmanager
+def refused(optimizer: Optimizer, error: type[Exception], sentence: str) -> Iterator[None]:
+    """Expect `error` with a text that holds `sentence`, and that nothing a user can see was changed by the attempt."""
+    before = visible(optimizer)
+    with pytest.raises(error, match=sentence) as caught:
+        yield
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
+    assert visible(optimizer) == before
+
+
+def parameter(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.nn.Parameter:
+    """Return a parameter of normally distributed values."""
+    return torch.nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype))
+
+
+def give_gradients(optimizer: Optimizer, seed: int, size: float = 1.0) -> None:
+    """Set `.grad` of every parameter that requires one."""
+    generator = torch.Generator().manual_seed(1000 + seed)
+    for one in parameters_of(optimizer):
+        gradient = (torch.randn(one.shape, generator=generator) * size).to(one.dtype)
+        if one.requires_grad:
+            one.grad = gradient
+
+
+def are_taken(optimizer: Optimizer) -> list[bool]:
+    """Return of every gradient in `.grad` whether the optimizer has taken it."""
+    return [taken_of(one.grad) is not None for one in parameters_of(optimizer) if one.grad is not None]
+
+
+def speculate(optimizer: Any, seed: int, size: float = 1.0) -> None:
+    """Speculate on the gradients of this seed, all of which are taken."""
+    give_gradients(optimizer, seed, size)
+    optimizer.speculate()
+    assert all(are_taken(optimizer)) or torch.is_inference_mode_enabled()
+
+
+def train(optimizer: Any, seed: int, size: float = 1.0, *, speculative: bool = False) -> None:
+    """Make one step with the gradients of this seed, in one or in two parts, and drop them."""
+    if speculative:
+        speculate(optimizer, seed, size)
+        optimizer.resolve()
+    else:
+        give_gradients(optimizer, seed, size)
+        optimizer.step()
+    optimizer.zero_grad()

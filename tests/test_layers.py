@@ -1,0 +1,69 @@
+"""Folders are layers: nothing imports from a folder that stands above its own."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import superadam
+
+LAYERS = ("kernels", "gpu", "host", "devices", "handles", "state", "step", "optim", "offload", "integrations", "cli")
+"""From below."""
+
+ROOT = Path(superadam.__file__).parent
+FILES = sorted(path for path in ROOT.rglob("*.py") if path.parent != ROOT)
+
+
+def imported(tree: ast.AST, package: str) -> Iterator[str]:
+    """Yield the names of all modules that are imported anywhere in a file of `package`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level:
+            yield ".".join(filter(None, [*package.split(".")[: 1 - node.level or None], node.module]))
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{name.name}" for name in node.names)
+
+
+def layer_of(module: str) -> int | None:
+    """Return how high a module stands; None if it is not of this package, or `superadam` itself."""
+    parts = module.split(".")
+    return LAYERS.index(parts[1]) if parts[0] == "superadam" and len(parts) > 1 and parts[1] in LAYERS else None
+
+
+def upward(tree: ast.AST, package: str) -> list[str]:
+    """Return the imports that lead to a higher layer; the package itself is what users import, above all but `cli`."""
+    own = LAYERS.index(package.split(".")[1])
+    modules = list(imported(tree, package))
+    higher = [module for module in modules if (layer_of(module) or 0) > own]
+    users = [module for module in modules if module.startswith("superadam.") and layer_of(module) is None]
+    is_below = own < LAYERS.index("cli")
+    return higher + [module for module in users if is_below and module.split(".")[1] != "_kernels"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_point_downward(path: Path) -> None:
+    package = ".".join(["superadam", *path.relative_to(ROOT).parent.parts])
+    assert upward(ast.parse(path.read_text()), package) == []
+
+
+def test_every_folder_is_a_layer() -> None:
+    assert {path.relative_to(ROOT).parts[0] for path in FILES} <= set(LAYERS)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from superadam.step.validation import judge",
+        "import superadam.step.validation",
+        "def later():\n    from superadam.step import validation",
+        "from superadam import OffloadScheduler",
+        "from ..step import validation",
+    ],
+)
+def test_upward_imports_are_seen(line: str) -> None:
+    assert upward(ast.parse(line), "superadam.state")
+    assert not upward(ast.parse("from superadam.kernels import native\nfrom . import norm"), "superadam.state")
