@@ -583,7 +583,7 @@ def test_training_has_the_bits_of_the_synchronous_optimizer(
     plain, ours = (SpeculativeCPUAdam(model.parameters(), lr=0.05, max_grad_norm=20.0) for model in models)
     expected = train(models[0], plain, None, None)
     with OffloadScheduler(
-        ours, models[1], device=device, bucket_numel=bucket_numel, transfer_dtype=link, cores=1
+        ours, models[1], device=device, bucket_numel=bucket_numel, transfer_dtype=link, num_threads=1
     ) as scheduler:
         outcomes = train(models[1], ours, scheduler, sums)
         assert [outcome.kind for outcome in outcomes] == [outcome.kind for outcome in expected]
@@ -607,7 +607,7 @@ def test_a_narrow_link_rounds_gradients(device: CudaDevice) -> None:
         parameter.grad = parameter.grad.bfloat16().float()
     plain.step()
     plain.zero_grad()
-    with OffloadScheduler(ours, models[1], device=device, transfer_dtype=torch.bfloat16, cores=1):
+    with OffloadScheduler(ours, models[1], device=device, transfer_dtype=torch.bfloat16, num_threads=1):
         models[1](1, 1.0).backward()
         ours.step()
         ours.zero_grad()

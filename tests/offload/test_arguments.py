@@ -54,14 +54,14 @@ def test_counts_that_may_not_be_automatic() -> None:
 
 
 @pytest.mark.parametrize("value", ["auto", *TRANSFER_DTYPES], ids=str)
-def test_link_dtypes(value: Any) -> None:
+def test_transfer_dtypes(value: Any) -> None:
     check_transfer_dtype(value)
 
 
 @pytest.mark.parametrize(
     "value", [torch.float64, torch.int8, torch.float8_e4m3fn, torch.complex64, "float32", "fp16", None, 16, float]
 )
-def test_link_dtypes_that_are_refused(value: Any) -> None:
+def test_transfer_dtypes_that_are_refused(value: Any) -> None:
     told = r"^transfer_dtype is .*, expected 'auto' or one of torch.float32, torch.bfloat16, torch.float16$"
     refused(ValueError, told, check_transfer_dtype, value)
 

@@ -1211,7 +1211,7 @@ def test_interpreter_ends_without_close(ending: str) -> None:
         import os, torch, superadam
         model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(40)])
         optimizer = superadam.SpeculativeCPUAdam(model.parameters(), max_grad_norm=1.0)
-        scheduler = superadam.OffloadScheduler(optimizer, model, bucket_numel=100, cores=1)
+        scheduler = superadam.OffloadScheduler(optimizer, model, bucket_numel=100, num_threads=1)
         loss = lambda seed: model(torch.randn(8, 64)).square().mean()
         for seed in range(3):
             loss(seed).backward()
