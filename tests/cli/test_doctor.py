@@ -401,8 +401,8 @@ def test_the_command_reports_this_machine(
 
 def test_a_wrong_isa_ends_in_a_report_and_status_1() -> None:
     script = (
-        "from superadam import cli\nfrom superadam.doctor import memory\n"
-        "memory.bandwidth.__defaults__ = (4 << 20,)\nraise SystemExit(cli.main(['doctor', '--json']))"
+        "from superadam.cli import main\nfrom superadam.cli.doctor import memory\n"
+        "memory.bandwidth.__defaults__ = (4 << 20,)\nraise SystemExit(main.main(['doctor', '--json']))"
     )
     environment = os.environ | {"SUPERADAM_ISA": "sse9", "SUPERADAM_THREADS": "0"}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)

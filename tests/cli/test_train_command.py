@@ -331,7 +331,7 @@ def test_difference_ends_with_status_one(
         (["--trace", "short.txt/trace.json"], "short.txt is not a folder"),
         (["--trace", "."], "--trace . is a folder"),
         (["--bucket-numel", "0"], "--bucket-numel is 0"),
-        (["--num-threads", "0"], "--num_threads is 0"),
+        (["--num-threads", "0"], "--num-threads is 0"),
         (["--inject-nan", "9"], "--inject-nan is 9; expected a step from 1 to 8"),
         (["--inject-nan", "0"], "--inject-nan is 0; expected a step from 1 to 8"),
         (["--stop-at", "0"], "--stop-at is 0"),
