@@ -25,7 +25,7 @@ test: $(VENV)/test-tools lint
 test-deep: $(VENV)/test-tools
 	SUPERADAM_DEEP=1 $(BIN)/python -m pytest $(IN_PARALLEL) --timeout 7200 tests
 
-# FILES=superadam/validation.py takes that file alone, SAMPLE=20 so many mutants of each file.
+# FILES=superadam/step/validation.py takes that file alone, SAMPLE=20 so many mutants of each file.
 test-mutants: $(VENV)/test-tools
 	$(PIP) --group mutants
 	$(BIN)/python tests/mutants/run.py $(FILES)

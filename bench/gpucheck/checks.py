@@ -24,7 +24,7 @@ _PYTEST = ("-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider")
 
 REHEARSED_TEST = "tests/gpu/test_gpu_scatter.py::test_many_tensors_take_one_launch"
 OF_SEVERAL_DEVICES = ("device", "model", "verification", "loop")
-"""Test modules of `superadam.training` that take every device there is as a parameter."""
+"""Test modules of `superadam.cli.train` that take every device there is as a parameter."""
 
 SANITIZED = "test_many_tensors_take_one_launch or test_many_small_tensors_take_one_launch or test_every_configuration"
 """Tests with a launch of each kernel, small enough for a tool that slows them down a hundredfold."""

@@ -1,6 +1,6 @@
 """How fast this machine moves gradients and parameters, and how fast its CPU does Adam: what bounds any overlap.
 
-Owns what is measured in this stage. The CPU's passes are those of `superadam.benchmarks`.
+Owns what is measured in this stage. The CPU's passes are those of `superadam.cli.bench`.
 """
 
 from __future__ import annotations
