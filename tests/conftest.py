@@ -29,6 +29,11 @@ DEEP = os.environ.get("SUPERADAM_DEEP") == "1"
 hypothesis.settings.load_profile("deep" if DEEP else "default")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let tests/devices/test_conformance.py try a device of one's own."""
+    parser.addoption("--device", metavar="MODULE:FACTORY", help="device that has to pass test_conformance.py")
+
+
 DEEPER = 20
 """How many times as long a test may take with the "deep" profile, which draws so many more examples."""
 

@@ -86,7 +86,7 @@ class CudaDevice(Device):
         self._host = host or Host()
         self._cpus = cores.near(self._host, _pci_address(self.device))
         self.pinned = PinnedMemory(CudaRegistrar(self.device))
-        self._noted: dict[int, torch.cuda.Stream] = {}
+        self._marked: dict[int, torch.cuda.Stream] = {}
         self._streams = {
             stream: torch.cuda.Stream(device=self.device)  # type: ignore[no-untyped-call]
             for stream in (Stream.DOWNLOAD, Stream.UPLOAD)
@@ -102,15 +102,15 @@ class CudaDevice(Device):
         """Whether the tensor is on the CPU."""
         return tensor.is_cpu
 
-    def note_ready(self) -> None:
+    def mark_ready(self) -> None:
         """Remember the stream: models compute on one, as a rule, and otherwise on a few."""
         stream = torch.cuda.current_stream(self.device)
-        self._noted[stream.cuda_stream] = stream
+        self._marked[stream.cuda_stream] = stream
 
     def _claim(self, gradients: Iterable[Tensor]) -> None:
         """Order the current stream behind those that gradients were made or packed on."""
         current = torch.cuda.current_stream(self.device)
-        others = [stream for handle, stream in self._noted.items() if handle != current.cuda_stream]
+        others = [stream for handle, stream in self._marked.items() if handle != current.cuda_stream]
         for stream in others:
             current.wait_stream(stream)
         for gradient in gradients if others else ():
@@ -184,28 +184,28 @@ class CudaDevice(Device):
         assert isinstance(event, CudaEvent)
         self._stream(stream).wait_event(event.event)
 
-    def keep(self, buffer: Tensor, stream: Stream) -> None:
+    def record_stream(self, buffer: Tensor, stream: Stream) -> None:
         """Tell torch's allocator, or keep the host's memory ourselves."""
         if self.is_host(buffer):
-            self.pinned.keep(buffer, self.record(stream), stream)
+            self.pinned.hold_until(buffer, self.record(stream), stream)
         else:
             buffer.record_stream(self._stream(stream))
 
     # ---- memory and cores of the host --------------------------------------------------------------------------------
 
-    def reserve(self, gradient_bytes: int, bucket_bytes: int, shadow_bytes: int) -> None:
+    def reserve(self, pending_bytes: int, largest_bytes: int, spill_bytes: int) -> None:
         """Pin what is not pinned yet, near the device; what cannot be pinned is pageable, with a warning.
 
         New values for which the device has no memory wait on the host.
         """
-        buckets = 2 * BUCKETS_UNDER_WAY * bucket_bytes + max(0, shadow_bytes - self.free_bytes())
-        missing = gradient_bytes + buckets - self.pinned.size
+        buckets = 2 * BUCKETS_UNDER_WAY * largest_bytes + max(0, spill_bytes - self.free_bytes())
+        missing = pending_bytes + buckets - self.pinned.size
         if missing <= 0:
             return
         with suppress(OSError, ValueError):  # then nobody knows what there is
             available = HostMemory.of(self._host).available
-            if 2 * (2 * gradient_bytes + buckets) <= available:
-                missing += gradient_bytes  # of the step before, where the CPU is slower than backward
+            if 2 * (2 * pending_bytes + buckets) <= available:
+                missing += pending_bytes  # of the step before, where the CPU is slower than backward
             if missing > available:
                 raise MemoryError(
                     f"gradients, buckets under way and new values without room on the device need {gigabytes(missing)} "
@@ -213,7 +213,7 @@ class CudaDevice(Device):
                     "fewer parameters, or let gradients travel in a narrower transfer_dtype"
                 )
         with cores.bound_thread(self._cpus):
-            self.pinned.grow(missing, bucket_bytes)
+            self.pinned.grow(missing, largest_bytes)
 
     def close(self) -> None:
         """Unpin what was reserved, once no tensor lies there any more."""
@@ -226,7 +226,7 @@ class CudaDevice(Device):
     def start_worker(self, idle: Work) -> Worker:
         """Return a thread near the device; threads that its kernels start stay there, too."""
         worker = ThreadWorker(idle)
-        worker.submit(self._settle_in)
+        worker.submit(lambda _: self._settle_in())
         return worker
 
     def _settle_in(self) -> None:

@@ -1,6 +1,6 @@
 """Which parts of a stretch of memory are free.
 
-Owns numbers only: no memory, no threads. The lowest gap that is large enough is taken, and what is given back joins its
+Owns numbers only: no memory, no threads. The lowest gap that is large enough is allocated, and what is freed joins its
 neighbours, so that buffers of a few recurring sizes find their places again at every step.
 """
 
@@ -20,7 +20,7 @@ class Gaps:
     def __init__(self, size: int) -> None:
         self.ranges = [(0, size)] if size else []
 
-    def take(self, size: int) -> int | None:
+    def allocate(self, size: int) -> int | None:
         """Return the first byte of a range that is no longer free; None where no gap has `size` bytes."""
         for index, (begin, end) in enumerate(self.ranges):
             if end - begin >= size:
@@ -28,8 +28,8 @@ class Gaps:
                 return begin
         return None
 
-    def give_back(self, begin: int, size: int) -> None:
-        """Make a range free that `take` returned."""
+    def free(self, begin: int, size: int) -> None:
+        """Make a range free that `allocate` returned."""
         joined: list[tuple[int, int]] = []
         for first, end in sorted([*self.ranges, (begin, begin + size)]):
             if joined and joined[-1][1] == first:

@@ -1,7 +1,7 @@
-"""What the scheduler asks of a device; it knows no Adam and no buckets.
+"""What the scheduler asks of a device: streams, events, copies and memory.
 
-An implementation owns its streams and its memory. Copies run in the order of their stream; nothing else is ordered but
-by events.
+A subclass of `Device` can be passed to `OffloadScheduler(device=...)`. It owns its streams and its memory. Copies run
+in the order of their stream; nothing else is ordered but by events.
 An event is fresh for each use: waiting on one that was never recorded would silently order nothing.
 """
 
@@ -19,8 +19,6 @@ from torch import Tensor
 
 from superadam.devices.flat import FlatLayout
 from superadam.devices.worker import ThreadWorker, Work, Worker
-from superadam.kernels.hyperparameters import Coefficients
-from superadam.kernels.kept_step import KeptStep
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,19 +68,20 @@ class Device(abc.ABC):
     """Streams, events, copies and memory of the device that holds the model.
 
     Attributes:
-        has_link: whether gradients and parameters travel, so that a bucket had better leave as soon as it is full.
-        can_update: whether `update` works, so that state can be kept on the device.
+        has_link: whether tensors travel between the model's memory and the host's.
     """
 
     has_link = True
-    can_update = False
 
     @abc.abstractmethod
     def is_host(self, tensor: Tensor) -> bool:
         """Whether kernels on the CPU may read and write this tensor as soon as Python can."""
 
-    def note_ready(self) -> None:  # noqa: B027 a device may have one stream
-        """A gradient was made on the current stream, and is to be packed later, perhaps with another one current."""
+    def mark_ready(self) -> None:  # noqa: B027 a device may have one stream
+        """A gradient was made on the current stream, and is to be packed later, perhaps with another one current.
+
+        Called only where `has_link`.
+        """
 
     @abc.abstractmethod
     def pack(
@@ -90,27 +89,16 @@ class Device(abc.ABC):
     ) -> Tensor:
         """Return gradients, converted to `dtype`, in one flat buffer of our own on the device.
 
-        Runs on the current stream, behind every stream that was noted, so that gradients may be dropped when the call
+        Runs on the current stream, behind every stream that was marked, so that gradients may be dropped when the call
         returns.
 
         Args:
-            gradients: one for each parameter of the layout, of its shape.
-            layout: of the buffer.
+            gradients: one for each member of the layout, of its shape.
+            layout: of the buffer; its gaps may hold anything.
             dtype: of the buffer.
-            norm: gets the norm of what is in the buffer, one parameter after another; only where `can_update`.
+            norm: gets the norm of what is in the buffer, one tensor after another; asked only of a device that makes
+                steps in place (`superadam.kernels.kept_step.StepsInPlace`).
         """
-
-    def update(self, steps: Sequence[KeptStep], sets: Sequence[Coefficients]) -> None:
-        """Enqueue steps in place to the current stream, past version counters.
-
-        Args:
-            steps: of distinct parameters.
-            sets: coefficients that the steps index.
-
-        Raises:
-            RuntimeError: the device has `can_update` False.
-        """
-        raise RuntimeError(f"{type(self).__name__} makes no steps, expected one with can_update; set gpu_buckets=0")
 
     def free_bytes(self) -> int | None:
         """Return how much of the device's memory nobody has taken or will need; None where nobody knows."""
@@ -120,12 +108,11 @@ class Device(abc.ABC):
     def scatter(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         """Enqueue copies of each source into its target to the current stream, past version counters.
 
-        What fills a source on another stream is to be waited for before, and its memory to be kept for the current one.
+        What fills a source on another stream is to be waited for before, and its memory recorded for the current one.
 
         Args:
-            sources: each of the shape and the dense strides of its parameter's state, on the device or in memory from
-                `host_empty`.
-            targets: data of distinct parameters, of whatever strides.
+            sources: dense, each of the shape of its target, on the device or in memory from `host_empty`.
+            targets: distinct tensors, of whatever strides.
         """
 
     @abc.abstractmethod
@@ -149,18 +136,16 @@ class Device(abc.ABC):
         """Let what is enqueued to `stream` from now on run only after `event`."""
 
     @abc.abstractmethod
-    def keep(self, buffer: Tensor, stream: Stream) -> None:
+    def record_stream(self, buffer: Tensor, stream: Stream) -> None:
         """Keep a buffer's memory until `stream` has passed its present end, even if the buffer is dropped before."""
 
-    def reserve(self, gradient_bytes: int, bucket_bytes: int, shadow_bytes: int) -> None:  # noqa: B027 may need nothing
+    def reserve(self, pending_bytes: int, largest_bytes: int, spill_bytes: int) -> None:  # noqa: B027 may need nothing
         """Get the host's memory ready, once, before the first step.
 
         Args:
-            gradient_bytes: the gradients of one whole step, as they travel: they are pending together until the step
-                has its verdict, and longer.
-            bucket_bytes: the largest bucket, of gradients or of new values.
-            shadow_bytes: new values of all parameters, which wait for the verdict where the parameters are: in the
-                memory that gradients leave on a device, in memory of their own on the host.
+            pending_bytes: what stays on the host together for a whole step, and longer.
+            largest_bytes: the largest buffer that travels, either way.
+            spill_bytes: what waits on the device as far as that has memory, and on the host otherwise.
 
         Raises:
             MemoryError: the host cannot hold that.

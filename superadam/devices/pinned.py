@@ -1,6 +1,6 @@
 """Host memory that a GPU copies from and to without detours.
 
-Owns pinned slabs and what is kept for copies under way. What does not fit into the slabs lies in pageable memory, which
+Owns pinned slabs and what is held for copies under way. What does not fit into the slabs lies in pageable memory, which
 is slower and otherwise the same. It knows events, but neither streams nor what the memory is for.
 
 A slab is pinned once, before training: torch's own pinned memory is rounded up to powers of two, and pinning in the
@@ -24,7 +24,7 @@ from superadam.devices.slab import PinningError, Registrar, Slab, gigabytes
 _logger = logging.getLogger("superadam")
 
 
-_Kept = dict[Hashable, collections.deque[tuple[Event, Tensor]]]
+_Held = dict[Hashable, collections.deque[tuple[Event, Tensor]]]
 
 
 class PinnedMemory:
@@ -41,9 +41,9 @@ class PinnedMemory:
         self.pageable_bytes = 0
         self._registrar = registrar
         self._slabs: list[Slab] = []
-        self._lock = threading.Lock()  # of the slabs and of what is kept
-        self._kept: _Kept = {}
-        weakref.finalize(self, _settle, self._kept).atexit = False
+        self._lock = threading.Lock()  # of the slabs and of what is held
+        self._held: _Held = {}
+        weakref.finalize(self, _settle, self._held).atexit = False
 
     @property
     def size(self) -> int:
@@ -89,10 +89,10 @@ class PinnedMemory:
                 tensor = slab.empty(numel, dtype)
                 if tensor is not None:
                     return tensor
-            self._note_pageable(numel * dtype.itemsize)
+            self._count_pageable(numel * dtype.itemsize)
         return torch.empty(numel, dtype=dtype, device="cpu")
 
-    def keep(self, tensor: Tensor, event: Event, queue: Hashable) -> None:
+    def hold_until(self, tensor: Tensor, event: Event, queue: Hashable) -> None:
         """Keep a tensor's memory, pinned or pageable, until an event has passed, even if it is dropped before.
 
         Args:
@@ -101,24 +101,24 @@ class PinnedMemory:
             queue: events of one queue pass in the order in which they are named here.
         """
         with self._lock:
-            self._kept.setdefault(queue, collections.deque()).append((event, tensor))
+            self._held.setdefault(queue, collections.deque()).append((event, tensor))
 
     def close(self) -> None:
-        """Wait for what is kept, then give every slab back as soon as no tensor lies in it; later ones are pageable."""
+        """Wait for what is held, then give every slab back as soon as no tensor lies in it; later ones are pageable."""
         with self._lock:
-            kept = dict(self._kept)
-            self._kept.clear()
+            held = dict(self._held)
+            self._held.clear()
             self._slabs.clear()
-        _settle(kept)
+        _settle(held)
 
     def _drop_passed(self) -> None:
         passed = []  # dropped outside the lock: that may run anybody's finalizers
         with self._lock:
-            for queue in self._kept.values():
+            for queue in self._held.values():
                 while queue and queue[0][0].query():
                     passed.append(queue.popleft())
 
-    def _note_pageable(self, size: int) -> None:
+    def _count_pageable(self, size: int) -> None:
         is_first = not self.pageable_bytes
         self.pageable_bytes += size
         if not is_first:
@@ -135,9 +135,9 @@ class PinnedMemory:
         )
 
 
-def _settle(kept: _Kept) -> None:
-    """Wait for every event, and drop what was kept."""
-    for queue in kept.values():
+def _settle(held: _Held) -> None:
+    """Wait for every event, and drop what was held."""
+    for queue in held.values():
         for event, _ in queue:
             event.synchronize()
-    kept.clear()
+    held.clear()

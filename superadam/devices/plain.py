@@ -86,15 +86,15 @@ class PlainDevice(Device):
     def wait(self, stream: Stream, event: Event) -> None:
         """Return at once."""
 
-    def keep(self, buffer: Tensor, stream: Stream) -> None:
+    def record_stream(self, buffer: Tensor, stream: Stream) -> None:
         """Return at once."""
 
-    def reserve(self, gradient_bytes: int, bucket_bytes: int, shadow_bytes: int) -> None:
+    def reserve(self, pending_bytes: int, largest_bytes: int, spill_bytes: int) -> None:
         """Look whether there is room for new values; gradients stay where torch has put them."""
         with suppress(OSError, ValueError):  # then nobody knows what there is
             available = HostMemory.of(Host()).available
-            if shadow_bytes > available:
+            if spill_bytes > available:
                 raise MemoryError(
-                    f"the new values of a step need {gigabytes(shadow_bytes)} of host memory until the verdict, but "
+                    f"the new values of a step need {gigabytes(spill_bytes)} of host memory until the verdict, but "
                     f"{gigabytes(available)} are available; allow this process more, or train without a scheduler"
                 )

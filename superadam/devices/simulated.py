@@ -25,7 +25,7 @@ from torch import Tensor
 from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import ChunkSums, Device, Stream
 from superadam.devices.worker import Job, Work, Worker
-from superadam.host.signals import DeferredSignals
+from superadam.host.signals import deferred_signals
 from superadam.kernels import native
 from superadam.kernels.dtypes import DTYPES
 from superadam.kernels.hyperparameters import Coefficients
@@ -42,7 +42,7 @@ class SimulatedEvent:
         self.has_passed = False
         self._passed_at = 0.0
 
-    def note_passed(self) -> None:
+    def pass_now(self) -> None:
         """Let the point pass."""
         self.has_passed = True
         self._passed_at = time.perf_counter()
@@ -135,14 +135,14 @@ class SimulatedDevice(Device):
         ]
 
     def _run_one(self) -> bool:
-        with DeferredSignals(), self._lock:  # no device hears signals
+        with deferred_signals(), self._lock:  # no device hears signals
             streams = self._runnable()
             if not streams:
                 return False
             operation = self._streams[self._random.choice(streams)].popleft()
             operation.run()
             if operation.event is not None:
-                operation.event.note_passed()
+                operation.event.pass_now()
         return True
 
     def progress(self) -> None:
@@ -158,7 +158,7 @@ class SimulatedDevice(Device):
                     raise RuntimeError("the simulated device is stuck: streams wait for one another in a circle")
 
     def _enqueue(self, stream: Stream, operation: Operation) -> None:
-        with DeferredSignals(), self._lock:
+        with deferred_signals(), self._lock:
             operation.after = (*operation.after, *self._waits[stream])
             self._waits[stream] = []
             self._streams[stream].append(operation)
@@ -237,7 +237,7 @@ class SimulatedDevice(Device):
         else:
             self._waits[stream].append(event)
 
-    def keep(self, buffer: Tensor, stream: Stream) -> None:
+    def record_stream(self, buffer: Tensor, stream: Stream) -> None:
         """Keep memory until the stream has passed its present end."""
         self._blocks[buffer.untyped_storage()._cdata].kept_for.append((stream, self.record(stream)))
 
@@ -343,7 +343,7 @@ class SeededWorker(Worker):
 
     def _run_one(self) -> None:
         try:
-            self._jobs.popleft()()
+            self._jobs.popleft()(self._random.random() < 0.5)
         except Exception as error:
             self._error = error
             self._jobs.clear()

@@ -78,7 +78,7 @@ class Slab:
         """Return a flat tensor of at least one element, or None where no gap is large enough."""
         size = in_pages(numel * dtype.itemsize)
         self._collect()
-        begin = self._gaps.take(size)
+        begin = self._gaps.allocate(size)
         if begin is None:
             return None
         lease: Any = (ctypes.c_char * size).from_address(self._address + begin)
@@ -94,7 +94,7 @@ class Slab:
 
     def _collect(self) -> None:
         while self._returned:
-            self._gaps.give_back(*self._returned.popleft())
+            self._gaps.free(*self._returned.popleft())
 
 
 def in_pages(size: int) -> int:

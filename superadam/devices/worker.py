@@ -19,10 +19,10 @@ from collections.abc import Callable
 _logger = logging.getLogger("superadam")
 
 _LOOK_SECONDS = 1.0
-"""How often whoever waits for the thread looks whether it is still alive."""
+"""How often a thread that waits for the worker's looks whether that is still alive."""
 
-Job = Callable[[], None]
-"""Something to run once."""
+Job = Callable[[bool], object]
+"""Something to run once; gets whether the training thread waits for it."""
 
 Work = Callable[[], bool]
 """Something to run while nothing else waits: does one short piece, and returns whether there was one."""
@@ -101,6 +101,7 @@ class ThreadWorker(Worker):
         self._calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._is_closed = self._is_abandoned = self._has_ended = False
         self._submitted = self._finished = 0  # jobs; each is counted by one thread
+        self._is_awaited = False
         self._process = os.getpid()
         self._thread = threading.Thread(target=self._loop, name="superadam-worker", daemon=True)
         self._thread.start()
@@ -133,9 +134,13 @@ class ThreadWorker(Worker):
         _refuse_fork(self._process)
         passed = threading.Lock()
         passed.acquire()
-        self._calls.put(passed.release)
-        while not self._has_ended and not passed.acquire(timeout=_LOOK_SECONDS):
-            pass
+        self._is_awaited = True
+        try:
+            self._calls.put(passed.release)
+            while not self._has_ended and not passed.acquire(timeout=_LOOK_SECONDS):
+                pass
+        finally:
+            self._is_awaited = False
         if self._has_ended and not self.is_idle:  # not is_alive(): interrupted, that takes a thread for dead
             self._error = self._error or RuntimeError("its thread has ended; make a new OffloadScheduler")
             self._finished = self._submitted
@@ -171,7 +176,7 @@ class ThreadWorker(Worker):
             return False
 
     def _finish(self, job: Job) -> None:
-        self._run(job)
+        self._run(lambda: job(self._is_awaited))
         self._finished += 1
 
     def _loop(self) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._guards import TracingContext
 from torch.utils import _foreach_utils
 
-from superadam.handles.taken_gradient import Factor, FactorKind, Keeper, TakenGradient, continue_version
+from superadam.handles.taken_gradient import Factor, FactorKind, GradientHolder, TakenGradient, continue_version
 
 aten = torch.ops.aten
 
@@ -268,9 +268,9 @@ def _foreach_norm(operation: Any, tensors: list[Tensor], ord: Any = 2, dtype: An
         return NotImplemented
     norms: list[Tensor | None] = []
     for taken in map(_taken, tensors):
-        keeper = None if taken is None else taken.keeper()
-        if taken is not None and keeper is not None:
-            keeper.note_norm(taken)
+        holder = None if taken is None else taken.holder()
+        if taken is not None and holder is not None:
+            holder.norm_was_asked(taken)
         norms.append(None if taken is None or taken.factors else taken.norm)
     known = [norm for norm in norms if norm is not None]
     missing = [_value(tensor) for tensor, norm in zip(tensors, norms, strict=True) if norm is None]
@@ -317,9 +317,9 @@ def _unscale(operation: Any, tensors: list[Tensor], found: Tensor, inverse: Tens
     if any(type(it) is not Tensor or it.numel() != 1 or it.dtype != torch.float32 for it in (found, inverse)):
         return NotImplemented
     for taken in _all_taken(tensors):
-        keeper = taken.keeper()
+        holder = taken.holder()
         # A sum in a wider dtype can be finite where the gradient, rounded, is not.
-        count = None if keeper is None or taken.factors or taken.is_sum else keeper.nonfinite_of(taken)
+        count = None if holder is None or taken.factors or taken.is_sum else holder.nonfinite_of(taken)
         if count is None:
             found.masked_fill_(~torch.isfinite(taken.value()).all().to(found.device), 1.0)
         elif count:
@@ -379,12 +379,12 @@ def is_exclusive(parameter: Any) -> bool:
     return parameter.grad.layout is torch.strided and all(map(operator.le, _references(parameter), _USUAL))
 
 
-def take(parameter: Tensor, owner: Any = None, keeper: Keeper | None = None) -> TakenGradient | None:
+def take_gradient(parameter: Tensor, owner: Any = None, holder: GradientHolder | None = None) -> TakenGradient | None:
     """Take the gradient out of `.grad` and leave a handle there; None, and no change, where it cannot be taken.
 
     It can if it is an ordinary dense tensor without a graph, which neither the caller nor anything else holds. The
     local gradient of a DTensor is taken without that last condition: it is a part of a buffer that FSDP2 lets go.
-    The owner has the parameter as `parameter`; the keeper is asked and told about the gradient. Both are held weakly.
+    The owner has the parameter as `parameter`; the holder is asked and told about the gradient. Both are held weakly.
     """
     if type(parameter.grad) is Tensor and not is_exclusive(parameter):
         return None
@@ -400,7 +400,7 @@ def take(parameter: Tensor, owner: Any = None, keeper: Keeper | None = None) -> 
         or (not local.is_contiguous() and torch._debug_has_internal_overlap(local) != 0)
     ):
         return None
-    taken = TakenGradient(local, owner, keeper)
+    taken = TakenGradient(local, owner, holder)
     handle = GradientHandle(taken)
     continue_version(handle, local)
     try:

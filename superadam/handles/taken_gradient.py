@@ -20,17 +20,17 @@ import torch
 from torch import Tensor
 
 
-class Keeper(Protocol):
-    """Who took gradients."""
+class GradientHolder(Protocol):
+    """What took gradients, and answers for them."""
 
     def nonfinite_of(self, taken: TakenGradient) -> int | None:
         """Return the count of Inf and NaN in the gradient as it arrived; None if they were not counted."""
 
-    def note_norm(self, taken: TakenGradient) -> None:
-        """Note that torch was asked for the 2-norm of this gradient in a list (`torch._foreach_norm`)."""
+    def norm_was_asked(self, taken: TakenGradient) -> None:
+        """Torch was asked for the 2-norm of this gradient in a list (`torch._foreach_norm`)."""
 
-    def note_given_back(self, taken: TakenGradient) -> None:
-        """Note that `.grad` is an ordinary gradient again; called once, after it is."""
+    def was_given_back(self, taken: TakenGradient) -> None:
+        """`.grad` is an ordinary gradient again; called once, after it is."""
 
 
 class FactorKind(enum.Enum):
@@ -84,14 +84,14 @@ class Factor:
 class TakenGradient:
     """One gradient that was taken from `.grad`, shared by the handle in `.grad` and its aliases."""
 
-    def __init__(self, gradient: Tensor, owner: Any = None, keeper: Keeper | None = None) -> None:
+    def __init__(self, gradient: Tensor, owner: Any = None, holder: GradientHolder | None = None) -> None:
         self.pending = gradient  # or a copy, also elsewhere or in another dtype; only `absorb` writes to it
         self.arrived: Any = None  # event at the end of the copy to `pending`, where it must be waited for
         self.shape, self.strides = gradient.shape, gradient.stride()
         self.dtype, self.device = gradient.dtype, gradient.device
         # The owner has the parameter, weak references to which would forbid torch.utils.swap_tensors.
         self._owner: Callable[[], Any] = (lambda: None) if owner is None else weakref.ref(owner)
-        self.keeper: Callable[[], Keeper | None] = (lambda: None) if keeper is None else weakref.ref(keeper)
+        self.holder: Callable[[], GradientHolder | None] = (lambda: None) if holder is None else weakref.ref(holder)
         self.factors: list[Factor] = []
         self.norm: Tensor | None = None  # torch's 2-norm of the gradient without factors, on its device
         self.is_sum = False  # of micro-batches, in a wider dtype
@@ -216,9 +216,9 @@ class TakenGradient:
         elif getattr(local, "taken", None) is self:
             continue_version(given, local)
             gradient._local_tensor = given
-        keeper = self.keeper()
-        if keeper is not None:
-            keeper.note_given_back(self)
+        holder = self.holder()
+        if holder is not None:
+            holder.was_given_back(self)
         return given
 
 

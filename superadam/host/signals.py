@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -21,18 +22,27 @@ _SIGNALS = (
     signal.SIGUSR2,
 )
 _active: list[object] = []
+_NOTHING = nullcontext()
 
 
-class DeferredSignals:
-    """A context inside which no handler runs; those that are due run at its end. Does nothing in other threads."""
+def deferred_signals() -> AbstractContextManager[None]:
+    """Return a context inside which no handler runs; those that are due run at its end.
+
+    It does nothing inside another one, and in other threads than the main one, where no handler runs.
+    """
+    if _active or threading.current_thread() is not threading.main_thread():
+        return _NOTHING
+    return _DeferredSignals()
+
+
+class _DeferredSignals:
+    """The context; see above."""
 
     def __init__(self) -> None:
         self._due: list[tuple[int, FrameType | None]] = []
         self._handlers: dict[int, Any] = {}
 
     def __enter__(self) -> None:
-        if _active or threading.current_thread() is not threading.main_thread():
-            return
         try:
             for one in _SIGNALS:  # Ctrl-C first, and at the end last: it must not leave others behind
                 handler = signal.getsignal(one)
@@ -54,8 +64,7 @@ class DeferredSignals:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self in _active:
-            _active.clear()
+        _active.clear()
         self._put_back()
         for number, frame in self._due:
             self._handlers[number](number, frame)

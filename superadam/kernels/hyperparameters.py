@@ -22,6 +22,9 @@ from superadam.kernels.native import Flag
 
 _POWER_CONTEXT = decimal.Context(prec=60)
 _SMALLEST_NORMAL_FLOAT32 = 2.0**-126
+_NUMBERS = ("lr", "betas[0]", "betas[1]", "eps", "weight_decay")
+_FLAGS = ("amsgrad", "maximize", "decoupled_weight_decay")
+_USUAL_TYPES = (*(float for _ in _NUMBERS), *(bool for _ in _FLAGS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,22 +65,15 @@ class Hyperparameters:
         betas = group["betas"]
         if not isinstance(betas, tuple | list) or len(betas) != 2:
             raise ValueError(f"Invalid betas: {described(betas)}; expected a pair of numbers")
-        return Hyperparameters(
-            lr=_number("lr", group["lr"]),
-            beta1=_number("betas[0]", betas[0]),
-            beta2=_number("betas[1]", betas[1]),
-            eps=_number("eps", group["eps"]),
-            weight_decay=_number("weight_decay", group["weight_decay"]),
-            amsgrad=_flag("amsgrad", group["amsgrad"]),
-            maximize=_flag("maximize", group["maximize"]),
-            decoupled_weight_decay=_flag("decoupled_weight_decay", group["decoupled_weight_decay"]),
-        )
+        raw = (group["lr"], *betas, group["eps"], group["weight_decay"], *(group[name] for name in _FLAGS))
+        if tuple(map(type, raw)) == _USUAL_TYPES:
+            return Hyperparameters(*raw)
+        parsed: list[Any] = [_number(*one) for one in zip(_NUMBERS, raw, strict=False)]
+        return Hyperparameters(*parsed, *map(_flag, _FLAGS, raw[len(_NUMBERS) :]))
 
 
 def number_of(value: object) -> float | None:
     """Return a real number, or that of a one-element tensor, as a float; None where there is none."""
-    if type(value) is float:
-        return value  # the usual one, soon
     with suppress(OverflowError, RuntimeError):  # beyond every double; on the meta device
         if isinstance(value, numbers.Real):
             return float(value)

@@ -1,10 +1,14 @@
-"""The step of a parameter whose state is on the device: what `devices` and the GPU's kernel are asked to do."""
+"""The step of a parameter whose state is on the device, and what can make it there."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
+
+from superadam.kernels.hyperparameters import Coefficients
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,3 +32,22 @@ class KeptStep:
     gradient: Tensor
     parameter: Tensor
     coefficients: int
+
+
+@runtime_checkable
+class StepsInPlace(Protocol):
+    """A device that can make steps where the model is.
+
+    Attributes:
+        can_update: whether it can indeed: a GPU needs Triton.
+    """
+
+    can_update: bool
+
+    def update(self, steps: Sequence[KeptStep], sets: Sequence[Coefficients]) -> None:
+        """Enqueue steps in place to the current stream, past version counters.
+
+        Args:
+            steps: of distinct parameters.
+            sets: coefficients that the steps index.
+        """

@@ -9,9 +9,6 @@ from __future__ import annotations
 import enum
 import logging
 import os
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -92,7 +89,6 @@ _isa_rows: dict[str, int] = {
 _logger = logging.getLogger("superadam")
 _active: str | None = None
 _num_threads: int | None = None
-_limit = threading.local()
 
 
 def known_isas() -> dict[str, str]:
@@ -183,22 +179,6 @@ def set_num_threads(count: int) -> None:
     _num_threads = count
 
 
-@contextmanager
-def limited_threads(count: int | None) -> Iterator[None]:
-    """Let jobs that this thread starts inside use at most `count` threads, whatever others use; None for no limit."""
-    before = getattr(_limit, "count", None)
-    _limit.count = count
-    try:
-        yield
-    finally:
-        _limit.count = before
-
-
-def _threads_here() -> int:
-    limit: int | None = getattr(_limit, "count", None)
-    return get_num_threads() if limit is None else min(limit, get_num_threads())
-
-
 def chunk_count(length: int) -> int:
     """Return how many chunks, and so entries of `sums` and `nonfinite`, a segment of `length` elements has."""
     return -(-length // CHUNK)
@@ -221,7 +201,7 @@ def run(
         segments: 1-D C-contiguous array of dtype `SEGMENT`.
         coefficients: 1-D C-contiguous array of dtype `COEFFICIENTS` that the segments index.
         isa: instruction set; default `active_isa()`.
-        threads: at most so many threads; default `get_num_threads()`, and at most what `limited_threads` allows.
+        threads: at most so many threads; default `get_num_threads()`.
 
     Raises:
         ValueError: the table does not fit the pass; nothing was read or written.
@@ -236,7 +216,7 @@ def run(
         len(segments),
         ffi.from_buffer("superadam_coefficients[]", coefficients),
         len(coefficients),
-        _threads_here() if threads is None else threads,
+        get_num_threads() if threads is None else threads,
     )
     if code == lib.SUPERADAM_NO_MEMORY:
         raise MemoryError(f"superadam: no memory for a job of {len(segments)} segments; free some and call again")

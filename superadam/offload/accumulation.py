@@ -15,7 +15,7 @@ PAUSE_STEPS = 16
 """Steps in which nothing is taken, after one whose gradients were mostly edited before `step()`."""
 
 
-class MicroBatches:
+class Accumulation:
     """Learns from each step how many gradients every parameter gets in the next one.
 
     Attributes:

@@ -41,15 +41,17 @@ BYTES_PER_ELEMENT = 16 + 4
 """With amsgrad, and with the gradient beside it, at most."""
 
 
-class Placer:
+class Autotuner:
     """The present placement, and how it comes about.
 
     Args:
         device: of the model.
+        can_keep: whether state can stay on the device, or in another tier.
         total: elements of all parameters.
         gpu_buckets, bucket_numel, transfer_dtype, num_threads: as in `superadam.Placement`, or "auto".
 
     Attributes:
+        can_keep: as it was given; otherwise nothing is measured.
         placement: present.
         order: parameters in the order in which their gradients became ready in the last step; those that stayed
             on the device last.
@@ -62,14 +64,16 @@ class Placer:
     def __init__(
         self,
         device: Device,
+        can_keep: bool,
         total: int,
         gpu_buckets: int | str,
         bucket_numel: int | str,
         transfer_dtype: torch.dtype | str,
         num_threads: int | str,
     ) -> None:
-        check_can_keep(device, gpu_buckets)
         self._device = device
+        self.can_keep = can_keep
+        self._check_can_keep(gpu_buckets)
         self._total = total
         threads = device.idle_cores() if isinstance(num_threads, str) else num_threads
         numel = numel_of_buckets(total) if threads else DEFAULT_NUMEL
@@ -86,15 +90,15 @@ class Placer:
         self._steps = 0
         self._step: list[BucketTimes] = []  # times of this step
         self._measured: list[list[BucketTimes]] = []
-        self._is_measuring = isinstance(gpu_buckets, str) and device.can_update and threads > 0
+        self._is_measuring = isinstance(gpu_buckets, str) and can_keep and threads > 0
 
-    def note_bucket(self, bucket: Bucket) -> None:
-        """Note that a bucket is ready."""
+    def add_bucket(self, bucket: Bucket) -> None:
+        """A bucket of this step is ready."""
         self._ready[bucket.is_kept] += [state.parameter for state in bucket.states]
         self._buckets += not bucket.is_kept
 
-    def note_times(self, times: BucketTimes) -> None:
-        """Note how long a bucket took that was speculated on; called by the worker."""
+    def add_times(self, times: BucketTimes) -> None:
+        """A bucket of this step was speculated on; called by the worker."""
         self._step.append(times)
 
     def end_step(self) -> bool:
@@ -126,7 +130,7 @@ class Placer:
             ValueError: buckets are to be kept on a device that cannot, or the worker is to come or go.
             MemoryError: the device has no room for them.
         """
-        check_can_keep(self._device, placement.gpu_buckets)
+        self._check_can_keep(placement.gpu_buckets)
         before = self.placement.gpu_buckets * self.placement.bucket_numel
         self._check_room(placement.gpu_buckets * placement.bucket_numel - min(before, self._total))
         if (placement.num_threads > 0) != (self.placement.num_threads > 0):
@@ -136,6 +140,14 @@ class Placer:
             )
         self._is_measuring = False
         self.placement = placement
+
+    def _check_can_keep(self, gpu_buckets: int | str) -> None:
+        """Raise if buckets are to be kept on a device that cannot."""
+        if isinstance(gpu_buckets, int) and gpu_buckets > 0 and not self.can_keep:
+            raise ValueError(
+                f"gpu_buckets is {gpu_buckets}, but {type(self._device).__name__} cannot make steps where the model "
+                "is; it takes a GPU with Triton, so leave gpu_buckets at 'auto' or 0"
+            )
 
     def _check_room(self, elements: int) -> None:
         """Raise if the state of so many more elements cannot be kept."""
@@ -156,16 +168,3 @@ class Placer:
         rounded_up = replace(self.placement, gpu_buckets=-(-kept // numel))
         fits = sum(one.numel() for one in last_parameters(self.order, rounded_up)) <= affordable
         return rounded_up if fits else replace(self.placement, gpu_buckets=kept // numel)
-
-
-def check_can_keep(device: Device, gpu_buckets: int | str) -> None:
-    """Raise if buckets are to be kept on a device that cannot.
-
-    Raises:
-        ValueError: it cannot.
-    """
-    if isinstance(gpu_buckets, int) and gpu_buckets > 0 and not device.can_update:
-        raise ValueError(
-            f"gpu_buckets is {gpu_buckets}, but {type(device).__name__} cannot make steps where the model is; it takes "
-            "a GPU with Triton, so leave gpu_buckets at 'auto' or 0"
-        )

@@ -22,7 +22,7 @@ class GradientReady:
         self._method: Any = (lambda: None) if method is None else weakref.WeakMethod(method)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle as a hook that reports to nobody."""
+        """Copy and pickle as a hook that does nothing."""
         return type(self), (None,)
 
     @_disable_dynamo
@@ -43,7 +43,7 @@ class Hooks:
 
     def follow(self, parameters: Iterable[Tensor]) -> None:
         """Hook these parameters, and no others."""
-        self.let_go()
+        self.remove()
         self._frozen = list(parameters)
         self.look_for_unfrozen()
 
@@ -55,7 +55,7 @@ class Hooks:
         self._frozen = [parameter for parameter in self._frozen if not (parameter.requires_grad and parameter.is_leaf)]
         self._handles += [p.register_post_accumulate_grad_hook(self._ready) for p in trained]  # type: ignore[no-untyped-call]
 
-    def let_go(self) -> None:
+    def remove(self) -> None:
         """Remove every hook."""
         for handle in self._handles:
             handle.remove()

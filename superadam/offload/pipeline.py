@@ -7,10 +7,10 @@ bucket is decided before it, and what becomes of the step after it.
 from __future__ import annotations
 
 import functools
+import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 
 import torch
 
@@ -18,15 +18,50 @@ from superadam.devices import Device, Event, Stream
 from superadam.devices.worker import Worker, WorkerError
 from superadam.kernels import native
 from superadam.kernels.hyperparameters import Hyperparameters
-from superadam.offload.autotune import Placer
+from superadam.offload.autotune import Autotuner
 from superadam.offload.buckets import Bucket
-from superadam.offload.governor import Governor
 from superadam.offload.placement import BucketTimes
 from superadam.offload.statistics import OverlapStatistics
 from superadam.offload.trace import Trace
 from superadam.offload.transfers import FlatShadow, Transfers, norm_in
 from superadam.state.parameter import ParameterState, Pending, Phase
+from superadam.step.outcome import StepKind
 from superadam.step.transaction import Transaction
+
+_MEMORY = 0.9
+"""Weight of the past in the share: about the last ten steps count."""
+
+_LIMIT = 0.5
+"""From this share on, speculating costs more than waiting: a redo reads as much as the speculation did."""
+
+
+class SpeculationPolicy:
+    """Whether to speculate at all: clipped steps make speculation be done twice.
+
+    Decides from the share of clipped steps, and within a step from the norm so far. Its answer changes when work is
+    done, never what comes out.
+
+    Attributes:
+        clipped_share: of the last steps, exponentially weighted.
+    """
+
+    def __init__(self) -> None:
+        self.clipped_share = 0.0
+
+    def add_verdict(self, kind: StepKind) -> None:
+        """Take the verdict over a step into account; skipped steps say nothing about clipping."""
+        if kind is not StepKind.SKIPPED:
+            self.clipped_share = _MEMORY * self.clipped_share + (1 - _MEMORY) * (kind is StepKind.CLIPPED)
+
+    def speculates(self, norm_so_far: float, max_norm: float | None) -> bool:
+        """Whether the next bucket is worth speculating on.
+
+        Args:
+            norm_so_far: norm of the gradients that have arrived in this step, unscaled; the norm of all is not smaller.
+            max_norm: limit of the norm; None or inf for none.
+        """
+        is_within = max_norm is None or math.isinf(max_norm) or norm_so_far <= max_norm  # NaN is not
+        return self.clipped_share < _LIMIT and is_within
 
 
 class Pipeline:
@@ -35,109 +70,120 @@ class Pipeline:
     Args:
         device: of the model.
         transfers: over it.
-        placer: says on how many cores, and is told how long each bucket took.
+        autotuner: says on how many cores, and is told how long each bucket took.
         statistics, trace: get what happened.
         limit: returns the present limit of the gradient norm.
 
     Attributes:
         transaction: over the present parameters; changed only while nothing is under way.
-        governor: says whether to speculate.
+        policy: says whether to speculate.
     """
 
     def __init__(
         self,
         device: Device,
         transfers: Transfers,
-        placer: Placer,
+        autotuner: Autotuner,
         statistics: OverlapStatistics,
         trace: Trace,
         limit: Callable[[], float | None],
     ) -> None:
         self.transaction: Transaction | None = None
-        self.governor = Governor()
+        self.policy = SpeculationPolicy()
         self._device = device
         self._transfers = transfers
-        self._placer = placer
+        self._autotuner = autotuner
         self._statistics, self._trace = statistics, trace
         self._limit = limit
-        self._is_waited_for = False
         self._worker: Worker = device.start_worker(self._idle)
 
-    def send(self, bucket: Bucket, hyper: Mapping[ParameterState, Hyperparameters]) -> None:
+    def send(self, bucket: Bucket, hyper: Sequence[Hyperparameters]) -> None:
         """Start a bucket's way to the host, or only its norm's where it stays, and hand it to the worker.
 
         Args:
             bucket: of gradients on the device or on the host.
-            hyper: present hyper-parameters of its parameters.
+            hyper: present hyper-parameters of all parameters, by row.
         """
         transaction = self.transaction
         assert transaction is not None
         begin, states = time.perf_counter(), bucket.states
-        self._placer.note_bucket(bucket)
+        if self._autotuner.can_keep:
+            self._autotuner.add_bucket(bucket)
         if bucket.is_kept:
-            ordered, arrived, norms = self._transfers.hold(states, bucket.gradients)
-            kept = {s: transaction.pending(s, one, hyper[s], is_kept=True) for s, one in ordered.items()}
-            job = functools.partial(self._keep, transaction, kept, arrived, norms, begin)
+            ordered, arrived, norms = self._transfers.pack_kept(states, bucket.gradients)
+            kept = {s: transaction.pending(s, one, hyper[s.row], is_kept=True) for s, one in ordered.items()}
+            job = functools.partial(self._add_kept, transaction, kept, arrived, norms, begin)
         else:
             transaction.table.bring_home(transaction.table.rows_of(states))
-            able = {state for state in states if transaction.can_speculate(state, hyper[state])}
+            able = {state for state in states if transaction.can_speculate(state, hyper[state.row])}
             places, arrived = self._transfers.download(states, bucket.gradients, able)
             pending = {
-                state: transaction.pending(state, taken, hyper[state], places.get(state))
+                state: transaction.pending(state, taken, hyper[state.row], places.get(state))
                 for state, taken in zip(states, bucket.gradients, strict=True)
             }
-            job = functools.partial(self._speculate, transaction, pending, arrived, begin)
+            job = functools.partial(self._speculate, transaction, pending, bucket.numel, arrived, begin)
         self._statistics.buckets += 1
         self._worker.submit(job)
 
-    def _keep(
+    def _add_kept(
         self,
         transaction: Transaction,
         pending: Mapping[ParameterState, Pending],
         arrived: Event,
         norms: list[torch.Tensor],
         sent: float,
+        is_awaited: bool,
     ) -> None:
-        """Take the norm of a bucket that stays on the device; runs in the worker."""
+        """Read the norm of a bucket that stays on the device; runs in the worker."""
         arrived.synchronize()
-        transaction.keep(pending, norm_in(norms))
+        transaction.add_pending(pending, norm_in(norms))
         self._statistics.kept_buckets += 1
-        self._trace.add("norm to host", "download", sent, time.perf_counter(), elements=_numel(pending))
+        elements = sum(state.shape.numel() for state in pending)
+        self._trace.add("norm to host", "download", sent, time.perf_counter(), elements=elements)
 
     def _speculate(
-        self, transaction: Transaction, pending: Mapping[ParameterState, Pending], arrived: Event, sent: float
+        self,
+        transaction: Transaction,
+        pending: Mapping[ParameterState, Pending],
+        elements: int,
+        arrived: Event,
+        sent: float,
+        is_awaited: bool,
     ) -> None:
         """Speculate on a bucket, which starts its new values' way to the device; runs in the worker."""
         arrived.synchronize()
         begin = time.perf_counter()
-        if not self.governor.speculates(transaction.norm_so_far(), self._limit()):
-            pending = {state: replace(record, place=None) for state, record in pending.items()}
-        num_threads = 0 if self._is_waited_for else self._placer.placement.num_threads
-        with torch.no_grad(), native.limited_threads(num_threads or None):
-            transaction.speculate(pending)
+        if not self.policy.speculates(transaction.norm_so_far(), self._limit()):
+            for record in pending.values():
+                record.place = None
         written = {id(one.place.shadow): one.place.shadow for one in pending.values() if one.place is not None}
+        with torch.no_grad():
+            transaction.speculate(pending, None if is_awaited else self._num_threads())
         for shadow in written.values():
             assert isinstance(shadow, FlatShadow)
             shadow.send()
         self._statistics.waiting_buckets += not written
-        self._trace.add("gradients to host", "download", sent, begin, elements=_numel(pending))
-        self._note_work("adam" if written else "norm", begin, _numel(pending))
+        self._trace.add("gradients to host", "download", sent, begin, elements=elements)
+        self._count_work("adam" if written else "norm", begin, elements)
         if written:
             seconds, ready = time.perf_counter() - begin, arrived.passed_at()
-            self._placer.note_times(BucketTimes(_numel(pending), ready, seconds, is_hidden=num_threads > 0))
+            self._autotuner.add_times(BucketTimes(elements, ready, seconds, is_hidden=not is_awaited))
+
+    def _num_threads(self) -> int:
+        """Return how many threads may work while the model computes."""
+        return min(self._autotuner.placement.num_threads, native.get_num_threads())
 
     def _idle(self) -> bool:
         """Commit a bucket's worth of accepted gradients; runs in the worker while nothing else waits."""
         transaction = self.transaction
         if transaction is None or not transaction.in_phase(Phase.ACCEPTED):
             return False
-        begin, placement = time.perf_counter(), self._placer.placement
-        with native.limited_threads(placement.num_threads):
-            elements = transaction.commit_some(placement.bucket_numel)
-        self._note_work("commit", begin, elements)
+        begin = time.perf_counter()
+        elements = transaction.commit_some(self._autotuner.placement.bucket_numel, self._num_threads())
+        self._count_work("commit", begin, elements)
         return True
 
-    def _note_work(self, name: str, begin: float, elements: int) -> None:
+    def _count_work(self, name: str, begin: float, elements: int) -> None:
         end = time.perf_counter()
         self._statistics.worker_seconds += end - begin
         self._trace.add(name, "worker", begin, end, elements=elements)
@@ -151,19 +197,16 @@ class Pipeline:
         if self._worker.is_idle:
             self._worker.drain()  # tells what went wrong
             return
-        self._device.record(Stream.CURRENT).synchronize()  # until then, the worker hides behind the model
+        if self._device.has_link:
+            self._device.record(Stream.CURRENT).synchronize()  # until then, the worker hides behind the model
         begin = time.perf_counter()
-        self._is_waited_for = True
-        try:
-            self._worker.drain()
-        finally:
-            self._is_waited_for = False
+        self._worker.drain()
         end = time.perf_counter()
         self._statistics.waited_seconds += end - begin
         self._trace.add("wait for worker", "training", begin, end)
 
     def abandon(self) -> None:
-        """Return when the worker does nothing, whatever went wrong, and forget what it speculated."""
+        """Return when the worker does nothing, whatever went wrong, and forget what it has speculated on."""
         with suppress(WorkerError):
             self._worker.drain()
         if self.transaction is not None:
@@ -176,7 +219,3 @@ class Pipeline:
     def close(self) -> None:
         """Finish what is under way, and end the worker."""
         self._worker.close()
-
-
-def _numel(states: Iterable[ParameterState]) -> int:
-    return sum(state.shape.numel() for state in states)

@@ -1,7 +1,7 @@
 """Where each bucket's step is made, how large buckets are, how gradients travel, and on how many cores.
 
-Owns the rules of the choice, over measured times; `Placer` measures and applies them. No choice changes a bit of what
-is computed, so that all may be tried, and changed in the middle of training.
+Owns the rules of the choice, over measured times; `Autotuner` measures and applies them. No choice changes a bit of
+what is computed, so that all may be tried, and changed in the middle of training.
 """
 
 from __future__ import annotations

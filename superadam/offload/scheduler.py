@@ -6,8 +6,8 @@ bucket goes its way, on which the worker computes new values for its parameters,
 worker's idle time accepted gradients are committed (`conclude`).
 
 Owns the order of these things. Arithmetic and verdicts are the optimizer's, streams and copies those of `Transfers`,
-and `Pipeline` runs the worker. Nothing is watched: neither parameters nor state change before the verdict, and `.grad`
-decides what it is about.
+and `Pipeline` runs the worker. Neither parameters nor state change before the verdict, and `.grad` decides what it is
+about.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from torch import Tensor, nn
 from superadam.devices import Device, device_for
 from superadam.handles.taken_gradient import TakenGradient
 from superadam.kernels.hyperparameters import Hyperparameters
+from superadam.kernels.kept_step import StepsInPlace
 from superadam.offload.arguments import check_count, check_model, check_transfer_dtype
-from superadam.offload.autotune import Placer
-from superadam.offload.buckets import Bucket
-from superadam.offload.device_tier import Residence
+from superadam.offload.autotune import Autotuner
+from superadam.offload.buckets import Bucket, Bucketer
+from superadam.offload.device_tier import DeviceTier
 from superadam.offload.hooks import Hooks
-from superadam.offload.intake import Intake
 from superadam.offload.pipeline import Pipeline
 from superadam.offload.placement import Placement, last_parameters
 from superadam.offload.statistics import OverlapStatistics
 from superadam.offload.trace import Trace
 from superadam.offload.transfers import Transfers
 from superadam.optim.adam import SpeculativeCPUAdam
-from superadam.state.parameter import ParameterState
+from superadam.state.tiers import StateTier
 from superadam.step.outcome import StepOutcome
 from superadam.step.transaction import Transaction
 
@@ -69,11 +69,12 @@ class OffloadScheduler:
             does not use if it computes on the CPU. Without any, all work is left to `step()`, because during backward
             it would cost more than it hides.
         device: streams and memory of the model; default is the one that its parameters lie on.
+        tier: holds the state of `gpu_buckets`; default is the device's memory, where the device can make steps.
 
     Attributes:
         statistics: counts of buckets, bytes and seconds since the scheduler was made.
         trace: what happened when, in the last steps.
-        delivery, residence: for the optimizer.
+        delivery, tier: for the optimizer.
 
     Raises:
         ValueError: an argument is out of range, or the device cannot keep buckets.
@@ -95,6 +96,7 @@ class OffloadScheduler:
         transfer_dtype: torch.dtype | str = "auto",
         num_threads: int | str = "auto",
         device: Device | None = None,
+        tier: StateTier | None = None,
     ) -> None:
         optimizer = check_model(optimizer, model)
         check_count("bucket_numel", bucket_numel)
@@ -108,38 +110,36 @@ class OffloadScheduler:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._device = device or device_for(parameters)
         self._owns_device = device is None
+        if tier is None and isinstance(self._device, StepsInPlace) and self._device.can_update:
+            tier = DeviceTier(self._device, self._device)
+        self.tier = tier
         total = sum(parameter.numel() for parameter in parameters)
-        self._placer = Placer(self._device, total, gpu_buckets, bucket_numel, transfer_dtype, num_threads)
+        self._autotuner = Autotuner(
+            self._device, tier is not None, total, gpu_buckets, bucket_numel, transfer_dtype, num_threads
+        )
         self._transfers = self.delivery = Transfers(
             self._device, self.statistics, self.trace, self.placement.transfer_dtype
         )
-        self.residence = Residence(self._device)
-        self._intake = Intake(self._device, optimizer.keeper, self.placement.bucket_numel)
+        self._bucketer = Bucketer(self._device, self, self.placement.bucket_numel)
         self._hooks = Hooks(self.gradient_ready)
-        self._hyper: dict[ParameterState, Hyperparameters] = {}
+        self._hyper: list[Hyperparameters] = []
         self._closed = False
-        self._followed: Transaction | None = None
-        optimizer.bound_transaction()  # what cannot be bound raises before anything is attached
+        self._transaction: Transaction | None = None
         self._pipeline: Pipeline | None = None  # nothing works during backward without a core for it
-        is_attached = False
         try:
             if self.placement.num_threads:
                 self._transfers.reserve(parameters, self.placement.bucket_numel)
                 self._pipeline = Pipeline(
                     self._device,
                     self._transfers,
-                    self._placer,
+                    self._autotuner,
                     self.statistics,
                     self.trace,
                     lambda: optimizer.max_grad_norm,
                 )
             optimizer.attach_overlap(self)
-            is_attached = True
-            self._follow()
         except BaseException:
-            self._hooks.let_go()
-            if is_attached:
-                optimizer.detach_overlap()
+            self._hooks.remove()
             self._end()
             raise
 
@@ -148,9 +148,9 @@ class OffloadScheduler:
     def gradient_ready(self, parameter: Tensor) -> None:
         """Take a parameter's gradient; called by autograd in the middle of backward."""
         begin = time.perf_counter()
-        if self._pipeline is None and self._intake.micro_batches.sum_dtype is None:
+        if self._pipeline is None and self._bucketer.accumulation.sum_dtype is None:
             return
-        bucket = self._intake.take(parameter)
+        bucket = self._bucketer.add(parameter)
         if bucket is not None:
             self._send(bucket)
         self._backward_began = self._backward_began or begin
@@ -159,18 +159,28 @@ class OffloadScheduler:
     @torch.no_grad()
     def _send(self, bucket: Bucket) -> None:
         """Let a bucket go its way; one that cannot is left to `step()`, because its gradients are in `.grad`."""
-        pipeline = self._pipeline
-        if pipeline is None or self._followed is not self.optimizer.last_transaction:  # bound anew meanwhile
+        if self._pipeline is None or self._transaction is None:
             return
         try:
-            self._hyper = self._hyper or self.optimizer.hyperparameters()
-            pipeline.send(bucket, self._hyper)
+            self._hyper = self._hyper or self.optimizer.hyper_by_row()
+            if len(self._hyper) == len(self._transaction.table.states):  # or groups were changed since
+                self._pipeline.send(bucket, self._hyper)
         except (ValueError, torch.OutOfMemoryError, MemoryError) as error:
             _logger.debug("a bucket is left to step(): %s", error)
             for taken in bucket.gradients:
                 taken.in_use = False
 
-    # ---- what the optimizer asks (binding.Overlap) -------------------------------------------------------------------
+    # ---- what the optimizer asks (published_state.Overlap) -----------------------------------------------------------
+
+    def follow(self, transaction: Transaction | None) -> None:
+        """Speculate on the parameters of this transaction from now on; None: on none, until the next one."""
+        self._transaction = transaction
+        if self._pipeline is not None:
+            self._pipeline.transaction = transaction
+        self._hyper = []
+        if transaction is not None:
+            self._bucketer.follow(transaction.table.states)
+            self._hooks.follow(transaction.table.parameters)
 
     def catch_up(self) -> None:
         """Return when everything that was taken is speculated on.
@@ -180,7 +190,7 @@ class OffloadScheduler:
         """
         if self._pipeline is None:
             return
-        for bucket in self._intake.rest():
+        for bucket in self._bucketer.rest():
             self._send(bucket)
         try:
             self._pipeline.drain()
@@ -189,30 +199,23 @@ class OffloadScheduler:
             raise
 
     def conclude(self, outcome: StepOutcome) -> None:
-        """A step has this outcome: follow the parameters that the optimizer has now, and let commits begin."""
-        self._transfers.note_arrived()
-        self._note_verdict(outcome)
-        self._intake.end_step()
-        self._hyper = {}
-        self._follow()
+        """A step has this outcome: let commits begin."""
+        self._transfers.trace_arrived()
+        is_full = self.optimizer.statistics.displaced > self._counts.displaced
+        self._count_verdict(outcome)
+        self._bucketer.end_step()
+        self._hyper = []
+        self._hooks.look_for_unfrozen()
         if self._pipeline is None:
             return
-        self._pipeline.governor.note(outcome.kind)
-        if self._placer.end_step():
+        self._pipeline.policy.add_verdict(outcome.kind)
+        if self._autotuner.can_keep and self._autotuner.end_step():
             self._apply_placement()
-        if self.residence.is_full:
+        if is_full:
             self._make_room()
         self._pipeline.wake()
 
-    def note_norm(self) -> None:
-        """Somebody asked torch for the norms of gradients: let torch take them before they travel."""
-        self._transfers.takes_norms = self._device.has_link
-
-    def note_given_back(self, taken: TakenGradient) -> None:
-        """Somebody wrote to a gradient that was taken."""
-        self.statistics.given_back_gradients += self._intake.note_given_back(taken)
-
-    def _note_verdict(self, outcome: StepOutcome | None) -> None:
+    def _count_verdict(self, outcome: StepOutcome | None) -> None:
         """Count and trace what came of the open step; None where it was dropped."""
         self.statistics.count_open(self.optimizer.statistics, self._counts)
         self._counts, now = copy.copy(self.optimizer.statistics), time.perf_counter()
@@ -222,12 +225,27 @@ class OffloadScheduler:
         if outcome is not None:
             self.trace.add(f"verdict: {outcome.kind.value}", "training", now, now, grad_norm=outcome.grad_norm)
 
+    # ---- what gradients that were taken ask (taken_gradient.GradientHolder) ------------------------------------------
+
+    def nonfinite_of(self, taken: TakenGradient) -> int | None:
+        """Return how many elements of a gradient are Inf or NaN, where that was counted."""
+        self.catch_up()
+        return None if self._transaction is None else self._transaction.nonfinite_of(taken)
+
+    def norm_was_asked(self, taken: TakenGradient) -> None:
+        """Let torch compute norms before gradients travel, from now on."""
+        self._transfers.computes_norms = self._device.has_link
+
+    def was_given_back(self, taken: TakenGradient) -> None:
+        """Count a gradient of this step that was written to."""
+        self.statistics.given_back_gradients += self._bucketer.forget(taken)
+
     # ---- placement ---------------------------------------------------------------------------------------------------
 
     @property
     def placement(self) -> Placement:
         """Where and how steps are made at present."""
-        return self._placer.placement
+        return self._autotuner.placement
 
     def place(
         self, *, gpu_buckets: int | None = None, bucket_numel: int | None = None, num_threads: int | None = None
@@ -246,14 +264,16 @@ class OffloadScheduler:
         for name, value in changes.items():
             check_count(name, value, least=name != "gpu_buckets", may_be_auto=False)
         self.catch_up()
-        self._placer.place(replace(self.placement, **changes))
+        self._autotuner.place(replace(self.placement, **changes))
         self._apply_placement()
 
     def _apply_placement(self) -> None:
-        kept = [one for one in last_parameters(self._placer.order, self.placement) if self._can_keep(one)]
-        self._intake.bucket_numel, self._intake.kept = self.placement.bucket_numel, frozenset(map(id, kept))
+        kept = [one for one in last_parameters(self._autotuner.order, self.placement) if self._can_keep(one)]
+        self._bucketer.bucket_numel, self._bucketer.kept = self.placement.bucket_numel, frozenset(map(id, kept))
         self._transfers.transfer_dtype = self.placement.transfer_dtype
-        self.residence.bring_home(s for s in self.residence.states if id(s.parameter) not in self._intake.kept)
+        if self.tier is not None and self._transaction is not None:
+            states = self._transaction.table.states
+            self.tier.bring_home(state for state in states if id(state.parameter) not in self._bucketer.kept)
 
     def _make_room(self) -> None:
         """Keep half as many buckets, because the device has no memory for so many."""
@@ -264,12 +284,11 @@ class OffloadScheduler:
             self.placement.gpu_buckets,
             fewer.gpu_buckets,
         )
-        self.residence.is_full = False
-        self._placer.place(fewer)
+        self._autotuner.place(fewer)
         self._apply_placement()
 
     def _can_keep(self, parameter: Tensor) -> bool:
-        state = self._intake.state_of(parameter)
+        state = self._bucketer.state_of(parameter)
         return state is not None and not self._device.is_host(parameter) and parameter.stride() == state.strides
 
     # ---- for the user ------------------------------------------------------------------------------------------------
@@ -287,7 +306,7 @@ class OffloadScheduler:
         Raises:
             ValueError: another dtype.
         """
-        return self._intake.micro_batches.accumulate(dtype)
+        return self._bucketer.accumulation.accumulate(dtype)
 
     def synchronize(self) -> None:
         """Return when nothing is under way: buckets speculated on, accepted steps committed, values published."""
@@ -300,7 +319,7 @@ class OffloadScheduler:
 
         Where nobody waits for an upload, its span ends when it is first seen to have arrived.
         """
-        self._transfers.note_arrived()
+        self._transfers.trace_arrived()
         self.trace.write(path)
 
     def close(self) -> None:
@@ -308,12 +327,12 @@ class OffloadScheduler:
         if self._closed:
             return
         self._closed = True
-        self._hooks.let_go()
+        self._hooks.remove()
         try:
             self.optimizer.rollback()
             self.optimizer.commit()
         finally:
-            self._note_verdict(None)
+            self._count_verdict(None)
             self.optimizer.detach_overlap()
             self._end()
 
@@ -330,16 +349,3 @@ class OffloadScheduler:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-    def _follow(self) -> None:
-        """Take the gradients of the parameters that the optimizer has now."""
-        transaction = self.optimizer.last_transaction or self.optimizer.bound_transaction()
-        if transaction is self._followed:
-            self._hooks.look_for_unfrozen()
-            return
-        self._followed = transaction
-        if self._pipeline is not None:
-            self._pipeline.transaction = transaction
-        self._intake.follow(transaction.table.states)
-        self.residence.forget(but=transaction.table.states)
-        self._hooks.follow(transaction.table.parameters)

@@ -23,7 +23,7 @@ class OverlapStatistics:
         respeculated_buckets: speculated on in a step that was then clipped, or whose hyper-parameters were changed.
         dropped_buckets: speculated on, and then their gradients were dropped, edited or added to, or the step was
             skipped or rolled back; or never, because the worker failed.
-        given_back_gradients: that somebody wrote to or added to after they had been taken.
+        given_back_gradients: that were written to or added to after they had been taken.
         shadow_bytes: most memory that new values took while they waited for a verdict.
         downloaded_bytes, uploaded_bytes: moved between host and device; 0 for models in host memory.
         hook_seconds: time that taking gradients cost the thread that runs backward.

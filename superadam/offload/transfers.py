@@ -74,7 +74,7 @@ class FlatShadow:
             device = self._transfers.device
             device.wait(Stream.CURRENT, self._arrived)
             assert self._memory is not None
-            device.keep(self._memory, Stream.CURRENT)
+            device.record_stream(self._memory, Stream.CURRENT)
         return self._views
 
 
@@ -90,7 +90,7 @@ class Transfers:
 
     Attributes:
         transfer_dtype: may be changed between steps.
-        takes_norms: whether torch is to take the norms of gradients before they travel, because somebody will ask.
+        computes_norms: whether torch is to compute the norms of gradients before they travel, because it will be asked.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Transfers:
     ) -> None:
         self.device = device
         self.transfer_dtype = transfer_dtype
-        self.takes_norms = False
+        self.computes_norms = False
         self._statistics, self._trace = statistics, trace
         self._lock = threading.RLock()  # the worker uploads while the training thread publishes, or drops a shadow
         self._untold: collections.deque[tuple[Event, float, int]] = collections.deque()  # uploads not seen to arrive
@@ -165,7 +165,9 @@ class Transfers:
             packed.append((layout, some_taken, source))
             if any(state in speculated for state in group):
                 self._add_places(places, layout.states, self._shadow_on_device(source, layout.numel, parameter_dtype))
-        self._take_norms([taken for group in groups.values() for taken in group.values()])
+        if not packed:
+            return places, device.record(Stream.CURRENT)
+        self._compute_norms([taken for group in groups.values() for taken in group.values()])
         hosts, arrived = self._send_to_host([source for _, _, source in packed])
         for (layout, some_taken, _), host in zip(packed, hosts, strict=True):
             for taken, view in zip(some_taken, layout.views(host), strict=True):
@@ -194,7 +196,7 @@ class Transfers:
         except torch.OutOfMemoryError:
             return None
 
-    def hold(
+    def pack_kept(
         self, states: Sequence[ParameterState], gradients: Sequence[TakenGradient]
     ) -> tuple[dict[ParameterState, TakenGradient], Event, list[Tensor]]:
         """Copy gradients within the device, where they stay, and start the way of their norm to the host.
@@ -221,18 +223,18 @@ class Transfers:
             some_taken = list(group.values())
             buffer = device.pack([taken.pending for taken in some_taken], layout, dtype, ChunkSums.over(norms[-1]))
             packed += zip(some_taken, layout.views(buffer), strict=True)
-        self._take_norms(gradients)
+        self._compute_norms(gradients)
         hosts, arrived = self._send_to_host(norms)
         for taken, view in packed:
             taken.pending, taken.arrived = view, arrived
         return {state: taken for group in groups.values() for state, taken in group.items()}, arrived, hosts
 
-    def _take_norms(self, gradients: Sequence[TakenGradient]) -> None:
-        """Let torch take the norms that somebody will ask for, while the gradients are on the device.
+    def _compute_norms(self, gradients: Sequence[TakenGradient]) -> None:
+        """Let torch compute the norms that it will be asked for, while the gradients are on the device.
 
         After packing, which makes the current stream wait for those that made them.
         """
-        if self.takes_norms and gradients:
+        if self.computes_norms and gradients:
             norms = torch._foreach_norm([taken.pending for taken in gradients])
             for taken, norm in zip(gradients, norms, strict=True):
                 taken.norm = norm
@@ -244,8 +246,8 @@ class Transfers:
         hosts = [device.host_empty(source.numel(), source.dtype) for source in sources]  # or nothing has begun
         for host, source in zip(hosts, sources, strict=True):
             device.copy(host, source, Stream.DOWNLOAD)
-            device.keep(source, Stream.DOWNLOAD)
-            device.keep(host, Stream.DOWNLOAD)  # nobody waits for the copy if the step is dropped before
+            device.record_stream(source, Stream.DOWNLOAD)
+            device.record_stream(host, Stream.DOWNLOAD)  # nobody waits for the copy if the step is dropped before
             self._statistics.downloaded_bytes += host.nbytes
         return hosts, device.record(Stream.DOWNLOAD)
 
@@ -261,7 +263,7 @@ class Transfers:
         narrow = gradient.to(_dtype_on_link(gradient, self.transfer_dtype))
         return narrow.to(gradient.dtype) if keeps_dtype else narrow
 
-    # ---- new values (superadam.state.table.Delivery) -----------------------------------------------------------------
+    # ---- new values (superadam.state.delivery.Delivery) --------------------------------------------------------------
 
     @property
     def received(self) -> Callable[[Tensor], Tensor] | None:
@@ -295,27 +297,27 @@ class Transfers:
         device.scatter(values, [state.parameter for state in states])
         for value in values:
             if device.has_link and device.is_host(value):  # the device has no room
-                device.keep(value, Stream.CURRENT)
+                device.record_stream(value, Stream.CURRENT)
 
     def upload(self, host: Tensor, distant: Tensor) -> Event:
         """Start the way of new values to the device; return the event after which they may be read there."""
         device, begin = self.device, time.perf_counter()
         device.copy(distant, host, Stream.UPLOAD)
-        device.keep(host, Stream.UPLOAD)
-        device.keep(distant, Stream.UPLOAD)
+        device.record_stream(host, Stream.UPLOAD)
+        device.record_stream(distant, Stream.UPLOAD)
         arrived = device.record(Stream.UPLOAD)
         with self._lock:
             self._statistics.uploaded_bytes += host.nbytes
             self._untold.append((arrived, begin, host.numel()))
-        self.note_arrived()
+        self.trace_arrived()
         return arrived
 
     def settle(self) -> None:
         """Return when everything that was published has arrived."""
         self.device.record(Stream.CURRENT).synchronize()
-        self.note_arrived()
+        self.trace_arrived()
 
-    def note_arrived(self) -> None:
+    def trace_arrived(self) -> None:
         """Trace uploads that have arrived since: nobody waits for them on the host, so we look now."""
         with self._lock:
             while self._untold and self._untold[0][0].query():
@@ -330,7 +332,7 @@ class Transfers:
 
 
 def norm_in(hosts: Sequence[Tensor]) -> GradientNorm:
-    """Return the norm that `Transfers.hold` has sent, once it has arrived."""
+    """Return the norm that `Transfers.pack_kept` has sent, once it has arrived."""
     parts = [ChunkSums.over(host) for host in hosts]
     return GradientNorm(
         np.concatenate([part.sums.numpy() for part in parts]),

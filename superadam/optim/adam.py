@@ -1,6 +1,7 @@
 """`SpeculativeCPUAdam` and `SpeculativeCPUAdamW`: the transaction behind the contract of `torch.optim`.
 
-Owns the parameter groups and the limits of validation. Arithmetic and phases lie below it; binding.py keeps `state`.
+Owns the parameter groups and the limits of validation. Arithmetic and phases lie below it; published_state.py keeps
+`state`.
 """
 
 from __future__ import annotations
@@ -16,18 +17,17 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from superadam.handles.gradient_handle import take, taken_of
-from superadam.handles.taken_gradient import Keeper, TakenGradient
-from superadam.host.signals import DeferredSignals
+from superadam.handles.gradient_handle import take_gradient, taken_of
+from superadam.handles.taken_gradient import TakenGradient
+from superadam.host.signals import deferred_signals
 from superadam.kernels import native
 from superadam.kernels.hyperparameters import Hyperparameters
 from superadam.optim import checkpoint
-from superadam.optim.arguments import check_group, check_ranks, check_together, checked_limit
-from superadam.optim.published_state import Binding, Overlap, names_of, runs_of
+from superadam.optim.arguments import check_group, check_together, checked_limit, refuse_limit_of_shard
+from superadam.optim.published_state import Overlap, PublishedState, hyper_by_row, names_of, runs_of
 from superadam.state.parameter import ParameterState, check_parameter
 from superadam.step.gradients import gather
 from superadam.step.outcome import Statistics, StepKind, StepOutcome
-from superadam.step.transaction import Transaction
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -97,7 +97,7 @@ class SpeculativeCPUAdam(Optimizer):
     1711.05101 (decoupled weight decay).
     """
 
-    _binding: Binding
+    _published: PublishedState
     _verdicts: _Verdicts
 
     def __init__(
@@ -220,20 +220,20 @@ class SpeculativeCPUAdam(Optimizer):
         Raises:
             TypeError, ValueError, FloatingPointError: as `step()`.
         """
-        transaction = self._binding.bound(self.param_groups)
+        transaction = self._published.bound(self.param_groups)
         limit = self._verdicts.limit_of_next_step
         limit = self._verdicts.max_grad_norm if limit is None else limit
-        is_cut = check_ranks(transaction.table.parameters, limit)
-        arrivals = gather(transaction.table, runs_of(self.param_groups), self._binding.delivery.received)
-        with DeferredSignals():  # a step is made wholly or not at all
-            outcome = transaction.step(arrivals, limit)
+        if self._published.is_sharded:
+            refuse_limit_of_shard(limit)
+        gradients = gather(transaction.table, runs_of(self.param_groups))
+        with deferred_signals():  # a step is made wholly or not at all
+            outcome = transaction.step(gradients, limit)
             self._verdicts.last_outcome, self._verdicts.limit_of_next_step = outcome, None
             self._opt_called = True  # learning-rate schedulers warn unless step() or this was called before theirs
-            self.statistics.count(outcome.kind)
-            self._binding.keep_published()
-            if self._binding.overlap is not None:
-                self._binding.overlap.conclude(outcome)
-        if outcome.kind is StepKind.SKIPPED and (self._verdicts.on_nonfinite == "raise" or is_cut):
+            kind = outcome.kind.value
+            setattr(self.statistics, kind, getattr(self.statistics, kind) + 1)
+            self._published.conclude(outcome)
+        if outcome.kind is StepKind.SKIPPED and (self._verdicts.on_nonfinite == "raise" or self._published.is_sharded):
             raise FloatingPointError(
                 f"{outcome.nonfinite} gradient elements are Inf or NaN, expected finite ones; nothing was changed: "
                 "lower the learning rate or the loss scale, or set on_nonfinite='skip'"
@@ -253,36 +253,35 @@ class SpeculativeCPUAdam(Optimizer):
             TypeError, ValueError: a gradient does not fit its parameter, a parameter is not one of this optimizer's,
                 or a hyper-parameter is out of range. Whatever is raised, nothing was changed.
         """
-        transaction = self._binding.bound(self.param_groups)
-        hyper = self._binding.hyperparameters(self.param_groups)
-        chosen = None if params is None else {id(parameter) for parameter in params}
-        if chosen is not None and not chosen <= {id(state.parameter) for state in hyper}:
-            raise ValueError(
-                "speculate() got a parameter that is in no group of this optimizer; call add_param_group() first"
-            )
-        asked = [state for state in hyper if chosen is None or id(state.parameter) in chosen]
-        for state in asked:
-            if state.parameter.grad is not None:
-                state.check_gradient(state.parameter.grad)
-        received = self._binding.delivery.received
+        transaction = self._published.bound(self.param_groups)
+        table, hyper = transaction.table, hyper_by_row(self.param_groups)
+        asked = table.states if params is None else [table.state_of(parameter) for parameter in params]
         gradients: dict[ParameterState, TakenGradient] = {}
         for state in asked:
-            taken = take(state.parameter, state, self._binding)
+            if state is None:
+                raise ValueError(
+                    "speculate() got a parameter that is in no group of this optimizer; call add_param_group() first"
+                )
+            if state.parameter.grad is not None:
+                state.check_gradient(state.parameter.grad)
+        received = table.delivery.received
+        for state in filter(None, asked):
+            taken = take_gradient(state.parameter, state, self._published)
             if taken is not None:
                 gradient = taken.pending if received is None else received(taken.pending)
                 taken.pending, taken.in_use = state.host_gradient(gradient), True
                 gradients[state] = taken
-        able = [state for state in gradients if transaction.can_speculate(state, hyper[state])]
-        places = dict(zip(able, transaction.table.delivery.shadows(able), strict=True))
-        transaction.table.bring_home(transaction.table.rows_of(list(gradients)))
-        transaction.speculate({s: transaction.pending(s, one, hyper[s], places.get(s)) for s, one in gradients.items()})
+        able = [state for state in gradients if transaction.can_speculate(state, hyper[state.row])]
+        places = dict(zip(able, table.delivery.shadows(able), strict=True))
+        table.bring_home(table.rows_of(list(gradients)))
+        transaction.speculate(
+            {s: transaction.pending(s, one, hyper[s.row], places.get(s)) for s, one in gradients.items()}
+        )
 
     @_untracked
     def rollback(self) -> None:
         """Drop unresolved speculation and give its gradients back to `.grad`; parameters and state did not change."""
-        self._binding.catch_up()
-        if self._binding.transaction is not None:
-            self._binding.transaction.drop()
+        self._published.drop()
         for group in self.param_groups:
             for parameter in group["params"]:
                 taken = None if parameter.grad is None else taken_of(parameter.grad)
@@ -292,9 +291,7 @@ class SpeculativeCPUAdam(Optimizer):
     @_untracked
     def commit(self) -> None:
         """Fold accepted steps, and what was written to parameters, into the state. Readers of it do so themselves."""
-        if self._binding.has_state:
-            self._binding.bound(self.param_groups).commit()
-            self._binding.keep_published()
+        self._published.commit(self.param_groups)
 
     @_untracked
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -309,9 +306,8 @@ class SpeculativeCPUAdam(Optimizer):
             0-dim fp64 tensor: the 2-norm of all gradients in `.grad`.
         """
         limit = checked_limit("max_norm", max_norm)
-        transaction = self._binding.bound(self.param_groups)
-        arrivals = gather(transaction.table, runs_of(self.param_groups), self._binding.delivery.received)
-        norm = transaction.grad_norm(arrivals)
+        transaction = self._published.bound(self.param_groups)
+        norm = transaction.grad_norm(gather(transaction.table, runs_of(self.param_groups)))
         self._verdicts.limit_of_next_step = limit
         return torch.tensor(norm, dtype=torch.float64, device="cpu")
 
@@ -328,34 +324,20 @@ class SpeculativeCPUAdam(Optimizer):
 
         Raises:
             RuntimeError: there is a scheduler already.
+            TypeError, ValueError: the parameters cannot be bound; nothing was attached.
         """
-        if self._binding.overlap is not None:
+        if self._published.overlap is not None:
             raise RuntimeError("the optimizer has a scheduler already; close() it before making another one")
-        self._binding.set_overlap(overlap, self.param_groups)
+        self._published.attach(overlap, self.param_groups)
 
     @_untracked
     def detach_overlap(self) -> None:
         """Work without a scheduler again; nothing may be under way."""
-        self._binding.set_overlap(None, self.param_groups)
+        self._published.detach(self.param_groups)
 
-    @_untracked
-    def bound_transaction(self) -> Transaction:
-        """Return the transaction over the present parameters."""
-        return self._binding.bound(self.param_groups)
-
-    @property
-    def last_transaction(self) -> Transaction | None:
-        """The transaction as it was bound last; None where it has to be bound again."""
-        return self._binding.transaction
-
-    @property
-    def keeper(self) -> Keeper:
-        """Who answers for gradients that were taken from this optimizer's parameters."""
-        return self._binding
-
-    def hyperparameters(self) -> dict[ParameterState, Hyperparameters]:
-        """Return the present hyper-parameters of every parameter that was bound last."""
-        return self._binding.hyperparameters(self.param_groups)
+    def hyper_by_row(self) -> list[Hyperparameters]:
+        """Return the present hyper-parameters of every parameter, in the order of the groups."""
+        return hyper_by_row(self.param_groups)
 
     # ---- state -------------------------------------------------------------------------------------------------------
 
@@ -366,17 +348,17 @@ class SpeculativeCPUAdam(Optimizer):
 
         Accepted steps are committed first, and those that follow at once, as long as anybody holds it or what is in it.
         """
-        published = self._binding.committed(self.param_groups)
-        self._binding.is_exposed = True
+        published = self._published.committed(self.param_groups)
+        self._published.is_exposed = True
         return published
 
     @state.setter
     @_untracked
     def state(self, value: defaultdict[Tensor, Any]) -> None:
-        if "_binding" in self.__dict__:
-            self._binding.replace_published(value)
+        if "_published" in self.__dict__:
+            self._published.replace(value)
         else:
-            self._binding = Binding(value, self.statistics)
+            self._published = PublishedState(value, self.statistics)
 
     @_untracked
     def reload_masters(self, params: Iterable[Tensor] | None = None) -> None:
@@ -387,7 +369,7 @@ class SpeculativeCPUAdam(Optimizer):
         Args:
             params: only these parameters; default all.
         """
-        transaction = self._binding.bound(self.param_groups)
+        transaction = self._published.bound(self.param_groups)
         chosen = None if params is None else {id(parameter) for parameter in params}
         transaction.adopt_outside_writes(
             [state for state in transaction.table.states if chosen is None or id(state.parameter) in chosen]
@@ -399,11 +381,11 @@ class SpeculativeCPUAdam(Optimizer):
 
         Accepted steps are committed first; gradients that wait for their verdict are no part of it.
         """
-        was_exposed = self._binding.is_exposed
+        was_exposed = self._published.is_exposed
         result = super().state_dict()
         if isinstance(result.get("state"), dict):  # or whatever a hook made of it
             result["state"] = {key: dict(e) if isinstance(e, dict) else e for key, e in result["state"].items()}
-        self._binding.is_exposed = was_exposed
+        self._published.is_exposed = was_exposed
         return result
 
     def torch_state_dict(self) -> dict[str, Any]:
@@ -433,7 +415,7 @@ class SpeculativeCPUAdam(Optimizer):
 
         def take_state(optimizer: Optimizer, final: dict[str, Any]) -> dict[str, Any]:
             """Check everything and take the tensors out, so that torch neither casts nor moves them."""
-            states = self._binding.bound(self.param_groups).table.states
+            states = self._published.bound(self.param_groups).table.states
             sizes = [len(group["params"]) for group in self.param_groups]
             groups, entries = checkpoint.read(final, states, sizes)
             arriving.update({state.parameter: entry for state, entry in entries.items()})
@@ -465,11 +447,11 @@ class SpeculativeCPUAdam(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """Return what pickles and deep copies hold, committed; hooks stay behind, as in torch."""
         values = {key: self.__dict__[key] for key in ("defaults", "param_groups", "statistics", "_verdicts")}
-        return {**values, "state": self._binding.committed(self.param_groups)}
+        return {**values, "state": self._published.committed(self.param_groups)}
 
     def _write_masters(self) -> None:
         """Make every parameter that came with a master the rounded value of it."""
-        for parameter, entry in self._binding.published.items():
+        for parameter, entry in self._published.entries.items():
             if "master" in entry:
                 parameter.copy_(entry["master"])
 

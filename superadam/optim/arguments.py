@@ -53,21 +53,24 @@ def check_together(
         raise RuntimeError("`fused` and `foreach` cannot be `True` together; leave both None")
 
 
-def check_ranks(parameters: Iterable[Tensor], limit: float | None) -> bool:
-    """Return whether FSDP1 has cut the parameters, so that each of several ranks judges a step by its own part.
-
-    Raises:
-        RuntimeError: it has, and there is a limit, by which each rank would clip otherwise.
-    """
+def is_sharded(parameters: Iterable[Tensor]) -> bool:
+    """Return whether FSDP1 has cut the parameters, so that each of several ranks judges a step by its own part."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return False
-    is_cut = torch.distributed.get_world_size() > 1 and any(hasattr(one, "_fsdp_flattened") for one in parameters)
-    if is_cut and limit is not None and limit != math.inf:
+    return torch.distributed.get_world_size() > 1 and any(hasattr(one, "_fsdp_flattened") for one in parameters)
+
+
+def refuse_limit_of_shard(limit: float | None) -> None:
+    """Raise if there is a limit, by which each rank would clip otherwise.
+
+    Raises:
+        RuntimeError: there is one.
+    """
+    if limit is not None and limit != math.inf:
         raise RuntimeError(
             f"max_grad_norm is {limit}, but under FSDP1 this optimizer sees the gradients of one rank only, expected "
             "no limit; set max_grad_norm=None, and call clip_grad_norm_() of the FullyShardedDataParallel model"
         )
-    return is_cut
 
 
 def checked_limit(name: str, value: float) -> float:

@@ -20,10 +20,14 @@ import torch
 from torch import Tensor
 
 from superadam.handles.taken_gradient import TakenGradient
+from superadam.host.signals import deferred_signals
 from superadam.kernels.hyperparameters import Hyperparameters
 from superadam.optim import checkpoint
+from superadam.optim.arguments import is_sharded
+from superadam.state.delivery import Delivery, SynchronousDelivery
 from superadam.state.parameter import ParameterState, Phase
-from superadam.state.table import Delivery, ParameterTable, Residence, SynchronousDelivery
+from superadam.state.table import ParameterTable
+from superadam.state.tiers import StateTier
 from superadam.step.outcome import Statistics, StepOutcome
 from superadam.step.transaction import Transaction
 
@@ -53,6 +57,15 @@ def runs_of(groups: Groups) -> list[tuple[Hyperparameters, int]]:
     return [(Hyperparameters.of_group(group), len(group["params"])) for group in groups]
 
 
+def hyper_by_row(groups: Groups) -> list[Hyperparameters]:
+    """Return the present hyper-parameters of each parameter.
+
+    Raises:
+        ValueError: a hyper-parameter is out of range.
+    """
+    return [hyper for hyper, count in runs_of(groups) for _ in range(count)]
+
+
 class Overlap(Protocol):
     """What runs the optimizer during backward: the scheduler, as seen from here."""
 
@@ -61,8 +74,11 @@ class Overlap(Protocol):
         """Brings new values to parameters."""
 
     @property
-    def residence(self) -> Residence:
+    def tier(self) -> StateTier | None:
         """Holds state that is not on the host."""
+
+    def follow(self, transaction: Transaction | None) -> None:
+        """Speculate on the parameters of this transaction from now on; None: on none, until the next one."""
 
     def catch_up(self) -> None:
         """Return when everything that was taken is speculated on; raise what went wrong there."""
@@ -70,75 +86,59 @@ class Overlap(Protocol):
     def conclude(self, outcome: StepOutcome) -> None:
         """A step has this outcome: let commits begin."""
 
-    def note_norm(self) -> None:
-        """Somebody asked torch for the norms of gradients that were taken."""
 
-    def note_given_back(self, taken: TakenGradient) -> None:
-        """Somebody wrote to a gradient that was taken."""
-
-
-class Binding:
+class PublishedState:
     """Binds lazily, because frameworks replace parameters between construction and the first step.
 
     Attributes:
-        published: per parameter `step`, `exp_avg`, `exp_avg_sq` (`max_exp_avg_sq`, `master`), as users see it.
-        transaction: over the parameters that were bound last; None before the first.
+        entries: per parameter `step`, `exp_avg`, `exp_avg_sq` (`max_exp_avg_sq`, `master`), as users see it.
         overlap: the scheduler, if one is at work.
-        is_exposed: whether somebody outside may hold `published`, or what is in it, and change it at any time.
+        is_exposed: whether anybody outside may hold `entries`, or what is in it, and change it at any time.
+        is_sharded: whether the parameters that were bound last are shards of FSDP1.
     """
 
-    def __init__(
-        self, published: defaultdict[Tensor, Any], statistics: Statistics, overlap: Overlap | None = None
-    ) -> None:
-        self.published = published
-        self.transaction: Transaction | None = None
-        self.overlap = overlap
-        self.is_exposed = False
+    def __init__(self, entries: defaultdict[Tensor, Any], statistics: Statistics) -> None:
+        self.entries = entries
+        self.overlap: Overlap | None = None
+        self.is_exposed = self.is_sharded = False
+        self._transaction: Transaction | None = None  # over the parameters that were bound last
         self._statistics = statistics
 
-    def replace_published(self, published: defaultdict[Tensor, Any]) -> None:
+    def replace(self, entries: defaultdict[Tensor, Any]) -> None:
         """Forget everything but this, after bringing up to date what was published; gradients stay in `.grad`."""
         self.catch_up()
-        if self.transaction is not None:
-            self._close(self.transaction)
-        self.published = published
-        self.transaction = None
-        self.is_exposed = True
+        with deferred_signals():
+            if self._transaction is not None:
+                self._close(self._transaction)
+            self._forget_binding()
+            self.entries = entries
+            self.is_exposed = True
 
     @property
     def has_state(self) -> bool:
         """Whether any parameter was bound, or has a state that was loaded."""
-        return bool(self.published) or self.transaction is not None
+        return bool(self.entries) or self._transaction is not None
 
     def bound(self, groups: Groups) -> Transaction:
         """Return the transaction over the present parameters of the groups, its rows equal to what is published.
 
         Raises:
-            ValueError: two parameters share memory, or somebody published what cannot be a state.
+            ValueError: two parameters share memory, or what was published cannot be a state.
         """
         self.catch_up()
         parameters = [parameter for group in groups for parameter in group["params"]]
-        transaction = self.transaction
+        transaction = self._transaction
         if transaction is None or not _are_same(transaction.table, parameters):
-            return self._bind(
-                parameters, [name for index, group in enumerate(groups) for name in names_of(group, index)]
-            )
+            with deferred_signals():
+                return self._bind(
+                    parameters, [name for index, group in enumerate(groups) for name in names_of(group, index)]
+                )
         if self.is_exposed:
             for state in transaction.table.states:
                 if state.phase is not Phase.ACCEPTED and self._read(state, transaction.table):
                     transaction.distrust(state)
             self.is_exposed = any(map(operator.gt, _references(self), _USUAL))
         return transaction
-
-    def hyperparameters(self, groups: Groups) -> dict[ParameterState, Hyperparameters]:
-        """Return the present hyper-parameters of every state that `bound` has bound.
-
-        Raises:
-            ValueError: a hyper-parameter is out of range.
-        """
-        assert self.transaction is not None
-        each = (itertools.repeat(hyper, count) for hyper, count in runs_of(groups))
-        return dict(zip(self.transaction.table.states, itertools.chain.from_iterable(each), strict=True))
 
     def committed(self, groups: Groups) -> defaultdict[Tensor, Any]:
         """Return the published state after committing what is accepted and adopting what was written to parameters.
@@ -150,43 +150,76 @@ class Binding:
             with suppress(TypeError, ValueError):
                 self.bound(groups)
             self._publish()
-        return self.published
+        return self.entries
 
-    def set_overlap(self, overlap: Overlap | None, groups: Groups) -> None:
-        """Bind anew, so that parameters are reached through `overlap`; nothing may be open."""
+    def attach(self, overlap: Overlap, groups: Groups) -> None:
+        """Reach parameters through a scheduler from now on.
+
+        Raises:
+            ValueError: as `bound`; nothing was attached.
+        """
+        self.bound(groups)
+        self._publish()
+        with deferred_signals():
+            self._forget_binding()
+            self.overlap = overlap
+            try:
+                self.bound(groups)
+            except BaseException:
+                self.overlap = None
+                raise
+
+    def detach(self, groups: Groups) -> None:
+        """Reach parameters without a scheduler again; nothing may be open."""
         self.committed(groups)
-        self.overlap = overlap
-        self.transaction = None
+        with deferred_signals():
+            self._forget_binding()
+            self.overlap = None
+
+    def conclude(self, outcome: StepOutcome) -> None:
+        """A step has this outcome: bring what anybody may hold up to date, and let commits begin."""
+        if self.is_exposed:
+            self._publish()
+        if self.overlap is not None:
+            self.overlap.conclude(outcome)
 
     def catch_up(self) -> None:
         """Return when everything that a scheduler has taken is speculated on."""
         if self.overlap is not None:
             self.overlap.catch_up()
 
-    @property
-    def delivery(self) -> Delivery:
-        """Brings new values to parameters."""
-        return SynchronousDelivery() if self.overlap is None else self.overlap.delivery
+    def commit(self, groups: Groups) -> None:
+        """Fold accepted steps, and what was written to parameters, into the state."""
+        if self.has_state:
+            self.bound(groups).commit()
+            if self.is_exposed:
+                self._publish()
 
-    def keep_published(self) -> None:
-        """Bring what somebody may hold up to date after a step."""
-        if self.is_exposed:
-            self._publish()
+    def drop(self) -> None:
+        """Forget everything that waits for a verdict."""
+        self.catch_up()
+        if self._transaction is not None:
+            self._transaction.drop()
+
+    def _forget_binding(self) -> None:
+        self._transaction = None
+        if self.overlap is not None:
+            self.overlap.follow(None)
 
     def _publish(self) -> None:
-        if self.transaction is not None:
-            self.transaction.commit()
-            self.transaction.table.bring_home()
-            self._write(self.transaction.table)
+        if self._transaction is not None:
+            self._transaction.commit()
+            self._transaction.table.bring_home()
+            self._write(self._transaction.table)
 
     def _close(self, transaction: Transaction) -> dict[Tensor, ParameterState]:
-        """Leave everything to `published`; return the states of parameters that are still as they were bound."""
+        """Leave everything to `entries`; return the states of parameters that are still as they were bound."""
         transaction.drop()  # the gradients in `.grad` still count
         table = transaction.table
         converted = {state for state in table.states if _is_converted(state, table)}
         try:
             for state in converted:
-                table.fingerprints.note(state.row)  # no value to adopt: it is bound anew, and compared then
+                table.fingerprints.remember(state.row)  # no value to adopt: it is bound anew, and compared then
             for row in table.fingerprints.look():
                 table.fingerprints.distrust(row)
             self._publish()
@@ -196,28 +229,31 @@ class Binding:
         return {state.parameter: state for state in table.states if state not in converted}
 
     def _bind(self, parameters: Sequence[Tensor], names: Sequence[str]) -> Transaction:
-        known = {} if self.transaction is None else self._close(self.transaction)
+        known = {} if self._transaction is None else self._close(self._transaction)
+        delivery = SynchronousDelivery() if self.overlap is None else self.overlap.delivery
         states = []
         for row, (parameter, name) in enumerate(zip(parameters, names, strict=True)):
             states.append(
-                known.get(parameter)
-                or ParameterState(parameter, row, name, is_on_host=self.delivery.is_host(parameter))
+                known.get(parameter) or ParameterState(parameter, row, name, is_on_host=delivery.is_host(parameter))
             )
         _refuse_shared_memory(parameters, names)
         for row, (state, name) in enumerate(zip(states, names, strict=True)):  # nothing raises from here on
             state.row, state.name = row, name
-        table = ParameterTable(states, self.delivery, self.overlap.residence if self.overlap else None)
+        table = ParameterTable(states, delivery, self.overlap.tier if self.overlap else None)
         for state in states:
             self._read(state, table)
-        self.transaction = Transaction(table, self._statistics)
-        return self.transaction
+        self.is_sharded = is_sharded(parameters)
+        self._transaction = Transaction(table, self._statistics)
+        if self.overlap is not None:
+            self.overlap.follow(self._transaction)
+        return self._transaction
 
     def _write(self, table: ParameterTable) -> None:
-        """Bring `published` up to date with rows that are newer; what was written into the others is left alone."""
+        """Bring `entries` up to date with rows that are newer; what was written into the others is left alone."""
         for state in table.states:
             if table.is_published[state.row] or state.phase is Phase.ACCEPTED or not table.is_home(state):
                 continue
-            entry = self.published.setdefault(state.parameter, {})
+            entry = self.entries.setdefault(state.parameter, {})
             count = int(table.steps[state.row])
             if "step" not in entry:
                 entry["step"] = checkpoint.fitted_step(None, count)
@@ -230,16 +266,16 @@ class Binding:
             table.is_published[state.row] = True
 
     def _read(self, state: ParameterState, table: ParameterTable) -> bool:
-        """Bring a row of the table up to date with `published`, unless the row is the newer; return if it changed."""
+        """Bring a row of the table up to date with `entries`, unless the row is the newer; return if it changed."""
         if state.has_state and not table.is_published[state.row]:
             return False
-        entry = self.published.get(state.parameter)
+        entry = self.entries.get(state.parameter)
         if not entry:
             if all(getattr(state, key) is None for key in TENSORS):  # moments may be there without a master
                 return False
             state.master = state.exp_avg = state.exp_avg_sq = state.max_exp_avg_sq = None
             table.steps[state.row] = 0
-            table.note_moved(state)
+            table.refresh_pointers(state)
             return True
         if not isinstance(entry, dict) or "step" not in entry:
             checkpoint.check_entry(entry, state)
@@ -253,7 +289,7 @@ class Binding:
                 if tensor is not None:
                     entry[key] = tensor = checkpoint.fitted(tensor, state)
                 setattr(state, key, tensor)
-            table.note_moved(state)
+            table.refresh_pointers(state)
             table.fingerprints.distrust(state.row)
         if is_stale:
             entry.pop("master", None)  # of what the parameter was once: another dtype, place, layout or shape
@@ -263,38 +299,31 @@ class Binding:
         entry["step"] = checkpoint.fitted_step(entry["step"], step)
         return is_new
 
-    # ---- what gradients that were taken report (taken_gradient.Keeper) -----------------------------------------------
+    # ---- what gradients that were taken ask (taken_gradient.GradientHolder) ------------------------------------------
 
     def nonfinite_of(self, taken: TakenGradient) -> int | None:
         """Return how many elements of a gradient are Inf or NaN, where that was counted."""
-        self.catch_up()
-        parameter, transaction = taken.parameter, self.transaction
-        state = None if parameter is None or transaction is None else transaction.table.state_of(parameter)
-        return None if state is None or transaction is None else transaction.nonfinite_of(state, taken)
+        return None if self._transaction is None else self._transaction.nonfinite_of(taken)
 
-    def note_norm(self, taken: TakenGradient) -> None:
-        """Pass on that somebody asked torch for a norm."""
-        if self.overlap is not None:
-            self.overlap.note_norm()
+    def norm_was_asked(self, taken: TakenGradient) -> None:
+        """Do nothing: norms are computed when they are asked for."""
 
-    def note_given_back(self, taken: TakenGradient) -> None:
-        """Pass on that somebody wrote to a gradient."""
-        if self.overlap is not None:
-            self.overlap.note_given_back(taken)
+    def was_given_back(self, taken: TakenGradient) -> None:
+        """Do nothing: `.grad` tells."""
 
 
-def _references(binding: Any) -> tuple[int, ...]:
+def _references(published: Any) -> tuple[int, ...]:
     """Count who holds what is published: the dict, its entries, their steps and their other tensors."""
-    entries = [entry for entry in binding.published.values() if isinstance(entry, dict)]
+    entries = [entry for entry in published.entries.values() if isinstance(entry, dict)]
     tensors = [(key, value) for entry in entries for key, value in entry.items() if isinstance(value, Tensor)]
     steps, others = ([value for key, value in tensors if (key == "step") is wanted] for wanted in (True, False))
     del tensors
     most = [max(map(sys.getrefcount, some), default=0) for some in (entries, steps, others)]
-    return sys.getrefcount(binding.published), *most
+    return sys.getrefcount(published.entries), *most
 
 
 _held = torch.zeros((), device="cpu")  # once more than a step, as by a `ParameterState`
-_USUAL = _references(SimpleNamespace(published={0: {"step": torch.zeros((), device="cpu"), "exp_avg": _held}}))
+_USUAL = _references(SimpleNamespace(entries={0: {"step": torch.zeros((), device="cpu"), "exp_avg": _held}}))
 
 
 def _are_same(table: ParameterTable, parameters: Sequence[Tensor]) -> bool:

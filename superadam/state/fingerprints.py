@@ -61,11 +61,11 @@ class Fingerprints:
     def look(self) -> list[int]:
         """Look at every parameter; return the rows of those that lie elsewhere now, or did in an earlier look.
 
-        A row counts as moved until it is noted.
+        A row counts as moved until it is remembered.
         """
         pointers, storages, self._seen_versions = self._present()
         moved = np.flatnonzero((pointers != self._pointers) | (storages != self._storages))
-        self._pointers[moved] = _NOWHERE  # also if the same address comes back before they are noted
+        self._pointers[moved] = _NOWHERE  # also if the same address comes back before they are remembered
         rows: list[int] = moved.tolist()
         return rows
 
@@ -97,7 +97,7 @@ class Fingerprints:
             return self._parameters
         return [self._parameters[row] for row in rows.tolist()]
 
-    def note(self, row: int) -> None:
+    def remember(self, row: int) -> None:
         """Remember a parameter as it is now."""
         parameter = self._parameters[row]
         self._versions[row] = parameter._version
@@ -112,7 +112,7 @@ class Fingerprints:
         self._versions[row] = _DISTRUSTED
 
     def forget_address(self, row: int) -> None:
-        """Count a parameter as moved until it is noted again."""
+        """Count a parameter as moved until it is remembered again."""
         self._pointers[row] = _NOWHERE
 
     def bump(self, rows: npt.NDArray[np.int64]) -> None:
@@ -126,11 +126,14 @@ class Fingerprints:
     def _present(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
         """Return address, storage and version of every parameter, taken together while it is in the cache."""
         pointers, storages, versions = [], [], []
+        count = len(self._parameters)
         for parameter in self._parameters:
             pointers.append(parameter.data_ptr())
-            storages.append(_storage_of(parameter))
+            try:
+                storages.append(parameter.untyped_storage()._cdata)
+            except RuntimeError:
+                storages.append(_NO_STORAGE)
             versions.append(parameter._version)
-        count = len(pointers)
         return (
             np.fromiter(pointers, np.uint64, count),
             np.fromiter(storages, np.uint64, count),

@@ -52,9 +52,11 @@ class Place(NamedTuple):
         return self.shadow.values[self.position]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Pending:
     """A gradient that waits for its verdict, or for its commit, with everything that depends on, captured by value.
+
+    Only `place` and `versions` change.
 
     Attributes:
         taken: the record of the gradient, held weakly: nobody else may hold a gradient that was given back.
@@ -63,7 +65,7 @@ class Pending:
         hyper: the group's hyper-parameters at that moment.
         step: the step that this gradient makes, counted from 1.
         scale: factor on the gradient in the speculated value.
-        place: of the speculated value; None where only the norm was taken.
+        place: of the speculated value; None where only the norm was taken, and when it is needed no more.
         is_kept: whether the gradient stayed on the device, where the step will be made.
         versions: of the tensors of the state that speculation has read; None where its value is of no use any more.
     """
@@ -248,8 +250,13 @@ class ParameterState:
 
         None where one was made in inference mode, and so counts nothing.
         """
-        tensors = [one for one in (self.master, self.exp_avg, self.exp_avg_sq, self.max_exp_avg_sq) if one is not None]
-        return None if any(one.is_inference() for one in tensors) else tuple(one._version for one in tensors)
+        versions = []
+        for tensor in (self.master, self.exp_avg, self.exp_avg_sq, self.max_exp_avg_sq):
+            if tensor is not None:
+                if tensor.is_inference():
+                    return None
+                versions.append(tensor._version)
+        return tuple(versions)
 
     def create_state(self, *, with_max: bool) -> None:
         """Make what a step reads and writes: zero moments, and the master, from the present value."""

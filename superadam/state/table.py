@@ -6,8 +6,8 @@ kernel jobs; whether a job ought to run is decided in transaction.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+import operator
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -18,15 +18,18 @@ from superadam.kernels import native
 from superadam.kernels.dtypes import DTYPES
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
 from superadam.kernels.native import Dtype, Pass
+from superadam.state.delivery import Delivery
 from superadam.state.fingerprints import Fingerprints
 from superadam.state.norm import GradientNorm
-from superadam.state.parameter import ParameterState, Place
+from superadam.state.parameter import ParameterState
+from superadam.state.tiers import StateTier
 
 Rows = npt.NDArray[np.int64]
 """Row numbers of a `ParameterTable`, in the order in which a job visits them."""
 
 
 _STRIDED = torch.strided
+_get_row = operator.attrgetter("row")
 
 STAGED_NUMEL = 16 * 1024 * 1024
 """Elements from which on an update goes on in other shadows: memory for staging does not grow with the model."""
@@ -66,78 +69,6 @@ class CoefficientTable:
         return np.array([coefficients.row() for coefficients in self._index], native.COEFFICIENTS)
 
 
-class Delivery(Protocol):
-    """How new values reach parameters that kernels on the host do not write themselves."""
-
-    @property
-    def received(self) -> Callable[[Tensor], Tensor] | None:
-        """Returns what counts of a gradient that was not taken, as if it had travelled; None where that is itself."""
-
-    def is_host(self, parameter: Tensor) -> bool:
-        """Whether kernels on the CPU may write this parameter."""
-
-    def shadows(self, states: Sequence[ParameterState]) -> list[Place]:
-        """Return memory for one new value of each of these parameters."""
-
-    def publish(self, states: Sequence[ParameterState], places: Sequence[Place]) -> None:
-        """Copy new values into their parameters, past version counters, before anything later on the current stream."""
-
-    def settle(self) -> None:
-        """Return when everything that was published has arrived, so that the host can read parameters."""
-
-
-class Residence(Protocol):
-    """State of some parameters that is newer elsewhere than in the tensors that kernels here read and write."""
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether all state is at home."""
-
-    def holds(self, state: ParameterState) -> bool:
-        """Whether this parameter's state is newer elsewhere."""
-
-    def bring_home(self, states: Iterable[ParameterState]) -> None:
-        """Return when the tensors here are the newest."""
-
-    def update(
-        self,
-        states: Sequence[ParameterState],
-        gradients: Sequence[Tensor],
-        indices: Sequence[int],
-        sets: Sequence[Coefficients],
-    ) -> None:
-        """Make a step there, in place, parameters included, with gradients that are there."""
-
-
-class HostShadow:
-    """New values in pageable memory, each in a tensor of its own."""
-
-    def __init__(self, states: Sequence[ParameterState]) -> None:
-        self.values = [state.empty(state.parameter_dtype) for state in states]
-
-
-class SynchronousDelivery:
-    """Copies that are done, or at least ordered before everything later, when the call returns."""
-
-    received = None
-
-    def is_host(self, parameter: Tensor) -> bool:
-        """Whether it is on the CPU."""
-        return parameter.is_cpu
-
-    def shadows(self, states: Sequence[ParameterState]) -> list[Place]:
-        """Return pageable memory."""
-        shadow = HostShadow(states)
-        return [Place(shadow, position) for position in range(len(states))]
-
-    def publish(self, states: Sequence[ParameterState], places: Sequence[Place]) -> None:
-        """Copy all of them in one call."""
-        torch._foreach_copy_([state.parameter.data for state in states], [place.value for place in places])
-
-    def settle(self) -> None:
-        """Return at once."""
-
-
 class ParameterTable:
     """Rows of pointers for a fixed list of parameters.
 
@@ -153,9 +84,7 @@ class ParameterTable:
             part.
     """
 
-    def __init__(
-        self, states: Sequence[ParameterState], delivery: Delivery, residence: Residence | None = None
-    ) -> None:
+    def __init__(self, states: Sequence[ParameterState], delivery: Delivery, tier: StateTier | None = None) -> None:
         self.states = list(states)
         self.parameters = [state.parameter for state in self.states]
         self._states_by_id = {id(state.parameter): state for state in self.states}
@@ -164,7 +93,7 @@ class ParameterTable:
         self.steps = np.zeros(len(self.states), np.int64)
         self.is_published = np.ones(len(self.states), bool)
         self.delivery = delivery
-        self._residence = residence
+        self._tier = tier
         self._is_ready = np.zeros(len(self.states), bool)
         self._has_max = np.zeros(len(self.states), bool)
         self._plain_dtypes = [state.parameter_dtype if state.is_contiguous_on_cpu else None for state in self.states]
@@ -186,9 +115,9 @@ class ParameterTable:
         self._is_staged = np.array([state.is_staged for state in self.states], bool)
         self._owned: list[list[torch.UntypedStorage]] = [[] for _ in self.states]  # memory that passes work on
         for state in self.states:
-            self.note_moved(state)
+            self.refresh_pointers(state)
 
-    def note_moved(self, state: ParameterState) -> None:
+    def refresh_pointers(self, state: ParameterState) -> None:
         """Refresh the pointers of a state, after its tensors were made, replaced or dropped."""
 
         def pointer(tensor: Tensor | None) -> int:
@@ -213,7 +142,7 @@ class ParameterTable:
         """Return the row numbers of these states, in their order."""
         if states is self.states:
             return self.all_rows
-        return np.fromiter((state.row for state in states), np.int64, len(states))
+        return np.fromiter(map(_get_row, states), np.int64, len(states))
 
     def are_ready(self, rows: Rows, *, with_max: bool) -> bool:
         """Whether these rows have everything that a step reads and writes."""
@@ -254,15 +183,16 @@ class ParameterTable:
 
     def is_home(self, state: ParameterState) -> bool:
         """Whether the tensors of a state are the newest."""
-        return self._residence is None or not self._residence.holds(state)
+        return self._tier is None or not self._tier.holds(state)
 
     def bring_home(self, rows: Rows | None = None) -> None:
         """Return when the tensors of the states of these rows, by default of all, are the newest."""
-        if self._residence is not None and not self._residence.is_empty:
-            self._residence.bring_home(self.states if rows is None else [self.states[row] for row in rows])
+        if self._tier is not None:
+            self._tier.bring_home(self.states if rows is None else [self.states[row] for row in rows])
 
     def _at(self, rows: Rows) -> Segments:
-        self.bring_home(rows)
+        if self._tier is not None:
+            self.bring_home(rows)
         return self._rows.copy() if rows is self.all_rows else self._rows[rows]
 
     def segments(self, rows: Rows, gradients: Sequence[Tensor]) -> Segments:
@@ -285,14 +215,16 @@ class ParameterTable:
         """Return where the entries of one parameter lie in a norm of all parameters."""
         return slice(self._first_chunks[row], self._first_chunks[row + 1])
 
-    def take_norm(self, segments: Segments, into: GradientNorm | None = None) -> None:
+    def compute_norm(
+        self, segments: Segments, into: GradientNorm | None = None, num_threads: int | None = None
+    ) -> None:
         """Fill `norm`, or another one of all parameters, at a job's rows from its gradients."""
         if into is not None:
             segments = segments.copy()
             for name in ("sums", "nonfinite"):
                 segments[name] -= np.uint64(getattr(self.norm, name).ctypes.data)
                 segments[name] += np.uint64(getattr(into, name).ctypes.data)
-        native.run(Pass.NORM, segments)
+        native.run(Pass.NORM, segments, threads=num_threads)
 
     def speculate(
         self,
@@ -302,6 +234,7 @@ class ParameterTable:
         coefficients: CoefficientTable,
         indices: Indices,
         accepted: tuple[Sequence[Tensor], Indices] | None = None,
+        num_threads: int | None = None,
     ) -> None:
         """Write new values as if these gradients were a step, and sum their squares.
 
@@ -312,6 +245,7 @@ class ParameterTable:
             coefficients, indices: of the step.
             accepted: gradients of the step before and which coefficients each has, which the same pass folds into the
                 state; without them the state stays as it is.
+            num_threads: at most so many threads; None for all.
         """
         segments = self.segments(rows, gradients)
         segments["coefficients"] = indices
@@ -321,14 +255,21 @@ class ParameterTable:
             which = Pass.COMMIT_AND_SPECULATE
             segments["accepted_gradient"] = [gradient.data_ptr() for gradient in accepted[0]]
             segments["accepted_coefficients"] = accepted[1]
-        native.run(which, segments, coefficients.array())
+        native.run(which, segments, coefficients.array(), threads=num_threads)
 
-    def commit(self, rows: Rows, accepted: Sequence[Tensor], coefficients: CoefficientTable, indices: Indices) -> None:
-        """Fold the accepted gradients into the state; working copies show them already."""
+    def commit(
+        self,
+        rows: Rows,
+        accepted: Sequence[Tensor],
+        coefficients: CoefficientTable,
+        indices: Indices,
+        num_threads: int | None = None,
+    ) -> None:
+        """Fold the accepted gradients into the state, which working copies show already; arguments as `speculate`."""
         segments = self.segments(rows, accepted)
         segments["coefficients"] = indices
         segments["sums"] = segments["nonfinite"] = 0
-        native.run(Pass.COMMIT, segments, coefficients.array())
+        native.run(Pass.COMMIT, segments, coefficients.array(), threads=num_threads)
 
     def update(self, rows: Rows, segments: Segments, coefficients: CoefficientTable, indices: Indices) -> None:
         """Make one step in place: state, own masters, working copies and step counts.
@@ -353,17 +294,17 @@ class ParameterTable:
             staged["out"] = [place.value.data_ptr() for place in places]
             native.run(Pass.UPDATE, staged, table)
             self.delivery.publish(states, places)
-        self.note_step(rows)
+        self.count_step(rows)
 
-    def update_kept(
+    def update_in_tier(
         self, rows: Rows, gradients: Sequence[Tensor], coefficients: CoefficientTable, indices: Sequence[int]
     ) -> None:
         """Make one step in place where the gradients are; the state moves there if it is here."""
-        assert self._residence is not None
-        self._residence.update([self.states[row] for row in rows], gradients, indices, coefficients.sets)
-        self.note_step(rows)
+        assert self._tier is not None
+        self._tier.update([self.states[row] for row in rows], gradients, indices, coefficients.sets)
+        self.count_step(rows)
 
-    def note_step(self, rows: Rows) -> None:
+    def count_step(self, rows: Rows) -> None:
         """Count a step of parameters that have just got their new values."""
         self.fingerprints.bump(rows)
         self.steps[rows] += 1

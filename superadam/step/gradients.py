@@ -1,4 +1,4 @@
-"""Gradients that have arrived: which parameters have one, in the form that kernels read, with what they were made for.
+"""The gradients of one step: which parameters have one, in the form that kernels read, with their hyper-parameters.
 
 It reads `.grad` and hyper-parameters, and changes nothing.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +21,8 @@ from superadam.state.table import ParameterTable, Segments
 
 
 @dataclass(frozen=True, slots=True)
-class Arrivals:
-    """Gradients that have arrived, at most one for each parameter.
+class StepGradients:
+    """The gradients of one step, at most one for each parameter.
 
     Attributes:
         states: the parameters.
@@ -37,24 +37,22 @@ class Arrivals:
     segments: Segments | None = None
 
     @property
-    def hyper(self) -> Iterator[Hyperparameters]:
+    def hyper(self) -> list[Hyperparameters]:
         """Hyper-parameters of each state."""
-        return itertools.chain.from_iterable(itertools.repeat(hyper, count) for hyper, count in self.runs)
+        return [hyper for hyper, count in self.runs for _ in range(count)]
 
 
-def gather(
-    table: ParameterTable, runs: list[tuple[Hyperparameters, int]], received: Callable[[Tensor], Tensor] | None = None
-) -> Arrivals:
+def gather(table: ParameterTable, runs: list[tuple[Hyperparameters, int]]) -> StepGradients:
     """Return every parameter of a table that has a gradient in `.grad`, with it.
 
     Args:
         table: the parameters.
         runs: hyper-parameters, and how many rows of the table in turn they are for.
-        received: returns what counts of a gradient that was not taken; None where that is itself.
 
     Raises:
         TypeError, ValueError: a gradient does not fit its parameter.
     """
+    received = table.delivery.received
     every: list[Any] = [parameter.grad for parameter in table.parameters]
     has_taken = GradientHandle in set(map(type, every))
     states, present_runs = table.states, runs
@@ -67,13 +65,13 @@ def gather(
         states = list(itertools.compress(table.states, takes_part))
         every = list(itertools.compress(every, takes_part))
     if has_taken:
-        told = [_told(one, state, received) for one, state in zip(every, states, strict=True)]
-        return Arrivals(states, told, present_runs)
+        meant = [_meant(one, state, received) for one, state in zip(every, states, strict=True)]
+        return StepGradients(states, meant, present_runs)
     gradients, segments = table.job(table.rows_of(states), every if received is None else [*map(received, every)])
-    return Arrivals(states, gradients, present_runs, segments)
+    return StepGradients(states, gradients, present_runs, segments)
 
 
-def _told(
+def _meant(
     gradient: Tensor, state: ParameterState, received: Callable[[Tensor], Tensor] | None
 ) -> Tensor | TakenGradient:
     """Return the gradient that a `.grad` stands for."""

@@ -48,6 +48,8 @@ class Statistics:
             clipped, a hyper-parameter had changed, or somebody had written to the parameter.
         dropped: parameters whose speculation was forgotten, because the step was skipped or rolled back, or because
             their gradient was dropped or edited.
+        displaced: parameters of `gpu_buckets` whose step was made on the host, because the device had no memory for
+            their state.
         norm_seconds, update_seconds: wall time of the two parts of plain synchronous steps.
         speculate_seconds, resolve_seconds, commit_seconds: wall time of the parts of speculative steps; a commit that
             shares the pass of a speculation counts as speculation.
@@ -59,15 +61,12 @@ class Statistics:
     accepted: int = 0
     respeculated: int = 0
     dropped: int = 0
+    displaced: int = 0
     norm_seconds: float = 0.0
     speculate_seconds: float = 0.0
     resolve_seconds: float = 0.0
     commit_seconds: float = 0.0
     update_seconds: float = 0.0
-
-    def count(self, kind: StepKind) -> None:
-        """Add one step of this kind."""
-        setattr(self, kind.value, getattr(self, kind.value) + 1)
 
     @property
     def steps(self) -> int:

@@ -9,25 +9,26 @@ pass runs over which rows, and owns the phases of all parameters. It knows nothi
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from superadam.handles.taken_gradient import FactorKind, TakenGradient
-from superadam.host.signals import DeferredSignals
+from superadam.host.signals import deferred_signals
 from superadam.kernels.hyperparameters import Hyperparameters
 from superadam.state.norm import GradientNorm
 from superadam.state.outside_writes import adopt_outside_write
 from superadam.state.parameter import ParameterState, Pending, Phase, Place
 from superadam.state.table import CoefficientTable, ParameterTable, Segments
-from superadam.step.gradients import Arrivals
+from superadam.step.gradients import StepGradients
 from superadam.step.outcome import Statistics, StepKind, StepOutcome
 from superadam.step.validation import judge
 
@@ -40,25 +41,30 @@ class _Part:
         state: of the parameter.
         hyper: present.
         gradient: as kernels read it, on the device where `is_kept`; neither scaled nor clipped.
-        scale: factor on the gradient that somebody recorded on its handle.
-        is_kept: whether the gradient is on the device, where the step is to be made.
+        scale: factor on the gradient that was recorded on its handle.
         taken: whose gradient it is, if it was taken.
-        pending: of `taken`, while it still describes it; its norm is known.
+        waits: whether `taken` waits for this verdict, unchanged since its norm was computed.
+        pending: its record, while that still describes `gradient`: its norm is known.
     """
 
     state: ParameterState
     hyper: Hyperparameters
     gradient: Tensor
     scale: float = 1.0
-    is_kept: bool = False
     taken: TakenGradient | None = None
+    waits: bool = False
     pending: Pending | None = None
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the gradient is on the device, where the step is to be made."""
+        return self.pending is not None and self.pending.is_kept
 
     def apply_factors(self) -> None:
         """Let the gradient be the product that torch makes, where kernels would round otherwise."""
         assert self.taken is not None
         self.gradient = self.state.host_gradient(self.taken.scaled())
-        self.scale, self.is_kept, self.pending = 1.0, False, None
+        self.scale, self.pending = 1.0, None
 
 
 class Transaction:
@@ -114,46 +120,40 @@ class Transaction:
         *,
         is_kept: bool = False,
     ) -> Pending:
-        """Return the record of a gradient that was taken, as it is now, for `speculate` or `keep`."""
+        """Return the record of a gradient that was taken, as it is now, for `speculate` or `add_pending`."""
         step, scale = int(self.table.steps[state.row]) + 1, self.expected_scale
         return Pending(weakref.ref(taken), taken.pending, taken.version, hyper, step, scale, place, is_kept)
 
-    def speculate(self, pending: Mapping[ParameterState, Pending]) -> None:
-        """Take the norm of gradients that kernels can read, and where there is a place for it, write the new value.
+    def speculate(self, pending: Mapping[ParameterState, Pending], num_threads: int | None = None) -> None:
+        """Compute the norm of gradients that kernels can read, and where there is a place for it, the new value.
 
         What waited for a verdict on these parameters is forgotten.
+
+        Args:
+            pending: records of the gradients.
+            num_threads: at most so many threads of the CPU; None for all.
         """
         with self._timed("speculate_seconds"):
-            self._forget(pending)
-            self._commit([s for s, new in pending.items() if s.phase is Phase.ACCEPTED and _cannot_fuse(s, new)])
+            self._drop(pending)
+            apart = [s for s, new in pending.items() if s.phase is Phase.ACCEPTED and _cannot_fuse(s, new)]
+            self._commit(apart, num_threads)
             waiting = [state for state, record in pending.items() if record.place is None]
             alone = [s for s, record in pending.items() if record.place and s.phase is Phase.CLEAN]
             fused = [s for s, record in pending.items() if record.place and s.phase is Phase.ACCEPTED]
             if waiting:
-                self.table.take_norm(self._segments(waiting, [pending[state].gradient for state in waiting]))
-            self.table.bring_home(self.table.rows_of([*alone, *fused]))
-            seen = {state: replace(pending[state], versions=state.versions) for state in (*alone, *fused)}
+                segments = self._segments(waiting, [pending[state].gradient for state in waiting])
+                self.table.compute_norm(segments, num_threads=num_threads)
+            for state in (*alone, *fused):
+                pending[state].versions = state.versions
             for chosen in (alone, fused):
                 if chosen:
-                    self._speculate(chosen, [pending[state] for state in chosen], fuses=chosen is fused)
-            for state, record in pending.items():
-                self._move(state, Phase.SPECULATED, seen.get(state, record))
-
-    def keep(self, pending: Mapping[ParameterState, Pending], norm: GradientNorm) -> None:
-        """Note gradients that stayed on the device, for a step there once the verdict is known.
-
-        Args:
-            pending: of parameters on which nothing else waits for a verdict any more.
-            norm: of these gradients, in this order.
-        """
-        with self._timed("speculate_seconds"):
-            self._forget(pending)
-            self._commit([state for state in pending if state.phase is Phase.ACCEPTED])
-            self.table.put_norm(self.table.rows_of(list(pending)), norm)
+                    self._speculate(chosen, [pending[state] for state in chosen], chosen is fused, num_threads)
             for state, record in pending.items():
                 self._move(state, Phase.SPECULATED, record)
 
-    def _speculate(self, states: Sequence[ParameterState], pending: Sequence[Pending], *, fuses: bool) -> None:
+    def _speculate(
+        self, states: Sequence[ParameterState], pending: Sequence[Pending], fuses: bool, num_threads: int | None
+    ) -> None:
         coefficients = CoefficientTable()
         accepted = None
         if fuses:
@@ -166,15 +166,30 @@ class Transaction:
             coefficients,
             _indices(coefficients, states, pending),
             accepted,
+            num_threads,
         )
+
+    def add_pending(self, pending: Mapping[ParameterState, Pending], norm: GradientNorm) -> None:
+        """Let gradients that stayed on the device wait for the verdict, with which their step is made there.
+
+        Args:
+            pending: records of the gradients.
+            norm: of these gradients, in this order.
+        """
+        with self._timed("speculate_seconds"):
+            self._drop(pending)
+            self._commit([state for state in pending if state.phase is Phase.ACCEPTED])
+            self.table.put_norm(self.table.rows_of(list(pending)), norm)
+            for state, record in pending.items():
+                self._move(state, Phase.SPECULATED, record)
 
     def drop(self) -> None:
         """Forget everything that waits for a verdict; the gradients stay where they are."""
         with self._timed("resolve_seconds"):
-            self._forget(self.in_phase(Phase.SPECULATED))
+            self._drop(self.in_phase(Phase.SPECULATED))
 
-    def _forget(self, states: Iterable[ParameterState]) -> None:
-        """Forget what is pending on those of the states that wait for a verdict."""
+    def _drop(self, states: Iterable[ParameterState]) -> None:
+        """Forget what waits for a verdict."""
         for state in states:
             if state.phase is Phase.SPECULATED:
                 self.statistics.dropped += _pending_of(state).place is not None
@@ -184,65 +199,73 @@ class Transaction:
     def distrust(self, state: ParameterState) -> None:
         """Let the verdict make a parameter's step in place, because what speculation has read was changed."""
         if state.phase is Phase.SPECULATED:
-            state.pending = replace(_pending_of(state), versions=None)
+            _pending_of(state).versions = None
 
     # ---- the verdict -------------------------------------------------------------------------------------------------
 
-    def step(self, arrivals: Arrivals, max_norm: float | None) -> StepOutcome:
+    def step(self, gradients: StepGradients, max_norm: float | None) -> StepOutcome:
         """Validate gradients, and unless one of them is not finite, make a step with them.
 
         A gradient that was speculated on, and is still what it was, has its new value published; every other parameter
         is updated in place. What else waits for a verdict is forgotten.
 
         Args:
-            arrivals: the gradients.
+            gradients: of the step.
             max_norm: limit of the global gradient norm; None or inf for no limit.
         """
-        rows = self.table.rows_of(arrivals.states)
-        with self._timed("commit_seconds"):
-            self._commit([state for state in arrivals.states if state.phase is Phase.ACCEPTED])
-            self._adopt_rows(self.table.fingerprints.seen_hints(rows))  # bound() has just looked
-        if arrivals.segments is not None:
-            return self._step_in_place(arrivals, arrivals.segments, max_norm)
-        with self._timed("norm_seconds"):
-            parts = self._parts(arrivals)
-            self._forget(self._others(parts))
-            outcome = self._judge(parts, max_norm)
+        with deferred_signals(), self._lock:
+            begin = time.perf_counter()
+            if self._members[Phase.ACCEPTED]:
+                self._commit([state for state in gradients.states if state.phase is Phase.ACCEPTED])
+            hinted = self.table.fingerprints.seen_hints(self.table.rows_of(gradients.states))  # bound() has just looked
+            if hinted:
+                self._adopt([self.table.states[row] for row in hinted])
+            begin = self._spent("commit_seconds", begin)
+            if gradients.segments is not None:
+                return self._step_in_place(gradients, gradients.segments, max_norm, begin)
+            parts, others = self._parts(gradients)
+            self._drop(others)
+            outcome = self._judge(parts, self.table.norm.copy(), max_norm)
             told = self._told(parts, outcome)
-        with self._timed("resolve_seconds"):
+            begin = self._spent("norm_seconds", begin)
             if outcome.kind is StepKind.SKIPPED:
-                self._forget(self.in_phase(Phase.SPECULATED))
+                self._drop(self.in_phase(Phase.SPECULATED))
             else:
                 self._apply(parts, outcome.clip_coefficient)
             self.table.norm.clear()
-        return told
+            self._spent("resolve_seconds", begin)
+            return told
 
-    def _step_in_place(self, arrivals: Arrivals, segments: Segments, max_norm: float | None) -> StepOutcome:
+    def _step_in_place(
+        self, gradients: StepGradients, segments: Segments, max_norm: float | None, begin: float
+    ) -> StepOutcome:
         """Make a step of gradients none of which was taken: one job, whatever their number."""
-        with self._timed("norm_seconds"):
-            self._forget(self.in_phase(Phase.SPECULATED))
-            self.table.take_norm(segments)
-            outcome = judge(self.table.norm, max_norm)
-            self.table.norm.clear()
+        self._drop(self.in_phase(Phase.SPECULATED))
+        self.table.compute_norm(segments)
+        outcome = judge(self.table.norm, max_norm)
+        self.table.norm.clear()
+        begin = self._spent("norm_seconds", begin)
         if outcome.kind is not StepKind.SKIPPED:
-            with self._timed("update_seconds"):
-                with_max = any(hyper.amsgrad for hyper, _ in arrivals.runs)
-                self._make_ready(arrivals.states, arrivals.hyper, with_max=with_max)
-                rows, coefficients = self.table.rows_of(arrivals.states), CoefficientTable()
-                indices = self.table.indices_of_next_step(rows, arrivals.runs, outcome.clip_coefficient, coefficients)
-                self.table.update(rows, segments, coefficients, indices)
+            with_max = any(hyper.amsgrad for hyper, _ in gradients.runs)
+            self._make_ready(gradients.states, gradients.runs, with_max=with_max)
+            rows, coefficients = self.table.rows_of(gradients.states), CoefficientTable()
+            indices = self.table.indices_of_next_step(rows, gradients.runs, outcome.clip_coefficient, coefficients)
+            self.table.update(rows, segments, coefficients, indices)
+            self._spent("update_seconds", begin)
         return outcome
 
-    def _parts(self, arrivals: Arrivals) -> list[_Part]:
-        parts = []
-        for state, gradient, hyper in zip(arrivals.states, arrivals.gradients, arrivals.hyper, strict=True):
+    def _parts(self, gradients: StepGradients) -> tuple[list[_Part], list[ParameterState]]:
+        """Return what each parameter brings, and whose gradient waits for a verdict and is none of these."""
+        parts, others = [], dict(self._members[Phase.SPECULATED])
+        for state, gradient, hyper in zip(gradients.states, gradients.gradients, gradients.hyper, strict=True):
             if isinstance(gradient, Tensor):
                 parts.append(_Part(state, hyper, gradient))
                 continue
             part = _Part(state, hyper, gradient.ready(), taken=gradient)
             pending = state.pending
             if pending is not None and _waits(state, gradient):
-                part.pending, part.gradient, part.is_kept = pending, pending.gradient, pending.is_kept
+                part.waits, part.pending, part.gradient = True, pending, pending.gradient
+                del others[state]
             if gradient.factors:
                 scale = gradient.scale()
                 if scale is None or part.pending is None:
@@ -252,25 +275,23 @@ class Transaction:
             elif part.pending is None:
                 part.gradient = state.host_gradient(part.gradient)
             parts.append(part)
-        return parts
+        return parts, list(others)
 
-    def _others(self, parts: Sequence[_Part]) -> list[ParameterState]:
-        """Return whose gradient waits for a verdict and is none of these."""
-        these = {part.state for part in parts if part.taken is not None and _waits(part.state, part.taken)}
-        return [state for state in self.in_phase(Phase.SPECULATED) if state not in these]
+    def _judge(self, parts: Sequence[_Part], norm: GradientNorm, max_norm: float | None) -> StepOutcome:
+        """Return the verdict over the gradients as they are now in `.grad`.
 
-    def _judge(self, parts: Sequence[_Part], max_norm: float | None) -> StepOutcome:
-        """Return the verdict over the gradients as they are now in `.grad`."""
+        Args:
+            parts: the gradients.
+            norm: of those that wait, as they arrived; a copy, which gets that of all as they are.
+            max_norm: limit of the norm.
+        """
         if max_norm is not None and not math.isinf(max_norm):
             for part in parts:  # the norm of a product is no product of the norm, but for powers of two
-                if math.frexp(part.scale)[0] != 0.5 and part.scale != 1.0:
+                if part.scale != 1.0 and math.frexp(part.scale)[0] != 0.5:
                     part.apply_factors()
-        norm = self.table.norm.copy()
-        for state in self._others(parts):
-            norm.clear(self.table.chunks_of(state.row))
         uncounted = [part for part in parts if part.pending is None]
         if uncounted:
-            self.table.take_norm(self._segments(*_columns(uncounted)), norm)
+            self.table.compute_norm(self._segments(*_columns(uncounted)), norm)
         for part in parts:
             if part.scale != 1.0:
                 norm.sums[self.table.chunks_of(part.state.row)] *= part.scale * part.scale
@@ -293,45 +314,42 @@ class Transaction:
                 and pending.versions == part.state.versions
             )
             (accepted if is_right else rest).append(part)
-            if not is_right:
-                if part.state.pending is not None:
-                    self.statistics.respeculated += (
-                        _waits(part.state, part.taken) and part.state.pending.place is not None
-                    )
-                    part.state.pending = replace(part.state.pending, place=None)
-                part.pending = pending = None  # the memory of its new value is needed no more
-        self._update(rest, clip)
-        self._publish(accepted)
+            if part.waits and not is_right:
+                record = _pending_of(part.state)
+                self.statistics.respeculated += record.place is not None
+                record.place = None
+        if rest:
+            self._update(rest, clip)
+        if accepted:
+            self._publish(accepted)
 
     def _publish(self, parts: Sequence[_Part]) -> None:
-        if not parts:
-            return
         states = [part.state for part in parts]
         records = [_pending_of(state) for state in states]
         self.table.delivery.publish(states, [record.place for record in records if record.place])
-        self.table.note_step(self.table.rows_of(states))
+        self.table.count_step(self.table.rows_of(states))
         self.statistics.accepted += len(states)
         for state, record in zip(states, records, strict=True):
-            self._move(state, Phase.ACCEPTED, replace(record, place=None))  # its memory is needed no more
+            record.place = None
+            self._move(state, Phase.ACCEPTED, record)
 
     def _update(self, parts: Sequence[_Part], clip: float) -> None:
         """Make the step of parameters in place: nothing is left to commit."""
-        if not parts:
-            return
         with_max = any(part.hyper.amsgrad for part in parts)
-        self._make_ready([part.state for part in parts], (part.hyper for part in parts), with_max=with_max)
+        self._make_ready([part.state for part in parts], [(part.hyper, 1) for part in parts], with_max=with_max)
         # The device first: it works while we do, and where its memory is short, nothing was changed yet.
         kept = [part for part in parts if part.is_kept]
         here = [part for part in parts if not part.is_kept]
         if kept:
+            states, gradients = _columns(kept)
+            coefficients, indices = self._coefficients(kept, clip)
             try:
-                states, gradients = _columns(kept)
-                coefficients, indices = self._coefficients(kept, clip)
-                self.table.update_kept(self.table.rows_of(states), gradients, coefficients, indices)
+                self.table.update_in_tier(self.table.rows_of(states), gradients, coefficients, indices)
             except torch.OutOfMemoryError:  # nothing was changed; the host has room
                 for part in kept:
-                    part.gradient, part.is_kept = part.state.host_gradient(part.gradient), False
+                    part.gradient = part.state.host_gradient(part.gradient)
                 here += kept
+                self.statistics.displaced += len(kept)
         if here:
             states, gradients = _columns(here)
             coefficients, indices = self._coefficients(here, clip)
@@ -354,9 +372,8 @@ class Transaction:
 
     def _told(self, parts: Sequence[_Part], outcome: StepOutcome) -> StepOutcome:
         """Return the outcome with what others did to all gradients alike, and expect the same unscaling next time."""
-        taken = [part.taken for part in parts if part.taken is not None and _waits(part.state, part.taken)]
-        factors = {(one.unscale_factor(), _clip_factor(one)) for one in taken}
-        if len(taken) != len(parts) or len(factors) != 1:
+        factors = {(part.taken.unscale_factor(), _clip_factor(part.taken)) for part in parts if part.taken}
+        if len(factors) != 1 or not all(part.waits for part in parts):
             return outcome
         unscale, clip = factors.pop()
         self.expected_scale = unscale
@@ -371,10 +388,10 @@ class Transaction:
         """Fold every accepted gradient into the state, and every outside write into the masters."""
         with self._timed("commit_seconds"):
             self._commit(self.in_phase(Phase.ACCEPTED))
-            hinted = self.table.fingerprints.hints(self.table.all_rows)
-            self._adopt_rows([row for row in hinted if self.table.states[row].has_memory])
+            hinted = [self.table.states[row] for row in self.table.fingerprints.hints(self.table.all_rows)]
+            self._adopt([state for state in hinted if state.has_memory])
 
-    def commit_some(self, elements: int) -> int:
+    def commit_some(self, elements: int, num_threads: int | None = None) -> int:
         """Commit accepted gradients of so many elements, first those that came first; return of how many it was."""
         with self._timed("commit_seconds"):
             chosen: list[ParameterState] = []
@@ -384,15 +401,15 @@ class Transaction:
                     break
                 chosen.append(state)
                 count += state.parameter.numel()
-            self._commit(chosen)
+            self._commit(chosen, num_threads)
             return count
 
-    def _commit(self, states: Sequence[ParameterState]) -> None:
+    def _commit(self, states: Sequence[ParameterState], num_threads: int | None = None) -> None:
         if not states:
             return
         coefficients, accepted = CoefficientTable(), [_pending_of(state) for state in states]
-        gradients = [record.gradient for record in accepted]
-        self.table.commit(self.table.rows_of(states), gradients, coefficients, _indices(coefficients, states, accepted))
+        gradients, indices = [record.gradient for record in accepted], _indices(coefficients, states, accepted)
+        self.table.commit(self.table.rows_of(states), gradients, coefficients, indices, num_threads)
         for state in states:
             self._move(state, Phase.CLEAN, None)
 
@@ -403,20 +420,25 @@ class Transaction:
         with self._lock:
             return self.table.norm.total * self.expected_scale if self.is_open else 0.0
 
-    def nonfinite_of(self, state: ParameterState, taken: TakenGradient) -> int | None:
+    def nonfinite_of(self, taken: TakenGradient) -> int | None:
         """Return how many elements of a gradient are Inf or NaN, where that was counted."""
         with self._lock:
-            if not _waits(state, taken):
+            state = None if taken.parameter is None else self.table.state_of(taken.parameter)
+            if state is None or not _waits(state, taken):
                 return None
             return int(self.table.norm.nonfinite[self.table.chunks_of(state.row)].sum())
 
-    def grad_norm(self, arrivals: Arrivals) -> float:
+    def grad_norm(self, gradients: StepGradients) -> float:
         """Return the norm of these gradients, as a step would judge it."""
         with self._timed("norm_seconds"):
-            if arrivals.segments is None:
-                return self._judge(self._parts(arrivals), 0.0).grad_norm
+            if gradients.segments is None:
+                parts, others = self._parts(gradients)
+                norm = self.table.norm.copy()
+                for state in others:
+                    norm.clear(self.table.chunks_of(state.row))
+                return self._judge(parts, norm, 0.0).grad_norm
             norm = GradientNorm.zeros(len(self.table.norm.sums))
-            self.table.take_norm(arrivals.segments, norm)
+            self.table.compute_norm(gradients.segments, norm)
             return norm.total
 
     # ---- what others do to parameters --------------------------------------------------------------------------------
@@ -426,11 +448,9 @@ class Transaction:
         with self._timed("commit_seconds"):
             self._adopt(states)
 
-    def _adopt_rows(self, rows: Sequence[int]) -> None:
-        if rows:
-            self._adopt([self.table.states[row] for row in rows])
-
     def _adopt(self, states: Sequence[ParameterState]) -> None:
+        if not states:
+            return
         for state in states:
             if not state.has_memory:
                 raise ValueError(
@@ -443,36 +463,43 @@ class Transaction:
         for state in states:
             self.distrust(state)
             adopt_outside_write(state)
-            self.table.fingerprints.note(state.row)
-            self.table.note_moved(state)
+            self.table.fingerprints.remember(state.row)
+            self.table.refresh_pointers(state)
 
     def _make_ready(
-        self, states: Sequence[ParameterState], hyper: Iterable[Hyperparameters], *, with_max: bool
+        self, states: Sequence[ParameterState], runs: Iterable[tuple[Hyperparameters, int]], *, with_max: bool
     ) -> None:
         """Create what a certain step with these hyper-parameters reads and writes."""
         if self.table.are_ready(self.table.rows_of(states), with_max=with_max):
             return
-        for state, one in zip(states, hyper, strict=True):
-            if not state.has_state or (one.amsgrad and state.max_exp_avg_sq is None):
+        each = itertools.chain.from_iterable(itertools.repeat(hyper, count) for hyper, count in runs)
+        for state, hyper in zip(states, each, strict=True):
+            if not state.has_state or (hyper.amsgrad and state.max_exp_avg_sq is None):
                 self.table.bring_home(self.table.rows_of([state]))
-                state.create_state(with_max=one.amsgrad)
-                self.table.note_moved(state)
+                state.create_state(with_max=hyper.amsgrad)
+                self.table.refresh_pointers(state)
 
     def _segments(self, states: Sequence[ParameterState], gradients: Sequence[Tensor]) -> Segments:
         return self.table.segments(self.table.rows_of(states), gradients)
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
-        """Hold the lock, so that a worker and the training thread never run a pass at once, and take the time.
+        """Hold the lock, so that a worker and the training thread never run a pass at once, and measure the time.
 
         What is done inside is done wholly, whatever signals come.
         """
-        with DeferredSignals(), self._lock:
+        with deferred_signals(), self._lock:
             begin = time.perf_counter()
             try:
                 yield
             finally:
-                setattr(self.statistics, phase, getattr(self.statistics, phase) + time.perf_counter() - begin)
+                self._spent(phase, begin)
+
+    def _spent(self, phase: str, begin: float) -> float:
+        """Count the time since `begin` for a phase; return the present one."""
+        now = time.perf_counter()
+        setattr(self.statistics, phase, getattr(self.statistics, phase) + now - begin)
+        return now
 
 
 def _columns(parts: Sequence[_Part]) -> tuple[list[ParameterState], list[Tensor]]:
@@ -480,7 +507,7 @@ def _columns(parts: Sequence[_Part]) -> tuple[list[ParameterState], list[Tensor]
 
 
 def _clip_factor(taken: TakenGradient) -> float:
-    """Return what somebody multiplied a gradient with, but for unscaling."""
+    """Return what a gradient was multiplied with, but for unscaling."""
     return math.prod(
         1.0 / one.number if one.kind is FactorKind.DIVIDE else one.number
         for one in taken.factors
@@ -488,10 +515,8 @@ def _clip_factor(taken: TakenGradient) -> float:
     )
 
 
-def _waits(state: ParameterState, taken: TakenGradient | None) -> bool:
+def _waits(state: ParameterState, taken: TakenGradient) -> bool:
     """Whether this very gradient waits for its verdict, unchanged."""
-    if taken is None:
-        return False
     pending = state.pending if state.phase is Phase.SPECULATED else None
     return pending is not None and pending.taken() is taken and pending.version == taken.version
 

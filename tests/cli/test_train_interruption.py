@@ -13,7 +13,7 @@ import pytest
 from children import exit_code_of_child, wait_until_delivered
 
 from superadam.cli.train.interruption import Interruption
-from superadam.host.signals import DeferredSignals
+from superadam.host.signals import deferred_signals
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -28,7 +28,7 @@ def test_first_signal_is_remembered(number: signal.Signals) -> None:
 
 def in_python() -> None:
     """Never return, but let handlers run, except those that are deferred."""
-    with DeferredSignals():
+    with deferred_signals():
         threading.Event().wait()
 
 

@@ -124,18 +124,18 @@ def test_gradients_go_to_the_host_and_values_come_back(device: CudaDevice, dtype
         host = device.host_empty(layout.numel, dtype)
         assert device.is_host(host)
         device.copy(host, packed, Stream.DOWNLOAD)
-        device.keep(packed, Stream.DOWNLOAD)
-        device.keep(host, Stream.DOWNLOAD)
+        device.record_stream(packed, Stream.DOWNLOAD)
+        device.record_stream(host, Stream.DOWNLOAD)
         device.record(Stream.DOWNLOAD).synchronize()
         for view, gradient in zip(layout.views(host), gradients, strict=True):
             assert bits(view) == bits(gradient)
         there = device.empty(layout.numel, dtype, Stream.UPLOAD)
         device.copy(there, host, Stream.UPLOAD)
-        device.keep(host, Stream.UPLOAD)
+        device.record_stream(host, Stream.UPLOAD)
         versions = [parameter._version for parameter in parameters]
         device.wait(Stream.CURRENT, device.record(Stream.UPLOAD))
         device.scatter(layout.views(there), [state.parameter.data for state in layout.states])
-        device.keep(there, Stream.CURRENT)
+        device.record_stream(there, Stream.CURRENT)
         for state, gradient in zip(layout.states, gradients, strict=True):
             assert bits(state.parameter) == bits(gradient)
         assert [parameter._version for parameter in parameters] == versions
@@ -256,7 +256,7 @@ def test_calls_work_from_any_thread(device: CudaDevice) -> None:
             host.fill_(3.0)
             there = device.empty(layout.numel, torch.float32, Stream.UPLOAD)
             device.copy(there, host, Stream.UPLOAD)
-            device.keep(host, Stream.UPLOAD)
+            device.record_stream(host, Stream.UPLOAD)
             device.wait(Stream.CURRENT, device.record(Stream.UPLOAD))
             device.scatter(layout.views(there), [state.parameter.data for state in layout.states])
             device.record(Stream.CURRENT).synchronize()
@@ -282,8 +282,8 @@ def test_order_of_a_download(cuda: FakeCuda) -> None:
         device.wait(Stream.DOWNLOAD, device.record(Stream.CURRENT))
         host = device.host_empty(layout.numel, torch.float32)
         device.copy(host, packed, Stream.DOWNLOAD)
-        device.keep(packed, Stream.DOWNLOAD)
-        device.keep(host, Stream.DOWNLOAD)
+        device.record_stream(packed, Stream.DOWNLOAD)
+        device.record_stream(host, Stream.DOWNLOAD)
         device.record(Stream.DOWNLOAD).synchronize()
     assert cuda.log == [
         ("allocate", "current"),
@@ -308,10 +308,10 @@ def test_order_of_an_upload(cuda: FakeCuda) -> None:
     with OperationsOnStreams(cuda):
         arriving = device.empty(layout.numel, torch.float32, Stream.UPLOAD)
         device.copy(arriving, host, Stream.UPLOAD)
-        device.keep(host, Stream.UPLOAD)
+        device.record_stream(host, Stream.UPLOAD)
         device.wait(Stream.CURRENT, device.record(Stream.UPLOAD))
         device.scatter(layout.views(arriving), [state.parameter.data for state in layout.states])
-        device.keep(arriving, Stream.CURRENT)
+        device.record_stream(arriving, Stream.CURRENT)
     assert cuda.log == [
         ("allocate", "upload"),
         ("copy", "upload"),
@@ -377,11 +377,11 @@ def test_gradients_made_on_another_stream_are_packed_behind_it(cuda: FakeCuda, m
     layout = layout_of([torch.zeros(9)], device)
     kept: list[str] = []
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda gradient, stream: kept.append(stream.name))
-    device.note_ready()
+    device.mark_ready()
     device.pack([random(9)], layout, torch.float32)
     assert not any(entry[0] == "wait for stream" for entry in cuda.log)
     with cuda.stream(FakeStream(cuda, "branch")):
-        device.note_ready()
+        device.mark_ready()
     device.pack([random(9)], layout, torch.float32)
     assert ("wait for stream", "current", "branch") in cuda.log
     assert kept == ["current"]
@@ -395,11 +395,11 @@ def test_kept_gradients_that_were_packed_on_another_stream_are_stepped_behind_it
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda gradient, stream: kept.append(gradient))
     monkeypatch.setattr("superadam.devices.cuda.update", lambda *_: cuda.log.append(("update", cuda.now.name)))
     step = KeptStep(random(3), random(3), random(3), None, random(3), random(3), 0)
-    device.note_ready()
+    device.mark_ready()
     device.update([step], [])
     assert (cuda.log, kept) == ([("update", "current")], [])
     with cuda.stream(FakeStream(cuda, "branch")):
-        device.note_ready()
+        device.mark_ready()
     device.update([step], [])
     assert cuda.log[1:] == [("wait for stream", "current", "branch"), ("update", "current")]
     assert len(kept) == 1
@@ -411,7 +411,7 @@ def test_host_memory_is_not_used_again_while_a_copy_is_under_way(cuda: FakeCuda)
     device.reserve(4096, 1, 0)
     host = device.host_empty(1024, torch.float32)
     address, cuda.events_pass = host.data_ptr(), False
-    device.keep(host, Stream.DOWNLOAD)
+    device.record_stream(host, Stream.DOWNLOAD)
     del host
     assert device.host_empty(1024, torch.float32).data_ptr() != address
     cuda.events_pass = True
@@ -693,7 +693,7 @@ def test_a_thread_without_a_current_device_makes_no_context_elsewhere(gpu: str) 
     device = CudaDevice(gpu)
     seen: list[int] = []
     worker = device.start_worker(lambda: False)
-    worker.submit(lambda: seen.append(torch.cuda.current_device()))
+    worker.submit(lambda _: seen.append(torch.cuda.current_device()))
     worker.drain()
     worker.close()
     assert seen == [device.device.index]

@@ -15,6 +15,7 @@ from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import ChunkSums
 from superadam.devices.simulated import Operation, SeededWorker, SimulatedDevice, SimulatedEvent
 from superadam.devices.worker import ThreadWorker, WorkerError
+from superadam.kernels.kept_step import StepsInPlace
 from superadam.state.parameter import ParameterState
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -52,116 +53,7 @@ def is_poisoned(memory: Tensor) -> bool:
     return bool((memory == 0xFF).all())
 
 
-# ---- both ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(params=[PlainDevice, lazy, lambda: SimulatedDevice(1, 0.9)], ids=["plain", "lazy", "hasty"])
-def device(request: pytest.FixtureRequest) -> Device:
-    one: Device = request.param()
-    return one
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gradients_go_to_the_host_and_values_come_back(device: Device, dtype: torch.dtype) -> None:
-    tensors = oddly_laid_out(dtype)
-    layout = layout_of(*[torch.zeros_like(tensor) for tensor in tensors])
-    packed = device.pack(tensors, layout, dtype)
-    assert packed.dtype == dtype
-    assert packed.shape == (layout.numel,)
-    device.wait(Stream.DOWNLOAD, device.record(Stream.CURRENT))
-    host = device.host_empty(layout.numel, dtype)
-    device.copy(host, packed, Stream.DOWNLOAD)
-    device.keep(packed, Stream.DOWNLOAD)
-    del packed
-    arrived = device.record(Stream.DOWNLOAD)
-    arrived.synchronize()
-    for view, tensor in zip(layout.views(host), tensors, strict=True):
-        assert torch.equal(view, tensor)
-    there = device.empty(layout.numel, dtype, Stream.UPLOAD)
-    device.copy(there, host, Stream.UPLOAD)
-    versions = [state.parameter._version for state in layout.states]
-    device.keep(host, Stream.UPLOAD)
-    del host
-    device.wait(Stream.CURRENT, device.record(Stream.UPLOAD))
-    device.scatter(layout.views(there), [state.parameter.data for state in layout.states])
-    device.keep(there, Stream.CURRENT)
-    del there
-    for state, tensor in zip(layout.states, tensors, strict=True):
-        assert torch.equal(state.parameter, tensor)
-    assert [state.parameter._version for state in layout.states] == versions
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("gradient_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_packing_converts_as_torch_does(device: Device, gradient_dtype: torch.dtype, dtype: torch.dtype) -> None:
-    gradients = oddly_laid_out(gradient_dtype)
-    layout = layout_of(*gradients)
-    packed = device.pack(gradients, layout, dtype)
-    device.record(Stream.CURRENT).synchronize()
-    for view, gradient in zip(layout.views(packed), gradients, strict=True):
-        assert view.dtype == dtype
-        assert torch.equal(view, gradient.to(dtype))
-
-
-def test_gradients_may_be_overwritten_after_packing(device: Device) -> None:
-    gradient = torch.ones(70)
-    layout = layout_of(gradient)
-    packed = device.pack([gradient], layout, torch.float32)
-    gradient.fill_(-1.0)
-    device.record(Stream.CURRENT).synchronize()
-    assert torch.equal(layout.views(packed)[0], torch.ones(70))
-
-
-def test_packing_takes_gradients_that_carry_a_graph_or_are_negated_views(device: Device) -> None:
-    with_graph = torch.ones(3, requires_grad=True) * 2
-    negated = torch.complex(torch.zeros(4), torch.arange(4.0)).conj().imag
-    assert negated.is_neg()
-    layout = layout_of(torch.zeros(3), torch.zeros(4))
-    packed = device.pack([with_graph, negated], layout, torch.float32)
-    device.record(Stream.CURRENT).synchronize()
-    first, second = layout.views(packed)
-    assert torch.equal(first, torch.full((3,), 2.0))
-    assert torch.equal(second, -torch.arange(4.0))
-    assert not packed.requires_grad
-
-
-def test_scatter_reaches_parameters_of_any_layout_and_leaves_versions_alone(device: Device) -> None:
-    parameters = [nn.Parameter(torch.zeros(12)[::3]), nn.Parameter(torch.zeros(2, 3).t()), nn.Parameter(torch.zeros(0))]
-    versions = [parameter._version for parameter in parameters]
-    sources = [torch.arange(4.0), torch.arange(6.0).view(2, 3).t(), torch.zeros(0)]
-    device.scatter(sources, parameters)
-    device.scatter([], [])
-    for parameter, source in zip(parameters, sources, strict=True):
-        assert torch.equal(parameter, source)
-    assert [parameter._version for parameter in parameters] == versions
-
-
-def test_host_memory_does_not_follow_the_default_device(device: Device) -> None:
-    gradient = torch.ones(5)
-    layout = layout_of(gradient)
-    torch.set_default_device("meta")
-    try:
-        buffers = [
-            device.host_empty(3, torch.float32),
-            device.empty(3, torch.bfloat16, Stream.UPLOAD),
-            device.pack([gradient], layout, torch.float32),
-        ]
-        device.copy(buffers[0], gradient[:3], Stream.DOWNLOAD)
-        device.record(Stream.CURRENT).synchronize()
-        device.record(Stream.DOWNLOAD).synchronize()
-    finally:
-        torch.set_default_device(None)
-    assert all(buffer.is_cpu for buffer in buffers)
-    assert torch.equal(buffers[0], gradient[:3])
-    assert torch.equal(layout.views(buffers[2])[0], gradient)
-    del buffers
-    finish(device)
-
-
-def test_nothing_is_to_be_reserved_on_the_host(device: Device) -> None:
-    device.reserve(1 << 62, 1 << 60, 0)
-    device.close()
-    assert device.host_empty(3, torch.float32).shape == (3,)
+# ---- plain -----------------------------------------------------------------------------------------------------------
 
 
 def test_more_new_values_than_the_host_has_room_for_are_refused_with_both_figures() -> None:
@@ -169,7 +61,11 @@ def test_more_new_values_than_the_host_has_room_for_are_refused_with_both_figure
         PlainDevice().reserve(0, 0, 1 << 60)
 
 
-# ---- plain -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("device", [PlainDevice(), lazy()], ids=["plain", "lazy"])
+def test_gradients_are_not_to_be_reserved(device: Device) -> None:
+    device.reserve(1 << 62, 1 << 60, 0)
+    device.close()
+    assert device.host_empty(3, torch.float32).shape == (3,)
 
 
 def test_plain_device_is_the_host() -> None:
@@ -341,7 +237,7 @@ def test_kept_memory_is_poisoned_when_its_stream_has_passed() -> None:
     seen = []
     memory = memory_of(buffer)
     device._enqueue(Stream.UPLOAD, Operation(lambda: seen.append(is_poisoned(memory))))
-    device.keep(buffer, Stream.UPLOAD)
+    device.record_stream(buffer, Stream.UPLOAD)
     del buffer
     assert not is_poisoned(memory)
     finish(device)
@@ -357,7 +253,7 @@ def test_memory_kept_for_two_streams_waits_for_both() -> None:
         memory = memory_of(buffer)
         for stream in (Stream.DOWNLOAD, Stream.UPLOAD):
             device._enqueue(stream, Operation(lambda seen=seen, memory=memory: seen.append(is_poisoned(memory))))
-            device.keep(buffer, stream)
+            device.record_stream(buffer, stream)
         del buffer
         finish(device)
         assert seen == [False, False]
@@ -409,7 +305,7 @@ def test_storages_that_others_resize_before_a_copy_runs_crash_nothing(which: str
     source, target = device.host_empty(numel, torch.float32), torch.zeros(numel)
     source.fill_(1.0)
     device.copy(target, source, Stream.UPLOAD)
-    device.keep(source, Stream.UPLOAD)
+    device.record_stream(source, Stream.UPLOAD)
     storage = (source if which == "source" else target).untyped_storage()
     storage.resize_(0)
     if back:
@@ -449,7 +345,7 @@ def test_seeded_worker_runs_every_job_in_order() -> None:
         worker = SimulatedDevice(seed).start_worker(lambda: False)
         assert isinstance(worker, SeededWorker)
         for i in range(5):
-            worker.submit(lambda i=i, done=done: done.append(i))
+            worker.submit(lambda _, i=i, done=done: done.append(i))
         lags.add(5 - len(done))
         assert worker.is_idle == (len(done) == 5)
         worker.drain()
@@ -462,15 +358,15 @@ def test_seeded_worker_that_fails_tells_once_and_forgets_what_was_behind() -> No
     worker = SimulatedDevice(4).start_worker(lambda: False)
     done: list[str] = []
 
-    def fail() -> None:
+    def fail(is_awaited: bool) -> None:
         raise KeyError("planted")
 
-    worker._jobs.extend([fail, lambda: done.append("behind")])
+    worker._jobs.extend([fail, lambda _: done.append("behind")])
     with pytest.raises(WorkerError, match="KeyError"):
         worker.drain()
     assert done == []
     worker.drain()
-    worker.submit(lambda: done.append("next"))
+    worker.submit(lambda _: done.append("next"))
     worker.close()
     assert done == ["next"]
 
@@ -498,15 +394,13 @@ def test_empty_buffers_are_freed_like_others() -> None:
         assert not device.is_host(torch.ones(0))
         packed = device.pack([torch.ones(0)], layout, torch.float32)
         device.copy(first, packed, Stream.DOWNLOAD)
-        device.keep(packed, Stream.DOWNLOAD)
-        device.keep(second, Stream.UPLOAD)
+        device.record_stream(packed, Stream.DOWNLOAD)
+        device.record_stream(second, Stream.UPLOAD)
         del first, second, packed
         finish(device)
     assert not device._blocks
 
 
 def test_host_memory_keeps_no_state() -> None:
-    device = PlainDevice()
-    assert not device.can_update
-    with pytest.raises(RuntimeError, match="PlainDevice makes no steps, expected one with can_update"):
-        device.update([], [])
+    assert not isinstance(PlainDevice(), StepsInPlace)
+    assert isinstance(lazy(), StepsInPlace)

@@ -55,21 +55,21 @@ def test_gaps_are_what_is_not_taken(actions: list[tuple[bool, int, int]]) -> Non
     for takes, size, which in actions:
         free = [n for n in range(40) if not any(begin <= n < begin + taken[begin] for begin in taken)]
         if takes:
-            begin = gaps.take(size)
+            begin = gaps.allocate(size)
             runs = [n for n in free if all(n + i in free for i in range(size))]
             assert begin == (runs[0] if runs else None)  # the lowest one
             if begin is not None:
                 taken[begin] = size
         elif taken:
             begin = sorted(taken)[which % len(taken)]
-            gaps.give_back(begin, taken.pop(begin))
+            gaps.free(begin, taken.pop(begin))
     free = [n for n in range(40) if not any(begin <= n < begin + taken[begin] for begin in taken)]
     assert [n for begin, end in gaps.ranges for n in range(begin, end)] == free
     assert all(end < begin for (_, end), (begin, _) in zip(gaps.ranges, gaps.ranges[1:], strict=False))
 
 
 def test_nothing_is_free_of_nothing() -> None:
-    assert Gaps(0).take(1) is None
+    assert Gaps(0).allocate(1) is None
     assert Gaps(0).ranges == []
 
 
@@ -119,7 +119,7 @@ class Traffic(RuleBasedStateMachine):
     def keep(self, which: int, queue: str) -> None:
         page, pages, tensor = self.live[which % len(self.live)]
         event = Point()
-        self.memory.keep(tensor, event, queue)
+        self.memory.hold_until(tensor, event, queue)
         self.kept[queue].append((page, pages, event))
 
     @rule(queue=st.sampled_from(["one", "other"]))
@@ -169,13 +169,13 @@ def test_memory_in_a_cycle_comes_back_while_memory_is_asked_for(monkeypatch: pyt
     cycle: list[Any] = [take(memory, 1)]
     cycle.append(cycle)
     del cycle
-    original = Gaps.take
+    original = Gaps.allocate
 
     def collecting(gaps: Gaps, size: int) -> int | None:
         gc.collect()
         return original(gaps, size)
 
-    monkeypatch.setattr(Gaps, "take", collecting)
+    monkeypatch.setattr(Gaps, "allocate", collecting)
     assert page_of(take(memory, 1), registrar) == 1
     assert page_of(take(memory, 2), registrar) == 0
 
@@ -188,7 +188,7 @@ def test_two_threads_get_memory_of_their_own() -> None:
         for turn in range(300):
             tensor = take(memory, 1 + turn % 3)
             tensor.fill_(mark)
-            memory.keep(tensor, Point(has_passed=True), mark)
+            memory.hold_until(tensor, Point(has_passed=True), mark)
             if not (tensor == mark).all():
                 wrong.append(turn)
 
@@ -222,7 +222,7 @@ def test_pageable_memory_is_kept_as_well() -> None:
     """Its copy may be under way, too: some devices reach pageable memory by themselves."""
     memory = PinnedMemory(RecordingRegistrar())
     tensor, event = take(memory, 1), Point()
-    memory.keep(tensor, event, "queue")
+    memory.hold_until(tensor, event, "queue")
     alive = weakref.ref(tensor)
     del tensor
     take(memory, 1)
@@ -278,7 +278,7 @@ def test_the_end_waits_for_copies_under_way(closes: bool) -> None:
     memory, registrar = pinned()
     event = Point()
     event.at_synchronize = lambda: registrar.registered  # raises where memory is gone already
-    memory.keep(take(memory, 1), event, "queue")
+    memory.hold_until(take(memory, 1), event, "queue")
     if closes:
         memory.close()
     del memory

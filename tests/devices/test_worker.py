@@ -32,7 +32,7 @@ class Idle:
         return self.pieces > 0
 
 
-def fail() -> None:
+def fail(is_awaited: bool) -> None:
     raise PlantedError("planted")
 
 
@@ -51,7 +51,7 @@ def worker(idle: Idle) -> Iterator[ThreadWorker]:
 def test_jobs_run_in_order_beside_the_caller(worker: ThreadWorker) -> None:
     seen: list[tuple[int, int]] = []
     for i in range(100):
-        worker.submit(lambda i=i: seen.append((i, threading.get_ident())))  # type: ignore[misc]
+        worker.submit(lambda _, i=i: seen.append((i, threading.get_ident())))  # type: ignore[misc]
     worker.drain()
     assert [i for i, _ in seen] == list(range(100))
     assert {thread for _, thread in seen} != {threading.get_ident()}
@@ -60,7 +60,7 @@ def test_jobs_run_in_order_beside_the_caller(worker: ThreadWorker) -> None:
 def test_drain_waits_for_the_job_that_runs(worker: ThreadWorker) -> None:
     started, ended = threading.Event(), threading.Event()
 
-    def slow() -> None:
+    def slow(is_awaited: bool) -> None:
         started.set()
         time.sleep(0.05)
         ended.set()
@@ -74,12 +74,12 @@ def test_drain_waits_for_the_job_that_runs(worker: ThreadWorker) -> None:
 def test_failure_is_raised_once_with_its_cause_and_discards_what_was_queued(worker: ThreadWorker) -> None:
     gate, ran = threading.Event(), []
 
-    def wait_then_fail() -> None:
+    def wait_then_fail(is_awaited: bool) -> None:
         assert gate.wait(5)
-        fail()
+        fail(is_awaited)
 
     worker.submit(wait_then_fail)
-    worker.submit(lambda: ran.append(1))
+    worker.submit(lambda _: ran.append(1))
     gate.set()
     with pytest.raises(
         WorkerError, match="worker failed with PlantedError: planted; nothing was changed, and the "
@@ -87,7 +87,7 @@ def test_failure_is_raised_once_with_its_cause_and_discards_what_was_queued(work
         worker.drain()
     assert isinstance(one.value.__cause__, PlantedError)
     assert not ran
-    worker.submit(lambda: ran.append(2))
+    worker.submit(lambda _: ran.append(2))
     worker.drain()
     assert ran == [2]
 
@@ -100,11 +100,11 @@ def test_jobs_after_a_failure_are_discarded_until_it_is_told(worker: ThreadWorke
         if worker._error is not None:
             break
         time.sleep(0.01)
-    worker.submit(lambda: ran.append(1))
+    worker.submit(lambda _: ran.append(1))
     with pytest.raises(WorkerError, match="planted"):
         worker.drain()
     assert not ran
-    worker.submit(lambda: ran.append(2))
+    worker.submit(lambda _: ran.append(2))
     worker.drain()
     assert ran == [2]
 
@@ -113,7 +113,7 @@ def test_idle_is_who_has_neither_a_job_nor_one_under_way(worker: ThreadWorker) -
     gate, started = threading.Event(), threading.Event()
     assert worker.is_idle
 
-    def wait() -> None:
+    def wait(is_awaited: bool) -> None:
         started.set()
         assert gate.wait(5)
 
@@ -132,7 +132,7 @@ def test_thread_that_has_ended_is_noticed_instead_of_waited_for(worker: ThreadWo
     end_thread(worker, with_job=with_job)
     ran: list[int] = []
     for _ in range(2):
-        worker.submit(lambda: ran.append(1))
+        worker.submit(lambda _: ran.append(1))
         begin = time.perf_counter()
         with pytest.raises(WorkerError, match="its thread has ended; make a new OffloadScheduler"):
             worker.drain()
@@ -145,7 +145,7 @@ def test_thread_that_has_ended_is_noticed_instead_of_waited_for(worker: ThreadWo
 
 @pytest.mark.parametrize("error", [SystemExit(), KeyboardInterrupt(), MemoryError()])
 def test_nothing_that_a_job_raises_ends_the_thread(worker: ThreadWorker, error: BaseException) -> None:
-    def stop() -> None:
+    def stop(is_awaited: bool) -> None:
         raise error
 
     worker.submit(stop)
@@ -153,7 +153,7 @@ def test_nothing_that_a_job_raises_ends_the_thread(worker: ThreadWorker, error: 
         worker.drain()
     assert caught.value.__cause__ is error
     ran: list[int] = []
-    worker.submit(lambda: ran.append(1))
+    worker.submit(lambda _: ran.append(1))
     worker.drain()
     assert ran == [1]
 
@@ -171,12 +171,12 @@ def test_jobs_go_before_idle_work(worker: ThreadWorker, idle: Idle) -> None:
     gate, ran_after = threading.Event(), []
     idle.pieces = 1_000_000
 
-    def hold() -> None:
+    def hold(is_awaited: bool) -> None:
         assert gate.wait(5)
 
     worker.submit(hold)
     worker.wake()
-    worker.submit(lambda: ran_after.append(idle.asked))
+    worker.submit(lambda _: ran_after.append(idle.asked))
     gate.set()
     worker.drain()
     assert ran_after == [0]
@@ -200,7 +200,7 @@ def test_failing_idle_work_is_told(idle: Idle) -> None:
 
 
 def test_thread_sleeps_while_there_is_nothing_to_do(worker: ThreadWorker) -> None:
-    worker.submit(lambda: None)
+    worker.submit(lambda _: None)
     worker.drain()
     before = time.process_time()
     time.sleep(0.3)
@@ -232,22 +232,22 @@ def test_close_finishes_the_jobs_and_refuses_others() -> None:
     ran: list[int] = []
     worker = ThreadWorker(lambda: False)
     for i in range(10):
-        worker.submit(lambda i=i: (time.sleep(0.002), ran.append(i)))  # type: ignore[misc]
+        worker.submit(lambda _, i=i: (time.sleep(0.002), ran.append(i)))  # type: ignore[misc]
     worker.close()
     worker.close()
     assert ran == list(range(10))
     assert not worker._thread.is_alive()
     with pytest.raises(RuntimeError, match="worker is closed; make a new OffloadScheduler"):
-        worker.submit(lambda: None)
+        worker.submit(lambda _: None)
     worker.drain()
 
 
 def test_forked_child_is_refused_even_while_a_job_runs(worker: ThreadWorker) -> None:
     gate = threading.Event()
-    worker.submit(lambda: gate.wait(5) and None)
+    worker.submit(lambda _: gate.wait(5) and None)
 
     def in_child() -> None:
-        for call in (worker.drain, lambda: worker.submit(lambda: None)):
+        for call in (worker.drain, lambda: worker.submit(lambda _: None)):
             with pytest.raises(RuntimeError, match="belongs to the process that this one was forked from"):
                 call()
         worker.wake()

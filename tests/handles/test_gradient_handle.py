@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
-from superadam.handles.gradient_handle import GradientHandle, is_exclusive, take, taken_of
+from superadam.handles.gradient_handle import GradientHandle, is_exclusive, take_gradient, taken_of
 from superadam.handles.taken_gradient import TakenGradient
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -38,7 +38,7 @@ class Owner:
 
 
 @dataclass(eq=False)
-class Keeper:
+class GradientHolder:
     """Notes what it is told."""
 
     count: int | None = None
@@ -48,10 +48,10 @@ class Keeper:
     def nonfinite_of(self, taken: TakenGradient) -> int | None:
         return self.count
 
-    def note_norm(self, taken: TakenGradient) -> None:
+    def norm_was_asked(self, taken: TakenGradient) -> None:
         self.norms.append(taken)
 
-    def note_given_back(self, taken: TakenGradient) -> None:
+    def was_given_back(self, taken: TakenGradient) -> None:
         self.given.append(taken)
 
 
@@ -69,12 +69,12 @@ def bits(tensor: Any) -> Any:
     return tensor.dtype, tensor.shape, tensor.tolist()
 
 
-def handle_for(gradient: Tensor, keeper: Keeper | None = None) -> tuple[nn.Parameter, Owner, TakenGradient]:
+def handle_for(gradient: Tensor, keeper: GradientHolder | None = None) -> tuple[nn.Parameter, Owner, TakenGradient]:
     """Return a parameter in whose `.grad` is a handle of a copy of `gradient`."""
     parameter = nn.Parameter(torch.zeros_like(gradient))
     parameter.grad = gradient.clone()
     owner = Owner(parameter)
-    taken = take(parameter, owner, keeper)
+    taken = take_gradient(parameter, owner, keeper)
     assert taken is not None
     assert type(parameter.grad) is GradientHandle
     return parameter, owner, taken
@@ -103,9 +103,9 @@ def backward(module: nn.Module, factor: float = 1.0) -> None:
 class Taking:
     """Takes the gradients of a model as they arrive."""
 
-    def __init__(self, module: nn.Module, keeper: Keeper | None = None) -> None:
+    def __init__(self, module: nn.Module, keeper: GradientHolder | None = None) -> None:
         self.owners = [Owner(parameter) for parameter in module.parameters()]
-        self.keeper = keeper
+        self.holder = keeper
         self.count = 0
         self.hooks = [
             owner.parameter.register_post_accumulate_grad_hook(self.hook(owner))  # type: ignore[attr-defined]
@@ -118,7 +118,7 @@ class Taking:
 
         def taking(parameter: Tensor) -> None:
             self = me()
-            if self is not None and take(parameter, self.owners[place], self.keeper) is not None:
+            if self is not None and take_gradient(parameter, self.owners[place], self.holder) is not None:
                 self.count += 1
 
         return taking
@@ -381,7 +381,7 @@ def run(
     arrived = taken.pending.clone()
     pending = taken.pending
     del taken
-    ours.register_post_accumulate_grad_hook(lambda parameter: take(parameter, owner) and None)
+    ours.register_post_accumulate_grad_hook(lambda parameter: take_gradient(parameter, owner) and None)
     held_ours: list[Any] = []
     held_theirs: list[Any] = []
     for name in operations:
@@ -504,7 +504,7 @@ def test_grad_scaler_unscales_and_skips_as_in_torch(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("count", [None, 0, 2])
 def test_finite_check_takes_the_count_of_the_keeper(count: int | None) -> None:
-    keeper = Keeper(count)
+    keeper = GradientHolder(count)
     parameter, _owner, taken = handle_for(torch.tensor([1.0, float("nan")]), keeper)
     found = torch.zeros(())
     torch._amp_foreach_non_finite_check_and_unscale_([parameter.grad], found, torch.tensor(0.5))
@@ -517,7 +517,7 @@ def test_finite_check_takes_the_count_of_the_keeper(count: int | None) -> None:
 
 def test_clipping_does_not_give_back_and_asks_for_norms() -> None:
     both = pair(with_gradients=False)
-    keeper = both.takes.keeper = Keeper()
+    keeper = both.takes.holder = GradientHolder()
     for module in both:
         backward(module)
         clip_grad_norm_(module.parameters(), 0.5)
@@ -571,7 +571,7 @@ def test_gradient_is_taken_in_later_calls_too() -> None:
     backward(module)
     for parameter in module.parameters():
         assert is_exclusive(parameter)
-        assert (lambda it: (lambda it: take(it))(it))(parameter) is not None
+        assert (lambda it: (lambda it: take_gradient(it))(it))(parameter) is not None
         assert taken_of(parameter.grad) is not None
 
 
@@ -596,11 +596,11 @@ def test_shared_gradient_is_not_taken(holder: str) -> None:
     parameter = _with_gradient(torch.ones(3))
     held = HOLDERS[holder](parameter)
     assert not is_exclusive(parameter)
-    assert take(parameter) is None
+    assert take_gradient(parameter) is None
     assert type(parameter.grad) is Tensor
     del held
     assert is_exclusive(parameter)
-    assert take(parameter) is not None
+    assert take_gradient(parameter) is not None
 
 
 def test_slices_of_one_buffer_are_not_taken() -> None:
@@ -638,18 +638,18 @@ def test_unfit_gradient_is_not_taken(kind: str) -> None:
     parameter.grad = gradient
     del gradient
     before = type(parameter.grad)
-    assert take(parameter) is None
+    assert take_gradient(parameter) is None
     assert type(parameter.grad) is before
 
 
 def test_nothing_to_take() -> None:
     parameter = nn.Parameter(torch.zeros(3))
-    assert take(parameter) is None
+    assert take_gradient(parameter) is None
     assert parameter.grad is None
     parameter.grad = torch.ones(3)
-    taken = take(parameter)
+    taken = take_gradient(parameter)
     handle = parameter.grad
-    assert take(parameter) is None
+    assert take_gradient(parameter) is None
     assert parameter.grad is handle
     assert taken_of(handle) is taken
     assert taken_of(None) is None
@@ -659,7 +659,7 @@ def test_nothing_to_take() -> None:
 def test_gradient_that_no_longer_fits_the_parameter_stays() -> None:
     parameter = _with_gradient(torch.ones(3))
     parameter.data = torch.zeros(4)
-    assert take(parameter) is None
+    assert take_gradient(parameter) is None
     assert bits(parameter.grad) == bits(torch.ones(3))
 
 
@@ -686,7 +686,7 @@ def test_gradient_of_another_dtype_than_the_parameter() -> None:
     parameter.grad_dtype = torch.float32  # type: ignore[attr-defined]
     owner = Owner(parameter)
     parameter.grad = torch.tensor([1.0, 1.0 + 2**-20, 2.0])
-    taken = take(parameter, owner)
+    taken = take_gradient(parameter, owner)
     assert taken is not None
     assert taken.dtype == torch.float32
     parameter.grad.add_(0)
@@ -1222,7 +1222,7 @@ def _sum_of(first: Tensor) -> tuple[nn.Parameter, Owner, TakenGradient]:
     parameter, owner, taken = handle_for(first)
     taken.pending = taken.pending.to(torch.float32)
     taken.is_sum = True
-    parameter.register_post_accumulate_grad_hook(lambda p: take(p, owner) and None)
+    parameter.register_post_accumulate_grad_hook(lambda p: take_gradient(p, owner) and None)
     return parameter, owner, taken
 
 
@@ -1269,7 +1269,7 @@ def test_other_writes_round_the_sum(write: Callable[[Any, Tensor], Any]) -> None
 
 
 def test_check_for_infinity_looks_at_the_rounded_sum() -> None:
-    parameter, _owner, taken = handle_for(torch.tensor([6e4], dtype=torch.float16), Keeper(0))
+    parameter, _owner, taken = handle_for(torch.tensor([6e4], dtype=torch.float16), GradientHolder(0))
     taken.pending = torch.tensor([7e4])
     taken.is_sum = True
     found = torch.zeros(())
@@ -1294,7 +1294,7 @@ def test_local_gradients_of_distributed_tensors() -> None:
             parameter: Any = nn.Parameter(distribute_tensor(torch.zeros(4, 3), mesh, [Shard(0)]))
             parameter.grad = distribute_tensor(torch.arange(12.0).view(4, 3), mesh, [Shard(0)])
             owner = Owner(parameter)
-            taken = take(parameter, owner) if takes else None
+            taken = take_gradient(parameter, owner) if takes else None
             assert (taken is None) is not takes
             assert taken_of(parameter.grad) is taken
             norm = clip_grad_norm_([parameter], 0.5)

@@ -29,16 +29,16 @@ class Owner:
 
 
 @dataclass(eq=False)
-class Keeper:
+class GradientHolder:
     given: list[TakenGradient] = field(default_factory=list)
 
     def nonfinite_of(self, taken: TakenGradient) -> int | None:
         return None
 
-    def note_norm(self, taken: TakenGradient) -> None:
+    def norm_was_asked(self, taken: TakenGradient) -> None:
         raise AssertionError
 
-    def note_given_back(self, taken: TakenGradient) -> None:
+    def was_given_back(self, taken: TakenGradient) -> None:
         self.given.append(taken)
 
 
@@ -293,7 +293,7 @@ def test_a_sum_takes_up_no_graph(in_use: bool) -> None:
 
 
 def test_giving_back_makes_a_copy_and_tells_the_keeper() -> None:
-    keeper = Keeper()
+    keeper = GradientHolder()
     gradient = irregular(3, 5)
     pending = gradient.clone()
     taken = TakenGradient(pending, None, keeper)
@@ -335,16 +335,16 @@ def test_other_gradients_in_grad_are_left_alone() -> None:
 
 def test_owner_and_keeper_are_not_kept_alive() -> None:
     parameter = nn.Parameter(torch.zeros(3))
-    owner, keeper = Owner(parameter), Keeper()
+    owner, keeper = Owner(parameter), GradientHolder()
     references = [weakref.ref(owner), weakref.ref(keeper)]
     taken = TakenGradient(irregular(3), owner, keeper)
     assert taken.parameter is parameter
-    assert taken.keeper() is keeper
+    assert taken.holder() is keeper
     del owner, keeper
     gc.collect()
     assert [reference() for reference in references] == [None, None]
     assert taken.parameter is None
-    assert taken.keeper() is None
+    assert taken.holder() is None
     assert same_bits(taken.give_back(), irregular(3))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from superadam.host.signals import DeferredSignals
+from superadam.host.signals import deferred_signals
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +22,7 @@ def usual_handlers() -> Iterator[None]:
 
 def interrupted(reached: list[str], *, depth: int = 1, error: Exception | None = None) -> None:
     """Get a Ctrl-C inside contexts, and go on to their end."""
-    with DeferredSignals():
+    with deferred_signals():
         if depth > 1:
             interrupted(reached, depth=depth - 1)
         else:
@@ -38,7 +38,7 @@ def test_an_interruption_of_its_beginning_is_passed_on(monkeypatch: pytest.Monke
         raise KeyboardInterrupt
 
     monkeypatch.setattr(signal, "signal", interrupt)
-    with pytest.raises(KeyboardInterrupt), DeferredSignals():
+    with pytest.raises(KeyboardInterrupt), deferred_signals():
         pytest.fail("nothing is to be done inside")
 
 
@@ -55,7 +55,7 @@ def test_every_signal_comes_in_its_order() -> None:
     seen: list[int] = []
     before = [signal.signal(one, lambda number, frame: seen.append(number)) for one in (signal.SIGTERM, signal.SIGUSR1)]
     try:
-        with DeferredSignals():
+        with deferred_signals():
             signal.raise_signal(signal.SIGUSR1)
             signal.raise_signal(signal.SIGTERM)
             assert seen == []
@@ -69,14 +69,14 @@ def test_an_error_inside_is_not_lost() -> None:
     with pytest.raises(KeyboardInterrupt) as caught:
         interrupted([], error=ValueError("inside"))
     assert isinstance(caught.value.__context__, ValueError)
-    with pytest.raises(ValueError, match="inside"), DeferredSignals():
+    with pytest.raises(ValueError, match="inside"), deferred_signals():
         raise ValueError("inside")
 
 
 def test_a_default_action_is_left_alone() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with DeferredSignals():
+        with deferred_signals():
             assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
@@ -84,7 +84,7 @@ def test_a_default_action_is_left_alone() -> None:
 
 def test_other_threads_have_nothing_to_defer() -> None:
     def enter() -> None:
-        with DeferredSignals():
+        with deferred_signals():
             handlers.append(signal.getsignal(signal.SIGINT))
 
     handlers: list[object] = []

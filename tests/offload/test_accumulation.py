@@ -37,7 +37,7 @@ from superadam.devices.simulated import SimulatedDevice
 from superadam.devices.worker import WorkerError
 from superadam.handles.gradient_handle import taken_of
 from superadam.kernels.hyperparameters import Hyperparameters
-from superadam.offload.accumulation import PAUSE_STEPS, MicroBatches
+from superadam.offload.accumulation import PAUSE_STEPS, Accumulation
 from superadam.offload.transfers import Transfers
 
 pytestmark = pytest.mark.timeout(60)
@@ -60,7 +60,7 @@ def device(request: pytest.FixtureRequest) -> Device:
 # ---- counts by themselves --------------------------------------------------------------------------------------------
 
 
-def step(micro_batches: MicroBatches, count: int, parameter: int = 1, *, is_edited: bool = False) -> list[bool]:
+def step(micro_batches: Accumulation, count: int, parameter: int = 1, *, is_edited: bool = False) -> list[bool]:
     said = [micro_batches.is_last(parameter, is_first=micro == 0) for micro in range(count)]
     micro_batches.end_step(is_edited=is_edited)
     return said
@@ -68,7 +68,7 @@ def step(micro_batches: MicroBatches, count: int, parameter: int = 1, *, is_edit
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6))
 def test_each_step_is_expected_to_be_as_the_one_before(counts: list[int]) -> None:
-    micro_batches = MicroBatches()
+    micro_batches = Accumulation()
     expected = 1
     for count in counts:
         assert step(micro_batches, count) == [micro + 1 >= expected for micro in range(count)]
@@ -76,7 +76,7 @@ def test_each_step_is_expected_to_be_as_the_one_before(counts: list[int]) -> Non
 
 
 def test_parameters_are_counted_one_by_one() -> None:
-    micro_batches = MicroBatches()
+    micro_batches = Accumulation()
     for _ in range(2):
         said = [micro_batches.is_last(key, is_first=micro == 0) for micro in range(3) for key in (1, 2) if micro < key]
         micro_batches.end_step(is_edited=False)
@@ -84,7 +84,7 @@ def test_parameters_are_counted_one_by_one() -> None:
 
 
 def test_what_is_announced_is_not_learned() -> None:
-    micro_batches = MicroBatches()
+    micro_batches = Accumulation()
     for _ in range(3):
         with micro_batches.accumulate(None):
             said = [micro_batches.is_last(1, is_first=micro == 0) for micro in range(2)]
@@ -95,7 +95,7 @@ def test_what_is_announced_is_not_learned() -> None:
 
 
 def test_announcement_ends_with_the_step() -> None:
-    micro_batches = MicroBatches()
+    micro_batches = Accumulation()
     assert step(micro_batches, 3) == [True] * 3
     with micro_batches.accumulate(None):
         assert not micro_batches.is_last(1, is_first=True)
@@ -106,7 +106,7 @@ def test_announcement_ends_with_the_step() -> None:
 
 
 def test_edits_pause_and_end() -> None:
-    micro_batches = MicroBatches()
+    micro_batches = Accumulation()
     assert step(micro_batches, 1, is_edited=True) == [True]
     for _ in range(PAUSE_STEPS):
         assert step(micro_batches, 2) == [False, False]
@@ -114,7 +114,7 @@ def test_edits_pause_and_end() -> None:
 
 
 def test_blocks_nest_and_end_with_an_error() -> None:
-    micro_batches = MicroBatches()
+    micro_batches = Accumulation()
     with micro_batches.accumulate(None):
         assert micro_batches.sum_dtype is None
         with suppress(PlantedError), micro_batches.accumulate(torch.float32):
@@ -132,7 +132,7 @@ def test_other_dtypes_are_refused(dtype: Any) -> None:
     with eager(adam(model), model) as scheduler:
         with pytest.raises(ValueError, match=told), scheduler.accumulate(dtype):
             pass
-        assert scheduler._intake.micro_batches.sum_dtype is None
+        assert scheduler._bucketer.accumulation.sum_dtype is None
 
 
 # ---- in training -----------------------------------------------------------------------------------------------------
@@ -669,8 +669,8 @@ def test_cost_of_a_micro_batch_does_not_grow_with_the_optimizer(monkeypatch: pyt
     with eager(optimizer, model) as scheduler:
         train(model, optimizer, range(1))
         asked: list[int] = []
-        bound = optimizer.bound_transaction
-        monkeypatch.setattr(optimizer, "bound_transaction", lambda: (asked.append(1), bound())[1])
+        bound = optimizer._published.bound
+        monkeypatch.setattr(optimizer._published, "bound", lambda groups: (asked.append(1), bound(groups))[1])
         for dtype in (None, torch.float32):
             with scheduler.accumulate(dtype):
                 loss_of(model, 0).backward()

@@ -1,4 +1,4 @@
-"""The placer: what is measured, what counts, and that the choice is made once."""
+"""The autotuner: what is measured, what counts, and that the choice is made once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import nn
 
 from superadam.devices import Device, PlainDevice
 from superadam.devices.simulated import SimulatedDevice
-from superadam.offload.autotune import BYTES_PER_ELEMENT, FREE_SHARE, MEASURED_STEPS, WARM_UP_STEPS, Placer
+from superadam.offload.autotune import BYTES_PER_ELEMENT, FREE_SHARE, MEASURED_STEPS, WARM_UP_STEPS, Autotuner
 from superadam.offload.buckets import DEFAULT_NUMEL, Bucket
 from superadam.offload.placement import LEAST_NUMEL, BucketTimes, Placement, last_parameters
 from superadam.state.parameter import ParameterState
@@ -50,7 +50,7 @@ class Steps:
         self, sizes: Sequence[int], device: Device | None = None, dtype: torch.dtype = torch.bfloat16, **options: Any
     ) -> None:
         self.parameters = [nn.Parameter(torch.zeros(size, dtype=dtype)) for size in sizes]
-        self.placer = Placer(device or Measured(), sum(sizes), **{**AUTO, **options})
+        self.autotuner = Autotuner(device or Measured(), True, sum(sizes), **{**AUTO, **options})
 
     def make(
         self,
@@ -68,7 +68,7 @@ class Steps:
             kept: how many of the last ones stay.
             seconds_per_element: of the worker.
             is_hidden: whether the model computed meanwhile.
-            waits: buckets that the governor does not let be speculated on.
+            waits: buckets that the policy does not let be speculated on.
         """
         chosen = range(len(self.parameters)) if rows is None else rows
         for number, row in enumerate(chosen):
@@ -76,19 +76,19 @@ class Steps:
             self.note(row, stays=stays)
             if not stays and number not in waits:
                 numel = self.parameters[row].numel()
-                self.placer.note_times(BucketTimes(numel, float(number), seconds_per_element * numel, is_hidden))
-        return self.placer.end_step()
+                self.autotuner.add_times(BucketTimes(numel, float(number), seconds_per_element * numel, is_hidden))
+        return self.autotuner.end_step()
 
     def note(self, row: int, *, stays: bool) -> None:
         """Let a parameter's bucket be ready."""
         state = ParameterState(self.parameters[row], row, f"p{row}")
-        self.placer.note_bucket(Bucket(stays, [state], [], self.parameters[row].numel()))
+        self.autotuner.add_bucket(Bucket(stays, [state], [], self.parameters[row].numel()))
 
     def choose(self, **options: Any) -> Placement:
         """Make the steps after which the choice is made."""
         assert not any(self.make(**options) for _ in range(WARM_UP_STEPS + MEASURED_STEPS - 1))
         assert self.make(**options)
-        return self.placer.placement
+        return self.autotuner.placement
 
 
 SIZES = [1000] * 6
@@ -105,12 +105,12 @@ def test_explicit_values_are_never_changed(names: set[str], kept: int, seconds: 
     steps = Steps(SIZES, **options)
     for _ in range(8):
         steps.make(kept=kept, seconds_per_element=seconds)
-        assert all(getattr(steps.placer.placement, name) == value for name, value in options.items())
+        assert all(getattr(steps.autotuner.placement, name) == value for name, value in options.items())
 
 
 def test_what_is_automatic_is_chosen_before_the_first_step() -> None:
-    assert Steps([10**9]).placer.placement == Placement(0, DEFAULT_NUMEL, None, CORES)
-    assert Steps(SIZES).placer.placement == Placement(0, LEAST_NUMEL, None, CORES)
+    assert Steps([10**9]).autotuner.placement == Placement(0, DEFAULT_NUMEL, None, CORES)
+    assert Steps(SIZES).autotuner.placement == Placement(0, LEAST_NUMEL, None, CORES)
 
 
 @pytest.mark.parametrize("device", [Measured(num_threads=0), PlainDevice()])
@@ -120,7 +120,7 @@ def test_nothing_is_kept_without_cores_or_where_no_step_can_be_made(
     steps = Steps(SIZES, device)
     with caplog.at_level(logging.INFO, "superadam"):
         assert not any(steps.make(seconds_per_element=1.0) for _ in range(6))
-    assert steps.placer.placement.gpu_buckets == 0
+    assert steps.autotuner.placement.gpu_buckets == 0
     assert not caplog.records
 
 
@@ -134,12 +134,12 @@ def test_warm_up_is_not_counted(caplog: pytest.LogCaptureFixture) -> None:
         assert not any(steps.make() for _ in range(MEASURED_STEPS - 1))
         assert not caplog.records
         assert steps.make()
-    assert steps.placer.placement.gpu_buckets == 0
+    assert steps.autotuner.placement.gpu_buckets == 0
 
 
 NOT_COUNTED: dict[str, dict[str, Any]] = {
     "without gradients": {"rows": []},
-    "left waiting by the governor": {"waits": range(6)},
+    "left waiting by the policy": {"waits": range(6)},
     "left waiting in part": {"waits": [5]},
     "made while somebody waited": {"is_hidden": False},
 }
@@ -157,7 +157,7 @@ def test_steps_that_tell_nothing_do_not_count(why: str, caplog: pytest.LogCaptur
                 assert not steps.make(seconds_per_element=1.0, **NOT_COUNTED[why])
             steps.make()
     assert len(caplog.records) == 1
-    assert steps.placer.placement.gpu_buckets == 0  # slow were only those that do not count
+    assert steps.autotuner.placement.gpu_buckets == 0  # slow were only those that do not count
 
 
 @given(st.lists(st.sampled_from([*NOT_COUNTED, "whole", "fewer gradients", "kept"]), max_size=12))
@@ -166,14 +166,14 @@ def test_choice_is_made_once_whatever_steps_come(kinds: list[str]) -> None:
     others = {"whole": {}, "fewer gradients": {"rows": [0, 2, 4]}, "kept": {"kept": 3}}
     chosen: Placement | None = None
     for kind in kinds:
-        before = steps.placer.placement
+        before = steps.autotuner.placement
         is_new = steps.make(**{**NOT_COUNTED, **others}[kind])
         if chosen is not None:
-            assert steps.placer.placement == chosen
+            assert steps.autotuner.placement == chosen
         elif is_new:
-            chosen = steps.placer.placement
+            chosen = steps.autotuner.placement
         else:
-            assert steps.placer.placement == before
+            assert steps.autotuner.placement == before
 
 
 def test_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -183,7 +183,7 @@ def test_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
             steps.make()
     (record,) = caplog.records
     assert (record.name, record.levelname) == ("superadam", "INFO")
-    assert str(steps.placer.placement) in record.getMessage()
+    assert str(steps.autotuner.placement) in record.getMessage()
 
 
 # ---- what is chosen --------------------------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ def test_what_is_kept_fits(bucket_numel: int, sizes: list[int], free_elements: i
     device = Measured(free_elements)
     steps = Steps(sizes, device, bucket_numel=bucket_numel)
     placement = steps.choose(seconds_per_element=seconds)
-    kept = sum(one.numel() for one in last_parameters(steps.placer.order, placement))
+    kept = sum(one.numel() for one in last_parameters(steps.autotuner.order, placement))
     assert kept * BYTES_PER_ELEMENT <= device.free * FREE_SHARE
     if seconds == 1.0 and free_elements >= sum(sizes):
         assert kept >= sum(sizes) - bucket_numel
@@ -215,7 +215,7 @@ def test_order_is_that_of_the_last_step_of_all_parameters() -> None:
     steps = Steps(SIZES)
 
     def order() -> list[int]:
-        return [next(i for i, p in enumerate(steps.parameters) if p is one) for one in steps.placer.order]
+        return [next(i for i, p in enumerate(steps.parameters) if p is one) for one in steps.autotuner.order]
 
     assert order() == []
     steps.make([3, 1, 2])
@@ -233,8 +233,8 @@ def test_parameters_that_stay_come_last() -> None:
     steps = Steps([10] * 3, gpu_buckets=1, bucket_numel=1, transfer_dtype=torch.float32, num_threads=1)
     for row in range(3):
         steps.note(row, stays=row == 0)
-    assert steps.placer.end_step()
-    assert steps.placer.order[-1] is steps.parameters[0]
+    assert steps.autotuner.end_step()
+    assert steps.autotuner.order[-1] is steps.parameters[0]
 
 
 @given(st.lists(st.permutations(range(4)), min_size=1, max_size=4), st.booleans())
@@ -259,35 +259,35 @@ def test_explicit_change_ends_the_measurement(caplog: pytest.LogCaptureFixture) 
     steps.make()
     steps.make()
     wanted = Placement(1, 10, None, 2)
-    steps.placer.place(wanted)
+    steps.autotuner.place(wanted)
     with caplog.at_level(logging.INFO, "superadam"):
         for _ in range(5):
             assert not steps.make()
-    assert steps.placer.placement == wanted
+    assert steps.autotuner.placement == wanted
     assert not caplog.records
 
 
 @pytest.mark.parametrize("num_threads", [0, CORES])
 def test_worker_can_neither_come_nor_go(num_threads: int) -> None:
     steps = Steps(SIZES, Measured(num_threads=num_threads))
-    before = steps.placer.placement
+    before = steps.autotuner.placement
     with pytest.raises(
         ValueError, match=r"num_threads is \d, but the scheduler was made with \d, .*; make another scheduler"
     ):
-        steps.placer.place(Placement(0, 10, None, 0 if num_threads else 1))
-    assert steps.placer.placement == before
-    steps.placer.place(Placement(0, 10, None, 2 if num_threads else 0))
+        steps.autotuner.place(Placement(0, 10, None, 0 if num_threads else 1))
+    assert steps.autotuner.placement == before
+    steps.autotuner.place(Placement(0, 10, None, 2 if num_threads else 0))
 
 
 def test_device_that_cannot_keep_is_told() -> None:
     told = "gpu_buckets is 3, but PlainDevice cannot make steps where the model is; .* leave gpu_buckets at 'auto' or 0"
     with pytest.raises(ValueError, match=told):
-        Placer(PlainDevice(), 100, 3, "auto", "auto", 1)
-    placer = Placer(PlainDevice(), 100, 0, "auto", "auto", 1)
-    before = placer.placement
+        Autotuner(PlainDevice(), False, 100, 3, "auto", "auto", 1)
+    autotuner = Autotuner(PlainDevice(), False, 100, 0, "auto", "auto", 1)
+    before = autotuner.placement
     with pytest.raises(ValueError, match=told):
-        placer.place(Placement(3, 10, None, 1))
-    assert placer.placement == before
+        autotuner.place(Placement(3, 10, None, 1))
+    assert autotuner.placement == before
 
 
 def test_more_state_than_the_device_has_room_for_is_refused_with_both_figures() -> None:
@@ -295,13 +295,13 @@ def test_more_state_than_the_device_has_room_for_is_refused_with_both_figures() 
     device.free = 12 * 10**9 - 1
     options: dict[str, Any] = {"bucket_numel": 10**6, "transfer_dtype": None, "num_threads": 1}
     with pytest.raises(MemoryError, match=r"takes 12\.00 GB, but 12\.00 GB are free there; keep fewer buckets"):
-        Placer(device, 2 * 10**9, 1000, **options)
-    placer = Placer(device, 2 * 10**9, 999, **options)
+        Autotuner(device, True, 2 * 10**9, 1000, **options)
+    autotuner = Autotuner(device, True, 2 * 10**9, 999, **options)
     device.free -= 999 * 12 * 10**6  # it has moved there
-    before = placer.placement
+    before = autotuner.placement
     with pytest.raises(MemoryError, match=r"takes 0\.01 GB"):
-        placer.place(replace(before, gpu_buckets=1000))
-    assert placer.placement == before
-    placer.place(replace(before, gpu_buckets=998))
-    assert placer.placement.gpu_buckets == 998
-    Placer(device, 10**3, 10**6, **options)  # no more than there is
+        autotuner.place(replace(before, gpu_buckets=1000))
+    assert autotuner.placement == before
+    autotuner.place(replace(before, gpu_buckets=998))
+    assert autotuner.placement.gpu_buckets == 998
+    Autotuner(device, True, 10**3, 10**6, **options)  # no more than there is

@@ -22,7 +22,7 @@ from superadam.devices.simulated import SimulatedDevice
 from superadam.kernels import formula
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
 from superadam.kernels.kept_step import KeptStep
-from superadam.offload.device_tier import Residence
+from superadam.offload.device_tier import DeviceTier
 from superadam.state.parameter import ParameterState
 from superadam.state.table import CoefficientTable
 
@@ -78,7 +78,7 @@ class Household:
 
     def __init__(self, tensors: Sequence[Tensor], device: Device | None = None) -> None:
         self.device = device or SimulatedDevice(1, 0.5)
-        self.residence = Residence(self.device)
+        self.tier = DeviceTier(self.device, self.device)
         self.memory: list[weakref.ref[Tensor]] = []
         self._watch_memory()
         self.states = [
@@ -135,9 +135,9 @@ class Household:
     ) -> None:
         rows = range(len(self.states)) if rows is None else rows
         states, gradients, indices, sets = self.job(rows, hyper, kind)
-        self.residence.update(states, gradients, indices, sets)
+        self.tier.update(states, gradients, indices, sets)
         self.expect(rows, gradients, hyper)
-        assert all(self.residence.holds(state) for state in states)
+        assert all(self.tier.holds(state) for state in states)
 
     def check_parameters(self) -> None:
         for state, one in zip(self.states, self.reference.parameters, strict=True):
@@ -147,7 +147,7 @@ class Household:
         """Check the state of parameters that are at home."""
         self.check_parameters()
         for state, one in zip(self.states, self.reference.parameters, strict=True):
-            if self.residence.holds(state) or state.exp_avg is None:
+            if self.tier.holds(state) or state.exp_avg is None:
                 continue
             for tensor, expected in ((state.master, one.p), (state.exp_avg, one.m), (state.exp_avg_sq, one.v)):
                 assert tensor is not None
@@ -213,20 +213,19 @@ def test_any_steps_and_journeys_give_the_bits_of_the_oracle(
             house.step(sorted(row for row in rows if row < count), hyper, kind)
         elif what == "bring home":
             chosen = [house.states[row] for row in details[0] if row < count]
-            house.residence.bring_home(chosen)
-            assert not any(house.residence.holds(state) for state in chosen)
+            house.tier.bring_home(chosen)
+            assert not any(house.tier.holds(state) for state in chosen)
         elif what == "bring all home":
-            house.residence.bring_home()
-            assert house.residence.is_empty
+            house.tier.bring_home(house.states)
+            assert not any(map(house.tier.holds, house.states))
         else:
             state = house.states[min(details[0], count - 1)]
-            house.residence.bring_home([state])
+            house.tier.bring_home([state])
             if state.exp_avg is not None:  # the host's tensors count, whoever writes them
                 state.exp_avg.fill_(0.25)
                 house.reference.parameters[state.row].m[:] = 0.25
-        assert set(house.residence.states) == {state for state in house.states if house.residence.holds(state)}
         house.check_home()
-    house.residence.bring_home()
+    house.tier.bring_home(house.states)
     house.check_home()
     assert not house.on_device
 
@@ -236,7 +235,7 @@ def test_every_dtype_and_layout(device: Device) -> None:
     for _ in range(3):
         house.step()
         house.check_parameters()
-    house.residence.bring_home()
+    house.tier.bring_home(house.states)
     house.check_home()
 
 
@@ -247,7 +246,7 @@ def test_amsgrad_that_is_switched_on_and_off(device: Device) -> None:
     for rows, amsgrad in ((None, False), (some, True), (None, False), (None, True), (some, True), (None, False)):
         house.step(rows, replace(HYPER, amsgrad=amsgrad))
         house.check_parameters()
-    house.residence.bring_home()
+    house.tier.bring_home(house.states)
     house.check_home()
     assert all(state.max_exp_avg_sq is not None for state in house.states)
 
@@ -258,7 +257,7 @@ def test_tensors_on_the_host_stay_the_same(device: Device) -> None:
     house.step()
     before = [(state.master, state.exp_avg, state.exp_avg_sq) for state in house.states]
     house.step()
-    house.residence.bring_home()
+    house.tier.bring_home(house.states)
     for state, own in zip(house.states, before, strict=True):
         assert all(
             one is other for one, other in zip(own, (state.master, state.exp_avg, state.exp_avg_sq), strict=True)
@@ -268,7 +267,7 @@ def test_tensors_on_the_host_stay_the_same(device: Device) -> None:
 def test_host_is_not_written_before_state_comes_home(device: Device) -> None:
     house = Household(tensors(), device)
     house.step()
-    house.residence.bring_home(house.states[:3])
+    house.tier.bring_home(house.states[:3])
     before = [state.exp_avg.clone() for state in house.states if state.exp_avg is not None]
     house.step(range(3, len(house.states)))
     assert all(
@@ -276,7 +275,7 @@ def test_host_is_not_written_before_state_comes_home(device: Device) -> None:
         for one, state in zip(before, house.states, strict=True)
         if state.exp_avg is not None
     )
-    house.residence.bring_home()
+    house.tier.bring_home(house.states)
     house.check_home()
 
 
@@ -284,13 +283,13 @@ def test_moments_that_came_without_a_master(device: Device) -> None:
     """As after loading what torch saved."""
     house = Household(tensors(), device)
     house.step()
-    house.residence.bring_home()
+    house.tier.bring_home(house.states)
     for state, one in zip(house.states, house.reference.parameters, strict=True):
         state.master = None
         state.create_state(with_max=False)
         one.p = flat(state.parameter, state.parameter)
     house.step()
-    house.residence.bring_home()
+    house.tier.bring_home(house.states)
     house.check_home()
 
 
@@ -314,26 +313,8 @@ def test_parameters_whose_data_was_replaced(device: Device) -> None:
     for storage, state in zip(bases, house.states, strict=True):
         everything = torch.empty(0, dtype=state.parameter_dtype).set_(storage)
         assert int(everything.isnan().sum()) == everything.numel() - state.shape.numel()  # nothing between was written
-    house.residence.bring_home()
+    house.tier.bring_home(house.states)
     house.check_home()
-
-
-def test_forgotten_state_is_not_brought_home(device: Device) -> None:
-    house = Household(tensors(), device)
-    house.step()
-    house.residence.bring_home()
-    before = [state.master.clone() for state in house.states if state.master is not None]
-    house.step()
-    kept = house.states[2:5]
-    house.residence.forget(but=iter(kept))
-    assert house.residence.states == kept
-    house.residence.bring_home()
-    for row, (state, master) in enumerate(zip(house.states, before, strict=True)):
-        assert state.master is not None
-        if not 2 <= row < 5:
-            assert torch.equal(state.master, master)
-    house.residence.forget()
-    assert not house.on_device
 
 
 # ---- nothing stays behind --------------------------------------------------------------------------------------------
@@ -344,9 +325,9 @@ def test_memory_is_given_back(device: Device) -> None:
     for _ in range(3):
         house.step(hyper=replace(HYPER, amsgrad=True))
         assert len(house.on_device) == 4 * len(house.states)
-        house.residence.bring_home(house.states[:3])
+        house.tier.bring_home(house.states[:3])
         assert len(house.on_device) == 4 * (len(house.states) - 3)
-        house.residence.bring_home()
+        house.tier.bring_home(house.states)
         assert not house.on_device
     if isinstance(device, SimulatedDevice):
         assert not device._blocks
@@ -372,7 +353,7 @@ def test_step_that_fails_changes_nothing(device: Device, fails: str, begins: str
     later = replace(HYPER, amsgrad=True)
     if begins != "at home":
         house.step(range(4) if begins == "some" else None, HYPER if "without" in begins else later)
-    held, alive = house.residence.states, len(house.on_device)
+    held, alive = list(house.tier._held), len(house.on_device)
     states, gradients, indices, sets = house.job(range(len(house.states)), later)
     working, calls = getattr(device, fails), 0
 
@@ -387,17 +368,17 @@ def test_step_that_fails_changes_nothing(device: Device, fails: str, begins: str
         calls = 0
         setattr(device, fails, failing)
         with suppress(PlantedError):
-            house.residence.update(states, gradients, indices, sets)
+            house.tier.update(states, gradients, indices, sets)
         setattr(device, fails, working)
         if calls < at:
             break
         house.check_home()
-        assert set(house.residence.states) <= set(held)
+        assert set(house.tier._held) <= set(held)
         assert len(house.on_device) <= alive
     else:
-        house.residence.update(states, gradients, indices, sets)
+        house.tier.update(states, gradients, indices, sets)
     house.expect(range(len(house.states)), gradients, later)
-    house.residence.bring_home()
+    house.tier.bring_home(house.states)
     house.check_home()
 
 
@@ -411,12 +392,12 @@ def test_state_made_for_a_step_that_fails_can_be_made_anew(device: Device, monke
     with monkeypatch.context() as patch:
         patch.setattr(device, "update", failing)
         with pytest.raises(PlantedError):
-            house.residence.update(states, gradients, indices, sets)
+            house.tier.update(states, gradients, indices, sets)
     states[0].master = states[0].exp_avg = states[0].exp_avg_sq = None
-    house.residence.bring_home()
+    house.tier.bring_home(house.states)
     with torch.no_grad():
         states[0].parameter.fill_(2.0)
     house.reference = Synchronous([states[0].parameter])
     house.step()
-    house.residence.bring_home()
+    house.tier.bring_home(house.states)
     house.check_home()

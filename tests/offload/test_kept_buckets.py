@@ -32,6 +32,7 @@ from superadam.devices.interface import ChunkSums
 from superadam.devices.simulated import SimulatedDevice, _take_norm
 from superadam.devices.worker import WorkerError
 from superadam.kernels.hyperparameters import Hyperparameters
+from superadam.offload.device_tier import DeviceTier
 from superadam.offload.pipeline import Pipeline
 from superadam.state.parameter import ParameterState
 from superadam.step.transaction import Transaction
@@ -393,7 +394,7 @@ class Twins:
         self.check_states()
         self.check_models()
         check_statistics(self.scheduler)
-        assert self.scheduler.residence.is_empty
+        assert not held(self.scheduler)
         assert not self.device._blocks
 
 
@@ -526,9 +527,15 @@ def pair(
     return scheduler
 
 
+def held(scheduler: OffloadScheduler) -> list[ParameterState]:
+    """Return whose state is on the device."""
+    assert isinstance(scheduler.tier, DeviceTier)
+    return list(scheduler.tier._held)
+
+
 def resident(scheduler: OffloadScheduler) -> int:
     """Return how many parameters have their state on the device."""
-    return len(scheduler.residence.states)
+    return len(held(scheduler))
 
 
 @pytest.mark.covering
@@ -554,9 +561,7 @@ def test_last_parameters_stay_from_the_second_step_on(device: Device) -> None:
         train(model, optimizer, range(1))
         assert resident(scheduler) == 0
         train(model, optimizer, range(1, 2))
-        assert set(map(id, (one.parameter for one in scheduler.residence.states))) == set(
-            map(id, model[0].parameters())
-        )
+        assert set(map(id, (one.parameter for one in held(scheduler)))) == set(map(id, model[0].parameters()))
         moved = scheduler.statistics.downloaded_bytes, scheduler.statistics.uploaded_bytes
         scheduler.place(gpu_buckets=ALL)
         train(model, optimizer, range(2, 4))
@@ -747,7 +752,7 @@ def test_parameters_replaced_by_new_ones_are_kept_again(device: Device) -> None:
             layer.bias = nn.Parameter(layer.bias.detach().clone())
         optimizer.param_groups[0]["params"] = list(model.parameters())
         train(model, optimizer, range(3, 7))
-        assert {id(state.parameter) for state in scheduler.residence.states} == set(map(id, model.parameters()))
+        assert {id(state.parameter) for state in held(scheduler)} == set(map(id, model.parameters()))
         optimizer.state.clear()
         train(model, optimizer, range(1))
         gc.collect()
@@ -852,14 +857,14 @@ def test_device_without_any_memory(
 
 @pytest.mark.covering
 @pytest.mark.parametrize("at", [1, 2, 3])
-@pytest.mark.parametrize("what", ["_keep", "keep"])
+@pytest.mark.parametrize("what", ["_add_kept", "add_pending"])
 def test_worker_that_fails_with_a_kept_bucket(
     what: str, at: int, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, twin = mlp(), mlp()
     optimizer, plain = adam(model), adam(twin)
     train(twin, plain, range(5))
-    owner: type = Pipeline if what == "_keep" else Transaction
+    owner: type = Pipeline if what == "_add_kept" else Transaction
     working, calls = getattr(owner, what), itertools.count(1)
 
     def failing(*arguments: Any, **options: Any) -> Any:
@@ -908,7 +913,7 @@ def test_scheduler_that_is_closed_with_an_open_step(device: Device) -> None:
     scheduler.close()
     assert everything(model, optimizer) == everything(twin, plain)
     check_statistics(scheduler)
-    assert scheduler.residence.is_empty
+    assert not held(scheduler)
     assert not has_memory_in_use(device)
     for one, its in ((model, optimizer), (twin, plain)):
         train(one, its, range(3, 5))
@@ -965,7 +970,6 @@ def test_a_step_that_the_device_has_no_room_for_is_made_on_the_host(caplog: pyte
             if seed % 2:
                 assert everything(model, optimizer) == everything(twin, plain)
         assert scheduler.placement.gpu_buckets < 5
-        assert scheduler.residence.is_full is False
     messages = [record.getMessage() for record in caplog.records]
     assert messages[0].startswith("the device has no memory left for the state of 5 buckets, so their step was made on")
     assert everything(model, optimizer) == everything(twin, plain)
@@ -978,6 +982,7 @@ class Roomy(ThreadDevice):
     """Says that it can keep everything, and cannot: only for what is chosen."""
 
     can_update = True
+    update = SimulatedDevice.update
 
     def free_bytes(self) -> int:
         return 10**12

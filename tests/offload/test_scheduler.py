@@ -940,25 +940,26 @@ def test_cores_limit_what_runs_beside_backward(
     num_threads: int | str, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worker uses so many threads until somebody waits for it, and others use theirs meanwhile."""
-    used: list[tuple[bool, int]] = []
-    speculate, before, model = Transaction.speculate, superadam.get_num_threads(), mlp()
+    used: list[tuple[bool, int | None]] = []
+    run, before, model = native.run, superadam.get_num_threads(), mlp()
 
-    def noting(*arguments: Any, **options: Any) -> None:
-        used.append((threading.current_thread() is threading.main_thread(), native._threads_here()))
-        speculate(*arguments, **options)
+    def noting(*arguments: Any, threads: int | None = None, **options: Any) -> None:
+        used.append((threading.current_thread() is threading.main_thread(), threads))
+        run(*arguments, threads=threads, **options)
 
-    monkeypatch.setattr(Transaction, "speculate", noting)
+    monkeypatch.setattr(native, "run", noting)
     superadam.set_num_threads(8)
     try:
         with eager(optimizer := adam(model), model, num_threads=num_threads, device=ThreadDevice()):
             loss_of(model, 0).backward()
             time.sleep(0.1)
-            assert native._threads_here() == 8
+            during_backward = list(used)
             optimizer.step()
     finally:
         superadam.set_num_threads(before)
-    assert used
-    assert all(thread == (False, expected) for thread in used[:-1])
+    assert during_backward
+    assert all(thread == (False, expected) for thread in during_backward)
+    assert (True, None) in used  # all of them
 
 
 @pytest.mark.parametrize("has_link", [False, True])
@@ -1054,7 +1055,7 @@ def test_no_thread_is_left_after_close() -> None:
         train(model, scheduler.optimizer, range(2))
     assert not worker.is_alive()
     with pytest.raises(RuntimeError, match="worker is closed; make a new OffloadScheduler"):
-        scheduler._pipeline._worker.submit(lambda: None)
+        scheduler._pipeline._worker.submit(lambda _: None)
 
 
 def test_closed_scheduler_is_collected() -> None:
@@ -1141,11 +1142,11 @@ def test_step_returns_before_the_commits_are_done(monkeypatch: pytest.MonkeyPatc
     began, may_go_on, ended = threading.Event(), threading.Event(), threading.Event()
     commit_some = Transaction.commit_some
 
-    def slow(self: Transaction, elements: int) -> bool:
+    def slow(self: Transaction, *arguments: int) -> int:
         began.set()
         assert may_go_on.wait(10)
         ended.set()
-        return commit_some(self, elements)
+        return commit_some(self, *arguments)
 
     monkeypatch.setattr(Transaction, "commit_some", slow)
     with OffloadScheduler(optimizer, model, num_threads=1):
@@ -1167,7 +1168,7 @@ def test_synchronize_leaves_nothing_accepted(device: PlainDevice) -> None:
         loss_of(model, 0).backward()
         optimizer.step()
         scheduler.synchronize()
-        transaction = optimizer.last_transaction
+        transaction = optimizer._published._transaction
         assert transaction is not None
         assert not transaction.in_phase(superadam.state.parameter.Phase.ACCEPTED)
 
@@ -1252,7 +1253,7 @@ def test_statistics_of_overlap(dtype: torch.dtype) -> None:
 
 
 def test_frequent_clipping_makes_buckets_wait() -> None:
-    """The early verdict within a step, then the governor over steps; neither changes a bit."""
+    """The early verdict within a step, then the policy over steps; neither changes a bit."""
     limits = [1e-3] * 13 + [math.inf] * 12
 
     def clipped(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
@@ -1268,9 +1269,7 @@ def test_frequent_clipping_makes_buckets_wait() -> None:
             assert waiting[0] == 6  # there is no state yet
             assert waiting[1] - waiting[0] == 5  # all but the first, whose norm was over the limit at once
             assert waiting[12] - waiting[11] == 6  # not even that one, after enough clipped steps
-            assert (
-                waiting[13] - waiting[12] == 6
-            )  # without a limit nothing is clipped, but the governor has to see that
+            assert waiting[13] - waiting[12] == 6  # without a limit nothing is clipped, but the policy has to see that
             assert waiting[-1] == waiting[-5]
 
     scheduler = both(clipped, lambda: mlp(torch.bfloat16))
@@ -1857,7 +1856,7 @@ def test_norms_that_others_ask_for_are_taken_before_gradients_travel(dtype: torc
                 torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.5, norms[0])
                 torch.nn.utils.clip_grads_with_norm_(twin.parameters(), 0.5, norms[1])
             assert all(map(same, *([bits(p.grad) for p in one.parameters()] for one in (model, twin))))
-            assert scheduler._transfers.takes_norms == (seed > 0)
+            assert scheduler._transfers.computes_norms == (seed > 0)
             for its in (optimizer, plain):
                 its.step()
                 its.zero_grad()

@@ -22,7 +22,7 @@ from superadam.devices.simulated import SimulatedDevice, SimulatedEvent, _alias
 from superadam.handles import gradient_handle
 from superadam.handles.taken_gradient import TakenGradient
 from superadam.kernels import native
-from superadam.offload.device_tier import Residence
+from superadam.offload.device_tier import DeviceTier
 from superadam.offload.scheduler import OffloadScheduler
 from superadam.offload.transfers import FlatShadow, Transfers
 from superadam.state.norm import GradientNorm
@@ -91,17 +91,17 @@ class WithOldEvents(SimulatedDevice):
 class WithoutKeepingGradients(SimulatedDevice):
     """Staged gradients are freed while their copies are still under way."""
 
-    def keep(self, tensor: Any, stream: Stream) -> None:
+    def record_stream(self, tensor: Any, stream: Stream) -> None:
         if stream is not Stream.DOWNLOAD:
-            super().keep(tensor, stream)
+            super().record_stream(tensor, stream)
 
 
 class WithoutKeepingValues(SimulatedDevice):
     """New values are freed while their copies are still under way."""
 
-    def keep(self, tensor: Any, stream: Stream) -> None:
+    def record_stream(self, tensor: Any, stream: Stream) -> None:
         if stream is not Stream.UPLOAD:
-            super().keep(tensor, stream)
+            super().record_stream(tensor, stream)
 
 
 def on(*devices: type[SimulatedDevice]) -> Plant:
@@ -154,10 +154,10 @@ def publication_forgets_one(monkeypatch: pytest.MonkeyPatch) -> None:
 def commit_with_another_lr(monkeypatch: pytest.MonkeyPatch) -> None:
     original = Transaction._commit
 
-    def commit(self: Transaction, states: Any) -> None:
+    def commit(self: Transaction, states: Any, *rest: Any) -> None:
         for state in states:
             state.pending = replace(state.pending, hyper=replace(state.pending.hyper, lr=state.pending.hyper.lr / 2))
-        original(self, states)
+        original(self, states, *rest)
 
     monkeypatch.setattr(Transaction, "_commit", commit)
 
@@ -202,11 +202,12 @@ def clipped_step_is_published(monkeypatch: pytest.MonkeyPatch) -> None:
 def _change_parts(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], None]) -> None:
     original = Transaction._parts
 
-    def parts(self: Transaction, arrivals: Any) -> Any:
-        made = original(self, arrivals)
+    def parts(self: Transaction, gradients: Any) -> Any:
+        made, others = original(self, gradients)
         for part in made:
             change(part)
-        return made
+        ours = {part.state for part in made if part.pending is not None}
+        return made, [state for state in others if state not in ours]
 
     monkeypatch.setattr(Transaction, "_parts", parts)
 
@@ -224,28 +225,22 @@ def edit_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def change(part: Any) -> None:
         if part.pending is None and part.state.phase is Of.SPECULATED and part.state.pending.place is not None:
-            part.pending = part.state.pending
+            part.pending, part.waits = part.state.pending, True
 
     _change_parts(monkeypatch, change)
-    original = Transaction._others
-
-    def others(self: Transaction, parts: Sequence[Any]) -> list[ParameterState]:
-        ours = {part.state for part in parts if part.pending is part.state.pending}
-        return [state for state in original(self, parts) if state not in ours]
-
-    monkeypatch.setattr(Transaction, "_others", others)
 
 
 def dropped_gradient_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the norm, although there is none in `.grad`."""
-    monkeypatch.setattr(Transaction, "_others", lambda self, parts: [])
+    original = Transaction._parts
+    monkeypatch.setattr(Transaction, "_parts", lambda self, gradients: (original(self, gradients)[0], []))
 
 
 def another_gradient_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was speculated on one gradient of a parameter counts for whichever handle is in `.grad`."""
 
-    def waits(state: ParameterState, taken: TakenGradient | None) -> bool:
-        return taken is not None and state.phase is Of.SPECULATED
+    def waits(state: ParameterState, taken: TakenGradient) -> bool:
+        return state.phase is Of.SPECULATED
 
     monkeypatch.setattr(transaction_module, "_waits", waits)
 
@@ -262,16 +257,16 @@ def stale_speculation_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def norm_of_another_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = ParameterTable.take_norm
+    original = ParameterTable.compute_norm
 
-    def take_norm(self: ParameterTable, segments: Any, into: GradientNorm | None = None) -> None:
+    def compute_norm(self: ParameterTable, segments: Any, into: GradientNorm | None = None, **options: Any) -> None:
         if into is None and len(segments) < len(self.states):
             segments = segments.copy()
             short = segments["length"] <= native.CHUNK  # one entry each
             segments["sums"][short] = segments["sums"][short][::-1]
-        original(self, segments, into)
+        original(self, segments, into, **options)
 
-    monkeypatch.setattr(ParameterTable, "take_norm", take_norm)
+    monkeypatch.setattr(ParameterTable, "compute_norm", compute_norm)
 
 
 # Handles
@@ -371,12 +366,12 @@ def published_state_is_stale(monkeypatch: pytest.MonkeyPatch) -> None:
 def placing_leaves_stale_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was on the device before counts when a parameter is kept again, whatever came in between."""
     left: dict[int, tuple[ParameterState, Any]] = {}
-    original = Residence._moved
+    original = DeviceTier._moved
 
-    def moved(self: Residence, state: ParameterState) -> Any:
+    def moved(self: DeviceTier, state: ParameterState) -> Any:
         return left.setdefault(id(state), (state, original(self, state)))[1]
 
-    monkeypatch.setattr(Residence, "_moved", moved)
+    monkeypatch.setattr(DeviceTier, "_moved", moved)
 
 
 def norm_goes_into_other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,8 +380,8 @@ def norm_goes_into_other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _held(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Transfers, Any], Any]) -> None:
-    original = Transfers.hold
-    monkeypatch.setattr(Transfers, "hold", lambda self, *args: spoil(self, original(self, *args)))
+    original = Transfers.pack_kept
+    monkeypatch.setattr(Transfers, "pack_kept", lambda self, *args: spoil(self, original(self, *args)))
 
 
 def kept_gradient_is_freed_early(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -416,25 +411,25 @@ def kept_step_has_another_scale(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def kept_parameters_hide_outside_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Transaction._adopt_rows
+    original = Transaction._adopt
 
-    def adopt(self: Transaction, rows: Sequence[int]) -> None:
-        original(self, [row for row in rows if self.table.is_home(self.table.states[row])])
+    def adopt(self: Transaction, states: Sequence[ParameterState]) -> None:
+        original(self, [state for state in states if self.table.is_home(state)])
 
-    monkeypatch.setattr(Transaction, "_adopt_rows", adopt)
+    monkeypatch.setattr(Transaction, "_adopt", adopt)
 
 
 def full_device_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     """State that found no room is thought to be on the device all the same."""
-    original = Residence.update
+    original = DeviceTier.update
 
-    def update(self: Residence, *args: Any) -> None:
+    def update(self: DeviceTier, *args: Any) -> None:
         try:
             original(self, *args)
         except torch.OutOfMemoryError:
             return
 
-    monkeypatch.setattr(Residence, "update", update)
+    monkeypatch.setattr(DeviceTier, "update", update)
 
 
 OF_KEPT_STATE: dict[str, Plant] = {

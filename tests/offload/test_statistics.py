@@ -238,7 +238,7 @@ def test_fates_add_up_after_each_verdict(bucket_numel: int, device: Device) -> N
                 assert respeculated > 0 == waiting == accepted == dropped, event
             else:
                 assert waiting + respeculated > 0 == accepted == dropped, event
-        for _ in range(8):  # in which the governor forgets
+        for _ in range(8):  # in which the policy forgets
             one_step("plain", model, optimizer, scheduler)
         before = fates(scheduler.statistics)
         one_step("plain", model, optimizer, scheduler)

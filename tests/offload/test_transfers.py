@@ -254,7 +254,7 @@ def test_gradients_stay_where_they_are_if_they_cannot_leave(
     with monkeypatch.context() as patch:
         patch.setattr(device, fails, failing)
         with pytest.raises(torch.OutOfMemoryError):
-            transfers.hold(states, taken) if how == "hold" else transfers.download(states, taken, states)
+            transfers.pack_kept(states, taken) if how == "hold" else transfers.download(states, taken, states)
     assert calls == 2
     assert all(one.pending is gradient for one, gradient in zip(taken, gradients, strict=True))
     assert statistics.downloaded_bytes == 0
@@ -483,7 +483,7 @@ def test_norm_of_gradients_that_stay_comes_in_their_order(link: torch.dtype | No
     gradients[0][0, 0] = float("nan")
     transfers, statistics = transfers_of(device, link)
     taken = [TakenGradient(gradient) for gradient in gradients]
-    ordered, arrived, norms = transfers.hold(states, taken)
+    ordered, arrived, norms = transfers.pack_kept(states, taken)
     arrived.synchronize()
     norm = norm_in(norms)
     assert set(ordered.values()) == set(taken)
@@ -511,9 +511,9 @@ def test_norms_for_torch_are_torchs_own_and_of_what_arrived(how: str, dtype: tor
     expected = torch._foreach_norm(gradients)
     for asks in (False, True):
         transfers, _ = transfers_of(device, torch.bfloat16)
-        transfers.takes_norms = asks
+        transfers.computes_norms = asks
         taken = [TakenGradient(gradient) for gradient in gradients]
-        transfers.hold(states, taken) if how == "hold" else transfers.download(states, taken, ())
+        transfers.pack_kept(states, taken) if how == "hold" else transfers.download(states, taken, ())
         finish(device)
         assert all((one.norm is not None) == asks for one in taken)
         assert not asks or all(map(torch.equal, (one.norm for one in taken), expected))

@@ -214,7 +214,7 @@ CONVERSIONS: dict[str, tuple[torch.dtype, Callable[[torch.Tensor], torch.Tensor]
 @pytest.mark.parametrize("conversion", CONVERSIONS)
 @pytest.mark.parametrize("history", ["loaded", "stepped", "accepted", "exposed"])
 @pytest.mark.parametrize("speculative", [False, True])
-def test_model_converted_after_binding(conversion: str, history: str, speculative: bool) -> None:
+def test_model_converted_after_published(conversion: str, history: str, speculative: bool) -> None:
     """`.data` of another dtype or layout is bound anew, with the moments it had: as if loaded into such a model."""
     dtype, convert = CONVERSIONS[conversion]
     optimizer, source = (SpeculativeCPUAdam([parameter(6, 7, dtype=dtype)], lr=0.1) for _ in range(2))
@@ -584,8 +584,8 @@ def test_one_tensor_of_the_state_that_is_held_follows_speculative_steps(key: str
         assert bits(held) == bits(twin.state[parameters_of(twin)[0]][key])
     del held
     train(optimizer, 4, speculative=True)
-    assert not optimizer._binding.is_exposed  # and its commits may wait again
-    assert optimizer._binding.transaction.in_phase(Phase.ACCEPTED)
+    assert not optimizer._published.is_exposed  # and its commits may wait again
+    assert optimizer._published._transaction.in_phase(Phase.ACCEPTED)
 
 
 @EACH_DTYPE
@@ -595,7 +595,7 @@ def test_assigned_state_keeps_accepted_steps(dtype: torch.dtype, is_read_before:
     optimizer, twin = make(dtype), make(dtype)
     for one in (optimizer, twin):
         train(one, 1)
-    first = optimizer.state if is_read_before else optimizer._binding.published
+    first = optimizer.state if is_read_before else optimizer._published.entries
     for seed in (2, 3):
         train(optimizer, seed, speculative=True)
         train(twin, seed)

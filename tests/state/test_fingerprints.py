@@ -39,7 +39,7 @@ def test_a_write_is_hinted_until_it_is_noted() -> None:
         assert fingerprints.hints(asked) == [1]
     assert fingerprints.hints(rows(0, 2)) == []
     assert fingerprints.is_hinted(1)
-    fingerprints.note(1)
+    fingerprints.remember(1)
     assert not fingerprints.is_hinted(1)
     assert fingerprints.hints(rows(0, 1, 2, 3)) == []
 
@@ -69,7 +69,7 @@ def test_other_data_is_moved_until_it_is_noted() -> None:
     assert fingerprints.look() == [0]
     assert fingerprints.is_moved(0)
     assert fingerprints.is_hinted(0)
-    fingerprints.note(0)
+    fingerprints.remember(0)
     assert fingerprints.look() == []
     fingerprints.forget_address(0)
     assert fingerprints.look() == [0]
@@ -120,7 +120,7 @@ def test_another_storage_is_always_noticed(change: Callable[[nn.Linear], None]) 
         assert fingerprints.is_hinted(1)
         if repetition % 2:
             assert fingerprints.look() == [1]
-        fingerprints.note(1)
+        fingerprints.remember(1)
         assert fingerprints.look() == []
         assert not fingerprints.is_moved(1)
 
@@ -133,7 +133,7 @@ def test_the_address_of_a_storage_that_is_gone_is_not_taken_for_it() -> None:
         for _ in range(3):
             parameter.data = torch.zeros(8)
             assert fingerprints.is_moved(0)
-        fingerprints.note(0)
+        fingerprints.remember(0)
 
 
 @pytest.mark.parametrize("is_noted_anew", [False, True])
@@ -143,7 +143,7 @@ def test_no_new_storage_has_the_address_of_one_that_was_noted(is_noted_anew: boo
     fingerprints = Fingerprints([parameter])
     if is_noted_anew:
         parameter.data = torch.zeros(8)
-        fingerprints.note(0)
+        fingerprints.remember(0)
     noted = parameter.untyped_storage()._cdata
     parameter.data = torch.empty(0)
     others = [torch.zeros(8) for _ in range(100)]
@@ -160,11 +160,11 @@ def test_memory_that_is_freed_and_given_back_is_noticed_by_a_look_in_between() -
         assert fingerprints.is_moved(0)
         assert fingerprints.look() == [0]
         if repetition % 2:
-            fingerprints.note(0)
+            fingerprints.remember(0)
         storage.resize_(size)
         assert fingerprints.is_moved(0)
         assert fingerprints.look() == [0]
-        fingerprints.note(0)
+        fingerprints.remember(0)
         assert fingerprints.look() == []
 
 
@@ -179,7 +179,7 @@ def test_storages_that_are_replaced_are_freed_at_once() -> None:
     del memory
     fingerprints = Fingerprints([parameter])
     fingerprints.look()
-    fingerprints.note(0)
+    fingerprints.remember(0)
     assert is_alive() is not None
     parameter.data = torch.zeros(1000)
     assert is_alive() is None
@@ -227,7 +227,7 @@ def test_tensors_without_memory_or_storage_are_looked_at_all_the_same() -> None:
     assert fingerprints.look() == []
     for row in range(len(tensors)):
         assert not fingerprints.is_hinted(row)
-        fingerprints.note(row)
+        fingerprints.remember(row)
     assert fingerprints.look() == []
     kept, closed.data = closed.data, torch.zeros(1000)  # by its address
     tensors[3].data = torch.zeros(0)  # which has none

@@ -322,7 +322,7 @@ def test_reload_masters_while_speculation_is_open(dtype: torch.dtype, steps_befo
     assert (p[::2].float() - 7.0).abs().max() < 0.1  # one step of lr 0.01 away from 7
 
 
-def test_weights_loaded_after_construction_and_after_binding() -> None:
+def test_weights_loaded_after_construction_and_after_published() -> None:
     model, other = (torch.nn.Linear(8, 8, dtype=torch.bfloat16) for _ in range(2))
     optimizer = SpeculativeCPUAdam(model.parameters(), lr=0.1)
     model.load_state_dict(other.state_dict())

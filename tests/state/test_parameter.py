@@ -11,8 +11,8 @@ from torch import Tensor
 from visible import are_taken, bits, give_gradients, parameter, parameters_of, refused, state_bits
 
 from superadam import SpeculativeCPUAdam, SpeculativeCPUAdamW
+from superadam.state.delivery import SynchronousDelivery
 from superadam.state.parameter import ParameterState
-from superadam.state.table import SynchronousDelivery
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))

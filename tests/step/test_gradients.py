@@ -11,16 +11,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from superadam.handles.gradient_handle import GradientHandle, take
+from superadam.handles.gradient_handle import GradientHandle, take_gradient
 from superadam.kernels.hyperparameters import Hyperparameters
+from superadam.state.delivery import SynchronousDelivery
 from superadam.state.parameter import ParameterState
-from superadam.state.table import ParameterTable, SynchronousDelivery
+from superadam.state.table import ParameterTable
 from superadam.step.gradients import gather
 
 
-def make(lengths: list[int]) -> ParameterTable:
+class Received(SynchronousDelivery):
+    """Lets something count of a gradient that was not taken."""
+
+    def __init__(self, received: Callable[[Tensor], Tensor] | None) -> None:
+        self.received = received  # type: ignore[assignment]
+
+
+def make(lengths: list[int], delivery: SynchronousDelivery | None = None) -> ParameterTable:
     states = [ParameterState(torch.nn.Parameter(torch.zeros(n)), row, f"p{row}") for row, n in enumerate(lengths)]
-    return ParameterTable(states, SynchronousDelivery())
+    return ParameterTable(states, delivery or SynchronousDelivery())
 
 
 def hyper(lr: float) -> Hyperparameters:
@@ -35,7 +43,7 @@ ABSENT, PLAIN, TAKEN, GIVEN_BACK = range(4)
 def fill(parameter: Tensor, state: ParameterState, kind: int) -> None:
     parameter.grad = None if kind == ABSENT else torch.ones_like(parameter)
     if kind in (TAKEN, GIVEN_BACK):
-        taken = take(parameter, state)
+        taken = take_gradient(parameter, state)
         assert taken is not None
         handle = parameter.grad
         if kind == GIVEN_BACK:  # and the handle is put there again
@@ -53,13 +61,13 @@ def test_every_gradient_comes_with_its_parameter_and_group(groups: list[list[int
     lr_of = [hyper_of.lr for hyper_of, count in runs for _ in range(count)]
     in_grad = [parameter.grad for parameter in table.parameters]
 
-    arrivals = gather(table, runs, lambda gradient: gradient)
+    got = gather(table, runs)
 
     assert all(map(operator.is_, in_grad, [parameter.grad for parameter in table.parameters]))  # nothing was changed
     expected = [row for row, kind in enumerate(flat) if kind != ABSENT]
-    assert [state.row for state in arrivals.states] == expected
-    assert [one.lr for one in arrivals.hyper] == [lr_of[row] for row in expected]
-    for row, gradient in zip(expected, arrivals.gradients, strict=True):
+    assert [state.row for state in got.states] == expected
+    assert [one.lr for one in got.hyper] == [lr_of[row] for row in expected]
+    for row, gradient in zip(expected, got.gradients, strict=True):
         there = in_grad[row]
         if flat[row] == PLAIN:
             assert gradient is there
@@ -67,11 +75,11 @@ def test_every_gradient_comes_with_its_parameter_and_group(groups: list[list[int
             assert type(there) is GradientHandle
             assert gradient is (there.taken if flat[row] == TAKEN else there.taken.given)
     if {TAKEN, GIVEN_BACK} & set(flat):
-        assert arrivals.segments is None
+        assert got.segments is None
         return
-    assert arrivals.segments is not None
-    assert arrivals.segments["gradient"].tolist() == [gradient.data_ptr() for gradient in arrivals.gradients]
-    assert arrivals.segments["length"].tolist() == [row % 3 for row in expected]
+    assert got.segments is not None
+    assert got.segments["gradient"].tolist() == [gradient.data_ptr() for gradient in got.gradients]
+    assert got.segments["length"].tolist() == [row % 3 for row in expected]
 
 
 @pytest.mark.parametrize(
@@ -94,28 +102,28 @@ def test_a_gradient_in_another_form_among_plain_ones(odd: object, count: int) ->
     table.parameters[-1].grad_dtype = None
     table.parameters[-1].grad = gradient
 
-    arrivals = gather(table, [(hyper(0.1), count)], lambda gradient: gradient)
+    got = gather(table, [(hyper(0.1), count)])
 
-    assert arrivals.segments is not None
-    assert torch.equal(arrivals.gradients[-1], torch.resolve_neg(gradient))
-    assert arrivals.gradients[-1].is_contiguous()
-    assert not arrivals.gradients[-1].is_neg()
-    assert all(got is p.grad for got, p in zip(arrivals.gradients[:-1], table.parameters, strict=False))
-    expected = table.segments(table.all_rows, arrivals.gradients)
-    assert arrivals.segments.tobytes() == expected.tobytes()
+    assert got.segments is not None
+    assert torch.equal(got.gradients[-1], torch.resolve_neg(gradient))
+    assert got.gradients[-1].is_contiguous()
+    assert not got.gradients[-1].is_neg()
+    assert all(one is p.grad for one, p in zip(got.gradients[:-1], table.parameters, strict=False))
+    expected = table.segments(table.all_rows, got.gradients)
+    assert got.segments.tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("has_travelled", [False, True])
 @pytest.mark.parametrize("kinds", [(PLAIN, PLAIN), (PLAIN, TAKEN), (GIVEN_BACK, TAKEN)])
 def test_what_has_not_travelled_counts_as_it_would_be_received(kinds: tuple[int, int], has_travelled: bool) -> None:
     """A gradient that was taken may have been left to the step."""
-    table = make([3, 3])
+    table = make([3, 3], Received(lambda gradient: gradient * 2))
     for parameter, state, kind in zip(table.parameters, table.states, kinds, strict=True):
         fill(parameter, state, kind)
         if kind == TAKEN:
             parameter.grad.taken.in_use = has_travelled
-    arrivals = gather(table, [(hyper(0.1), 2)], lambda gradient: gradient * 2)
-    for kind, gradient in zip(kinds, arrivals.gradients, strict=True):
+    got = gather(table, [(hyper(0.1), 2)])
+    for kind, gradient in zip(kinds, got.gradients, strict=True):
         value = gradient if isinstance(gradient, Tensor) else gradient.value()
         assert torch.equal(value, torch.full((3,), 1.0 if kind == TAKEN and has_travelled else 2.0))
 
@@ -126,6 +134,6 @@ def test_a_taken_gradient_that_does_not_fit_is_refused(received: Callable[[Tenso
     (parameter,) = table.parameters
     fill(parameter, table.states[0], TAKEN)
     parameter.data = torch.zeros(4)
-    table = ParameterTable([ParameterState(parameter, 0, "p")], SynchronousDelivery())
+    table = ParameterTable([ParameterState(parameter, 0, "p")], Received(received))
     with pytest.raises(ValueError, match=r"the gradient of p has shape \(3,\), expected .*\(4,\)"):
-        gather(table, [(hyper(0.1), 1)], received)
+        gather(table, [(hyper(0.1), 1)])

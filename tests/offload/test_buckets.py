@@ -1,4 +1,4 @@
-"""The intake: gradients leave a handle in `.grad` and come out in buckets, in order, once each."""
+"""Buckets: gradients leave a handle in `.grad` and come out in buckets, in order, once each."""
 
 from __future__ import annotations
 
@@ -16,23 +16,22 @@ from superadam.devices import PlainDevice
 from superadam.handles.gradient_handle import taken_of
 from superadam.handles.taken_gradient import TakenGradient
 from superadam.offload.accumulation import PAUSE_STEPS
-from superadam.offload.buckets import Bucket
-from superadam.offload.intake import Intake
+from superadam.offload.buckets import Bucket, Bucketer
 from superadam.state.parameter import ParameterState
 
 
-class Keeper:
-    """Passes on to the intake what a binding and a scheduler pass on."""
+class Holder:
+    """Passes on to the bucketer what a scheduler passes on."""
 
-    intake: Intake
+    bucketer: Bucketer
 
     def nonfinite_of(self, taken: TakenGradient) -> None:
         return None
 
-    def note_norm(self, taken: TakenGradient) -> None: ...
+    def norm_was_asked(self, taken: TakenGradient) -> None: ...
 
-    def note_given_back(self, taken: TakenGradient) -> None:
-        self.given.append(self.intake.note_given_back(taken))
+    def was_given_back(self, taken: TakenGradient) -> None:
+        self.given.append(self.bucketer.forget(taken))
 
     def __init__(self) -> None:
         self.given: list[bool] = []
@@ -41,18 +40,20 @@ class Keeper:
 class DistantDevice(PlainDevice):
     """Counts all memory as its own, and which gradients it was told of."""
 
+    has_link = True
+
     def __init__(self) -> None:
         self.noted = 0
 
     def is_host(self, tensor: torch.Tensor) -> bool:
         return False
 
-    def note_ready(self) -> None:
+    def mark_ready(self) -> None:
         self.noted += 1
 
 
 class Line:
-    """Parameters of given sizes, an intake over them, and what came out of it.
+    """Parameters of given sizes, a bucketer over them, and what came out of it.
 
     Args:
         holds: whether buckets stay, as those that wait for the worker do.
@@ -66,9 +67,9 @@ class Line:
         self.holds = holds
         self.parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]
         self.states = [ParameterState(p, row, f"p{row}") for row, p in enumerate(self.parameters)]
-        self.keeper = Keeper()
-        self.intake = self.keeper.intake = Intake(device or PlainDevice(), self.keeper, bucket_numel)
-        self.intake.follow(self.states)
+        self.holder = Holder()
+        self.bucketer = self.holder.bucketer = Bucketer(device or PlainDevice(), self.holder, bucket_numel)
+        self.bucketer.follow(self.states)
 
     def arrive(self, row: int, value: float = 1.0) -> int:
         """Let autograd accumulate a gradient, and return its address."""
@@ -79,7 +80,7 @@ class Line:
         else:
             parameter.grad += torch.full_like(parameter, value, requires_grad=False)
             address = 0
-        bucket = self.intake.take(parameter)
+        bucket = self.bucketer.add(parameter)
         if bucket is not None:
             self.note([bucket])
         return address
@@ -90,14 +91,14 @@ class Line:
             self.sent += buckets
 
     def flush(self) -> None:
-        self.note(self.intake.rest())
+        self.note(self.bucketer.rest())
 
     def is_taken(self, row: int) -> bool:
         return taken_of(self.parameters[row].grad) is not None
 
     def end_step(self) -> None:
         self.flush()
-        self.intake.end_step()
+        self.bucketer.end_step()
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -130,7 +131,7 @@ def test_second_gradient_gives_the_first_back_and_goes_into_a_bucket_again() -> 
     taken = taken_of(line.parameters[0].grad)
     assert taken is not None
     assert taken.pending.tolist() == [2.0] * 3
-    assert line.keeper.given == [True]
+    assert line.holder.given == [True]
 
 
 def test_sum_with_a_gradient_that_is_under_way_is_left_to_the_step() -> None:
@@ -146,20 +147,20 @@ def test_sum_with_a_gradient_that_is_under_way_is_left_to_the_step() -> None:
 
 def test_parameters_of_nobody_keep_their_gradients() -> None:
     line = Line([3, 3], 1)
-    line.intake.follow(line.states[:1])
+    line.bucketer.follow(line.states[:1])
     line.arrive(1)
     assert not line.sent
     assert not line.is_taken(1)
-    assert line.intake.state_of(line.parameters[0]) is line.states[0]
-    assert line.intake.state_of(line.parameters[1]) is None
+    assert line.bucketer.state_of(line.parameters[0]) is line.states[0]
+    assert line.bucketer.state_of(line.parameters[1]) is None
 
 
 def test_gradient_that_others_hold_is_left_alone() -> None:
     line = Line([3], 1)
     line.parameters[0].grad = held = torch.ones(3)
-    assert line.intake.take(line.parameters[0]) is None
+    assert line.bucketer.add(line.parameters[0]) is None
     assert line.parameters[0].grad is held
-    assert not line.intake.rest()
+    assert not line.bucketer.rest()
 
 
 @pytest.mark.parametrize("gradient", ["sparse", "dtype"])
@@ -170,16 +171,16 @@ def test_gradient_that_does_not_fit_is_left_to_the_step(gradient: str) -> None:
     else:
         line.parameters[0].data = torch.zeros(3, dtype=torch.float64)
         line.parameters[0].grad = torch.ones(3, dtype=torch.float64)
-    assert line.intake.take(line.parameters[0]) is None
+    assert line.bucketer.add(line.parameters[0]) is None
     assert not line.is_taken(0)
-    assert not line.intake.rest()
+    assert not line.bucketer.rest()
 
 
 def test_backward_that_runs_again_over_the_same_handle_adds_nothing() -> None:
     """The hook may be called without a new gradient."""
     line = Line([3], 10)
     line.arrive(0)
-    assert line.intake.take(line.parameters[0]) is None
+    assert line.bucketer.add(line.parameters[0]) is None
     line.flush()
     assert line.rows == [[0]]
 
@@ -190,10 +191,10 @@ def test_backward_that_runs_again_over_the_same_handle_adds_nothing() -> None:
 def test_sums_take_in_every_gradient_up_to_the_last() -> None:
     line = Line([2, 2], 100)
     for _ in range(2):
-        with line.intake.micro_batches.accumulate(torch.float32):
+        with line.bucketer.accumulation.accumulate(torch.float32):
             for row in range(2):
                 line.arrive(row, 1.0)
-    assert not line.intake.rest()
+    assert not line.bucketer.rest()
     line.arrive(0, 2.0)  # the last micro-batch reaches only the first
     line.flush()
     assert line.rows == [[0]]
@@ -209,8 +210,8 @@ def test_sums_take_in_every_gradient_up_to_the_last() -> None:
 def test_sum_is_a_copy_in_the_dtype_of_the_master() -> None:
     line = Line([2], 100)
     parameter = line.parameters[0] = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
-    line.intake.follow([ParameterState(parameter, 0, "p0")])
-    with line.intake.micro_batches.accumulate(torch.float32):
+    line.bucketer.follow([ParameterState(parameter, 0, "p0")])
+    with line.bucketer.accumulation.accumulate(torch.float32):
         address = line.arrive(0, 1.0)
         for _ in range(3):
             line.arrive(0, 2.0**-9)
@@ -225,13 +226,13 @@ def test_sum_is_a_copy_in_the_dtype_of_the_master() -> None:
 
 def test_sum_that_is_being_read_is_not_sent_twice() -> None:
     line = Line([2], 1)
-    with line.intake.micro_batches.accumulate(torch.float32):
+    with line.bucketer.accumulation.accumulate(torch.float32):
         line.arrive(0, 1.0)
     line.arrive(0, 1.0)
     (bucket,) = line.sent
     taken = bucket.gradients[0]
     taken.in_use = True  # as Transfers.download notes
-    assert line.intake.take(line.parameters[0]) is None
+    assert line.bucketer.add(line.parameters[0]) is None
     before = taken.pending
     line.arrive(0, 1.0)  # another backward adds, and leaves what is read as it is
     assert before.tolist() == [2.0, 2.0]
@@ -254,7 +255,7 @@ def test_gradients_are_taken_at_the_last_backward_once_that_is_known() -> None:
                 assert line.is_taken(1)
         line.end_step()
     assert line.rows == [[0], [0], [1], [0], *[[1], [0]] * 3]
-    assert line.keeper.given == [True, True]
+    assert line.holder.given == [True, True]
 
 
 def test_fewer_backwards_leave_one_step_alone_and_are_learned() -> None:
@@ -320,11 +321,11 @@ def test_gradient_given_back_after_the_step_is_none_of_the_next_one() -> None:
     line = Line([3], 1)
     line.arrive(0)
     line.flush()
-    line.intake.end_step()
+    line.bucketer.end_step()
     gradient = line.parameters[0].grad
     assert gradient is not None
     gradient.add_(1.0)
-    assert line.keeper.given == [False]
+    assert line.holder.given == [False]
     line.parameters[0].grad = None
     line.arrive(0)
     assert line.is_taken(0)
@@ -345,7 +346,7 @@ def test_gradient_that_was_given_back_is_held_by_nobody_else() -> None:
 def test_kept_parameters_fill_buckets_of_their_own() -> None:
     device = DistantDevice()
     line = Line([2] * 6, 4, device)
-    line.intake.bucket_numel, line.intake.kept = 4, frozenset(map(id, [line.parameters[row] for row in (1, 3, 4)]))
+    line.bucketer.bucket_numel, line.bucketer.kept = 4, frozenset(map(id, [line.parameters[row] for row in (1, 3, 4)]))
     for row in range(6):
         line.arrive(row)
     line.flush()
@@ -360,7 +361,7 @@ def test_kept_parameters_fill_buckets_of_their_own() -> None:
 
 def test_gradients_on_the_host_never_stay() -> None:
     line = Line([2, 2], 1)
-    line.intake.bucket_numel, line.intake.kept = 1, frozenset(map(id, line.parameters))
+    line.bucketer.bucket_numel, line.bucketer.kept = 1, frozenset(map(id, line.parameters))
     line.arrive(0)
     assert not line.sent[0].is_kept
 
@@ -368,7 +369,7 @@ def test_gradients_on_the_host_never_stay() -> None:
 def test_another_size_counts_from_the_next_gradient_on() -> None:
     line = Line([2] * 4, 100)
     line.arrive(0)
-    line.intake.bucket_numel, line.intake.kept = 4, frozenset(map(id, []))
+    line.bucketer.bucket_numel, line.bucketer.kept = 4, frozenset(map(id, []))
     line.arrive(1)
     line.arrive(2)
     line.arrive(3)

@@ -9,20 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from superadam import StepKind
-from superadam.offload.governor import Governor
+from superadam.offload.pipeline import SpeculationPolicy
 
 KINDS = st.lists(st.sampled_from(StepKind), max_size=60)
 
 
-def after(kinds: list[StepKind]) -> Governor:
-    governor = Governor()
+def after(kinds: list[StepKind]) -> SpeculationPolicy:
+    policy = SpeculationPolicy()
     for kind in kinds:
-        governor.note(kind)
-    return governor
+        policy.add_verdict(kind)
+    return policy
 
 
 def test_speculates_from_the_first_step_on() -> None:
-    assert Governor().speculates(0.0, 1.0)
+    assert SpeculationPolicy().speculates(0.0, 1.0)
 
 
 def test_stops_within_ten_clipped_steps_and_goes_on_within_ten_good_ones() -> None:
@@ -37,18 +37,18 @@ def test_a_rare_clipped_step_changes_nothing() -> None:
 
 @pytest.mark.parametrize(("norm", "expected"), [(0.0, True), (1.0, True), (1.5, False), (math.inf, False)])
 def test_early_verdict(norm: float, expected: bool) -> None:
-    assert Governor().speculates(norm, 1.0) is expected
+    assert SpeculationPolicy().speculates(norm, 1.0) is expected
 
 
 def test_norm_of_nan_is_no_reason_to_write() -> None:
-    assert not Governor().speculates(math.nan, 1.0)
+    assert not SpeculationPolicy().speculates(math.nan, 1.0)
 
 
 @given(KINDS, st.floats())
 def test_without_a_limit_only_clipping_by_others_counts(kinds: list[StepKind], norm: float) -> None:
-    governor = after(kinds)
-    assert governor.speculates(norm, None) is governor.speculates(norm, math.inf) is governor.speculates(0.0, 1.0)
-    assert governor.speculates(norm, None) is (governor.clipped_share < 0.5)
+    policy = after(kinds)
+    assert policy.speculates(norm, None) is policy.speculates(norm, math.inf) is policy.speculates(0.0, 1.0)
+    assert policy.speculates(norm, None) is (policy.clipped_share < 0.5)
 
 
 @given(KINDS)

@@ -1,0 +1,63 @@
+"""How new values reach parameters that kernels on the host do not write themselves.
+
+`SynchronousDelivery` is the optimizer's own; a scheduler brings one whose copies run beside the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from superadam.state.parameter import ParameterState, Place
+
+
+class Delivery(Protocol):
+    """How new values reach parameters that kernels on the host do not write themselves."""
+
+    @property
+    def received(self) -> Callable[[Tensor], Tensor] | None:
+        """Returns what counts of a gradient that was not taken, as if it had travelled; None where that is itself."""
+
+    def is_host(self, parameter: Tensor) -> bool:
+        """Whether kernels on the CPU may write this parameter."""
+
+    def shadows(self, states: Sequence[ParameterState]) -> list[Place]:
+        """Return memory for one new value of each of these parameters."""
+
+    def publish(self, states: Sequence[ParameterState], places: Sequence[Place]) -> None:
+        """Copy new values into their parameters, past version counters, before anything later on the current stream."""
+
+    def settle(self) -> None:
+        """Return when everything that was published has arrived, so that the host can read parameters."""
+
+
+class HostShadow:
+    """New values in pageable memory, each in a tensor of its own."""
+
+    def __init__(self, states: Sequence[ParameterState]) -> None:
+        self.values = [state.empty(state.parameter_dtype) for state in states]
+
+
+class SynchronousDelivery:
+    """Copies that are done, or at least ordered before everything later, when the call returns."""
+
+    received = None
+
+    def is_host(self, parameter: Tensor) -> bool:
+        """Whether it is on the CPU."""
+        return parameter.is_cpu
+
+    def shadows(self, states: Sequence[ParameterState]) -> list[Place]:
+        """Return pageable memory."""
+        shadow = HostShadow(states)
+        return [Place(shadow, position) for position in range(len(states))]
+
+    def publish(self, states: Sequence[ParameterState], places: Sequence[Place]) -> None:
+        """Copy all of them in one call."""
+        torch._foreach_copy_([state.parameter.data for state in states], [place.value for place in places])
+
+    def settle(self) -> None:
+        """Return at once."""

@@ -1,0 +1,56 @@
+"""Where state can live besides the host's tensors."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
+
+from superadam.kernels.hyperparameters import Coefficients
+from superadam.state.parameter import ParameterState
+
+
+class StateTier(abc.ABC):
+    """A place where master and moments of some parameters live, newer there than in the tensors on the host.
+
+    State moves to a tier when a step is made there, and leaves it when anybody reads the host's tensors. The host's
+    tensors stay where they are, so that only their contents go back and forth. All methods are called by one thread at
+    a time, with the model's stream current.
+    """
+
+    @abc.abstractmethod
+    def holds(self, state: ParameterState) -> bool:
+        """Return whether this parameter's state is newer here than on the host."""
+
+    @abc.abstractmethod
+    def bring_home(self, states: Iterable[ParameterState]) -> None:
+        """Return when the host's tensors of these states are the newest, and hold none of them any more.
+
+        Args:
+            states: also such as are not held here, which are left alone.
+        """
+
+    @abc.abstractmethod
+    def update(
+        self,
+        states: Sequence[ParameterState],
+        gradients: Sequence[Tensor],
+        indices: Sequence[int],
+        sets: Sequence[Coefficients],
+    ) -> None:
+        """Make a step in place, parameters included, with the formula of `superadam.kernels.formula`, bit for bit.
+
+        State that is on the host moves here first. Parameters are written past their version counters.
+
+        Args:
+            states: of distinct parameters, with everything that the step reads.
+            gradients: one for each, on the model's device, in the shape and strides of the state; neither scaled nor
+                clipped, which is left to the coefficients.
+            indices: which of the sets each has.
+            sets: the coefficients.
+
+        Raises:
+            torch.OutOfMemoryError: there is no memory for state that is not here yet; nothing was changed, and the step
+                is made on the host.
+        """
