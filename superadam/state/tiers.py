@@ -45,8 +45,9 @@ class StateTier(abc.ABC):
 
         Args:
             states: of distinct parameters, with everything that the step reads.
-            gradients: one for each, on the model's device, in the shape and strides of the state; neither scaled nor
-                clipped, which is left to the coefficients.
+            gradients: one for each, on the model's device, in the shape and strides of the state, and written on the
+                current stream, so that others have to wait for it; neither scaled nor clipped, which is left to the
+                coefficients.
             indices: which of the sets each has.
             sets: the coefficients.
 

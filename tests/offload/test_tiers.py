@@ -14,6 +14,7 @@ from overlap import adam, everything, loss_of, mlp
 from torch import Tensor
 
 from superadam import OffloadScheduler, StepKind
+from superadam.devices import Device, Stream
 from superadam.devices.simulated import SimulatedDevice
 from superadam.kernels import formula
 from superadam.kernels.hyperparameters import Coefficients
@@ -25,8 +26,8 @@ NAMES = ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 class FileTier(StateTier):
     """Keeps state in files, and makes steps with the formula in numpy: slow, and exact."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, device: Device) -> None:
+        self.folder, self.device = folder, device
         self.held: dict[ParameterState, dict[str, npt.NDArray[Any]]] = {}
         self.is_full = False
         self.steps = 0
@@ -54,7 +55,10 @@ class FileTier(StateTier):
                 self.bring_home([state])
                 self.held[state] = {name: self.moved(state, name, tensor) for name, tensor in tensors.items()}
             held = self.held[state]
-            wide = in_memory_order(gradient).to(state.dtype).numpy()
+            arrived = self.device.host_empty(gradient.numel(), gradient.dtype)
+            self.device.copy(arrived, in_memory_order(gradient), Stream.CURRENT)
+            self.device.record(Stream.CURRENT).synchronize()
+            wide = arrived.to(state.dtype).numpy()
             vmax = held.get("max_exp_avg_sq", np.zeros_like(wide))
             p, m, v, vmax = formula.adam_formula(
                 sets[index], wide, held["exp_avg"], held["exp_avg_sq"], vmax, held["master"]
@@ -85,8 +89,8 @@ def in_memory_order(tensor: Tensor) -> Tensor:
 def test_state_in_files_has_the_bits_of_state_in_memory(tmp_path: Path, dtype: torch.dtype, amsgrad: bool) -> None:
     models = mlp(dtype), mlp(dtype)
     plain, ours = (adam(model, amsgrad=amsgrad) for model in models)
-    tier, kinds = FileTier(tmp_path), set()
     device = SimulatedDevice(1, 0.5)
+    tier, kinds = FileTier(tmp_path, device), set()
     with OffloadScheduler(ours, models[1], device=device, tier=tier, gpu_buckets=2, bucket_numel=70) as scheduler:
         for seed in range(12):
             for model, optimizer in zip(models, (plain, ours), strict=True):
@@ -109,8 +113,8 @@ def test_state_in_files_has_the_bits_of_state_in_memory(tmp_path: Path, dtype: t
 def test_tier_that_is_full_leaves_the_step_to_the_host(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     models = mlp(torch.bfloat16), mlp(torch.bfloat16)
     plain, ours = map(adam, models)
-    tier = FileTier(tmp_path)
     device = SimulatedDevice(2, 0.5)
+    tier = FileTier(tmp_path, device)
     with OffloadScheduler(ours, models[1], device=device, tier=tier, gpu_buckets=2, bucket_numel=70) as scheduler:
         for seed in range(6):
             tier.is_full = seed == 3
