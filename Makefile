@@ -14,13 +14,17 @@ export OMP_WAIT_POLICY := passive
 # A file's tests stay together: some share what took long to make.
 IN_PARALLEL := -n 2 --dist loadfile
 
-.PHONY: demo test test-deep test-mutants arm-test gpu-check lint format clean
+.PHONY: demo test test-quick test-deep test-mutants arm-test gpu-check lint format clean
 
 demo: $(VENV)/installed
 	$(BIN)/superadam train --verify --steps 200 --max-grad-norm 1.0 --inject-nan 70 --report demo/report.json --out demo
 
 test: $(VENV)/test-tools lint
 	$(BIN)/python -m pytest $(IN_PARALLEL) tests
+
+# Under a minute on two cores, once everything is installed: a part of each folder's tests, and no linters.
+test-quick: $(VENV)/test-tools
+	$(BIN)/python -m pytest $(IN_PARALLEL) -m "not slow" tests
 
 test-deep: $(VENV)/test-tools
 	SUPERADAM_DEEP=1 $(BIN)/python -m pytest $(IN_PARALLEL) --timeout 7200 tests

@@ -1,11 +1,13 @@
-"""What all tests share: the Hypothesis profiles, `covering`, the rule for skips, the fixture over instruction sets."""
+"""What all tests share: Hypothesis profiles, `slow` and `covering`, the rule for skips, the instruction sets."""
 
 from __future__ import annotations
 
 import gc
 import itertools
 import os
+import re
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -38,29 +40,59 @@ DEEPER = 20
 """How many times as long a test may take with the "deep" profile, which draws so many more examples."""
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Let deep tests take their time, also those that have a limit of their own; thin the products of the others."""
-    products: dict[str, list[pytest.Function]] = {}
+IS_SLOW = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.slow", re.MULTILINE)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files of slow tests before they are imported, as frameworks and compilers take seconds."""
+    is_left_out = config.option.markexpr == "not slow" and collection_path.suffix == ".py"
+    return (is_left_out and IS_SLOW.search(collection_path.read_text()) is not None) or None
+
+
+MOST_QUICK_CASES = 20
+"""Of one parametrized test; it draws from the many programs and operations that the whole tests go through."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
+    """Let deep tests take their time, also those that have a limit of their own; thin the products of the others.
+
+    Before options choose among the tests: of each product, all cases are slow but as few as hold every value, and of
+    those all but about `MOST_QUICK_CASES`.
+    """
+    for product in products_of(items):
+        quick = covering(product, strength=1)
+        for item in set(product) - set(quick[:: 1 + len(quick) // MOST_QUICK_CASES]):
+            item.add_marker("slow")
+    yield
     for item in items:
         limit = item.get_closest_marker("timeout")
         if limit is not None and DEEP:
             item.add_marker(pytest.mark.timeout(DEEPER * limit.args[0]), append=False)
-        if isinstance(item, pytest.Function) and item.get_closest_marker("covering") is not None and not DEEP:
-            products.setdefault(item.nodeid.split("[")[0], []).append(item)
-    left_out = {item for product in products.values() for item in set(product) - set(covering(product))}
+    left_out: set[pytest.Item] = set()
+    for product in products_of(items):
+        marker = product[0].get_closest_marker("covering")
+        if marker is not None and not DEEP:
+            left_out |= set(product) - set(covering(product, strength=marker.args[0] if marker.args else 2))
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
 
 
-def covering(product: list[pytest.Function]) -> list[pytest.Function]:
-    """Return cases of a test, so few that every combination of `covering(n)` values, by default 2, occurs in one.
+def products_of(items: list[pytest.Item]) -> list[list[pytest.Function]]:
+    """Return the cases of each test that has parameters."""
+    products: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            products.setdefault(item.nodeid.split("[")[0], []).append(item)
+    return list(products.values())
+
+
+def covering(product: list[pytest.Function], strength: int) -> list[pytest.Function]:
+    """Return cases of a test, so few that every combination of `strength` values occurs in one.
 
     Greedily: always the case with the most new combinations, of which the first.
     """
-    marker = product[0].get_closest_marker("covering")
-    strength = marker.args[0] if marker is not None and marker.args else 2
     left: dict[pytest.Function, set[Any]] = {}
     for case in product:
         values = [(name, id(value)) for name, value in case.callspec.params.items()]

@@ -294,6 +294,7 @@ def test_contests_use_the_same_threads_and_put_them_back() -> None:
     assert (torch.get_num_threads(), native.get_num_threads()) == before
 
 
+@pytest.mark.slow
 def test_iterations_with_and_without_overlap_reach_the_same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     models, build = [], overlap._loop
 
@@ -315,6 +316,7 @@ def test_iterations_with_and_without_overlap_reach_the_same_weights(monkeypatch:
 TINY = ["--numel", "8192", "--pairs", "2", "--small-tensors", "5", "--small-numel", "100", "--tokens", "64"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("columns", "idle_cores"), [(80, 0), (120, 1)])
 def test_the_command_prints_one_table_and_writes_json(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, columns: int, idle_cores: int

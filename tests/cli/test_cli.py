@@ -79,6 +79,7 @@ def test_parser_is_made_anew_each_time() -> None:
     assert build_parser() is not build_parser()
 
 
+@pytest.mark.slow
 @pytest.mark.subprocess
 def test_console_script_and_module_run(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONSAFEPATH": "1"}

@@ -91,6 +91,7 @@ READ_FILES = (
 )
 
 
+@pytest.mark.slow
 @given(texts=st.lists(st.text(max_size=30), min_size=len(READ_FILES), max_size=len(READ_FILES)))
 def test_no_file_content_crashes_a_probe(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> None:
     files = dict(zip(READ_FILES, (text.encode(errors="replace").decode() for text in texts), strict=True))
@@ -399,6 +400,7 @@ def test_the_command_reports_this_machine(
         assert all(name in printed for name, _ in PROBES)
 
 
+@pytest.mark.slow
 def test_a_wrong_isa_ends_in_a_report_and_status_1() -> None:
     script = (
         "from superadam.cli import main\nfrom superadam.cli.doctor import memory\n"

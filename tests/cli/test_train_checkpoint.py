@@ -58,6 +58,7 @@ def content_of(trainer: Trainer, folder: Path) -> dict[str, object]:
     return content
 
 
+@pytest.mark.slow
 @settings(max_examples=settings().max_examples // 3)
 @given(
     stops=st.sets(st.integers(1, STEPS - 1), max_size=3),
@@ -241,6 +242,7 @@ def test_disk_that_fails_once_has_failed(tmp_path: Path) -> None:
             checkpoint._write({"numbers": torch.arange(100)}, Failing())
 
 
+@pytest.mark.slow
 def test_process_killed_while_it_saves_leaves_the_older_checkpoint_or_the_new_one(tmp_path: Path) -> None:
     path = checkpoint.save(tiny_trainer(seed=1), tmp_path)
     older, trainer = path.read_bytes(), tiny_trainer(seed=2)

@@ -27,6 +27,8 @@ from superadam.cli.train.verification import Reference
 from superadam.cli.usage import UsageError
 from superadam.host.memory import HostMemory
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def _one_torch_thread() -> Iterator[None]:

@@ -51,6 +51,7 @@ class LiveBytes(TorchDispatchMode):
         self.now -= self._sizes.pop(key)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [True, False])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize(

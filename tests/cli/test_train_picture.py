@@ -32,6 +32,7 @@ def run_of(steps: int, nan_steps: frozenset[int], max_grad_norm: float) -> tuple
     return trainer.history, Report.of(trainer, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("steps", "nan_steps", "max_grad_norm"),
     [(6, {3, 5}, 0.75), (6, set(), math.inf), (1, set(), 0.75), (1, {1}, 0.75), (3, {1, 2, 3}, math.inf)],

@@ -15,6 +15,8 @@ from visible import bits
 
 from superadam import SpeculativeCPUAdamW
 
+pytestmark = pytest.mark.slow
+
 STEPS = 100
 OVERFLOW = 30
 """The step whose loss overflows, so that GradScaler skips it."""

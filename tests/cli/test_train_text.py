@@ -13,6 +13,7 @@ from superadam.cli.train.text import HELD_OUT_SHARE, Text
 from superadam.cli.usage import UsageError
 
 
+@pytest.mark.slow
 def test_standard_library_is_megabytes_of_python_and_always_the_same() -> None:
     first, second = Text.read(None, 128), Text.read(None, 128)
     assert first.sha256 == second.sha256

@@ -57,6 +57,7 @@ def test_names_of_the_package() -> None:
         _ = superadam.devices.RocmDevice
 
 
+@pytest.mark.slow
 def test_importing_superadam_imports_no_kernels() -> None:
     program = (
         "import sys, superadam, torch; from superadam.devices import device_for\n"

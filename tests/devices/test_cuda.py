@@ -184,6 +184,7 @@ def norm_room(layout: FlatLayout, device: torch.device) -> Tensor:
     return torch.full((2 * chunks,), -1.0, dtype=torch.float64, device=device)
 
 
+@pytest.mark.slow
 @where_there_are("implementation", [name for name in BACKENDS if name != "torch"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_norms_have_the_bits_of_the_cpu(implementation: str, dtype: torch.dtype) -> None:
@@ -615,6 +616,7 @@ def test_a_narrow_link_rounds_gradients(device: CudaDevice) -> None:
             assert bits(one) == bits(other)
 
 
+@pytest.mark.slow
 def test_whatever_happens_over_a_made_up_device(cuda: FakeCuda) -> None:
     devices: list[CudaDevice] = []
 

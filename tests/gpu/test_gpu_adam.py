@@ -68,6 +68,7 @@ def test_updates_have_the_bits_of_the_cpu(data: st.DataObject) -> None:
     check_against_cpu(job, data.draw(st.sampled_from([(0,), (0, 1, 3)]), "starts"))
 
 
+@pytest.mark.slow
 @needs_triton
 @pytest.mark.parametrize("double", [False, True], ids=["fp32", "fp64"])
 def test_every_configuration_in_one_call(double: bool) -> None:
@@ -166,6 +167,7 @@ def request(gradient: Dtype, out: Dtype, flags: int, real: Dtype = Dtype.FLOAT32
     return Request("adam_kernel", {"table": "*i64", "tensors": "i32", "steps": "i32", "sets": "*fp64"}, constants)
 
 
+@pytest.mark.slow
 @pytest.mark.subprocess
 @pytest.mark.skipif(not can_compile(), reason="this Triton cannot compile for NVIDIA's GPUs")
 def test_compiled_code_rounds_once_for_each_operation(tmp_path: Path) -> None:

@@ -110,6 +110,7 @@ def check_pack(
     assert np.array_equal(got_nonfinite.read(), np.append(nonfinite, -1))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 @settings(max_examples=settings.default.max_examples // 4)
 @given(st.data())
@@ -134,6 +135,7 @@ def test_packing_has_the_bits_of_the_cpu(data: st.DataObject) -> None:
             check_pack(stored, dtypes, link, places, numel, starts, with_norm and name == "triton")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "link"),
     [
@@ -261,6 +263,7 @@ def test_what_does_not_fit_is_refused() -> None:
 # -- which implementation runs -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.subprocess
 def test_without_triton_torch_packs_and_says_so_once() -> None:
     code = (
@@ -321,6 +324,7 @@ def test_memory_out_of_reach_is_told(monkeypatch: pytest.MonkeyPatch, caplog: py
 # -- what the compiler makes of it -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.subprocess
 @pytest.mark.skipif(not can_compile(), reason="this Triton cannot compile for NVIDIA's GPUs")
 def test_compiled_code_rounds_once_for_each_operation(tmp_path: Path) -> None:

@@ -141,6 +141,7 @@ def test_what_does_not_fit_is_refused() -> None:
     refused(ValueError, "tensor 1 of 10 elements has no memory", [source], [gone])
 
 
+@pytest.mark.slow
 @pytest.mark.subprocess
 @pytest.mark.skipif(not can_compile(), reason="this Triton cannot compile for NVIDIA's GPUs")
 def test_compiled_code_moves_sixteen_bytes_at_once(tmp_path: Path) -> None:

@@ -30,7 +30,11 @@ from torch.utils.data import DataLoader
 
 from superadam import SpeculativeCPUAdamW
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(60),
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
+]
 
 
 @pytest.fixture(autouse=True, scope="module")

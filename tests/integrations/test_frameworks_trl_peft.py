@@ -22,7 +22,11 @@ from transformers import (
 )
 from trl import SFTConfig, SFTTrainer
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(60),
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
+]
 
 WORDS = 60
 ADAPTERS = ["q_proj", "v_proj", "down_proj"]

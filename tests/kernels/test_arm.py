@@ -120,6 +120,7 @@ def batch(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Emulated
     return path, jobs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cpu", "isa"),
     [

@@ -38,6 +38,7 @@ def check_under(setting: Setting, job: Job, isa: str, threads: int) -> None:
     job.check(expected)
 
 
+@pytest.mark.slow
 @SETTINGS
 @given(data=st.data())
 def test_bits_do_not_depend_on_the_callers_setting(isa: str, setting: Setting, data: st.DataObject) -> None:

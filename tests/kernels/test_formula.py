@@ -179,6 +179,24 @@ def test_scaling_multiplies_the_gradient_once(hyper: Hyperparameters, scale: flo
     assert all(same_bits(a, b) for a, b in zip(scaled, before, strict=True))
 
 
+def test_no_inverse_restores_the_state() -> None:
+    """Why rolling back is not computing backwards: the inverse of one ordinary step gives these shares of the bits."""
+    rng = np.random.default_rng(0)
+    p, m, v, g = (scale * rng.standard_normal(1 << 16, np.float32) for scale in np.float32([0.02, 1e-4, 1e-3, 1e-3]))
+    v = v * v
+    k = Coefficients.at_step(Hyperparameters(1e-5, 0.9, 0.999, 1e-8, 0.1, False, False, True), 1000)
+    w, b2, c2, nss, bc2s, eps, decay = map(np.float32, (k.w, k.b2, k.c2, k.nss, k.bc2s, k.eps, k.decay))
+    new_p, new_m, new_v, _ = formula.adam_formula(k, g, m, v, v, p)
+    inverse = {
+        "p": (new_p - (nss * new_m) / (np.sqrt(new_v) / bc2s + eps)) / decay,
+        "m": (new_m - w * g) / (1 - w),
+        "v": (new_v - c2 * g * g) / b2,
+    }
+    before = {"p": p, "m": m, "v": v}
+    shares = {name: float(np.mean(inverse[name] == before[name])) for name in before}
+    assert {name: round(share, 3) for name, share in shares.items()} == {"p": 0.999, "m": 0.426, "v": 0.967}
+
+
 def test_larger_or_nan() -> None:
     a = np.array([1.0, 2.0, np.nan, 1.0, 0.0, -0.0], np.float32)
     b = np.array([2.0, 1.0, 1.0, np.nan, -0.0, 0.0], np.float32)

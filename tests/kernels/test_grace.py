@@ -64,6 +64,7 @@ def test_bounds_of_small_loops(counts: dict[str, int], cycles: float, reason: st
     assert max(bounds(Counter(counts)), key=lambda bound: bound[0]) == (pytest.approx(cycles), reason)
 
 
+@pytest.mark.slow
 def test_the_document_holds_what_the_script_prints() -> None:
     if missing := emulation.missing_tools():
         pytest.skip(missing)

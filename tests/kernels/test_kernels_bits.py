@@ -24,6 +24,7 @@ def check_against_oracle(job: Job, isa: str, threads: int = 1) -> None:
     job.check(expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", Pass, ids=lambda which: which.name)
 @given(data=st.data())
 def test_bits_of_the_oracle(isa: str, which: Pass, data: st.DataObject) -> None:

@@ -225,6 +225,7 @@ def in_new_process(**environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_the_environment_is_read_in_a_new_process() -> None:
     done = in_new_process(SUPERADAM_ISA="scalar", SUPERADAM_THREADS="3")
     assert done.stdout.split() == ["scalar", "3"]

@@ -137,6 +137,7 @@ def test_the_pool_survives_fork() -> None:
     job.check(expected)
 
 
+@pytest.mark.slow
 def test_fork_while_another_thread_runs_jobs() -> None:
     lengths = lengths_for(2)
     expected = make_job(*lengths).expected()

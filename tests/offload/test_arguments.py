@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from overlap import adam, mlp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -169,7 +168,19 @@ def test_no_rank_of_fsdp1_skips_silently(two_ranks: None) -> None:
     refused(FloatingPointError, "1 gradient elements are Inf or NaN", optimizer.step)
 
 
-@pytest.mark.parametrize("wrapper", [lambda optimizer: SimpleNamespace(optimizer=optimizer), LightningOptimizer])
+def wrapped_by_lightning(optimizer: SpeculativeCPUAdam) -> Any:
+    from lightning.pytorch.core.optimizer import LightningOptimizer  # takes seconds
+
+    return LightningOptimizer(optimizer)
+
+
+@pytest.mark.parametrize(
+    "wrapper",
+    [
+        lambda optimizer: SimpleNamespace(optimizer=optimizer),
+        pytest.param(wrapped_by_lightning, marks=pytest.mark.slow),
+    ],
+)
 def test_optimizers_in_wrappers(wrapper: Any) -> None:
     model = mlp()
     optimizer = adam(model)

@@ -108,6 +108,7 @@ def test_explicit_values_are_never_changed(names: set[str], kept: int, seconds: 
         assert all(getattr(steps.autotuner.placement, name) == value for name, value in options.items())
 
 
+@pytest.mark.slow
 def test_what_is_automatic_is_chosen_before_the_first_step() -> None:
     assert Steps([10**9]).autotuner.placement == Placement(0, DEFAULT_NUMEL, None, CORES)
     assert Steps(SIZES).autotuner.placement == Placement(0, LEAST_NUMEL, None, CORES)

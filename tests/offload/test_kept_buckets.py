@@ -414,6 +414,7 @@ def check_statistics(scheduler: OffloadScheduler) -> None:
     assert counts.open_buckets == 0
 
 
+@pytest.mark.slow
 @settings(max_examples=settings().max_examples * 2)
 @given(
     KINDS,

@@ -139,6 +139,7 @@ def go(program: list[Iteration], model: Any, optimizer: SpeculativeCPUAdamW, sch
     return records
 
 
+@pytest.mark.slow
 @settings(max_examples=2 * settings().max_examples)
 @given(
     program=st.lists(ITERATIONS, min_size=4, max_size=7),

@@ -1204,6 +1204,7 @@ def test_forked_child_is_told_instead_of_hanging() -> None:
         optimizer.step()
 
 
+@pytest.mark.slow
 @pytest.mark.subprocess
 @pytest.mark.parametrize("ending", ["loss(1).backward()", "raise KeyError('the end')", "os.kill(os.getpid(), 2)"])
 def test_interpreter_ends_without_close(ending: str) -> None:

@@ -34,6 +34,8 @@ from superadam.step.outcome import StepOutcome
 from superadam.step.transaction import Transaction
 from superadam.step.validation import judge
 
+pytestmark = pytest.mark.slow
+
 DEEP = os.environ.get("SUPERADAM_DEEP") == "1"
 MACHINE = settings(
     max_examples=10_000 if DEEP else 300,

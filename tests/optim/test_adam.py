@@ -733,6 +733,7 @@ def test_no_gradient_at_all() -> None:
     assert optimizer.statistics.committed == 2
 
 
+@pytest.mark.slow
 def test_thousands_of_tiny_parameters() -> None:
     """3000 parameters of one element make the steps of one parameter of 3000."""
     whole = SpeculativeCPUAdamW([parameter(3000)])

@@ -346,6 +346,7 @@ for order in (0, 1):
 """
 
 
+@pytest.mark.slow
 def test_masters_survive_into_a_fresh_process(tmp_path: Path) -> None:
     names: dict[str, Any] = {}
     exec(FRESH_PROCESS, names)

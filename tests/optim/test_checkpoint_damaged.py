@@ -294,6 +294,7 @@ def check_refusal(error: ValueError) -> None:
     assert re.search(r"[.!?] ", text) is None  # one sentence
 
 
+@pytest.mark.slow
 @settings(max_examples=5 * settings().max_examples)
 @given(
     cls=st.sampled_from(sorted(PAIRS, key=str)),

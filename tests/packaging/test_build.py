@@ -18,6 +18,8 @@ import pytest
 import superadam
 from superadam import _kernels
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "tests" / "support" / "kernels_elsewhere.py"
 IS_X86 = platform.machine() == "x86_64"

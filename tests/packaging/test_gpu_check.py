@@ -17,6 +17,8 @@ import pytest
 import torch
 from training_runs import one_torch_thread
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "bench"))
 

@@ -1,0 +1,21 @@
+"""What the documents point at is there: files that links name, and tests that prose names."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("bench/**/*.md")]
+LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
+TEST = re.compile(r"`(tests/[\w./]+)`")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_links_and_tests_exist(document: Path) -> None:
+    text = document.read_text()
+    links = [document.parent / target for target in LINK.findall(text) if "://" not in target]
+    missing = [path for path in [*links, *(ROOT / name for name in TEST.findall(text))] if not path.exists()]
+    assert not missing
