@@ -101,7 +101,10 @@ def test_state_in_files_has_the_bits_of_state_in_memory(tmp_path: Path, dtype: t
                 optimizer.zero_grad()
             kinds.add(ours.last_outcome.kind)
             if seed % 4 == 3:  # reading brings it home
-                assert everything(models[1], ours) == everything(models[0], plain)
+                for one, other in zip(plain.param_groups[0]["params"], ours.param_groups[0]["params"], strict=True):
+                    assert all(
+                        torch.equal(plain.state[one][name], ours.state[other][name]) for name in plain.state[one]
+                    )
                 assert not tier.held
         assert scheduler.statistics.kept_buckets > 5
     assert tier.steps > 10
