@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from visible import bits
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")]
+pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")]
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -32,7 +32,7 @@ from superadam import SpeculativeCPUAdamW
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(60),
+    pytest.mark.timeout(240),
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
 ]
 

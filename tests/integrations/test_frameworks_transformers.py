@@ -27,7 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(60),
+    pytest.mark.timeout(240),
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
 ]
 

@@ -24,7 +24,7 @@ from trl import SFTConfig, SFTTrainer
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(60),
+    pytest.mark.timeout(240),
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
 ]
 

@@ -40,7 +40,7 @@ from superadam.kernels.hyperparameters import Hyperparameters
 from superadam.offload.accumulation import PAUSE_STEPS, Accumulation
 from superadam.offload.transfers import Transfers
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(240)
 
 DEVICES = [
     ImmediateDevice,

@@ -30,7 +30,7 @@ from superadam.devices import Device
 from superadam.devices.simulated import SimulatedDevice
 
 pytestmark = [
-    pytest.mark.timeout(60),  # a hang fails with the stack of every thread; compiling alone takes seconds
+    pytest.mark.timeout(240),  # a hang fails with the stack of every thread; compiling alone takes seconds
     pytest.mark.filterwarnings("ignore:Using backward.* with create_graph=True"),
     pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True"),
 ]

@@ -39,7 +39,7 @@ from superadam.devices.simulated import SimulatedDevice
 from superadam.offload import accumulation as micro_batches
 
 pytestmark = [
-    pytest.mark.timeout(60),  # a hang fails with the stack of every thread
+    pytest.mark.timeout(240),  # a hang fails with the stack of every thread
     pytest.mark.filterwarnings("ignore:Using backward.* with create_graph=True"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),

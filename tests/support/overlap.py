@@ -79,7 +79,7 @@ def end_thread(worker: ThreadWorker, *, with_job: bool = False) -> None:
         worker._run = lambda work: sys.exit()  # type: ignore[method-assign]
         return
     worker._calls.put(sys.exit)
-    worker._thread.join(5)
+    worker._thread.join(60)
     assert not worker._thread.is_alive()
 
 
