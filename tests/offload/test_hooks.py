@@ -69,11 +69,11 @@ def test_only_the_given_parameters() -> None:
 def test_nothing_is_left_after_letting_go() -> None:
     model = mlp()
     recorder, hooks = followed(model)
-    hooks.let_go()
+    hooks.remove()
     run(model)
     assert not recorder.ready
     assert not any(map(hooks_of, model.parameters()))
-    hooks.let_go()
+    hooks.remove()
 
 
 def test_parameters_are_hooked_once_they_are_trained() -> None:
@@ -94,7 +94,7 @@ def test_parameters_are_hooked_once_they_are_trained() -> None:
     model[2].requires_grad_(True)
     hooks.look_for_unfrozen()
     assert all(hooks_of(parameter) == 1 for parameter in model.parameters())
-    hooks.let_go()
+    hooks.remove()
     assert not any(map(hooks_of, model.parameters()))
 
 
