@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.metadata import version
-from typing import NoReturn
+from typing import IO, Any, NoReturn
 
 from superadam.cli.usage import UsageError
 
@@ -21,6 +23,9 @@ COMMANDS = ("superadam.cli.train.command", "superadam.cli.doctor.command", "supe
 
 USAGE_STATUS = 2
 """Exit status for input that has to be mended first; argparse uses the same."""
+
+PIPE_STATUS = 1
+"""Exit status when the reader of the output has gone, as in `| head -1`; Python's own and rich's."""
 
 INTERRUPTED_STATUS = 130
 """Exit status after Ctrl-C, as shells count: 128 and the number of SIGINT."""
@@ -32,6 +37,11 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Exit with `message` on stderr."""
         self.exit(USAGE_STATUS, f"{self.prog}: {message}; see '{self.prog} --help'\n")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Write all of `message`; argparse's own ignores that it cannot."""
+        file.write(message)
+        file.flush()
 
 
 def build_parser() -> Parser:
@@ -50,13 +60,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: the words after `superadam`; default those of this process.
     """
-    parser = build_parser()
-    parsed = parser.parse_args(arguments)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - for as long as the process lives
     try:
-        return int(parsed.run(parsed))
+        parsed = build_parser().parse_args(arguments)
+        status = int(parsed.run(parsed))
+        sys.stdout.flush()
+        return status
     except UsageError as error:
-        sys.stderr.write(f"{parser.prog}: {error}\n")
-        return USAGE_STATUS
+        return _failed(str(error), USAGE_STATUS)
     except KeyboardInterrupt:
-        sys.stderr.write(f"{parser.prog}: interrupted\n")
-        return INTERRUPTED_STATUS
+        return _failed("interrupted", INTERRUPTED_STATUS)
+    except BrokenPipeError:
+        _abandon(sys.stdout)
+        return PIPE_STATUS
+    except OSError as error:
+        _abandon(sys.stdout)
+        subject = "write the output" if error.filename is None else f"use {error.filename}"
+        words = f"cannot {subject}: {error.strerror or error}; free some space or choose another place"
+        return _failed(words, USAGE_STATUS)
+
+
+def _failed(sentence: str, status: int) -> int:
+    try:
+        sys.stderr.write(f"superadam: {sentence}\n")
+        sys.stderr.flush()
+    except OSError:
+        _abandon(sys.stderr)
+    return status
+
+
+def _abandon(stream: IO[str]) -> None:
+    """Let nothing come of what `stream` still holds, which the interpreter writes when it ends."""
+    with suppress(OSError):  # it has no descriptor
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

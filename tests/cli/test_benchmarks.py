@@ -137,6 +137,20 @@ def test_traffic_reads_everything_and_leaves_the_state_alone(which: Pass, dtype:
             np.testing.assert_array_equal(arrays["out"], before["out"])
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_traffic_ends_where_the_arrays_end(threads: int) -> None:
+    """Also where their chunks are no multiple of what a thread takes at a time: 4 chunks, or 2 for two threads."""
+    chunks = 35
+    arrays = PassArrays((chunks + 1) * native.CHUNK, Dtype.FLOAT32, Dtype.BFLOAT16)
+    table = arrays.segments(with_norm=False)
+    table["length"] = chunks * native.CHUNK
+    before = arrays["out"].copy()
+    native.move_like(Pass.UPDATE, table, burst=32, prefetch=0, stream_out=False, stream_state=False, threads=threads)
+    end = chunks * native.CHUNK * 2
+    np.testing.assert_array_equal(arrays["out"][:end].view(np.uint16), 0x3F80)
+    np.testing.assert_array_equal(arrays["out"][end:], before[end:])
+
+
 @pytest.mark.parametrize(
     ("field", "value", "burst", "message"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import errno
@@ -24,9 +25,19 @@ import torch
 from children import exit_code_of_child
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from training_runs import SENTENCES, TINY, TINY_SHAPE, are_same, one_torch_thread, tiny_trainer
+from training_runs import (
+    OPTIONS,
+    SENTENCES,
+    TINY,
+    TINY_SHAPE,
+    are_same,
+    one_torch_thread,
+    tiny_trainer,
+    train,
+    write_text,
+)
 
-from superadam import OverlapStatistics
+from superadam import OverlapStatistics, StepKind
 from superadam.cli.train import checkpoint, files
 from superadam.cli.train.loop import Trainer
 from superadam.cli.train.text import Text
@@ -285,7 +296,7 @@ def test_file_of_another_layout_is_refused(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(checkpoint, "FORMAT", "superadam train, 1")
     checkpoint.save(tiny_trainer(), tmp_path)
     monkeypatch.undo()
-    with pytest.raises(UsageError, match="has the layout 'superadam train, 1', expected 'superadam train, 4'"):
+    with pytest.raises(UsageError, match="has the layout 'superadam train, 1', expected 'superadam train, 5'"):
         checkpoint.read(tmp_path)
 
 
@@ -315,7 +326,7 @@ def test_missing_file_is_refused(tmp_path: Path) -> None:
         checkpoint.read(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize("key", ["model", "optimizer", "schedule", "batches", "random", "history"])
+@pytest.mark.parametrize("key", ["model", "optimizer", "batches", "random", "history"])
 @pytest.mark.parametrize("value", [None, {}, {"state": 1}, "text"])
 def test_damaged_part_is_refused(key: str, value: object, tmp_path: Path) -> None:
     with tiny_trainer() as trainer:
@@ -325,6 +336,18 @@ def test_damaged_part_is_refused(key: str, value: object, tmp_path: Path) -> Non
     content[key] = value
     with pytest.raises(UsageError, match="is damaged"):
         checkpoint.restore(tiny_trainer(), content, tmp_path)
+
+
+@pytest.mark.parametrize("value", [None, 5, 10**400, [], {}, "text", torch.ones(3)], ids=str)
+def test_damaged_marks_are_refused(value: object, stepped: Trainer, tmp_path: Path) -> None:
+    checkpoint.save(stepped, tmp_path)
+    content = checkpoint.read(tmp_path)
+    with pytest.raises(UsageError, match="was trained on other bytes"):
+        checkpoint.restore(tiny_trainer(), {**content, "text_sha256": value}, tmp_path)
+    with open(tmp_path / checkpoint.FILE_NAME, "w+b") as file:
+        checkpoint._write({**content, "format": value}, file)
+    with pytest.raises(UsageError, match=r"has the layout 'text'|no checkpoint of 'superadam train'"):
+        checkpoint.read(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -354,3 +377,98 @@ def test_checkpoint_of_another_text_is_refused(tmp_path: Path) -> None:
     other = Trainer(TINY, Text.of_bytes("others", SENTENCES[1:], TINY.seq))
     with pytest.raises(UsageError, match="other bytes than others holds"):
         checkpoint.restore(other, checkpoint.read(tmp_path), tmp_path)
+
+
+def places(value: object, path: tuple[object, ...] = ()) -> Iterator[tuple[object, ...]]:
+    """Yield the keys that lead to each value of a nest of dicts and lists."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
+    for key, item in items:
+        yield (*path, key)
+        yield from places(item, (*path, key))
+
+
+def damaged(value: Any, path: tuple[object, ...], change: Callable[[Any], Any]) -> Any:
+    """Return a copy of a nest in which one value is changed, or left out where `change` returns `LEFT_OUT`."""
+    if not path:
+        return change(value)
+    items = dict(value) if isinstance(value, dict) else dict(enumerate(value))
+    items[path[0]] = damaged(items[path[0]], path[1:], change)
+    if items[path[0]] is LEFT_OUT:
+        del items[path[0]]
+    return items if isinstance(value, dict) else type(value)(items.values())
+
+
+LEFT_OUT = object()
+
+OTHERS: list[Any] = [
+    *(None, True, -1, 0, 1, 7, 2**62, 10**400, -0.5, 0.0, math.nan, math.inf, 1e308, 1e-320, "", "\0", "auto", b"x"),
+    *([], {}, (), [1], {"a": 1}, {0: 0.5}, (0.5,), [[[]]], StepKind.SKIPPED.value),
+    *(torch.zeros(0), torch.ones(3), torch.tensor(2), torch.ones((), dtype=torch.complex64)),
+    *(torch.ones(1).expand(10**6, 10**6), torch.eye(2).to_sparse(), torch.zeros(2, device="meta")),
+]
+
+CHANGES_OF_TENSORS: list[Callable[[torch.Tensor], object]] = [
+    *(
+        lambda t: t[:-1],
+        lambda t: t[:1].expand(t.shape),
+        lambda t: t * math.nan,
+        lambda t: t.to("meta"),
+        torch.zeros_like,
+    ),
+    *(
+        torch.Tensor.double,
+        torch.Tensor.half,
+        torch.Tensor.long,
+        torch.Tensor.numpy,
+        torch.Tensor.clone,
+        torch.Tensor.neg,
+    ),
+    *(torch.Tensor.flatten, torch.Tensor.t, torch.Tensor.to_sparse, torch.nn.Parameter),
+]
+
+
+def changed(value: Any, data: st.DataObject) -> Any:
+    """Draw another value, or none, for the place of this one."""
+    if isinstance(value, torch.Tensor) and data.draw(st.booleans()):
+        with contextlib.suppress(RuntimeError, TypeError, IndexError):
+            return data.draw(st.sampled_from(CHANGES_OF_TENSORS))(value)
+    if type(value) in (int, float) and data.draw(st.booleans()):
+        return data.draw(st.sampled_from([-value, value + 1, value - 1, 2 * value, type(value)(1) if value else 1e-3]))
+    if isinstance(value, list | tuple | dict) and value and data.draw(st.booleans()):
+        return {**value, "more": 1} if isinstance(value, dict) else [*value, value[-1]]
+    return data.draw(st.sampled_from([LEFT_OUT, *OTHERS]))
+
+
+@pytest.fixture(scope="module", params=[None, 2], ids=["applied", "skipped"])
+def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The content of a checkpoint after two steps, of a run that can be resumed from a command line."""
+    folder = tmp_path_factory.mktemp("whole")
+    options = () if request.param is None else ("--inject-nan", 1, "--inject-nan", request.param)
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert train(*OPTIONS, "--text", write_text(folder), "--out", folder, "--stop-at", 2, *options) == 0
+    return checkpoint.read(folder)
+
+
+@given(data=st.data())
+def test_hand_made_content_is_resumed_right_or_refused_in_a_sentence(
+    data: st.DataObject, whole: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    content: Any = whole
+    for _ in range(data.draw(st.sampled_from([1, 1, 2]))):
+        part = data.draw(st.sampled_from(sorted(content.keys() - {"format", "text_sha256"})))
+        below = [(part,), *((part, *path) for path in places(content[part]))]
+        content = damaged(content, data.draw(st.sampled_from(below)), lambda value: changed(value, data))
+    folder = tmp_path_factory.mktemp("run")
+    with open(folder / checkpoint.FILE_NAME, "w+b") as file:
+        checkpoint._write(content, file)
+    before = (folder / checkpoint.FILE_NAME).read_bytes()
+    with contextlib.redirect_stderr(io.StringIO()) as words, contextlib.redirect_stdout(io.StringIO()):
+        status = train(
+            "--resume", folder, "--stop-at", 3, "--verify", "--out", folder / "next", "--report", folder / "report.json"
+        )
+    assert status in (0, 2)
+    if status:
+        assert words.getvalue().startswith("superadam: ")
+        assert words.getvalue().count("\n") == 1
+        assert os.listdir(folder) == [checkpoint.FILE_NAME]
+    assert (folder / checkpoint.FILE_NAME).read_bytes() == before

@@ -110,3 +110,11 @@ def test_folder_without_write_permission_is_refused(tmp_path: Path, monkeypatch:
 def test_asking_writes_nothing(tmp_path: Path) -> None:
     require_writable_folder(tmp_path / "new" / "folder", "--out")
     assert os.listdir(tmp_path) == []
+
+
+def test_what_is_no_regular_file_is_not_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    with pytest.raises(UsageError, match="pipe: it is no regular file"):
+        replace_file(path, lambda file: file.write(b"x"))
+    assert stat.S_ISFIFO(path.stat().st_mode)

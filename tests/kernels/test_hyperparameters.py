@@ -17,6 +17,7 @@ from strategies import hyperparameters, scales
 from superadam.kernels import native
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters, beta_power
 from superadam.kernels.native import Flag
+from superadam.state.table import CoefficientTable
 
 USUAL = Hyperparameters(1e-3, 0.9, 0.999, 1e-8, 0.01, amsgrad=False, maximize=False, decoupled_weight_decay=True)
 
@@ -137,3 +138,11 @@ def test_a_group_without_numbers_is_refused(name: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"Invalid {name}.*expected") as caught:
         Hyperparameters.of_group(group)
     assert len(str(caught.value)) < 200
+
+
+def test_table_tells_hyperparameters_apart_that_did_not_live_together() -> None:
+    """So many that no cache keeps all of them, and the later ones would be where earlier ones were in memory."""
+    table = CoefficientTable()
+    rates = [float(rate) for rate in range(1, 3001)]
+    indices = [table.index(dataclasses.replace(USUAL, lr=rate), 1, 1.0, double=False) for rate in rates]
+    assert indices == list(range(3000))

@@ -71,6 +71,29 @@ def test_as_many_threads_join_as_a_job_is_long() -> None:
     assert exit_code_of_child(work) == 0
 
 
+def processor_nanoseconds() -> np.ndarray:
+    """Return how long each thread of this process has run."""
+    tasks = sorted(Path("/proc/self/task").iterdir(), key=lambda task: int(task.name))
+    return np.array([int((task / "schedstat").read_text().split()[0]) for task in tasks])
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this kernel does not tell")
+def test_no_more_threads_work_than_a_job_was_given() -> None:
+    """A thread that works takes a 64th of this job at the least; one that wakes in vain takes microseconds."""
+
+    def work() -> None:
+        make_job(*lengths_for(7)).run("scalar", threads=7)
+        job = make_job(1 << 18, which=Pass.NORM)
+        table = np.repeat(job.table(), 256)
+        before = processor_nanoseconds()
+        native.run(Pass.NORM, table, isa="scalar", threads=2)
+        ran = processor_nanoseconds() - before
+        assert len(ran) == 7
+        assert sum(one > ran.sum() / 128 for one in ran) <= 2
+
+    assert exit_code_of_child(work) == 0
+
+
 def test_idle_threads_use_no_processor_time() -> None:
     """One spinning thread alone would use the whole half second; waking and sleeping again uses microseconds."""
 
@@ -118,6 +141,25 @@ def test_concurrent_callers_get_right_results(isa: str) -> None:
     with ThreadPoolExecutor(4) as callers:
         for job in callers.map(run_one, [1, 2, 3, 3, 2, 1, 3, 3]):
             job.check(expected)
+
+
+def test_callers_that_wait_for_their_jobs_at_once_all_wake() -> None:
+    """Short jobs, so that their ends often meet."""
+    start = threading.Barrier(3)
+
+    def run_many() -> None:
+        job = make_job(*lengths_for(3), which=Pass.NORM)
+        table = job.table()
+        for _ in range(300):
+            start.wait()
+            native.run(Pass.NORM, table, threads=3)
+
+    def work() -> None:
+        with ThreadPoolExecutor(3) as callers:
+            for one in [callers.submit(run_many) for _ in range(3)]:
+                one.result()
+
+    assert exit_code_of_child(work) == 0
 
 
 def test_the_pool_survives_fork() -> None:

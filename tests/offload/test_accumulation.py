@@ -105,6 +105,15 @@ def test_announcement_ends_with_the_step() -> None:
     assert step(micro_batches, 2) == [False, True]
 
 
+def test_gradient_that_was_added_to_one_of_before_counts_as_one() -> None:
+    """As after a backward before the hooks were there, which nobody has counted."""
+    micro_batches = MicroBatches()
+    for micro in range(2):
+        micro_batches.is_last(1, is_first=micro == 0)
+    micro_batches.end_step(is_edited=False)
+    assert [micro_batches.is_last(1, is_first=False) for _ in range(2)] == [False, True]
+
+
 def test_edits_pause_and_end() -> None:
     micro_batches = Accumulation()
     assert step(micro_batches, 1, is_edited=True) == [True]

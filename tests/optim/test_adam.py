@@ -768,6 +768,21 @@ def test_clip_grad_norm_sets_the_limit_of_one_step(speculative: bool) -> None:
     assert optimizer.last_outcome.kind is StepKind.COMMITTED  # the limit was for one step
 
 
+def test_norm_is_of_the_gradients_that_are_there() -> None:
+    """One that was speculated on and then dropped has a part in neither the answer nor the verdict."""
+    optimizer, twin = make(), make()
+    for one in (optimizer, twin):
+        give_gradients(one, 1)
+        if one is optimizer:
+            one.speculate()
+            assert all(are_taken(one))
+        parameters_of(one)[1].grad = None
+    assert optimizer.clip_grad_norm_(0.5).item() == twin.clip_grad_norm_(0.5).item()
+    optimizer.step(), twin.step()
+    assert optimizer.last_outcome == twin.last_outcome
+    assert visible(optimizer) == visible(twin)
+
+
 @pytest.mark.covering
 @EACH_DTYPE
 @pytest.mark.parametrize("limit", [None, 0.5, 5.0])

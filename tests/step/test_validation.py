@@ -28,6 +28,10 @@ def test_coefficient_is_that_of_clip_grad_norm(norm: float, limit: float) -> Non
     assert clip_coefficient(norm, limit) == float(np.float32(one.grad.item()))
 
 
+def test_coefficient_at_the_limit_is_below_one() -> None:
+    assert clip_coefficient(1.0, 1.0) == float(np.float32(1.0 / (1.0 + 1e-6))) < 1.0
+
+
 @given(norm=NORMS)
 def test_no_limit_is_exactly_one(norm: float) -> None:
     assert clip_coefficient(norm, None) == clip_coefficient(norm, math.inf) == 1.0

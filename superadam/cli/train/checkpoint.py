@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
+from torch import Tensor
 
 from superadam.cli.train.files import replace_file
 from superadam.cli.train.history import History
@@ -24,7 +25,7 @@ from superadam.cli.usage import UsageError
 
 FILE_NAME = "checkpoint.pt"
 
-FORMAT = "superadam train, 4"
+FORMAT = "superadam train, 5"
 """Stands in every checkpoint; a later layout counts on."""
 
 
@@ -40,7 +41,6 @@ def save(trainer: Trainer, folder: Path) -> Path:
         "text_sha256": trainer.text.sha256,
         "model": trainer.model.state_dict(),
         "optimizer": trainer.optimizer.state_dict(),
-        "schedule": trainer.schedule.state_dict(),
         "batches": trainer.generator.get_state(),
         "random": torch.get_rng_state(),
         "history": trainer.history.to_plain(),
@@ -90,7 +90,7 @@ def read(folder: Path) -> dict[str, Any]:
         raise UsageError(f"cannot read {path}: {error.strerror or error}; {remedy}") from error
     except Exception:  # torch.load raises whatever a foreign file leads to, even one whose end is its digest
         content = None
-    if not isinstance(content, dict) or "format" not in content:
+    if not isinstance(content, dict) or type(content.get("format")) is not str:
         raise UsageError(f"{path} is damaged, changed or no checkpoint of 'superadam train'; {remedy}")
     if content["format"] != FORMAT:
         raise UsageError(
@@ -108,7 +108,7 @@ def settings_of(content: dict[str, Any], folder: Path) -> Settings:
     """
     try:
         return Settings.of_plain(content["settings"])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except Exception as error:  # whatever hand-made content leads to
         raise UsageError(f"{folder / FILE_NAME} has damaged settings; start a new run without --resume") from error
 
 
@@ -119,17 +119,49 @@ def restore(trainer: Trainer, content: dict[str, Any], folder: Path) -> None:
         UsageError: the text is another one, or the content does not fit the model; the trainer is of no use then.
     """
     path = folder / FILE_NAME
-    if content.get("text_sha256") != trainer.text.sha256:
+    if not isinstance(digest := content.get("text_sha256"), str) or digest != trainer.text.sha256:
         raise UsageError(
             f"{path} was trained on other bytes than {trainer.text.name} holds now; give the same text with --text"
         )
     try:
+        trainer.history = History.of_plain(content["history"])
+        _require_same_outline(content["model"], trainer.model.state_dict())
+        groups = _without_rates(trainer.optimizer.state_dict())
         trainer.model.load_state_dict(content["model"])
         trainer.optimizer.load_state_dict(content["optimizer"])
-        trainer.schedule.load_state_dict(content["schedule"])
+        loaded = trainer.optimizer.state_dict()
+        _require_same_outline(content["optimizer"], loaded)  # nothing was converted or made up
+        _require_same_outline(_without_rates(loaded), groups)
+        _require_updates(loaded, trainer)
         trainer.generator.set_state(content["batches"])
         torch.set_rng_state(content["random"])
-        trainer.history = History.of_plain(content["history"])
-    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+    except Exception as error:  # whatever hand-made content leads to
         raise UsageError(f"{path} does not fit the model that it names; it is damaged: start a new run") from error
+    trainer.schedule.last_epoch = trainer.history.updates
     trainer.history.sessions += 1
+
+
+def _require_updates(optimizer: dict[str, Any], trainer: Trainer) -> None:
+    updates = trainer.history.updates
+    steps = [float(entry["step"]) for entry in optimizer["state"].values()]
+    if steps != [updates] * (len(list(trainer.model.parameters())) if updates else 0):
+        raise ValueError(f"the optimizer has not made the {updates} updates of the history")
+
+
+def _require_same_outline(found: object, expected: object) -> None:
+    if _outline(found) != _outline(expected):
+        raise ValueError("other keys, plain values or dtypes than expected")
+
+
+def _without_rates(optimizer: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the parameter groups of an optimizer's state dict, but for the learning rates, which move."""
+    return [{**group, "lr": None} for group in optimizer["param_groups"]]
+
+
+def _outline(value: object) -> object:
+    """Return a nest of dicts and lists with the dtypes of its tensors in their places."""
+    if isinstance(value, dict):
+        return {key: _outline(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_outline(item) for item in value]
+    return value.dtype if isinstance(value, Tensor) else value

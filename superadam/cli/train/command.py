@@ -200,8 +200,8 @@ def _check_places(arguments: argparse.Namespace, out: Path) -> None:
     for option, path in (("--report", arguments.report), ("--trace", arguments.trace)):
         if path is not None:
             files.require_writable_folder(path.parent, option)
-            if path.is_dir():
-                raise UsageError(f"{option} {path} is a folder; give the name of a file")
+            if path.exists() and not path.is_file():
+                raise UsageError(f"{option} {path} is no regular file; give the name of a file")
     if arguments.save_every is not None and arguments.save_every < 1:
         raise UsageError(f"--save-every is {arguments.save_every}; expected an integer of at least 1")
     if arguments.no_save and arguments.save_every is not None:
@@ -241,6 +241,8 @@ def _prepare(arguments: argparse.Namespace) -> Trainer:
                     f"leave {option} out, or give --overlap"
                 )
     _check_device(settings.device)
+    if torch.device(settings.device).type == "cpu" and settings.gpu_buckets not in ("auto", 0):
+        raise UsageError(f"--gpu-buckets is {settings.gpu_buckets}; expected auto or 0 where --device is cpu")
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
         superadam.set_num_threads(settings.threads)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from superadam import OverlapStatistics, Statistics, StepKind
+from superadam.cli.train.plain import record_of_plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +116,17 @@ class History:
         """Return what `to_plain` was made from.
 
         Raises:
-            KeyError, TypeError, ValueError: it was made from something else.
+            TypeError, KeyError, ValueError: it was made from something else.
         """
-        steps = [StepRecord(loss, norm, clip, lr, StepKind(kind)) for loss, norm, clip, lr, kind in plain["steps"]]
-        return History(**{**plain, "steps": steps, "overlap": OverlapStatistics(**plain["overlap"])})
+        plain = {**plain}  # whatever is none raises
+        names = [f.name for f in dataclasses.fields(StepRecord)]
+        values = [[*numbers, StepKind(kind)] for *numbers, kind in plain["steps"]]
+        steps = [record_of_plain(StepRecord, dict(zip(names, record, strict=True))) for record in values]
+        overlap = record_of_plain(OverlapStatistics, plain["overlap"])
+        history = record_of_plain(History, {**plain, "steps": steps, "overlap": overlap})
+        numbers = [getattr(record, f.name) for record in (history, overlap) for f in dataclasses.fields(record)]
+        if not all(0 <= number < 2.0**63 for number in numbers if isinstance(number, int | float)):
+            raise ValueError("a count or a time is negative, NaN or too large")
+        if not all(type(n) is int and 0 <= n <= len(steps) and type(x) is float for n, x in history.held_out.items()):
+            raise ValueError("a held-out loss is no number, or of no step")
+        return history

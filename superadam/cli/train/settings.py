@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from superadam.cli.train.plain import record_of_plain
 from superadam.cli.train.presets import Shape
 from superadam.cli.usage import UsageError
 from superadam.offload.placement import numel_of_buckets
@@ -26,6 +27,10 @@ change no bit), and the path of the text, whose digest is compared."""
 
 _OPTIONS = {"shape": "--model"}
 """Options that are not called as their setting is."""
+
+_LEAST = dict.fromkeys(("steps", "batch", "seq", "layers", "width", "heads", "threads"), 1) | {"warmup": 0, "seed": 0}
+_LEAST_OR_AUTO = {"bucket_numel": 1, "gpu_buckets": 0, "num_threads": 1}
+_MOST = 2**31 - 1
 
 _LEAST_AUTO_NUMEL = 64 * 1024
 """Elements of a bucket with "auto" at the least: fewer are done before they are handed over."""
@@ -84,19 +89,12 @@ class Settings:
     def __post_init__(self) -> None:
         if self.dtype not in ("bf16", "fp32"):
             raise UsageError(f"--dtype is {self.dtype!r}; expected bf16 or fp32")
-        for name in ("steps", "batch", "seq", "layers", "width", "heads"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"--{name} is {getattr(self, name)}; expected an integer of at least 1")
-        if self.threads is not None and self.threads < 1:
-            raise UsageError(f"--threads is {self.threads}; expected an integer of at least 1")
-        for name, least in (("bucket_numel", 1), ("gpu_buckets", 0), ("num_threads", 1)):
+        for name, least in (_LEAST | _LEAST_OR_AUTO).items():
             value = getattr(self, name)
-            if value != "auto" and (not isinstance(value, int) or value < least):
-                option = "--" + name.replace("_", "-")
-                raise UsageError(f"{option} is {value}; expected auto or an integer of at least {least}")
-        for name in ("warmup", "seed"):
-            if getattr(self, name) < 0:
-                raise UsageError(f"--{name} is {getattr(self, name)}; expected an integer of at least 0")
+            is_automatic = (name in _LEAST_OR_AUTO and value == "auto") or (name == "threads" and value is None)
+            if not is_automatic and not (isinstance(value, int) and least <= value <= _MOST):
+                option, auto = "--" + name.replace("_", "-"), "auto or " if name in _LEAST_OR_AUTO else ""
+                raise UsageError(f"{option} is {value}; expected {auto}an integer from {least} to {_MOST}")
         if not 0.0 < self.lr < math.inf:
             raise UsageError(f"--lr is {self.lr}; expected a finite number above 0")
         if not 0.0 <= self.weight_decay < math.inf:
@@ -142,10 +140,11 @@ class Settings:
 
     @staticmethod
     def of_plain(plain: dict[str, Any]) -> Settings:
-        """Return what `dataclasses.asdict` was given; what a version without some settings wrote gets their defaults.
+        """Return what `dataclasses.asdict` was given.
 
         Raises:
-            TypeError, ValueError: it was something else.
+            TypeError, KeyError, ValueError, UsageError: it was something else.
         """
-        shape = plain.get("shape")
-        return Settings(**{**plain, "shape": None if shape is None else Shape(**shape)})
+        plain = {**plain}  # whatever is none raises
+        shape = plain["shape"]
+        return record_of_plain(Settings, {**plain, "shape": None if shape is None else record_of_plain(Shape, shape)})
