@@ -159,12 +159,7 @@ def contests(numel: int, small_tensors: int, small_numel: int) -> list[Contest]:
     many = f"{small_tensors} x {small_numel}"
     return [
         Contest(
-            "f32, bf16 copy",
-            "passes norm, verdict, update",
-            f"{clip_and_step} + bf16 copy",
-            1,
-            numel,
-            prepare_passes,
+            "f32, bf16 copy", "passes norm, verdict, update", f"{clip_and_step} + bf16 copy", 1, numel, prepare_passes
         ),
         Contest("bf16", "SpeculativeCPUAdamW.step", widen_and_copy, 1, numel, prepare_bfloat16),
         Contest("f32", "SpeculativeCPUAdamW.step", clip_and_step, 1, numel, prepare_float32),

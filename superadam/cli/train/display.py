@@ -155,7 +155,7 @@ def _costs(report: Report) -> list[Row]:
             "final loss",
             f"{report.final_loss:.3f}",
             f"nats per byte, mean of the last tenth; {report.losses[0]:.3f} at the first step",
-        ),
+        )
     ]
     if report.held_out_loss is not None:
         rows.append(("held-out loss", f"{report.held_out_loss:.3f}", "nats per byte on text that was never trained on"))
