@@ -1,8 +1,7 @@
-"""The `superadam` command: one entry point, one subcommand for each module in `COMMANDS`.
+"""The `superadam` command: its parser, the exit status, and how errors are shown.
 
-Owns the parser's top level, the exit status and the shape of error messages. What a command does lives in its own
-module, which exposes `add_parser(subparsers)`: it adds its parser and sets `run=`, a function from the parsed arguments
-to the exit status.
+Each module in `COMMANDS` is one subcommand. It exposes `add_parser(subparsers)`, which adds its parser and sets `run=`,
+a function from the parsed arguments to the exit status.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ COMMANDS = ("superadam.cli.train.command", "superadam.cli.doctor.command", "supe
 """Modules that each add one subcommand, in the order in which `superadam --help` lists them."""
 
 USAGE_STATUS = 2
-"""Exit status for input that has to be mended first; argparse uses the same."""
+"""Exit status for input that has to be corrected first, as in argparse."""
 
 INTERRUPTED_STATUS = 130
 """Exit status after Ctrl-C, as shells count: 128 and the number of SIGINT."""
@@ -45,11 +44,7 @@ def build_parser() -> Parser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status.
-
-    Args:
-        arguments: the words after `superadam`; default those of this process.
-    """
+    """Run one command and return its exit status; `arguments` are the words after `superadam`."""
     parser = build_parser()
     parsed = parser.parse_args(arguments)
     try:
