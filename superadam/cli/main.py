@@ -1,8 +1,7 @@
-"""The `superadam` command: one entry point, one subcommand for each module in `COMMANDS`.
+"""The `superadam` command: its parser, the exit status, and how errors are shown.
 
-Owns the parser's top level, the exit status and the shape of error messages. What a command does lives in its own
-module, which exposes `add_parser(subparsers)`: it adds its parser and sets `run=`, a function from the parsed arguments
-to the exit status.
+Each module in `COMMANDS` is one subcommand. It exposes `add_parser(subparsers)`, which adds its parser and sets `run=`,
+a function from the parsed arguments to the exit status.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ COMMANDS = ("superadam.cli.train.command", "superadam.cli.doctor.command", "supe
 """Modules that each add one subcommand, in the order in which `superadam --help` lists them."""
 
 USAGE_STATUS = 2
-"""Exit status for input that has to be mended first; argparse uses the same."""
+"""Exit status for input that has to be corrected first, as in argparse."""
 
 PIPE_STATUS = 1
 """Exit status when the reader of the output has gone, as in `| head -1`; Python's own and rich's."""
@@ -55,6 +54,7 @@ def build_parser() -> Parser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+<<<<<<< HEAD
     """Run one command and return its exit status.
 
     Args:
@@ -63,6 +63,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - for as long as the process lives
+=======
+    """Run one command and return its exit status; `arguments` are the words after `superadam`."""
+    parser = build_parser()
+    parsed = parser.parse_args(arguments)
+>>>>>>> h-prose2
     try:
         parsed = build_parser().parse_args(arguments)
         status = int(parsed.run(parsed))

@@ -1,7 +1,6 @@
-"""The error that a command shows to the person who typed it.
+"""`UsageError`, which a command raises for input that the user can correct; library code never does.
 
-Owns that one exception. Library code never raises it: it is for input that a person can mend, and `superadam.cli.main`
-turns it into one sentence on stderr and exit status 2.
+`superadam.cli.main` turns it into one sentence on stderr and exit status 2.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The optimizer's work during backward: buckets, transfers, placement."""
+"""The scheduler that runs the optimizer during backward."""

@@ -1,4 +1,4 @@
-"""What a scheduler can be made for: checks of its arguments, before it changes anything."""
+"""Checks of the scheduler's arguments, before it changes anything."""
 
 from __future__ import annotations
 
@@ -10,22 +10,20 @@ from torch import nn
 from superadam.optim.adam import SpeculativeCPUAdam
 
 TRANSFER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""In which gradients may travel."""
 
 
 def check_model(optimizer: SpeculativeCPUAdam, model: nn.Module) -> SpeculativeCPUAdam:
-    """Return the optimizer, out of the wrapper that Accelerate or Lightning may have put around it.
+    """Return the optimizer, without the wrapper that Accelerate or Lightning may have put around it.
 
-    Raises:
-        TypeError: it is not a `SpeculativeCPUAdam`, or the model no `nn.Module`.
-        RuntimeError: gradients would have to be reduced over ranks by somebody else.
+    Raises TypeError unless it is a `SpeculativeCPUAdam` and the model an `nn.Module`; RuntimeError if a wrapper or
+    another rank would have to reduce gradients first.
     """
     inner = getattr(optimizer, "optimizer", optimizer)
     if not isinstance(inner, SpeculativeCPUAdam):
         raise TypeError(f"optimizer is a {type(optimizer).__name__}, expected a SpeculativeCPUAdam; make one first")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}, expected the nn.Module whose parameters are optimized")
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # what nobody has imported, nobody uses: it takes a second
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported, so not used; importing takes a second
     wrappers = (nn.parallel.DistributedDataParallel, *([fsdp.FullyShardedDataParallel] if fsdp else []))
     for wrapper in wrappers:
         if any(isinstance(module, wrapper) for module in model.modules()):
@@ -43,11 +41,7 @@ def check_model(optimizer: SpeculativeCPUAdam, model: nn.Module) -> SpeculativeC
 
 
 def check_count(name: str, value: int | str, *, least: int = 1, may_be_auto: bool = True) -> None:
-    """Raise if an argument is neither an integer of at least `least` nor, where it may be, "auto".
-
-    Raises:
-        ValueError: it is something else.
-    """
+    """Raise ValueError if an argument is neither an integer of at least `least` nor, where that is allowed, "auto"."""
     if may_be_auto and value == "auto":
         return
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -56,11 +50,7 @@ def check_count(name: str, value: int | str, *, least: int = 1, may_be_auto: boo
 
 
 def check_transfer_dtype(value: torch.dtype | str) -> None:
-    """Raise if gradients cannot travel in this dtype.
-
-    Raises:
-        ValueError: neither "auto" nor one of `TRANSFER_DTYPES`.
-    """
+    """Raise ValueError if gradients cannot travel in this dtype."""
     if value != "auto" and value not in TRANSFER_DTYPES:
         expected = ", ".join(str(dtype) for dtype in TRANSFER_DTYPES)
         raise ValueError(f"transfer_dtype is {value!r}, expected 'auto' or one of {expected}")

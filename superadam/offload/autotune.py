@@ -1,6 +1,6 @@
-"""Chooses how many buckets stay on the device, once, from what the first steps took; the rest is chosen before them.
+"""Autotuning of the placement: chooses once, from the times of the first steps, how many buckets stay on the device.
 
-Owns the present placement, the order in which gradients become ready, and the times of the measured buckets.
+Everything else is chosen before the first step.
 """
 
 from __future__ import annotations
@@ -25,40 +25,21 @@ from superadam.offload.placement import (
 
 _logger = logging.getLogger("superadam")
 
-WARM_UP_STEPS = 2
-"""Steps that are not measured: the first one of a parameter is never speculated on."""
-
-MEASURED_STEPS = 2
-"""Steps whose buckets are timed, after those."""
-
-FREE_SHARE = 0.8
-"""Of the device's free memory, what may be taken for state: fragments and peaks need the rest."""
-
-LEAST_BYTES_PER_ELEMENT = 12
-"""Of state on the device: master and moments."""
-
-BYTES_PER_ELEMENT = 16 + 4
-"""With amsgrad, and with the gradient beside it, at most."""
+WARM_UP_STEPS = 2  # not measured: the first step of a parameter is never speculated on
+MEASURED_STEPS = 2  # after those
+FREE_SHARE = 0.8  # of the device's free memory, what state may take: fragments and peaks need the rest
+LEAST_BYTES_PER_ELEMENT = 12  # of state on the device: master and moments
+BYTES_PER_ELEMENT = 16 + 4  # at most: with amsgrad, and the gradient as well
 
 
 class Autotuner:
-    """The present placement, and how it comes about.
+    """The present placement, and the measurements that lead to it.
 
-    Args:
-        device: of the model.
-        can_keep: whether state can stay on the device, or in another tier.
-        total: elements of all parameters.
-        gpu_buckets, bucket_numel, transfer_dtype, num_threads: as in `superadam.Placement`, or "auto".
-
-    Attributes:
-        can_keep: as it was given; otherwise nothing is measured.
-        placement: present.
-        order: parameters in the order in which their gradients became ready in the last step; those that stayed
-            on the device last.
-
-    Raises:
-        ValueError: buckets are to be kept on a device that cannot.
-        MemoryError: it has no room for them.
+    `device` is the model's, `can_keep` says whether it or another tier can hold state (otherwise nothing is measured),
+    `total` is the number of elements of all parameters, and the other arguments are as in `superadam.Placement`, or
+    "auto". `order` holds the parameters in the order in which their gradients became ready in the last step, kept ones
+    last. Raises ValueError where buckets are to be kept but cannot be, MemoryError where the device has no room for
+    them.
     """
 
     def __init__(
@@ -93,16 +74,16 @@ class Autotuner:
         self._is_measuring = isinstance(gpu_buckets, str) and can_keep and threads > 0
 
     def add_bucket(self, bucket: Bucket) -> None:
-        """A bucket of this step is ready."""
+        """Record a bucket of this step that is ready."""
         self._ready[bucket.is_kept] += [state.parameter for state in bucket.states]
         self._buckets += not bucket.is_kept
 
     def add_times(self, times: BucketTimes) -> None:
-        """A bucket of this step was speculated on; called by the worker."""
+        """Record a bucket of this step that was speculated on; called by the worker."""
         self._step.append(times)
 
     def end_step(self) -> bool:
-        """Return whether there is another placement from now on, or another order that it applies to."""
+        """Return whether there is a new placement from now on, or a new order that it applies to."""
         times, self._step = self._step, []
         ready, self._ready = self._ready[False] + self._ready[True], {False: [], True: []}
         buckets, self._buckets = self._buckets, 0
@@ -124,11 +105,10 @@ class Autotuner:
         return is_new
 
     def place(self, placement: Placement) -> None:
-        """Change the placement; nothing is measured any more.
+        """Change the placement and stop measuring.
 
-        Raises:
-            ValueError: buckets are to be kept on a device that cannot, or the worker is to come or go.
-            MemoryError: the device has no room for them.
+        Raises ValueError where buckets are to be kept but cannot be, or the worker would have to be created or ended;
+        MemoryError where the device has no room for them.
         """
         self._check_can_keep(placement.gpu_buckets)
         before = self.placement.gpu_buckets * self.placement.bucket_numel
@@ -142,7 +122,6 @@ class Autotuner:
         self.placement = placement
 
     def _check_can_keep(self, gpu_buckets: int | str) -> None:
-        """Raise if buckets are to be kept on a device that cannot."""
         if isinstance(gpu_buckets, int) and gpu_buckets > 0 and not self.can_keep:
             raise ValueError(
                 f"gpu_buckets is {gpu_buckets}, but {type(self._device).__name__} cannot make steps where the model "
@@ -150,7 +129,7 @@ class Autotuner:
             )
 
     def _check_room(self, elements: int) -> None:
-        """Raise if the state of so many more elements cannot be kept."""
+        """Raise MemoryError if the state of this many more elements does not fit on the device."""
         if elements <= 0:
             return
         needed, free = min(elements, self._total) * LEAST_BYTES_PER_ELEMENT, self._device.free_bytes()

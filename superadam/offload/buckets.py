@@ -1,7 +1,7 @@
-"""Buckets: the gradients that travel and are speculated on together, in the order in which backward makes them.
+"""Buckets: gradients that travel and are speculated on together, in the order in which backward computes them.
 
-A gradient that goes into a bucket leaves a handle in `.grad`. This runs in the middle of backward, where every call
-finds cold caches, so that it does as little as it can for each gradient. It sends nothing.
+A gradient that goes into a bucket leaves a handle in `.grad`. This code runs within backward, where every call finds
+cold caches, so it does as little as possible for each gradient.
 """
 
 from __future__ import annotations
@@ -19,19 +19,14 @@ from superadam.handles.taken_gradient import GradientHolder, TakenGradient
 from superadam.offload.accumulation import Accumulation
 from superadam.state.parameter import ParameterState
 
-DEFAULT_NUMEL = 16 * 1024 * 1024
-"""Elements of a bucket: 32 MiB of bf16 or 64 MiB of fp32, as in SuperOffload; enough to saturate a link."""
+DEFAULT_NUMEL = 16 * 1024 * 1024  # 32 MiB of bf16 or 64 MiB of fp32, as in SuperOffload; saturates a link
 
 
 @dataclass(slots=True)
 class Bucket:
-    """Gradients that have arrived together.
+    """Gradients that became ready together, with their parameters' states and the number of their elements.
 
-    Attributes:
-        is_kept: whether the gradients stay on the device, where the step will be made.
-        states: their parameters.
-        gradients: one for each, on the device.
-        numel: elements of all.
+    `is_kept` says whether they stay on the device, where the step will be made.
     """
 
     is_kept: bool
@@ -40,13 +35,13 @@ class Bucket:
     numel: int = 0
 
     def add(self, state: ParameterState, gradient: TakenGradient) -> None:
-        """Put a gradient in."""
+        """Add a gradient."""
         self.states.append(state)
         self.gradients.append(gradient)
         self.numel += state.shape.numel()
 
     def current(self) -> Bucket:
-        """Return a bucket without what was given back, or dropped before another gradient of its parameter came."""
+        """Return the bucket without gradients that were given back or replaced by newer ones of their parameters."""
         bucket = Bucket(self.is_kept)
         for state, gradient in dict(zip(self.states, self.gradients, strict=True)).items():
             if not gradient.is_given:
@@ -59,13 +54,11 @@ class Bucketer:
 
     Args:
         device: that gradients are on.
-        holder: answers for gradients that were taken.
-        bucket_numel: elements from which on a bucket is full; the parameter that fills it is the last one in.
+        holder: of the gradients that are taken.
+        bucket_numel: elements from which on a bucket is full, with the parameter that fills it; may be changed.
 
     Attributes:
-        bucket_numel: may be changed at any time.
-        accumulation: say whether a gradient is the last one of its step.
-        kept: ids of parameters whose gradients go into buckets of their own, which are not to travel.
+        kept: ids of parameters whose gradients go into kept buckets.
     """
 
     def __init__(self, device: Device, holder: GradientHolder, bucket_numel: int) -> None:
@@ -77,12 +70,12 @@ class Bucketer:
         self._lock = threading.Lock()  # a backward may run in another thread
         self._states: dict[int, ParameterState] = {}  # by the parameter's id: tensors take long to hash
         self._filling: dict[bool, Bucket] = {}
-        # The latest one of each parameter in this step; None once it was given back, when nobody else may hold it.
+        # The latest one of each parameter in this step; None once it was given back, when we may not reference it.
         self._taken: dict[int, weakref.ref[TakenGradient] | None] = {}
         self.follow(())
 
     def follow(self, states: Iterable[ParameterState]) -> None:
-        """Take the gradients of these parameters, and of no others; those that were taken before are in `.grad`."""
+        """Take the gradients of these parameters only; those that were taken before are in `.grad`."""
         self._states = {id(state.parameter): state for state in states}
         self._filling = {is_kept: Bucket(is_kept) for is_kept in (False, True)}
 
@@ -91,7 +84,7 @@ class Bucketer:
         return self._states.get(id(parameter))
 
     def add(self, parameter: Tensor) -> Bucket | None:
-        """Take the gradient that a backward has just completed, if it is the last one; return a bucket that is full."""
+        """Take the gradient that backward has just completed, if it is the last one; return a bucket that is full."""
         key = id(parameter)
         state = self._states.get(key)
         if state is None:  # no longer the optimizer's
@@ -126,24 +119,24 @@ class Bucketer:
         try:
             state.check_gradient(gradient)
         except (TypeError, ValueError):
-            return None  # step() tells
-        del gradient  # or it would not be the only one
+            return None  # step() raises it
+        del gradient  # a second reference, with which it could not be taken
         return take_gradient(parameter, state, self._holder)
 
     def rest(self) -> list[Bucket]:
-        """Return what there is, full or not."""
+        """Return the buckets that have begun, full or not."""
         with self._lock:
             begun = [bucket for bucket in self._filling.values() if bucket.states]
             return [filled for bucket in begun if (filled := self._filled(bucket))]
 
     def _filled(self, bucket: Bucket) -> Bucket | None:
-        """Begin a new bucket; return what counts of this one, if anything."""
+        """Begin a new bucket; return the current part of this one, or None if that is empty."""
         self._filling[bucket.is_kept] = Bucket(bucket.is_kept)
         current = bucket.current()
         return current if current.states else None
 
     def forget(self, taken: TakenGradient) -> bool:
-        """A gradient is an ordinary one again; return whether it was taken in the present step."""
+        """Forget a gradient that was given back; return whether it was taken in the present step."""
         parameter = taken.parameter
         known = None if parameter is None else self._taken.get(id(parameter))
         if known is None or known() is not taken:
@@ -152,7 +145,7 @@ class Bucketer:
         return True
 
     def end_step(self) -> None:
-        """A step was made: the next gradient of each parameter is its first one."""
+        """End a step: the next gradient of each parameter is its first one."""
         total = edited = 0
         for key, taken in self._taken.items():
             if key in self._states:

@@ -1,7 +1,6 @@
-"""State that is kept on the device: master and moments of some parameters, newer there than on the host.
+"""Device tier: state of kept buckets in the device's memory.
 
-Owns these copies. Everything runs on the current stream of the calling thread, which must be the one that the model
-computes on.
+Everything runs on the current stream of the calling thread, which must be the one that the model computes on.
 """
 
 from __future__ import annotations
@@ -17,17 +16,11 @@ from superadam.kernels.kept_step import KeptStep, StepsInPlace
 from superadam.state.parameter import ParameterState
 from superadam.state.tiers import StateTier
 
-_TENSORS = ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-"""Attributes of a `ParameterState`, and fields of a `KeptStep`."""
+_TENSORS = ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")  # of a `ParameterState` and of a `KeptStep`
 
 
 class DeviceTier(StateTier):
-    """What is kept on one device that makes steps in place.
-
-    Args:
-        device: of the parameters.
-        stepper: makes the steps; as a rule the same object.
-    """
+    """State on one device; `stepper`, as a rule the same object as the device, makes the steps."""
 
     def __init__(self, device: Device, stepper: StepsInPlace) -> None:
         self._device = device
@@ -45,7 +38,7 @@ class DeviceTier(StateTier):
         indices: Sequence[int],
         sets: Sequence[Coefficients],
     ) -> None:
-        """Make a step in place; whatever is raised, nothing was changed, as far as the device changed nothing."""
+        """Make a step in place; if it raises, nothing was changed, as far as the device changed nothing."""
         steps: list[KeptStep] = []
         arrived: list[ParameterState] = []
         delivered: list[tuple[Tensor, Tensor]] = []
@@ -77,7 +70,7 @@ class DeviceTier(StateTier):
             parameter.copy_(values)
 
     def bring_home(self, states: Iterable[ParameterState]) -> None:
-        """Return when the host's tensors are the newest, and keep nothing of them on the device."""
+        """Copy these states to the host and free their memory on the device."""
         leaving = [state for state in states if state in self._held] if self._held else []
         if not leaving:
             return
@@ -89,12 +82,12 @@ class DeviceTier(StateTier):
             del self._held[state]
 
     def _moved(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the state on its way to the device."""
+        """Return a flat copy on the device, which the current stream may read."""
         arriving = self._device.empty(tensor.numel(), tensor.dtype, Stream.CURRENT)
         self._device.copy(arriving, _flat(tensor), Stream.CURRENT)
         return arriving
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Return the elements of a dense tensor in the order of memory."""
+    """Return the elements of a dense tensor in memory order."""
     return tensor.as_strided((tensor.numel(),), (1,))

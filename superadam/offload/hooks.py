@@ -1,8 +1,4 @@
-"""The callable that parameters call when their gradient is ready.
-
-It holds the scheduler weakly, and a copy or a pickle of it does nothing, so that a deep copied or saved model is a
-plain model.
-"""
+"""Post-accumulate-grad hooks, which call the scheduler when a parameter's gradient is ready."""
 
 from __future__ import annotations
 
@@ -16,25 +12,27 @@ from torch.utils.hooks import RemovableHandle
 
 
 class GradientReady:
-    """A post-accumulate-grad hook that calls a method as long as its object lives."""
+    """A hook that calls a method while the method's object lives.
+
+    A copy or a pickle of it does nothing, so that a deep copied or saved model is a plain model.
+    """
 
     def __init__(self, method: Callable[[Tensor], None] | None) -> None:
         self._method: Any = (lambda: None) if method is None else weakref.WeakMethod(method)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle as a hook that does nothing."""
         return type(self), (None,)
 
     @_disable_dynamo
     def __call__(self, parameter: Tensor) -> None:
-        """Report the parameter."""
+        """Call the method with the parameter."""
         method = self._method()
         if method is not None:
             method(parameter)
 
 
 class Hooks:
-    """Hooks that call one method with each gradient's parameter, at most one on each."""
+    """At most one hook on each parameter, all of which call one method."""
 
     def __init__(self, method: Callable[[Tensor], None]) -> None:
         self._ready = GradientReady(method)

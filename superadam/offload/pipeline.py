@@ -1,8 +1,4 @@
-"""The way of a bucket: to the host, through the worker, and its new parameters back.
-
-Owns the worker, what it does with a bucket and when, and what it does while there is none. Which gradients make a
-bucket is decided before it, and what becomes of the step after it.
-"""
+"""The path of a bucket: to the host, through the worker, and its new parameters back."""
 
 from __future__ import annotations
 
@@ -28,37 +24,30 @@ from superadam.state.parameter import ParameterState, Pending, Phase
 from superadam.step.outcome import StepKind
 from superadam.step.transaction import Transaction
 
-_MEMORY = 0.9
-"""Weight of the past in the share: about the last ten steps count."""
-
-_LIMIT = 0.5
-"""From this share on, speculating costs more than waiting: a redo reads as much as the speculation did."""
+_MEMORY = 0.9  # weight of the past in the share of clipped steps: about the last ten count
+_LIMIT = 0.5  # from this share on, speculating costs more than waiting: a redo reads as much as the speculation did
 
 
 class SpeculationPolicy:
-    """Whether to speculate at all: clipped steps make speculation be done twice.
+    """Whether to speculate at all: a clipped step has to be speculated twice.
 
-    Decides from the share of clipped steps, and within a step from the norm so far. Its answer changes when work is
-    done, never what comes out.
-
-    Attributes:
-        clipped_share: of the last steps, exponentially weighted.
+    Decides from the exponentially weighted share of clipped steps, and within a step from the norm so far. Its answer
+    changes when work is done, never the result.
     """
 
     def __init__(self) -> None:
         self.clipped_share = 0.0
 
     def add_verdict(self, kind: StepKind) -> None:
-        """Take the verdict over a step into account; skipped steps say nothing about clipping."""
+        """Update the share of clipped steps; skipped steps say nothing about clipping."""
         if kind is not StepKind.SKIPPED:
             self.clipped_share = _MEMORY * self.clipped_share + (1 - _MEMORY) * (kind is StepKind.CLIPPED)
 
     def speculates(self, norm_so_far: float, max_norm: float | None) -> bool:
         """Whether the next bucket is worth speculating on.
 
-        Args:
-            norm_so_far: norm of the gradients that have arrived in this step, unscaled; the norm of all is not smaller.
-            max_norm: limit of the norm; None or inf for none.
+        `norm_so_far` is the norm of the gradients that have arrived in this step, unscaled: a lower bound of the whole
+        norm. A `max_norm` of None or inf is no limit.
         """
         is_within = max_norm is None or math.isinf(max_norm) or norm_so_far <= max_norm  # NaN is not
         return self.clipped_share < _LIMIT and is_within
@@ -67,16 +56,8 @@ class SpeculationPolicy:
 class Pipeline:
     """Runs buckets through one worker, in order.
 
-    Args:
-        device: of the model.
-        transfers: over it.
-        autotuner: says on how many cores, and is told how long each bucket took.
-        statistics, trace: get what happened.
-        limit: returns the present limit of the gradient norm.
-
-    Attributes:
-        transaction: over the present parameters; changed only while nothing is under way.
-        policy: says whether to speculate.
+    The autotuner says on how many cores, and receives the times of each bucket; `limit` returns the present limit of
+    the gradient norm. `transaction` changes only while nothing is under way.
     """
 
     def __init__(
@@ -98,11 +79,9 @@ class Pipeline:
         self._worker: Worker = device.start_worker(self._idle)
 
     def send(self, bucket: Bucket, hyper: Sequence[Hyperparameters]) -> None:
-        """Start a bucket's way to the host, or only its norm's where it stays, and hand it to the worker.
+        """Start a bucket's copy to the host, or only its norm's where it is kept, and hand it to the worker.
 
-        Args:
-            bucket: of gradients on the device or on the host.
-            hyper: present hyper-parameters of all parameters, by row.
+        `hyper` holds the present hyper-parameters of all parameters, by row.
         """
         transaction = self.transaction
         assert transaction is not None
@@ -134,7 +113,7 @@ class Pipeline:
         sent: float,
         is_awaited: bool,
     ) -> None:
-        """Read the norm of a bucket that stays on the device; runs in the worker."""
+        """Read the norm of a kept bucket; runs in the worker."""
         arrived.synchronize()
         transaction.add_pending(pending, norm_in(norms))
         self._statistics.kept_buckets += 1
@@ -150,7 +129,7 @@ class Pipeline:
         sent: float,
         is_awaited: bool,
     ) -> None:
-        """Speculate on a bucket, which starts its new values' way to the device; runs in the worker."""
+        """Speculate on a bucket, which starts the upload of its new values; runs in the worker."""
         arrived.synchronize()
         begin = time.perf_counter()
         if not self.policy.speculates(transaction.norm_so_far(), self._limit()):
@@ -170,11 +149,10 @@ class Pipeline:
             self._autotuner.add_times(BucketTimes(elements, ready, seconds, is_hidden=not is_awaited))
 
     def _num_threads(self) -> int:
-        """Return how many threads may work while the model computes."""
         return min(self._autotuner.placement.num_threads, native.get_num_threads())
 
     def _idle(self) -> bool:
-        """Commit a bucket's worth of accepted gradients; runs in the worker while nothing else waits."""
+        """Commit a bucket's worth of accepted gradients; runs in the worker while no bucket waits."""
         transaction = self.transaction
         if transaction is None or not transaction.in_phase(Phase.ACCEPTED):
             return False
@@ -191,14 +169,13 @@ class Pipeline:
     def drain(self) -> None:
         """Return when the worker is done with every bucket.
 
-        Raises:
-            WorkerError: it failed; what was behind the failure is discarded.
+        Raises WorkerError if it failed; work that was queued behind the failure is discarded.
         """
         if self._worker.is_idle:
-            self._worker.drain()  # tells what went wrong
+            self._worker.drain()  # raises if it failed
             return
         if self._device.has_link:
-            self._device.record(Stream.CURRENT).synchronize()  # until then, the worker hides behind the model
+            self._device.record(Stream.CURRENT).synchronize()  # until then, the worker's time is hidden
         begin = time.perf_counter()
         self._worker.drain()
         end = time.perf_counter()
@@ -206,14 +183,14 @@ class Pipeline:
         self._trace.add("wait for worker", "training", begin, end)
 
     def abandon(self) -> None:
-        """Return when the worker does nothing, whatever went wrong, and forget what it has speculated on."""
+        """Return when the worker is idle, whether or not it failed, and drop its speculation."""
         with suppress(WorkerError):
             self._worker.drain()
         if self.transaction is not None:
             self.transaction.drop()
 
     def wake(self) -> None:
-        """Let the worker commit what is accepted."""
+        """Let the worker commit accepted gradients."""
         self._worker.wake()
 
     def close(self) -> None:

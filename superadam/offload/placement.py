@@ -1,7 +1,6 @@
-"""Where each bucket's step is made, how large buckets are, how gradients travel, and on how many cores.
+"""Placement: where each bucket's step is made, how large buckets are, how gradients travel, and on how many cores.
 
-Owns the rules of the choice, over measured times; `Autotuner` measures and applies them. No choice changes a bit of
-what is computed, so that all may be tried, and changed in the middle of training.
+No choice changes a bit of the result, so placements may be tried and changed in the middle of training.
 """
 
 from __future__ import annotations
@@ -16,14 +15,9 @@ from torch import Tensor
 
 from superadam.offload.buckets import DEFAULT_NUMEL
 
-LEAST_BUCKETS = 8
-"""So many buckets at least, where the model is large enough: what comes after backward is about one of them."""
-
+LEAST_BUCKETS = 8  # if the model is large enough: the work that remains after backward is about one bucket
 LEAST_NUMEL = 1024 * 1024
-"""Elements of a bucket at the least."""
-
-SLACK_SHARE = 0.02
-"""Of backward's time, what the last bucket may end after it."""
+SLACK_SHARE = 0.02  # of backward's time, by which the last bucket may end after it
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +25,7 @@ class Placement:
     """Where and how steps are made.
 
     Attributes:
-        gpu_buckets: the last so many buckets to become ready keep their state on the device, and are stepped there.
+        gpu_buckets: number of last-ready buckets whose state stays on the device, where their steps are made.
         bucket_numel: elements that travel and are speculated on together.
         transfer_dtype: dtype in which gradients travel to the host; None for their own.
         num_threads: CPU threads that speculate while the model computes; 0 leaves all work to `step()`.
@@ -45,13 +39,12 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class BucketTimes:
-    """One bucket of a measured step.
+    """Times of one bucket of a measured step.
 
     Attributes:
-        elements: of its gradients.
         ready: seconds of `time.perf_counter()` when it had arrived on the host.
-        worker_seconds: that it took there.
-        is_hidden: whether the model computed meanwhile, so that the worker had the cores of the placement.
+        worker_seconds: time that it took there.
+        is_hidden: whether the model computed meanwhile, so that the worker used the placement's number of threads.
     """
 
     elements: int
@@ -61,30 +54,21 @@ class BucketTimes:
 
 
 def rate(times: Sequence[BucketTimes]) -> float:
-    """Return the median seconds per element of the worker over some buckets."""
+    """Return the worker's median seconds per element over some buckets."""
     return statistics.median(one.worker_seconds / max(1, one.elements) for one in times)
 
 
 def numel_of_buckets(total: int, least: int = LEAST_NUMEL) -> int:
-    """Return the elements of a bucket: an eighth of a step, within bounds.
-
-    Args:
-        total: elements of a whole step.
-        least: lower bound.
-    """
+    """Return the elements of a bucket, an eighth of the `total` of a step, within bounds."""
     return max(least, min(DEFAULT_NUMEL, total // LEAST_BUCKETS))
 
 
 def elements_to_keep(step: Sequence[BucketTimes], seconds_per_element: float, affordable: int) -> int:
-    """Return how many of the last elements of a step had better stay on the device.
+    """Return how many trailing elements of a step to keep on the device.
 
-    The fewest buckets after which the worker is done with the others about when backward ends; as many as fit if that
-    is not to be had.
-
-    Args:
-        step: the buckets of one step in which none stayed, in the order in which they became ready.
-        seconds_per_element: of the worker.
-        affordable: elements whose state the device can hold.
+    These are the fewest buckets with which the worker finishes the others about when backward ends, or as many as fit
+    if that is impossible. `step` holds the buckets, in the order in which they became ready, of a step that kept none;
+    `affordable` is the number of elements whose state the device can hold.
     """
     begin, end = step[0].ready, step[-1].ready
     allowed = end + SLACK_SHARE * (end - begin)
@@ -102,12 +86,7 @@ def elements_to_keep(step: Sequence[BucketTimes], seconds_per_element: float, af
 
 
 def last_parameters(order: Sequence[Tensor], placement: Placement) -> list[Tensor]:
-    """Return the parameters of the last `gpu_buckets` buckets.
-
-    Args:
-        order: all parameters, in the order in which their gradients become ready.
-        placement: how many buckets, and how large they are.
-    """
+    """Return the parameters of the last `gpu_buckets` buckets, from all parameters in the order of readiness."""
     chosen: list[Tensor] = []
     elements = 0
     for parameter in reversed(order):

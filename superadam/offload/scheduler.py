@@ -1,13 +1,10 @@
 """`OffloadScheduler`: the optimizer's step, bucket by bucket, while backward still runs.
 
-The story of one step: a gradient is ready, leaves a handle in `.grad` and goes into a bucket (`gradient_ready`); a full
-bucket goes its way, on which the worker computes new values for its parameters, beside them (`_send`);
-`optimizer.step()` waits for that (`catch_up`), looks at every `.grad`, judges, and publishes the new values; in the
-worker's idle time accepted gradients are committed (`conclude`).
-
-Owns the order of these things. Arithmetic and verdicts are the optimizer's, streams and copies those of `Transfers`,
-and `Pipeline` runs the worker. Neither parameters nor state change before the verdict, and `.grad` decides what it is
-about.
+One step: a gradient that is ready leaves a handle in `.grad` and goes into a bucket (`gradient_ready`); a full bucket
+goes to the host and through the worker, which computes new values for its parameters next to the present ones
+(`_send`); `optimizer.step()` waits for that (`catch_up`), reads every `.grad`, judges, and publishes the new values;
+the worker commits accepted gradients in its idle time (`conclude`). Neither parameters nor state change before the
+verdict, which is over the gradients that `.grad` holds then.
 """
 
 from __future__ import annotations
@@ -49,18 +46,18 @@ _logger = logging.getLogger("superadam")
 class OffloadScheduler:
     """Runs a `SpeculativeCPUAdam` during backward.
 
-    While the scheduler is at work, gradients are taken as backward makes them, and `optimizer.step()` only validates
+    While the scheduler is at work, gradients are taken as backward computes them, and `optimizer.step()` only validates
     what was computed from them. Nothing else shows: `.grad` holds a handle that behaves as the gradient, parameters
     change in `step()`, and the bits are those of the optimizer alone. Use it as a context manager, or call `close()`.
 
     Args:
         optimizer: whose parameters are those of the model, or some of them; it may be in a framework's wrapper.
         model: that is trained.
-        bucket_numel: elements that travel and are speculated on together; "auto" takes an eighth of the model, within
-            1 Mi and 16 Mi. A parameter is never cut.
-        gpu_buckets: how many of the last buckets to become ready keep their state on the model's device, and are
-            stepped there with the verdict, from the second step on; they are the first that the next forward needs.
-            "auto" keeps, within the free memory, what the CPU was not done with in the first steps when backward ended.
+        bucket_numel: elements that travel and are speculated on together; "auto" takes an eighth of the model, within 1
+            Mi and 16 Mi. A parameter is never cut.
+        gpu_buckets: number of last-ready buckets whose state stays on the model's device, where their steps are made
+            with the verdict, from the second step on; the next forward needs them first. "auto" keeps, within the free
+            memory, what the CPU had not finished when backward ended in the first steps.
         transfer_dtype: dtype in which gradients travel to the host; "auto" keeps theirs. A wider one gives the same
             bits; a narrower one rounds gradients, and norm and step then see the rounded ones, wherever they are made.
             fp64 gradients stay fp64.
@@ -79,7 +76,7 @@ class OffloadScheduler:
     Raises:
         ValueError: an argument is out of range, or the device cannot keep buckets.
         MemoryError: the host cannot hold the gradients of a step, or the device the state of `gpu_buckets`.
-        TypeError: the optimizer is not a `SpeculativeCPUAdam`, or the model no `nn.Module`.
+        TypeError: the optimizer is not a `SpeculativeCPUAdam`, or the model not an `nn.Module`.
         RuntimeError: the model is wrapped in DistributedDataParallel or FSDP1, or is trained by several ranks, or the
             optimizer has a scheduler already.
 
@@ -125,7 +122,7 @@ class OffloadScheduler:
         self._hyper: list[Hyperparameters] = []
         self._closed = False
         self._transaction: Transaction | None = None
-        self._pipeline: Pipeline | None = None  # nothing works during backward without a core for it
+        self._pipeline: Pipeline | None = None  # None without a core for it
         try:
             if self.placement.num_threads:
                 self._transfers.reserve(parameters, self.placement.bucket_numel)
@@ -146,7 +143,7 @@ class OffloadScheduler:
     # ---- a gradient is ready -----------------------------------------------------------------------------------------
 
     def gradient_ready(self, parameter: Tensor) -> None:
-        """Take a parameter's gradient; called by autograd in the middle of backward."""
+        """Take a parameter's gradient; called by autograd within backward."""
         begin = time.perf_counter()
         if self._pipeline is None and self._bucketer.accumulation.sum_dtype is None:
             return
@@ -158,7 +155,7 @@ class OffloadScheduler:
 
     @torch.no_grad()
     def _send(self, bucket: Bucket) -> None:
-        """Let a bucket go its way; one that cannot is left to `step()`, because its gradients are in `.grad`."""
+        """Send a bucket; one that cannot be sent is left to `step()`, because its gradients are in `.grad`."""
         if self._pipeline is None or self._transaction is None:
             return
         try:
@@ -170,7 +167,7 @@ class OffloadScheduler:
             for taken in bucket.gradients:
                 taken.in_use = False
 
-    # ---- what the optimizer asks (published_state.Overlap) -----------------------------------------------------------
+    # ---- for the optimizer (published_state.Overlap) -----------------------------------------------------------------
 
     def follow(self, transaction: Transaction | None) -> None:
         """Speculate on the parameters of this transaction from now on; None: on none, until the next one."""
@@ -186,7 +183,7 @@ class OffloadScheduler:
         """Return when everything that was taken is speculated on.
 
         Raises:
-            WorkerError: the worker failed; nothing is speculated on, and the gradients are where they were.
+            WorkerError: the worker failed; speculation is dropped, and the gradients are where they were.
         """
         if self._pipeline is None:
             return
@@ -199,7 +196,7 @@ class OffloadScheduler:
             raise
 
     def conclude(self, outcome: StepOutcome) -> None:
-        """A step has this outcome: let commits begin."""
+        """Handle the outcome of a step: let commits begin."""
         self._transfers.trace_arrived()
         is_full = self.optimizer.statistics.displaced > self._counts.displaced
         self._count_verdict(outcome)
@@ -216,7 +213,7 @@ class OffloadScheduler:
         self._pipeline.wake()
 
     def _count_verdict(self, outcome: StepOutcome | None) -> None:
-        """Count and trace what came of the open step; None where it was dropped."""
+        """Count and trace the outcome of the open step; None where it was dropped."""
         self.statistics.count_open(self.optimizer.statistics, self._counts)
         self._counts, now = copy.copy(self.optimizer.statistics), time.perf_counter()
         if self._backward_began is not None:
@@ -225,10 +222,10 @@ class OffloadScheduler:
         if outcome is not None:
             self.trace.add(f"verdict: {outcome.kind.value}", "training", now, now, grad_norm=outcome.grad_norm)
 
-    # ---- what gradients that were taken ask (taken_gradient.GradientHolder) ------------------------------------------
+    # ---- for gradients that were taken (taken_gradient.GradientHolder) -----------------------------------------------
 
     def nonfinite_of(self, taken: TakenGradient) -> int | None:
-        """Return how many elements of a gradient are Inf or NaN, where that was counted."""
+        """Return the number of Inf and NaN in a gradient, where they were counted."""
         self.catch_up()
         return None if self._transaction is None else self._transaction.nonfinite_of(taken)
 
@@ -257,7 +254,7 @@ class OffloadScheduler:
 
         Raises:
             ValueError: an argument is out of range, or cannot be met; nothing was changed.
-            MemoryError: the device cannot hold the state of so many buckets; nothing was changed.
+            MemoryError: the device cannot hold the state of this many buckets; nothing was changed.
         """
         asked = {"gpu_buckets": gpu_buckets, "bucket_numel": bucket_numel, "num_threads": num_threads}
         changes: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
@@ -276,7 +273,7 @@ class OffloadScheduler:
             self.tier.bring_home(state for state in states if id(state.parameter) not in self._bucketer.kept)
 
     def _make_room(self) -> None:
-        """Keep half as many buckets, because the device has no memory for so many."""
+        """Keep half as many buckets, because the device's memory is full."""
         fewer = replace(self.placement, gpu_buckets=self.placement.gpu_buckets // 2)
         _logger.warning(
             "the device has no memory left for the state of %d buckets, so their step was made on the host, and %d are "
@@ -294,14 +291,14 @@ class OffloadScheduler:
     # ---- for the user ------------------------------------------------------------------------------------------------
 
     def accumulate(self, dtype: torch.dtype | None = None) -> AbstractContextManager[None]:
-        """Tell that the backwards inside are not the last ones of their step, so that no speculation is wasted.
+        """Declare that the backwards inside are not the last ones of their step, so that no speculation is wasted.
 
-        Nobody needs to: autograd adds to gradients that were taken as to any other, and the scheduler learns how many
+        This is optional: autograd adds to gradients that were taken as to any other, and the scheduler learns how many
         backwards make a step.
 
         Args:
-            dtype: None adds in `.grad`, in its dtype, as autograd does; torch.float32 keeps the sum in fp32 on the
-                host, also with the gradients of the last backward, outside.
+            dtype: None adds in `.grad`, in its dtype, as autograd does; torch.float32 keeps the sum on the host, in
+                fp32 (fp64 for fp64 parameters), and adds the gradients of the last backward, outside, there, too.
 
         Raises:
             ValueError: another dtype.
@@ -317,7 +314,7 @@ class OffloadScheduler:
     def export_trace(self, path: str | os.PathLike[str]) -> None:
         """Write the last steps as a Chrome trace, for chrome://tracing or ui.perfetto.dev.
 
-        Where nobody waits for an upload, its span ends when it is first seen to have arrived.
+        An upload for which nothing waits ends in it when it is first seen to have arrived.
         """
         self._transfers.trace_arrived()
         self.trace.write(path)

@@ -1,4 +1,4 @@
-"""What a scheduler did since it was made: buckets by what came of them, bytes, and time."""
+"""Statistics of the scheduler: buckets by outcome, bytes, and seconds."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from superadam.step.outcome import Statistics
 
 @dataclass(slots=True)
 class OverlapStatistics:
-    """Counts of a scheduler.
+    """Counts of a scheduler since it was made.
 
     Every bucket is in one of `kept_buckets`, `waiting_buckets`, `accepted_buckets`, `respeculated_buckets` and
     `dropped_buckets` once its step has a verdict.
 
     Attributes:
-        buckets: that were handed to the worker.
+        buckets: handed to the worker.
         kept_buckets: whose gradients and state are on the device, where the step is made with the verdict.
-        waiting_buckets: only summed when they came, and stepped with the verdict: because clipping was likely, because
-            their parameters had no state yet or were written to by others, or because they are their own masters.
-        accepted_buckets: speculated on, and good as they were.
+        waiting_buckets: only summed when they arrived, and stepped with the verdict: because clipping was likely, their
+            parameters had no state yet or were written to by others, or because they are their own masters.
+        accepted_buckets: speculated on, and published unchanged.
         respeculated_buckets: speculated on in a step that was then clipped, or whose hyper-parameters were changed.
-        dropped_buckets: speculated on, and then their gradients were dropped, edited or added to, or the step was
-            skipped or rolled back; or never, because the worker failed.
-        given_back_gradients: that were written to or added to after they had been taken.
+        dropped_buckets: speculated on, after which their gradients were dropped, edited or added to, or the step was
+            skipped or rolled back; or never speculated on, because the worker failed.
+        given_back_gradients: written to or added to after they had been taken.
         shadow_bytes: most memory that new values took while they waited for a verdict.
         downloaded_bytes, uploaded_bytes: moved between host and device; 0 for models in host memory.
         hook_seconds: time that taking gradients cost the thread that runs backward.
@@ -46,7 +46,7 @@ class OverlapStatistics:
     waited_seconds: float = 0.0
 
     def count_open(self, now: Statistics, before: Statistics) -> None:
-        """Count the open buckets by what the optimizer has counted of their step."""
+        """Count the open buckets by the optimizer's counts for their step."""
         if now.respeculated > before.respeculated:
             self.respeculated_buckets += self.open_buckets
         elif now.accepted > before.accepted:
@@ -56,13 +56,13 @@ class OverlapStatistics:
 
     @property
     def open_buckets(self) -> int:
-        """Buckets without a verdict, unless they are waiting: speculated on, still to be looked at, or failed."""
+        """Buckets without a verdict, unless they are waiting: speculated on, not yet examined, or failed."""
         judged = self.accepted_buckets + self.respeculated_buckets + self.dropped_buckets
         return self.speculated_buckets - judged
 
     @property
     def speculated_buckets(self) -> int:
-        """Buckets that were speculated on when they came, or have yet to be looked at."""
+        """Buckets that were speculated on when they arrived, or are not yet examined."""
         return self.buckets - self.kept_buckets - self.waiting_buckets
 
     @property

@@ -1,6 +1,6 @@
-"""What happened when: spans of one step after another, written as a Chrome trace (chrome://tracing, ui.perfetto.dev).
+"""Trace of the scheduler: spans of the last steps, written as a Chrome trace (chrome://tracing, ui.perfetto.dev).
 
-Owns the recorded spans of the last steps. Recording costs two clock reads and an append; it never touches a tensor.
+Recording costs two clock reads and an append; it never touches a tensor.
 """
 
 from __future__ import annotations
@@ -15,23 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-SPANS_KEPT = 100_000
-"""The oldest spans are forgotten beyond this many: about 20 MB."""
-
-TRACKS = ("training", "worker", "download", "upload")
-"""Rows of the picture, from above."""
+SPANS_KEPT = 100_000  # beyond which the oldest are dropped: about 20 MB
+TRACKS = ("training", "worker", "download", "upload")  # from top to bottom
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One piece of work.
-
-    Attributes:
-        name: what was done.
-        track: one of `TRACKS`.
-        begin, end: seconds of `time.perf_counter()`.
-        details: shown when the span is clicked.
-    """
+    """One piece of work, in seconds of `time.perf_counter()`; `details` are shown when the span is clicked."""
 
     name: str
     track: str
@@ -48,16 +38,12 @@ class Trace:
         self._lock = threading.Lock()
 
     def add(self, name: str, track: str, begin: float, end: float, **details: Any) -> None:
-        """Record a span whose times are known."""
+        """Record a span."""
         with self._lock:
             self.spans.append(Span(name, track, begin, end, details))
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write everything recorded so far as Chrome trace JSON.
-
-        Args:
-            path: the file; replaced whole or not at all.
-        """
+        """Write everything recorded so far as Chrome trace JSON; the file is replaced whole or not at all."""
         with self._lock:
             spans = list(self.spans)
         spans += _idle(spans)
@@ -100,5 +86,5 @@ def _idle(spans: Sequence[Span]) -> list[Span]:
 
 
 def _readable(value: Any) -> Any:
-    """Return a value as JSON holds it: Inf and NaN, as the norm of a skipped step, only as text."""
+    """Return a value that JSON can hold: Inf and NaN, as the norm of a skipped step, as text."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,7 +1,6 @@
-"""Gradients on their way to the host and new values on their way back: what waits for what.
+"""Downloads of gradients and uploads of new values, and the order of these copies on the device's streams.
 
-Everything of one bucket and dtype travels in one flat buffer. Owns the order of copies on the device's streams; where
-memory comes from and how copies run is the device's.
+Everything of one bucket and dtype travels in one flat buffer.
 """
 
 from __future__ import annotations
@@ -28,13 +27,10 @@ from superadam.state.parameter import ParameterState, Place
 
 
 class FlatShadow:
-    """New values of some parameters of one dtype, in one flat buffer; see `superadam.state.parameter.Shadow`.
+    """New values of parameters of one dtype in one flat buffer; a `superadam.state.parameter.Shadow`.
 
-    Args:
-        transfers: their way.
-        states: the parameters.
-        memory: flat buffer on the device that the values travel to as soon as they are written; None where they stay on
-            the host until they are published.
+    `memory` is a flat buffer on the device to which the values travel as soon as they are written; None where they stay
+    on the host until they are published.
     """
 
     def __init__(self, transfers: Transfers, states: Sequence[ParameterState], memory: Tensor | None = None) -> None:
@@ -52,14 +48,14 @@ class FlatShadow:
 
     @property
     def values(self) -> list[Tensor]:
-        """One host tensor for each parameter, in memory that is taken when it is first asked for."""
+        """One host tensor for each parameter, in memory that is allocated at the first call."""
         if not self._views:
             self._host = [self._transfers.device.host_empty(self._layout.numel, self._dtype)]
             self._views = self._layout.views(self._host[0])
         return self._views
 
     def send(self) -> None:
-        """Start the way of the values to the device, where they travel; their memory on the host is free afterwards."""
+        """Start the upload of the values, if they have memory on the device; the host's memory is released after it."""
         if self._memory is not None and self._arrived is None:
             distant = self._memory.view(self._dtype)[: self._layout.numel]
             self._arrived = self._transfers.upload(self._host[0], distant)
@@ -81,16 +77,11 @@ class FlatShadow:
 class Transfers:
     """Downloads of gradients and uploads of parameters over one device.
 
-    Args:
-        device: streams and memory.
-        statistics: whose bytes are counted here.
-        trace: gets uploads, once they are seen to have arrived.
-        transfer_dtype: in which gradients travel, and so are seen by norm and step; None for the dtype they have. fp64
-            gradients, and sums that were made on the host, are as they are.
-
     Attributes:
-        transfer_dtype: may be changed between steps.
-        computes_norms: whether torch is to compute the norms of gradients before they travel, because it will be asked.
+        transfer_dtype: in which gradients travel, and so are seen by norm and step; None for their own. fp64 gradients,
+            and sums that were made on the host, stay as they are. May be changed between steps.
+        computes_norms: whether torch computes the norms of gradients before they travel, because they will be asked
+            for.
     """
 
     def __init__(
@@ -105,10 +96,9 @@ class Transfers:
         self._shadow_bytes = 0
 
     def reserve(self, parameters: Iterable[Tensor], bucket_numel: int) -> None:
-        """Get memory ready for the gradients and new values of a step, and for buckets of this size.
+        """Reserve memory for the gradients and new values of a step, and for buckets of this size.
 
-        Raises:
-            MemoryError: the host cannot hold that.
+        Raises MemoryError if the host does not have it.
         """
         parameters = list(parameters)
         distant = [parameter for parameter in parameters if not self.device.is_host(parameter)]
@@ -118,7 +108,7 @@ class Transfers:
         gradients = sum(aligned(one.numel()) * size for one, size in zip(distant, on_link, strict=True))
         largest = max((parameter.numel() for parameter in distant), default=0)
         widest = max((*on_link, *(parameter.element_size() for parameter in distant)), default=0)
-        # The last one in makes a bucket full.
+        # A bucket holds less than bucket_numel before the parameter that fills it.
         self.device.reserve(gradients, aligned(bucket_numel + largest) * widest, shadows)
 
     # ---- gradients ---------------------------------------------------------------------------------------------------
@@ -129,15 +119,10 @@ class Transfers:
         gradients: Sequence[TakenGradient],
         speculated: Collection[ParameterState],
     ) -> tuple[dict[ParameterState, Place], Event]:
-        """Start the way of gradients to the host, and find room for the new values of some of their parameters.
+        """Start the download of gradients, and find memory for the new values of the `speculated` parameters.
 
-        Args:
-            states: the parameters.
-            gradients: one for each, on the device or on the host; what each waits for afterwards is on the host.
-            speculated: those of the states that are to be speculated on.
-
-        Returns:
-            a place for each state that is to be speculated on, and the event after which the gradients may be read.
+        Afterwards each gradient's `pending` is on the host. Returns a place for each speculated parameter, and the
+        event after which the gradients may be read.
         """
         device = self.device
         places: dict[ParameterState, Place] = {}
@@ -199,14 +184,9 @@ class Transfers:
     def pack_kept(
         self, states: Sequence[ParameterState], gradients: Sequence[TakenGradient]
     ) -> tuple[dict[ParameterState, TakenGradient], Event, list[Tensor]]:
-        """Copy gradients within the device, where they stay, and start the way of their norm to the host.
+        """Copy gradients within the device, where they stay, and start the download of their norm.
 
-        Args:
-            states: the parameters.
-            gradients: one for each, on the device.
-
-        Returns:
-            the gradients in the order of their norm, the event after which `norm_in` may read that, and where it is.
+        Returns the gradients in the order of their norm, the event after which `norm_in` may read it, and its tensors.
         """
         device = self.device
         groups: dict[torch.dtype, dict[ParameterState, TakenGradient]] = {}
@@ -230,9 +210,9 @@ class Transfers:
         return {state: taken for group in groups.values() for state, taken in group.items()}, arrived, hosts
 
     def _compute_norms(self, gradients: Sequence[TakenGradient]) -> None:
-        """Let torch compute the norms that it will be asked for, while the gradients are on the device.
+        """Let torch compute the norms that will be asked for, while the gradients are on the device.
 
-        After packing, which makes the current stream wait for those that made them.
+        Called after packing, which makes the current stream wait for the streams that computed the gradients.
         """
         if self.computes_norms and gradients:
             norms = torch._foreach_norm([taken.pending for taken in gradients])
@@ -240,14 +220,14 @@ class Transfers:
                 taken.norm = norm
 
     def _send_to_host(self, sources: Sequence[Tensor]) -> tuple[list[Tensor], Event]:
-        """Start the way of what the current stream writes; return where it arrives, and the event after which."""
+        """Start the download of what the current stream writes; return host tensors, and the event of arrival."""
         device = self.device
         device.wait(Stream.DOWNLOAD, device.record(Stream.CURRENT))
-        hosts = [device.host_empty(source.numel(), source.dtype) for source in sources]  # or nothing has begun
+        hosts = [device.host_empty(source.numel(), source.dtype) for source in sources]  # may raise, before any copy
         for host, source in zip(hosts, sources, strict=True):
             device.copy(host, source, Stream.DOWNLOAD)
             device.record_stream(source, Stream.DOWNLOAD)
-            device.record_stream(host, Stream.DOWNLOAD)  # nobody waits for the copy if the step is dropped before
+            device.record_stream(host, Stream.DOWNLOAD)  # if the step is dropped, nothing waits for the copy
             self._statistics.downloaded_bytes += host.nbytes
         return hosts, device.record(Stream.DOWNLOAD)
 
@@ -257,7 +237,7 @@ class Transfers:
         return self.transfer_dtype not in (None, torch.float32)
 
     def narrowed(self, gradient: Tensor, *, keeps_dtype: bool = True) -> Tensor:
-        """Return a gradient that does not travel with the values that it would have afterwards."""
+        """Return a gradient that does not travel, rounded as if it had."""
         if not self.narrows:
             return gradient
         narrow = gradient.to(_dtype_on_link(gradient, self.transfer_dtype))
@@ -267,7 +247,7 @@ class Transfers:
 
     @property
     def received(self) -> Callable[[Tensor], Tensor] | None:
-        """Returns what counts of a gradient that was not taken; None where that is itself."""
+        """Rounds a gradient that was not taken; None where travelling rounds nothing."""
         return self.narrowed if self.narrows else None
 
     def is_host(self, parameter: Tensor) -> bool:
@@ -275,7 +255,7 @@ class Transfers:
         return self.device.is_host(parameter)
 
     def shadows(self, states: Sequence[ParameterState]) -> list[Place]:
-        """Return memory for new values that are to be published soon."""
+        """Return memory for new values that are about to be published."""
         groups: dict[torch.dtype, list[ParameterState]] = {}
         for state in states:
             groups.setdefault(state.parameter_dtype, []).append(state)
@@ -296,11 +276,11 @@ class Transfers:
             values.append(sources[id(shadow)][position])
         device.scatter(values, [state.parameter for state in states])
         for value in values:
-            if device.has_link and device.is_host(value):  # the device has no room
+            if device.has_link and device.is_host(value):  # the device had no memory
                 device.record_stream(value, Stream.CURRENT)
 
     def upload(self, host: Tensor, distant: Tensor) -> Event:
-        """Start the way of new values to the device; return the event after which they may be read there."""
+        """Start the upload of new values; return the event after which they may be read on the device."""
         device, begin = self.device, time.perf_counter()
         device.copy(distant, host, Stream.UPLOAD)
         device.record_stream(host, Stream.UPLOAD)
@@ -318,14 +298,14 @@ class Transfers:
         self.trace_arrived()
 
     def trace_arrived(self) -> None:
-        """Trace uploads that have arrived since: nobody waits for them on the host, so we look now."""
+        """Trace uploads that have arrived since the last call: the host waits for none of them, so it looks now."""
         with self._lock:
             while self._untold and self._untold[0][0].query():
                 _, begin, elements = self._untold.popleft()
                 self._trace.add("parameters to device", "upload", begin, time.perf_counter(), elements=elements)
 
     def count_shadow(self, size: int) -> None:
-        """Count memory that waits for a verdict: bytes, negative once it is free."""
+        """Count bytes that wait for a verdict, negative once they are free."""
         with self._lock:
             self._shadow_bytes += size
             self._statistics.shadow_bytes = max(self._statistics.shadow_bytes, self._shadow_bytes)

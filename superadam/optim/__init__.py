@@ -1,1 +1,1 @@
-"""The contract of `torch.optim`."""
+"""The optimizer as a `torch.optim.Optimizer`."""

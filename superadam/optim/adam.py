@@ -1,8 +1,4 @@
-"""`SpeculativeCPUAdam` and `SpeculativeCPUAdamW`: the transaction behind the contract of `torch.optim`.
-
-Owns the parameter groups and the limits of validation. Arithmetic and phases lie below it; published_state.py keeps
-`state`.
-"""
+"""`SpeculativeCPUAdam` and `SpeculativeCPUAdamW`: the transaction behind the interface of `torch.optim`."""
 
 from __future__ import annotations
 
@@ -38,8 +34,8 @@ def _untracked(method: Callable[_Arguments, _Result]) -> Callable[_Arguments, _R
 
     @functools.wraps(method)
     def untracked(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        # One call into C, which puts the grad mode back as well: a signal's handler that raises inside no_grad() would
-        # leave gradients disabled.
+        # One call into C, which also restores the grad mode: a signal handler that raises inside no_grad() would leave
+        # gradients disabled.
         with torch._C._InferenceMode(False):
             torch.set_grad_enabled(False)
             return method(*args, **kwargs)
@@ -50,7 +46,7 @@ def _untracked(method: Callable[_Arguments, _Result]) -> Callable[_Arguments, _R
 
 @dataclass(slots=True)
 class _Verdicts:
-    """Limits and what came of them, in an object that copies of the optimizer's `__dict__` share, as Lightning's do."""
+    """Limits and outcome, in an object that copies of the optimizer's `__dict__` share, as Lightning's do."""
 
     max_grad_norm: float | None = None
     on_nonfinite: str = "skip"
@@ -64,8 +60,8 @@ class SpeculativeCPUAdam(Optimizer):
     A drop-in for `torch.optim.Adam`. `step()` computes the global gradient norm, skips the step when a gradient is Inf
     or NaN, clips to `max_grad_norm`, and updates state and parameters. `speculate()` and `resolve()` are the same step
     in two parts: the first computes new values as if the gradients were good, the second validates, and publishes the
-    new values or makes the step anew. Until then neither parameters nor state change, and `.grad` holds a handle that
-    behaves as the gradient.
+    new values or computes the step again. Until then neither parameters nor state change, and `.grad` holds a handle
+    that behaves as the gradient.
 
     A parameter that is fp32 or fp64 and dense on the CPU is its own master. Any other parameter (bf16, fp16, or on a
     GPU) is a working copy: the rounded value of an fp32 master that the optimizer owns.
@@ -81,17 +77,17 @@ class SpeculativeCPUAdam(Optimizer):
         maximize: ascend instead of descend.
         decoupled_weight_decay: weight decay as in AdamW.
         max_grad_norm: limit of the global 2-norm of all gradients, as in `torch.nn.utils.clip_grad_norm_`; None or
-            `math.inf` for none. An attribute, not a group key; may be changed at any time. Where
-            `torch.nn.utils.clip_grad_norm_` is called as well, the step is clipped by both.
-        on_nonfinite: what an Inf or NaN gradient does: "skip" the step, or "raise" FloatingPointError; nothing is
-            changed.
+            `math.inf` for none. An attribute, not a group key; may be changed at any time. A step on whose gradients
+            `torch.nn.utils.clip_grad_norm_` is called as well is clipped by both.
+        on_nonfinite: what an Inf or NaN gradient does: "skip" the step, or "raise" FloatingPointError; either way
+            nothing is changed.
         foreach, fused: accepted for compatibility; there is one implementation.
         capturable, differentiable: must be False.
 
     Raises:
         ValueError: a hyper-parameter is out of range, or the parameter list is empty.
         TypeError: a parameter is complex, sparse or of an unsupported dtype.
-        RuntimeError: `capturable` or `differentiable` was asked for.
+        RuntimeError: `capturable` or `differentiable` is True.
 
     Source: Kingma & Ba, arXiv 1412.6980; Reddi et al., arXiv 1904.09237 (amsgrad); Loshchilov & Hutter, arXiv
     1711.05101 (decoupled weight decay).
@@ -180,27 +176,25 @@ class SpeculativeCPUAdam(Optimizer):
 
     @property
     def last_outcome(self) -> StepOutcome | None:
-        """What came of the last step; None before the first."""
+        """The outcome of the last step; None before the first."""
         return self._verdicts.last_outcome
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
     @_untracked
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Make one step with the gradients in `.grad`, which stay there; what came of it is in `last_outcome`.
+        """Make one step with the gradients in `.grad`, which stay there; its outcome is in `last_outcome`.
 
         Args:
-            closure: reevaluates the model and returns the loss.
-
-        Returns:
-            the closure's loss, or None.
+            closure: reevaluates the model and returns the loss, which this returns, too.
 
         Raises:
-            TypeError, ValueError: a gradient does not fit its parameter, or a hyper-parameter is out of range; nothing
-                was changed.
-            FloatingPointError: a gradient is Inf or NaN and `on_nonfinite` is "raise", or other ranks of FSDP1 may not
-                know; nothing was changed.
-            RuntimeError: there is a limit under FSDP1, on several ranks; nothing was changed.
+            TypeError, ValueError: a gradient does not fit its parameter, or a hyper-parameter is out of range.
+            FloatingPointError: a gradient is Inf or NaN, and `on_nonfinite` is "raise" or other FSDP1 ranks may not
+                know.
+            RuntimeError: there is a limit under FSDP1, on several ranks.
+
+        Whatever is raised, nothing was changed.
         """
         loss = None
         if closure is not None:
@@ -211,14 +205,10 @@ class SpeculativeCPUAdam(Optimizer):
 
     @_untracked
     def resolve(self) -> StepOutcome:
-        """Make one step, as `step()` does, and return what came of it.
+        """Make one step, as `step()` does, and return its outcome; raises as `step()`.
 
-        `.grad` decides for each parameter: nothing for None; the speculation where it holds the handle that
-        `speculate()` or a scheduler has put there; any other gradient counts as it is. Hyper-parameters count as they
-        are now.
-
-        Raises:
-            TypeError, ValueError, FloatingPointError: as `step()`.
+        For each parameter `.grad` decides: None takes no part; the handle that `speculate()` or a scheduler has put
+        there stands for the speculation; any other gradient counts as it is. Hyper-parameters count as they are now.
         """
         transaction = self._published.bound(self.param_groups)
         limit = self._verdicts.limit_of_next_step
@@ -244,14 +234,15 @@ class SpeculativeCPUAdam(Optimizer):
     def speculate(self, params: Iterable[Tensor] | None = None) -> None:
         """Take gradients and compute new values as if the step were good; parameters and `state` do not change.
 
-        `.grad` becomes a handle that behaves as the gradient. A gradient that is held by others, too, is left alone.
+        `.grad` becomes a handle that behaves as the gradient. A gradient that is referenced elsewhere, too, is left
+        alone.
 
         Args:
             params: only these parameters; default all. Those without a gradient are passed over.
 
         Raises:
-            TypeError, ValueError: a gradient does not fit its parameter, a parameter is not one of this optimizer's,
-                or a hyper-parameter is out of range. Whatever is raised, nothing was changed.
+            TypeError, ValueError: a gradient does not fit its parameter, a parameter is not one of this optimizer's, or
+                a hyper-parameter is out of range. Whatever is raised, nothing was changed.
         """
         transaction = self._published.bound(self.param_groups)
         table, hyper = transaction.table, hyper_by_row(self.param_groups)
@@ -290,7 +281,7 @@ class SpeculativeCPUAdam(Optimizer):
 
     @_untracked
     def commit(self) -> None:
-        """Fold accepted steps, and what was written to parameters, into the state. Readers of it do so themselves."""
+        """Fold accepted steps, and what was written to parameters, into the state; reading `state` does so too."""
         self._published.commit(self.param_groups)
 
     @_untracked
@@ -332,7 +323,7 @@ class SpeculativeCPUAdam(Optimizer):
 
     @_untracked
     def detach_overlap(self) -> None:
-        """Work without a scheduler again; nothing may be under way."""
+        """Work without a scheduler again; it must have nothing under way."""
         self._published.detach(self.param_groups)
 
     def hyper_by_row(self) -> list[Hyperparameters]:
@@ -346,7 +337,7 @@ class SpeculativeCPUAdam(Optimizer):
     def state(self) -> defaultdict[Tensor, Any]:
         """Per parameter `step`, `exp_avg`, `exp_avg_sq` (`max_exp_avg_sq`, `master`): the last accepted state.
 
-        Accepted steps are committed first, and those that follow at once, as long as anybody holds it or what is in it.
+        Accepted steps are committed first, and later ones at once while the dict or anything in it is referenced.
         """
         published = self._published.committed(self.param_groups)
         self._published.is_exposed = True
@@ -379,11 +370,11 @@ class SpeculativeCPUAdam(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return groups and state as `torch.optim.Optimizer.state_dict` does, with `master` for every working copy.
 
-        Accepted steps are committed first; gradients that wait for their verdict are no part of it.
+        Accepted steps are committed first; gradients that wait for their verdict are not included.
         """
         was_exposed = self._published.is_exposed
         result = super().state_dict()
-        if isinstance(result.get("state"), dict):  # or whatever a hook made of it
+        if isinstance(result.get("state"), dict):  # which a hook may have changed
             result["state"] = {key: dict(e) if isinstance(e, dict) else e for key, e in result["state"].items()}
         self._published.is_exposed = was_exposed
         return result
@@ -400,8 +391,8 @@ class SpeculativeCPUAdam(Optimizer):
         """Load what `state_dict()` of this class, or of torch.optim's Adam or AdamW, returned.
 
         fp32 state stays fp32 and on the CPU, whatever the parameters are. With `master` in the state, working copies
-        become the rounded masters; without, masters are read from the parameters when they are first needed. How the
-        steps of the checkpoint were computed (`capturable`, `differentiable`) is not taken over.
+        become the rounded masters; without, masters are read from the parameters when they are first needed.
+        `capturable` and `differentiable` are not loaded.
 
         Raises:
             ValueError: the state dict is not one of Adam over such parameters; nothing was changed.
@@ -421,9 +412,7 @@ class SpeculativeCPUAdam(Optimizer):
             arriving.update({state.parameter: entry for state, entry in entries.items()})
             return {"state": {}, "param_groups": groups}
 
-        handle = self.register_load_state_dict_pre_hook(
-            take_state
-        )  # the last one: it sees what the user's hooks made of it
+        handle = self.register_load_state_dict_pre_hook(take_state)  # the last one, so that it sees the users' changes
         self._arriving = arriving
         try:
             super().load_state_dict(state_dict)
@@ -432,7 +421,7 @@ class SpeculativeCPUAdam(Optimizer):
             del self._arriving
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over `param_groups` and `state`, from a pickle, a deep copy or `load_state_dict`."""
+        """Load `param_groups` and `state` from a pickle, a deep copy or `load_state_dict`."""
         values = dict(state)
         published = values.pop("state")  # a property here: it must not land in __dict__
         super().__setstate__(values)
@@ -450,7 +439,7 @@ class SpeculativeCPUAdam(Optimizer):
         return {**values, "state": self._published.committed(self.param_groups)}
 
     def _write_masters(self) -> None:
-        """Make every parameter that came with a master the rounded value of it."""
+        """Set every parameter that was loaded with a master to its rounded value."""
         for parameter, entry in self._published.entries.items():
             if "master" in entry:
                 parameter.copy_(entry["master"])

@@ -1,7 +1,4 @@
-"""What may be asked of the optimizer: the checks of its arguments and of parameter groups.
-
-They only look; nothing is changed here, so that whatever they raise, nothing was.
-"""
+"""Checks of the optimizer's arguments and parameter groups; they change nothing."""
 
 from __future__ import annotations
 
@@ -16,12 +13,7 @@ from superadam.kernels.hyperparameters import Hyperparameters, described, number
 
 
 def check_group(group: dict[str, Any]) -> None:
-    """Raise unless the hyper-parameters of a group can be used.
-
-    Raises:
-        ValueError: a value is out of range.
-        RuntimeError: something that this optimizer does not do is asked for.
-    """
+    """Raise ValueError for a hyper-parameter out of range, RuntimeError for `capturable` or `differentiable`."""
     for key in ("capturable", "differentiable"):
         if group.get(key):
             raise RuntimeError(
@@ -34,12 +26,7 @@ def check_group(group: dict[str, Any]) -> None:
 def check_together(
     lr: float | Tensor, betas: tuple[float | Tensor, float | Tensor], *, foreach: bool | None, fused: bool | None
 ) -> None:
-    """Refuse the combinations of constructor arguments that torch.optim.Adam refuses, in its words.
-
-    Raises:
-        ValueError: tensors beside `foreach=True`, or one beta is a tensor and the other is not.
-        RuntimeError: both `foreach` and `fused`.
-    """
+    """Refuse the combinations of constructor arguments that torch.optim.Adam refuses, with its messages."""
     if foreach and isinstance(lr, Tensor):
         raise ValueError("lr as a Tensor is not supported for capturable=False and foreach=True; leave foreach None")
     are_tensors = [isinstance(beta, Tensor) for beta in betas] if isinstance(betas, tuple | list) else []
@@ -54,18 +41,14 @@ def check_together(
 
 
 def is_sharded(parameters: Iterable[Tensor]) -> bool:
-    """Return whether FSDP1 has cut the parameters, so that each of several ranks judges a step by its own part."""
+    """Return whether parameters are shards of FSDP1 on several ranks, each of which judges a step by its own part."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return False
     return torch.distributed.get_world_size() > 1 and any(hasattr(one, "_fsdp_flattened") for one in parameters)
 
 
 def refuse_limit_of_shard(limit: float | None) -> None:
-    """Raise if there is a limit, by which each rank would clip otherwise.
-
-    Raises:
-        RuntimeError: there is one.
-    """
+    """Raise RuntimeError if there is a limit, by which each rank would clip differently."""
     if limit is not None and limit != math.inf:
         raise RuntimeError(
             f"max_grad_norm is {limit}, but under FSDP1 this optimizer sees the gradients of one rank only, expected "
@@ -74,11 +57,7 @@ def refuse_limit_of_shard(limit: float | None) -> None:
 
 
 def checked_limit(name: str, value: float) -> float:
-    """Return a limit of the gradient norm as a float.
-
-    Raises:
-        ValueError: not a number of at least 0.
-    """
+    """Return a limit of the gradient norm as a float; raise ValueError for anything but a number of at least 0."""
     limit = number_of(value)
     if limit is None or not limit >= 0.0:
         raise ValueError(f"{name} is {described(value)}, expected a number of at least 0, or math.inf for no limit")

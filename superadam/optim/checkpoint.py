@@ -1,7 +1,6 @@
-"""Reading `state_dict`s: our own, or those of torch.optim's Adam and AdamW.
+"""Reads `state_dict`s: our own, and those of torch.optim's Adam and AdamW.
 
-Everything is checked before anything is used, and tensors are copied: fp32 state is never cast down and never leaves
-the CPU.
+Everything is checked before anything is used. Tensors are copied, never cast down from fp32, and never leave the CPU.
 """
 
 from __future__ import annotations
@@ -29,9 +28,8 @@ LATER_GROUP_KEYS = {
     "fused": None,
     "decoupled_weight_decay": False,
 }
-"""Group keys that torch.optim.Adam did not always have: what they are where an older checkpoint lacks them."""
-_LARGEST_STEP = 2.0**53
-"""Up to here a double counts every step."""
+"""Group keys that older versions of torch.optim.Adam lack, with their values in such a checkpoint."""
+_LARGEST_STEP = 2.0**53  # up to which fp64 counts every step
 
 
 def _kind_of(value: object) -> str:
@@ -39,11 +37,7 @@ def _kind_of(value: object) -> str:
 
 
 def read_step(value: object, name: str) -> int:
-    """Return a step count from a one-element tensor or a number.
-
-    Raises:
-        ValueError: not a whole number of at least 0, or too large to be a count.
-    """
+    """Return a step count from a one-element tensor or a number; raise ValueError for anything but a count."""
     number = number_of(value)
     if number is None or not (0 <= number <= _LARGEST_STEP and number.is_integer()):
         raise ValueError(
@@ -70,11 +64,7 @@ def _is_dense(value: object, shape: torch.Size) -> bool:
 
 
 def check_entry(entry: object, state: ParameterState) -> None:
-    """Raise unless `entry` can be the state of this parameter.
-
-    Raises:
-        ValueError: a key is missing or foreign, or a value has a wrong type, dtype or shape.
-    """
+    """Raise ValueError unless `entry` can be the state of this parameter."""
     name = state.name
     if not isinstance(entry, dict):
         raise ValueError(f"the state of {name} is {_kind_of(entry)}, expected a dict with step, exp_avg and exp_avg_sq")
@@ -103,21 +93,16 @@ def check_entry(entry: object, state: ParameterState) -> None:
 def read(
     state_dict: Mapping[str, Any], states: Sequence[ParameterState], sizes: Sequence[int]
 ) -> tuple[list[dict[str, Any]], dict[ParameterState, dict[str, Tensor]]]:
-    """Return copies of what a state dict holds: its groups, and the entry of every parameter that has one.
+    """Return copies of a state dict's groups, and of the entry of every parameter that has one.
 
-    Args:
-        state_dict: as `Optimizer.state_dict` returns it.
-        states: of the optimizer's parameters.
-        sizes: number of parameters of each of the optimizer's groups.
-
-    Raises:
-        ValueError: the state dict is none of an Adam optimizer over such parameters.
+    `sizes` are the numbers of parameters of the optimizer's groups. Raises ValueError unless the state dict is that of
+    an Adam optimizer over such parameters.
     """
     try:
         return _read(state_dict, states, sizes)
     except ValueError:
         raise
-    except Exception as error:  # whatever it holds may raise whatever it likes when it is copied, hashed or compared
+    except Exception as error:  # foreign objects may raise anything when they are copied, hashed or compared
         raise ValueError(
             f"the state dict holds what cannot be copied ({type(error).__name__}), expected tensors and plain values; "
             "load what optimizer.state_dict() returned"
@@ -173,7 +158,7 @@ def _read(
 
 
 def _read_group(group: Mapping[str, Any], index: int, size: int) -> dict[str, Any]:
-    """Return a copy of a group, without what tells how its steps were computed."""
+    """Return a copy of a group, without the keys that say how its steps were computed."""
     if len(group["params"]) != size:
         raise ValueError(
             f"loaded state dict has {len(group['params'])} parameters in group {index}, expected {size}; "
@@ -192,13 +177,13 @@ def _read_group(group: Mapping[str, Any], index: int, size: int) -> dict[str, An
 
 
 def fitted(tensor: Tensor, state: ParameterState) -> Tensor:
-    """Return `tensor` itself where kernels can work on it in place, else a copy that they can."""
+    """Return `tensor` itself where kernels can work on it in place, else a copy on which they can."""
     fits = tensor.dtype == state.dtype and tensor.is_cpu and tensor.stride() == state.strides and not tensor.is_neg()
     return tensor if fits else state.host_copy(tensor, state.dtype)
 
 
 def copied(entry: Mapping[str, Any], state: ParameterState) -> dict[str, Tensor]:
-    """Return a checked entry as tensors of our own: `step` 0-dim, the others as the kernels take them."""
+    """Return copies of a checked entry's tensors: `step` 0-dim, the others as kernels read them."""
     step = fitted_step(entry["step"], read_step(entry["step"], state.name))
     tensors = {"step": step.detach().to("cpu", copy=True).reshape(())}
     for key in (*MOMENTS, *OPTIONAL):

@@ -1,8 +1,6 @@
-"""Which state belongs to which parameter: between the parameter groups, the published `state` dict and the
-transaction's table.
+"""Keeps the optimizer's published `state` dict equal to the transaction's table.
 
-Owns the published dict and keeps both sides equal: what users and frameworks write into the dict is read before a
-step, what steps change is written back before anybody can see it. It runs no arithmetic.
+What users and frameworks write into the dict is read before a step; what steps change is written back before it shows.
 """
 
 from __future__ import annotations
@@ -34,14 +32,13 @@ from superadam.step.transaction import Transaction
 _get_kind = operator.attrgetter("parameter_dtype", "shape", "strides")
 
 TENSORS = (*checkpoint.MOMENTS, *checkpoint.OPTIONAL)
-"""Keys of a parameter's published state beside `step`; also attributes of `ParameterState`."""
+"""Keys of a parameter's published state besides `step`; also attributes of `ParameterState`."""
 
-Groups = Sequence[dict[str, Any]]
-"""Parameter groups as `torch.optim.Optimizer.param_groups` holds them."""
+Groups = Sequence[dict[str, Any]]  # as `torch.optim.Optimizer.param_groups`
 
 
 def names_of(group: dict[str, Any], index: int) -> list[str]:
-    """Return how errors call the parameters of a group."""
+    """Return the names of a group's parameters in error messages."""
     names, count = group.get("param_names"), len(group["params"])
     if isinstance(names, list | tuple) and len(names) == count and all(isinstance(name, str) for name in names):
         return list(names)
@@ -49,25 +46,17 @@ def names_of(group: dict[str, Any], index: int) -> list[str]:
 
 
 def runs_of(groups: Groups) -> list[tuple[Hyperparameters, int]]:
-    """Return the present hyper-parameters of each group, and how many parameters it has.
-
-    Raises:
-        ValueError: a hyper-parameter is out of range.
-    """
+    """Return the present hyper-parameters of each group, and its number of parameters."""
     return [(Hyperparameters.of_group(group), len(group["params"])) for group in groups]
 
 
 def hyper_by_row(groups: Groups) -> list[Hyperparameters]:
-    """Return the present hyper-parameters of each parameter.
-
-    Raises:
-        ValueError: a hyper-parameter is out of range.
-    """
+    """Return the present hyper-parameters of each parameter."""
     return [hyper for hyper, count in runs_of(groups) for _ in range(count)]
 
 
 class Overlap(Protocol):
-    """What runs the optimizer during backward: the scheduler, as seen from here."""
+    """The scheduler that runs the optimizer during backward, as seen by the optimizer."""
 
     @property
     def delivery(self) -> Delivery:
@@ -81,20 +70,21 @@ class Overlap(Protocol):
         """Speculate on the parameters of this transaction from now on; None: on none, until the next one."""
 
     def catch_up(self) -> None:
-        """Return when everything that was taken is speculated on; raise what went wrong there."""
+        """Return when everything that was taken is speculated on; raise what failed there."""
 
     def conclude(self, outcome: StepOutcome) -> None:
-        """A step has this outcome: let commits begin."""
+        """Handle the outcome of a step: let commits begin."""
 
 
 class PublishedState:
-    """Binds lazily, because frameworks replace parameters between construction and the first step.
+    """The published dict, and the transaction over the parameters that were bound last.
+
+    Parameters are bound lazily, because frameworks replace them between construction and the first step.
 
     Attributes:
         entries: per parameter `step`, `exp_avg`, `exp_avg_sq` (`max_exp_avg_sq`, `master`), as users see it.
-        overlap: the scheduler, if one is at work.
-        is_exposed: whether anybody outside may hold `entries`, or what is in it, and change it at any time.
-        is_sharded: whether the parameters that were bound last are shards of FSDP1.
+        is_exposed: whether there may be outside references to `entries` or its contents, through which it may change.
+        is_sharded: whether the bound parameters are shards of FSDP1.
     """
 
     def __init__(self, entries: defaultdict[Tensor, Any], statistics: Statistics) -> None:
@@ -105,7 +95,7 @@ class PublishedState:
         self._statistics = statistics
 
     def replace(self, entries: defaultdict[Tensor, Any]) -> None:
-        """Forget everything but this, after bringing up to date what was published; gradients stay in `.grad`."""
+        """Replace the published dict, after bringing the old one up to date; gradients stay in `.grad`."""
         self.catch_up()
         with deferred_signals():
             if self._transaction is not None:
@@ -120,10 +110,9 @@ class PublishedState:
         return bool(self.entries) or self._transaction is not None
 
     def bound(self, groups: Groups) -> Transaction:
-        """Return the transaction over the present parameters of the groups, its rows equal to what is published.
+        """Return the transaction over the groups' present parameters, its rows equal to the published state.
 
-        Raises:
-            ValueError: two parameters share memory, or what was published cannot be a state.
+        Raises ValueError where two parameters share memory, or a published entry cannot be a state.
         """
         self.catch_up()
         parameters = [parameter for group in groups for parameter in group["params"]]
@@ -141,9 +130,9 @@ class PublishedState:
         return transaction
 
     def committed(self, groups: Groups) -> defaultdict[Tensor, Any]:
-        """Return the published state after committing what is accepted and adopting what was written to parameters.
+        """Return the published state after committing accepted steps and adopting outside writes.
 
-        What cannot be bound is returned as it is: a step refuses it, and until then it can be mended.
+        Where binding fails, it is returned unchanged: a step refuses it, and until then it can be corrected.
         """
         self.catch_up()
         if self.has_state:
@@ -153,11 +142,7 @@ class PublishedState:
         return self.entries
 
     def attach(self, overlap: Overlap, groups: Groups) -> None:
-        """Reach parameters through a scheduler from now on.
-
-        Raises:
-            ValueError: as `bound`; nothing was attached.
-        """
+        """Reach parameters through a scheduler from now on; if `bound` raises, nothing was attached."""
         self.bound(groups)
         self._publish()
         with deferred_signals():
@@ -177,7 +162,7 @@ class PublishedState:
             self.overlap = None
 
     def conclude(self, outcome: StepOutcome) -> None:
-        """A step has this outcome: bring what anybody may hold up to date, and let commits begin."""
+        """After a step, bring exposed entries up to date, and let the scheduler's commits begin."""
         if self.is_exposed:
             self._publish()
         if self.overlap is not None:
@@ -189,14 +174,14 @@ class PublishedState:
             self.overlap.catch_up()
 
     def commit(self, groups: Groups) -> None:
-        """Fold accepted steps, and what was written to parameters, into the state."""
+        """Fold accepted steps and outside writes into the state."""
         if self.has_state:
             self.bound(groups).commit()
             if self.is_exposed:
                 self._publish()
 
     def drop(self) -> None:
-        """Forget everything that waits for a verdict."""
+        """Drop everything that waits for a verdict."""
         self.catch_up()
         if self._transaction is not None:
             self._transaction.drop()
@@ -213,19 +198,19 @@ class PublishedState:
             self._write(self._transaction.table)
 
     def _close(self, transaction: Transaction) -> dict[Tensor, ParameterState]:
-        """Leave everything to `entries`; return the states of parameters that are still as they were bound."""
+        """Write all state to `entries`; return the states of parameters that are still as they were bound."""
         transaction.drop()  # the gradients in `.grad` still count
         table = transaction.table
         converted = {state for state in table.states if _is_converted(state, table)}
         try:
             for state in converted:
-                table.fingerprints.remember(state.row)  # no value to adopt: it is bound anew, and compared then
+                table.fingerprints.remember(state.row)  # nothing to adopt: it is bound again, and compared then
             for row in table.fingerprints.look():
                 table.fingerprints.distrust(row)
             self._publish()
         finally:
             for state in converted:
-                table.fingerprints.forget_address(state.row)  # also when binding fails, and is tried again
+                table.fingerprints.forget_address(state.row)  # also when binding fails and is tried again
         return {state.parameter: state for state in table.states if state not in converted}
 
     def _bind(self, parameters: Sequence[Tensor], names: Sequence[str]) -> Transaction:
@@ -249,7 +234,7 @@ class PublishedState:
         return self._transaction
 
     def _write(self, table: ParameterTable) -> None:
-        """Bring `entries` up to date with rows that are newer; what was written into the others is left alone."""
+        """Bring `entries` up to date with rows that are newer; other entries, which users may have edited, stay."""
         for state in table.states:
             if table.is_published[state.row] or state.phase is Phase.ACCEPTED or not table.is_home(state):
                 continue
@@ -292,28 +277,28 @@ class PublishedState:
             table.refresh_pointers(state)
             table.fingerprints.distrust(state.row)
         if is_stale:
-            entry.pop("master", None)  # of what the parameter was once: another dtype, place, layout or shape
+            entry.pop("master", None)  # from when the parameter had another dtype, device, layout or shape
         step = checkpoint.read_step(entry["step"], state.name)
         is_new = is_new or step != int(table.steps[state.row])
         table.steps[state.row] = step
         entry["step"] = checkpoint.fitted_step(entry["step"], step)
         return is_new
 
-    # ---- what gradients that were taken ask (taken_gradient.GradientHolder) ------------------------------------------
+    # ---- for gradients that were taken (taken_gradient.GradientHolder) -----------------------------------------------
 
     def nonfinite_of(self, taken: TakenGradient) -> int | None:
-        """Return how many elements of a gradient are Inf or NaN, where that was counted."""
+        """Return the number of Inf and NaN in a gradient, where they were counted."""
         return None if self._transaction is None else self._transaction.nonfinite_of(taken)
 
     def norm_was_asked(self, taken: TakenGradient) -> None:
         """Do nothing: norms are computed when they are asked for."""
 
     def was_given_back(self, taken: TakenGradient) -> None:
-        """Do nothing: `.grad` tells."""
+        """Do nothing: `.grad` shows it."""
 
 
 def _references(published: Any) -> tuple[int, ...]:
-    """Count who holds what is published: the dict, its entries, their steps and their other tensors."""
+    """Count the references to published objects: the dict, its entries, their steps and their other tensors."""
     entries = [entry for entry in published.entries.values() if isinstance(entry, dict)]
     tensors = [(key, value) for entry in entries for key, value in entry.items() if isinstance(value, Tensor)]
     steps, others = ([value for key, value in tensors if (key == "step") is wanted] for wanted in (True, False))
@@ -327,9 +312,9 @@ _USUAL = _references(SimpleNamespace(entries={0: {"step": torch.zeros((), device
 
 
 def _are_same(table: ParameterTable, parameters: Sequence[Tensor]) -> bool:
-    """Whether these are the parameters that were bound, and still of the same dtype, layout and device.
+    """Whether these are the bound parameters, still of the same dtype, layout and device.
 
-    Those that lie elsewhere now, but are otherwise the same, are distrusted: somebody else filled the new place.
+    Parameters that have only moved are distrusted, because the values in their new memory were not written by us.
     """
     fingerprints = table.fingerprints
     if not fingerprints.are_of(parameters):
@@ -343,7 +328,7 @@ def _are_same(table: ParameterTable, parameters: Sequence[Tensor]) -> bool:
 
 
 def _is_converted(state: ParameterState, table: ParameterTable) -> bool:
-    """Whether `.data` is not what the kernels were told, as after model.to(torch.bfloat16); it then lies elsewhere."""
+    """Whether `.data` is not what the table describes, as after model.to(torch.bfloat16); it then lies elsewhere."""
     if not table.fingerprints.is_moved(state.row):
         return False
     now = ParameterState(state.parameter, state.row, state.name)
@@ -351,11 +336,7 @@ def _is_converted(state: ParameterState, table: ParameterTable) -> bool:
 
 
 def _refuse_shared_memory(parameters: Sequence[Tensor], names: Sequence[str]) -> None:
-    """Raise when two parameters lie in the same memory: speculation on one would overwrite the other.
-
-    Raises:
-        ValueError: two parameters overlap, one is listed twice, or elements of one overlap.
-    """
+    """Raise ValueError if parameters or elements share memory: speculation on one would overwrite another."""
     spans = []
     listed: dict[Tensor, str] = {}
     for p, name in zip(parameters, names, strict=True):

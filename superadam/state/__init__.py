@@ -1,4 +1,4 @@
-"""The state of parameters: master and moments, where they live, and what is pending on them."""
+"""State of parameters: fp32 masters and moments, where they live, and the gradients that are pending on them."""
 
 from superadam.state.parameter import ParameterState
 from superadam.state.tiers import StateTier

@@ -1,6 +1,6 @@
-"""How new values reach parameters that kernels on the host do not write themselves.
+"""Delivery: how new values reach parameters that kernels on the host cannot write directly.
 
-`SynchronousDelivery` is the optimizer's own; a scheduler brings one whose copies run beside the model.
+`SynchronousDelivery` is the optimizer's own; a scheduler brings one whose copies overlap with the model's work.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from superadam.state.parameter import ParameterState, Place
 
 
 class Delivery(Protocol):
-    """How new values reach parameters that kernels on the host do not write themselves."""
+    """The interface between the passes over parameters and the copies to the model's device."""
 
     @property
     def received(self) -> Callable[[Tensor], Tensor] | None:
-        """Returns what counts of a gradient that was not taken, as if it had travelled; None where that is itself."""
+        """Rounds a gradient that was not taken as if it had travelled to the host; None where that rounds nothing."""
 
     def is_host(self, parameter: Tensor) -> bool:
         """Whether kernels on the CPU may write this parameter."""
@@ -35,7 +35,7 @@ class Delivery(Protocol):
 
 
 class HostShadow:
-    """New values in pageable memory, each in a tensor of its own."""
+    """New values in pageable memory, one tensor for each parameter."""
 
     def __init__(self, states: Sequence[ParameterState]) -> None:
         self.values = [state.empty(state.parameter_dtype) for state in states]

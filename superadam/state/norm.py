@@ -1,4 +1,4 @@
-"""The norm of gradients, as sums and counts of their chunks; it knows numbers only."""
+"""Gradient norms, kept as a sum of squares and a count of non-finite elements for each chunk."""
 
 from __future__ import annotations
 
@@ -13,31 +13,26 @@ from superadam.kernels import native
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GradientNorm:
-    """Of some gradients, as they arrived, one after another: an entry for each chunk of each.
-
-    Attributes:
-        sums: of squares.
-        nonfinite: counts of Inf and NaN.
-    """
+    """Sum of squares and number of Inf and NaN for each chunk of each gradient, in order."""
 
     sums: npt.NDArray[np.float64]
     nonfinite: npt.NDArray[np.int64]
 
     @staticmethod
     def zeros(chunks: int) -> GradientNorm:
-        """Return that of no gradient, with so many entries."""
+        """Return a norm of this number of chunks, all zero."""
         return GradientNorm(np.zeros(chunks, np.float64), np.zeros(chunks, np.int64))
 
     def copy(self) -> GradientNorm:
-        """Return one of its own with the same entries."""
+        """Return an independent copy."""
         return GradientNorm(self.sums.copy(), self.nonfinite.copy())
 
     def clear(self, where: slice = slice(None)) -> None:
-        """Make entries those of no gradient."""
+        """Set entries to zero."""
         self.sums[where] = 0
         self.nonfinite[where] = 0
 
     @property
     def total(self) -> float:
-        """The 2-norm, added up in the order of the entries."""
+        """The 2-norm, summed in the order of the entries."""
         return math.sqrt(native.ordered_sum(self.sums))

@@ -1,7 +1,7 @@
-"""Writes to parameters that were not ours: weights loaded after construction, EMA weights swapped in, an in-place edit.
+"""Adopts outside writes to parameters: loaded weights, swapped-in EMA weights, in-place edits.
 
-Fingerprints only hint at such a write. What decides are the values: an element that still holds the bits we last wrote
-keeps its fp32 master; only a differing element is adopted. So loading the same weights again changes nothing.
+Fingerprints only hint at such a write; the values decide. An element that still holds the bits we last wrote keeps its
+fp32 master, and only a differing element is adopted, so loading the same weights again changes nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def differing(first: Tensor, second: Tensor) -> Tensor:
 
 @torch.no_grad()
 def adopt_outside_write(state: ParameterState) -> None:
-    """Bring a working copy's master up to date with what was written to the copy; nothing must be pending on it."""
+    """Adopt in a working copy's master what was written to the copy; nothing must be pending on it."""
     if state.master is None:
         return
     present = state.parameter.detach().cpu()

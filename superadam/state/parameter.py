@@ -1,9 +1,7 @@
-"""One parameter: the model's tensor, the fp32 state behind it, and the gradient that is pending on it.
+"""State of one parameter: its fp32 master and moments, and the gradient that is pending on it.
 
-Owns the master, the moments and the phase of its transaction. It runs no kernel and knows no other parameter.
-
-A parameter that is fp32 or fp64, dense and on the CPU is its own master. Every other one is a *working copy*: its
-master lies beside the moments, on the CPU.
+A parameter that is fp32 or fp64, dense and on the CPU is its own master. Any other is a *working copy*, whose master
+lies next to the moments on the CPU.
 """
 
 from __future__ import annotations
@@ -27,13 +25,13 @@ class Phase(enum.Enum):
     CLEAN = "clean"
     """Nothing is pending; the working copy is the rounded master."""
     SPECULATED = "speculated"
-    """A gradient waits for its verdict; neither the parameter nor the state knows of it."""
+    """A gradient waits for its verdict; parameter and state are unchanged."""
     ACCEPTED = "accepted"
-    """The verdict was good, and the parameter has its new value; the state is still to be updated."""
+    """The verdict was good, and the parameter has its new value; the commit that updates the state is still to come."""
 
 
 class Shadow(Protocol):
-    """New values of some parameters, in memory of their own until a verdict publishes them."""
+    """New values of some parameters, in separate memory until a verdict publishes them."""
 
     @property
     def values(self) -> list[Tensor]:
@@ -54,20 +52,18 @@ class Place(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Pending:
-    """A gradient that waits for its verdict, or for its commit, with everything that depends on, captured by value.
+    """A gradient that waits for its verdict or its commit, with everything that its step depends on, captured by value.
 
     Only `place` and `versions` change.
 
     Attributes:
-        taken: the record of the gradient, held weakly: nobody else may hold a gradient that was given back.
+        taken: the record of the gradient; weak, so that nothing here keeps a gradient that was given back.
         gradient: as kernels read it: on the host in the layout of the state, or on the device where `is_kept`.
         version: of `taken`, whose gradient this is.
-        hyper: the group's hyper-parameters at that moment.
         step: the step that this gradient makes, counted from 1.
         scale: factor on the gradient in the speculated value.
-        place: of the speculated value; None where only the norm was taken, and when it is needed no more.
-        is_kept: whether the gradient stayed on the device, where the step will be made.
-        versions: of the tensors of the state that speculation has read; None where its value is of no use any more.
+        place: of the speculated value; None where only the norm was computed, and once the value is not needed.
+        versions: of the state's tensors that speculation has read; None where the speculated value is stale.
     """
 
     taken: weakref.ref[TakenGradient]
@@ -82,11 +78,7 @@ class Pending:
 
 
 def check_parameter(parameter: Tensor, name: str) -> None:
-    """Raise if the optimizer cannot hold this parameter.
-
-    Raises:
-        TypeError: not a dense real tensor of a supported dtype on one rank, or one that counts no versions.
-    """
+    """Raise TypeError unless this is a dense real tensor of a supported dtype, on one rank, that counts versions."""
     if parameter.is_complex():
         raise TypeError(
             f"{name} is complex ({parameter.dtype}), expected a real dtype; optimize torch.view_as_real of it instead"
@@ -110,7 +102,7 @@ def check_parameter(parameter: Tensor, name: str) -> None:
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Whether the elements of a strided tensor are there: their storage may have been freed, or never been."""
+    """Whether a strided tensor's storage holds its elements; it may have been freed or, on meta, never allocated."""
     if not tensor.numel():
         return True
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -119,21 +111,16 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 class ParameterState:
-    """The state of one parameter. Tensors are absent (None) until the first gradient arrives.
+    """State of one parameter; its tensors are None until the first gradient arrives.
 
     Attributes:
-        parameter: the model's tensor.
-        parameter_dtype, shape: of `parameter` when it was bound.
-        row: its position among all parameters of the optimizer.
-        name: how errors call it.
-        dtype: fp32, or fp64 for fp64 parameters; of master and moments.
-        strides: layout of master and moments, and of gradients before a kernel reads them: dense, in the order of the
-            parameter.
-        is_own_master: whether the tensor itself holds the master.
-        is_staged: whether kernels cannot write the tensor directly: on another device, or not dense.
-        master: the master of a working copy.
+        parameter_dtype, shape: of `parameter`, the model's tensor, when it was bound.
+        row, name: its position among all parameters of the optimizer, and its name in error messages.
+        dtype: of master and moments: fp32, or fp64 for fp64 parameters.
+        strides: layout of master, moments and the gradients that kernels read: dense, in the order of the parameter.
+        is_own_master: whether the parameter itself is the master; `master` is that of a working copy.
+        is_staged: whether kernels cannot write the parameter directly: on another device, or not dense.
         exp_avg, exp_avg_sq, max_exp_avg_sq: moments, as in torch.optim.Adam.
-        phase, pending: the transaction.
     """
 
     __slots__ = (
@@ -182,7 +169,7 @@ class ParameterState:
 
     @property
     def has_memory(self) -> bool:
-        """Whether the parameter's elements are there."""
+        """Whether the parameter's storage holds its elements."""
         return has_memory(self.parameter)
 
     def host_copy(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -194,19 +181,14 @@ class ParameterState:
         return torch.zeros_like(self.parameter, dtype=self.dtype, device="cpu", requires_grad=False)
 
     def check_gradient(self, gradient: Tensor) -> None:
-        """Raise if a gradient does not fit.
-
-        Raises:
-            TypeError: sparse, or of a dtype that does not fit the state.
-            ValueError: of another shape, neither on the parameter's device nor on the CPU, or on the meta device.
-        """
+        """Raise TypeError or ValueError if a gradient does not fit."""
         if (
             gradient.dtype is self.parameter_dtype
             and gradient.shape == self.shape
             and gradient.layout is torch.strided
             and (gradient.is_cpu or (gradient.device == self.parameter.device and not gradient.is_meta))
         ):
-            return  # the usual one, soon
+            return  # the usual case, without the checks below
         if gradient.layout is not torch.strided:
             raise TypeError(
                 f"the gradient of {self.name} is sparse, expected a dense one; "
@@ -229,11 +211,7 @@ class ParameterState:
             )
 
     def host_gradient(self, gradient: Tensor) -> Tensor:
-        """Return `gradient` as kernels read it: on the CPU and in the layout of the state; itself where it already is.
-
-        Raises:
-            TypeError, ValueError: as `check_gradient`.
-        """
+        """Return a checked gradient on the CPU in the layout of the state, as kernels read it; copied if need be."""
         self.check_gradient(gradient)
         if gradient.is_cpu and gradient.stride() == self.strides and not gradient.is_neg():
             return gradient.detach() if gradient.requires_grad else gradient
@@ -246,10 +224,7 @@ class ParameterState:
 
     @property
     def versions(self) -> tuple[int, ...] | None:
-        """Version counters of master and moments: others when somebody has written to them; kernels count none.
-
-        None where one was made in inference mode, and so counts nothing.
-        """
+        """Version counters of master and moments, which kernels leave alone; None if any was made in inference mode."""
         versions = []
         for tensor in (self.master, self.exp_avg, self.exp_avg_sq, self.max_exp_avg_sq):
             if tensor is not None:
@@ -259,7 +234,7 @@ class ParameterState:
         return tuple(versions)
 
     def create_state(self, *, with_max: bool) -> None:
-        """Make what a step reads and writes: zero moments, and the master, from the present value."""
+        """Create what a step reads and writes: zero moments, and the master from the parameter's present value."""
         if self.exp_avg is None:
             self.exp_avg, self.exp_avg_sq = self.zeros(), self.zeros()
         if not self.is_own_master and self.master is None:  # also after loading moments that came without masters

@@ -1,8 +1,4 @@
-"""All parameters of one optimizer as rows of pointers, and the passes over chosen rows.
-
-Owns the norm of the open step, the step counts, and the memory that passes work on. It turns parameter states into
-kernel jobs; whether a job ought to run is decided in transaction.py.
-"""
+"""All parameters of one optimizer as rows of pointers, and the kernel passes over chosen rows."""
 
 from __future__ import annotations
 
@@ -24,31 +20,22 @@ from superadam.state.norm import GradientNorm
 from superadam.state.parameter import ParameterState
 from superadam.state.tiers import StateTier
 
-Rows = npt.NDArray[np.int64]
-"""Row numbers of a `ParameterTable`, in the order in which a job visits them."""
-
-
+Rows = npt.NDArray[np.int64]  # of a `ParameterTable`, in the order in which a job visits them
 _STRIDED = torch.strided
 _get_row = operator.attrgetter("row")
-
 STAGED_NUMEL = 16 * 1024 * 1024
-"""Elements from which on an update goes on in other shadows: memory for staging does not grow with the model."""
-
-Segments = npt.NDArray[np.void]
-"""A kernel job: rows of `superadam.kernels.native.SEGMENT`."""
-
-
-Indices = Sequence[int] | npt.NDArray[np.int32]
-"""Which coefficients of a `CoefficientTable` each row of a job has."""
+"""Elements of one staged part of an update, so that memory for staging does not grow with the model."""
+Segments = npt.NDArray[np.void]  # a kernel job: rows of `superadam.kernels.native.SEGMENT`
+Indices = Sequence[int] | npt.NDArray[np.int32]  # of each row's coefficients in a `CoefficientTable`
 
 
 class CoefficientTable:
-    """Collects the coefficient sets of one job; each different one is stored once."""
+    """Collects the coefficient sets of one job; equal sets are stored once."""
 
     def __init__(self) -> None:
         self._index: dict[Coefficients, int] = {}
         self._known: dict[tuple[int, int, float, bool], int] = {}
-        self._alive: list[Hyperparameters] = []  # so that no id in _known is used again
+        self._alive: list[Hyperparameters] = []  # so that no id in _known is reused
 
     def index(self, hyper: Hyperparameters, step: int, scale: float, *, double: bool) -> int:
         """Return the index of the coefficients of this step, with gradients multiplied by `scale`."""
@@ -65,7 +52,7 @@ class CoefficientTable:
         return list(self._index)
 
     def array(self) -> npt.NDArray[np.void]:
-        """Return the table that kernels take."""
+        """Return the sets as kernels read them."""
         return np.array([coefficients.row() for coefficients in self._index], native.COEFFICIENTS)
 
 
@@ -73,15 +60,10 @@ class ParameterTable:
     """Rows of pointers for a fixed list of parameters.
 
     Attributes:
-        states: one per parameter, in the order of the optimizer's groups; never changed.
-        parameters: of the states.
-        all_rows: every row, in order.
-        fingerprints: of the parameters.
+        states, parameters, fingerprints: in the order of the optimizer's groups.
         steps: accepted steps of each parameter.
-        is_published: whether what users see in the optimizer's `state` is what the row holds.
-        delivery: brings new values to parameters.
-        norm: of the gradients of the open step, per (parameter, chunk), in that order; 0 where a parameter takes no
-            part.
+        is_published: whether the optimizer's `state`, as users see it, holds what the row holds.
+        norm: of the gradients of the open step, per (parameter, chunk); 0 where a parameter takes no part.
     """
 
     def __init__(self, states: Sequence[ParameterState], delivery: Delivery, tier: StateTier | None = None) -> None:
@@ -118,7 +100,7 @@ class ParameterTable:
             self.refresh_pointers(state)
 
     def refresh_pointers(self, state: ParameterState) -> None:
-        """Refresh the pointers of a state, after its tensors were made, replaced or dropped."""
+        """Refresh a state's pointers, after its tensors were created, replaced or dropped."""
 
         def pointer(tensor: Tensor | None) -> int:
             return 0 if tensor is None else tensor.data_ptr()
@@ -135,7 +117,7 @@ class ParameterTable:
         self._parameter_pointers[state.row] = 0 if state.is_staged else state.parameter.data_ptr()
 
     def state_of(self, parameter: Tensor) -> ParameterState | None:
-        """Return the state of a parameter; None if it is none of these."""
+        """Return the state of a parameter; None if it has no row."""
         return self._states_by_id.get(id(parameter))
 
     def rows_of(self, states: Sequence[ParameterState]) -> Rows:
@@ -149,16 +131,12 @@ class ParameterTable:
         return bool(self._is_ready[rows].all() and (not with_max or self._has_max[rows].all()))
 
     def job(self, rows: Rows, gradients: Sequence[Tensor]) -> tuple[list[Tensor], Segments]:
-        """Return gradients as `ParameterState.host_gradient` does, and the job over these rows that reads them.
-
-        Raises:
-            TypeError, ValueError: a gradient does not fit its parameter.
-        """
+        """Return gradients as `ParameterState.host_gradient` does, and the job over these rows that reads them."""
         dtypes: Sequence[torch.dtype | None] = self._plain_dtypes
         shapes: Sequence[torch.Size] = self._shapes
         if rows is not self.all_rows:
             dtypes, shapes = [dtypes[row] for row in rows], [shapes[row] for row in rows]
-        pointers = [  # everything about one of many gradients while it is in the cache
+        pointers = [  # one loop over many gradients, while each is in the cache
             gradient.data_ptr()
             if (
                 gradient.dtype is dtype
@@ -172,7 +150,7 @@ class ParameterTable:
             for gradient, dtype, shape in zip(gradients, dtypes, shapes, strict=True)
         ]
         if None not in pointers:
-            segments = self._at(rows)  # with the gradients' dtypes: those of the parameters
+            segments = self._at(rows)  # whose gradient dtypes are the parameters' own
             segments["gradient"] = np.fromiter(pointers, np.uint64, len(pointers))
             return list(gradients), segments
         fitted = [
@@ -182,11 +160,11 @@ class ParameterTable:
         return fitted, self.segments(rows, fitted)
 
     def is_home(self, state: ParameterState) -> bool:
-        """Whether the tensors of a state are the newest."""
+        """Whether a state is newest in its tensors on the host."""
         return self._tier is None or not self._tier.holds(state)
 
     def bring_home(self, rows: Rows | None = None) -> None:
-        """Return when the tensors of the states of these rows, by default of all, are the newest."""
+        """Bring the states of these rows, by default of all, to the host; return when they are there."""
         if self._tier is not None:
             self._tier.bring_home(self.states if rows is None else [self.states[row] for row in rows])
 
@@ -196,14 +174,14 @@ class ParameterTable:
         return self._rows.copy() if rows is self.all_rows else self._rows[rows]
 
     def segments(self, rows: Rows, gradients: Sequence[Tensor]) -> Segments:
-        """Return the job over these rows that reads these gradients, which are as kernels read them."""
+        """Return the job over these rows that reads these gradients, which are in the form that kernels read."""
         segments = self._at(rows)
         segments["gradient"] = [gradient.data_ptr() for gradient in gradients]
         segments["gradient_dtype"] = [DTYPES[gradient.dtype] for gradient in gradients]
         return segments
 
     def put_norm(self, rows: Rows, norm: GradientNorm) -> None:
-        """Fill the norm of these rows with what was taken elsewhere, one row after another."""
+        """Copy a norm of these rows that was computed elsewhere into `norm`."""
         begin = 0
         for row in rows:
             there = self.chunks_of(row)
@@ -212,13 +190,13 @@ class ParameterTable:
             begin = end
 
     def chunks_of(self, row: int) -> slice:
-        """Return where the entries of one parameter lie in a norm of all parameters."""
+        """Return the entries of one parameter in a norm of all parameters."""
         return slice(self._first_chunks[row], self._first_chunks[row + 1])
 
     def compute_norm(
         self, segments: Segments, into: GradientNorm | None = None, num_threads: int | None = None
     ) -> None:
-        """Fill `norm`, or another one of all parameters, at a job's rows from its gradients."""
+        """Compute the norm of a job's gradients into `norm`, or into another norm of all parameters."""
         if into is not None:
             segments = segments.copy()
             for name in ("sums", "nonfinite"):
@@ -236,16 +214,10 @@ class ParameterTable:
         accepted: tuple[Sequence[Tensor], Indices] | None = None,
         num_threads: int | None = None,
     ) -> None:
-        """Write new values as if these gradients were a step, and sum their squares.
+        """Write new values to `outs` as if these gradients were a step, and sum their squares.
 
-        Args:
-            rows: the parameters.
-            gradients: one for each.
-            outs: get the new values, one for each.
-            coefficients, indices: of the step.
-            accepted: gradients of the step before and which coefficients each has, which the same pass folds into the
-                state; without them the state stays as it is.
-            num_threads: at most so many threads; None for all.
+        The same pass folds `accepted`, the gradients of the step before and the indices of their coefficients, into the
+        state; without them the state stays as it is. `num_threads` is a maximum; None for all.
         """
         segments = self.segments(rows, gradients)
         segments["coefficients"] = indices
@@ -265,21 +237,15 @@ class ParameterTable:
         indices: Indices,
         num_threads: int | None = None,
     ) -> None:
-        """Fold the accepted gradients into the state, which working copies show already; arguments as `speculate`."""
+        """Fold accepted gradients, which working copies show already, into the state; arguments as `speculate`."""
         segments = self.segments(rows, accepted)
         segments["coefficients"] = indices
         segments["sums"] = segments["nonfinite"] = 0
         native.run(Pass.COMMIT, segments, coefficients.array(), threads=num_threads)
 
     def update(self, rows: Rows, segments: Segments, coefficients: CoefficientTable, indices: Indices) -> None:
-        """Make one step in place: state, own masters, working copies and step counts.
-
-        Args:
-            rows: the parameters.
-            segments: the job over these rows; no longer of use afterwards.
-            coefficients, indices: of the step, which counts from 1 more than `steps`.
-        """
-        for column in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master"):  # may have been made since
+        """Make one step in place: state, own masters, working copies and step counts; the job is overwritten."""
+        for column in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master"):  # may have been created since
             segments[column] = self._rows[column][rows]
         segments["coefficients"] = indices
         segments["sums"] = segments["nonfinite"] = 0
@@ -299,7 +265,7 @@ class ParameterTable:
     def update_in_tier(
         self, rows: Rows, gradients: Sequence[Tensor], coefficients: CoefficientTable, indices: Sequence[int]
     ) -> None:
-        """Make one step in place where the gradients are; the state moves there if it is here."""
+        """Make one step in place in the tier, to which state that is still on the host moves."""
         assert self._tier is not None
         self._tier.update([self.states[row] for row in rows], gradients, indices, coefficients.sets)
         self.count_step(rows)
@@ -313,13 +279,9 @@ class ParameterTable:
     def indices_of_next_step(
         self, rows: Rows, runs: Iterable[tuple[Hyperparameters, int]], scale: float, coefficients: CoefficientTable
     ) -> Indices:
-        """Return which coefficients the next step of each row has, after adding them to the table.
+        """Return the coefficients that each row's next step has, after adding them to the table.
 
-        Args:
-            rows: the parameters.
-            runs: hyper-parameters, and how many of the rows in turn they are for.
-            scale: factor on all gradients.
-            coefficients: the table.
+        `runs` holds hyper-parameters and the number of consecutive rows that each is for.
         """
         indices = np.empty(len(rows), np.int32)
         begin = 0
@@ -337,7 +299,7 @@ class ParameterTable:
 
 
 def _parts(chosen: Rows, lengths: npt.NDArray[np.uint64]) -> list[Rows]:
-    """Cut positions in a job into runs of about `STAGED_NUMEL` elements, and at least one position."""
+    """Split positions in a job into runs of about `STAGED_NUMEL` elements, each with at least one position."""
     if len(chosen) == 0:
         return []
     begins = np.cumsum(lengths[chosen]) - lengths[chosen]

@@ -1,4 +1,4 @@
-"""Where state can live besides the host's tensors."""
+"""State tiers: where optimizer state can live other than in the host's tensors."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from superadam.state.parameter import ParameterState
 class StateTier(abc.ABC):
     """A place where master and moments of some parameters live, newer there than in the tensors on the host.
 
-    State moves to a tier when a step is made there, and leaves it when anybody reads the host's tensors. The host's
-    tensors stay where they are, so that only their contents go back and forth. All methods are called by one thread at
-    a time, with the model's stream current.
+    State moves to a tier when a step is made there, and leaves it when the host's tensors are read. The host's tensors
+    stay allocated; only their contents go back and forth. All methods are called by one thread at a time, with the
+    model's stream current.
     """
 
     @abc.abstractmethod
@@ -25,10 +25,10 @@ class StateTier(abc.ABC):
 
     @abc.abstractmethod
     def bring_home(self, states: Iterable[ParameterState]) -> None:
-        """Return when the host's tensors of these states are the newest, and hold none of them any more.
+        """Copy these states back to the host's tensors and stop holding them; return when that is done.
 
         Args:
-            states: also such as are not held here, which are left alone.
+            states: any states; those that are not held here are left alone.
         """
 
     @abc.abstractmethod
@@ -45,10 +45,10 @@ class StateTier(abc.ABC):
 
         Args:
             states: of distinct parameters, with everything that the step reads.
-            gradients: one for each, on the model's device, in the shape and strides of the state, and written on the
-                current stream, so that others have to wait for it; neither scaled nor clipped, which is left to the
-                coefficients.
-            indices: which of the sets each has.
+            gradients: one for each, on the model's device, in the shape and strides of the state; written on the
+                current stream, so that work on other streams has to wait for it; neither scaled nor clipped, which the
+                coefficients do.
+            indices: for each, the index of its coefficients in `sets`.
             sets: the coefficients.
 
         Raises:

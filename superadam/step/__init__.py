@@ -1,1 +1,1 @@
-"""One step: its gradients, the verdict over them, and what comes of it."""
+"""One optimizer step: its gradients, the verdict over them, and the update that follows."""

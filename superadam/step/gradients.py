@@ -1,7 +1,4 @@
-"""The gradients of one step: which parameters have one, in the form that kernels read, with their hyper-parameters.
-
-It reads `.grad` and hyper-parameters, and changes nothing.
-"""
+"""The gradients of one step: which parameters have one, in the form that kernels read, with their hyper-parameters."""
 
 from __future__ import annotations
 
@@ -25,9 +22,8 @@ class StepGradients:
     """The gradients of one step, at most one for each parameter.
 
     Attributes:
-        states: the parameters.
-        gradients: one for each: as `ParameterState.host_gradient` returns it, or one that was taken before.
-        runs: present hyper-parameters, and how many of the states in turn they are for.
+        gradients: one for each of `states`: as `ParameterState.host_gradient` returns it, or one that was taken before.
+        runs: present hyper-parameters, and the number of consecutive states that each is for.
         segments: the job over them; None where some were taken.
     """
 
@@ -43,14 +39,10 @@ class StepGradients:
 
 
 def gather(table: ParameterTable, runs: list[tuple[Hyperparameters, int]]) -> StepGradients:
-    """Return every parameter of a table that has a gradient in `.grad`, with it.
+    """Return the gradients in `.grad` of a table's parameters; changes nothing.
 
-    Args:
-        table: the parameters.
-        runs: hyper-parameters, and how many rows of the table in turn they are for.
-
-    Raises:
-        TypeError, ValueError: a gradient does not fit its parameter.
+    `runs` holds hyper-parameters and the number of consecutive rows that each is for. Raises TypeError or ValueError
+    where a gradient does not fit its parameter.
     """
     received = table.delivery.received
     every: list[Any] = [parameter.grad for parameter in table.parameters]

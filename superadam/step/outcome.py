@@ -1,4 +1,4 @@
-"""What came of a step: the verdict of the validation, as records that users read."""
+"""The outcome of a step and the optimizer's statistics, as records for users."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class StepKind(enum.Enum):
     """How a step ended."""
 
     COMMITTED = "committed"
-    """The update was applied with the gradients as they were."""
+    """The update was applied with unchanged gradients."""
     CLIPPED = "clipped"
     """The update was applied with gradients scaled down to `max_grad_norm`."""
     SKIPPED = "skipped"
@@ -24,10 +24,10 @@ class StepOutcome:
     Attributes:
         kind: committed, clipped or skipped.
         grad_norm: global 2-norm of all (unscaled) gradients before clipping, summed in fp64; Inf or NaN when skipped.
-            Where there is no limit, products that were recorded on gradients count to about 1e-7.
-        clip_coefficient: factor on the gradients, 1.0 when not clipped: that of `max_grad_norm`, a value of fp32 and at
-            most 1, times what others multiplied all gradients with where the optimizer knows it, because it had taken
-            them: as `torch.nn.utils.clip_grad_norm_` does.
+            Without a limit, factors that were recorded on gradients are accurate to about 1e-7.
+        clip_coefficient: factor on the gradients, 1.0 when not clipped: that of `max_grad_norm`, an fp32 value of at
+            most 1 (as in `torch.nn.utils.clip_grad_norm_`), times the factor by which others multiplied all gradients,
+            where the optimizer knows it because it had taken them.
         nonfinite: number of gradient elements that are Inf or NaN.
     """
 
@@ -43,13 +43,13 @@ class Statistics:
 
     Attributes:
         committed, clipped, skipped: steps by kind.
-        accepted: parameters whose speculated value was published as it was.
-        respeculated: parameters whose step was made with the verdict although it had been speculated on, because it was
-            clipped, a hyper-parameter had changed, or somebody had written to the parameter.
-        dropped: parameters whose speculation was forgotten, because the step was skipped or rolled back, or because
+        accepted: parameters whose speculated value was published unchanged.
+        respeculated: parameters that were speculated on but updated again with the verdict, because the step was
+            clipped, a hyper-parameter had changed, or the parameter had been written to.
+        dropped: parameters whose speculation was discarded, because the step was skipped or rolled back, or because
             their gradient was dropped or edited.
-        displaced: parameters of `gpu_buckets` whose step was made on the host, because the device had no memory for
-            their state.
+        displaced: parameters of `gpu_buckets` that were updated on the host, because the device had no memory for their
+            state.
         norm_seconds, update_seconds: wall time of the two parts of plain synchronous steps.
         speculate_seconds, resolve_seconds, commit_seconds: wall time of the parts of speculative steps; a commit that
             shares the pass of a speculation counts as speculation.

@@ -1,10 +1,9 @@
 """The transaction: speculate, validate, then accept, redo or drop; commit later.
 
-Speculation reads the state and writes shadows: neither a parameter nor the state changes before the verdict, so that
-dropping it costs nothing. The gradient is kept as *pending*. The verdict publishes the shadows of what was speculated
-rightly, and makes the step of everything else in place. An accepted pending gradient is folded into the state by a
-commit, which may wait until the next gradient of that parameter arrives and share its pass. This module decides which
-pass runs over which rows, and owns the phases of all parameters. It knows nothing of torch.optim.
+Speculation reads the state and writes shadows: neither parameters nor state change before the verdict, so dropping
+costs nothing. The gradient stays *pending*. The verdict publishes the shadows whose speculation was right, and updates
+all other parameters in place. An accepted pending gradient is folded into the state by a commit, which may wait until
+the parameter's next gradient arrives and share its pass. This module decides which pass runs over which rows.
 """
 
 from __future__ import annotations
@@ -35,11 +34,9 @@ from superadam.step.validation import judge
 
 @dataclass(slots=True)
 class _Part:
-    """What one parameter brings to a step.
+    """What one parameter contributes to a step.
 
     Attributes:
-        state: of the parameter.
-        hyper: present.
         gradient: as kernels read it, on the device where `is_kept`; neither scaled nor clipped.
         scale: factor on the gradient that was recorded on its handle.
         taken: whose gradient it is, if it was taken.
@@ -61,7 +58,7 @@ class _Part:
         return self.pending is not None and self.pending.is_kept
 
     def apply_factors(self) -> None:
-        """Let the gradient be the product that torch makes, where kernels would round otherwise."""
+        """Replace the gradient by torch's product with its factors, where kernels would round differently."""
         assert self.taken is not None
         self.gradient = self.state.host_gradient(self.taken.scaled())
         self.scale, self.pending = 1.0, None
@@ -70,11 +67,7 @@ class _Part:
 class Transaction:
     """Phases and passes over the parameters of one `ParameterTable`.
 
-    Attributes:
-        table: the parameters.
-        statistics: of the optimizer.
-        expected_scale: what gradients are multiplied with before the verdict is known: the factor by which the last
-            step's gradients were unscaled.
+    `expected_scale` is the factor by which the last step's gradients were unscaled; speculation multiplies by it.
     """
 
     def __init__(self, table: ParameterTable, statistics: Statistics) -> None:
@@ -87,7 +80,7 @@ class Transaction:
             self._members[state.phase][state] = None
 
     def in_phase(self, phase: Phase) -> list[ParameterState]:
-        """Return the states in this phase, in the order in which they came into it."""
+        """Return the states in this phase, in the order in which they entered it."""
         return list(self._members[phase])
 
     @property
@@ -103,10 +96,10 @@ class Transaction:
     # ---- before the verdict ------------------------------------------------------------------------------------------
 
     def can_speculate(self, state: ParameterState, hyper: Hyperparameters) -> bool:
-        """Whether a parameter's next step can be computed before its verdict: everything that it reads is there.
+        """Whether a parameter's next step can be computed before its verdict: everything that it reads exists.
 
-        An own master is updated in one pass with the verdict. What was written to a parameter by others counts from the
-        verdict on, because it may be taken back before.
+        An own master is updated in one pass with the verdict. An outside write to a parameter counts only from the
+        verdict on, because it may be undone before.
         """
         is_complete = state.has_state and (state.max_exp_avg_sq is not None or not hyper.amsgrad)
         return is_complete and not state.is_own_master and not self.table.fingerprints.is_hinted(state.row)
@@ -125,13 +118,9 @@ class Transaction:
         return Pending(weakref.ref(taken), taken.pending, taken.version, hyper, step, scale, place, is_kept)
 
     def speculate(self, pending: Mapping[ParameterState, Pending], num_threads: int | None = None) -> None:
-        """Compute the norm of gradients that kernels can read, and where there is a place for it, the new value.
+        """Compute the norm of gradients that kernels can read, and the new value of those that have a place for it.
 
-        What waited for a verdict on these parameters is forgotten.
-
-        Args:
-            pending: records of the gradients.
-            num_threads: at most so many threads of the CPU; None for all.
+        Earlier speculation on these parameters is dropped. `num_threads` is a maximum; None for all.
         """
         with self._timed("speculate_seconds"):
             self._drop(pending)
@@ -170,12 +159,7 @@ class Transaction:
         )
 
     def add_pending(self, pending: Mapping[ParameterState, Pending], norm: GradientNorm) -> None:
-        """Let gradients that stayed on the device wait for the verdict, with which their step is made there.
-
-        Args:
-            pending: records of the gradients.
-            norm: of these gradients, in this order.
-        """
+        """Let gradients that stay on the device wait for the verdict; `norm` is theirs, in this order."""
         with self._timed("speculate_seconds"):
             self._drop(pending)
             self._commit([state for state in pending if state.phase is Phase.ACCEPTED])
@@ -184,12 +168,11 @@ class Transaction:
                 self._move(state, Phase.SPECULATED, record)
 
     def drop(self) -> None:
-        """Forget everything that waits for a verdict; the gradients stay where they are."""
+        """Drop everything that waits for a verdict; the gradients stay where they are."""
         with self._timed("resolve_seconds"):
             self._drop(self.in_phase(Phase.SPECULATED))
 
     def _drop(self, states: Iterable[ParameterState]) -> None:
-        """Forget what waits for a verdict."""
         for state in states:
             if state.phase is Phase.SPECULATED:
                 self.statistics.dropped += _pending_of(state).place is not None
@@ -197,7 +180,7 @@ class Transaction:
                 self._move(state, Phase.CLEAN, None)
 
     def distrust(self, state: ParameterState) -> None:
-        """Let the verdict make a parameter's step in place, because what speculation has read was changed."""
+        """Make the verdict update a parameter in place, because what its speculation has read was changed."""
         if state.phase is Phase.SPECULATED:
             _pending_of(state).versions = None
 
@@ -206,12 +189,8 @@ class Transaction:
     def step(self, gradients: StepGradients, max_norm: float | None) -> StepOutcome:
         """Validate gradients, and unless one of them is not finite, make a step with them.
 
-        A gradient that was speculated on, and is still what it was, has its new value published; every other parameter
-        is updated in place. What else waits for a verdict is forgotten.
-
-        Args:
-            gradients: of the step.
-            max_norm: limit of the global gradient norm; None or inf for no limit.
+        A gradient that was speculated on, and is unchanged, has its new value published; every other parameter is
+        updated in place. Whatever else waits for a verdict is dropped. A `max_norm` of None or inf is no limit.
         """
         with deferred_signals(), self._lock:
             begin = time.perf_counter()
@@ -239,7 +218,7 @@ class Transaction:
     def _step_in_place(
         self, gradients: StepGradients, segments: Segments, max_norm: float | None, begin: float
     ) -> StepOutcome:
-        """Make a step of gradients none of which was taken: one job, whatever their number."""
+        """Make a step of gradients none of which was taken, in one job whatever their number."""
         self._drop(self.in_phase(Phase.SPECULATED))
         self.table.compute_norm(segments)
         outcome = judge(self.table.norm, max_norm)
@@ -255,7 +234,7 @@ class Transaction:
         return outcome
 
     def _parts(self, gradients: StepGradients) -> tuple[list[_Part], list[ParameterState]]:
-        """Return what each parameter brings, and whose gradient waits for a verdict and is none of these."""
+        """Return what each parameter contributes, and the states whose pending gradient is not among these."""
         parts, others = [], dict(self._members[Phase.SPECULATED])
         for state, gradient, hyper in zip(gradients.states, gradients.gradients, gradients.hyper, strict=True):
             if isinstance(gradient, Tensor):
@@ -280,13 +259,10 @@ class Transaction:
     def _judge(self, parts: Sequence[_Part], norm: GradientNorm, max_norm: float | None) -> StepOutcome:
         """Return the verdict over the gradients as they are now in `.grad`.
 
-        Args:
-            parts: the gradients.
-            norm: of those that wait, as they arrived; a copy, which gets that of all as they are.
-            max_norm: limit of the norm.
+        `norm` is a copy of that of the gradients that wait, as they arrived; it becomes that of all as they are.
         """
         if max_norm is not None and not math.isinf(max_norm):
-            for part in parts:  # the norm of a product is no product of the norm, but for powers of two
+            for part in parts:  # scaling a norm rounds differently from scaling its gradients, but for powers of two
                 if part.scale != 1.0 and math.frexp(part.scale)[0] != 0.5:
                     part.apply_factors()
         uncounted = [part for part in parts if part.pending is None]
@@ -298,7 +274,7 @@ class Transaction:
         return judge(norm, max_norm)
 
     def _apply(self, parts: Sequence[_Part], clip: float) -> None:
-        """Make a step that is certain."""
+        """Make a step whose verdict is known."""
         accepted: list[_Part] = []
         rest: list[_Part] = []
         for part in parts:
@@ -334,10 +310,10 @@ class Transaction:
             self._move(state, Phase.ACCEPTED, record)
 
     def _update(self, parts: Sequence[_Part], clip: float) -> None:
-        """Make the step of parameters in place: nothing is left to commit."""
+        """Update parameters in place, so that nothing is left to commit."""
         with_max = any(part.hyper.amsgrad for part in parts)
         self._make_ready([part.state for part in parts], [(part.hyper, 1) for part in parts], with_max=with_max)
-        # The device first: it works while we do, and where its memory is short, nothing was changed yet.
+        # The device first: it works while the host does, and if its memory is short, nothing was changed yet.
         kept = [part for part in parts if part.is_kept]
         here = [part for part in parts if not part.is_kept]
         if kept:
@@ -371,7 +347,7 @@ class Transaction:
         ]
 
     def _told(self, parts: Sequence[_Part], outcome: StepOutcome) -> StepOutcome:
-        """Return the outcome with what others did to all gradients alike, and expect the same unscaling next time."""
+        """Return the outcome with the factors that others applied to all gradients; expect this unscaling again."""
         factors = {(part.taken.unscale_factor(), _clip_factor(part.taken)) for part in parts if part.taken}
         if len(factors) != 1 or not all(part.waits for part in parts):
             return outcome
@@ -379,7 +355,7 @@ class Transaction:
         self.expected_scale = unscale
         if clip == 1.0 or outcome.kind is StepKind.SKIPPED:
             return outcome
-        norm = self.table.norm.total * unscale  # before anybody clipped
+        norm = self.table.norm.total * unscale  # before any clipping
         return StepOutcome(StepKind.CLIPPED, norm, outcome.clip_coefficient * clip)
 
     # ---- after the verdict -------------------------------------------------------------------------------------------
@@ -392,7 +368,7 @@ class Transaction:
             self._adopt([state for state in hinted if state.has_memory])
 
     def commit_some(self, elements: int, num_threads: int | None = None) -> int:
-        """Commit accepted gradients of so many elements, first those that came first; return of how many it was."""
+        """Commit accepted gradients, oldest first, of at least this many elements; return of how many it was."""
         with self._timed("commit_seconds"):
             chosen: list[ParameterState] = []
             count = 0
@@ -416,12 +392,12 @@ class Transaction:
     # ---- questions ---------------------------------------------------------------------------------------------------
 
     def norm_so_far(self) -> float:
-        """Return the norm of the gradients that wait for a verdict, as they are expected to be unscaled."""
+        """Return the norm of the gradients that wait for a verdict, with the expected unscaling."""
         with self._lock:
             return self.table.norm.total * self.expected_scale if self.is_open else 0.0
 
     def nonfinite_of(self, taken: TakenGradient) -> int | None:
-        """Return how many elements of a gradient are Inf or NaN, where that was counted."""
+        """Return the number of Inf and NaN in a gradient, where they were counted."""
         with self._lock:
             state = None if taken.parameter is None else self.table.state_of(taken.parameter)
             if state is None or not _waits(state, taken):
@@ -441,7 +417,7 @@ class Transaction:
             self.table.compute_norm(gradients.segments, norm)
             return norm.total
 
-    # ---- what others do to parameters --------------------------------------------------------------------------------
+    # ---- outside writes ----------------------------------------------------------------------------------------------
 
     def adopt_outside_writes(self, states: Sequence[ParameterState]) -> None:
         """Compare parameters with their masters and adopt what differs."""
@@ -469,7 +445,7 @@ class Transaction:
     def _make_ready(
         self, states: Sequence[ParameterState], runs: Iterable[tuple[Hyperparameters, int]], *, with_max: bool
     ) -> None:
-        """Create what a certain step with these hyper-parameters reads and writes."""
+        """Create the state that a step with these hyper-parameters reads and writes."""
         if self.table.are_ready(self.table.rows_of(states), with_max=with_max):
             return
         each = itertools.chain.from_iterable(itertools.repeat(hyper, count) for hyper, count in runs)
@@ -486,7 +462,7 @@ class Transaction:
     def _timed(self, phase: str) -> Iterator[None]:
         """Hold the lock, so that a worker and the training thread never run a pass at once, and measure the time.
 
-        What is done inside is done wholly, whatever signals come.
+        Signals are deferred, so that the work inside is done completely.
         """
         with deferred_signals(), self._lock:
             begin = time.perf_counter()
@@ -496,7 +472,7 @@ class Transaction:
                 self._spent(phase, begin)
 
     def _spent(self, phase: str, begin: float) -> float:
-        """Count the time since `begin` for a phase; return the present one."""
+        """Add the time since `begin` to a phase; return the present one."""
         now = time.perf_counter()
         setattr(self.statistics, phase, getattr(self.statistics, phase) + now - begin)
         return now
@@ -507,7 +483,7 @@ def _columns(parts: Sequence[_Part]) -> tuple[list[ParameterState], list[Tensor]
 
 
 def _clip_factor(taken: TakenGradient) -> float:
-    """Return what a gradient was multiplied with, but for unscaling."""
+    """Return the product of a gradient's factors other than unscaling."""
     return math.prod(
         1.0 / one.number if one.kind is FactorKind.DIVIDE else one.number
         for one in taken.factors
@@ -516,7 +492,7 @@ def _clip_factor(taken: TakenGradient) -> float:
 
 
 def _waits(state: ParameterState, taken: TakenGradient) -> bool:
-    """Whether this very gradient waits for its verdict, unchanged."""
+    """Whether this gradient waits for its verdict, unchanged."""
     pending = state.pending if state.phase is Phase.SPECULATED else None
     return pending is not None and pending.taken() is taken and pending.version == taken.version
 

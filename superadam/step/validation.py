@@ -1,7 +1,4 @@
-"""The verdict over a step: global norm, non-finite count and clip coefficient from the sums of all chunks.
-
-It knows numbers only. The definition of the coefficient is that of `torch.nn.utils.clip_grad_norm_`.
-"""
+"""The verdict over a step: global norm, non-finite count and clip coefficient from the sums of all chunks."""
 
 from __future__ import annotations
 
@@ -12,24 +9,18 @@ import numpy as np
 from superadam.state.norm import GradientNorm
 from superadam.step.outcome import StepKind, StepOutcome
 
-_EPSILON = 1e-6
-"""What clip_grad_norm_ adds to the norm before it divides."""
+_EPSILON = 1e-6  # which clip_grad_norm_ adds to the norm before it divides
 
 
 def clip_coefficient(norm: float, max_norm: float | None) -> float:
-    """Return min(1, max_norm / (norm + 1e-6)), computed in double and rounded once to fp32; 1.0 without a limit."""
+    """Return min(1, max_norm / (norm + 1e-6)), as clip_grad_norm_: computed in fp64, rounded once to fp32."""
     if max_norm is None or math.isinf(max_norm):
         return 1.0
     return float(np.float32(min(1.0, max_norm / (norm + _EPSILON))))
 
 
 def judge(norm: GradientNorm, max_norm: float | None) -> StepOutcome:
-    """Return what is to become of a step.
-
-    Args:
-        norm: of its gradients, in the order of parameters and chunks.
-        max_norm: limit of the global norm; None or inf for no limit.
-    """
+    """Return the outcome of a step whose gradients have this norm; a `max_norm` of None or inf is no limit."""
     total, count = norm.total, int(norm.nonfinite.sum())
     if count:
         return StepOutcome(StepKind.SKIPPED, total, 1.0, count)

@@ -1,6 +1,6 @@
-"""`superadam bench`: how fast the passes are, against the memory of this machine and against torch, in one run.
+"""`superadam bench`: speed of the passes against this machine's memory, and of steps against torch, in one run.
 
-One module for each noun: `pairs` (how two things are timed against one another), `arrays` (what a pass runs over),
-`floor` (the same traffic without arithmetic), `passes`, `contests` (ours against torch), `report` and `command`. The
-microbenchmarks in `bench/` use the same code.
+One module for each noun: `pairs` (paired timing), `arrays` (memory of a pass), `floor` (the same traffic without
+arithmetic), `passes`, `contests` (ours against torch), `overlap`, `report` and `command`. The microbenchmarks in
+`bench/` use the same code.
 """

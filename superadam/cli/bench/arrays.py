@@ -1,6 +1,6 @@
 """The arrays that a pass runs over, filled, touched and aligned, as one segment for the kernels.
 
-Owns their memory: pointers in the tables are good only as long as the `PassArrays` lives.
+Pointers in the tables are valid only as long as the `PassArrays` lives.
 """
 
 from __future__ import annotations
@@ -74,16 +74,10 @@ def _filled(values: npt.NDArray[np.float64], length: int, dtype: Dtype) -> npt.N
 
 
 class PassArrays:
-    """State, two gradients and a working copy of `numel` elements, and the segment that names them.
+    """State, two gradients and a working copy of `numel` elements, and the segment that describes them.
 
-    Args:
-        numel: elements.
-        gradient_dtype: of both gradients; FLOAT64 makes everything FLOAT64.
-        out_dtype: of the working copy.
-
-    Attributes:
-        sums, nonfinite: what a norm leaves behind, one entry per chunk.
-        coefficients: the table with the one coefficient set that every pass uses.
+    With `gradient_dtype` FLOAT64 everything is FLOAT64; `out_dtype` is that of the working copy. `sums` and `nonfinite`
+    receive a norm, one entry per chunk; `coefficients` is a table with the one set that every pass uses.
     """
 
     def __init__(self, numel: int, gradient_dtype: Dtype, out_dtype: Dtype) -> None:

@@ -1,7 +1,4 @@
-"""`superadam bench`: what a person types, and what they see.
-
-Owns the options and their checks. Measuring lies in `passes` and `contests`, layout in `report`.
-"""
+"""`superadam bench`: its options, their checks, and the run."""
 
 from __future__ import annotations
 
@@ -60,7 +57,7 @@ def chosen_isas(named: Sequence[str] | None) -> list[str]:
     """Return the instruction sets to measure: those named, or the active one and then all other runnable ones.
 
     Raises:
-        UsageError: a name is unknown or cannot run here, or `SUPERADAM_ISA` is.
+        UsageError: a name, or `SUPERADAM_ISA`, is unknown or cannot run here.
     """
     runnable = native.available_isas()
     for name in named or ():

@@ -1,7 +1,7 @@
-"""Ours against torch: the same step done by superadam and by what a script with torch's AdamW does today.
+"""Ours against torch: the same step by superadam, and by what a script with torch's AdamW does today.
 
-Owns what each side does in one run. Both do complete steps over as many elements of the same magnitude: norm, check or
-clip, update, and the low-precision weights where there are any.
+Both do complete steps over the same number of elements of the same magnitude: norm, check or clip, update, and the
+low-precision weights where there are any.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Contest:
     Attributes:
         name: short, for tables: what gradients and weights are.
         ours, theirs: what each side does, in words.
-        tensors, numel: how many parameters there are, and the elements of each.
-        prepare: makes the tensors and returns our action and torch's.
+        tensors, numel: number of parameters, and the elements of each.
+        prepare: creates the tensors and returns our action and torch's.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Contest:
 
 @dataclass(frozen=True, slots=True)
 class ContestResult:
-    """One row: what came of a contest, on the same number of threads for both sides."""
+    """One row: the result of a contest, on the same number of threads for both sides."""
 
     contest: Contest
     threads: int
@@ -159,12 +159,7 @@ def contests(numel: int, small_tensors: int, small_numel: int) -> list[Contest]:
     many = f"{small_tensors} x {small_numel}"
     return [
         Contest(
-            "f32, bf16 copy",
-            "passes norm, verdict, update",
-            f"{clip_and_step} + bf16 copy",
-            1,
-            numel,
-            prepare_passes,
+            "f32, bf16 copy", "passes norm, verdict, update", f"{clip_and_step} + bf16 copy", 1, numel, prepare_passes
         ),
         Contest("bf16", "SpeculativeCPUAdamW.step", widen_and_copy, 1, numel, prepare_bfloat16),
         Contest("f32", "SpeculativeCPUAdamW.step", clip_and_step, 1, numel, prepare_float32),
@@ -176,13 +171,7 @@ def contests(numel: int, small_tensors: int, small_numel: int) -> list[Contest]:
 
 
 def measure(chosen: Sequence[Contest], threads: int, pairs: int) -> Iterator[ContestResult]:
-    """Yield one row for each contest, as they are measured; the thread counts of before are put back at the end.
-
-    Args:
-        chosen: the contests.
-        threads: that both sides may use.
-        pairs: pairs of steps in each row.
-    """
+    """Yield one row for each contest as it is measured, over `pairs` of steps; restores thread counts."""
     before = torch.get_num_threads(), native.get_num_threads()
     torch.set_num_threads(threads)
     native.set_num_threads(threads)

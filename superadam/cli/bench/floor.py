@@ -1,7 +1,6 @@
-"""The floor of a pass: its loads and stores without the arithmetic, as fast as this machine can be made to do them.
+"""The floor of a pass: its loads and stores without the arithmetic, as fast as this machine can do them.
 
-Owns the ways of moving memory that are tried. Which one wins depends on processor, threads and pass, so it is found
-anew in every run.
+Which variant of moving memory is fastest depends on processor, threads and pass, so it is measured in every run.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def variants(which: Pass, out_dtype: Dtype) -> list[Variant]:
 
 
 def action(arrays: PassArrays, which: Pass, variant: Variant, threads: int) -> Action:
-    """Return what moves the memory of a pass over these arrays once; only the working copy changes."""
+    """Return an action that moves the memory of a pass over these arrays once; only the working copy changes."""
     return functools.partial(
         native.move_like,
         which,
@@ -66,12 +65,8 @@ def action(arrays: PassArrays, which: Pass, variant: Variant, threads: int) -> A
 def find_floor(arrays: PassArrays, which: Pass, threads: int, before: Action, rounds: int = ROUNDS) -> Variant:
     """Return the fastest variant for a pass over these arrays, now.
 
-    Args:
-        arrays: what is moved.
-        which: the pass.
-        threads: at most so many.
-        before: the pass itself, which runs between the variants as it will in the comparison.
-        rounds: timed runs of each variant.
+    `threads` is a maximum; `before`, the pass itself, runs between the variants as it will in the comparison; `rounds`
+    is the number of timed runs of each variant.
     """
     candidates = variants(which, arrays.out_dtype)
     return candidates[fastest([action(arrays, which, variant, threads) for variant in candidates], rounds, before)]

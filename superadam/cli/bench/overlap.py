@@ -1,6 +1,6 @@
 """What overlap costs and hides: whole iterations with the scheduler against iterations with a plain `step()`.
 
-Owns the model and the two training loops. Model and data are synthetic: only their sizes matter.
+Model and data are synthetic: only their sizes matter.
 """
 
 from __future__ import annotations
@@ -27,17 +27,15 @@ SEQ = 256
 
 @dataclass(frozen=True, slots=True)
 class OverlapResult:
-    """One comparison of iterations.
+    """One comparison of iterations, with overlap against those with a plain step.
 
     Attributes:
         parameters: elements of the model, fp32.
-        tokens: in an iteration.
+        tokens, buckets: in an iteration.
         bucket_numel: elements of a bucket.
-        buckets: in an iteration.
         hook_seconds: that taking gradients cost the training thread in an iteration; 0 where all is left to `step()`.
         hidden_share: of the worker's time, see `superadam.OverlapStatistics`.
         threads: of torch and of the kernels.
-        comparison: iterations with overlap, against those with a plain step.
     """
 
     parameters: int
@@ -69,7 +67,7 @@ class _Transformer(nn.Module):
 
 
 def _loop(tokens: int) -> tuple[nn.Module, SpeculativeCPUAdamW, Callable[[], None]]:
-    """Return a model, its optimizer, and what makes one iteration with them."""
+    """Return a model, its optimizer, and an action that makes one iteration with them."""
     torch.manual_seed(0)
     model, hyper = _Transformer(), HYPERPARAMETERS
     optimizer = SpeculativeCPUAdamW(
@@ -93,13 +91,9 @@ def _loop(tokens: int) -> tuple[nn.Module, SpeculativeCPUAdamW, Callable[[], Non
 
 
 def measure(threads: int, pairs: int, *, tokens: int = 2048, bucket_numel: int = 1 << 20) -> OverlapResult:
-    """Compare iterations; the thread counts of before are put back at the end.
+    """Compare iterations; restores thread counts.
 
-    Args:
-        threads: that both sides may use.
-        pairs: pairs of iterations.
-        tokens: in an iteration, rounded to sequences of `SEQ`.
-        bucket_numel: elements of a bucket: so small here that a model of this size has several.
+    `tokens` of an iteration are rounded to sequences of `SEQ`; buckets are small, so that this model has several.
     """
     before = torch.get_num_threads(), native.get_num_threads()
     torch.set_num_threads(threads)

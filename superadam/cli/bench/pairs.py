@@ -1,6 +1,6 @@
-"""Timing of two things against one another: interleaved pairs, whose ratios survive a machine that drifts.
+"""Paired timing of two actions: interleaved runs, whose ratios survive a machine that drifts.
 
-Owns the method, and nothing of what is timed. It must never warm, or run more often, only one of the two.
+It must never warm, or run more often, only one of the two.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WARM_UPS = 2
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """The middle of some measurements: median and quartiles."""
+    """Median and quartiles of some measurements."""
 
     median: float
     lower: float
@@ -38,10 +38,10 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What came of timing `first` against `second`.
+    """Result of timing `first` against `second`.
 
     Attributes:
-        pairs: how many times each ran.
+        pairs: number of runs of each.
         ratio: time of `first` over time of `second` in the same pair; below 1 where `first` is faster.
         first, second: seconds per run.
     """
@@ -85,16 +85,11 @@ def compare(first: Action, second: Action, pairs: int, *, clock: Callable[[], fl
 def fastest(
     actions: Sequence[Action], rounds: int, before: Action, *, clock: Callable[[], float] = time.perf_counter
 ) -> int:
-    """Return the index of the action with the shortest run over interleaved rounds.
+    """Return the index of the action with the shortest run over interleaved rounds; each is warmed once.
 
-    The shortest and not the median, because what other processes add to a run says nothing about the action.
-
-    Args:
-        actions: the candidates; each is warmed once.
-        rounds: timed runs of each.
-        before: runs untimed before every timed run: what the winner will be compared with, so that the candidates find
-            the caches as they will find them there.
-        clock: seconds.
+    The shortest and not the median, because what other processes add to a run says nothing about the action. `before`
+    runs untimed before every timed run: it is what the winner will be compared with, so that the candidates find the
+    caches as they will find them there.
     """
     shortest = [math.inf] * len(actions)
     for action in actions:

@@ -1,7 +1,6 @@
 """The passes of the kernels against the floor of their traffic, by instruction set, threads and dtype.
 
-Owns which combinations are measured. Each row is one comparison of `superadam.kernels.native.run` with
-`superadam.kernels.native.move_like` over the same arrays.
+Each row compares `superadam.kernels.native.run` with `superadam.kernels.native.move_like` over the same arrays.
 """
 
 from __future__ import annotations
@@ -32,13 +31,9 @@ PASSES = (
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Where a pass runs: which kernels, on how many threads, over what.
+    """Where a pass runs: instruction set, maximum number of threads, and dtypes of gradients and working copy.
 
-    Attributes:
-        isa: instruction set.
-        threads: at most so many.
-        gradient_dtype: of the gradients; the state is FLOAT32, or FLOAT64 beside FLOAT64 gradients.
-        out_dtype: of the working copy.
+    The state is FLOAT32, or FLOAT64 with FLOAT64 gradients.
     """
 
     isa: str
@@ -49,12 +44,9 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class PassResult:
-    """One row: a pass in a setting.
+    """One row: a pass, with or without the norm, in a setting.
 
     Attributes:
-        which, with_norm: the pass, and whether it sums squares too.
-        setting: where it ran.
-        numel: elements.
         bytes_per_element: what it loads and stores.
         floor: the fastest way to move the same memory.
         comparison: the pass against that.
@@ -81,20 +73,16 @@ class PassResult:
 
 
 def out_dtype_of(gradient_dtype: Dtype) -> Dtype:
-    """Return the usual working copy beside such gradients: bf16, or fp16 and fp64 beside their own."""
+    """Return the usual working copy for such gradients: bf16, or fp16 and fp64 for gradients of their own dtype."""
     return gradient_dtype if gradient_dtype in (Dtype.FLOAT16, Dtype.FLOAT64) else Dtype.BFLOAT16
 
 
 def settings(
     isas: Sequence[str], threads: Sequence[int], dtypes: Sequence[Dtype], *, crossed: bool = False
 ) -> list[Setting]:
-    """Return the settings to measure: the first of each, then each axis varied by itself.
+    """Return the settings to measure: the first of each, then each axis varied by itself; `crossed`: all combinations.
 
-    Args:
-        isas: instruction sets, the main one first.
-        threads: numbers of threads, the main one first.
-        dtypes: gradient dtypes, the main one first.
-        crossed: return all combinations instead.
+    The main value of each axis comes first.
     """
     chosen = [
         Setting(isa, count, dtype, out_dtype_of(dtype))
@@ -111,7 +99,7 @@ def settings(
 
 
 def action(arrays: PassArrays, which: Pass, setting: Setting, *, with_norm: bool) -> Action:
-    """Return what runs a pass over these arrays once."""
+    """Return an action that runs a pass over these arrays once."""
     return functools.partial(
         native.run,
         which,
@@ -123,12 +111,9 @@ def action(arrays: PassArrays, which: Pass, setting: Setting, *, with_norm: bool
 
 
 def measure(numel: int, chosen: Sequence[Setting], pairs: int) -> Iterator[PassResult]:
-    """Yield one row for each setting and pass, as they are measured.
+    """Yield one row for each setting and pass as it is measured, over this many pairs of runs.
 
-    Args:
-        numel: elements; rounded up to whole chunks.
-        chosen: the settings; those with the same dtypes share their arrays.
-        pairs: pairs of runs in each row.
+    `numel` is rounded up to whole chunks; settings with the same dtypes share their arrays.
     """
     numel = native.chunk_count(numel) * native.CHUNK
     floors: dict[tuple[Pass, int], Variant] = {}

@@ -1,7 +1,4 @@
-"""What a benchmark run found, as one table for a person and as JSON for a program.
-
-Owns the wording and the layout. It computes nothing that is not in the results.
-"""
+"""The results of a benchmark run, as one table for people and as JSON for programs."""
 
 from __future__ import annotations
 
@@ -38,14 +35,9 @@ SHORT_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """Where the numbers come from.
+    """Processor, instruction set, number of threads, system and versions behind the numbers.
 
-    Attributes:
-        processor: model name.
-        isa, threads: what superadam uses by default.
-        system: operating system and kernel.
-        python, torch, superadam: versions.
-        torch_capability: the instruction set that torch's CPU kernels use.
+    `isa` and `threads` are superadam's defaults; `torch_capability` is the instruction set of torch's CPU kernels.
     """
 
     processor: str

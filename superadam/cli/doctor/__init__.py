@@ -1,5 +1,5 @@
-"""`superadam doctor`: what this machine gives to superadam, and the one command that mends what is missing.
+"""`superadam doctor`: what this machine offers to superadam, and the one command that fixes what is missing.
 
-One module for each noun: `finding` (a line of the report), `host` (what is asked about), then the probes: `software`,
-`processor`, `memory`, `accelerator`, `partition`; and `diagnosis` (all of them), `report` and `command`.
+One module for each noun: `finding` (a line of the report), the probes `software`, `processor`, `memory`, `accelerator`
+and `partition`, `diagnosis` (all of them), `report` and `command`.
 """

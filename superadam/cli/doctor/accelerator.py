@@ -1,6 +1,6 @@
-"""GPUs, their driver, and the link between them and the CPU's memory.
+"""Probes of GPUs, their driver, and their link to the CPU's memory, through nvidia-smi and torch.
 
-Owns what nvidia-smi and torch say about devices. It never makes a CUDA context beyond what torch's properties need.
+They create no CUDA context beyond what torch's device properties need.
 """
 
 from __future__ import annotations

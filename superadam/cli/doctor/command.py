@@ -1,7 +1,4 @@
-"""`superadam doctor`: what a person types, and what they see.
-
-Owns the exit status: 0, or 1 when something is broken.
-"""
+"""`superadam doctor`: its options and its exit status, which is 1 when something is broken and else 0."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Ask every probe, show what they found, and return the exit status."""
+    """Run every probe, show the findings, and return the exit status."""
     from rich.console import Console
 
     from superadam.cli.doctor import report

@@ -1,7 +1,4 @@
-"""All probes in the order of the report.
-
-Owns that a probe that fails becomes an unknown finding instead of an exception.
-"""
+"""Runs all probes in the order of the report; one that fails becomes an unknown finding instead of an exception."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""One line of the doctor's report.
-
-Owns its shape. It knows nothing of how a finding comes about or is shown.
-"""
+"""One line of the doctor's report, independent of how it is found and shown."""
 
 from __future__ import annotations
 
@@ -11,13 +8,13 @@ from dataclasses import dataclass, field
 
 
 class Status(enum.Enum):
-    """How a thing stands; the words are those of the report."""
+    """The state of what was probed, in the words of the report."""
 
     OK = "ok"
     BETTER = "could be better"
     BROKEN = "broken"
     UNKNOWN = "unknown"
-    """The probe could not tell; the finding says why."""
+    """The probe could not find out; the finding says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +22,9 @@ class Finding:
     """What a probe found.
 
     Attributes:
-        name: what was looked at.
-        status: how it stands.
+        name: what was probed.
         detail: what was found, in a few words.
-        remedy: the command or setting that mends it; empty when nothing is to be mended.
+        remedy: the command or setting that fixes it; empty when nothing has to be fixed.
         values: the same as numbers and words for programs, JSON types only.
     """
 

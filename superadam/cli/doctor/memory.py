@@ -1,6 +1,6 @@
-"""How much memory there is, how it is mapped and locked, and how fast it is.
+"""Probes of memory: how much there is, how it is mapped and locked, and its bandwidth, which is measured.
 
-Owns the one measurement of the doctor: the traffic of an update through the kernels' own threads.
+The measurement is the traffic of an update through the kernels' own threads.
 """
 
 from __future__ import annotations

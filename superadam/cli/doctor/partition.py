@@ -1,6 +1,6 @@
-"""Whether caches and memory bandwidth can be partitioned between the training process and the optimizer's threads.
+"""Probes whether caches and memory bandwidth can be partitioned between training and the optimizer's threads.
 
-Owns resctrl (Intel RDT, AMD PQoS) and MPAM (Arm), which the kernel offers through the same file system.
+Intel RDT, AMD PQoS and Arm's MPAM are offered by the kernel through the same file system, resctrl.
 """
 
 from __future__ import annotations

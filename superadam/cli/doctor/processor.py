@@ -1,7 +1,4 @@
-"""Instruction sets, cores, threads and NUMA nodes.
-
-Owns what there is to say about the CPUs that a step will run on. What their memory gives is measured in `memory`.
-"""
+"""Probes of the CPU: instruction sets, cores, threads and NUMA nodes."""
 
 from __future__ import annotations
 
@@ -54,7 +51,7 @@ def processors(host: Host) -> Finding:
 
 
 def cpu_quota(host: Host) -> float | None:
-    """Return how many CPUs' time the cgroups of this process allow it, or None when nothing limits it."""
+    """Return the number of CPUs whose time the cgroups of this process allow, or None without a limit."""
     limits = []
     for group in groups_of(host, "cpu"):
         if group.version == 2:
@@ -68,7 +65,7 @@ def cpu_quota(host: Host) -> float | None:
 
 
 def threads(host: Host) -> Finding:
-    """Report how many threads superadam and torch would use, against what this process is allowed."""
+    """Report the number of threads that superadam and torch would use, and that this process is allowed."""
     import torch
 
     name, forced = "threads", host.environment.get("SUPERADAM_THREADS")

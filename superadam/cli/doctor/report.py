@@ -1,7 +1,4 @@
-"""The doctor's findings, as a table for a person and as JSON for a program.
-
-Owns the layout, nothing of the findings.
-"""
+"""The doctor's findings, as a table for people and as JSON for programs."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ STYLES = {Status.OK: "green", Status.BETTER: "yellow", Status.BROKEN: "bold red"
 
 
 def to_table(findings: Sequence[Finding]) -> Table:
-    """Return one row for each finding; what mends it stands under it."""
+    """Return one row for each finding, with its remedy below it."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True, style="bold")
@@ -33,7 +30,7 @@ def to_table(findings: Sequence[Finding]) -> Table:
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """Return how many findings there are of each kind, in one line."""
+    """Return the number of findings of each kind, in one line."""
     counts = {status: sum(finding.status is status for finding in findings) for status in Status}
     return ", ".join(f"{count} {status.value}" for status, count in counts.items() if count)
 

@@ -1,7 +1,4 @@
-"""Versions of what superadam stands on.
-
-Owns the judgement of Python packages. Drivers belong to `accelerator`.
-"""
+"""Probes of Python packages: versions of superadam, torch and triton."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""A run on disk.
+"""The checkpoint of a run: its layout, and the checks that a loaded one must pass.
 
-Owns the checkpoint's layout and the checks that a loaded one must pass. It is one file: what `torch.save` writes of
-tensors and plain values only, so that `torch.load(weights_only=True)` reads it, and after it the SHA-256 of all that. A
-file in which any byte was changed is refused before anything in it is looked at.
+It is one file: what `torch.save` writes of tensors and plain values only, so that `torch.load(weights_only=True)` reads
+it, followed by the SHA-256 of all that. A file in which any byte was changed is refused before its content is read.
 """
 
 from __future__ import annotations
@@ -25,15 +24,20 @@ from superadam.cli.usage import UsageError
 
 FILE_NAME = "checkpoint.pt"
 
+<<<<<<< HEAD
 FORMAT = "superadam train, 5"
 """Stands in every checkpoint; a later layout counts on."""
+=======
+FORMAT = "superadam train, 4"
+"""Stored in every checkpoint; a later layout gets the next number."""
+>>>>>>> h-prose2
 
 
 def save(trainer: Trainer, folder: Path) -> Path:
     """Write the run to `folder` and return the file's path.
 
     Raises:
-        UsageError: the disk does not take it; an older checkpoint is as it was.
+        UsageError: writing failed; an older checkpoint is as it was.
     """
     content = {
         "format": FORMAT,
@@ -60,7 +64,7 @@ def _write(content: dict[str, Any], file: IO[bytes]) -> None:
 
 
 def _is_intact(file: IO[bytes]) -> bool:
-    """Return whether the file ends with the digest of all before, and move to its begin."""
+    """Return whether the file ends with the digest of the rest, and seek to its beginning."""
     sha256 = hashlib.sha256()
     left = file.seek(0, os.SEEK_END) - sha256.digest_size
     file.seek(0)
@@ -76,11 +80,11 @@ def read(folder: Path) -> dict[str, Any]:
     """Return the content of the checkpoint in `folder`.
 
     Raises:
-        UsageError: there is none, it is not as it was written, or it is not one of this version's `superadam train`.
+        UsageError: there is none, it was altered, or it is not one of this version's `superadam train`.
     """
     path = folder / FILE_NAME
     remedy = "give the folder of an earlier run's --out"
-    if not os.path.isfile(path):  # which is False, too, where nobody may look
+    if not os.path.isfile(path):  # False, too, where the folder may not be read
         raise UsageError(f"--resume {folder} holds no {FILE_NAME} that can be read; {remedy}")
     require_memory(torch.device("cpu"), 2 * os.path.getsize(path), f"restoring {path}", "allow this process more of it")
     try:
@@ -113,10 +117,10 @@ def settings_of(content: dict[str, Any], folder: Path) -> Settings:
 
 
 def restore(trainer: Trainer, content: dict[str, Any], folder: Path) -> None:
-    """Bring a fresh trainer to where the checkpoint was written.
+    """Load a checkpoint into a new trainer.
 
     Raises:
-        UsageError: the text is another one, or the content does not fit the model; the trainer is of no use then.
+        UsageError: the text is another one, or the content does not fit the model; the trainer is unusable then.
     """
     path = folder / FILE_NAME
     if not isinstance(digest := content.get("text_sha256"), str) or digest != trainer.text.sha256:

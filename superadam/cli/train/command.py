@@ -1,6 +1,6 @@
-"""`superadam train`: the words a person types, and the run they ask for.
+"""`superadam train`: its options, and the run that they ask for.
 
-Owns the options and the order of checks: everything that can be refused is refused before the first file is written.
+Everything that can be refused is refused before the first file is written.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DEFAULT_OUT = Path("superadam-run")
 _DEFAULTS = Settings()
 _SETTING_NAMES = [field.name for field in dataclasses.fields(Settings) if field.name != "shape"]
 _OF_PRESETS = ("batch", "seq", "lr")
-"""Settings whose default a preset brings."""
+"""Settings whose default a preset sets."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -162,7 +162,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Train as the arguments say and return the exit status.
 
     Raises:
-        UsageError: something has to be mended first; nothing was written.
+        UsageError: the arguments, or what they name, have to be corrected; nothing was written.
     """
     for module in ("rich", "matplotlib"):
         if find_spec(module) is None:
@@ -209,7 +209,7 @@ def _check_places(arguments: argparse.Namespace, out: Path) -> None:
 
 
 def _prepare(arguments: argparse.Namespace) -> Trainer:
-    """Return the trainer, fresh or where the run to resume stopped."""
+    """Return the trainer, new or restored from the run to resume."""
     explicit = {name: getattr(arguments, name) for name in _SETTING_NAMES if getattr(arguments, name) is not None}
     preset = PRESETS.get(arguments.model)
     if arguments.model is not None:
@@ -261,11 +261,7 @@ def _prepare(arguments: argparse.Namespace) -> Trainer:
 
 @contextmanager
 def _memory_in_words(settings: Settings) -> Iterator[None]:
-    """Turn the error of memory that is full into a sentence.
-
-    Raises:
-        UsageError: what runs inside does not fit.
-    """
+    """Turn an out-of-memory error into a UsageError."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError) as error:
@@ -283,7 +279,7 @@ def _check_memory(settings: Settings, arguments: argparse.Namespace) -> None:
 
 
 def _size_in_words(settings: Settings) -> tuple[str, str]:
-    """Return what a run's memory follows from, and what would make it less."""
+    """Return what determines a run's memory, and what would reduce it."""
     checkpointing = "" if settings.checkpointing else "--checkpointing, "
     return (
         f"--model {settings.model} with --batch {settings.batch} and --seq {settings.seq}",

@@ -1,8 +1,4 @@
-"""The device that a run computes on, as the clock sees it.
-
-Owns when the host waits for the device, so that what is timed has happened, and how a batch gets there. On the CPU
-everything has happened when the call returns.
-"""
+"""The device that a run computes on: waiting for it, so that what is timed has happened, and copying batches to it."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ from torch import Tensor
 
 
 def wait_for(device: torch.device) -> None:
-    """Return when the device has done what its current stream holds, and what that stream waits for."""
+    """Return when the device has finished its current stream's work, and what that stream waits for."""
     if device.type == "cuda":
         # Waiting for the stream itself would spin on a core that Adam needs.
         passed = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]

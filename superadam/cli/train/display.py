@@ -1,7 +1,6 @@
-"""What a person sees of a run in the terminal.
+"""Terminal output of a run, with rich: the progress bar and the final table.
 
-Owns the progress bar and the final table. It needs rich; where the output is no terminal, a line now and then stands in
-for the bar.
+Where the output is not a terminal, a line now and then replaces the bar.
 """
 
 from __future__ import annotations
@@ -23,17 +22,11 @@ from superadam.cli.train.report import Report
 _COLOURS = {StepKind.COMMITTED: "green", StepKind.CLIPPED: "yellow", StepKind.SKIPPED: "red"}
 
 LINES = 20
-"""How many lines stand in for the bar where the output is no terminal."""
+"""Number of lines that replace the bar where the output is not a terminal."""
 
 
 class StepProgress:
-    """A bar that tells of each step, used as a context.
-
-    Args:
-        console: where to.
-        done: steps of earlier sessions.
-        steps: steps of the complete run.
-    """
+    """A progress bar over the run's `steps`, of which earlier sessions have `done` some; a context manager."""
 
     def __init__(self, console: Console, done: int, steps: int) -> None:
         self._console = console
@@ -61,7 +54,7 @@ class StepProgress:
         self._bar.stop()
 
     def show(self, number: int, record: StepRecord) -> None:
-        """Tell of step `number`."""
+        """Show step `number`."""
         loss, norm = f"{record.loss:6.3f}", f"{record.grad_norm:7.3f}"
         outcome = f"[{_COLOURS[record.kind]}]{record.kind.value:<9}[/]"
         self._bar.update(self._task, completed=number, loss=loss, norm=norm, outcome=outcome)
@@ -93,7 +86,7 @@ Row = tuple[str, str, str]
 
 
 def outcome_table(report: Report) -> Table:
-    """Return the table of what came of the steps and of the buckets, and what the run cost."""
+    """Return the table of the outcomes of steps and buckets, and of the run's cost."""
     table = Table(
         title="What came of the steps", title_justify="left", title_style="bold", show_edge=False, pad_edge=False
     )
@@ -115,7 +108,7 @@ def outcome_table(report: Report) -> Table:
 
 
 def _overlap(report: Report) -> list[Row]:
-    """Return what became of the buckets, and how much of the optimizer's work was hidden; nothing without overlap."""
+    """Return the rows on buckets and on the hidden share of the optimizer's work; none without overlap."""
     if not report.buckets:
         return []
     counts = [
@@ -155,7 +148,7 @@ def _costs(report: Report) -> list[Row]:
             "final loss",
             f"{report.final_loss:.3f}",
             f"nats per byte, mean of the last tenth; {report.losses[0]:.3f} at the first step",
-        ),
+        )
     ]
     if report.held_out_loss is not None:
         rows.append(("held-out loss", f"{report.held_out_loss:.3f}", "nats per byte on text that was never trained on"))
@@ -183,7 +176,7 @@ def _held(report: Report) -> str:
 
 
 def verdict(report: Report) -> Text:
-    """Return what the comparison with torch found, in words."""
+    """Return the result of the comparison with torch, in words."""
     norm = report.norm_max_relative_difference
     assert norm is not None
     words = (

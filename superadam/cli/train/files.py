@@ -1,7 +1,6 @@
-"""Files that are there whole or not at all.
+"""Atomic file writes, and the checks beforehand that they will be possible.
 
-Owns how the trainer writes to disk and how it asks beforehand whether it will be able to. A reader never sees half a
-file, and a process that dies while writing leaves the older file as it was.
+A reader never sees half a file, and a process that dies while writing leaves the older file as it was.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ def require_writable_folder(folder: Path, option: str) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Make the folder of `path`, and let what runs inside write the file.
+    """Create the folder of `path`, and let what runs inside write the file.
 
     Raises:
-        UsageError: the disk does not take it.
+        UsageError: writing failed.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -47,12 +46,12 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def replace_file(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Make `path` what `write` puts into a binary file, in one step: after a power cut it is the older file or this.
+    """Replace `path` by what `write` writes to a binary file, in one step: after a power cut it is one or the other.
 
     It is written under another name, which a process that is killed meanwhile leaves behind; the next call removes it.
 
     Raises:
-        UsageError: the disk does not take it; the older file is as it was.
+        UsageError: writing failed; the older file is as it was.
     """
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     with writing(path):

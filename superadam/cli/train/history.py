@@ -1,7 +1,4 @@
-"""What happened in a run, step by step and in total.
-
-Owns the records that the checkpoint carries on, the report sums up and the picture draws. Plain numbers only.
-"""
+"""History of a run: records of its steps and totals, as plain numbers for checkpoint, report and picture."""
 
 from __future__ import annotations
 
@@ -18,9 +15,9 @@ class StepRecord:
     """One step of the loop.
 
     Attributes:
-        loss: training loss in nats for a byte, before the update.
+        loss: training loss in nats per byte, before the update.
         grad_norm: global gradient norm before clipping; Inf or NaN when skipped.
-        clip_coefficient: what gradients were multiplied by.
+        clip_coefficient: factor on the gradients.
         lr: learning rate of the step.
         kind: committed, clipped or skipped.
     """
@@ -42,8 +39,8 @@ class History:
         respeculated, dropped: see `superadam.Statistics`.
         seconds: wall time of all steps: batch, forward, backward, optimizer; not of verification and held-out losses.
         update_seconds: the part of `seconds` inside the optimizer's `step()`.
-        overlap: what the schedulers of all sessions did. Their hooks' time is in `seconds`, too; their worker's time
-            passed beside it, but for what `step()` waited for.
+        overlap: statistics of the schedulers of all sessions. Their hooks' time is in `seconds`, too; their worker's
+            time ran in parallel, except for what `step()` waited for.
         peak_host_bytes: most memory that a session's process held at once, everything included.
         peak_device_bytes: most memory that a session's tensors took at once on a CUDA device; None without one.
         sessions: processes that worked on the run.
@@ -61,7 +58,7 @@ class History:
     sessions: int = 1
 
     def count(self, kind: StepKind) -> int:
-        """Return how many steps ended so."""
+        """Return the number of steps of this kind."""
         return sum(record.kind is kind for record in self.steps)
 
     @property
@@ -90,7 +87,7 @@ class History:
         self.dropped += now.dropped - before.dropped
 
     def add_overlap(self, now: OverlapStatistics, before: OverlapStatistics) -> None:
-        """Add what a scheduler did between two copies of its statistics; of its most memory, keep the largest."""
+        """Add what a scheduler did between two copies of its statistics; of its peak memory, keep the largest."""
         most = max(self.overlap.shadow_bytes, now.shadow_bytes)
         for name in (f.name for f in dataclasses.fields(OverlapStatistics)):
             difference = getattr(now, name) - getattr(before, name)
@@ -98,7 +95,7 @@ class History:
         self.overlap.shadow_bytes = most
 
     def add_memory(self, host_bytes: int, device_bytes: int | None) -> None:
-        """Take the peaks of the present process into account."""
+        """Update the peaks with those of the present process."""
         self.peak_host_bytes = max(self.peak_host_bytes, host_bytes)
         if device_bytes is not None:
             self.peak_device_bytes = max(self.peak_device_bytes or 0, device_bytes)
@@ -113,7 +110,7 @@ class History:
 
     @staticmethod
     def of_plain(plain: dict[str, Any]) -> History:
-        """Return what `to_plain` was made from.
+        """Return the history from which `to_plain` made this.
 
         Raises:
             TypeError, KeyError, ValueError: it was made from something else.

@@ -1,7 +1,7 @@
-"""Ctrl-C and polite kills, taken between two steps.
+"""Interruption of a run by SIGINT or SIGTERM, which take effect between two steps.
 
-Owns the signal handlers while a run is in motion. The first signal asks the loop to stop after its step, so that the
-checkpoint is whole; the second one ends the process at once, whatever it is doing: files are as `files` left them.
+The first signal asks the loop to stop after its step, so that the checkpoint is whole; the second one ends the process
+at once, whatever it is doing: files are as `files` left them.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ SIGNAL_STATUS = 128
 class Interruption(ExitStack):
     """A context in which SIGINT and SIGTERM are remembered instead of raised, and the second of them ends the process.
 
-    Attributes:
-        signal_number: the signal that came, or None.
+    `signal_number` is the signal that arrived, or None.
     """
 
     signal_number: int | None = None
@@ -46,7 +45,7 @@ class Interruption(ExitStack):
 
 
 def _end_at_second(reader: int) -> None:
-    """Read the numbers of signals, which come at once, while handlers wait for the main thread's next instruction."""
+    """Read signal numbers, which arrive at once, while handlers wait for the main thread's next instruction."""
     with open(reader, "rb", buffering=0) as numbers:
         stops = (number for number in iter(lambda: numbers.read(1), b"") if number[0] in SIGNALS)
         next(stops, None)

@@ -1,8 +1,4 @@
-"""The layers that the trainer's models share, in plain `torch.nn`.
-
-Owns how weights of one dtype meet activations of another, rotary positions, and the recomputation of a block. It knows
-no model and nothing of superadam.
-"""
+"""The layers that the trainer's models share: mixed-dtype layers, rotary positions, activation checkpointing."""
 
 from __future__ import annotations
 
@@ -44,14 +40,14 @@ def rotations(seq: int, head_width: int, like: Tensor, base: float = 10000.0) ->
 
 
 def rotated(x: Tensor, rotation: Tensor) -> Tensor:
-    """Return queries or keys (batch, heads, seq, head_width) turned by their positions' angles."""
+    """Return queries or keys (batch, heads, seq, head_width) rotated by their positions' angles."""
     cosine, sine = rotation
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cosine - second * sine, first * sine + second * cosine), dim=-1)
 
 
 def through_block(block: nn.Module, x: Tensor, rotation: Tensor, *, recomputes: bool) -> Tensor:
-    """Return `block(x, rotation)`; with `recomputes`, backward computes the block again instead of keeping its inside.
+    """Return `block(x, rotation)`; with `recomputes`, backward recomputes the block instead of keeping its activations.
 
     The gradients have the same bits wherever the block's operations give the same bits twice.
     """

@@ -1,7 +1,6 @@
-"""A decoder of any `Shape`, as Llama and Qwen have it, in plain `torch.nn`.
+"""A decoder of any `Shape`, as in Llama and Qwen, in plain `torch.nn`.
 
-Owns how such a model computes, its random initial weights, and a loss that never holds the logits of a whole batch. It
-knows nothing of superadam: any script's model would do in its place.
+It knows nothing of superadam: any script's model would do in its place.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from superadam.cli.train.presets import Shape
 
 LOGITS_AT_ONCE = 1 << 28
 """Logits that the loss holds at once: 1 GiB of them in fp32, where a batch of 16 Ki tokens over 128 Ki ids has 8 GiB.
-Fewer would make the multiplications of the output matrix smaller than a GPU likes them."""
+Fewer would make the products with the output matrix too small for a GPU."""
 
 _INITIAL_STD = 0.02
 
@@ -67,12 +66,8 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """A transformer that predicts the next token.
 
-    Args:
-        shape: what it is made of.
-        checkpointing: whether backward computes each block again instead of keeping its inside.
-
-    Attributes:
-        compute_dtype: of activations; weights of another dtype are converted where they are used.
+    With `checkpointing`, backward recomputes each block instead of keeping its activations. `compute_dtype` is the
+    dtype of activations; weights of another dtype are converted where they are used.
     """
 
     def __init__(self, shape: Shape, *, checkpointing: bool = False) -> None:
@@ -87,15 +82,14 @@ class Decoder(nn.Module):
 
     @property
     def embedding(self) -> nn.Embedding:
-        """What reads the tokens."""
+        """The token embedding."""
         return self.tokens
 
     @torch.no_grad()
     def initialise(self, generator: torch.Generator) -> None:
-        """Draw every weight where it lies and in its own dtype; what joins the residual stream is scaled with depth.
+        """Draw every weight on its device and in its dtype; what joins the residual stream is scaled with depth.
 
-        Args:
-            generator: on the device of the weights.
+        `generator` is on the device of the weights.
         """
         residual_std = _INITIAL_STD / math.sqrt(2 * self.shape.layers)
         for name, parameter in self.named_parameters():
@@ -122,10 +116,10 @@ class Decoder(nn.Module):
 
 
 def _mean_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross-entropy of the logits `x @ weight.T`, a part of them at a time.
+    """Return the mean cross-entropy of the logits `x @ weight.T`, computing part of the logits at a time.
 
-    Backward computes each part's logits again, which costs a third more of the output matrix's work than keeping them.
-    The parts' gradients of the matrix are added up in the dtype of `x`.
+    Backward recomputes each part's logits, which adds a third to the output matrix's work. The parts' gradients of the
+    matrix are added up in the dtype of `x`.
     """
     rows = max(1, LOGITS_AT_ONCE // len(weight))
     total = x.new_zeros((), dtype=torch.float32)

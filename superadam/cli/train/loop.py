@@ -1,8 +1,4 @@
-"""One run in motion: model, optimizer, schedule and batches, and what a step does with them.
-
-Owns the order of a step, and the scheduler and the reference that work while it is in motion. It neither prints nor
-writes files.
-"""
+"""The training loop's state: model, optimizer, schedule and batches, and what one step does with them."""
 
 from __future__ import annotations
 
@@ -37,12 +33,8 @@ HELD_OUT_WINDOWS = 32
 class Trainer:
     """A run that can be stepped, measured, saved and continued.
 
-    Steps are made inside `with trainer:`, which starts and ends what works beside them. Restore a checkpoint before
-    that.
-
-    Args:
-        settings: the run.
-        text: what it learns from, long enough for `settings.seq`.
+    Steps are made inside `with trainer:`, which starts and ends the scheduler and the reference. Restore a checkpoint
+    before that. The text has to be long enough for `settings.seq`.
 
     Attributes:
         scheduler: takes gradients while backward runs; None outside `with` and where `settings.overlap` is False.
@@ -77,22 +69,22 @@ class Trainer:
 
     @property
     def placement(self) -> Placement | None:
-        """Where and how the scheduler makes steps, or made them last; None without one so far."""
+        """Where and how the scheduler makes steps, or made them last; None if there was none so far."""
         return self._placement if self.scheduler is None else self.scheduler.placement
 
     @property
     def shares_cores(self) -> bool:
-        """Whether the model computes on every core, so that nothing can work beside it without slowing it down."""
+        """Whether the model computes on every core, so that the worker slows it down."""
         return self._device.type == "cpu" and PlainDevice().idle_cores() == 0
 
     @property
     def bucket_numel(self) -> int | str:
-        """What the scheduler is told; models for the CPU are small, and "auto" would make few buckets of them."""
+        """The scheduler's `bucket_numel`; models for the CPU are small, and "auto" would make few buckets of them."""
         is_small = self._device.type == "cpu"
         return self.settings.elements_of_bucket(self.parameters) if is_small else self.settings.bucket_numel
 
     def _cores(self) -> int | str:
-        """Return what the scheduler is told; its own "auto" would leave all work to `step()` where no core is idle."""
+        """Return the scheduler's `num_threads`; its "auto" would leave all work to `step()` where no core is idle."""
         return 1 if self.settings.num_threads == "auto" and self.shares_cores else self.settings.num_threads
 
     def verify(self) -> Reference:
@@ -128,14 +120,14 @@ class Trainer:
         at_work.__exit__(kind, error, trace)
 
     def step(self, *, inject_nan: bool = False) -> StepRecord:
-        """Draw a batch, run backward, and let the optimizer make of the gradients what it will.
+        """Draw a batch, run backward, and make the optimizer's step.
 
-        The learning rate moves on only when the model did, so a skipped step costs a batch and nothing else. On a GPU
-        the host waits twice: for the end of backward, before the optimizer's time begins, and for the new parameters,
+        The learning rate advances only with the model, so a skipped step costs a batch and nothing else. On a GPU the
+        host waits twice: for the end of backward, before the optimizer's time begins, and for the new parameters,
         before the step's time ends. Neither costs much: gradients and the loss's value have to be waited for anyway.
 
         Args:
-            inject_nan: put a NaN into one gradient, as backward makes it.
+            inject_nan: put a NaN into one gradient, as if backward had computed it.
 
         Raises:
             RuntimeError: called outside `with trainer:`.
@@ -192,7 +184,7 @@ class Trainer:
 
     @torch.no_grad()
     def measure_held_out(self) -> float:
-        """Return the loss on the held-out text, and note it in the history."""
+        """Return the loss on the held-out text, and add it to the history."""
         count = HELD_OUT_WINDOWS if self.settings.shape is None else self.settings.batch
         windows = moved(self.text.held_out_windows(count, self.settings.seq), self._device)
         loss = next_byte_loss(self.model, windows).item()

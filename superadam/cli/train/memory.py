@@ -1,7 +1,6 @@
-"""How much memory a run needs, and how much a process has held at most.
+"""Memory of a run: an estimate of what it needs, and the peak of a process.
 
-Owns where these figures come from. Those of a process are of all of it: model, optimizer, activations, libraries and,
-where one runs, the reference.
+A process's figures are of all of it: model, optimizer, activations, libraries and, where one runs, the reference.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _LARGEST_IN_HEAP = 32 << 20
 
 
 def needed_bytes(settings: Settings, *, is_verified: bool) -> tuple[int, int]:
-    """Return about how many bytes of the host and of a CUDA device a run takes at once, beyond those that it has now.
+    """Return about how many bytes of the host and of a CUDA device a run adds at its peak to what is taken already.
 
     What autograd keeps is counted as the models are written, the largest tensors only.
     """
@@ -52,7 +51,7 @@ def needed_bytes(settings: Settings, *, is_verified: bool) -> tuple[int, int]:
 
 
 def require_memory(device: torch.device, needed: int, subject: str, remedy: str) -> None:
-    """Check that so many bytes of a CUDA device, or for the CPU of the host, can be taken.
+    """Check that this many bytes of a CUDA device, or for the CPU of the host, can be taken.
 
     Raises:
         UsageError: they cannot.
@@ -60,7 +59,7 @@ def require_memory(device: torch.device, needed: int, subject: str, remedy: str)
     try:
         available = HostMemory.of(Host()).available if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
     except (OSError, ValueError):
-        return  # nobody knows
+        return  # unknown
     if needed > available:
         place = "host" if device.type == "cpu" else device
         words = f"about {needed / 1e9:,.1f} GB of {place} memory, but {available / 1e9:,.1f} GB are available"

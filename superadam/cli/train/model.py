@@ -1,7 +1,6 @@
 """The model of a run: a small decoder-only transformer over bytes, in plain `torch.nn`, or a preset's decoder.
 
-Owns the byte transformer, its initial weights, and where and in what dtype a run's model is made. It knows nothing of
-superadam: any script's model would do in its place.
+It knows nothing of superadam: any script's model would do in its place.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from superadam.cli.train.settings import Settings
 _INITIAL_STD = 0.02
 
 _EMBEDDING_STD = 0.5
-"""Large beside what the blocks add at first, so that the stream starts as what the byte is."""
+"""Large compared with what the blocks add at first, so that the stream starts as the byte's embedding."""
 
 
 class Block(nn.Module):
@@ -68,7 +67,7 @@ class ByteTransformer(nn.Module):
 
     @property
     def embedding(self) -> nn.Embedding:
-        """What reads the bytes."""
+        """The byte embedding."""
         return self.bytes
 
     def initialise(self, generator: torch.Generator) -> None:
@@ -121,7 +120,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, ob
 def build_model(settings: Settings) -> Model:
     """Return the initial model of a run, on its device and in its dtype.
 
-    The byte transformer is drawn on the CPU, and so has the same weights on every device. A preset's decoder is made
+    The byte transformer is drawn on the CPU, and so has the same weights on every device. A preset's decoder is created
     and drawn on its device in its dtype, because it may be larger than the host's memory in fp32.
     """
     device = torch.device(settings.device)

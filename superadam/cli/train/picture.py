@@ -1,6 +1,6 @@
-"""The picture of a run: loss above, gradient norm below, a mark for every step that was clipped or skipped.
+"""The picture of a run, with matplotlib: loss, gradient norm, and a mark for every step that was clipped or skipped.
 
-Owns everything that is drawn. It needs matplotlib, without a display, and leaves matplotlib's global settings alone.
+It needs no display, and leaves matplotlib's global settings alone.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ _SPAN = 8
 
 
 def smoothed(values: list[float]) -> list[float]:
-    """Return the median around each value: of up to `_SPAN` values on either side, as many on the one as on the other.
+    """Return the median around each value: of up to `_SPAN` values on either side, the same number on both.
 
-    A median shows where the curve runs without bending to a single bad batch, and does not lag behind a falling loss.
+    A median follows the curve without bending to a single bad batch, and does not lag behind a falling loss.
     """
     reach = [min(_SPAN, index, len(values) - 1 - index) for index in range(len(values))]
     return [statistics.median(values[index - r : index + r + 1]) for index, r in enumerate(reach)]
@@ -91,7 +91,7 @@ def write(history: History, report: Report, folder: Path) -> Path:
     """Draw a run into `folder` and return the picture's path.
 
     Raises:
-        UsageError: the disk does not take it.
+        UsageError: writing failed.
     """
     buffer = io.BytesIO()
     draw(history, report).savefig(buffer, format="png")

@@ -1,7 +1,6 @@
-"""Decoder shapes by name, from ten million to eight billion parameters.
+"""Decoder shapes by name, from ten million to eight billion parameters, with default batch and learning rate.
 
-Owns the numbers that make such a shape, and with what batch and learning rate it is trained by default. It knows
-nothing of tensors; `superadam.cli.train.llama` builds a model from a shape, with random weights.
+`superadam.cli.train.llama` builds a model from a shape, with random weights.
 """
 
 from __future__ import annotations
@@ -15,19 +14,17 @@ BYTE_VALUES = 256
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What determines the parameters of a decoder as Llama and Qwen have it.
+    """What determines the parameters of a decoder as in Llama and Qwen.
 
     Attributes:
-        name: what people call it.
         vocabulary: rows of the embedding; the text's bytes are the ids 0 to 255.
         width: features in the residual stream.
-        layers: blocks.
-        heads: attention heads.
-        key_value_heads: keys and values of attention, each shared by `heads / key_value_heads` of the heads.
+        layers: number of blocks.
+        heads, key_value_heads: attention heads, and the keys and values that groups of them share.
         head_width: features of a head.
         feed_forward: features inside a block's gated feed-forward layer (SwiGLU).
         tied: whether the embedding is the output matrix as well.
-        query_key_norm: whether queries and keys are normalised in each head, as Qwen3 does.
+        query_key_norm: whether queries and keys are normalised in each head, as in Qwen3.
         rotation_base: of the rotary positions.
     """
 
@@ -72,13 +69,11 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A shape, and how it is trained unless a person says otherwise.
+    """A shape, and its default settings for training.
 
     Attributes:
-        shape: named as the preset is.
-        resembles: the published model that has this shape, or what the shape was made after.
-        batch: sequences in a step.
-        seq: bytes in a sequence.
+        resembles: the published model that has this shape, or after which it was made.
+        batch, seq: sequences in a step, and bytes in a sequence.
         lr: peak learning rate.
     """
 

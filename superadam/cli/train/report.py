@@ -1,7 +1,4 @@
-"""The figures of a run, for people and programs.
-
-Owns what is in the report and how it is written as JSON; the table that people see shows the same record.
-"""
+"""The report of a run, which is written as JSON and shown as a table."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ from superadam.offload.placement import Placement
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What came of a run, over all sessions that worked on it.
+    """The figures of a run, over all sessions that worked on it.
 
     Attributes:
         steps: steps of all kinds; `committed`, `clipped` and `skipped` add up to it.
@@ -38,14 +35,14 @@ class Report:
             `superadam.OverlapStatistics`.
         elements, elements_differing, parameters_differing, verdicts_differing, norm_max_relative_difference: see
             `superadam.cli.train.verification.Verification`; None without --verify.
-        final_loss: mean training loss of the last tenth of the steps, in nats for a byte.
+        final_loss: mean training loss of the last tenth of the steps, in nats per byte.
         held_out_loss: last loss on held-out text; `held_out_loss_before` that of the initial model.
         seconds: wall time of the steps, `optimizer_seconds` the part that the optimizer took: its `step()`, and the
             scheduler's hooks in backward.
         hidden_seconds: time in which the scheduler's worker worked and training did not wait for it; `hidden_share` is
             its part of the optimizer's whole work, `hidden_seconds + optimizer_seconds`.
         model: name of what was trained.
-        checkpointing: whether backward computed each block again.
+        checkpointing: whether backward recomputed each block.
         batch, seq: sequences in a step, and bytes in a sequence.
         peak_host_bytes, peak_device_bytes: see `superadam.cli.train.history.History`.
         losses, grad_norms: of every step.
@@ -176,7 +173,7 @@ class Report:
         """Write the report as JSON; numbers that JSON lacks (NaN, infinities) become null.
 
         Raises:
-            UsageError: the disk does not take it.
+            UsageError: writing failed.
         """
         text = json.dumps(_json_value(dataclasses.asdict(self)), indent=2, allow_nan=False)
         replace_file(path, lambda file: file.write(text.encode() + b"\n"))
@@ -191,7 +188,7 @@ def _json_value(value: object) -> object:
 
 
 def _plain(placement: Placement | None) -> dict[str, int | str | None] | None:
-    """Return a placement as JSON holds it."""
+    """Return a placement as JSON can hold it."""
     if placement is None:
         return None
     plain = dataclasses.asdict(placement)

@@ -1,8 +1,4 @@
-"""One process's work on a run: from the first step it makes to the files it leaves.
-
-Owns the order of steps, measurements and saves, what is printed when, and the exit status. It needs rich and
-matplotlib.
-"""
+"""One process's work on a run: the order of steps, measurements, saves and prints, and the exit status."""
 
 from __future__ import annotations
 
@@ -30,15 +26,15 @@ class Session:
     """Steps from where the trainer stands to `last_step`, and the files after them.
 
     Attributes:
-        trainer: fresh or restored.
+        trainer: new or restored.
         out: folder of the checkpoint and the picture.
-        report_path: where the JSON report goes, or None for nowhere.
-        trace_path: where the trace of the session's last steps goes, or None for nowhere; only for overlapped runs.
+        report_path: of the JSON report, or None for no report.
+        trace_path: of the trace of the session's last steps, or None for no trace; only for overlapped runs.
         last_step: at most the steps of the run.
         save_every: steps between checkpoints, or None for one at the end.
         is_saved: whether a checkpoint is written at all.
         nan_steps: steps into whose gradients a NaN is put.
-        is_verified: whether a reference runs beside it.
+        is_verified: whether a reference runs along.
     """
 
     trainer: Trainer
@@ -57,7 +53,7 @@ class Session:
         However it ends, the optimizer is left as without a scheduler.
 
         Raises:
-            UsageError: the disk does not take a file.
+            UsageError: writing a file failed.
         """
         console = Console()
         reference = self.trainer.verify() if self.is_verified else None

@@ -1,8 +1,4 @@
-"""What makes a training run the run it is.
-
-Owns the values that a checkpoint must carry so that a continued run is the same run, their defaults and their limits.
-It knows nothing of tensors: a settings record can be read, compared and stored as plain values.
-"""
+"""Settings of a run: the plain values that a checkpoint carries to continue the same run, their defaults and limits."""
 
 from __future__ import annotations
 
@@ -26,14 +22,14 @@ CHANGEABLE = frozenset(
 change no bit), and the path of the text, whose digest is compared."""
 
 _OPTIONS = {"shape": "--model"}
-"""Options that are not called as their setting is."""
+"""Options whose name is not that of their setting."""
 
 _LEAST = dict.fromkeys(("steps", "batch", "seq", "layers", "width", "heads", "threads"), 1) | {"warmup": 0, "seed": 0}
 _LEAST_OR_AUTO = {"bucket_numel": 1, "gpu_buckets": 0, "num_threads": 1}
 _MOST = 2**31 - 1
 
 _LEAST_AUTO_NUMEL = 64 * 1024
-"""Elements of a bucket with "auto" at the least: fewer are done before they are handed over."""
+"""Minimum of "auto": a smaller bucket would take less time than handing it over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +44,10 @@ class Settings:
         lr: peak learning rate.
         warmup: updates over which the learning rate rises linearly to `lr`.
         weight_decay: decoupled decay of matrices; vectors are never decayed.
-        batch: sequences in a step.
-        seq: bytes in a sequence that are predicted.
+        batch, seq: sequences in a step, and bytes in a sequence that are predicted.
         shape: of the decoder that is trained, or None for the byte transformer of `layers`, `width` and `heads`.
-        layers, width, heads: shape of the byte transformer; without effect beside `shape`.
-        checkpointing: whether backward computes each block again instead of keeping its inside.
+        layers, width, heads: shape of the byte transformer; without effect if `shape` is given.
+        checkpointing: whether backward recomputes each block instead of keeping its activations.
         seed: of the initial weights and the batches.
         device: where the model computes, "cpu" or "cuda" with an optional index.
         threads: of torch and of superadam, or None for one per CPU that this process may use.
@@ -60,8 +55,8 @@ class Settings:
         bucket_numel: elements that it works on together when overlapped; "auto" for an eighth of the model.
         gpu_buckets: buckets whose state stays on a GPU when overlapped; "auto" for what measured times and free memory
             suggest.
-        num_threads: that it uses beside the model when overlapped; "auto" for the cores that the model leaves idle, and
-            one where it leaves none.
+        num_threads: that it uses while the model computes; "auto" for the cores that the model leaves idle, or else
+            one.
     """
 
     text: str | None = None
@@ -106,7 +101,7 @@ class Settings:
 
     @property
     def model(self) -> str:
-        """Name of what is trained, as a person types it."""
+        """Name of what is trained, as in the `--model` option."""
         return BYTE_MODEL if self.shape is None else self.shape.name
 
     def lr_factor(self, updates: int) -> float:
@@ -117,13 +112,13 @@ class Settings:
         return 0.55 + 0.45 * math.cos(math.pi * progress)
 
     def elements_of_bucket(self, parameters: int) -> int:
-        """Return the elements of a bucket in a model of so many `parameters`."""
+        """Return the elements of a bucket in a model of this number of `parameters`."""
         if isinstance(self.bucket_numel, int):
             return self.bucket_numel
         return numel_of_buckets(parameters, _LEAST_AUTO_NUMEL)
 
     def continued(self, explicit: dict[str, Any]) -> Settings:
-        """Return these settings with the `explicit` ones of a person who continues the run.
+        """Return these settings with the `explicit` ones given for the continued run.
 
         Raises:
             UsageError: a setting would make it another run.

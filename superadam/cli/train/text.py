@@ -1,7 +1,6 @@
-"""The text that a model learns, as bytes.
+"""The training text, as bytes: what is read, what is held out, and how windows are drawn.
 
-Owns which bytes are read, which of them are held out, and how windows are drawn from them. The same files and the same
-seed give the same windows on every machine. It must never write, and never read what a run did not ask for.
+The same files and the same seed give the same windows on every machine.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch import Tensor
 from superadam.cli.usage import UsageError
 
 HELD_OUT_SHARE = 16
-"""One byte in so many, at the end of the text, is never trained on."""
+"""The last 1/16 of the text is never trained on."""
 
 _EXCLUDED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "__phello__"}
@@ -26,12 +25,11 @@ _EXCLUDED_FOLDERS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Bytes to learn from and bytes to be judged by.
+    """Bytes to train on and bytes to evaluate on.
 
     Attributes:
         name: for people.
-        training: uint8, 1-D.
-        held_out: uint8, 1-D, disjoint from `training`.
+        training, held_out: uint8, 1-D, disjoint.
         sha256: hexadecimal digest of all bytes.
     """
 
@@ -73,7 +71,7 @@ class Text:
         return Text.of_bytes(path, content, seq)
 
     def draw(self, batch: int, seq: int, generator: torch.Generator) -> Tensor:
-        """Return int64 `(batch, seq + 1)`: windows of the training part at places that `generator` draws."""
+        """Return int64 `(batch, seq + 1)`: windows of the training part at positions that `generator` draws."""
         starts = torch.randint(len(self.training) - seq, (batch, 1), generator=generator)
         return self.training[starts + torch.arange(seq + 1)].long()
 
@@ -84,7 +82,7 @@ class Text:
 
 
 def _standard_library() -> bytes:
-    """Return the sources of the standard library without tests and installed packages, one after the other.
+    """Return the sources of the standard library without tests and installed packages, concatenated.
 
     Files come in the order of their paths' digests: a fixed shuffle, so that the held-out end is like the rest.
     """

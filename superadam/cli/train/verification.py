@@ -1,9 +1,8 @@
-"""The reference beside a run: torch's own AdamW, fed the same gradients.
+"""The reference of a verified run: torch's own AdamW, fed the same gradients and compared with the run's state.
 
-Owns an fp32 copy of every parameter, stepped by `torch.optim.AdamW(fused=True)`, the hooks that feed it, and the
-comparison with the run's state. It computes norms and verdicts by itself with torch and must never call superadam's
-arithmetic: a reference that shares the code shares the faults. Only the clip coefficient is taken over, after checking
-that it is the reference's own to within one unit in its last place.
+It is an fp32 copy of every parameter, stepped by `torch.optim.AdamW(fused=True)`. It computes norms and verdicts with
+torch and must never call superadam's arithmetic: a reference that shares the code shares the faults. Only the clip
+coefficient is taken from the run, after checking that it is the reference's own to within one unit in its last place.
 """
 
 from __future__ import annotations
@@ -64,12 +63,12 @@ def count_differing(a: Tensor, b: Tensor) -> int:
 class Reference:
     """`torch.optim.AdamW(fused=True)` over flat, padded fp32 copies of a run's parameters.
 
-    It copies each gradient by a hook of its own while backward makes it. Each step: backward, the optimizer's step,
-    then `step()` with what came of it.
+    It copies each gradient by a hook of its own during backward. Each step: backward, the optimizer's step, then
+    `step()` with its outcome.
 
-    Everything of it is on the CPU, wherever the model is: 16 bytes of memory per parameter, and while a step is checked
-    another 16 per element of the largest one. A model on a GPU waits for the copy of each gradient and computes nothing
-    meanwhile, so that its steps take longer than without a reference.
+    It lies on the CPU, wherever the model is: 16 bytes of memory per parameter, and while a step is checked another 16
+    per element of the largest one. A model on a GPU waits for the copy of each gradient and computes nothing meanwhile,
+    so that its steps take longer than without a reference.
 
     Args:
         optimizer: whose present state the reference starts from.
@@ -107,7 +106,7 @@ class Reference:
         ]
 
     def _take(self, index: int, parameter: Tensor) -> None:
-        """Copy a gradient, widened to fp32; called by autograd in the middle of backward."""
+        """Copy a gradient, widened to fp32; called by autograd during backward."""
         wait_for(parameter.device)  # backward's time up to here is not the reference's
         begin = time.perf_counter()
         gradient, copy = parameter.grad, self._copies[index].grad
@@ -123,21 +122,21 @@ class Reference:
         self._hook_seconds += time.perf_counter() - begin
 
     def take_hook_seconds(self) -> float:
-        """Return the time inside the hooks since the last call: the reference's, though it passed in backward."""
+        """Return the time inside the hooks since the last call, which passed in backward but is the reference's."""
         seconds, self._hook_seconds = self._hook_seconds, 0.0
         return seconds
 
     def close(self) -> None:
-        """Take no more gradients; what was found can still be compared."""
+        """Stop taking gradients; the comparison is still possible."""
         for handle in self._handles:
             handle.remove()
 
     @torch.no_grad()
     def step(self, outcome: StepOutcome) -> None:
-        """Do with the taken gradients what `outcome` says, and compare norm, verdict and the model's parameters.
+        """Apply `outcome` to the taken gradients, and compare norm, verdict and the model's parameters.
 
         Raises:
-            RuntimeError: a parameter gave no gradient since the last step.
+            RuntimeError: a parameter got no gradient since the last step.
         """
         missing = [name for index, name in enumerate(self._names) if index not in self._taken]
         if missing:
@@ -192,7 +191,7 @@ class Reference:
 
 
 def _padded(tensor: Tensor) -> Tensor:
-    """Return a flat fp32 copy on the CPU, zeros up to a multiple of the padding after it."""
+    """Return a flat fp32 copy on the CPU, padded with zeros."""
     flat = torch.zeros(-(-tensor.numel() // _PADDING) * _PADDING)
     flat[: tensor.numel()] = tensor.detach().flatten()
     return flat
