@@ -172,7 +172,7 @@ class SimulatedDevice(Device):
     def pack(
         self, gradients: Sequence[Tensor], layout: FlatLayout[Any], dtype: torch.dtype, norm: ChunkSums | None = None
     ) -> Tensor:
-        """Return device memory that is filled when the current stream gets there; NaN lies between the gradients."""
+        """Return device memory that is filled when the current stream gets there, with NaN between the gradients."""
         self.progress()
         packed = self._allocate(layout.numel, dtype)
         targets = layout.views(_alias(packed))

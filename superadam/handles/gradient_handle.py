@@ -303,7 +303,7 @@ def _is_scalar_for(every: list[TakenGradient], value: Any) -> bool:
 
 
 def _record(factor: Factor, operation: Any, tensors: list[Tensor], *arguments: Any) -> None:
-    """Record a product on the gradients that were taken, and do it to the other tensors."""
+    """Record a product on the gradients that were taken, and apply it to the other tensors."""
     for taken in _all_taken(tensors):
         taken.record(factor)
     others = [tensor for tensor in tensors if _taken(tensor) is None]

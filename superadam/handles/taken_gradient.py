@@ -27,7 +27,7 @@ class GradientHolder(Protocol):
         """Return the count of Inf and NaN in the gradient as it arrived; None if they were not counted."""
 
     def norm_was_asked(self, taken: TakenGradient) -> None:
-        """Torch was asked for the 2-norm of this gradient in a list (`torch._foreach_norm`)."""
+        """Note that `torch._foreach_norm` was called for the 2-norm of this gradient, in a list."""
 
     def was_given_back(self, taken: TakenGradient) -> None:
         """`.grad` is an ordinary gradient again; called once, after it is."""

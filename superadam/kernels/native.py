@@ -16,7 +16,7 @@ import numpy.typing as npt
 from superadam._kernels import ffi, lib
 
 CHUNK: int = lib.SUPERADAM_CHUNK
-"""Elements whose squares are summed together; see `superadam_segment.sums` in `cpu/cdef.h`."""
+"""Consecutive elements whose squares are summed together; see `superadam_segment.sums` in `cpu/cdef.h`."""
 
 
 class Dtype(enum.IntEnum):
@@ -118,9 +118,9 @@ def _check_isa(name: str, source: str) -> str:
 
 
 def active_isa() -> str:
-    """Return the instruction set in use: `SUPERADAM_ISA` if that is set when first asked, else the best runnable one.
+    """Return the instruction set in use: `SUPERADAM_ISA` if that is set at the first call, else the best runnable one.
 
-    Logs one warning when that leaves only the scalar kernels and `SUPERADAM_ISA` did not ask for them.
+    Logs one warning when that leaves only the scalar kernels and `SUPERADAM_ISA` does not request them.
 
     Raises:
         ValueError: `SUPERADAM_ISA` names an instruction set that is unknown or cannot run here.
