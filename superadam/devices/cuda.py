@@ -168,7 +168,7 @@ class CudaDevice(Device):
         return CudaEvent(self._stream(stream), self._start)
 
     def wait(self, stream: Stream, event: Event) -> None:
-        """Let a stream wait."""
+        """Make a stream wait for an event."""
         assert isinstance(event, CudaEvent)
         self._stream(stream).wait_event(event.event)
 

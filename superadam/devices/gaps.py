@@ -1,7 +1,6 @@
-"""The free ranges of a stretch of memory, as numbers.
+"""A first-fit free list over the bytes of one block of memory.
 
-The lowest gap that is large enough is allocated, and what is freed joins its neighbours, so that buffers of a few
-recurring sizes find their places again at every step.
+What is freed joins its neighbours, so that buffers of a few recurring sizes find their places again at every step.
 """
 
 from __future__ import annotations

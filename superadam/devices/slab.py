@@ -1,4 +1,4 @@
-"""One stretch of pinned host memory, and the tensors in it.
+"""A slab of pinned host memory, and the tensors allocated in it.
 
 The storage of a tensor holds a lease on its range, and the lease holds the slab: a range is free again when no tensor
 and no view over it is left, and the slab is released when it is no longer referenced and its last range is free.

@@ -1,4 +1,4 @@
-"""One thread that runs jobs next to the training thread, in order.
+"""A worker thread that runs jobs in order, next to the training thread.
 
 A job that raises stops the queue: later jobs are discarded, and the training thread's next call raises the error.
 """
