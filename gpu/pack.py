@@ -172,8 +172,7 @@ def pack_gradients(
     """Copy gradients into one flat buffer, converted to its dtype, and compute their norm as they arrive there.
 
     Enqueued to the current stream; memory from outside torch's allocator must be kept until that has run. One launch
-    for any number of gradients, or without Triton one for each, with the same bits. The rest of the buffer keeps its
-    values.
+    for any number of gradients, or without Triton one for each, with the same bits. Gaps in the buffer keep their bits.
 
     Args:
         gradients: dense, on one device, of float32, bfloat16 and float16 in any mixture, or all of float64; they count

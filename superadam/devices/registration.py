@@ -45,8 +45,7 @@ class CudaRegistrar:
     def _reason(self, cudart: Any, code: Any) -> str:
         """Return what an error code means, and clear the error.
 
-        The runtime keeps a thread's last error until it is read: torch would read it after its next kernel, and raise
-        it.
+        The runtime keeps a thread's last error until it is read: torch would raise it after its next kernel.
         """
         with suppress(RuntimeError):
             torch.zeros(1, device=self._device)
