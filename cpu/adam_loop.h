@@ -3,9 +3,9 @@
  * that inlining leaves one straight loop for each combination. */
 
 /* clang-format off */
-/* What an instruction set brings (isa/vec_*.h), all on `vec`, a vector of VEC_WIDTH elements of type `real`; VEC_WIDTH
- * divides SUPERADAM_LANES and may be known only at run time. VEC_UNROLL vectors of a block of SUPERADAM_LANES elements are
- * written out:
+/* What an instruction set provides (isa/vec_*.h), all on `vec`, a vector of VEC_WIDTH elements of type `real`, where
+ * VEC_WIDTH divides SUPERADAM_LANES and may be known only at run time. Loops over SUPERADAM_LANES elements are unrolled
+ * VEC_UNROLL times.
  *
  *   vec_set, vec_add, vec_sub, vec_mul, vec_fma, vec_div, vec_sqrt, vec_neg
  *   vec_max(a, b)                                   b where it is larger or NaN, else a
@@ -29,7 +29,7 @@ static double lanes_total(double *lanes)
     return lanes[0];
 }
 
-/* x - x is 0 for finite x and NaN otherwise. Only called for chunks whose sum says that there may be something. */
+/* x - x is 0 for finite x and NaN otherwise. Called only for chunks whose sum is not finite. */
 static int64_t count_nonfinite(int dtype, const void *gradient, int64_t begin, int64_t end)
 {
     int64_t found = 0;

@@ -20,14 +20,14 @@
 #define SUPERADAM_COMMIT_AND_SPECULATE 3 /* master, moments, accepted gradient, gradient -> master, moments, out */
 #define SUPERADAM_UPDATE 4               /* master, moments, gradient -> master, moments, out where there is one */
 
-/* What the formula does beside its common part. */
+/* Parts of the formula that a coefficient set switches on. */
 #define SUPERADAM_SCALE 1     /* multiply the gradient by `scale` */
 #define SUPERADAM_MAXIMIZE 2  /* negate the gradient */
 #define SUPERADAM_DECOUPLED 4 /* weight decay on the parameter (AdamW) */
 #define SUPERADAM_L2 8        /* weight decay added to the gradient (Adam) */
 #define SUPERADAM_AMSGRAD 16  /* divide by the largest second moment so far */
 
-/* Why an instruction set can or cannot be used. */
+/* Whether an instruction set can be used. */
 #define SUPERADAM_RUNNABLE 0
 #define SUPERADAM_NOT_COMPILED 1
 #define SUPERADAM_NOT_SUPPORTED 2
@@ -57,8 +57,8 @@ typedef struct {
     int64_t flags;
 } superadam_coefficients;
 
-/* One run of elements of one parameter. Arrays do not overlap one another, except that nothing forbids a null where a
- * pass does not use the array. `sums` and `nonfinite` have one entry per chunk, ceil(length / 4096). */
+/* One run of elements of one parameter. Arrays must not overlap; one that a pass does not use may be null. `sums` and
+ * `nonfinite` have one entry per chunk, ceil(length / 4096). */
 typedef struct {
     const void *gradient;
     const void *accepted_gradient; /* the older gradient, of COMMIT_AND_SPECULATE; of gradient_dtype too */
@@ -82,8 +82,8 @@ const char *superadam_isa_name(int isa);
 int superadam_isa_status(int isa);
 
 /* Runs one pass over all segments as one parallel job on at most `threads` threads, the caller's included. The bits do
- * not depend on isa or threads. Rounds to nearest without flushing denormals whatever the caller's floating-point
- * control register says, and leaves that register as it was. */
+ * not depend on isa or threads. Rounds to nearest and keeps denormals whatever the caller's floating-point control
+ * register holds, and restores that register. */
 int superadam_run(int isa, int pass, const superadam_segment *segments, int64_t segment_count,
                   const superadam_coefficients *coefficients, int64_t coefficient_count, int threads);
 
@@ -98,7 +98,7 @@ double superadam_sum(const double *values, int64_t count);
  * it read where the pass updates in place (those bits do not change), and fills `out` with ones. The length is a
  * multiple of SUPERADAM_CHUNK and the arrays are aligned to 64 bytes. `burst` elements of one array are touched before
  * the next array, a power of two from 32 to SUPERADAM_CHUNK; `prefetch` is in bytes ahead of each load, 0 for none;
- * `stream` is made of SUPERADAM_STREAM_*. `checksum` becomes the sum modulo 2^32 of all 32-bit words of the arrays that
- * were only read. Returns a code as superadam_run does. */
+ * `stream` is a sum of SUPERADAM_STREAM_*. `checksum` becomes the sum modulo 2^32 of all 32-bit words of the arrays
+ * that were only read. Returns a code as superadam_run does. */
 int superadam_traffic(int pass, const superadam_segment *segment, int threads, int burst, int64_t prefetch, int stream,
                       uint32_t *checksum);

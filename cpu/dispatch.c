@@ -34,7 +34,7 @@ enum { HAS_SVE = 1 << 22, HAS_SVE_BF16 = 1 << 12 };
 
 static int cpu_has_sve(void) { return (getauxval(AT_HWCAP) & HAS_SVE) != 0; }
 static int cpu_has_sve_bf16(void) { return cpu_has_sve() && (getauxval(AT_HWCAP2) & HAS_SVE_BF16); }
-#else /* nobody to ask: NEON is what every CPU has */
+#else /* cannot be queried: use NEON, which every CPU has */
 static int cpu_has_sve(void) { return 0; }
 static int cpu_has_sve_bf16(void) { return 0; }
 #endif

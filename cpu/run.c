@@ -6,13 +6,11 @@
 #include "float_control.h"
 #include "threads.h"
 
-/* Below this many elements per thread a job is too short to wake another thread for: 64 Ki elements take about 50 us.
- */
+/* A thread is woken only for at least this many chunks: 64 Ki elements, which take about 50 us. */
 enum { CHUNKS_PER_THREAD = 16 };
-/* A thread takes at most this many chunks at a time: large enough for the hardware prefetcher, small enough to balance.
- */
+/* The most chunks that a thread takes at a time: enough for the hardware prefetcher, few enough to balance the load. */
 enum { LARGEST_GRAIN = 64 };
-/* Elements from which on `out` is written past the caches, which it would not survive in anyway. */
+/* From this many elements on, `out` is written past the caches, which could not hold it anyway. */
 enum { STREAM_FROM = 1 << 22 };
 
 typedef struct {

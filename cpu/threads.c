@@ -1,5 +1,5 @@
-/* Threads are started when first needed and sleep on a condition variable between jobs: nothing spins, also not the
- * caller while it waits for the last unit. After fork the child has an empty pool and starts its own. */
+/* Threads are started when first needed and sleep on a condition variable between jobs: nothing spins, not even the
+ * caller while it waits for the last unit. After a fork the child has an empty pool and starts its own threads. */
 
 #include "threads.h"
 
@@ -20,8 +20,8 @@ typedef struct {
 } job;
 
 static struct {
-    pthread_mutex_t one_job; /* held by the caller whose job it is */
-    pthread_mutex_t lock;    /* guards all below */
+    pthread_mutex_t one_job; /* held by the caller of the current job */
+    pthread_mutex_t lock;    /* guards everything below */
     pthread_cond_t started, finished;
     job *current;
     int wanted; /* threads that may still join the current job */
@@ -63,7 +63,7 @@ static void *thread_main(void *unused)
     return NULL;
 }
 
-/* Called with pool.lock held. Signals stay with the threads of the program. */
+/* Called with pool.lock held. The new threads block all signals: those are for the threads of the program. */
 static void grow(int size)
 {
     sigset_t all, before;

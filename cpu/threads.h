@@ -1,4 +1,4 @@
-/* A small pool of sleeping threads that runs one job at a time. It knows nothing of what a job does. */
+/* A small thread pool that runs one job at a time. */
 #ifndef SUPERADAM_THREADS_H
 #define SUPERADAM_THREADS_H
 

@@ -1,5 +1,5 @@
-/* superadam_traffic: the loads and stores of a pass without its arithmetic. How long they take is the floor that a pass
- * is measured against, and what they move per second is the bandwidth that this machine gives to superadam. */
+/* superadam_traffic: the loads and stores of a pass without its arithmetic, for benchmarks. Their time is the lower
+ * bound that a pass is measured against, and their bandwidth is what this machine offers to superadam. */
 
 #include <stdatomic.h>
 #include <stddef.h>

@@ -1,7 +1,6 @@
-"""Kernels for GPUs, in Triton: packing gradients, scattering working copies, and Adam on state that is kept there.
+"""Triton kernels: packing gradients, scattering parameters, and Adam on state that is kept on the GPU.
 
-They know tensors as arrays and the coefficients of a step, and nothing of optimizers. Their results have the bits of
-the kernels of the CPU.
+They know tensors as arrays, and nothing of optimizers. Their results have the bits of the CPU kernels.
 """
 
 from .adam import update

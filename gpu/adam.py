@@ -1,11 +1,10 @@
 """Adam for parameters whose state is kept on the GPU: the UPDATE pass of `cpu/adam_loop.h`, with the same bits.
 
-`adam_formula` is the formula; the same function stands in `cpu/adam_formula.h` and in `superadam/kernels/formula.py`.
-Everything is launched with `enable_fp_fusion=False`, and divisions and roots are the correctly rounded ones, so that
-every operation rounds once and denormals are kept. Without Triton there is no other form of it.
+The formula is `adam_formula`, as in `cpu/adam_formula.h` and `superadam/kernels/formula.py`. `enable_fp_fusion=False`
+and correctly rounded divisions and roots make every operation round once and keep denormals; plain torch cannot.
 
-One launch serves all steps that take the same branches of the formula and have the same dtypes. A program takes 1024
-elements of one step; the kernel moves every element once and should be bound by memory; it has not been measured.
+One launch updates all parameters with the same dtypes and branches of the formula; a program takes 1024 elements of one
+of them. Every element is moved once, so that the kernel should be bound by memory; it has not been measured.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from .steps import ARRAYS, Variant, checked_step
 from .tables import Table, entry, find_tensor, upload
 
 BLOCK = 1024
-"""Elements that one program takes, of one step."""
+"""Elements of one step that a program takes."""
 
 OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
 """How the kernel is compiled. A thread has four elements, so that halves and floats are laid out alike over threads."""
@@ -57,8 +56,7 @@ def div(x, y):
 def adam_formula(k, g, m, v, vmax, p, FLAGS: tl.constexpr):
     """Return the new (p, m, v, vmax) after one step with the gradient `g`, all float32 or all float64.
 
-    Kingma & Ba, "Adam", arXiv 1412.6980, Algorithm 1; AMSGrad: Reddi et al., arXiv 1904.09237; decoupled decay:
-    Loshchilov & Hutter, arXiv 1711.05101; the order of operations is that of torch.optim's fused CPU kernel.
+    Sources and order of operations: see `cpu/adam_formula.h`.
     """
     s, decay, wd, w, b2, c2, nss, bc2s, eps = k
     if SCALE & FLAGS:
@@ -170,7 +168,7 @@ def adam_kernel(
 ):
     """Update one block.
 
-    Rows of the table beside first block and length: addresses of the `ARRAYS`; the index of the coefficient set.
+    Further rows of the table: addresses of the `ARRAYS`; the index of the coefficient set.
     """
     number = tl.program_id(0).to(tl.int64)
     tensor = find_tensor(table, tensors, steps, number)
@@ -188,19 +186,18 @@ def adam_kernel(
 
 
 def update(steps: Sequence[KeptStep], sets: Sequence[Coefficients]) -> None:
-    """Make the steps of many parameters on one GPU: write their state and their working copies.
+    """Run the steps of many parameters on one GPU, on the current stream: write their state and their working copies.
 
-    Enqueued to the current stream.
+    Nothing is written if it raises.
 
     Args:
         steps: of distinct parameters.
         sets: the scalars that steps index, computed in double precision for float64 state.
 
     Raises:
-        ValueError: a tensor is missing, not dense, of another length or out of reach, or an index lies outside `sets`;
-            nothing was written.
-        TypeError: a tensor has a dtype that does not fit; nothing was written.
-        RuntimeError: Triton cannot be used on the device; nothing was written.
+        ValueError: a tensor is missing, not dense, of another length or out of reach, or an index is not in `sets`.
+        TypeError: a tensor has a dtype that does not fit.
+        RuntimeError: Triton cannot be used on the device.
     """
     if not steps:
         return

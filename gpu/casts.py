@@ -1,6 +1,6 @@
-"""Loads, stores and casts of every dtype; rounding to 16 bits is written out so that every bit is ours.
+"""Loads, stores and casts of every dtype; rounding to 16 bits is written out so that every bit is defined here.
 
-The same casts stand in `cpu/isa/vec_scalar.h` and `superadam/kernels/formula.py`. Halves are kept as uint16.
+The same casts are in `cpu/isa/vec_scalar.h` and `superadam/kernels/formula.py`. Halves are stored as uint16.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ FLOAT32, BFLOAT16, FLOAT16, FLOAT64 = (
 )
 
 VECTOR_BYTES = 16
-"""What a thread loads at once where every address is a multiple of it."""
+"""What a thread loads at once where every address is a multiple of this."""
 
 
 @jit()
 def pointer(address, DTYPE: tl.constexpr, IS_ALIGNED: tl.constexpr):
-    """Return addresses (int64) as pointers to stored elements; IS_ALIGNED vouches for multiples of VECTOR_BYTES."""
+    """Return addresses (int64) as pointers to elements; IS_ALIGNED promises multiples of VECTOR_BYTES."""
     if DTYPE == FLOAT64:
         result = address.to(tl.pointer_type(tl.float64))
     elif DTYPE == FLOAT32:
@@ -52,7 +52,7 @@ def narrow(value, DTYPE: tl.constexpr):
     """Return float32 rounded to nearest even, as it is stored; NaN stays NaN. float32 and float64 stay as they are."""
     if DTYPE == BFLOAT16:
         # A bf16 is the upper half of a fp32, and magnitudes are ordered like their bits: add half, less one when even.
-        # Not left to casts: some processors' and the interpreter's are not right for denormals.
+        # Not a cast: on some processors and in the interpreter casts are wrong for denormals.
         bits = value.to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         return tl.where(value != value, (bits >> 16) | 0x40, rounded).to(tl.uint16)

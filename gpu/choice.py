@@ -1,7 +1,6 @@
 """Which implementation the functions of this folder use: Triton's compiler, its interpreter, or plain torch.
 
-Results have the same bits; torch takes many launches and temporaries where Triton takes one launch. Owns the choice and
-the words that explain it.
+Results have the same bits; torch takes many launches and temporaries where Triton takes one launch.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 from . import language
 
 VARIABLE = "SUPERADAM_GPU"
-"""Environment variable that asks for an implementation: "triton" or "torch"."""
+"""Environment variable that requests an implementation: "triton" or "torch"."""
 
 _logger = logging.getLogger("superadam")
 _told: set[str] = set()
@@ -44,10 +43,10 @@ class Choice:
 def backend(device: torch.device | str) -> Choice:
     """Return which implementation serves tensors on `device`, and why.
 
-    Logs one warning when Triton is missed on a GPU and nobody asked for torch.
+    Logs one warning when Triton is missing on a GPU and torch was not requested.
 
     Raises:
-        RuntimeError: Triton was asked for and cannot be used there.
+        RuntimeError: Triton was requested and cannot be used there.
         ValueError: `SUPERADAM_GPU` holds an unknown name.
     """
     device = torch.device(device)

@@ -1,7 +1,7 @@
-"""Triton as the kernels of this folder are written in it, and why it cannot be used where it cannot.
+"""Imports Triton, or records why it cannot be used.
 
-Owns the import: without Triton, `jit` leaves functions as they are, so that modules with kernels can be imported all
-the same. Whether their kernels may be launched is decided in `choice.py`.
+Without Triton, `jit` leaves functions as they are, so that modules with kernels can be imported all the same;
+`choice.py` decides whether their kernels are launched.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ OLDEST = (3, 6)
 
 triton: Any = None
 tl: Any = None
-"""`triton.language`."""
 
 MISSING: str | None = None
 """Why Triton cannot be used; None where it can."""
 
 IS_INTERPRETED = False
-"""Whether kernels run in Triton's interpreter, on the CPU: TRITON_INTERPRET=1 was set when this module was imported."""
+"""Whether kernels run in Triton's interpreter, on the CPU: TRITON_INTERPRET=1 was set at import."""
 
 try:
     import triton  # type: ignore[no-redef]
@@ -37,11 +36,7 @@ else:
 
 
 def jit(*, fixed: tuple[str, ...] = ()) -> Callable[[Any], Any]:
-    """Return the decorator of a kernel, or of a function that kernels call.
-
-    Args:
-        fixed: integer parameters of which no value deserves code of its own.
-    """
+    """Return the decorator of kernels and what they call; integer parameters in `fixed` get no specialized code."""
     if MISSING is not None:
         return lambda function: function
     decorator: Callable[[Any], Any] = triton.jit(do_not_specialize=list(fixed))
@@ -55,7 +50,7 @@ def constant(value: int) -> Any:
 
 @jit()
 def _probe() -> None:
-    """Exist, so that one can see what `jit` makes."""
+    """Show what `jit` returns."""
 
 
 if MISSING is None:
@@ -63,5 +58,5 @@ if MISSING is None:
 
 
 def on(device: torch.device) -> AbstractContextManager[Any]:
-    """Return the context in which kernels are launched on a device: on its current stream."""
+    """Return the context in which kernels are launched on a device's current stream."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -1,14 +1,14 @@
-"""Packs the gradients of a bucket into one flat buffer, and takes their norm on the way, in one launch.
+"""Packs the gradients of a bucket into one flat buffer, and computes their norm on the way, in one launch.
 
-Gathers, widens (or, for a link that narrows, rounds), sums squares and counts Inf and NaN; it never scales. The sums
-have the bits of the CPU's NORM pass: chunks of 4096 consecutive elements of one tensor, 16 lanes each, every lane added
-one element after another in fp64 by fma, then the lanes pairwise; see `lanes_total` in `cpu/adam_loop.h`.
+Gathers, widens (or, for a narrower transfer dtype, rounds), sums squares and counts Inf and NaN; it never scales. The
+sums have the bits of the CPU's NORM pass: chunks of 4096 consecutive elements of one tensor, 16 lanes each, every lane
+summed one element after another in fp64 by fma, then the lanes pairwise; see `lanes_total` in `cpu/adam_loop.h`.
 
 A program takes eight chunks at once, as a tile of 8 x 16 elements that walks down the 256 rows of the chunks: a thread
-holds four neighbouring lanes in registers, and loads sixteen rows ahead of the first store, because the compiler
-cannot know that the buffer is not a gradient. Where addresses are aligned a thread loads 16 bytes at once, and the
-tile's part of a chunk is 64 bytes of fp32: whole sectors. The kernel moves every element once and should be bound by
-memory; it has not been measured.
+holds four neighbouring lanes in registers, and loads sixteen rows ahead of the first store, because the compiler cannot
+know that the buffer is not a gradient. Where addresses are aligned a thread loads 16 bytes at once, and the tile's part
+of a chunk is 64 bytes of fp32: whole sectors. The kernel moves every element once and should be bound by memory; it has
+not been measured.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ ROWS_AHEAD = constant(16)
 CHUNKS_PER_PROGRAM = 8
 
 OPTIONS = {"num_warps": 1, "enable_fp_fusion": False}
-"""How the kernel is compiled."""
 
 
 @jit()
@@ -135,8 +134,8 @@ def pack_kernel(
 ):
     """Pack CHUNKS of all `chunks`.
 
-    Rows of the table beside first chunk and length: address, dtype, offset in `destination`. That and `sums` (float64)
-    and `counts` (int64), with an entry for each chunk, are addresses.
+    Further rows of the table: address, dtype, offset in `destination`. `destination`, `sums` (float64) and `counts`
+    (int64), the latter two with an entry for each chunk, are addresses.
     """
     number = tl.program_id(0) * CHUNKS + tl.arange(0, CHUNKS)
     exists = number < chunks
@@ -170,27 +169,26 @@ def pack_gradients(
     sums: Tensor | None = None,
     nonfinite: Tensor | None = None,
 ) -> None:
-    """Copy gradients into one flat buffer, converted to its dtype, and take their norm as they arrive there.
+    """Copy gradients into one flat buffer, converted to its dtype, and compute their norm as they arrive there.
 
-    Enqueued to the current stream, which memory that does not come from torch's allocator must outlive; one launch,
-    whatever the number of gradients; without Triton one for each, with the same bits. Elements of the buffer that
-    belong to no gradient are left alone.
+    Enqueued to the current stream; memory from outside torch's allocator must be kept until that has run. One launch
+    for any number of gradients, or without Triton one for each, with the same bits. Gaps in the buffer keep their bits.
 
     Args:
-        gradients: dense tensors of any shape on one device, of float32, bfloat16 and float16 in any mixture, or all of
-            float64; they count as their elements in the order of memory.
+        gradients: dense, on one device, of float32, bfloat16 and float16 in any mixture, or all of float64; they count
+            as their elements in the order of memory.
         offsets: first element of each in `destination`.
-        destination: 1-D, contiguous, on the device, or pinned memory of the host, which the kernel then writes
-            directly. float32 widens exactly; bfloat16 and float16 round to nearest even what is not of that dtype;
-            float64 gradients take a float64 buffer, which takes nothing else.
-        sums: float64, 1-D, on the device or pinned: gets the sum of squares of each chunk of 4096 elements of a
-            gradient, in the order of `gradients`; what is squared is the converted element. None for no norm.
-        nonfinite: int64, like `sums`: gets the count of Inf and NaN in each chunk. None exactly when `sums` is.
+        destination: 1-D, contiguous, on the device or in pinned host memory, which the kernel then writes directly.
+            float32 widens exactly; bfloat16 and float16 round other dtypes to nearest even; float64 gradients, and only
+            they, take a float64 buffer.
+        sums: float64, 1-D, on the device or pinned: receives the sum of squares of the converted elements of each chunk
+            of 4096 elements of a gradient, in the order of `gradients`. None for no norm.
+        nonfinite: int64, like `sums`: receives the count of Inf and NaN in each chunk. None exactly when `sums` is.
 
     Raises:
         TypeError: a tensor has a dtype that does not fit.
         ValueError: a tensor is not dense, too short or out of reach, or the gradients do not fit into `destination`.
-        RuntimeError: Triton was asked for and cannot be used, or it takes Triton to take the norm here.
+        RuntimeError: Triton cannot be used, and was requested or is needed for the norm.
     """
     if not gradients:
         return

@@ -1,6 +1,6 @@
-"""Copies many tensors into as many others in one launch: publishes new values, from flat buffers into parameters.
+"""Copies many tensors into as many others in one launch: new values from flat buffers into parameters.
 
-A plain copy: it converts nothing and should be bound by memory; it has not been measured.
+It converts nothing and should be bound by memory; it has not been measured.
 """
 
 from __future__ import annotations
@@ -20,21 +20,14 @@ from .tables import Table, entry, find_tensor
 from .tensors import check_tensor, checked_addresses, in_memory_order, lengths_of, words
 
 BLOCK = 4096
-"""Elements that one program copies, of one tensor."""
+"""Elements of one tensor that a program copies."""
 
 OPTIONS = {"num_warps": 4}
-"""How the kernel is compiled."""
 
 
 @jit(fixed=("tensors", "steps"))
 def scatter_kernel(
-    table,
-    tensors,
-    steps,
-    DTYPE: tl.constexpr,
-    BYTES: tl.constexpr,
-    IS_ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    table, tensors, steps, DTYPE: tl.constexpr, BYTES: tl.constexpr, IS_ALIGNED: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Copy one block. Further rows of the table: addresses of the targets, addresses of the sources."""
     number = tl.program_id(0).to(tl.int64)
@@ -53,20 +46,20 @@ def scatter_kernel(
 def scatter_values(sources: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
     """Copy each source into the tensor of the same position, past version counters.
 
-    Enqueued to the current stream; one launch for each dtype, whatever the number of tensors and of buffers that the
-    sources lie in. Sources that do not come from torch's allocator must outlive it.
+    Enqueued to the current stream, one launch for each dtype; sources from outside torch's allocator must be kept until
+    that has run.
 
     Args:
-        sources: dense, of any shape, each with the dtype and the number of elements of its tensor, on the device of the
-            tensors, or in pinned memory of the host, which the kernel then reads directly.
-        tensors: dense, of any shape, of float32, bfloat16, float16 or float64, on one device. They do not overlap.
-            Elements of both count in the order of memory.
+        sources: dense, each with the dtype and the number of elements of its tensor, on the device of the tensors or in
+            pinned host memory, which the kernel then reads directly.
+        tensors: dense, of float32, bfloat16, float16 or float64, on one device. They do not overlap. Elements of both
+            count in the order of memory.
 
     Raises:
-        TypeError: a source has another dtype than its tensor, or a dtype is not taken.
+        TypeError: a source has another dtype than its tensor, or a dtype is not supported.
         ValueError: there is not one source for each tensor, one has another number of elements, or a tensor or source
             is not dense, out of reach or without memory.
-        RuntimeError: Triton was asked for and cannot be used.
+        RuntimeError: Triton was requested and cannot be used.
     """
     if len(sources) != len(tensors):
         raise ValueError(f"there are {len(sources)} sources for {len(tensors)} tensors; give one for each tensor")

@@ -1,4 +1,4 @@
-"""Steps of state that is kept on the GPU, checked before the kernel of `adam.py` runs over them."""
+"""Checks steps of state on the GPU before the kernel of `adam.py` runs over them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .tensors import check_tensor, words
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What the code of a launch is compiled for."""
+    """What the kernel is compiled for."""
 
     real: Dtype
     gradient: Dtype
@@ -33,11 +33,7 @@ ARRAYS = ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "gradient", "para
 def checked_step(
     step: KeptStep, name: str, sets: Sequence[Coefficients], device: torch.device
 ) -> tuple[Variant, list[int]]:
-    """Return a step's variant and the entries of its column in the table, from the addresses on.
-
-    Raises:
-        ValueError, TypeError: its tensors do not fit together or cannot be reached.
-    """
+    """Return a step's variant and its column of the table, from the addresses on; raises ValueError or TypeError."""
     if not 0 <= step.coefficients < len(sets):
         raise ValueError(
             f"{name}'s coefficients is {step.coefficients}, expected the index of one of {len(sets)} sets; "

@@ -1,8 +1,8 @@
 """Tables of tensors for kernels that walk over many of them in one launch.
 
 A table is a matrix of int64 on the device, one column for each tensor: the number of its first block, its length, and
-whatever rows the kernel adds, such as addresses. Blocks are numbered over all tensors, and a program finds the tensor
-of its block by bisection. Owns that layout, on both sides.
+further rows of the kernel, such as addresses. Blocks are numbered over all tensors, and a program finds the tensor of
+its block by bisection.
 """
 
 from __future__ import annotations
@@ -23,29 +23,18 @@ Integers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table on its device, and what a launch over it needs to know.
+    """A table on its device, and the sizes that a launch over it needs."""
 
-    Attributes:
-        entries: int64 of shape (rows, tensors), contiguous; rows 0 and 1 are first blocks and lengths.
-        tensors: columns.
-        steps: of the bisection.
-        blocks: of all tensors together.
-    """
-
-    entries: Tensor
+    entries: Tensor  # int64 of shape (rows, tensors), contiguous; rows 0 and 1 are first blocks and lengths
     tensors: int
-    steps: int
-    blocks: int
+    steps: int  # of the bisection
+    blocks: int  # of all tensors together
 
     @staticmethod
     def of(lengths: Integers, rows: Sequence[Integers], block: int, device: torch.device) -> Table:
-        """Return the table of those tensors that have elements.
+        """Return the table of the tensors that have elements; its copy to the device is enqueued to the current stream.
 
-        Args:
-            lengths: elements of each tensor.
-            rows: further rows.
-            block: elements of a block; the last one of a tensor may be shorter.
-            device: where the table is to lie. The copy is enqueued to the current stream and awaits nothing.
+        `rows` are the further rows; `block` is the number of elements of a block. The last of a tensor may have fewer.
         """
         kept = lengths > 0
         lengths = lengths[kept]

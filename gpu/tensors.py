@@ -1,4 +1,4 @@
-"""What tensors the kernels of this folder take, checked before their addresses are taken.
+"""Checks the tensors that kernels take, before their addresses are taken.
 
 A kernel sees addresses and lengths: a tensor counts as its elements in the order of memory.
 """
@@ -16,17 +16,17 @@ from superadam.kernels.dtypes import DTYPES
 
 
 def is_pinned(tensor: Tensor) -> bool:
-    """Whether the tensor lies in pinned memory of the host, which kernels reach as well."""
+    """Whether the tensor is in pinned host memory, which kernels reach as well."""
     return tensor.is_cpu and tensor.is_pinned()
 
 
 def words(dtype: torch.dtype | None) -> str:
-    """Return how errors call a dtype."""
+    """Return how errors write a dtype."""
     return "none" if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements lie in memory without gaps, each once, in whatever order of dimensions."""
+    """Whether the elements lie in memory without gaps, each once, in any order of dimensions."""
     if tensor.is_contiguous():
         return True
     expected = 1
@@ -39,13 +39,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def check_tensor(tensor: Tensor, name: str, device: torch.device, *, may_be_pinned: bool = False) -> None:
-    """Raise unless kernels may walk over the tensor's memory.
-
-    Args:
-        tensor: what is checked.
-        name: how errors call it.
-        device: where kernels run.
-        may_be_pinned: whether pinned memory of the host will do as well.
+    """Raise unless kernels on `device` may walk over the tensor's memory; `name` is for errors.
 
     Raises:
         TypeError: its dtype is not one of `DTYPES`, or it is sparse.
@@ -68,14 +62,9 @@ def check_tensor(tensor: Tensor, name: str, device: torch.device, *, may_be_pinn
 
 
 def check_flat(tensor: Tensor, name: str, dtype: torch.dtype | None, numel: int, device: torch.device) -> None:
-    """Raise unless `tensor` is a 1-D buffer that kernels on `device` reach.
+    """Raise unless `tensor` is a 1-D buffer of at least `numel` elements that kernels on `device` reach.
 
-    Args:
-        tensor: the buffer.
-        name: how errors call it.
-        dtype: what it must have; None for any of `DTYPES`.
-        numel: elements that it must have at least.
-        device: where kernels run; pinned memory of the host can be reached from there as well.
+    Pinned host memory will do. `name` is for errors; a `dtype` of None stands for any of `DTYPES`.
 
     Raises:
         TypeError: another dtype.
@@ -98,16 +87,9 @@ def check_flat(tensor: Tensor, name: str, dtype: torch.dtype | None, numel: int,
 def checked_offsets(
     offsets: Sequence[int], lengths: npt.NDArray[np.int64], numel: int, name: str
 ) -> npt.NDArray[np.int64]:
-    """Return where tensors begin in a buffer, as an array.
+    """Return where tensors of these lengths begin in the buffer `name` of `numel` elements, as an array.
 
-    Args:
-        offsets: first element of each.
-        lengths: elements of each.
-        numel: elements of the buffer.
-        name: how errors call the buffer.
-
-    Raises:
-        ValueError: there is not one for each tensor, or a range lies outside the buffer, or two overlap.
+    Raises ValueError where offsets are missing, or a tensor is outside the buffer or overlaps another.
     """
     array = np.asarray(offsets, np.int64)
     if array.shape != lengths.shape:
@@ -135,16 +117,7 @@ def addresses_of(tensors: Sequence[Tensor]) -> npt.NDArray[np.int64]:
 
 
 def checked_addresses(tensors: Sequence[Tensor], lengths: npt.NDArray[np.int64], name: str) -> npt.NDArray[np.int64]:
-    """Return the address of each tensor.
-
-    Args:
-        tensors: whose addresses.
-        lengths: elements of each.
-        name: how errors call one of them.
-
-    Raises:
-        ValueError: a tensor with elements has no memory.
-    """
+    """Return the address of each tensor; raises ValueError for one with elements and no memory."""
     addresses = addresses_of(tensors)
     absent = np.flatnonzero((addresses == 0) & (lengths > 0))
     if len(absent):

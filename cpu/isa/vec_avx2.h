@@ -1,6 +1,5 @@
 /* AVX2 with FMA and F16C (Haswell, Zen and later): 8 elements, 16 for the sums in four registers of 4 doubles.
- * sqrt and div take about 6 and 5 cycles per 8 elements (Skylake): below the time that their 28 bytes each take from
- * memory. */
+ * sqrt and div take about 6 and 5 cycles per 8 elements (Skylake), less than moving 28 bytes for each of them takes. */
 
 #include <immintrin.h>
 #include <stdint.h>

@@ -91,7 +91,7 @@ static inline void squares_lanes(const squares *sums, double *lanes)
 
 #define VEC_HAS_MASKS
 
-/* The first `count` elements; nothing beyond them is touched, also not read. */
+/* The first `count` elements; nothing beyond them is read or written. */
 static inline __attribute__((always_inline)) vec vec_load_part(int dtype, const void *from, int count)
 {
     const __mmask16 first = (__mmask16)((1u << count) - 1);

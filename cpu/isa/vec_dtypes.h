@@ -1,6 +1,6 @@
 /* vec_load and vec_store by dtype, over the whole-vector loads and stores of one fp32 instruction set. A vector that is
- * only partly inside its array goes through a local buffer, or masks where there are some (VEC_HAS_MASKS), so that not
- * one byte outside is touched. */
+ * only partly inside its array goes through a local buffer, or masks where there are some (VEC_HAS_MASKS), so that no
+ * byte outside is touched. */
 
 #include <string.h>
 

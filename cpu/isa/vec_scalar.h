@@ -1,4 +1,4 @@
-/* Plain C, one element at a time: runs everywhere and says what the other instruction sets must compute. */
+/* Plain C, one element at a time: runs everywhere and defines what the other instruction sets must compute. */
 
 #include <math.h>
 #include <stdint.h>

@@ -65,7 +65,7 @@ static inline __attribute__((always_inline)) vec vec_load(int dtype, const void 
     }
 }
 
-/* Only whole words are stored past the caches: STNT1H would want the halves packed first. */
+/* Only whole words are stored past the caches: STNT1H would need the halves packed first. */
 static inline __attribute__((always_inline)) void vec_store(int dtype, void *base, int64_t index, vec value, int count,
                                                             int stream)
 {
@@ -94,7 +94,7 @@ static inline __attribute__((always_inline)) void vec_prefetch(int dtype, const 
 /* No fence: STNT1 is ordered like any other store. */
 static inline void vec_stream_fence(void) {}
 
-/* In memory, because an SVE vector cannot be a member. FCVT widens the even elements of a vector, so that these stand
+/* In memory, because an SVE vector cannot be a member. FCVT widens the even elements of a vector, so that these come
  * before the odd ones of the same vector. */
 typedef struct {
     double lane[SUPERADAM_LANES];

@@ -1,4 +1,4 @@
-"""Where models lie: streams, events, copies and memory behind one small interface."""
+"""Devices: streams, events, copies and memory behind one small interface."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ __all__ = ["CudaDevice", "Device", "Event", "PlainDevice", "Stream", "device_for
 
 
 def __getattr__(name: str) -> Any:
-    """Import what needs Triton when it is first asked for."""
+    """Import on first use what needs Triton."""
     if name != "CudaDevice":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from superadam.devices.cuda import CudaDevice

@@ -1,7 +1,4 @@
-"""Which device implementation serves a model, by where its parameters lie.
-
-Owns the choice. The GPU's module is imported only where it is needed: it brings Triton.
-"""
+"""Chooses the device implementation for a model; imports that of GPUs, and Triton with it, only where it is needed."""
 
 from __future__ import annotations
 
@@ -14,16 +11,13 @@ from superadam.devices.plain import PlainDevice
 
 
 def device_for(parameters: Iterable[Tensor]) -> Device:
-    """Return the device of a model.
+    """Return the device for these parameters.
 
-    Parameters on the CPU may stand beside those of one GPU. Devices of other types get `PlainDevice`, whose copies work
-    from and to any of them and are done when they return; nothing is hidden behind them.
-
-    Args:
-        parameters: of the model.
+    They may be on the CPU and on one GPU. Devices of other types get `PlainDevice`, whose copies work between any of
+    them but are synchronous: they overlap with nothing.
 
     Raises:
-        ValueError: they lie on several CUDA devices, or on a CUDA device and one of another type.
+        ValueError: they are on several CUDA devices, or on a CUDA device and one of another type.
     """
     distant = {parameter.device for parameter in parameters if not parameter.is_cpu}
     if all(device.type != "cuda" for device in distant):

@@ -1,7 +1,6 @@
 """One GPU, by CUDA or by HIP: torch calls both `cuda`.
 
-Owns two streams of its own, pinned host memory, and which CPUs work for this device. Everything names the device, so
-that calls work from threads whose current device is another one.
+Everything names the device, so that calls work from threads whose current device is another one.
 """
 
 from __future__ import annotations
@@ -28,16 +27,11 @@ from superadam.kernels.hyperparameters import Coefficients
 from superadam.kernels.kept_step import KeptStep
 
 BUCKETS_UNDER_WAY = 2
-"""Buckets that host memory is reserved for, in each direction: one that travels, and one beside it that is computed."""
+"""Buckets that host memory is reserved for, in each direction: one being copied, and one being computed."""
 
 
 class CudaEvent:
-    """A point in a stream, recorded now.
-
-    Args:
-        stream: in which it is.
-        start: a point that has passed, whose time on the host is known; None for a start.
-    """
+    """A point in a stream, recorded now; `start` is an earlier event with a known time on the host, or None."""
 
     def __init__(self, stream: torch.cuda.Stream, start: CudaEvent | None) -> None:
         self.event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
@@ -63,17 +57,11 @@ class CudaEvent:
 
 
 class CudaDevice(Device):
-    """A GPU that torch addresses as `cuda`.
+    """A GPU that torch addresses as `cuda`; raises ValueError for another type of device.
 
     Args:
-        device: which; "cuda" is the current one.
-        host: the machine that it is in.
-
-    Attributes:
-        pinned: host memory for copies.
-
-    Raises:
-        ValueError: another type of device.
+        device: "cuda" is the current one.
+        host: the machine, for the CPUs near the device and the free memory.
     """
 
     def __init__(self, device: torch.device | str, host: Host | None = None) -> None:
@@ -103,7 +91,7 @@ class CudaDevice(Device):
         return tensor.is_cpu
 
     def mark_ready(self) -> None:
-        """Remember the stream: models compute on one, as a rule, and otherwise on a few."""
+        """Remember the current stream; models mostly compute on one stream, sometimes on a few."""
         stream = torch.cuda.current_stream(self.device)
         self._marked[stream.cuda_stream] = stream
 
@@ -120,7 +108,7 @@ class CudaDevice(Device):
     def pack(
         self, gradients: Sequence[Tensor], layout: FlatLayout[Any], dtype: torch.dtype, norm: ChunkSums | None = None
     ) -> Tensor:
-        """Enqueue one launch; gradients that lie otherwise than their states are copied first."""
+        """Enqueue one launch; gradients with other strides than their states are copied first."""
         self._claim(gradients)
         buffer = torch.empty(layout.numel, dtype=dtype, device=self.device)
         ordered = [
@@ -139,13 +127,13 @@ class CudaDevice(Device):
         update(steps, sets)
 
     def free_bytes(self) -> int:
-        """Return what the driver has, and what torch's allocator holds and has never handed out at once."""
+        """Return what the driver has free, and what torch's allocator has reserved beyond its peak allocation."""
         free, _ = torch.cuda.mem_get_info(self.device)
         return free + torch.cuda.memory_reserved(self.device) - torch.cuda.max_memory_allocated(self.device)
 
     @torch.no_grad()
     def scatter(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        """Enqueue one launch for each dtype, and a copy for each target that lies otherwise than its source."""
+        """Enqueue one launch for each dtype, and a copy for each target with other strides than its source."""
         alike: list[tuple[Tensor, Tensor]] = []
         others: list[tuple[Tensor, Tensor]] = []
         for source, parameter in zip(sources, targets, strict=True):
@@ -157,7 +145,7 @@ class CudaDevice(Device):
             target.copy_(source, non_blocking=not self.is_host(target))
 
     def _reaches(self, source: Tensor, target: Tensor) -> bool:
-        """Whether kernels reach both; the host's memory beyond what was reserved is not pinned."""
+        """Whether kernels reach both; host memory beyond what was reserved is not pinned."""
         return target.device == self.device and (source.device == self.device or source.is_pinned())
 
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -165,27 +153,27 @@ class CudaDevice(Device):
         return self.pinned.empty(numel, dtype)
 
     def empty(self, numel: int, dtype: torch.dtype, stream: Stream) -> Tensor:
-        """Return memory of torch's allocator, which may have been in use on this stream before."""
+        """Return memory of torch's allocator, which may have been used on this stream before."""
         with torch.cuda.stream(self._stream(stream)):
             return torch.empty(numel, dtype=dtype, device=self.device)
 
     @torch.no_grad()
     def copy(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
-        """Enqueue a copy; the calling thread may wait for it where the host's memory is pageable."""
+        """Enqueue a copy; the calling thread may wait for it where the host memory is pageable."""
         with torch.cuda.stream(self._stream(stream)):
             destination.copy_(source, non_blocking=True)
 
     def record(self, stream: Stream) -> CudaEvent:
-        """Return a fresh event that whoever waits for it sleeps on."""
+        """Return a fresh event; waiting for it sleeps."""
         return CudaEvent(self._stream(stream), self._start)
 
     def wait(self, stream: Stream, event: Event) -> None:
-        """Let a stream wait."""
+        """Make a stream wait for an event."""
         assert isinstance(event, CudaEvent)
         self._stream(stream).wait_event(event.event)
 
     def record_stream(self, buffer: Tensor, stream: Stream) -> None:
-        """Tell torch's allocator, or keep the host's memory ourselves."""
+        """Record the stream with torch's allocator, or hold the host memory ourselves."""
         if self.is_host(buffer):
             self.pinned.hold_until(buffer, self.record(stream), stream)
         else:
@@ -196,13 +184,13 @@ class CudaDevice(Device):
     def reserve(self, pending_bytes: int, largest_bytes: int, spill_bytes: int) -> None:
         """Pin what is not pinned yet, near the device; what cannot be pinned is pageable, with a warning.
 
-        New values for which the device has no memory wait on the host.
+        New values that do not fit into the device's memory wait on the host.
         """
         buckets = 2 * BUCKETS_UNDER_WAY * largest_bytes + max(0, spill_bytes - self.free_bytes())
         missing = pending_bytes + buckets - self.pinned.size
         if missing <= 0:
             return
-        with suppress(OSError, ValueError):  # then nobody knows what there is
+        with suppress(OSError, ValueError):  # available memory is unknown
             available = HostMemory.of(self._host).available
             if 2 * (2 * pending_bytes + buckets) <= available:
                 missing += pending_bytes  # of the step before, where the CPU is slower than backward
@@ -216,7 +204,7 @@ class CudaDevice(Device):
             self.pinned.grow(missing, largest_bytes)
 
     def close(self) -> None:
-        """Unpin what was reserved, once no tensor lies there any more."""
+        """Unpin what was reserved, once it holds no tensor any more."""
         self.pinned.close()
 
     def idle_cores(self) -> int:
@@ -224,19 +212,18 @@ class CudaDevice(Device):
         return cores.idle_count(self._cpus)
 
     def start_worker(self, idle: Work) -> Worker:
-        """Return a thread near the device; threads that its kernels start stay there, too."""
+        """Return a thread on CPUs near the device, where threads that its kernels start stay as well."""
         worker = ThreadWorker(idle)
         worker.submit(lambda _: self._settle_in())
         return worker
 
     def _settle_in(self) -> None:
-        """Prepare the worker's thread."""
-        torch.cuda.set_device(self.device)  # else it would make a context on device 0 to come back to
+        torch.cuda.set_device(self.device)  # else it would create a context on device 0 to return to
         cores.bind_thread(self._cpus)
 
 
 def _pci_address(device: torch.device) -> str:
-    """Return how sysfs calls a device, or an empty name where torch does not tell."""
+    """Return a device's name in sysfs, or an empty string where torch does not report it."""
     properties = torch.cuda.get_device_properties(device)
     numbers = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
     if None in numbers:
@@ -246,7 +233,7 @@ def _pci_address(device: torch.device) -> str:
 
 
 def _lies_as(tensor: Tensor, strides: tuple[int, ...]) -> bool:
-    """Whether the elements lie in memory as these dense strides say, and mean what they hold."""
+    """Whether a tensor has these dense strides, and is not lazily negated."""
     if tensor.is_neg():
         return False
     own = tensor.stride()

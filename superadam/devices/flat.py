@@ -1,7 +1,4 @@
-"""Where tensors of many parameters lie in one flat buffer, so that they travel in one copy.
-
-Owns offsets only; who allocates a buffer and what is in it is decided elsewhere.
-"""
+"""Where the tensors of many parameters lie in one flat buffer, so that they travel in one copy."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 64
-"""Every tensor begins at a multiple of so many elements: a cache line or more for every dtype."""
+"""Every tensor begins at a multiple of this number of elements: a cache line or more for every dtype."""
 
 
 def aligned(numel: int) -> int:
@@ -36,12 +33,12 @@ _Member = TypeVar("_Member", bound=Shaped)
 
 
 class FlatLayout(Generic[_Member]):
-    """Tensors one after another, each dense.
+    """Dense tensors one after another, with gaps that align them.
 
     Attributes:
         states: what has a place, in order.
         offsets: first element of each.
-        numel: elements of the buffer, with the gaps that align the tensors.
+        numel: elements of the buffer, with the gaps.
     """
 
     def __init__(self, states: Sequence[_Member]) -> None:

@@ -1,27 +1,19 @@
-"""Which parts of a stretch of memory are free.
+"""A first-fit free list over the bytes of one block of memory.
 
-Owns numbers only: no memory, no threads. The lowest gap that is large enough is allocated, and what is freed joins its
-neighbours, so that buffers of a few recurring sizes find their places again at every step.
+What is freed joins its neighbours, so that buffers of a few recurring sizes find their places again at every step.
 """
 
 from __future__ import annotations
 
 
 class Gaps:
-    """The free ranges of `size` bytes, sorted; no two of them touch.
-
-    Args:
-        size: bytes of the whole stretch, all free.
-
-    Attributes:
-        ranges: first byte, and the byte after the last, of every gap.
-    """
+    """The free ranges of `size` bytes: sorted pairs of first byte and end, no two of which touch."""
 
     def __init__(self, size: int) -> None:
         self.ranges = [(0, size)] if size else []
 
     def allocate(self, size: int) -> int | None:
-        """Return the first byte of a range that is no longer free; None where no gap has `size` bytes."""
+        """Return the first byte of a range that was free; None where no gap has `size` bytes."""
         for index, (begin, end) in enumerate(self.ranges):
             if end - begin >= size:
                 self.ranges[index : index + 1] = [(begin + size, end)] if end - begin > size else []

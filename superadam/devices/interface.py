@@ -1,8 +1,7 @@
-"""What the scheduler asks of a device: streams, events, copies and memory.
+"""The interface of devices: streams, events, copies and memory, as the scheduler uses them.
 
-A subclass of `Device` can be passed to `OffloadScheduler(device=...)`. It owns its streams and its memory. Copies run
-in the order of their stream; nothing else is ordered but by events.
-An event is fresh for each use: waiting on one that was never recorded would silently order nothing.
+A subclass of `Device` can be passed to `OffloadScheduler(device=...)`. Copies run in the order of their stream; nothing
+else is ordered except by events. Every use takes a fresh event: waiting on one never recorded would order nothing.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from superadam.devices.worker import ThreadWorker, Work, Worker
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkSums:
-    """Where the norm of gradients goes: one entry for each chunk of `superadam.kernels.native.CHUNK` elements of each.
+    """Where the norm of gradients is written: one entry per `superadam.kernels.native.CHUNK` elements of each gradient.
 
     Attributes:
-        sums: fp64, sums of squares, with the bits of the kernels of the CPU.
+        sums: fp64, sums of squares, with the bits of the CPU kernels.
         nonfinite: int64, counts of Inf and NaN.
     """
 
@@ -35,7 +34,7 @@ class ChunkSums:
 
     @staticmethod
     def over(buffer: Tensor) -> ChunkSums:
-        """Return both in one fp64 buffer, whose numel is twice the number of chunks."""
+        """Return both as views of one fp64 buffer of two elements per chunk."""
         chunks = buffer.numel() // 2
         return ChunkSums(buffer[:chunks], buffer[chunks:].view(torch.int64))
 
@@ -58,27 +57,24 @@ class Event(Protocol):
         """Return whether the point has passed, at once."""
 
     def passed_at(self) -> float:
-        """Return when it passed, seconds of `time.perf_counter()`; only once it has."""
+        """Return when it passed, in seconds of `time.perf_counter()`; only once it has."""
 
     def synchronize(self) -> None:
         """Block the calling thread, without spinning and with the GIL released, until the point has passed."""
 
 
 class Device(abc.ABC):
-    """Streams, events, copies and memory of the device that holds the model.
-
-    Attributes:
-        has_link: whether tensors travel between the model's memory and the host's.
-    """
+    """Streams, events, copies and memory of the device that holds the model."""
 
     has_link = True
+    """Whether tensors are copied between the model's memory and the host's."""
 
     @abc.abstractmethod
     def is_host(self, tensor: Tensor) -> bool:
-        """Whether kernels on the CPU may read and write this tensor as soon as Python can."""
+        """Whether CPU kernels may read and write this tensor as soon as Python can."""
 
     def mark_ready(self) -> None:  # noqa: B027 a device may have one stream
-        """A gradient was made on the current stream, and is to be packed later, perhaps with another one current.
+        """Note that a gradient was made on the current stream, to be packed later, perhaps from another stream.
 
         Called only where `has_link`.
         """
@@ -87,37 +83,36 @@ class Device(abc.ABC):
     def pack(
         self, gradients: Sequence[Tensor], layout: FlatLayout[Any], dtype: torch.dtype, norm: ChunkSums | None = None
     ) -> Tensor:
-        """Return gradients, converted to `dtype`, in one flat buffer of our own on the device.
+        """Return gradients, converted to `dtype`, in one new flat buffer on the device.
 
-        Runs on the current stream, behind every stream that was marked, so that gradients may be dropped when the call
-        returns.
+        Runs on the current stream, behind every marked stream; gradients may be dropped once it returns.
 
         Args:
             gradients: one for each member of the layout, of its shape.
             layout: of the buffer; its gaps may hold anything.
             dtype: of the buffer.
-            norm: gets the norm of what is in the buffer, one tensor after another; asked only of a device that makes
-                steps in place (`superadam.kernels.kept_step.StepsInPlace`).
+            norm: receives the norm of what is in the buffer, one tensor after another; passed only to a device that
+                runs steps in place (`superadam.kernels.kept_step.StepsInPlace`).
         """
 
     def free_bytes(self) -> int | None:
-        """Return how much of the device's memory nobody has taken or will need; None where nobody knows."""
+        """Return how much of the device's memory is free and will stay so; None where that is unknown."""
         return None
 
     @abc.abstractmethod
     def scatter(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         """Enqueue copies of each source into its target to the current stream, past version counters.
 
-        What fills a source on another stream is to be waited for before, and its memory recorded for the current one.
+        The caller waits for what fills a source on another stream, and records its memory for the current stream.
 
         Args:
             sources: dense, each of the shape of its target, on the device or in memory from `host_empty`.
-            targets: distinct tensors, of whatever strides.
+            targets: distinct tensors, of any strides.
         """
 
     @abc.abstractmethod
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a flat buffer in host memory that copies can reach without detours."""
+        """Return a flat buffer in host memory that the device copies from and to directly."""
 
     @abc.abstractmethod
     def empty(self, numel: int, dtype: torch.dtype, stream: Stream) -> Tensor:
@@ -140,11 +135,11 @@ class Device(abc.ABC):
         """Keep a buffer's memory until `stream` has passed its present end, even if the buffer is dropped before."""
 
     def reserve(self, pending_bytes: int, largest_bytes: int, spill_bytes: int) -> None:  # noqa: B027 may need nothing
-        """Get the host's memory ready, once, before the first step.
+        """Allocate host memory, once, before the first step.
 
         Args:
             pending_bytes: what stays on the host together for a whole step, and longer.
-            largest_bytes: the largest buffer that travels, either way.
+            largest_bytes: the largest buffer that is copied, in either direction.
             spill_bytes: what waits on the device as far as that has memory, and on the host otherwise.
 
         Raises:
@@ -152,12 +147,12 @@ class Device(abc.ABC):
         """
 
     def close(self) -> None:  # noqa: B027
-        """Give back what was reserved; what is asked for later is not reserved."""
+        """Release what was reserved; later buffers come from memory that is not reserved."""
 
     def idle_cores(self) -> int:
         """Return how many CPU cores of this process are idle while the model computes."""
         return len(os.sched_getaffinity(0))
 
     def start_worker(self, idle: Work) -> Worker:
-        """Return what runs jobs beside the training thread, and `idle` while there is none, until it returns False."""
+        """Return what runs jobs next to the training thread, and `idle` between jobs until it returns False."""
         return ThreadWorker(idle)

@@ -1,10 +1,7 @@
-"""Host memory that a GPU copies from and to without detours.
+"""Host memory that a GPU copies from and to directly: pinned slabs, and what is held for copies under way.
 
-Owns pinned slabs and what is held for copies under way. What does not fit into the slabs lies in pageable memory, which
-is slower and otherwise the same. It knows events, but neither streams nor what the memory is for.
-
-A slab is pinned once, before training: torch's own pinned memory is rounded up to powers of two, and pinning in the
-middle of a step holds up the device.
+What does not fit into the slabs lies in pageable memory, which is slower and otherwise the same. Slabs are pinned
+before training: torch's own pinned memory is rounded up to powers of two, and pinning during a step stalls the device.
 """
 
 from __future__ import annotations
@@ -23,19 +20,11 @@ from superadam.devices.slab import PinningError, Registrar, Slab, gigabytes
 
 _logger = logging.getLogger("superadam")
 
-
 _Held = dict[Hashable, collections.deque[tuple[Event, Tensor]]]
 
 
 class PinnedMemory:
-    """Hands out host memory, from any thread.
-
-    Args:
-        registrar: pins slabs.
-
-    Attributes:
-        pageable_bytes: of all requests that did not fit into the slabs.
-    """
+    """Allocates host memory, from any thread; `pageable_bytes` counts all requests that did not fit into the slabs."""
 
     def __init__(self, registrar: Registrar) -> None:
         self.pageable_bytes = 0
@@ -51,11 +40,9 @@ class PinnedMemory:
         return sum(slab.size for slab in self._slabs)
 
     def grow(self, size: int, largest: int) -> None:
-        """Pin more memory; where not all of it can be pinned, as much as can, with a warning.
+        """Pin `size` more bytes; where not all of them can be pinned, as many as can, with a warning.
 
-        Args:
-            size: bytes.
-            largest: bytes of the largest buffer that is to fit; a smaller slab would be of no use.
+        A slab smaller than `largest`, the largest buffer that is to fit, would be of no use.
         """
         missing = attempt = size = max(size, largest)
         refusal: PinningError | None = None
@@ -93,18 +80,15 @@ class PinnedMemory:
         return torch.empty(numel, dtype=dtype, device="cpu")
 
     def hold_until(self, tensor: Tensor, event: Event, queue: Hashable) -> None:
-        """Keep a tensor's memory, pinned or pageable, until an event has passed, even if it is dropped before.
+        """Keep a tensor's memory, pinned or pageable, until an event has passed, even if the tensor is dropped before.
 
-        Args:
-            tensor: over memory from `empty`.
-            event: what to wait for.
-            queue: events of one queue pass in the order in which they are named here.
+        Events of one queue must pass in the order in which they are given here.
         """
         with self._lock:
             self._held.setdefault(queue, collections.deque()).append((event, tensor))
 
     def close(self) -> None:
-        """Wait for what is held, then give every slab back as soon as no tensor lies in it; later ones are pageable."""
+        """Wait for what is held and release every slab once no tensor lies in it; later tensors are pageable."""
         with self._lock:
             held = dict(self._held)
             self._held.clear()
@@ -112,7 +96,7 @@ class PinnedMemory:
         _settle(held)
 
     def _drop_passed(self) -> None:
-        passed = []  # dropped outside the lock: that may run anybody's finalizers
+        passed = []  # dropped outside the lock: that may run other finalizers
         with self._lock:
             for queue in self._held.values():
                 while queue and queue[0][0].query():

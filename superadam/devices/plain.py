@@ -1,7 +1,7 @@
-"""The device of models that lie in host memory: everything is done when the call returns.
+"""The device of models in host memory: everything is done when the call returns.
 
-Gradients need no copy and parameters are written where they are, so that here a schedule only moves work to another
-thread. Parameters that kernels cannot write, because they are not dense or not on the CPU, are copied as well.
+Gradients need no copy and parameters are written where they are, so that a schedule only moves work to another thread.
+Parameters that kernels cannot write, because they are not dense or not on the CPU, are copied as well.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class PassedEvent:
 
 
 class PlainDevice(Device):
-    """Host memory; the streams are all the same: the calling thread."""
+    """Host memory; every stream is the calling thread."""
 
     has_link = False
 
@@ -55,7 +55,7 @@ class PlainDevice(Device):
     def pack(
         self, gradients: Sequence[Tensor], layout: FlatLayout[Any], dtype: torch.dtype, norm: ChunkSums | None = None
     ) -> Tensor:
-        """Copy one gradient after another to the host, where the CPU takes their norm later."""
+        """Copy one gradient after another to the host, where the CPU computes their norm later."""
         buffer = torch.empty(layout.numel, dtype=dtype, device="cpu")
         for view, gradient in zip(layout.views(buffer), gradients, strict=True):
             view.copy_(gradient.detach())
@@ -90,8 +90,8 @@ class PlainDevice(Device):
         """Return at once."""
 
     def reserve(self, pending_bytes: int, largest_bytes: int, spill_bytes: int) -> None:
-        """Look whether there is room for new values; gradients stay where torch has put them."""
-        with suppress(OSError, ValueError):  # then nobody knows what there is
+        """Check that there is room for new values; gradients stay where torch has put them."""
+        with suppress(OSError, ValueError):  # available memory is unknown
             available = HostMemory.of(Host()).available
             if spill_bytes > available:
                 raise MemoryError(

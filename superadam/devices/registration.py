@@ -1,7 +1,4 @@
-"""Pins memory of ours with the driver of CUDA or HIP.
-
-Owns the two calls and their errors.
-"""
+"""Pins host memory with the driver of CUDA or HIP."""
 
 from __future__ import annotations
 
@@ -18,21 +15,13 @@ PORTABLE = 1
 
 
 class CudaRegistrar:
-    """A `Registrar` by way of the runtime that torch has loaded.
-
-    Args:
-        device: whose context the calls are made in.
-    """
+    """A `Registrar` that calls the runtime that torch has loaded, in the context of `device`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def register(self, address: int, size: int) -> None:
-        """Pin `size` bytes from `address` on, which takes long for many of them.
-
-        Raises:
-            PinningError: the driver refuses.
-        """
+        """Pin `size` bytes from `address` on, which is slow; raises PinningError where the driver refuses."""
         with torch.cuda.device(self._device):
             cudart = _runtime()
             code = cudart.cudaHostRegister(address, size, PORTABLE)
@@ -46,11 +35,7 @@ class CudaRegistrar:
                 )
 
     def unregister(self, address: int) -> None:
-        """Undo `register`.
-
-        Raises:
-            PinningError: the driver refuses.
-        """
+        """Undo `register`; raises PinningError where the driver refuses."""
         with torch.cuda.device(self._device):
             cudart = _runtime()
             code = cudart.cudaHostUnregister(address)
@@ -58,10 +43,9 @@ class CudaRegistrar:
                 raise PinningError(f"the driver refused to unpin host memory ({self._reason(cudart, code)})")
 
     def _reason(self, cudart: Any, code: Any) -> str:
-        """Return what an error code means, and make the runtime forget the error.
+        """Return what an error code means, and clear the error.
 
-        The runtime remembers the last error of a thread until somebody asks for it: torch does after its next kernel,
-        and would raise it there.
+        The runtime keeps a thread's last error until it is read: torch would raise it after its next kernel.
         """
         with suppress(RuntimeError):
             torch.zeros(1, device=self._device)
@@ -69,5 +53,4 @@ class CudaRegistrar:
 
 
 def _runtime() -> Any:
-    """Return the functions of the runtime that torch calls itself."""
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]

@@ -1,9 +1,9 @@
-"""A simulated asynchronous device: host memory that behaves as badly as a real device may.
+"""A simulated asynchronous device in host memory, which behaves as badly as a real device may.
 
 Copies happen late, in any order that streams and events allow, drawn from a seed; waiting on an event that was not
-recorded orders nothing; memory that is dropped is filled with NaN at once, or when the stream it was kept for has
-passed. A schedule that lacks a wait computes with wrong values here, which plain host execution would hide. The
-model's own computations run at once: they are the current stream, and only what we enqueue there is late.
+recorded orders nothing; dropped memory is filled with NaN at once, or when the stream it was recorded for has passed. A
+schedule that lacks a wait computes wrong values here, which plain host execution would hide. The model's own
+computations run at once: they are the current stream, and only what we enqueue there is late.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ class SimulatedEvent:
         return self.has_passed
 
     def passed_at(self) -> float:
-        """Return when the device got there."""
+        """Return when the device reached the point."""
         return self._passed_at
 
     def synchronize(self) -> None:
-        """Run the device until the point has passed; returns at once if it was never recorded."""
+        """Run the device until the point has passed; return at once if it was never recorded."""
         self._device.run_until(self)
 
 
 @dataclass(slots=True)
 class Operation:
-    """Something enqueued to a stream: runs once the events before it have passed, then lets `event` pass."""
+    """Something enqueued to a stream: runs once the events in `after` have passed, then lets `event` pass."""
 
     run: Callable[[], None]
     after: tuple[SimulatedEvent, ...] = ()
@@ -71,7 +71,7 @@ class Operation:
 
 @dataclass(slots=True)
 class Block:
-    """Memory handed out, and the points that must pass before it may be used again."""
+    """Allocated memory, and the points that must pass before it may be reused."""
 
     storage: torch.UntypedStorage
     kept_for: list[tuple[Stream, SimulatedEvent]] = field(default_factory=list)
@@ -87,7 +87,7 @@ def _poison(storage: torch.UntypedStorage) -> None:
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """Return a tensor over the same memory whose life and version counter are its own, as an address is.
+    """Return a tensor over the same memory whose lifetime and version counter are its own.
 
     It owns the storage. Its memory may still be taken away by `resize_` on the storage: see `_has_memory`.
     """
@@ -97,7 +97,7 @@ def _alias(tensor: Tensor) -> Tensor:
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    """Whether a storage still holds all elements of a tensor over it: torch touches memory without looking."""
+    """Whether a storage still holds all elements of a tensor over it: torch accesses memory without checking."""
     if tensor.numel() == 0:
         return True
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -107,11 +107,11 @@ def _has_memory(tensor: Tensor) -> bool:
 class SimulatedDevice(Device):
     """Streams that run when the seed says so.
 
-    It does not tell its free memory, so that nothing is kept on it but by explicit wish: measured times would decide.
+    It does not report its free memory, so that state stays on it only on request, and never because of measured times.
 
     Args:
         seed: decides every choice; the same seed gives the same run.
-        eagerness: chance that one more operation runs whenever the device is touched; 0 leaves everything to waits.
+        eagerness: chance that one more operation runs whenever the device is used; 0 leaves everything to waits.
     """
 
     can_update = True
@@ -135,7 +135,7 @@ class SimulatedDevice(Device):
         ]
 
     def _run_one(self) -> bool:
-        with deferred_signals(), self._lock:  # no device hears signals
+        with deferred_signals(), self._lock:  # signals do not interrupt a device
             streams = self._runnable()
             if not streams:
                 return False
@@ -146,12 +146,12 @@ class SimulatedDevice(Device):
         return True
 
     def progress(self) -> None:
-        """Let the device go on for as long as the seed says."""
+        """Run operations for as long as the seed says."""
         while self._random.random() < self._eagerness and self._run_one():
             pass
 
     def run_until(self, event: SimulatedEvent) -> None:
-        """Let the device go on until the event has passed."""
+        """Run operations until the event has passed."""
         with self._lock:
             while event.is_recorded and not event.has_passed:
                 if not self._run_one():
@@ -172,7 +172,7 @@ class SimulatedDevice(Device):
     def pack(
         self, gradients: Sequence[Tensor], layout: FlatLayout[Any], dtype: torch.dtype, norm: ChunkSums | None = None
     ) -> Tensor:
-        """Return device memory that is filled when the current stream gets there; NaN lies between the gradients."""
+        """Return device memory that is filled when the current stream gets there, with NaN between the gradients."""
         self.progress()
         packed = self._allocate(layout.numel, dtype)
         targets = layout.views(_alias(packed))
@@ -267,7 +267,7 @@ class SimulatedDevice(Device):
 
 
 def _let_views_keep(buffer: Tensor) -> None:
-    """Let views of a buffer keep it alive, also those made in a dispatch mode, where torch does not note their base."""
+    """Let views of a buffer keep it alive, also those made in a dispatch mode, where torch records no base."""
     owner = weakref.ref(buffer)
 
     def as_strided(*layout: Any) -> Tensor:

@@ -1,8 +1,7 @@
-"""One stretch of host memory that the GPU's driver knows, and the tensors that lie in it.
+"""A slab of pinned host memory, and the tensors allocated in it.
 
-Owns the mapping, its registration, and which ranges are taken. The storage of a tensor holds a lease on its range, and
-the lease holds the slab: a range is free again when no tensor and no view over it is left, and the slab goes when
-nobody uses it and its last range is free.
+The storage of a tensor holds a lease on its range, and the lease holds the slab: a range is free again when no tensor
+and no view over it is left, and the slab is released when it is no longer referenced and its last range is free.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class PinningError(RuntimeError):
 
 
 class Registrar(Protocol):
-    """Makes pageable memory pinned and back."""
+    """Pins memory and unpins it."""
 
     def register(self, address: int, size: int) -> None:
         """Pin `size` bytes from `address` on; raises `PinningError`."""
@@ -43,14 +42,9 @@ class Registrar(Protocol):
 
 
 class Slab:
-    """Pinned memory, handed out in ranges. Not thread-safe, except that ranges come back from whatever thread.
+    """Pinned memory of `size` bytes, rounded up to whole pages, handed out in ranges; raises PinningError.
 
-    Args:
-        size: bytes, rounded up to whole pages.
-        registrar: pins them.
-
-    Raises:
-        PinningError: there is no room to map them, or the registrar refuses.
+    Not thread-safe, except that ranges may be returned from any thread.
     """
 
     def __init__(self, size: int, registrar: Registrar) -> None:
@@ -70,7 +64,7 @@ class Slab:
             memory.close()
             raise
         self._gaps = Gaps(self.size)
-        # Leases end in any thread at any moment, also while this very object is at work: they only add a line here.
+        # Leases end in any thread at any moment, also while this object is in use: they only append here.
         self._returned: collections.deque[tuple[int, int]] = collections.deque()
         weakref.finalize(self, _let_go, memory, self._address, registrar, os.getpid()).atexit = False
 
@@ -88,7 +82,7 @@ class Slab:
 
     @property
     def free(self) -> list[tuple[int, int]]:
-        """First byte, and the byte after the last, of every range that is not taken."""
+        """First byte and end of every range that is not taken."""
         self._collect()
         return self._gaps.ranges
 
@@ -109,7 +103,7 @@ def gigabytes(size: int) -> str:
 
 def _let_go(memory: mmap.mmap, address: int, registrar: Registrar, process: int) -> None:
     """Unregister and unmap what no lease needs any more."""
-    if os.getpid() != process:  # which inherited neither the mapping nor the driver; another one may lie there now
+    if os.getpid() != process:  # a fork inherited neither mapping nor driver; another mapping may be there now
         _left_to_parent.append(memory)
         return
     try:

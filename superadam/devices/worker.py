@@ -1,7 +1,6 @@
-"""One thread that runs jobs beside the training thread, in order.
+"""A worker thread that runs jobs in order, next to the training thread.
 
-Owns the queue and what went wrong in it. A job that raises stops the queue; the error is raised in the training thread
-at its next call, and everything queued behind it is discarded. It knows nothing of what the jobs do.
+A job that raises stops the queue: later jobs are discarded, and the training thread's next call raises the error.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from collections.abc import Callable
 _logger = logging.getLogger("superadam")
 
 _LOOK_SECONDS = 1.0
-"""How often a thread that waits for the worker's looks whether that is still alive."""
+"""How often a thread that waits for the worker's thread checks that it is still alive."""
 
 Job = Callable[[bool], object]
-"""Something to run once; gets whether the training thread waits for it."""
+"""Something to run once; its argument is whether the training thread waits for it."""
 
 Work = Callable[[], bool]
-"""Something to run while nothing else waits: does one short piece, and returns whether there was one."""
+"""Something to run while there are no jobs: does one short piece, and returns whether there was one."""
 
 
 class WorkerError(RuntimeError):
@@ -33,11 +32,7 @@ class WorkerError(RuntimeError):
 
 
 def _refuse_fork(process: int) -> None:
-    """Raise in a child that was forked from this process: a thread is not there, and a device is not to be touched.
-
-    Raises:
-        RuntimeError: this is another process.
-    """
+    """Raise RuntimeError in a child forked from this process: it lacks the thread, and must not use the device."""
     if os.getpid() != process:
         raise RuntimeError(
             "the scheduler's worker belongs to the process that this one was forked from; close() the scheduler "
@@ -46,11 +41,7 @@ def _refuse_fork(process: int) -> None:
 
 
 class Worker(abc.ABC):
-    """Runs jobs in order, beside or interleaved with the caller.
-
-    Args:
-        idle: work for while there are no jobs.
-    """
+    """Runs jobs in order, and `idle` while there are none, concurrently or interleaved with the caller."""
 
     def __init__(self, idle: Work) -> None:
         self._idle = idle
@@ -63,19 +54,15 @@ class Worker(abc.ABC):
 
     @abc.abstractmethod
     def submit(self, job: Job) -> None:
-        """Add a job; it is discarded if an earlier one has failed, which `drain` tells."""
+        """Add a job; it is discarded if an earlier one has failed, which `drain` raises."""
 
     @abc.abstractmethod
     def drain(self) -> None:
-        """Return when every submitted job is done.
-
-        Raises:
-            WorkerError: a job failed.
-        """
+        """Return when every submitted job is done; raises WorkerError where one failed."""
 
     @abc.abstractmethod
     def wake(self) -> None:
-        """Say that there may be idle work now."""
+        """Signal that idle work may be available."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -93,7 +80,7 @@ class Worker(abc.ABC):
 class ThreadWorker(Worker):
     """A daemon thread that sleeps while it has nothing to do.
 
-    Its queue and locks are taken by single calls into C: a signal's handler that raises leaves none of them half taken.
+    Its queue and locks are acquired by single calls into C, which a signal handler that raises cannot leave half done.
     """
 
     def __init__(self, idle: Work) -> None:
@@ -108,11 +95,7 @@ class ThreadWorker(Worker):
         atexit.register(self._end_with_interpreter)  # which would kill the thread inside C++, and abort
 
     def submit(self, job: Job) -> None:
-        """Add a job, unless an earlier one has failed.
-
-        Raises:
-            RuntimeError: the worker is closed, or belongs to the process that this one was forked from.
-        """
+        """Add a job, unless an earlier one has failed; raises RuntimeError when closed, or in a forked process."""
         _refuse_fork(self._process)
         if self._is_closed:
             raise RuntimeError("the scheduler's worker is closed; make a new OffloadScheduler")
@@ -125,12 +108,7 @@ class ThreadWorker(Worker):
         return self._finished >= self._submitted
 
     def drain(self) -> None:
-        """Wait for every submitted job.
-
-        Raises:
-            WorkerError: a job failed.
-            RuntimeError: the worker belongs to the process that this one was forked from.
-        """
+        """Wait for every submitted job; raises WorkerError where one failed, and RuntimeError in a forked process."""
         _refuse_fork(self._process)
         passed = threading.Lock()
         passed.acquire()
@@ -147,7 +125,7 @@ class ThreadWorker(Worker):
         self._raise_error()
 
     def wake(self) -> None:
-        """Say that there may be idle work now."""
+        """Signal that idle work may be available."""
         self._calls.put(bool)
 
     def close(self) -> None:
@@ -159,7 +137,7 @@ class ThreadWorker(Worker):
         atexit.unregister(self._end_with_interpreter)
 
     def _end_with_interpreter(self) -> None:
-        """Let the running job finish and forget the others: nobody waits for them any more."""
+        """Let the running job finish and discard the others."""
         if os.getpid() == self._process:
             self._is_abandoned = True
             self.close()

@@ -1,1 +1,1 @@
-"""Gradients that were taken, and what stands for them in `.grad`."""
+"""Gradients that the optimizer has taken from `.grad`, and the tensors that replace them there."""

@@ -2,7 +2,7 @@
 
 A handle has the gradient's shape, strides, dtype and device, and no memory. Norms and products with one scalar are
 answered or recorded; reads are computed from the gradient. A write or an alias gives the gradient back: `.grad` is an
-ordinary tensor again, and handles that are still held elsewhere forward to it. No handle serves a second gradient.
+ordinary tensor again, and handles that are still referenced forward to it. No handle serves a second gradient.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ aten = torch.ops.aten
 class GradientHandle(torch.Tensor):
     """A gradient that was taken, as the rest of a program sees it.
 
-    Several may stand for one: what `detach()`, `.data` or a view of the same shape of one returns is an alias of it.
+    One gradient may have several: `detach()`, `.data` or a view of the same shape returns an alias of the handle.
     Replacing the memory of one does not change the other.
     """
 
@@ -90,7 +90,7 @@ class GradientHandle(torch.Tensor):
     requires_grad = property(torch.Tensor.requires_grad.__get__, requires_grad_)  # type: ignore[attr-defined,arg-type]
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """As in torch. Does not give back while a compiler looks at it, which must not see `.grad` change."""
+        """As in torch. Does not give back while a compiler traces, which must not see `.grad` change."""
         return super().untyped_storage() if _is_tracing() else _memory(self).untyped_storage()
 
     def __copy__(self) -> Tensor:
@@ -108,7 +108,7 @@ class GradientHandle(torch.Tensor):
 
 
 def _is_tracing() -> bool:
-    """Return whether a compiler looks at tensors."""
+    """Return whether a compiler traces tensors."""
     compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")  # importing it takes seconds
     is_collecting = bool(getattr(compiled_autograd, "compiled_autograd_enabled", False))
     return is_collecting or torch.compiler.is_compiling() or TracingContext.try_get() is not None
@@ -122,12 +122,11 @@ def _value(tensor: Tensor) -> Tensor:
 
 
 def _copy(handle: GradientHandle) -> Tensor:
-    """Return the values in memory of their own."""
     return _value(handle).detach().clone()
 
 
 def _memory(handle: GradientHandle) -> Tensor:
-    """Give back, and return the ordinary tensor; let code in C++ that holds the handle find its memory."""
+    """Give back, and return the ordinary tensor; let C++ code that holds the handle find its memory."""
     taken = handle.taken
     given = taken.give_back()
     if handle.is_alias and taken.alias is not None:
@@ -138,7 +137,7 @@ def _memory(handle: GradientHandle) -> Tensor:
 
 
 def _set_memory(handle: GradientHandle, memory: Tensor) -> Tensor:
-    """Let the handle itself have the memory of an ordinary tensor, and return another one with that memory."""
+    """Give the handle itself the memory of an ordinary tensor, and return another tensor with that memory."""
     with torch.inference_mode(False):  # within the dispatcher, only this lets the setter reach autograd
         given = memory.detach()
         torch.Tensor.data.__set__(handle, given)  # type: ignore[attr-defined]
@@ -222,15 +221,15 @@ def _run(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for handle in _handles_at(written, args, kwargs):
         given = _memory(handle)
         if not given.is_inference():
-            torch.autograd.graph.increment_version(given)  # the dispatcher counts a version of the handle only
+            torch.autograd.graph.increment_version(given)  # the dispatcher only increments the handle's
     return _map(result, lambda tensor: passed.get(id(tensor), tensor))  # `g.add_(1)` returns g
 
 
 @functools.cache
 def _places(operation: Any) -> tuple[_Places, _Places]:
-    """Return place and name of arguments that are written to, and of those that results may be aliases of, too."""
+    """Return place and name of arguments that are written to, and of those that results may alias as well."""
     places = [(it.alias_info, (place, it.name)) for place, it in enumerate(operation._schema.arguments)]
-    is_trusted = operation.namespace in ("aten", "_c10d_functional")  # schemas of others may conceal what is written to
+    is_trusted = operation.namespace in ("aten", "_c10d_functional")  # other schemas may hide what is written to
     return (
         [where for alias, where in places if alias is not None and alias.is_write],
         [where for alias, where in places if alias is not None or not is_trusted],
@@ -263,7 +262,7 @@ def _detach(operation: Any, tensor: Tensor, size: list[int] | None = None) -> An
 
 
 def _foreach_norm(operation: Any, tensors: list[Tensor], ord: Any = 2, dtype: Any = None) -> Any:
-    """Answer with norms that torch has taken before."""
+    """Answer with norms that torch has computed before."""
     if ord != 2 or dtype is not None:
         return NotImplemented
     norms: list[Tensor | None] = []
@@ -304,7 +303,7 @@ def _is_scalar_for(every: list[TakenGradient], value: Any) -> bool:
 
 
 def _record(factor: Factor, operation: Any, tensors: list[Tensor], *arguments: Any) -> None:
-    """Record a product on the gradients that were taken, and do it to the other tensors."""
+    """Record a product on the gradients that were taken, and apply it to the other tensors."""
     for taken in _all_taken(tensors):
         taken.record(factor)
     others = [tensor for tensor in tensors if _taken(tensor) is None]
@@ -313,7 +312,7 @@ def _record(factor: Factor, operation: Any, tensors: list[Tensor], *arguments: A
 
 
 def _unscale(operation: Any, tensors: list[Tensor], found: Tensor, inverse: Tensor) -> Any:
-    """Look for Inf and NaN, and record the product with the inverse of a loss scale."""
+    """Check for Inf and NaN, and record the product with the inverse of a loss scale."""
     if any(type(it) is not Tensor or it.numel() != 1 or it.dtype != torch.float32 for it in (found, inverse)):
         return NotImplemented
     for taken in _all_taken(tensors):
@@ -329,7 +328,7 @@ def _unscale(operation: Any, tensors: list[Tensor], found: Tensor, inverse: Tens
 
 
 def _accumulate(operation: Any, tensor: Tensor, other: Any, *, alpha: Any = 1) -> Any:
-    """Let a sum in a wider dtype take in the next micro-batch, as autograd adds it."""
+    """Add the next micro-batch to a sum in a wider dtype, as autograd adds it."""
     taken = _taken(tensor)
     if taken is None or not taken.is_sum or taken.factors or alpha != 1:
         return NotImplemented
@@ -362,7 +361,7 @@ def taken_of(tensor: Tensor | None) -> TakenGradient | None:
 
 
 def _references(parameter: Any) -> tuple[int, ...]:
-    """Count who holds the gradient and its memory, with this function itself."""
+    """Count the references to the gradient and its memory, with those of this function."""
     gradient = parameter.grad
     storage = gradient.untyped_storage()
     in_python = sys.getrefcount(gradient), sys.getrefcount(storage)
@@ -375,16 +374,16 @@ _USUAL = _references(_alone)
 
 
 def is_exclusive(parameter: Any) -> bool:
-    """Return whether nothing but `.grad` holds the gradient or its memory; the caller must not, either."""
+    """Return whether only `.grad` refers to the gradient and its memory; the caller must not, either."""
     return parameter.grad.layout is torch.strided and all(map(operator.le, _references(parameter), _USUAL))
 
 
 def take_gradient(parameter: Tensor, owner: Any = None, holder: GradientHolder | None = None) -> TakenGradient | None:
     """Take the gradient out of `.grad` and leave a handle there; None, and no change, where it cannot be taken.
 
-    It can if it is an ordinary dense tensor without a graph, which neither the caller nor anything else holds. The
-    local gradient of a DTensor is taken without that last condition: it is a part of a buffer that FSDP2 lets go.
-    The owner has the parameter as `parameter`; the holder is asked and told about the gradient. Both are held weakly.
+    It can if it is an ordinary dense tensor without a graph that neither the caller nor anything else references. The
+    local gradient of a DTensor is taken without that last condition: it is part of a buffer that FSDP2 releases. The
+    owner has the parameter as `parameter`; the holder answers questions about the gradient. Both are referenced weakly.
     """
     if type(parameter.grad) is Tensor and not is_exclusive(parameter):
         return None

@@ -1,4 +1,4 @@
-"""A gradient that was taken from `.grad`, and the products that were recorded on it since.
+"""A gradient that was taken from `.grad`, and the products recorded on it since.
 
 What torch would hold in `.grad` is computed on demand from the gradient as it arrived, with torch's own operations and
 rounding. The record must not keep the parameter alive: its `.grad` leads back here.
@@ -21,20 +21,20 @@ from torch import Tensor
 
 
 class GradientHolder(Protocol):
-    """What took gradients, and answers for them."""
+    """What took gradients, and answers questions about them."""
 
     def nonfinite_of(self, taken: TakenGradient) -> int | None:
         """Return the count of Inf and NaN in the gradient as it arrived; None if they were not counted."""
 
     def norm_was_asked(self, taken: TakenGradient) -> None:
-        """Torch was asked for the 2-norm of this gradient in a list (`torch._foreach_norm`)."""
+        """Note that `torch._foreach_norm` was called for the 2-norm of this gradient, in a list."""
 
     def was_given_back(self, taken: TakenGradient) -> None:
         """`.grad` is an ordinary gradient again; called once, after it is."""
 
 
 class FactorKind(enum.Enum):
-    """What a recorded product was, by torch's name; a GradScaler unscales by the inverse of the loss scale."""
+    """The operation of a recorded product, by torch's name; a GradScaler unscales by the inverse of the loss scale."""
 
     MULTIPLY = "mul_"
     DIVIDE = "div_"
@@ -58,7 +58,7 @@ class Factor:
         return float(self.value)
 
     def apply(self, gradient: Tensor) -> None:
-        """Do to `gradient`, which is on the device of the original, what torch was asked to do."""
+        """Do to `gradient`, which is on the device of the original, what torch was called to do."""
         if self.kind is FactorKind.UNSCALE:
             found = torch.zeros((), dtype=torch.float32, device=gradient.device)
             torch._amp_foreach_non_finite_check_and_unscale_([gradient], found, self.value)
@@ -107,7 +107,7 @@ class TakenGradient:
 
     @property
     def parameter(self) -> Tensor | None:
-        """The tensor whose `.grad` this was; None if its owner is gone."""
+        """The tensor whose `.grad` this was; None once its owner is gone."""
         return getattr(self._owner(), "parameter", None)
 
     # -- values --------------------------------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ class TakenGradient:
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device).copy_(gradient)
 
     def _as_it_was(self, pending: Tensor) -> Tensor:
-        """Return `pending` in the dtype, layout and place of the gradient; itself where it is so."""
+        """Return `pending` with the dtype, strides and device of the gradient; itself where it has them."""
         if pending.dtype == self.dtype and pending.device == self.device and pending.stride() == self.strides:
             return pending
         return self._copy_of(pending)
@@ -153,12 +153,12 @@ class TakenGradient:
     # -- factors -------------------------------------------------------------------------------------------------------
 
     def record(self, factor: Factor) -> None:
-        """Record a product whose value nobody else can change."""
+        """Record a product whose value must not change afterwards."""
         if isinstance(factor.value, Tensor) or factor.value != 1:
             self.factors.append(factor)
 
     def scale(self) -> float | None:
-        """Return the one number that the gradient is multiplied with; None if one product would round otherwise.
+        """Return the one number that the gradient is multiplied with; None where one product would round differently.
 
         That is 1.0 without factors, else a single finite factor of at most 1 on an fp32 or fp64 gradient, rounded as
         torch rounds it: to the gradient's dtype. Reads factors from their device.
@@ -196,11 +196,11 @@ class TakenGradient:
     def give_back(self) -> Tensor:
         """Make `.grad` an ordinary gradient again, in memory of its own, and return it.
 
-        Where `.grad` holds something else, or refuses it because the parameter has become another, it is left as it is.
+        Where `.grad` holds something else, or the parameter has another dtype or shape by now, it is left as it is.
         """
         if self.given is not None:
             return self.given
-        with torch.inference_mode(False):  # or no versions are counted
+        with torch.inference_mode(False):  # inference tensors have no version counters
             value = self.value()
             given = self._copy_of(value) if value is self.pending else value
             self.given, self.alias = given, given.detach()
@@ -211,7 +211,7 @@ class TakenGradient:
         local: Any = getattr(gradient, "_local_tensor", None)  # of a DTensor
         if getattr(gradient, "taken", None) is self:
             continue_version(given, gradient)
-            with suppress(RuntimeError):  # another dtype or shape meanwhile: the handle forwards to `given`
+            with suppress(RuntimeError):  # another dtype or shape by now: the handle forwards to `given`
                 parameter.grad = given
         elif getattr(local, "taken", None) is self:
             continue_version(given, local)
@@ -223,7 +223,7 @@ class TakenGradient:
 
 
 def continue_version(tensor: Tensor, predecessor: Tensor) -> None:
-    """Let the versions of `tensor` go on from those of the tensor whose place it takes."""
+    """Raise the version counter of `tensor` to that of the tensor that it replaces."""
     behind = 0 if predecessor.is_inference() else predecessor._version - tensor._version
     if behind > 0:
         torch.autograd.graph.increment_version([tensor] * behind)

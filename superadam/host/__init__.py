@@ -1,1 +1,1 @@
-"""What the machine says of itself, and what runs on which of its cores."""
+"""The host machine: its CPUs, memory and control groups, and the signals of the process."""

@@ -1,7 +1,4 @@
-"""The control groups of this process: where the kernel writes how much time and memory they are allowed.
-
-Owns the paths, for both versions of the interface. What the files there hold is read by who needs it.
-"""
+"""The control groups (cgroups) that limit this process: where their files are, in both versions of the interface."""
 
 from __future__ import annotations
 
@@ -12,24 +9,14 @@ from superadam.host.machine import Host
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A control group.
-
-    Attributes:
-        version: of the interface, 1 or 2; files have other names in each.
-        directory: where they lie; there may be no such directory.
-    """
+    """A control group; its files have other names in version 1 than in version 2."""
 
     version: int
-    directory: str
+    directory: str  # may not exist
 
 
 def groups_of(host: Host, controller: str) -> list[Group]:
-    """Return the groups that bind this process, and their parents, whose limits hold as well.
-
-    Args:
-        host: the machine.
-        controller: "cpu" or "memory".
-    """
+    """Return the groups that limit this process's "cpu" or "memory", with their parents, whose limits hold as well."""
     found = []
     for line in host.read_or("/proc/self/cgroup", "0::/").splitlines():
         _, controllers, path = line.split(":", 2)

@@ -1,7 +1,4 @@
-"""The machine and the process: what files, environment and other programs say of them.
-
-Owns every such access, so that tests can put a made-up machine in its place.
-"""
+"""Access to the machine's files, environment and programs, in one place so that tests can substitute a machine."""
 
 from __future__ import annotations
 
@@ -12,16 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 COMMAND_SECONDS = 10.0
-"""How long another program may take to answer; nvidia-smi takes a second or two where no daemon runs."""
+"""Timeout of other programs; nvidia-smi takes a second or two where no daemon runs."""
 
 
 def _run(words: Sequence[str]) -> str:
-    """Return what a program prints.
-
-    Raises:
-        OSError: there is no such program.
-        subprocess.SubprocessError: it failed or took too long.
-    """
+    """Return what a program prints; raises OSError or subprocess.SubprocessError."""
     return subprocess.run(words, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=True).stdout
 
 
@@ -31,30 +23,19 @@ def _affinity() -> frozenset[int]:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A machine.
+    """A machine; `run` runs a program and returns what it prints, or raises OSError or subprocess.SubprocessError."""
 
-    Attributes:
-        root: where its file system begins.
-        environment: variables of the process.
-        affinity: CPUs that the process may run on.
-        run: runs a program and returns what it prints; raises OSError or subprocess.SubprocessError.
-    """
-
-    root: Path = Path("/")
+    root: Path = Path("/")  # of its file system
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
-    affinity: frozenset[int] = field(default_factory=_affinity)
+    affinity: frozenset[int] = field(default_factory=_affinity)  # CPUs that the process may run on
     run: Callable[[Sequence[str]], str] = _run
 
     def path(self, path: str) -> Path:
-        """Return where the file `path`, written from `/`, lies."""
+        """Return where the file with the absolute path `path` lies below `root`."""
         return self.root / path.lstrip("/")
 
     def read(self, path: str) -> str:
-        """Return the text of a file without the white space around it.
-
-        Raises:
-            OSError: it cannot be read.
-        """
+        """Return the text of a file, stripped; raises OSError where it cannot be read."""
         return self.path(path).read_text(errors="replace").strip()
 
     def read_or(self, path: str, default: str) -> str:
@@ -65,7 +46,7 @@ class Host:
             return default
 
     def glob(self, pattern: str) -> list[str]:
-        """Return the paths, written from `/`, that match a pattern, sorted; none where a directory cannot be read."""
+        """Return the absolute paths that match a pattern, sorted; none where a directory cannot be read."""
         try:
             return sorted("/" + str(path.relative_to(self.root)) for path in self.root.glob(pattern.lstrip("/")))
         except OSError:
@@ -73,11 +54,7 @@ class Host:
 
 
 def cpus_of(text: str) -> frozenset[int]:
-    """Return the numbers in a list as the kernel writes it: "0-3,8,10-11".
-
-    Raises:
-        ValueError: the text is no such list.
-    """
+    """Return the numbers in a list as the kernel writes it, such as "0-3,8,10-11"; raises ValueError for other text."""
     numbers: set[int] = set()
     for part in filter(None, text.replace("\n", ",").split(",")):
         first, _, last = part.partition("-")
@@ -86,7 +63,7 @@ def cpus_of(text: str) -> frozenset[int]:
 
 
 def ranges_of(numbers: frozenset[int]) -> str:
-    """Return the shortest list that `cpus_of` reads back."""
+    """Return the shortest list that `cpus_of` parses to these numbers."""
     parts: list[list[int]] = []
     for number in sorted(numbers):
         if parts and parts[-1][-1] == number - 1:

@@ -1,7 +1,4 @@
-"""How much memory of the host this process may still take, and how much of it it may lock.
-
-Owns where these figures come from; what they are compared with is decided elsewhere.
-"""
+"""How much memory of the host this process may still take, and how much of it it may lock."""
 
 from __future__ import annotations
 
@@ -18,27 +15,15 @@ UNLIMITED = 1 << 60
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """Bytes of memory.
+    """Bytes of host memory."""
 
-    Attributes:
-        total: of the machine.
-        available: what can be taken without swapping: of the machine, or of this process's control groups where they
-            leave less.
-        lockable: what RLIMIT_MEMLOCK lets this process lock; None where it sets no limit.
-    """
-
-    total: int
-    available: int
-    lockable: int | None
+    total: int  # of the machine
+    available: int  # without swapping: of the machine, or of this process's control groups where they leave less
+    lockable: int | None  # RLIMIT_MEMLOCK; None for no limit
 
     @classmethod
     def of(cls, host: Host) -> Self:
-        """Return what there is now.
-
-        Raises:
-            OSError: there is no /proc/meminfo.
-            ValueError: it lacks MemTotal or MemAvailable.
-        """
+        """Return the present values; raises OSError without /proc/meminfo, and ValueError where that lacks a line."""
         lines = dict(line.split(":", 1) for line in host.read("/proc/meminfo").splitlines() if ":" in line)
         missing = {"MemTotal", "MemAvailable"} - set(lines)
         if missing:
@@ -49,13 +34,13 @@ class HostMemory:
 
 
 def lockable_bytes() -> int | None:
-    """Return how much memory this process may lock, or None where it sets no limit."""
+    """Return how much memory this process may lock (RLIMIT_MEMLOCK), or None for no limit."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if limit == resource.RLIM_INFINITY else limit
 
 
 def _left_in(host: Host, group: Group) -> int | None:
-    """Return the bytes that a group leaves, with its file cache that can be dropped; None where it sets no limit."""
+    """Return the bytes that a group leaves, counting file cache that can be dropped; None where it sets no limit."""
     if group.version == 2:
         names = ("memory.max", "memory.current", "inactive_file")
     else:

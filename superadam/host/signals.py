@@ -1,7 +1,7 @@
-"""Lets signals wait while something is changed that must be changed wholly or not at all.
+"""Defers signal handlers while something is changed that must be changed wholly or not at all.
 
 Python runs the handlers of signals between any two instructions of the main thread, and a handler may raise, as that of
-Ctrl-C does. A signal that is left to its default action, such as ending the process, is not held up.
+Ctrl-C does. A signal that is left to its default action, such as ending the process, is not deferred.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NOTHING = nullcontext()
 def deferred_signals() -> AbstractContextManager[None]:
     """Return a context inside which no handler runs; those that are due run at its end.
 
-    It does nothing inside another one, and in other threads than the main one, where no handler runs.
+    It does nothing inside another one, and in threads other than the main one, where no handler runs.
     """
     if _active or threading.current_thread() is not threading.main_thread():
         return _NOTHING
@@ -36,8 +36,6 @@ def deferred_signals() -> AbstractContextManager[None]:
 
 
 class _DeferredSignals:
-    """The context; see above."""
-
     def __init__(self) -> None:
         self._due: list[tuple[int, FrameType | None]] = []
         self._handlers: dict[int, Any] = {}

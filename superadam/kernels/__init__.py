@@ -1,1 +1,1 @@
-"""The compiled kernels, the formula that they follow, and the scalars that they take."""
+"""Compiled CPU kernels, the Adam formula that they implement, and the scalars that they take."""

@@ -1,4 +1,4 @@
-"""Element types of tensors, as the kernels name them."""
+"""The torch dtypes of parameters and gradients that the kernels take, with the kernels' names for them."""
 
 from __future__ import annotations
 
@@ -12,4 +12,3 @@ DTYPES = {
     torch.float16: Dtype.FLOAT16,
     torch.float64: Dtype.FLOAT64,
 }
-"""Of parameters and gradients that the kernels take."""

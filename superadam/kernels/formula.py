@@ -1,9 +1,8 @@
-"""The oracle: Adam's formula, the casts and the gradient norm in plain numpy, every operation correctly rounded.
+"""Numpy reference of Adam's formula, the casts and the gradient norm; the kernels have to match its bits.
 
-Owns what the right bits are: the kernels are compared with it. `adam_formula` stands beside the function of the same
-name in `cpu/adam_formula.h`, with the same names in the same order. It runs in the precision of its arrays, fp32 or
-fp64; speed is of no concern. It must never call a kernel, and relies on the floating-point control register of the
-calling thread being as the process started (round to nearest, denormals kept).
+Every operation is correctly rounded in the precision of the arrays, fp32 or fp64; no kernel is called, and speed is of
+no concern. `adam_formula` has the names and the order of its counterpart in `cpu/adam_formula.h`. The floating-point
+control register of the calling thread must be as the process started: round to nearest, denormals kept.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from superadam.kernels.hyperparameters import Coefficients
 from superadam.kernels.native import Flag
 
 Array = npt.NDArray[Any]
-"""An array of float32 or float64, or a numpy scalar of these."""
+"""A float32 or float64 array or numpy scalar."""
 
 CHUNK = 4096
-"""Elements of a gradient that are summed together."""
+"""Consecutive elements of a gradient whose squares are summed together."""
 
 LANES = 16
 """Virtual lanes of a sum: lane i takes the elements i, i + 16, i + 32, ... of its chunk."""
@@ -31,18 +30,11 @@ LANES = 16
 def adam_formula(
     k: Coefficients, g: Array, m: Array, v: Array, vmax: Array, p: Array
 ) -> tuple[Array, Array, Array, Array]:
-    """Return the new (p, m, v, vmax) after one step with the gradient `g`.
+    """Return the new (p, m, v, vmax) after one step with the gradient `g`; without amsgrad `vmax` is returned as it is.
 
     Kingma & Ba, "Adam", arXiv 1412.6980, Algorithm 1; AMSGrad: Reddi et al., arXiv 1904.09237; decoupled decay:
-    Loshchilov & Hutter, arXiv 1711.05101; the order of operations is that of torch.optim's fused CPU kernel.
-
-    Args:
-        k: the scalars of the step; double ones for fp64 arrays.
-        g: gradient, of the dtype and shape of `p`, as are the others.
-        m: first moment.
-        v: second moment.
-        vmax: largest second moment so far; returned as it is without amsgrad.
-        p: parameter.
+    Loshchilov & Hutter, arXiv 1711.05101; the order of operations is that of torch.optim's fused CPU kernel. All arrays
+    have the dtype and shape of `p`; for fp64 arrays `k` holds fp64 scalars.
     """
     real = p.dtype.type
     s, decay, wd, w, b2, c2, nss, bc2s, eps = map(real, (k.s, k.decay, k.wd, k.w, k.b2, k.c2, k.nss, k.bc2s, k.eps))
@@ -81,9 +73,9 @@ def fma(a: Array, b: Array, c: Array) -> Array:
 def _fma_float32(a: Array, b: Array, c: Array) -> Array:
     """Round the exact a * b + c to odd in double, then to nearest in fp32.
 
-    The product of two fp32 numbers is exact in double. Rounding to odd keeps in the last bit whether anything was cut
-    off, and 53 bits are more than 24 + 2, so the second rounding sees every tie as what it is (Boldo & Melquiond,
-    "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd", 2008).
+    The product of two fp32 numbers is exact in double. Rounding to odd records in the last bit whether anything was cut
+    off, and 53 bits are more than 24 + 2, so the second rounding recognizes every tie (Boldo & Melquiond, "Emulation of
+    FMA and correctly rounded sums: proved algorithms using rounding to odd", 2008).
     """
     product, addend = np.broadcast_arrays(np.float64(a) * np.float64(b), np.float64(c))
     total = product + addend

@@ -1,6 +1,6 @@
-"""Hyper-parameters of one parameter group, captured by value, and the scalars that the kernels take.
+"""Hyper-parameters of a parameter group, captured by value, and the scalars that the kernels take.
 
-Every scalar is computed in double and rounded once to the precision of the state. This is the only place that does it.
+Every scalar is computed in double and rounded once to the precision of the state, and only here.
 """
 
 from __future__ import annotations
@@ -29,11 +29,7 @@ _USUAL_TYPES = (*(float for _ in _NUMBERS), *(bool for _ in _FLAGS))
 
 @dataclass(frozen=True, slots=True)
 class Hyperparameters:
-    """What Adam's formula depends on beside tensors and the step; the fields mean what they mean in `torch.optim.Adam`.
-
-    Raises:
-        ValueError: a value is not finite or outside the range that torch.optim.Adam allows.
-    """
+    """The arguments of `torch.optim.Adam` that its formula depends on; raises ValueError for values out of range."""
 
     lr: float
     beta1: float
@@ -57,11 +53,7 @@ class Hyperparameters:
 
     @staticmethod
     def of_group(group: Mapping[str, Any]) -> Hyperparameters:
-        """Return the present values of a `torch.optim` parameter group; tensors are read out to Python numbers.
-
-        Raises:
-            ValueError: a value is not finite or outside its range.
-        """
+        """Return the present values of a parameter group, tensors read out; raises ValueError for an invalid one."""
         betas = group["betas"]
         if not isinstance(betas, tuple | list) or len(betas) != 2:
             raise ValueError(f"Invalid betas: {described(betas)}; expected a pair of numbers")
@@ -73,7 +65,7 @@ class Hyperparameters:
 
 
 def number_of(value: object) -> float | None:
-    """Return a real number, or that of a one-element tensor, as a float; None where there is none."""
+    """Return a real number, or that of a one-element tensor, as a float; None for anything else."""
     with suppress(OverflowError, RuntimeError):  # beyond every double; on the meta device
         if isinstance(value, numbers.Real):
             return float(value)
@@ -83,7 +75,7 @@ def number_of(value: object) -> float | None:
 
 
 def described(value: object) -> str:
-    """Return how errors show a value: a tensor's dtype and shape, of anything else its text if that is short."""
+    """Return how errors show a value: dtype and shape of a tensor, else its text if that is short."""
     with suppress(Exception):  # of nested tensors, or of numbers with thousands of digits
         if not isinstance(value, Tensor):
             text = reprlib.repr(value)
@@ -134,13 +126,9 @@ class Coefficients:
     @staticmethod
     @functools.lru_cache(maxsize=1024)
     def at_step(hyper: Hyperparameters, step: int, scale: float = 1.0, *, double: bool = False) -> Coefficients:
-        """Return the scalars for step `step`, counted from 1, with gradients multiplied by `scale`.
+        """Return the scalars of step `step`, counted from 1, rounded to fp32; `double`: to fp64, for fp64 parameters.
 
-        Args:
-            hyper: the group's values.
-            step: the step that the update makes, at least 1.
-            scale: clip coefficient times unscale factor.
-            double: round to fp64, for fp64 parameters, instead of fp32.
+        `scale` multiplies the gradient: the clip coefficient times the unscale factor.
         """
 
         def rounded(value: float) -> float:

@@ -1,4 +1,4 @@
-"""The step of a parameter whose state is on the device, and what can make it there."""
+"""One step of a parameter whose state is kept on the device, and the interface of devices that can run it."""
 
 from __future__ import annotations
 
@@ -13,41 +13,27 @@ from superadam.kernels.hyperparameters import Coefficients
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptStep:
-    """State on the device, and what a step reads and writes beside it.
+    """What one step of one parameter reads and writes on the device.
 
-    All tensors are dense, lie on the device and have the parameter's elements in the order of memory of its state.
-
-    Attributes:
-        master, exp_avg, exp_avg_sq: the state, fp32, or fp64 for fp64 parameters.
-        max_exp_avg_sq: with amsgrad.
-        gradient: of the step, neither scaled nor clipped.
-        parameter: the working copy.
-        coefficients: index of the step's coefficients.
+    All tensors are dense, on the device, and have the elements of the parameter in the memory order of its state. The
+    state is fp32, or fp64 for fp64 parameters.
     """
 
     master: Tensor
     exp_avg: Tensor
     exp_avg_sq: Tensor
-    max_exp_avg_sq: Tensor | None
-    gradient: Tensor
-    parameter: Tensor
-    coefficients: int
+    max_exp_avg_sq: Tensor | None  # None without amsgrad
+    gradient: Tensor  # neither scaled nor clipped
+    parameter: Tensor  # the working copy
+    coefficients: int  # index into the coefficient sets
 
 
 @runtime_checkable
 class StepsInPlace(Protocol):
-    """A device that can make steps where the model is.
-
-    Attributes:
-        can_update: whether it can indeed: a GPU needs Triton.
-    """
+    """A device that can run steps where the model is."""
 
     can_update: bool
+    """Whether it really can: a GPU needs Triton."""
 
     def update(self, steps: Sequence[KeptStep], sets: Sequence[Coefficients]) -> None:
-        """Enqueue steps in place to the current stream, past version counters.
-
-        Args:
-            steps: of distinct parameters.
-            sets: coefficients that the steps index.
-        """
+        """Enqueue steps of distinct parameters to the current stream, past version counters; they index `sets`."""

@@ -1,7 +1,6 @@
-"""The compiled kernels as Python functions over numpy tables of pointers.
+"""The compiled kernels as Python functions over numpy tables of pointers; chooses instruction set and threads.
 
-Owns the choice of instruction set and the number of threads. It is the only module that imports the C extension; it
-knows arrays and coefficients, nothing of PyTorch, and must never print or abort.
+The only module that imports the C extension. It knows nothing of PyTorch, and never prints or aborts.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import numpy.typing as npt
 from superadam._kernels import ffi, lib
 
 CHUNK: int = lib.SUPERADAM_CHUNK
-"""Elements whose squares are summed together; see `superadam_segment.sums` in `cpu/cdef.h`."""
+"""Consecutive elements whose squares are summed together; see `superadam_segment.sums` in `cpu/cdef.h`."""
 
 
 class Dtype(enum.IntEnum):
@@ -119,9 +118,9 @@ def _check_isa(name: str, source: str) -> str:
 
 
 def active_isa() -> str:
-    """Return the instruction set in use: `SUPERADAM_ISA` if that is set when first asked, else the best runnable one.
+    """Return the instruction set in use: `SUPERADAM_ISA` if that is set at the first call, else the best runnable one.
 
-    Logs one warning when that leaves only the scalar kernels and `SUPERADAM_ISA` did not ask for them.
+    Logs one warning when that leaves only the scalar kernels and `SUPERADAM_ISA` does not request them.
 
     Raises:
         ValueError: `SUPERADAM_ISA` names an instruction set that is unknown or cannot run here.
@@ -180,7 +179,7 @@ def set_num_threads(count: int) -> None:
 
 
 def chunk_count(length: int) -> int:
-    """Return how many chunks, and so entries of `sums` and `nonfinite`, a segment of `length` elements has."""
+    """Return the number of chunks, and so of entries of `sums` and `nonfinite`, for `length` elements."""
     return -(-length // CHUNK)
 
 
@@ -201,7 +200,7 @@ def run(
         segments: 1-D C-contiguous array of dtype `SEGMENT`.
         coefficients: 1-D C-contiguous array of dtype `COEFFICIENTS` that the segments index.
         isa: instruction set; default `active_isa()`.
-        threads: at most so many threads; default `get_num_threads()`.
+        threads: the largest number of threads; default `get_num_threads()`.
 
     Raises:
         ValueError: the table does not fit the pass; nothing was read or written.
@@ -236,20 +235,16 @@ def move_like(
 ) -> int:
     """Move what `which` moves for a table of one segment, without its arithmetic; `out` is filled with ones.
 
-    The arrays must be aligned to 64 bytes and the length a multiple of `CHUNK`; state that the pass updates keeps its
-    bits.
+    Arrays must be aligned to 64 bytes and the length a multiple of `CHUNK`. State that the pass updates keeps its bits.
+    Returns the sum modulo 2^32 of all 32-bit words of the arrays that were only read.
 
     Args:
         which: the pass.
         segments: 1-D array of dtype `SEGMENT` with one entry.
         burst: elements of one array that are touched before the next array, a power of two from 32 to `CHUNK`.
         prefetch: distance of the software prefetch in bytes, 0 for none.
-        stream_out: write `out` past the caches.
-        stream_state: write the state past the caches.
-        threads: at most so many threads; default `get_num_threads()`.
-
-    Returns:
-        The sum modulo 2^32 of all 32-bit words of the arrays that were only read.
+        stream_out, stream_state: whether `out` or the state is written past the caches.
+        threads: the largest number of threads; default `get_num_threads()`.
 
     Raises:
         ValueError: the segment does not fit the pass; nothing was read or written.
