@@ -54,20 +54,10 @@ def build_parser() -> Parser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-<<<<<<< HEAD
-    """Run one command and return its exit status.
-
-    Args:
-        arguments: the words after `superadam`; default those of this process.
-    """
+    """Run one command and return its exit status; `arguments` are the words after `superadam`."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - for as long as the process lives
-=======
-    """Run one command and return its exit status; `arguments` are the words after `superadam`."""
-    parser = build_parser()
-    parsed = parser.parse_args(arguments)
->>>>>>> h-prose2
     try:
         parsed = build_parser().parse_args(arguments)
         status = int(parsed.run(parsed))

@@ -24,13 +24,8 @@ from superadam.cli.usage import UsageError
 
 FILE_NAME = "checkpoint.pt"
 
-<<<<<<< HEAD
 FORMAT = "superadam train, 5"
-"""Stands in every checkpoint; a later layout counts on."""
-=======
-FORMAT = "superadam train, 4"
 """Stored in every checkpoint; a later layout gets the next number."""
->>>>>>> h-prose2
 
 
 def save(trainer: Trainer, folder: Path) -> Path:
