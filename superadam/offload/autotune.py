@@ -1,11 +1,12 @@
-"""Autotuning of the placement: chooses once, from the times of the first steps, how many buckets stay on the device.
+"""Autotuning of the placement: how many buckets stay on the device, from the times of the last steps.
 
-Everything else is chosen before the first step.
+It goes on for as long as training does, because batch sizes change and layers get frozen. Everything else is chosen
+before the first step.
 """
 
 from __future__ import annotations
 
-import itertools
+import collections
 import logging
 from dataclasses import replace
 
@@ -21,12 +22,15 @@ from superadam.offload.placement import (
     last_parameters,
     numel_of_buckets,
     rate,
+    saved_share,
 )
 
 _logger = logging.getLogger("superadam")
 
-WARM_UP_STEPS = 2  # not measured: the first step of a parameter is never speculated on
-MEASURED_STEPS = 2  # after those
+AGREEING_STEPS = 3  # in a row, before anything moves
+LEAST_GAIN = 0.05  # of the time from the first bucket to the worker's end: what keeping more must save
+RATED_BUCKETS = 32  # whose times count for the worker's rate
+REMEMBERED_STEPS = 4  # of which the one with the most parameters gives the order
 FREE_SHARE = 0.8  # of the device's free memory, what state may take: fragments and peaks need the rest
 LEAST_BYTES_PER_ELEMENT = 12  # of state on the device: master and moments
 BYTES_PER_ELEMENT = 16 + 4  # at most: with amsgrad, and the gradient as well
@@ -66,20 +70,22 @@ class Autotuner:
         )
         self._check_room(self.placement.gpu_buckets * self.placement.bucket_numel)
         self.order: list[Tensor] = []
+        self._orders: collections.deque[list[Tensor]] = collections.deque(maxlen=REMEMBERED_STEPS)
         self._ready: dict[bool, list[Tensor]] = {False: [], True: []}  # of this step, by whether they stay
-        self._buckets = 0  # of this step that travelled
-        self._steps = 0
+        self._buckets = 0  # of this step
         self._step: list[BucketTimes] = []  # times of this step
-        self._measured: list[list[BucketTimes]] = []
-        self._is_measuring = isinstance(gpu_buckets, str) and can_keep and threads > 0
+        self._rated: collections.deque[BucketTimes] = collections.deque(maxlen=RATED_BUCKETS)
+        self._wanted: list[int] = []  # what the last steps asked for, all more or all less than there is
+        self._most: int | None = None  # that the device had memory for
+        self._is_automatic = isinstance(gpu_buckets, str) and can_keep and threads > 0
 
     def add_bucket(self, bucket: Bucket) -> None:
         """Record a bucket of this step that is ready."""
         self._ready[bucket.is_kept] += [state.parameter for state in bucket.states]
-        self._buckets += not bucket.is_kept
+        self._buckets += 1
 
     def add_times(self, times: BucketTimes) -> None:
-        """Record a bucket of this step that was speculated on; called by the worker."""
+        """Record a bucket of this step that was speculated on, or is kept; called by the worker."""
         self._step.append(times)
 
     def end_step(self) -> bool:
@@ -89,23 +95,46 @@ class Autotuner:
         buckets, self._buckets = self._buckets, 0
         if not ready:
             return False
-        is_new = False
-        if len(ready) >= len(self.order):
-            is_new = self.placement.gpu_buckets > 0 and set(map(id, ready)) != set(map(id, self.order))
-            self.order = ready
-        self._steps += 1
-        is_timed = len(times) == buckets and any(one.is_hidden for one in times)
-        if self._is_measuring and self._steps > WARM_UP_STEPS and is_timed:
-            self._measured.append(times)
-            if len(self._measured) == MEASURED_STEPS:
-                self._is_measuring = False
-                self.placement = self._chosen()
-                _logger.info("placement: %s", self.placement)
-                return True
-        return is_new
+        self._orders.append(ready)
+        order, self.order = self.order, max(reversed(self._orders), key=len)
+        self._rated += [one for one in times if one.is_hidden and not one.is_kept]
+        if self._is_automatic and len(times) == buckets and self._rated and self._has_new_choice(times):
+            _logger.info("placement: %s", self.placement)
+            return True
+        return self.placement.gpu_buckets > 0 and set(map(id, order)) != set(map(id, self.order))
+
+    def _has_new_choice(self, times: list[BucketTimes]) -> bool:
+        """Change the placement where the last steps agree; return whether it has changed."""
+        now, seconds_per_byte = self.placement.gpu_buckets, rate(self._rated)
+        wanted = self._wanted_buckets(times, seconds_per_byte)
+        is_gain = saved_share(times, seconds_per_byte, wanted * self.placement.bucket_numel) >= LEAST_GAIN
+        if wanted == now or (wanted > now and not is_gain):
+            self._wanted = []
+            return False
+        self._wanted = [one for one in self._wanted if (one > now) == (wanted > now)] + [wanted]
+        if len(self._wanted) < AGREEING_STEPS:
+            return False
+        chosen = min(self._wanted, key=lambda one: abs(one - now))
+        self.placement, self._wanted = replace(self.placement, gpu_buckets=chosen), []
+        return True
+
+    def _wanted_buckets(self, times: list[BucketTimes], seconds_per_byte: float) -> int:
+        numel, kept_now = self.placement.bucket_numel, sum(one.elements for one in times if one.is_kept)
+        free = (self._device.free_bytes() or 0) + LEAST_BYTES_PER_ELEMENT * kept_now
+        affordable = int(free * FREE_SHARE) // BYTES_PER_ELEMENT
+        kept = elements_to_keep(times, seconds_per_byte, affordable)
+        rounded_up = replace(self.placement, gpu_buckets=-(-kept // numel))
+        fits = sum(one.numel() for one in last_parameters(self.order, rounded_up)) <= affordable
+        wanted = rounded_up.gpu_buckets if fits else kept // numel
+        return wanted if self._most is None else min(wanted, self._most)
+
+    def shrink(self) -> None:
+        """Keep half as many buckets, and never more from now on: the device has no memory for the present number."""
+        self._most = self.placement.gpu_buckets // 2
+        self.placement, self._wanted = replace(self.placement, gpu_buckets=self._most), []
 
     def place(self, placement: Placement) -> None:
-        """Change the placement and stop measuring.
+        """Change the placement, which is not automatic any more.
 
         Raises ValueError where buckets are to be kept but cannot be, or the worker would have to be created or ended;
         MemoryError where the device has no room for them.
@@ -118,7 +147,7 @@ class Autotuner:
                 f"num_threads is {placement.num_threads}, but the scheduler was made with "
                 f"{self.placement.num_threads}, and a worker can neither come nor go; make another scheduler"
             )
-        self._is_measuring = False
+        self._is_automatic = False
         self.placement = placement
 
     def _check_can_keep(self, gpu_buckets: int | str) -> None:
@@ -138,12 +167,3 @@ class Autotuner:
                 f"the state that is to stay on the device takes {needed / 1e9:.2f} GB, but {free / 1e9:.2f} GB are "
                 "free there; keep fewer buckets, or leave gpu_buckets at 'auto'"
             )
-
-    def _chosen(self) -> Placement:
-        hidden = [one for one in itertools.chain.from_iterable(self._measured) if one.is_hidden]
-        affordable = int((self._device.free_bytes() or 0) * FREE_SHARE) // BYTES_PER_ELEMENT
-        kept = elements_to_keep(self._measured[-1], rate(hidden), affordable)
-        numel = self.placement.bucket_numel
-        rounded_up = replace(self.placement, gpu_buckets=-(-kept // numel))
-        fits = sum(one.numel() for one in last_parameters(self.order, rounded_up)) <= affordable
-        return rounded_up if fits else replace(self.placement, gpu_buckets=kept // numel)

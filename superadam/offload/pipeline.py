@@ -118,6 +118,8 @@ class Pipeline:
         transaction.add_pending(pending, norm_in(norms))
         self._statistics.kept_buckets += 1
         elements = sum(state.shape.numel() for state in pending)
+        moved = sum(_moved_bytes(state, record, fuses=True) for state, record in pending.items())
+        self._autotuner.add_times(BucketTimes(elements, moved, arrived.passed_at(), is_kept=True))
         self._trace.add("norm to host", "download", sent, time.perf_counter(), elements=elements)
 
     def _speculate(
@@ -136,6 +138,7 @@ class Pipeline:
             for record in pending.values():
                 record.place = None
         written = {id(one.place.shadow): one.place.shadow for one in pending.values() if one.place is not None}
+        moved = sum(_moved_bytes(state, one, fuses=state.phase is Phase.ACCEPTED) for state, one in pending.items())
         with torch.no_grad():
             transaction.speculate(pending, None if is_awaited else self._num_threads())
         for shadow in written.values():
@@ -146,7 +149,7 @@ class Pipeline:
         self._count_work("adam" if written else "norm", begin, elements)
         if written:
             seconds, ready = time.perf_counter() - begin, arrived.passed_at()
-            self._autotuner.add_times(BucketTimes(elements, ready, seconds, is_hidden=not is_awaited))
+            self._autotuner.add_times(BucketTimes(elements, moved, ready, seconds, is_hidden=not is_awaited))
 
     def _num_threads(self) -> int:
         return min(self._autotuner.placement.num_threads, native.get_num_threads())
@@ -196,3 +199,11 @@ class Pipeline:
     def close(self) -> None:
         """Finish what is under way, and end the worker."""
         self._worker.close()
+
+
+def _moved_bytes(state: ParameterState, record: Pending, *, fuses: bool) -> int:
+    """Return what a pass reads and writes for this parameter: state, gradient, new value, and to commit as it goes."""
+    per_element = 3 * state.dtype.itemsize + record.gradient.itemsize + state.parameter_dtype.itemsize
+    if fuses:
+        per_element += 3 * state.dtype.itemsize + record.gradient.itemsize
+    return state.shape.numel() * per_element

@@ -39,23 +39,28 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class BucketTimes:
-    """Times of one bucket of a measured step.
+    """Times of one bucket of a step.
 
     Attributes:
-        ready: seconds of `time.perf_counter()` when it had arrived on the host.
+        bytes: moved by the pass that speculated on it, which may have committed the step before as well; of a kept
+            bucket, what that pass would move.
+        ready: seconds of `time.perf_counter()` when its gradients, or their norm, had arrived on the host.
         worker_seconds: time that it took there.
         is_hidden: whether the model computed meanwhile, so that the worker used the placement's number of threads.
+        is_kept: whether its step is made on the device.
     """
 
     elements: int
+    bytes: int
     ready: float
-    worker_seconds: float
-    is_hidden: bool
+    worker_seconds: float = 0.0
+    is_hidden: bool = True
+    is_kept: bool = False
 
 
 def rate(times: Sequence[BucketTimes]) -> float:
-    """Return the worker's median seconds per element over some buckets."""
-    return statistics.median(one.worker_seconds / max(1, one.elements) for one in times)
+    """Return the worker's median seconds per byte over some buckets: passes differ in bytes, not in speed."""
+    return statistics.median(one.worker_seconds / max(1, one.bytes) for one in times)
 
 
 def numel_of_buckets(total: int, least: int = LEAST_NUMEL) -> int:
@@ -63,26 +68,37 @@ def numel_of_buckets(total: int, least: int = LEAST_NUMEL) -> int:
     return max(least, min(DEFAULT_NUMEL, total // LEAST_BUCKETS))
 
 
-def elements_to_keep(step: Sequence[BucketTimes], seconds_per_element: float, affordable: int) -> int:
+def worker_ends(step: Sequence[BucketTimes], seconds_per_byte: float) -> list[float]:
+    """Return when the worker would be done if only the first 0, 1, 2, ... buckets of a step travelled."""
+    ends = [step[0].ready]
+    for one in step:
+        ends.append(max(ends[-1], one.ready) + one.bytes * seconds_per_byte)
+    return ends
+
+
+def elements_to_keep(step: Sequence[BucketTimes], seconds_per_byte: float, affordable: int) -> int:
     """Return how many trailing elements of a step to keep on the device.
 
     These are the fewest buckets with which the worker finishes the others about when backward ends, or as many as fit
-    if that is impossible. `step` holds the buckets, in the order in which they became ready, of a step that kept none;
-    `affordable` is the number of elements whose state the device can hold.
+    if that is impossible. `step` holds the buckets in the order in which they became ready, `affordable` is the number
+    of elements whose state the device can hold.
     """
     begin, end = step[0].ready, step[-1].ready
     allowed = end + SLACK_SHARE * (end - begin)
-    done, travelling = begin, 0
-    for one in step:
-        done = max(done, one.ready) + one.elements * seconds_per_element
-        if done > allowed:
-            break
-        travelling += one.elements
-    total = sum(one.elements for one in step)
-    fitting = max(
-        kept for kept in itertools.accumulate((one.elements for one in reversed(step)), initial=0) if kept <= affordable
-    )
-    return min(total - travelling, fitting)
+    in_time = sum(done <= allowed for done in worker_ends(step, seconds_per_byte)[1:])
+    kept = list(itertools.accumulate((one.elements for one in reversed(step)), initial=0))
+    return min(kept[len(step) - in_time], max(elements for elements in kept if elements <= affordable))
+
+
+def saved_share(step: Sequence[BucketTimes], seconds_per_byte: float, kept: int) -> float:
+    """Return by what share the time until the worker is done shrinks if `kept` trailing elements stay, not as now."""
+    ends, end = worker_ends(step, seconds_per_byte), step[-1].ready
+    now = max(end, ends[sum(not one.is_kept for one in step)])
+    elements, travelling = 0, len(step)
+    while travelling and elements < kept:
+        travelling -= 1
+        elements += step[travelling].elements
+    return (now - max(end, ends[travelling])) / max(now - step[0].ready, 1e-9)
 
 
 def last_parameters(order: Sequence[Tensor], placement: Placement) -> list[Tensor]:

@@ -273,15 +273,15 @@ class OffloadScheduler:
             self.tier.bring_home(state for state in states if id(state.parameter) not in self._bucketer.kept)
 
     def _make_room(self) -> None:
-        """Keep half as many buckets, because the device's memory is full."""
-        fewer = replace(self.placement, gpu_buckets=self.placement.gpu_buckets // 2)
+        """Keep half as many buckets, because the device has no memory for so many."""
+        before = self.placement.gpu_buckets
+        self._autotuner.shrink()
         _logger.warning(
             "the device has no memory left for the state of %d buckets, so their step was made on the host, and %d are "
             "kept from now on; free some, or set gpu_buckets",
+            before,
             self.placement.gpu_buckets,
-            fewer.gpu_buckets,
         )
-        self._autotuner.place(fewer)
         self._apply_placement()
 
     def _can_keep(self, parameter: Tensor) -> bool:

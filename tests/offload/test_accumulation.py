@@ -107,7 +107,7 @@ def test_announcement_ends_with_the_step() -> None:
 
 def test_gradient_that_was_added_to_one_of_before_counts_as_one() -> None:
     """As after a backward before the hooks were there, which nobody has counted."""
-    micro_batches = MicroBatches()
+    micro_batches = Accumulation()
     for micro in range(2):
         micro_batches.is_last(1, is_first=micro == 0)
     micro_batches.end_step(is_edited=False)

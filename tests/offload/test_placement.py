@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
+import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -21,13 +22,15 @@ from superadam.offload.placement import (
     last_parameters,
     numel_of_buckets,
     rate,
+    saved_share,
+    worker_ends,
 )
 
 SECONDS = st.floats(1e-6, 10.0)
 
 
 def bucket(elements: int = 1000, **changes: object) -> BucketTimes:
-    usual = BucketTimes(elements, ready=0.0, worker_seconds=1.0, is_hidden=True)
+    usual = BucketTimes(elements, bytes=elements, ready=0.0, worker_seconds=1.0)
     return replace(usual, **changes)  # type: ignore[arg-type]
 
 
@@ -95,6 +98,30 @@ def test_nothing_is_kept_where_the_cpu_is_fast_enough(sizes: list[int], affordab
     step = [bucket(size, ready=float(i)) for i, size in enumerate(sizes)]
     in_time = SLACK_SHARE * (len(sizes) - 1) / 1001
     assert elements_to_keep(step, in_time, affordable) == 0
+
+
+@given(steps(), SECONDS, st.integers(0, 12), st.integers(0, 12))
+def test_saved_share_compares_with_what_is_kept_now(
+    step: list[BucketTimes], seconds: float, now: int, then: int
+) -> None:
+    now, then = min(now, len(step)), min(then, len(step))
+    step = [replace(one, is_kept=number >= len(step) - now) for number, one in enumerate(step)]
+    kept = sum(one.elements for one in step[len(step) - then :])
+    ends, begin, end = worker_ends(step, seconds), step[0].ready, step[-1].ready
+    before = max(end, ends[len(step) - now]) - begin
+    saved = saved_share(step, seconds, kept)
+    assert saved <= 1.0
+    if kept == sum(one.elements for one in step if one.is_kept):
+        assert saved * max(before, 1e-9) <= 1e-6 * max(before, 1e-9) + 1e-9 or 0 in [one.elements for one in step]
+    if kept >= sum(one.elements for one in step if one.is_kept):
+        assert saved >= -1e-9 or 0 in [one.elements for one in step]
+
+
+def test_passes_of_other_bytes_have_one_rate() -> None:
+    """A bucket whose step before is committed in the same pass takes longer, at the same speed."""
+    alone = bucket(1000, bytes=18_000, worker_seconds=0.18)
+    fused = bucket(1000, bytes=34_000, worker_seconds=0.34)
+    assert rate([alone]) == pytest.approx(rate([fused, alone, fused]))
 
 
 # ---- bucket size and rate --------------------------------------------------------------------------------------------
