@@ -76,8 +76,8 @@ class CudaDevice(Device):
         self.pinned = PinnedMemory(CudaRegistrar(self.device))
         self._marked: dict[int, torch.cuda.Stream] = {}
         self._streams = {
-            stream: torch.cuda.Stream(device=self.device)  # type: ignore[no-untyped-call]
-            for stream in (Stream.DOWNLOAD, Stream.UPLOAD)
+            stream: torch.cuda.Stream(device=self.device, priority=priority)  # type: ignore[no-untyped-call]
+            for stream, priority in ((Stream.DOWNLOAD, 0), (Stream.UPLOAD, -1))  # new values are waited for
         }
         self._start = CudaEvent(self._streams[Stream.DOWNLOAD], None)
 

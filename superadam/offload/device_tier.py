@@ -61,6 +61,10 @@ class DeviceTier(StateTier):
                     "coefficients": int(index),
                 }
                 steps.append(KeptStep(**{**dict.fromkeys(_TENSORS), **self._held[state], **own}))
+            if arrived:  # not behind everything that the model has enqueued
+                self._device.wait(Stream.CURRENT, self._device.record(Stream.UPLOAD))
+                for tensor in (tensor for state in arrived for tensor in self._held[state].values()):
+                    self._device.record_stream(tensor, Stream.CURRENT)
             self._stepper.update(steps, sets)
         except BaseException:
             for state in arrived:
@@ -82,9 +86,9 @@ class DeviceTier(StateTier):
             del self._held[state]
 
     def _moved(self, tensor: Tensor) -> Tensor:
-        """Return a flat copy on the device, which the current stream may read."""
-        arriving = self._device.empty(tensor.numel(), tensor.dtype, Stream.CURRENT)
-        self._device.copy(arriving, _flat(tensor), Stream.CURRENT)
+        """Return a flat copy on the device, which the upload stream writes."""
+        arriving = self._device.empty(tensor.numel(), tensor.dtype, Stream.UPLOAD)
+        self._device.copy(arriving, _flat(tensor), Stream.UPLOAD)
         return arriving
 
 

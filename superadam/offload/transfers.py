@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import cast
 
 import numpy as np
 import torch
@@ -53,6 +54,11 @@ class FlatShadow:
             self._host = [self._transfers.device.host_empty(self._layout.numel, self._dtype)]
             self._views = self._layout.views(self._host[0])
         return self._views
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether publishing it would wait for no copy."""
+        return not self._travels or (self._arrived is not None and self._arrived.query())
 
     def send(self) -> None:
         """Start the upload of the values, if they have memory on the device; the host's memory is released after it."""
@@ -265,19 +271,25 @@ class Transfers:
         return [places[state] for state in states]
 
     def publish(self, states: Sequence[ParameterState], places: Sequence[Place]) -> None:
-        """Copy new values into their parameters on the current stream, in one launch where they are on the device."""
+        """Copy new values into their parameters on the current stream, in a launch for those that are there already.
+
+        The second launch, of the others, waits until the last of them has arrived.
+        """
         device = self.device
-        sources: dict[int, list[Tensor]] = {}
-        values = []
-        for shadow, position in places:
-            assert isinstance(shadow, FlatShadow)
-            if id(shadow) not in sources:
-                sources[id(shadow)] = shadow.sources()
-            values.append(sources[id(shadow)][position])
-        device.scatter(values, [state.parameter for state in states])
-        for value in values:
-            if device.has_link and device.is_host(value):  # the device had no memory
-                device.record_stream(value, Stream.CURRENT)
+        shadows = {id(place.shadow): cast(FlatShadow, place.shadow) for place in places}
+        late = {key for key, shadow in shadows.items() if not shadow.has_arrived}
+        for waits in (False, True):
+            sources = {key: shadow.sources() for key, shadow in shadows.items() if (key in late) is waits}
+            chosen = [
+                (sources[id(shadow)][position], state.parameter)
+                for state, (shadow, position) in zip(states, places, strict=True)
+                if id(shadow) in sources
+            ]
+            if chosen:
+                device.scatter([value for value, _ in chosen], [parameter for _, parameter in chosen])
+            for value, _ in chosen:
+                if device.has_link and device.is_host(value):  # the device had no memory
+                    device.record_stream(value, Stream.CURRENT)
 
     def upload(self, host: Tensor, distant: Tensor) -> Event:
         """Start the upload of new values; return the event after which they may be read on the device."""

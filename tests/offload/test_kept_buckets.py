@@ -948,7 +948,7 @@ class Tight(SimulatedDevice):
     room = 7
 
     def empty(self, numel: int, dtype: torch.dtype, stream: Stream) -> Tensor:
-        if stream is Stream.CURRENT and dtype == torch.float32:
+        if stream is Stream.UPLOAD and dtype == torch.float32:
             if self.room == 0:
                 raise torch.OutOfMemoryError("planted")
             self.room -= 1
