@@ -6,6 +6,7 @@ Results have the same bits; torch takes many launches and temporaries where Trit
 from __future__ import annotations
 
 import enum
+import functools
 import logging
 import os
 from dataclasses import dataclass
@@ -60,6 +61,8 @@ def backend(device: torch.device | str) -> Choice:
         obstacle = f"Triton's interpreter (TRITON_INTERPRET) only reaches memory of the CPU, not {device}"
     if obstacle is None and not language.IS_INTERPRETED and device.type == "cpu":
         obstacle = "Triton's compiled kernels do not reach memory of the CPU"
+    if obstacle is None and device.type != "cpu":
+        obstacle = _obstacle_on(device)
     if obstacle is None:
         which = Backend.INTERPRETER if language.IS_INTERPRETED else Backend.TRITON
         return Choice(which, f"Triton {language.triton.__version__} can be used on {device.type}")
@@ -75,3 +78,15 @@ def backend(device: torch.device | str) -> Choice:
             VARIABLE,
         )
     return Choice(Backend.TORCH, obstacle)
+
+
+@functools.cache
+def _obstacle_on(device: torch.device) -> str | None:
+    """Return why no kernel can be compiled and launched on a GPU; tries it once, before training depends on it."""
+    try:
+        with language.on(device):
+            language.probe[(1,)]()
+    except Exception as error:  # there may be no C compiler, no Python.h, no driver
+        lines = str(error).strip().splitlines()
+        return f"Triton cannot launch a kernel ({type(error).__name__}: {lines[0] if lines else 'no reason given'})"
+    return None

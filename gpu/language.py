@@ -16,6 +16,8 @@ import torch
 OLDEST = (3, 6)
 """The oldest Triton that is used: before it, `div_rn` and `sqrt_rn` flush denormals on NVIDIA's GPUs."""
 
+OLDEST_ON_HIP = (3, 7)  # before it, `sqrt_rn` makes NaN of denormals there
+
 triton: Any = None
 tl: Any = None
 
@@ -31,8 +33,9 @@ try:
 except ImportError as error:
     MISSING = f"Triton cannot be imported ({error})"
 else:
-    if tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:2]) < OLDEST:
-        MISSING = f"Triton is version {triton.__version__}, expected {'.'.join(map(str, OLDEST))} or later"
+    needed = OLDEST_ON_HIP if torch.version.hip else OLDEST
+    if tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:2]) < needed:
+        MISSING = f"Triton is version {triton.__version__}, expected {'.'.join(map(str, needed))} or later"
 
 
 def jit(*, fixed: tuple[str, ...] = ()) -> Callable[[Any], Any]:
@@ -49,12 +52,12 @@ def constant(value: int) -> Any:
 
 
 @jit()
-def _probe() -> None:
+def probe() -> None:
     """Show what `jit` returns."""
 
 
 if MISSING is None:
-    IS_INTERPRETED = not isinstance(_probe, triton.JITFunction)
+    IS_INTERPRETED = not isinstance(probe, triton.JITFunction)
 
 
 def on(device: torch.device) -> AbstractContextManager[Any]:

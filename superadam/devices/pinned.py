@@ -18,6 +18,8 @@ from torch import Tensor
 from superadam.devices.interface import Event
 from superadam.devices.slab import PinningError, Registrar, Slab, gigabytes
 
+SLAB_BYTES = 2 << 30  # drivers register huge ranges slowly, or not at all; a slab's end is too short for some buffers
+
 _logger = logging.getLogger("superadam")
 
 _Held = dict[Hashable, collections.deque[tuple[Event, Tensor]]]
@@ -44,11 +46,12 @@ class PinnedMemory:
 
         A slab smaller than `largest`, the largest buffer that is to fit, would be of no use.
         """
-        missing = attempt = size = max(size, largest)
+        missing = size = max(size, largest) + size // SLAB_BYTES * largest
+        attempt = min(size, max(largest, SLAB_BYTES))
         refusal: PinningError | None = None
         while missing > 0 and attempt >= max(largest, 1):
             try:
-                slab = Slab(min(attempt, missing), self._registrar)
+                slab = Slab(max(largest, min(attempt, missing)), self._registrar)
             except PinningError as error:
                 refusal = error
                 attempt //= 2
@@ -56,7 +59,7 @@ class PinnedMemory:
             missing -= slab.size
             with self._lock:
                 self._slabs.append(slab)
-        if missing > 0:
+        if missing > 0 and refusal is not None:
             _logger.warning(
                 "superadam pinned %s of the %s of host memory that copies from and to the device pass through; %s "
                 "are pageable, which takes longer and holds up the model: %s",

@@ -485,7 +485,7 @@ def test_memory_that_cannot_be_pinned_is_pageable_with_a_warning(
         device.reserve(1 << 30, 1 << 28, 0)
     (record,) = caplog.records
     message = record.getMessage()
-    assert "pinned 0.00 GB of the 2.15 GB of host memory" in message
+    assert "pinned 0.00 GB of the 2.42 GB of host memory" in message
     assert "refused to pin 0.27 GB of host memory (MEMORY_ALLOCATION, code 2)" in message
     assert "lock at most 0.01 GB (RLIMIT_MEMLOCK); run `ulimit -l unlimited`" in message
     device.host_empty(10, torch.float32).fill_(1.0)

@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from pinning import Point, RecordingRegistrar
 from torch import Tensor
 
+from superadam.devices import pinned as pinned_module
 from superadam.devices import slab
 from superadam.devices.gaps import Gaps
 from superadam.devices.pinned import PinnedMemory
@@ -251,6 +252,18 @@ def test_slab_that_cannot_be_mapped_is_refused_in_a_sentence(caplog: pytest.LogC
         memory.grow(1 << 60, 1 << 60)
     assert memory.size == 0
     assert "could not be mapped" in caplog.text
+
+
+def test_much_memory_is_pinned_in_several_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With as much more as their ends are too short for the largest buffer, so that all buffers find room."""
+    monkeypatch.setattr(pinned_module, "SLAB_BYTES", 4 * PAGE_BYTES)
+    registrar = RecordingRegistrar()
+    memory = PinnedMemory(registrar)
+    memory.grow(9 * PAGE_BYTES, 3 * PAGE_BYTES)
+    assert sorted(registrar.registered.values()) == [3 * PAGE_BYTES] + [4 * PAGE_BYTES] * 3
+    buffers = [take(memory, 3) for _ in range(3)]
+    assert memory.pageable_bytes == 0
+    del buffers
 
 
 def test_memory_is_at_least_one_buffer() -> None:

@@ -316,9 +316,34 @@ def test_memory_out_of_reach_is_told(monkeypatch: pytest.MonkeyPatch, caplog: py
     assert backend("cpu").backend is Backend.INTERPRETER
     monkeypatch.setattr(language, "IS_INTERPRETED", False)
     assert "do not reach memory of the CPU" in backend("cpu").reason
+    monkeypatch.setattr(choice, "_obstacle_on", lambda device: None)
     assert backend("cuda").backend is Backend.TRITON
     with asked_for("triton"), pytest.raises(RuntimeError, match=r"SUPERADAM_GPU.*do not reach memory of the CPU"):
         backend("cpu")
+
+
+@pytest.mark.slow
+@pytest.mark.subprocess
+def test_a_compiler_that_does_not_work_is_noticed_before_training() -> None:
+    """Once for each device: whatever Triton raises, torch packs, with a warning."""
+    code = (
+        "import logging, torch\n"
+        "from superadam import gpu\n"
+        "from superadam.gpu import language\n"
+        "class Probe:\n"
+        "    asked = 0\n"
+        "    def __getitem__(self, grid):\n"
+        "        Probe.asked += 1\n"
+        "        raise RuntimeError('Failed to find C compiler.\\nPlease specify via CC')\n"
+        "language.MISSING, language.IS_INTERPRETED, language.probe = None, False, Probe()\n"
+        "torch.cuda.device = lambda device: torch.no_grad()\n"
+        "for _ in range(3): choice = gpu.backend('cuda:0')\n"
+        "print(choice.backend.value, Probe.asked, choice.reason)\n"
+    )
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("SUPERADAM_", "TRITON_"))}
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, env=clean)
+    assert done.stdout == "torch 1 Triton cannot launch a kernel (RuntimeError: Failed to find C compiler.)\n", done
+    assert done.stderr.count("superadam packs and scatters with plain torch on cuda:0") == 1
 
 
 # -- what the compiler makes of it -------------------------------------------------------------------------------------
