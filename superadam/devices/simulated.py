@@ -18,19 +18,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from superadam.devices import stand_in
 from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import ChunkSums, Device, Stream
 from superadam.devices.worker import Job, Work, Worker
 from superadam.host.signals import deferred_signals
-from superadam.kernels import native
-from superadam.kernels.dtypes import DTYPES
 from superadam.kernels.hyperparameters import Coefficients
 from superadam.kernels.kept_step import KeptStep
-from superadam.kernels.native import Pass
 
 
 class SimulatedEvent:
@@ -186,16 +183,7 @@ class SimulatedDevice(Device):
     def update(self, steps: Sequence[KeptStep], sets: Sequence[Coefficients]) -> None:
         """Run at once, as everything that the model computes: but after what is under way on its stream."""
         self.record(Stream.CURRENT).synchronize()
-        segments = np.zeros(len(steps), native.SEGMENT)
-        for segment, step in zip(segments, steps, strict=True):
-            segment["length"] = step.master.numel()
-            for name in ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "gradient"):
-                tensor = getattr(step, name)
-                segment[name] = 0 if tensor is None else tensor.data_ptr()
-            segment["gradient_dtype"] = DTYPES[step.gradient.dtype]
-            segment["out"], segment["out_dtype"] = step.parameter.data_ptr(), DTYPES[step.parameter.dtype]
-            segment["coefficients"] = step.coefficients
-        native.run(Pass.UPDATE, segments, np.array([one.row() for one in sets], native.COEFFICIENTS))
+        stand_in.update(steps, sets)
 
     def scatter(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         """Run at once, as everything that the model computes: but after what is under way on its stream."""
@@ -295,14 +283,7 @@ def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 def _take_norm(gradients: Sequence[Tensor], sums: Tensor, nonfinite: Tensor) -> None:
     if not all(map(_has_memory, (*gradients, sums, nonfinite))):
         return
-    segments = np.zeros(len(gradients), native.SEGMENT)
-    begin = 0
-    for segment, gradient in zip(segments, gradients, strict=True):
-        segment["length"], segment["gradient"] = gradient.numel(), gradient.data_ptr()
-        segment["gradient_dtype"] = DTYPES[gradient.dtype]
-        segment["sums"], segment["nonfinite"] = sums[begin:].data_ptr(), nonfinite[begin:].data_ptr()
-        begin += native.chunk_count(gradient.numel())
-    native.run(Pass.NORM, segments)
+    stand_in.take_norm(gradients, ChunkSums(sums, nonfinite))
 
 
 class SeededWorker(Worker):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 SPANS_KEPT = 100_000  # beyond which the oldest are dropped: about 20 MB
-TRACKS = ("training", "worker", "download", "upload")  # from top to bottom
+TRACKS = ("training", "worker", "download", "upload", "model")  # from top to bottom
 
 
 @dataclass(frozen=True, slots=True)

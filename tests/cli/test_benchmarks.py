@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from collections.abc import Callable, Iterator
@@ -15,13 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from superadam.cli import main as cli
-from superadam.cli.bench import contests, floor, overlap, passes
+from superadam.cli.bench import command, contests, floor, overlap, pace, passes
 from superadam.cli.bench.arrays import PassArrays, bytes_per_element
 from superadam.cli.bench.pairs import WARM_UPS, Spread, compare, fastest
 from superadam.cli.usage import UsageError
-from superadam.devices import PlainDevice
+from superadam.devices import PlainDevice, Stream, paced
 from superadam.kernels import native
 from superadam.kernels.native import Dtype, Pass
+from superadam.offload.placement import Placement
 
 NUMEL = 3 * native.CHUNK
 DTYPES = (Dtype.FLOAT32, Dtype.BFLOAT16, Dtype.FLOAT16, Dtype.FLOAT64)
@@ -399,9 +401,145 @@ def test_what_cannot_be_measured_is_one_sentence(
     assert error.count("\n") == 1
 
 
-def test_a_wrong_isa_in_the_environment_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    from superadam.cli.bench import command
+# -- pace ------------------------------------------------------------------------------------------------------------
 
+TINY_PACE = ["bench", "pace", "--parameters", "4096", "--layers", "4", "--rounds", "1", "--threads", "2"]
+
+
+@pytest.fixture
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no more iterations be made than one of each kind needs."""
+    monkeypatch.setattr(pace, "CLIP_EVERY", 4)
+
+
+@pytest.mark.usefixtures("brief")
+@pytest.mark.parametrize("columns", [80, 140])
+def test_pace_prints_every_side_and_writes_json_picture_and_trace(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    target = tmp_path / "pace.json"
+    before = torch.get_num_threads(), native.get_num_threads()
+    assert cli.main([*TINY_PACE, "--ratios", "1", "4", "--preset", "gh200", "--json", str(target)]) == 0
+    assert (torch.get_num_threads(), native.get_num_threads()) == before
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= columns
+    assert "\N{HORIZONTAL ELLIPSIS}" not in printed  # nothing was cut off
+    for word in ("clock", "auto", "best fixed", "no overlap", "torch", "gh200", "cannot show"):
+        assert word in printed
+    read = json.loads(target.read_text())
+    assert read["rates"] == dataclasses.asdict(paced.PRESETS["gh200"])
+    assert [row["ratio"] for row in read["rows"]] == [1.0, 4.0]
+    for row in read["rows"]:
+        assert (row["parameters"], row["layers"]) == (4096, 4)
+        assert row["backward_seconds"] == row["ratio"] * row["adam_seconds"]
+        clock = row["clock"]["seconds"]["median"]
+        assert clock >= 0.999 * (row["forward_seconds"] + row["backward_seconds"])  # sums of differences of times
+        assert row["clock"]["over_clock"] == 1.0
+        assert row["best"] in {side["placement"] for side in row["placements"]}
+        for side in (row["auto"], *row["placements"], row["after_backward"], row["torch"]):
+            assert side["over_clock"] == side["seconds"]["median"] / clock
+            assert 0.0 <= side["hidden_share"] <= 1.0
+        for side in (row["auto"], *row["placements"]):
+            assert side["clipped_seconds"] is None or side["clipped_seconds"] > 0.0
+            assert side["deepest_queue"] >= side["queue_depth"] > 0.0
+        assert any(side["clipped_seconds"] for side in (row["auto"], *row["placements"]))
+    assert target.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    events = json.loads(target.with_suffix(".trace.json").read_text())["traceEvents"]
+    assert {"forward", "backward", "adam", "download", "upload"} <= {event["name"] for event in events}
+
+
+def test_the_presets_are_those_of_the_device() -> None:
+    assert tuple(paced.PRESETS) == command.PRESETS
+
+
+def test_a_sweep_varies_one_thing_at_a_time_within_what_the_device_can_hold() -> None:
+    default = Placement(gpu_buckets=0, bucket_numel=100, transfer_dtype=None, num_threads=4)
+    placements = pace.sweep(default, 1000, 0.5)
+    assert placements[0] == default
+    assert len(set(placements)) == len(placements)
+    assert max(placement.gpu_buckets for placement in placements) == 5
+    for placement in placements[1:]:
+        names = ("gpu_buckets", "bucket_numel", "num_threads")
+        assert sum(getattr(placement, name) != getattr(default, name) for name in names) == 1
+    assert pace.sweep(dataclasses.replace(default, num_threads=1), 1000, 0.0)[0].gpu_buckets == 0
+
+
+def test_gradients_lie_in_the_order_of_backward_and_in_other_memory_in_the_next_step() -> None:
+    gradients = pace.Gradients(3, 64)
+    addresses = [gradients.of(step, layer).data_ptr() for step in (0, 1, 2) for layer in (2, 1, 0)]
+    assert addresses[:3] == [addresses[0] + 128 * part for part in range(3)]
+    assert addresses[:3] == addresses[6:]
+    assert set(addresses[:3]).isdisjoint(addresses[3:6])
+
+
+def test_what_is_hidden_is_what_an_iteration_does_not_take_longer_than_the_clock() -> None:
+    side = pace.Side("", pace.TimedModel(pace.Gradients(1, 64)), lambda: False)
+    for seconds, expected in ((9.0, 1.0), (10.0, 1.0), (11.0, 0.75), (14.0, 0.0), (20.0, 0.0)):
+        side.seconds[False] = [seconds, 1.0, 99.0]
+        result = pace._result(side, clock=10.0, adam=4.0)
+        assert (result.hidden_share, result.over_clock) == (expected, seconds / 10.0)
+
+
+def test_the_time_of_adam_is_the_shortest_after_warming() -> None:
+    clock = Clock()
+    durations = [0.5] * pace.WARM_UPS + [4.0, 2.0, 9.0, 3.0, 5.0]
+    assert pace._seconds_of(clock.action("adam", iter(durations)), clock) == 2.0
+
+
+def test_at_the_end_parameters_are_what_their_masters_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    build = pace._optimizer
+    monkeypatch.setattr(pace, "_optimizer", lambda model: made.append(build(model)) or made[-1])
+    monkeypatch.setattr(PlainDevice, "pack", None)  # every gradient comes to the host as it lies
+    rows = pace.measure(4096, 4, [2.0], paced.PRESETS["h200"], 1, 1, 0.5)
+    with pytest.raises(TypeError):  # but in the last iteration
+        next(rows)
+    monkeypatch.undo()
+    monkeypatch.setattr(pace, "_optimizer", lambda model: made.append(build(model)) or made[-1])
+    assert len(list(pace.measure(4096, 4, [2.0], paced.PRESETS["h200"], 1, 1, 0.5))) == 1
+    for optimizer in made[-2:]:
+        for parameter in optimizer.param_groups[0]["params"]:
+            assert parameter.any()
+            assert torch.equal(parameter, optimizer.state[parameter]["master"].bfloat16())
+
+
+def test_steps_after_backward_hide_nothing() -> None:
+    """The whole step, and both ways, come after the device's work, and before its next."""
+    clock = Clock()
+    device = paced.PacedDevice(
+        paced.Rates(64.0, 128.0, 1.0), now=clock, sleep=lambda seconds: setattr(clock, "now", clock.now + seconds)
+    )
+    model = pace.TimedModel(pace.Gradients(2, 64))
+    model.device, model.forward_seconds, model.backward_seconds = device, 3.0, 5.0
+    action = clock.action("step", iter([7.0]))
+    model().backward()
+    assert not pace._step_after_backward(action, model)
+    assert device.record(Stream.CURRENT).passed_at() == 3.0 + 5.0 + 256 / 64.0 + 7.0 + 256 / 128.0
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--ratios", "1", "0"], "--ratios are [1.0, 0.0]; expected numbers above 0"),
+        (["--ratios", "nan"], "expected numbers above 0"),
+        (["--free-share", "1.5"], "--free-share is 1.5; expected 0 to 1"),
+        (["--rounds", "0"], "--rounds is 0; expected at least 1"),
+        (["--layers", "3", "0"], "--layers is 0; expected at least 1"),
+        (["--parameters", "-1"], "--parameters is -1; expected at least 1"),
+    ],
+)
+def test_what_cannot_be_paced_is_one_sentence(
+    capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert cli.main(["bench", "pace", *words]) == cli.USAGE_STATUS
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_wrong_isa_in_the_environment_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "_active", None)
     monkeypatch.setenv("SUPERADAM_ISA", "sse9")
     with pytest.raises(UsageError, match="sse9"):

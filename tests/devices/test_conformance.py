@@ -19,6 +19,7 @@ from superadam import OffloadScheduler
 from superadam.devices import Device, PlainDevice, Stream
 from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import ChunkSums
+from superadam.devices.paced import PRESETS, PacedDevice
 from superadam.devices.simulated import SimulatedDevice
 from superadam.kernels import formula, native
 from superadam.kernels.kept_step import StepsInPlace
@@ -37,6 +38,7 @@ DEVICES = {
     "plain": PlainDevice,
     "lazy": lambda: SimulatedDevice(0, 0.0),
     "hasty": lambda: SimulatedDevice(1, 0.9),
+    "paced": lambda: PacedDevice(PRESETS["h200"]),
     **({"cuda": cuda} if torch.cuda.is_available() else {}),
 }
 

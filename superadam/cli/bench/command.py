@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from superadam.kernels.native import Dtype
 DTYPES = {"f32": Dtype.FLOAT32, "bf16": Dtype.BFLOAT16, "f16": Dtype.FLOAT16, "f64": Dtype.FLOAT64}
 DEFAULT_NUMEL = 16 << 20
 DEFAULT_PAIRS = 21
+PRESETS = ("h200", "gh200", "mi300a")  # of `superadam.devices.paced`, whose import brings torch
+RATIOS = [0.25, 0.5, 1.0, 1.5, 2.0, 4.0]
 
 
 def add_parser(subparsers: Any) -> None:
@@ -28,7 +31,11 @@ def add_parser(subparsers: Any) -> None:
         "measures all combinations. Leave the machine alone while it runs.",
     )
     parser.add_argument(
-        "what", nargs="?", choices=["all", "passes", "torch", "overlap"], default="all", help="default: all"
+        "what",
+        nargs="?",
+        choices=["all", "passes", "torch", "overlap", "pace"],
+        default="all",
+        help="default: all but pace, which see below",
     )
     parser.add_argument(
         "--numel", type=int, default=DEFAULT_NUMEL, metavar="N", help="elements of the large tensor (%(default)s)"
@@ -50,6 +57,24 @@ def add_parser(subparsers: Any) -> None:
         "--tokens", type=int, default=2048, metavar="N", help="tokens of an overlapped iteration (%(default)s)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
+    pace = parser.add_argument_group(
+        "pace",
+        "`bench pace` runs the scheduler on a device made of time: forward, backward and copies take their time on "
+        "clocks while every core is free, as with a GPU. It compares iterations with the clock alone, and with Adam "
+        "after backward. It cannot show contention for host memory or links, the cost of launching kernels, or "
+        "autograd's device thread. With --json FILE it also writes a picture and a trace, named after FILE. Only the "
+        "first of --threads is used.",
+    )
+    pace.add_argument("--preset", choices=PRESETS, default=PRESETS[0], help="rates of links and memory (%(default)s)")
+    pace.add_argument("--parameters", nargs="+", type=int, default=[64 << 20], metavar="N", help="of the model (64 Mi)")
+    pace.add_argument("--layers", nargs="+", type=int, default=[48], metavar="N", help="tensors of the model (48)")
+    pace.add_argument(
+        "--ratios", nargs="+", type=float, default=RATIOS, metavar="X", help="of backward to Adam (0.25 to 4)"
+    )
+    pace.add_argument(
+        "--free-share", type=float, default=0.5, metavar="X", help="of the state that the device has room for (0.5)"
+    )
+    pace.add_argument("--rounds", type=int, default=3, metavar="N", help="turns of each side (%(default)s)")
     parser.set_defaults(run=run)
 
 
@@ -96,12 +121,16 @@ def run(arguments: argparse.Namespace) -> int:
 
     from superadam.cli.bench import contests, overlap, passes, report
 
-    for option in ("numel", "pairs", "small_tensors", "small_numel", "tokens"):
-        if getattr(arguments, option) < 1:
-            raise UsageError(f"--{option.replace('_', '-')} is {getattr(arguments, option)}; expected at least 1")
+    for option in ("numel", "pairs", "small_tensors", "small_numel", "tokens", "rounds", "parameters", "layers"):
+        value = getattr(arguments, option)
+        least = min(value) if isinstance(value, list) else value
+        if least < 1:
+            raise UsageError(f"--{option.replace('_', '-')} is {least}; expected at least 1")
     if arguments.json is not None and not arguments.json.parent.is_dir():
         raise UsageError(f"--json {arguments.json} is in a directory that does not exist; make {arguments.json.parent}")
     isas, threads = chosen_isas(arguments.isa), chosen_threads(arguments.threads)
+    if arguments.what == "pace":
+        return run_pace(arguments, threads[0])
     settings = passes.settings(isas, threads, [DTYPES[name] for name in arguments.dtype], crossed=arguments.cross)
     games = contests.contests(arguments.numel, arguments.small_tensors, arguments.small_numel)
     before = native.active_isa()
@@ -137,4 +166,40 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json is not None:
         found = report.to_json(environment, pass_rows, contest_rows, overlap_rows)
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+def run_pace(arguments: argparse.Namespace, threads: int) -> int:
+    """Measure on a device made of time, show the table, and write what --json asks for.
+
+    Raises:
+        UsageError: an option has a value that cannot be measured.
+    """
+    from rich.console import Console
+
+    from superadam.cli.bench import pace, pace_report, report
+    from superadam.devices import paced
+
+    if not all(0.0 < ratio < math.inf for ratio in arguments.ratios):
+        raise UsageError(f"--ratios are {arguments.ratios}; expected numbers above 0")
+    if not 0.0 <= arguments.free_share <= 1.0:
+        raise UsageError(f"--free-share is {arguments.free_share}; expected 0 to 1")
+    rates, console, rows = paced.PRESETS[arguments.preset], Console(), []
+    with Console(stderr=True).status("warming up") as status:
+        for parameters in arguments.parameters:
+            for layers in arguments.layers:
+                for row in pace.measure(
+                    parameters, layers, arguments.ratios, rates, threads, arguments.rounds, arguments.free_share
+                ):
+                    rows.append(row)
+                    status.update(f"{row.parameters:,} parameters, {layers} layers, {row.ratio:g} x Adam")
+    environment = report.Environment.here()
+    title = f"superadam on a clock with the rates of {arguments.preset}, {threads} threads of {environment.processor}"
+    console.print(title, highlight=False)
+    console.print(pace_report.to_table(rows))
+    for line in pace_report.notes(rows, rates, arguments.rounds):
+        console.print(line, style="dim", highlight=False)
+    if arguments.json is not None:
+        found = pace_report.to_json(environment, rates, rows)
+        pace_report.write(arguments.json, json.dumps(found, indent=1) + "\n", rows, title)
     return 0

@@ -1,0 +1,314 @@
+"""A device made of time, to measure a schedule without the hardware.
+
+Streams are clocks: enqueued work returns at once and takes its time, at given rates, in the order of its stream.
+Waiting sleeps, so that every core is free, as with a GPU. Values are moved and computed by the calling thread when they
+are enqueued. A missing wait therefore goes unnoticed here; `SimulatedDevice` finds it.
+
+It cannot show contention between CPU and copies for host memory, or between copies for a link, the cost of launching
+kernels, limits on enqueued work, autograd's device thread, or kernels and copies that slow each other down. A rate
+holds for any size, and copies have no latency.
+"""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import functools
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from superadam.devices import stand_in
+from superadam.devices.flat import FlatLayout
+from superadam.devices.interface import ChunkSums, Event, Stream
+from superadam.devices.pinned import PinnedMemory
+from superadam.devices.plain import PlainDevice
+from superadam.kernels.hyperparameters import Coefficients
+from superadam.kernels.kept_step import KeptStep
+
+BUSY_KEPT = 20_000
+"""Length of `PacedDevice.busy`, beyond which the oldest entries are dropped."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Rates of a device, in bytes per second.
+
+    Attributes:
+        download, upload: of copies to the host and from it.
+        memory: of the device's kernels, reads and writes together.
+    """
+
+    download: float
+    upload: float
+    memory: float
+
+
+PRESETS = {
+    "h200": Rates(55e9, 55e9, 4.8e12),
+    "gh200": Rates(450e9, 450e9, 4.0e12),
+    "mi300a": Rates(2.65e12, 2.65e12, 5.3e12),
+}
+"""Peak rates of hardware.
+
+- h200: H200 SXM behind PCIe 5 x16. Memory 4.8 TB/s (NVIDIA H200 data sheet); the link has 64 GB/s each way, of which
+  `nvbandwidth` shows 55.6 (NVIDIA developer blog, "NVIDIA NVbandwidth").
+- gh200: Grace Hopper with 96 GB of HBM3. Memory 4 TB/s, NVLink-C2C 450 GB/s each way (NVIDIA GH200 data sheet). Copies
+  reach less: Fusco et al., "Understanding Data Movement in Tightly Coupled Heterogeneous Systems", arXiv:2408.11556.
+- mi300a: CPU and GPU share one memory of 5.3 TB/s (AMD CDNA 3 white paper), so that a copy reads and writes it. Copy
+  engines reach less: Wahlgren et al., "Dissecting CPU-GPU Unified Physical Memory on AMD MI300A APUs",
+  arXiv:2508.12743.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Busy:
+    """Work of a stream, from `begin` to `end` in seconds of the device's clock."""
+
+    stream: Stream
+    name: str
+    begin: float
+    end: float
+
+
+class PacedEvent:
+    """A point in time; `now` and `sleep` are the device's."""
+
+    def __init__(self, passes_at: float, now: Callable[[], float], sleep: Callable[[float], object]) -> None:
+        self._passes_at, self._now, self._sleep = passes_at, now, sleep
+
+    def query(self) -> bool:
+        """Return whether it has passed."""
+        return self._now() >= self._passes_at
+
+    def passed_at(self) -> float:
+        """Return when it passes."""
+        return self._passes_at
+
+    def synchronize(self) -> None:
+        """Sleep until it has passed."""
+        while (left := self._passes_at - self._now()) > 0.0:
+            self._sleep(left)
+
+
+class _Ranges(dict[int, int]):
+    """The host's memory: bytes by address; a `Registrar` that adds what is pinned."""
+
+    def register(self, address: int, size: int) -> None:
+        self[address] = size
+
+    def unregister(self, address: int) -> None:
+        del self[address]
+
+
+class PacedDevice(PlainDevice):
+    """CPU tensors that count as device memory, unless they lie in memory from `host_empty`.
+
+    A GPU copies and computes without the CPU. With `constants`, so does this device where it costs no exactness: packed
+    gradients are views of them, a download points the host's tensor at them, and steps on the device are computed only
+    when the host copies their result. New values do not reach the parameters: empty the list, and the next step
+    publishes them all.
+
+    Args:
+        rates: of copies and kernels.
+        free_bytes: memory that `empty` takes from; None where that is unknown.
+        constants: memory of gradients that never change.
+        now: clock in seconds; that of `time.perf_counter` where other threads use both.
+        sleep: sleeps for the given seconds.
+
+    Attributes:
+        busy: work of all streams, in the order in which it was enqueued.
+    """
+
+    has_link = True
+    can_update = True
+
+    def __init__(
+        self,
+        rates: Rates,
+        *,
+        free_bytes: int | None = None,
+        constants: Sequence[Tensor] = (),
+        now: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:
+        self.rates, self.now, self.sleep = rates, now, sleep
+        self.busy: collections.deque[Busy] = collections.deque(maxlen=BUSY_KEPT)
+        self._free_bytes = free_bytes
+        self._allocated: dict[int, int] = {}  # bytes, by address
+        self.constants = list(constants)
+        self._lock = threading.Lock()
+        self._ends = dict.fromkeys(Stream, 0.0)
+        self._ranges = _Ranges()
+        self._pinned = PinnedMemory(self._ranges)
+        self._norms: dict[tuple[int, ...], ChunkSums] = {}  # of constants, by where they lie
+        self._deferred: list[Callable[[], None]] = []
+
+    # ---- clocks ------------------------------------------------------------------------------------------------------
+
+    def spend(self, stream: Stream, seconds: float, name: str) -> None:
+        """Enqueue work of this duration, such as a layer of the model."""
+        with self._lock:
+            begin = max(self._ends[stream], self.now())
+            self._ends[stream] = begin + seconds
+            self.busy.append(Busy(stream, name, begin, begin + seconds))
+
+    def record(self, stream: Stream) -> Event:
+        """Return the end of a stream's work, or the present time if it has none."""
+        with self._lock:
+            return PacedEvent(max(self._ends[stream], self.now()), self.now, self.sleep)
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        """Let a stream idle until an event has passed."""
+        with self._lock:
+            self._ends[stream] = max(self._ends[stream], event.passed_at())
+
+    # ---- the interface -----------------------------------------------------------------------------------------------
+
+    def is_host(self, tensor: Tensor) -> bool:
+        """Whether the tensor lies in memory from `host_empty`."""
+        address = tensor.data_ptr()
+        return any(begin <= address < begin + size for begin, size in list(self._ranges.items()))
+
+    def pack(
+        self, gradients: Sequence[Tensor], layout: FlatLayout[Any], dtype: torch.dtype, norm: ChunkSums | None = None
+    ) -> Tensor:
+        """Copy the gradients, or return a view of them if they are constant and lie as the layout requires."""
+        key = None
+        if self._are_constant(gradients, layout, dtype):
+            packed = _over(gradients[0].data_ptr(), layout.numel, dtype, gradients)
+            key = packed.data_ptr(), *layout.offsets, layout.numel
+        else:
+            packed = super().pack(gradients, layout, dtype)
+        self.spend(Stream.CURRENT, (_nbytes(gradients) + packed.nbytes) / self.rates.memory, "pack")
+        if norm is not None:
+            known = None if key is None else self._norms.get(key)
+            if known is None:
+                stand_in.take_norm(layout.views(packed), norm)
+                if key is not None:
+                    self._norms[key] = ChunkSums(norm.sums.clone(), norm.nonfinite.clone())
+            else:
+                norm.sums.copy_(known.sums)
+                norm.nonfinite.copy_(known.nonfinite)
+        return packed
+
+    def update(self, steps: Sequence[KeptStep], sets: Sequence[Coefficients]) -> None:
+        """Make the steps, or defer them."""
+        state = [(one.master, one.exp_avg, one.exp_avg_sq, one.max_exp_avg_sq) for one in steps]
+        moved = 2 * sum(_nbytes([tensor for tensor in some if tensor is not None]) for some in state)
+        moved += sum(one.gradient.nbytes + one.parameter.nbytes for one in steps)
+        self.spend(Stream.CURRENT, moved / self.rates.memory, "adam")
+        self._deferred.append(functools.partial(stand_in.update, list(steps), list(sets)))
+        if not self.constants:
+            self._run_deferred()
+
+    def _run_deferred(self) -> None:
+        while self._deferred:
+            self._deferred.pop(0)()
+
+    def free_bytes(self) -> int | None:
+        """Return what was given, without what is allocated; gradients and parameters do not count."""
+        return None if self._free_bytes is None else self._free_bytes - sum(list(self._allocated.values()))
+
+    def empty(self, numel: int, dtype: torch.dtype, stream: Stream) -> Tensor:
+        """Return memory that counts as allocated until its last view is gone."""
+        return _tracked(torch.empty(numel, dtype=dtype, device="cpu"), self._allocated)
+
+    def scatter(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        """Copy; sources on the host are read over the link."""
+        rates, on_host = self.rates, _nbytes([source for source in sources if self.is_host(source)])
+        seconds = (2 * _nbytes(sources) - on_host) / rates.memory + on_host / rates.upload
+        self.spend(Stream.CURRENT, seconds, "publish")
+        if not self.constants:
+            super().scatter(sources, targets)
+
+    def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return pinned memory as far as it was reserved, and pageable memory beyond, which copies as fast here."""
+        memory = self._pinned.empty(numel, dtype)
+        return memory if self.is_host(memory) else _tracked(memory, self._ranges)
+
+    def copy(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
+        """Copy; the destination of constants becomes a tensor over them, of which views may be made afterwards."""
+        rates = self.rates
+        rate = {Stream.DOWNLOAD: rates.download, Stream.UPLOAD: rates.upload}.get(
+            stream, min(rates.download, rates.upload)
+        )
+        self.spend(stream, source.nbytes / rate, stream.value)
+        if self._is_constant(source):
+            slab = destination.new_empty(0).set_(destination)  # type: ignore[call-overload]  # stays taken
+            destination.set_(_over(source.data_ptr(), source.numel(), source.dtype, [source, slab]))  # type: ignore[call-overload]
+        elif not self.constants or stream is not Stream.UPLOAD:
+            if stream is Stream.CURRENT:  # of state, which may lack deferred steps
+                self._run_deferred()
+            super().copy(destination, source, stream)
+
+    def record_stream(self, buffer: Tensor, stream: Stream) -> None:
+        """Keep host memory."""
+        if self.is_host(buffer):
+            self._pinned.hold_until(buffer, self.record(stream), stream)
+
+    # ---- constants ---------------------------------------------------------------------------------------------------
+
+    def _is_constant(self, tensor: Tensor) -> bool:
+        begin, size = tensor.data_ptr(), tensor.nbytes
+        return any(one.data_ptr() <= begin and begin + size <= one.data_ptr() + one.nbytes for one in self.constants)
+
+    def _are_constant(self, gradients: Sequence[Tensor], layout: FlatLayout[Any], dtype: torch.dtype) -> bool:
+        begin = gradients[0].data_ptr() if gradients else 0
+        return all(
+            self._is_constant(gradient)
+            and gradient.dtype == dtype
+            and gradient.stride() == state.strides
+            and gradient.data_ptr() == begin + offset * dtype.itemsize
+            for gradient, state, offset in zip(gradients, layout.states, layout.offsets, strict=True)
+        )
+
+    # ---- memory and cores --------------------------------------------------------------------------------------------
+
+    def reserve(self, pending_bytes: int, largest_bytes: int, spill_bytes: int) -> None:
+        """Map as much as `CudaDevice` pins: two steps' gradients, and two buckets in each direction."""
+        missing = 2 * pending_bytes + 4 * largest_bytes - self._pinned.size
+        if missing > 0:
+            self._pinned.grow(missing, largest_bytes)
+
+    def close(self) -> None:
+        """Release the reserved memory."""
+        self._pinned.close()
+
+    def idle_cores(self) -> int:
+        """Return the number of CPUs of this process, none of which computes the model."""
+        return super(PlainDevice, self).idle_cores()
+
+
+def constant(memory: Tensor, begin: int, numel: int) -> Tensor:
+    """Return a part of a flat tensor with a storage of its own, as a gradient has that a scheduler may take."""
+    return _over(memory.data_ptr() + begin * memory.element_size(), numel, memory.dtype, memory)
+
+
+def _over(address: int, numel: int, dtype: torch.dtype, kept: object) -> Tensor:
+    """Return a flat tensor with a storage of its own over memory that `kept` keeps alive."""
+    if not numel:
+        return torch.empty(0, dtype=dtype, device="cpu")
+    lease: Any = (ctypes.c_char * (numel * dtype.itemsize)).from_address(address)
+    lease.kept = kept
+    return torch.frombuffer(lease, dtype=dtype, count=numel)
+
+
+def _tracked(memory: Tensor, sizes: dict[int, int]) -> Tensor:
+    """Return a tensor over fresh memory whose bytes are in `sizes`, by address, until its last view is gone."""
+    if not memory.numel():
+        return memory
+    address = memory.data_ptr()
+    sizes[address] = memory.nbytes
+    weakref.finalize(memory, sizes.pop, address).atexit = False
+    return _over(address, memory.numel(), memory.dtype, memory)
+
+
+def _nbytes(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)

@@ -1,0 +1,418 @@
+"""The device made of time: its clocks, by a clock that only waiting moves, and that time changes no bit."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from overlap import adam, everything, mlp, train
+from torch import Tensor, nn
+from visible import bits, state_bits
+
+from superadam import OffloadScheduler, StepKind
+from superadam.cli.bench import pace
+from superadam.cli.bench.arrays import HYPERPARAMETERS
+from superadam.devices import Stream
+from superadam.devices.flat import FlatLayout
+from superadam.devices.interface import ChunkSums
+from superadam.devices.paced import PRESETS, PacedDevice, Rates, constant
+from superadam.devices.pinned import PinnedMemory
+from superadam.devices.simulated import SimulatedDevice
+from superadam.devices.worker import ThreadWorker
+from superadam.kernels import native
+from superadam.kernels.hyperparameters import Coefficients
+from superadam.kernels.kept_step import KeptStep
+from superadam.state.parameter import ParameterState
+
+RATES = Rates(download=64.0, upload=128.0, memory=1024.0)
+"""Bytes per second: powers of two, so that times are exact."""
+
+
+class Clock:
+    """A clock that only sleepers move."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.slept: list[float] = []
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now += seconds
+
+
+def clocked(**options: Any) -> tuple[PacedDevice, Clock]:
+    clock = Clock()
+    return PacedDevice(RATES, now=lambda: clock.now, sleep=clock.sleep, **options), clock
+
+
+def layout_of(*tensors: Tensor) -> FlatLayout:
+    return FlatLayout([ParameterState(nn.Parameter(tensor), row, f"p{row}") for row, tensor in enumerate(tensors)])
+
+
+def spans(device: PacedDevice) -> list[tuple[Stream, float, float]]:
+    return [(busy.stream, busy.begin, busy.end) for busy in device.busy]
+
+
+# ---- clocks ----------------------------------------------------------------------------------------------------------
+
+
+def test_work_returns_at_once_and_takes_its_time_one_thing_after_another() -> None:
+    device, clock = clocked()
+    device.spend(Stream.CURRENT, 2.0, "forward")
+    first = device.record(Stream.CURRENT)
+    device.spend(Stream.CURRENT, 3.0, "backward")
+    second = device.record(Stream.CURRENT)
+    assert clock.now == 100.0
+    assert (first.passed_at(), second.passed_at()) == (102.0, 105.0)
+    assert not first.query()
+    clock.now = 102.0
+    assert first.query()
+    assert not second.query()
+    second.synchronize()
+    assert (clock.slept, clock.now) == ([3.0], 105.0)
+    first.synchronize()
+    assert clock.slept == [3.0]
+
+
+def test_a_stream_that_has_nothing_to_do_begins_now() -> None:
+    device, clock = clocked()
+    device.spend(Stream.UPLOAD, 1.0, "")
+    clock.now = 110.0
+    assert device.record(Stream.UPLOAD).passed_at() == 110.0
+    device.spend(Stream.UPLOAD, 1.0, "")
+    assert spans(device)[-1] == (Stream.UPLOAD, 110.0, 111.0)
+
+
+def test_streams_run_beside_one_another_but_for_waits() -> None:
+    device, _ = clocked()
+    for stream in Stream:
+        device.spend(stream, 4.0, "")
+    assert {begin for _, begin, _ in spans(device)} == {100.0}
+    device.spend(Stream.CURRENT, 2.0, "")
+    device.wait(Stream.DOWNLOAD, device.record(Stream.CURRENT))
+    device.spend(Stream.DOWNLOAD, 1.0, "")
+    assert spans(device)[-1] == (Stream.DOWNLOAD, 106.0, 107.0)
+    device.wait(Stream.DOWNLOAD, device.record(Stream.UPLOAD))  # has passed by then
+    device.spend(Stream.DOWNLOAD, 1.0, "")
+    assert spans(device)[-1] == (Stream.DOWNLOAD, 107.0, 108.0)
+
+
+ACTIONS = st.one_of(
+    st.tuples(st.just("spend"), st.sampled_from(Stream), st.integers(0, 9)),
+    st.tuples(st.just("wait"), st.sampled_from(Stream), st.sampled_from(Stream)),
+    st.tuples(st.just("pass"), st.integers(0, 9), st.none()),
+)
+
+
+@given(st.lists(ACTIONS, max_size=30))
+def test_every_stream_is_a_queue_and_waits_order_streams(actions: list[tuple[str, Any, Any]]) -> None:
+    device, clock = clocked()
+    begun: dict[Stream, float] = dict.fromkeys(Stream, 0.0)  # before which nothing of a stream may begin
+    for what, one, other in actions:
+        if what == "pass":
+            clock.now += one
+        elif what == "wait":
+            event = device.record(other)
+            device.wait(one, event)
+            begun[one] = max(begun[one], event.passed_at())
+        else:
+            device.spend(one, other, "")
+            stream, begin, end = spans(device)[-1]
+            assert stream is one
+            assert begin == max(clock.now, begun[one])  # as early as it may
+            assert end - begin == other
+            begun[one] = end
+    assert clock.slept == []
+
+
+def test_everything_takes_its_bytes_at_its_rate() -> None:
+    device, _ = clocked()
+    gradients = [torch.ones(64, dtype=torch.bfloat16)]
+    layout = layout_of(torch.zeros(64, dtype=torch.bfloat16))
+    packed = device.pack(gradients, layout, torch.float32)
+    host = device.host_empty(64, torch.float32)
+    device.copy(host, packed, Stream.DOWNLOAD)
+    device.copy(packed, host, Stream.UPLOAD)
+    device.copy(packed, host, Stream.CURRENT)
+    device.scatter([packed], [torch.zeros(64)])
+    assert [end - begin for _, begin, end in spans(device)] == [
+        (128 + 256) / 1024.0,
+        256 / 64.0,
+        256 / 128.0,
+        256 / 64.0,
+        2 * 256 / 1024.0,
+    ]
+
+
+def test_a_step_on_the_device_moves_its_state_twice_and_may_be_owed() -> None:
+    memory = torch.randn(64, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    coefficients = [Coefficients.at_step(HYPERPARAMETERS, 1)]
+    masters = []
+    for constants in ([], [memory]):
+        device, _ = clocked(constants=constants)
+        master, exp_avg, exp_avg_sq = (torch.zeros(64) for _ in range(3))
+        parameter = torch.zeros(64, dtype=torch.bfloat16)
+        step = KeptStep(master, exp_avg, exp_avg_sq, None, constant(memory, 0, 64), parameter, 0)
+        device.update([step], coefficients)
+        assert spans(device)[-1][2] - spans(device)[-1][1] == 64 * (6 * 4 + 2 + 2) / 1024.0
+        assert bool(master.any()) == (not constants)
+        home = torch.empty(64)
+        device.copy(home, master, Stream.CURRENT)
+        assert torch.equal(home.bfloat16(), parameter)
+        masters.append(home)
+    assert bits(masters[0]) == bits(masters[1])
+    assert masters[0].any()
+
+
+def test_what_is_published_from_the_host_crosses_the_link() -> None:
+    device, _ = clocked()
+    device.reserve(0, 4096, 0)
+    source = device.host_empty(64, torch.float32).fill_(3.0)
+    target = torch.zeros(64)
+    device.scatter([source], [target])
+    assert torch.equal(target, source)
+    assert [end - begin for _, begin, end in spans(device)] == [256 / 1024.0 + 256 / 128.0]
+
+
+def test_waiting_sleeps_on_the_real_clock() -> None:
+    device = PacedDevice(RATES)
+    begin = time.perf_counter()
+    device.spend(Stream.CURRENT, 0.02, "")
+    device.record(Stream.CURRENT).synchronize()
+    assert time.perf_counter() - begin >= 0.02
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_only_its_own_host_memory_is_on_the_host() -> None:
+    device, _ = clocked()
+    pageable, view = device.host_empty(128, torch.float32), device.host_empty(128, torch.float32)[64:]
+    device.reserve(1000, 100, 0)
+    host = device.host_empty(128, torch.float32)
+    for one in (host, host[64:], pageable, view):
+        assert device.is_host(one)
+    assert len(device._ranges) == 3
+    del pageable, view, one
+    assert len(device._ranges) == 1
+    assert device.host_empty(0, torch.float32).shape == (0,)
+    assert not device.is_host(torch.ones(2))
+    assert not device.is_host(device.empty(3, torch.float32, Stream.UPLOAD))
+
+
+def test_reserving_again_maps_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    grown: list[int] = []
+    grow = PinnedMemory.grow
+    monkeypatch.setattr(PinnedMemory, "grow", lambda self, *sizes: (grown.append(sizes[0]), grow(self, *sizes)))
+    device, _ = clocked()
+    device.reserve(1 << 16, 1 << 12, 1 << 20)
+    device.reserve(1 << 16, 1 << 12, 1 << 20)
+    device.reserve(1 << 17, 1 << 12, 0)
+    assert grown == [(2 << 16) + (4 << 12), 2 << 16]
+    device.close()
+
+
+def test_kept_host_memory_is_not_handed_out_before_its_stream_has_passed() -> None:
+    device, clock = clocked()
+    device.reserve(0, 1024, 0)
+    held = [device.host_empty(1024, torch.float32)]  # all of the slab
+    address = held[0].data_ptr()
+    device.spend(Stream.UPLOAD, 5.0, "")
+    device.record_stream(held.pop(), Stream.UPLOAD)
+    assert device.host_empty(1024, torch.float32).data_ptr() != address
+    clock.now += 5.0
+    assert device.host_empty(1024, torch.float32).data_ptr() == address
+
+
+def test_it_knows_its_free_memory_and_has_every_core() -> None:
+    device = PacedDevice(PRESETS["gh200"], free_bytes=1000)
+    memory = device.empty(100, torch.float32, Stream.CURRENT)
+    other, view = device.empty(7, torch.bfloat16, Stream.UPLOAD), memory[50:]
+    assert device.free_bytes() == 1000 - 400 - 14
+    del memory
+    assert device.free_bytes() == 1000 - 400 - 14
+    del view, other
+    assert device.free_bytes() == 1000
+    assert device.empty(0, torch.float32, Stream.CURRENT).shape == (0,)
+    assert PacedDevice(RATES).free_bytes() is None
+    assert device.idle_cores() == SimulatedDevice(0).idle_cores() > 0
+    worker = device.start_worker(lambda: False)
+    assert isinstance(worker, ThreadWorker)
+    worker.close()
+
+
+# ---- bits ------------------------------------------------------------------------------------------------------------
+
+SWIFT = Rates(1e15, 1e15, 1e15)
+
+
+@pytest.mark.parametrize("kept", [0, 2, 100])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_training_has_the_bits_of_plain_steps(kept: int, dtype: torch.dtype) -> None:
+    model, plain = mlp(dtype), mlp(dtype)
+    optimizer, twin = adam(model), adam(plain)
+    device = PacedDevice(SWIFT)
+    with OffloadScheduler(optimizer, model, bucket_numel=70, gpu_buckets=kept, device=device) as scheduler:
+        train(model, optimizer, range(12))
+        assert (scheduler.statistics.kept_buckets > 0) == (kept > 0)
+        assert scheduler.statistics.downloaded_bytes > 0
+    train(plain, twin, range(12))
+    assert optimizer.statistics.clipped == twin.statistics.clipped > 0
+    assert {busy.name for busy in device.busy} >= {"pack", "download", "publish"}
+    together, alone = everything(model, optimizer), everything(plain, twin)
+    for state in (*together["state"].values(), *alone["state"].values()):
+        state.pop("master", None)  # which fp32 and fp64 parameters on the host are themselves
+    assert together == alone
+
+
+@pytest.mark.parametrize("order", [None, (1, 0)], ids=["in place", "copied"])
+def test_the_norm_of_what_stays_is_that_of_the_host(order: tuple[int, int] | None) -> None:
+    memory = torch.randn(2 * 8192, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    device, _ = clocked(constants=[memory])
+    layout = layout_of(*[torch.zeros(8192, dtype=torch.bfloat16)] * 2)
+    gradients = [constant(memory, 8192 * part, 8192) for part in order or (0, 1)]
+    host, _ = clocked()
+    wanted = ChunkSums.over(torch.empty(8, dtype=torch.float64))
+    host.pack([one.clone() for one in gradients], layout, torch.bfloat16, wanted)
+    for _ in range(2):  # computed, and then remembered
+        found = ChunkSums.over(torch.full((8,), float("nan"), dtype=torch.float64))
+        device.pack(gradients, layout, torch.bfloat16, found)
+        assert bits(found.sums) == bits(wanted.sums)
+        assert torch.equal(found.nonfinite, wanted.nonfinite)
+    other = ChunkSums.over(torch.empty(8, dtype=torch.float64))
+    device.pack([constant(memory, 4096, 8192), memory[:8192].clone()], layout, torch.bfloat16, other)
+    assert bits(other.sums) != bits(wanted.sums)
+    device.pack([constant(memory, 0, 8192)], layout_of(gradients[0]), torch.bfloat16, other)
+    device.pack([constant(memory, 8192, 8192)], layout_of(gradients[0]), torch.bfloat16, wanted)
+    assert bits(other.sums[:2]) != bits(wanted.sums[:2])
+    assert native.chunk_count(8192) == 2
+
+
+# ---- constants -------------------------------------------------------------------------------------------------------
+
+
+def test_constants_reach_the_host_where_they_are_and_take_their_place_there() -> None:
+    memory = torch.randn(512).to(torch.bfloat16)
+    device, _ = clocked(constants=[memory])
+    device.reserve(0, 1024, 0)
+    free = sum(end - begin for slab in device._pinned._slabs for begin, end in slab.free)
+    gradients = [constant(memory, 64 * part, 64) for part in (2, 3)]
+    packed = device.pack(gradients, layout_of(*[torch.zeros(64, dtype=torch.bfloat16)] * 2), torch.bfloat16)
+    host = device.host_empty(128, torch.bfloat16)
+    device.copy(host, packed, Stream.DOWNLOAD)
+    assert host.data_ptr() == packed.data_ptr() == memory[128:].data_ptr()
+    assert torch.equal(host, memory[128:256])
+    assert spans(device)[-1][2] - spans(device)[-1][1] == 256 / 64.0
+    view = host[:64]
+    del host, packed, gradients
+    gc.collect()
+    assert sum(end - begin for slab in device._pinned._slabs for begin, end in slab.free) < free
+    del view
+    gc.collect()
+    assert sum(end - begin for slab in device._pinned._slabs for begin, end in slab.free) == free
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda memory: [constant(memory, 64, 64), constant(memory, 0, 64)],  # in another order
+        lambda memory: [constant(memory, 0, 64), constant(memory, 128, 64)],  # apart
+        lambda memory: [constant(memory, 0, 64), constant(memory, 64, 64).clone()],  # not constant
+        lambda memory: [constant(memory, 0, 64), memory[64:192:2]],  # not dense
+    ],
+)
+def test_gradients_that_lie_otherwise_are_copied(change: Callable[[Tensor], list[Tensor]]) -> None:
+    memory = torch.randn(192).to(torch.bfloat16)
+    device, _ = clocked(constants=[memory])
+    gradients = change(memory)
+    layout = layout_of(*[torch.zeros(64, dtype=torch.bfloat16)] * 2)
+    packed = device.pack(gradients, layout, torch.bfloat16)
+    begin, end = memory.data_ptr(), memory.data_ptr() + memory.nbytes
+    assert not begin <= packed.data_ptr() < end
+    for view, gradient in zip(layout.views(packed), gradients, strict=True):
+        assert torch.equal(view, gradient)
+    wide = device.pack([constant(memory, 0, 64), constant(memory, 64, 64)], layout, torch.float32)
+    assert torch.equal(wide, memory[:128].float())
+    wide = device.pack([constant(memory, 0, 64)], layout_of(torch.zeros(64)), torch.float32)
+    assert torch.equal(wide, memory[:64].float())
+
+
+@pytest.mark.parametrize("kept", [0, 2])
+def test_constants_give_the_state_of_plain_steps(kept: int) -> None:
+    gradients = pace.Gradients(6, 4160)
+    model, plain = pace.TimedModel(gradients), pace.TimedModel(gradients)
+    optimizer, twin = pace._optimizer(model), pace._optimizer(plain)
+    model.device = plain.device = PacedDevice(SWIFT, constants=gradients.sets)
+    before = [one.clone() for one in gradients.sets]
+    with OffloadScheduler(
+        optimizer, model, bucket_numel=5000, gpu_buckets=kept, num_threads=2, device=model.device
+    ) as scheduler:
+        side = pace.Side("", model, functools.partial(pace._step, model, optimizer), scheduler)
+        clipped = [side.iterate() for _ in range(2 * pace.CLIP_EVERY + 3)]
+        shown = [bits(weight) for weight in model.weights]
+        clipped.append(side.iterate())
+        assert shown == [bits(weight) for weight in model.weights]  # nothing arrives but in a first step
+        model.device.constants.clear()
+        clipped.append(side.iterate())
+        assert (scheduler.statistics.kept_buckets > 0) == (kept > 0)
+        assert scheduler.statistics.accepted_buckets > 10
+    assert sum(clipped) == 2
+    for is_clipped in clipped:
+        plain().backward()
+        for parameter in plain.weights:  # the host's own step, of gradients in memory of their own
+            parameter.grad = parameter.grad.clone()
+        twin.max_grad_norm = 0.9 * gradients.norm if is_clipped else pace.MAX_GRAD_NORM
+        twin.step()
+        twin.zero_grad()
+        assert (twin.last_outcome.kind is StepKind.CLIPPED) == is_clipped
+    assert state_bits(optimizer) == state_bits(twin)
+    assert all(map(torch.equal, before, gradients.sets))
+
+
+def test_a_turn_times_iterations_by_the_device_and_leaves_nothing_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    synchronize = OffloadScheduler.synchronize
+    monkeypatch.setattr(OffloadScheduler, "synchronize", lambda self: ended.append(model.step) or synchronize(self))
+    gradients = pace.Gradients(4, 640)
+    model = pace.TimedModel(gradients)
+    optimizer = pace._optimizer(model)
+    model.device = PacedDevice(SWIFT, constants=gradients.sets)
+    model.forward_seconds, model.backward_seconds = 0.002, 0.004
+    with OffloadScheduler(optimizer, model, bucket_numel=1280, num_threads=1, device=model.device) as scheduler:
+        side = pace.Side("auto", model, functools.partial(pace._step, model, optimizer), scheduler)
+        for _ in range(2):
+            side.turn(5)
+        assert len(side.seconds[False]) + len(side.seconds[True]) == 10
+        assert len(side.seconds[True]) == 1  # of the 14 steps, the tenth
+        assert all(seconds >= 0.006 for seconds in itertools.chain(*side.seconds.values()))
+        assert side.buckets == 2 * 5 * 2
+        assert len(side.depths) == side.buckets
+        assert all(1 <= depth <= 2 for depth in side.depths)
+        assert {span.track for span in side.trace.spans} == {"training", "worker", "download", "upload", "model"}
+        model_time = sum(span.end - span.begin for span in side.trace.spans if span.track == "model")
+        assert model_time == pytest.approx(5 * 0.006, rel=1e-6)  # sums of differences of large numbers
+        assert ended == [7, 14]
+
+
+def test_nothing_keeps_a_device_alive() -> None:
+    gradients = pace.Gradients(4, 640)
+    model = pace.TimedModel(gradients)
+    optimizer = pace._optimizer(model)
+    model.device = PacedDevice(SWIFT, constants=gradients.sets)
+    with OffloadScheduler(optimizer, model, bucket_numel=1280, num_threads=1, device=model.device) as scheduler:
+        side = pace.Side("", model, functools.partial(pace._step, model, optimizer), scheduler)
+        for _ in range(4):
+            side.iterate()
+    device = weakref.ref(model.device)
+    del model, optimizer, scheduler, side
+    gc.collect()
+    assert device() is None
