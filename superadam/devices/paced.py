@@ -243,7 +243,7 @@ class PacedDevice(PlainDevice):
         if self._is_constant(source):
             slab = destination.new_empty(0).set_(destination)  # type: ignore[call-overload]  # stays taken
             destination.set_(_over(source.data_ptr(), source.numel(), source.dtype, [source, slab]))  # type: ignore[call-overload]
-        elif not self.constants or stream is not Stream.UPLOAD:
+        elif not self.constants or stream is not Stream.UPLOAD or not self.is_host(source):  # state is to arrive
             if stream is Stream.CURRENT:  # of state, which may lack deferred steps
                 self._run_deferred()
             super().copy(destination, source, stream)

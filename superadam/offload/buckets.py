@@ -59,11 +59,13 @@ class Bucketer:
 
     Attributes:
         kept: ids of parameters whose gradients go into kept buckets.
+        last: id of the last parameter whose gradient travels, where others are kept: its bucket waits for no more.
     """
 
     def __init__(self, device: Device, holder: GradientHolder, bucket_numel: int) -> None:
         self.accumulation = Accumulation()
         self.kept: frozenset[int] = frozenset()
+        self.last: int | None = None
         self._device = device
         self._holder = holder
         self.bucket_numel = bucket_numel
@@ -106,7 +108,7 @@ class Bucketer:
         with self._lock:
             bucket = self._filling[key in self.kept and not self._device.is_host(taken.pending)]
             bucket.add(state, taken)
-            return self._filled(bucket) if bucket.numel >= self.bucket_numel else None
+            return self._filled(bucket) if bucket.numel >= self.bucket_numel or key == self.last else None
 
     def _take(self, parameter: Tensor, state: ParameterState) -> TakenGradient | None:
         """Return a gradient that was not taken yet, or a sum of micro-batches; None where it has to be left alone."""

@@ -114,7 +114,7 @@ class Pipeline:
         is_awaited: bool,
     ) -> None:
         """Read the norm of a kept bucket; runs in the worker."""
-        arrived.synchronize()
+        self._wait_for(arrived, is_awaited)
         transaction.add_pending(pending, norm_in(norms))
         self._statistics.kept_buckets += 1
         elements = sum(state.shape.numel() for state in pending)
@@ -132,7 +132,7 @@ class Pipeline:
         is_awaited: bool,
     ) -> None:
         """Speculate on a bucket, which starts the upload of its new values; runs in the worker."""
-        arrived.synchronize()
+        self._wait_for(arrived, is_awaited)
         begin = time.perf_counter()
         if not self.policy.speculates(transaction.norm_so_far(), self._limit()):
             for record in pending.values():
@@ -150,6 +150,12 @@ class Pipeline:
         if written:
             seconds, ready = time.perf_counter() - begin, arrived.passed_at()
             self._autotuner.add_times(BucketTimes(elements, moved, ready, seconds, is_hidden=not is_awaited))
+
+    def _wait_for(self, arrived: Event, is_awaited: bool) -> None:
+        """Wait for a copy, and commit meanwhile: the host may have enqueued this bucket long before backward."""
+        while not is_awaited and not arrived.query() and self._idle():
+            pass
+        arrived.synchronize()
 
     def _num_threads(self) -> int:
         return min(self._autotuner.placement.num_threads, native.get_num_threads())

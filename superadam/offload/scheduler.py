@@ -267,6 +267,8 @@ class OffloadScheduler:
     def _apply_placement(self) -> None:
         kept = [one for one in last_parameters(self._autotuner.order, self.placement) if self._can_keep(one)]
         self._bucketer.bucket_numel, self._bucketer.kept = self.placement.bucket_numel, frozenset(map(id, kept))
+        travelling = [id(one) for one in self._autotuner.order if id(one) not in self._bucketer.kept]
+        self._bucketer.last = travelling[-1] if travelling and kept else None
         self._transfers.transfer_dtype = self.placement.transfer_dtype
         if self.tier is not None and self._transaction is not None:
             states = self._transaction.table.states

@@ -391,3 +391,18 @@ def test_backward_may_run_in_several_threads() -> None:
     line.flush()
     assert sorted(row for rows in line.rows for row in rows) == list(range(300))
     assert all(len(rows) == 7 for rows in line.rows[:-1])
+
+
+def test_last_bucket_that_travels_does_not_wait_for_more() -> None:
+    """What comes after it is kept."""
+    line = Line([2] * 6, 100, DistantDevice())
+    line.bucketer.kept = frozenset(map(id, line.parameters[4:]))
+    line.bucketer.last = id(line.parameters[3])
+    for row in range(6):
+        line.arrive(row)
+        assert line.rows == ([[0, 1, 2, 3]] if row >= 3 else [])
+    line.flush()
+    assert [(rows, bucket.is_kept) for rows, bucket in zip(line.rows, line.sent, strict=True)] == [
+        ([0, 1, 2, 3], False),
+        ([4, 5], True),
+    ]

@@ -17,7 +17,7 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -45,14 +45,14 @@ from visible import bits, shown
 
 import superadam
 from superadam import OffloadScheduler, SpeculativeCPUAdam, StepKind
-from superadam.devices import Device, PlainDevice, Stream
+from superadam.devices import Device, Event, PlainDevice, Stream
 from superadam.devices.flat import FlatLayout
 from superadam.devices.simulated import SimulatedDevice
 from superadam.devices.worker import WorkerError
 from superadam.handles.gradient_handle import taken_of
 from superadam.kernels import native
 from superadam.offload.accumulation import PAUSE_STEPS
-from superadam.state.parameter import ParameterState
+from superadam.state.parameter import ParameterState, Phase
 from superadam.step.transaction import Transaction
 
 pytestmark = pytest.mark.timeout(240)  # a hang fails with the stack of every thread
@@ -1223,6 +1223,33 @@ def test_interpreter_ends_without_close(ending: str) -> None:
     )
     assert run.returncode == {"raise": 1, "os.ki": -2}.get(ending[:5], 0), run.stderr
     assert ("KeyError" in run.stderr) == ending.startswith("raise")
+
+
+def test_worker_commits_while_a_copy_is_under_way() -> None:
+    """The host runs ahead of the device: the next step's buckets are there long before their gradients."""
+    model = mlp(torch.bfloat16)
+    optimizer = adam(model, max_grad_norm=None)
+    with OffloadScheduler(optimizer, model, device=ImmediateDevice(), bucket_numel=1, num_threads=1) as scheduler:
+        train(model, optimizer, range(3))
+        transaction, pipeline = scheduler._transaction, scheduler._pipeline
+        assert transaction is not None
+        assert pipeline is not None
+        accepted = transaction.in_phase(Phase.ACCEPTED)
+        left: list[int] = []
+
+        class Late:
+            """An event that passes when two commits were made."""
+
+            def query(self) -> bool:
+                left.append(len(transaction.in_phase(Phase.ACCEPTED)))
+                return len(left) == 3
+
+            def synchronize(self) -> None: ...
+
+        pipeline._wait_for(cast(Event, Late()), True)  # the training thread waits: what it waits for comes first
+        assert left == []
+        pipeline._wait_for(cast(Event, Late()), False)
+        assert left == [len(accepted), len(accepted) - 1, len(accepted) - 2]
 
 
 # ---- seeing it ------------------------------------------------------------------------------------------------------
