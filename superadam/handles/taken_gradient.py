@@ -14,23 +14,24 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
-class GradientHolder(Protocol):
+class GradientHolder:
     """What took gradients, and answers questions about them."""
 
     def nonfinite_of(self, taken: TakenGradient) -> int | None:
         """Return the count of Inf and NaN in the gradient as it arrived; None if they were not counted."""
+        return None
 
     def norm_was_asked(self, taken: TakenGradient) -> None:
-        """Note that `torch._foreach_norm` was called for the 2-norm of this gradient, in a list."""
+        """Called when `torch._foreach_norm` was called for the 2-norm of this gradient, in a list."""
 
     def was_given_back(self, taken: TakenGradient) -> None:
-        """`.grad` is an ordinary gradient again; called once, after it is."""
+        """Called once `.grad` is an ordinary gradient again."""
 
 
 class FactorKind(enum.Enum):

@@ -9,6 +9,7 @@ import decimal
 import functools
 import math
 import numbers
+import operator
 import reprlib
 from collections.abc import Mapping
 from contextlib import suppress
@@ -24,6 +25,7 @@ _POWER_CONTEXT = decimal.Context(prec=60)
 _SMALLEST_NORMAL_FLOAT32 = 2.0**-126
 _NUMBERS = ("lr", "betas[0]", "betas[1]", "eps", "weight_decay")
 _FLAGS = ("amsgrad", "maximize", "decoupled_weight_decay")
+_others = operator.itemgetter("lr", "eps", "weight_decay", *_FLAGS)
 _USUAL_TYPES = (*(float for _ in _NUMBERS), *(bool for _ in _FLAGS))
 
 
@@ -57,7 +59,8 @@ class Hyperparameters:
         betas = group["betas"]
         if not isinstance(betas, tuple | list) or len(betas) != 2:
             raise ValueError(f"Invalid betas: {described(betas)}; expected a pair of numbers")
-        raw = (group["lr"], *betas, group["eps"], group["weight_decay"], *(group[name] for name in _FLAGS))
+        lr, eps, weight_decay, *flags = _others(group)
+        raw = (lr, *betas, eps, weight_decay, *flags)
         if tuple(map(type, raw)) == _USUAL_TYPES:
             return Hyperparameters(*raw)
         parsed: list[Any] = [_number(*one) for one in zip(_NUMBERS, raw, strict=False)]

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from superadam.devices import Device, device_for
-from superadam.handles.taken_gradient import TakenGradient
+from superadam.handles.taken_gradient import GradientHolder, TakenGradient
 from superadam.kernels.hyperparameters import Hyperparameters
 from superadam.kernels.kept_step import StepsInPlace
 from superadam.offload.arguments import check_count, check_model, check_transfer_dtype
@@ -43,7 +43,7 @@ from superadam.step.transaction import Transaction
 _logger = logging.getLogger("superadam")
 
 
-class OffloadScheduler:
+class OffloadScheduler(GradientHolder):
     """Runs a `SpeculativeCPUAdam` during backward.
 
     While the scheduler is at work, gradients are taken as backward computes them, and `optimizer.step()` only validates

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from superadam.handles.taken_gradient import TakenGradient
+from superadam.handles.taken_gradient import GradientHolder, TakenGradient
 from superadam.host.signals import deferred_signals
 from superadam.kernels.hyperparameters import Hyperparameters
 from superadam.optim import checkpoint
@@ -76,7 +76,7 @@ class Overlap(Protocol):
         """Handle the outcome of a step: let commits begin."""
 
 
-class PublishedState:
+class PublishedState(GradientHolder):
     """The published dict, and the transaction over the parameters that were bound last.
 
     Parameters are bound lazily, because frameworks replace them between construction and the first step.
@@ -289,12 +289,6 @@ class PublishedState:
     def nonfinite_of(self, taken: TakenGradient) -> int | None:
         """Return the number of Inf and NaN in a gradient, where they were counted."""
         return None if self._transaction is None else self._transaction.nonfinite_of(taken)
-
-    def norm_was_asked(self, taken: TakenGradient) -> None:
-        """Do nothing: norms are computed when they are asked for."""
-
-    def was_given_back(self, taken: TakenGradient) -> None:
-        """Do nothing: `.grad` shows it."""
 
 
 def _references(published: Any) -> tuple[int, ...]:
