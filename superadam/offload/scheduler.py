@@ -57,7 +57,7 @@ class OffloadScheduler(GradientHolder):
             Mi and 16 Mi. A parameter is never cut.
         gpu_buckets: number of last-ready buckets whose state stays on the model's device, where their steps are made
             with the verdict, from the second step on; the next forward needs them first. "auto" keeps, within the free
-            memory, what the CPU would not have finished when backward ends, by the last steps.
+            memory, what the CPU would not have finished when backward ends, by the times of the last steps.
         transfer_dtype: dtype in which gradients travel to the host; "auto" keeps theirs. A wider one gives the same
             bits; a narrower one rounds gradients, and norm and step then see the rounded ones, wherever they are made.
             fp64 gradients stay fp64.

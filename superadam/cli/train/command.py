@@ -84,7 +84,7 @@ def add_parser(subparsers: Any) -> None:
         how,
         "gpu_buckets",
         _auto_or_int,
-        "buckets whose state stays on the GPU when overlapped, the last of backward; auto: chosen from the times of steps",
+        "buckets whose state stays on the GPU when overlapped, the last of backward; auto: by the times of steps",
         metavar="N",
     )
     _add_setting(
