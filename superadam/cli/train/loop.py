@@ -157,7 +157,7 @@ class Trainer:
         self.history.seconds += end - begin
         self.history.update_seconds += end - backward_ended
         self.history.add_memory(peak_host_bytes(), peak_device_bytes(self._device))
-        self._note_counts()
+        self._count_step()
         return record
 
     def _backward(self, loss: Tensor, inject_nan: bool) -> None:
@@ -171,7 +171,7 @@ class Trainer:
         finally:
             handle.remove()
 
-    def _note_counts(self) -> None:
+    def _count_step(self) -> None:
         """Add to the history what optimizer and scheduler have counted since the last call."""
         counted, overlapped = self._counts()
         self.history.add_counts(counted, self._noted[0])
