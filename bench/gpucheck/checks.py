@@ -23,7 +23,9 @@ _RESULT = re.compile(r"^tests/\S+.* (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b"
 _PYTEST = ("-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider")
 
 REHEARSED_TEST = "tests/gpu/test_gpu_scatter.py::test_many_tensors_take_one_launch"
-_SHARED = ("-p", "gpucheck.share")
+_SHARED = ("-p", "gpucheck.share", "-m", "not subprocess")
+"""Left out are those that look at what the compiler made, which needs no GPU."""
+
 NO_TESTS = 5
 """Status of pytest where a share holds no test."""
 

@@ -32,7 +32,7 @@ class RatesRequest:
     Attributes:
         device: "cuda" or "cpu".
         link_bytes: of each copy between host and device.
-        memory_bytes: that each kernel of the device reads and writes, together.
+        memory_bytes: that each kernel of the device reads and writes, together; less where less is free.
         tensors: into how many parameters its elements are split.
         numel: elements of the CPU's passes.
         rounds: timed runs of each thing.
@@ -101,10 +101,12 @@ def rates(context: Context, limit: Limit) -> Iterator[Finding]:
 
 def measure(request: RatesRequest) -> None:
     """Measure and tell: the links, the kernels of the device, the passes of the CPU."""
-    device = torch.device(request.device)
+    device, size = torch.device(request.device), request.memory_bytes
+    if device.type == "cuda":
+        size = min(size, torch.cuda.mem_get_info(device)[0] // 4 >> 20 << 20)
     for measured in (
         link_rates(device, request.link_bytes, request.rounds),
-        kernel_rates(device, request.memory_bytes, request.tensors, request.rounds),
+        kernel_rates(device, size, request.tensors, request.rounds),
         pass_rates(request.numel, request.rounds),
     ):
         for rate in measured:

@@ -124,6 +124,10 @@ class TorchOnHost(Side):
             parameter.copy_(staged, non_blocking=True)
 
 
+class PlacementRefusedError(Exception):
+    """The scheduler cannot meet a placement of the sweep."""
+
+
 class Superadam(Side):
     """superadam: plain at first, with a scheduler from `overlap()` until `close()`; the state goes on."""
 
@@ -142,14 +146,21 @@ class Superadam(Side):
         return self
 
     def place(self, name: str) -> Side:
-        """Change what "auto" chose for this scheduler to one of `PLACEMENTS`."""
+        """Change what "auto" chose for this scheduler to one of `PLACEMENTS`.
+
+        Raises:
+            PlacementRefusedError: it cannot be met.
+        """
         if self._scheduler is None:
             self.overlap()
         assert self._scheduler is not None
         self._chosen = chosen = self._chosen or self._scheduler.placement
         total = sum(parameter.numel() for parameter in self._model.parameters())
         unchanged = {key: getattr(chosen, key) for key in ("gpu_buckets", "bucket_numel", "num_threads")}
-        self._scheduler.place(**unchanged | PLACEMENTS[name](chosen, total))
+        try:
+            self._scheduler.place(**unchanged | PLACEMENTS[name](chosen, total))
+        except ValueError as error:
+            raise PlacementRefusedError(str(error)) from error
         self.warm_ups = 2
         return self
 

@@ -20,7 +20,7 @@ from gpucheck import rates
 from gpucheck.findings import Context, Finding, Limit, Outcome
 from gpucheck.programs import MARK, Done, measuring, tell
 from gpucheck.rows import Row
-from gpucheck.sides import ALONE, ON_DEVICE, ON_HOST, OVERLAPPED, PROGRAMS, SWEEP, Side
+from gpucheck.sides import ALONE, ON_DEVICE, ON_HOST, OVERLAPPED, PROGRAMS, SWEEP, PlacementRefusedError, Side
 from gpucheck.verdicts import verdicts, with_hidden_shares
 from superadam.cli.train.device import moved, wait_for
 from superadam.cli.train.memory import peak_device_bytes, peak_host_bytes
@@ -132,27 +132,24 @@ def measure(request: ThroughputRequest) -> None:
     adam_seconds = None
     if request.program == OVERLAPPED:
         adam_seconds = shape.parameters / rates.adam_elements_per_second(request.pass_numel, 9)
-    model, detail = nn.Module(), ""
+    model, why = nn.Module(), {}
     try:
         model = build_model(settings)
     except Exception as error:
-        detail = _what_does_not_fit(error)
+        why = _why_not(error)
     for name, batch, make in PROGRAMS[request.program](model, request.batches):
         row = Row(shape.name, batch, request.seq, name, adam_seconds=adam_seconds if name == ALONE else None)
-        if not detail:
-            try:
-                row = dataclasses.replace(row, **_steps(model, make(), batch, request, device))
-            except Exception as error:
-                row = dataclasses.replace(row, outcome="does not fit", detail=_what_does_not_fit(error))
-                for parameter in model.parameters():
-                    parameter.grad = None
-        else:
-            row = dataclasses.replace(row, outcome="does not fit", detail=detail)
-        tell(asdict(row))
+        try:
+            figures = why or _steps(model, make(), batch, request, device)
+        except Exception as error:
+            figures = _why_not(error)
+            for parameter in model.parameters():
+                parameter.grad = None
+        tell(asdict(dataclasses.replace(row, **figures)))
 
 
-def _what_does_not_fit(error: BaseException) -> str:
-    """Return the words of an error because of the memory of GPU or host, or of a worker's because of it.
+def _why_not(error: BaseException) -> dict[str, Any]:
+    """Return what a row has of an error because of the memory of GPU or host, or of a placement that cannot be met.
 
     Raises:
         BaseException: it is another one.
@@ -160,7 +157,9 @@ def _what_does_not_fit(error: BaseException) -> str:
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, torch.OutOfMemoryError | MemoryError):
-            return str(error)
+            return {"outcome": "does not fit", "detail": str(error)}
+        if isinstance(cause, PlacementRefusedError):
+            return {"outcome": "refused", "detail": str(cause)}
         cause = cause.__cause__
     raise error
 

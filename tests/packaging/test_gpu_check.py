@@ -6,6 +6,8 @@ import contextlib
 import io
 import json
 import os
+import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -294,6 +296,18 @@ def test_every_batch_size_chooses_its_own_placement_before_the_sweep(
 asked = ("gpu_buckets", "bucket_numel", "num_threads")
 
 
+def test_placement_that_cannot_be_met_is_a_row(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sides.PLACEMENTS, "half the threads", lambda chosen, total: {"num_threads": 0})
+    throughput.measure(request(sides.SWEEP, [1]))
+    rows = [Row(**line) for line in Done(0, capsys.readouterr().out, 1.0).lines(MARK)]
+    refused = [row for row in rows if row.outcome != "measured"]
+    assert [(row.side, row.outcome) for row in refused] == [(f"{sides.OVERLAPPED}, half the threads", "refused")]
+    assert "num_threads" in refused[0].detail
+    assert len(rows) == len(sides.SWEPT) + 1
+
+
 def test_what_matters_most_is_measured_first() -> None:
     order = [
         (one.shape["name"], one.program)
@@ -572,6 +586,31 @@ def test_program_and_what_it_started_end_with_their_time(tmp_path: Path) -> None
     while is_running(int(path.read_text())) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not is_running(int(path.read_text()))
+
+
+@pytest.mark.subprocess
+def test_programs_end_with_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    wait = subprocess.Popen.wait
+
+    def interrupted(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        if timeout is None:
+            return wait(process)
+        started.append(process)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
+    code = "import time; time.sleep(60)"
+    with pytest.raises(KeyboardInterrupt):
+        programs.run([[sys.executable, "-c", code]] * 2, 60.0, {})
+    assert [process.returncode for process in started] == [-signal.SIGKILL]
+
+
+@pytest.mark.subprocess
+def test_tests_are_shared_out_among_processes() -> None:
+    context = Context(programs.run, "cpu", rehearses=True, trace="")
+    found = [(finding.outcome, finding.detail) for finding in checks.tests(context, Limit(time.monotonic() + 200.0))]
+    assert found == [(Outcome.GOOD, "1 passed"), (Outcome.GOOD, "2 passed")]
 
 
 def is_running(process: int) -> bool:
