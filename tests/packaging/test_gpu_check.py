@@ -591,19 +591,22 @@ def test_program_and_what_it_started_end_with_their_time(tmp_path: Path) -> None
 @pytest.mark.subprocess
 def test_programs_end_with_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[subprocess.Popen[bytes]] = []
-    wait = subprocess.Popen.wait
 
-    def interrupted(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
-        if timeout is None:
-            return wait(process)
-        started.append(process)
-        raise KeyboardInterrupt
+    class Interrupted(subprocess.Popen[bytes]):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            started.append(self)
 
-    monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout is not None:
+                raise KeyboardInterrupt
+            return super().wait()
+
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
     code = "import time; time.sleep(60)"
     with pytest.raises(KeyboardInterrupt):
         programs.run([[sys.executable, "-c", code]] * 2, 60.0, {})
-    assert [process.returncode for process in started] == [-signal.SIGKILL]
+    assert [process.returncode for process in started] == [-signal.SIGKILL] * 2
 
 
 @pytest.mark.subprocess
