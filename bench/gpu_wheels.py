@@ -2,6 +2,7 @@
 
     make gpu-wheels                                     wheels for this machine's architecture, into build/gpu-wheels
     make gpu-wheels ARGS="--arch aarch64 --out DIR"     for another
+    make gpu-wheels ARGS="--python 3.12"                for one version of Python, a third as much
 
 There: python3 -m pip install --no-index --find-links build/gpu-wheels superadam[cli] pytest pytest-timeout hypothesis.
 Wheels are for all of `PYTHONS`; the folder stays within 64 MiB, which is why numpy is not among them.
@@ -44,12 +45,12 @@ GLIBCS = ("2_17", "2_27", "2_28")
 MOST_BYTES = 64 << 20
 
 
-def commands(arch: str, folder: Path) -> Iterator[list[str]]:
+def commands(arch: str, pythons: Sequence[str], folder: Path) -> Iterator[list[str]]:
     """Yield the commands that fill a folder."""
     download = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     download += ["--only-binary=:all:", "-c", str(ROOT / "constraints.txt"), "-d", str(folder)]
     platforms = [f"--platform=manylinux_{glibc}_{arch}" for glibc in GLIBCS]
-    for python in PYTHONS:
+    for python in pythons:
         yield [*download, "--python-version", python, "--implementation", "cp", *platforms, *COMPILED]
         yield [*download, "--python-version", python, "--platform", "any", *PLAIN]
     if arch == platform.machine():
@@ -75,12 +76,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Replace the folder's wheels, and return the exit status: 1 if it lacks something or is too large."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", choices=("x86_64", "aarch64"), default=platform.machine(), help="of the processor")
+    parser.add_argument("--python", action="append", choices=PYTHONS, help="take this version alone")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu-wheels", metavar="DIR", help="(%(default)s)")
     parsed = parser.parse_args(arguments)
     parsed.out.mkdir(parents=True, exist_ok=True)
     for path in parsed.out.glob("*.whl"):
         path.unlink()
-    for command in commands(parsed.arch, parsed.out):
+    for command in commands(parsed.arch, parsed.python or PYTHONS, parsed.out):
         subprocess.run(command, check=True)
     wheels = list(parsed.out.glob("*.whl"))
     size = sum(path.stat().st_size for path in wheels)

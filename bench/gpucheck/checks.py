@@ -93,7 +93,9 @@ def tests(context: Context, limit: Limit) -> Iterator[Finding]:
     counts: collections.Counter[str] = collections.Counter()
     failed: list[str] = []
     for selection in selections(context):
-        ended = context.runner([python(*_PYTEST, *options) for options in selection], limit.left, environment)
+        threads = {"OMP_NUM_THREADS": "2"} if len(selection) > 1 else {}  # else each would take all cores
+        commands = [python(*_PYTEST, *options) for options in selection]
+        ended = context.runner(commands, limit.left, environment | threads)
         for done in ended:
             counts.update(word.lower() for word in _RESULT.findall(done.output))
             failed += re.findall(r"^(?:FAILED|ERROR) (tests/\S+)", done.output, re.MULTILINE)

@@ -685,6 +685,9 @@ def test_wheels_are_for_every_python_and_superadam_is_built_only_for_this_machin
     assert not [word for command in ran for word in command if "x86_64" in word]
     assert gpu_wheels.main(["--out", str(tmp_path)]) == 0
     assert ran[-1][1:4] == ["-m", "pip", "wheel"]
+    ran.clear()
+    assert gpu_wheels.main(["--out", str(tmp_path), "--python", "3.12"]) == 0
+    assert [command[command.index("--python-version") + 1] for command in ran[:-1]] == ["3.12", "3.12"]
     monkeypatch.setattr(gpu_wheels, "MOST_BYTES", 10)
     wheel(tmp_path, "small", "large")
     assert gpu_wheels.main(["--out", str(tmp_path)]) == 1
