@@ -161,6 +161,7 @@ def differing(done: Done) -> Done:
         ("tests", lambda _: Done(1, "tests/a.py::b FAILED\nFAILED tests/a.py::b - oh", 1.0), "tests", "tests/a.py::b"),
         ("tests", lambda _: Done(4, "ERROR: not found", 1.0), "tests", "none ran"),
         ("tests", lambda _: Done(None, "tests/a.py::b FAILED\ntests/a.py::c PASSED", 1.0), "tests", "2 failed"),
+        ("tests", lambda _: Done(0, "tests/a.py::b SKIPPED [100%]", 1.0), "tests", "3 skipped"),
         ("train", differing, "verification", "status 1: NOT verified"),
         ("rates", lambda done: Done(1, done.output + "RuntimeError: lost", 1.0), "rates", "RuntimeError: lost"),
         (sides.OVERLAPPED, lambda _: Done(1, "RuntimeError: lost", 1.0), "throughput", "RuntimeError: lost"),
