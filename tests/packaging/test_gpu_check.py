@@ -425,13 +425,14 @@ def test_rates_count_both_directions() -> None:
 
 
 def test_kernels_move_what_a_copy_moves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rates, "_median_seconds", lambda action, rounds: action() or 1.0)
+    seconds = iter((0.5, 1.0, 2.0, 4.0))
+    monkeypatch.setattr(rates, "_median_seconds", lambda action, rounds: action() or next(seconds))
     size = 28 << 10
-    copy, *kernels = rates.kernel_rates(torch.device("cpu"), size, 2, 1)
-    assert [rate.what for rate in kernels] == list(rates.KERNELS)
-    for rate in (copy, *kernels):
-        assert rate.gigabytes_per_second == size / 1e9
-        assert rate.share_of_copy == 1.0
+    found = list(rates.kernel_rates(torch.device("cpu"), size, 2, 1))
+    assert [rate.what for rate in found] == [rates.COPY, *rates.KERNELS]
+    assert [rate.gigabytes_per_second for rate in found] == [size / each / 1e9 for each in (0.5, 1.0, 2.0, 4.0)]
+    assert [rate.share_of_copy for rate in found] == pytest.approx([1.0, 0.5, 0.25, 0.125])
+    assert found[-1].elements_per_second == size / rates.ADAM_BYTES_PER_ELEMENT / 4.0
 
 
 def test_without_triton_the_missing_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
