@@ -14,7 +14,7 @@ export OMP_WAIT_POLICY := passive
 # A file's tests stay together: some share what took long to make.
 IN_PARALLEL := -n 2 --dist loadfile
 
-.PHONY: demo test test-quick test-deep test-mutants arm-test gpu-check lint format clean
+.PHONY: demo test test-quick test-deep test-mutants arm-test gpu-check gpu-wheels lint format clean
 
 demo: $(VENV)/installed
 	$(BIN)/superadam train --verify --steps 200 --max-grad-norm 1.0 --inject-nan 70 --report demo/report.json --out demo
@@ -38,8 +38,13 @@ arm-test: $(VENV)/test-tools
 	tests/arm/run $(BIN)/python
 
 # On a machine with a GPU, with a Python that has superadam[cli] installed: sets up and downloads nothing.
+# ARGS="--only rates" runs one stage, ARGS=--rehearse all of them without a GPU.
 gpu-check:
-	$(PYTHON) bench/gpu_check.py
+	$(PYTHON) bench/gpu_check.py $(ARGS)
+
+# What gpu-check needs beside torch and numpy, to be carried to a machine without a network; for another one, ARGS="--arch aarch64".
+gpu-wheels: $(VENV)/installed
+	$(BIN)/python bench/gpu_wheels.py $(ARGS)
 
 lint: $(VENV)/test-tools
 	$(BIN)/ruff check .

@@ -23,6 +23,15 @@ _RESULT = re.compile(r"^tests/\S+.* (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b"
 _PYTEST = ("-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider")
 
 REHEARSED_TEST = "tests/gpu/test_gpu_scatter.py::test_many_tensors_take_one_launch"
+_SHARED = ("-p", "gpucheck.share", "-m", "not subprocess")
+"""Left out are those that look at what the compiler made, which needs no GPU."""
+
+NO_TESTS = 5
+"""Status of pytest where a share holds no test."""
+
+MOST_SHARES = 8
+"""Processes that compile kernels at once; each has a context of its own on the GPU."""
+
 OF_SEVERAL_DEVICES = ("device", "model", "verification", "loop")
 """Test modules of `superadam.cli.train` that take every device there is as a parameter."""
 
@@ -32,7 +41,7 @@ SANITIZED = "test_many_tensors_take_one_launch or test_many_small_tensors_take_o
 
 def machine(context: Context, limit: Limit) -> Iterator[Finding]:
     """Ask `superadam doctor` about versions, driver, GPU, link and memory; what it calls broken is no failure here."""
-    done = context.run(python("-m", "superadam", "doctor", "--json"), limit.left, {})
+    done = context.run(python("-m", "superadam", "doctor", "--json"), limit.left)
     begin = done.output.find("{")
     try:
         report = json.loads(done.output[begin:])
@@ -42,41 +51,66 @@ def machine(context: Context, limit: Limit) -> Iterator[Finding]:
     yield Finding(Outcome.GOOD, f"superadam doctor's report, status {done.status}", {"doctor": report})
 
 
-def gpu_tests() -> list[str]:
-    """Return the test files that exist for GPUs, those on real devices first."""
-    patterns = ("tests/devices/test_cuda*.py", "tests/gpu/*.py")
-    return [str(path.relative_to(ROOT)) for pattern in patterns for path in sorted(ROOT.glob(pattern))]
+def kernel_tests() -> list[str]:
+    """Return the files of tests of the GPU's kernels; they compile much, and time nothing."""
+    return _files("tests/gpu/*.py")
+
+
+def device_tests() -> list[str]:
+    """Return the files of tests of CUDA devices."""
+    return _files("tests/devices/test_cuda*.py")
+
+
+def _files(pattern: str) -> list[str]:
+    return [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob(pattern))]
+
+
+def selections(context: Context) -> list[list[list[str]]]:
+    """Return the options of the pytest processes that run all tests which need a GPU: those of each list run at once.
+
+    First those of the kernels, shared out, so that many compile at once on a cold cache; then, with that cache and the
+    machine to themselves, those that look at time and memory.
+    """
+    if context.rehearses:
+        return [[[REHEARSED_TEST, *_SHARED, "--share", f"{number}/2"] for number in range(2)], [[REHEARSED_TEST]]]
+    of_devices = [f"tests/cli/test_train_{name}.py" for name in OF_SEVERAL_DEVICES]
+    shares = max(1, min(MOST_SHARES, len(os.sched_getaffinity(0)) // 2))
+    return [
+        [[*kernel_tests(), *_SHARED, "--share", f"{number}/{shares}"] for number in range(shares)],
+        [device_tests()],
+        [[*of_devices, "-k", "cuda"]],
+    ]
 
 
 def tests(context: Context, limit: Limit) -> Iterator[Finding]:
     """Run every test that needs a GPU, kernels compiled."""
-    missing = [module for module in ("pytest", "hypothesis") if find_spec(module) is None]
+    missing = [module for module in ("pytest", "pytest_timeout", "hypothesis") if find_spec(module) is None]
     if missing:
-        yield Finding(Outcome.LEFT_OUT, f"{', '.join(missing)} is not installed; pip install {' '.join(missing)}")
+        yield Finding(Outcome.LEFT_OUT, f"{', '.join(missing)} cannot be imported; install {' '.join(missing)}")
         return
-    selections: list[tuple[str, ...]] = [(REHEARSED_TEST,)]
-    if not context.rehearses:
-        of_devices = (f"tests/cli/test_train_{name}.py" for name in OF_SEVERAL_DEVICES)
-        selections = [(*of_devices, "-k", "cuda"), tuple(gpu_tests())]
+    path = os.pathsep.join(filter(None, (str(ROOT / "bench"), os.environ.get("PYTHONPATH"))))  # of `gpucheck.share`
+    environment = {"TRITON_INTERPRET": "1" if context.rehearses else "0", "PYTHONPATH": path}
     counts: collections.Counter[str] = collections.Counter()
     failed: list[str] = []
-    for selection in selections:
-        done = context.run(
-            python(*_PYTEST, *selection), limit.left, {"TRITON_INTERPRET": "1" if context.rehearses else "0"}
-        )
-        counts.update(word.lower() for word in _RESULT.findall(done.output))
-        failed += re.findall(r"^(?:FAILED|ERROR) (tests/\S+)", done.output, re.MULTILINE)
+    for selection in selections(context):
+        threads = {"OMP_NUM_THREADS": "2"} if len(selection) > 1 else {}  # else each would take all cores
+        commands = [python(*_PYTEST, *options) for options in selection]
+        ended = context.runner(commands, limit.left, environment | threads)
+        for done in ended:
+            counts.update(word.lower() for word in _RESULT.findall(done.output))
+            failed += re.findall(r"^(?:FAILED|ERROR) (tests/\S+)", done.output, re.MULTILINE)
         figures: dict[str, Any] = {"tests": dict(counts), "failed": failed}
         words = ", ".join(f"{count} {word}" for word, count in sorted(counts.items())) or "none ran"
-        if done.status not in (0, None):
-            figures["output"] = done.output[-20_000:]
-            yield Finding(Outcome.FAILED, f"{words}; {', '.join(failed[:3]) or done.last_line}", figures)
+        broken = [done for done in ended if done.status not in (0, None, NO_TESTS)]
+        if broken:
+            figures["output"] = broken[0].output[-20_000:]
+            yield Finding(Outcome.FAILED, f"{words}; {', '.join(failed[:3]) or broken[0].last_line}", figures)
             return
-        if done.status is None or counts["failed"] + counts["error"]:
+        if any(done.status is None for done in ended) or counts["failed"] + counts["error"]:
             is_wrong = counts["failed"] + counts["error"] > 0
             yield Finding(Outcome.FAILED if is_wrong else Outcome.SHORTENED, f"{words} when time was over", figures)
             return
-        yield Finding(Outcome.GOOD, words, figures)
+        yield Finding(Outcome.GOOD if counts["passed"] else Outcome.FAILED, words, figures)
 
 
 def verified_runs(context: Context) -> list[list[str]]:
@@ -100,7 +134,7 @@ def verification(context: Context, limit: Limit) -> Iterator[Finding]:
             words += ["--out", folder, "--report", str(report)]
             if "--no-overlap" not in options:
                 words += ["--trace", context.trace]
-            done = context.run(python(*words), limit.left, {})
+            done = context.run(python(*words), limit.left)
             if done.status is None:
                 outcome = Outcome.SHORTENED if details else Outcome.LEFT_OUT
                 yield Finding(outcome, "; ".join([*details, "a run was not over in time"]), figures)
@@ -151,7 +185,7 @@ def sanitized(context: Context, limit: Limit) -> Iterator[Finding]:
         what = "compute-sanitizer" if sanitizer is None else "pytest"
         yield Finding(Outcome.LEFT_OUT, f"{what} is not installed")
         return
-    files = [name for name in gpu_tests() if name.startswith("tests/gpu/")]
+    files = kernel_tests()
     results: dict[str, str] = {}
     for tool in ("memcheck", "racecheck"):
         command: Sequence[str] = [sanitizer, "--tool", tool, "--error-exitcode", "9", "--target-processes", "all"]

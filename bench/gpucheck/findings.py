@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpucheck.programs import Runner
+from gpucheck.programs import Done, Runner
 
 
 class Outcome(enum.Enum):
@@ -63,16 +63,21 @@ class Context:
     """What every stage is told.
 
     Attributes:
-        run: starts other programs.
+        runner: starts other programs.
         device: "cuda", or "cpu" in a rehearsal.
         rehearses: whether everything is tiny and nothing of it means anything.
         trace: path of the trace that the verified run leaves.
     """
 
-    run: Runner
+    runner: Runner
     device: str
     rehearses: bool
     trace: str
+
+    def run(self, command: Sequence[str], seconds: float, environment: Mapping[str, str] | None = None) -> Done:
+        """Run one program."""
+        (done,) = self.runner([command], seconds, environment or {})
+        return done
 
 
 Stage = Callable[[Context, Limit], Iterator[Finding]]

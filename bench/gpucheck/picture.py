@@ -1,4 +1,4 @@
-"""The picture of a check: tokens per second of each optimizer, and the memory that it took.
+"""The picture of a check: tokens per second of each optimizer, its memory, and the placements of the sweep.
 
 Owns everything that is drawn. It needs matplotlib, without a display.
 """
@@ -6,51 +6,100 @@ Owns everything that is drawn. It needs matplotlib, without a display.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from matplotlib import rc_context
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from gpucheck.report import Results
-from gpucheck.sides import ALONE, SIDES
+from gpucheck.rows import MEASURED, Row
+from gpucheck.sides import ALONE, AUTO, ON_DEVICE, OVERLAPPED, SIDES, SWEPT
+from gpucheck.verdicts import LEAST_RATE
 
 # A colour-blind safe set: Okabe & Ito, "Color Universal Design", 2008.
-_COLOURS = dict(zip(SIDES, ("#999999", "#009E73", "#0072B2", "#E69F00", "#D55E00"), strict=True))
+_COLOURS = dict(zip(SIDES, ("#999999", "#009E73", "#E69F00", "#0072B2", "#D55E00"), strict=True))
+
+_QUANTITIES = ("tokens/s", "GB at most:\nGPU, above it host (pale)", "s/step by placement")
 
 
 def write(results: Results, path: Path) -> bool:
     """Draw what was measured of throughput into `path`, and return whether there was anything to draw."""
-    rows = [row for row in results.rows if row["outcome"] == "measured"]
-    if not rows:
+    if all(row.outcome != MEASURED for row in results.rows):
         return False
     with rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
-        _drawn(results, rows).savefig(path, format="png")
+        _drawn(results).savefig(path, format="png")
     return True
 
 
-def _drawn(results: Results, rows: list[dict[str, Any]]) -> Figure:
-    groups = sorted({(row["model"], row["batch"], row["seq"]) for row in rows})
-    figure = Figure(figsize=(11, 7), dpi=150, facecolor="white", layout="constrained")
+def _drawn(results: Results) -> Figure:
+    models = list(dict.fromkeys(row.model for row in results.rows))
+    figure = Figure(figsize=(11, 10), dpi=150, facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
-    upper, lower = figure.subplots(2, 1, sharex=True)
-    width = 0.8 / len(SIDES)
-    for number, side in enumerate(SIDES):
-        for index, group in enumerate(groups):
-            at = index + (number - (len(SIDES) - 1) / 2) * width
-            found = [row for row in rows if (row["model"], row["batch"], row["seq"], row["side"]) == (*group, side)]
-            for row in found:
-                hatch = "//" if side == ALONE else None
-                upper.bar(at, row["tokens_per_second"], width, color=_COLOURS[side], hatch=hatch)
-                device, host = (row["peak_device_bytes"] or 0) / 1e9, row["peak_host_bytes"] / 1e9
-                lower.bar(at, device, width, color=_COLOURS[side])
-                lower.bar(at, host, width, bottom=device, color=_COLOURS[side], alpha=0.4)
-    for side, colour in _COLOURS.items():
-        upper.bar(0, 0, color=colour, label=side)
-    upper.set_ylabel("tokens/s")
-    lower.set_ylabel("GB at most: GPU, above it host (pale)")
-    lower.set_xticks(range(len(groups)), [f"{model}\n{batch} x {seq} tokens" for model, batch, seq in groups])
+    columns = figure.subplots(3, len(models), height_ratios=(4, 2, 2), squeeze=False).T
+    for model, (upper, middle, lower) in zip(models, columns, strict=True):
+        rows = [row for row in results.rows if row.model == model]
+        _draw_rates(upper, [row for row in rows if row.side in SIDES])
+        _draw_memory(middle, [row for row in rows if row.side in SIDES])
+        _draw_placements(lower, [row for row in rows if row.side in SWEPT])
+    for axes, name in zip(columns[0], _QUANTITIES, strict=True):
+        axes.set_ylabel(name)
     title = f"superadam on {results.device}, {results.date[:10]}"
     figure.suptitle(f"REHEARSAL, means nothing: {title}" if results.rehearsal else title)
-    figure.legend(loc="outside lower center", ncols=len(SIDES), frameon=False)
+    figure.legend(*columns[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
     return figure
+
+
+def _places(axes: Axes, rows: list[Row], sides: tuple[str, ...]) -> list[tuple[Row, float, float]]:
+    """Name the workloads below a plot, and return each row with the middle and the width of its bar."""
+    groups = sorted({row.workload for row in rows})
+    axes.set_xticks(range(len(groups)), [f"{model}\n{batch} x {seq} tokens" for model, batch, seq in groups])
+    axes.set_xlim(-0.5, len(groups) - 0.5)
+    width = 0.8 / len(sides)
+    middle = (len(sides) - 1) / 2
+    return [(row, groups.index(row.workload) + (sides.index(row.side) - middle) * width, width) for row in rows]
+
+
+def _name(axes: Axes, at: float, words: str) -> None:
+    axes.annotate(words, (at, 0), (0, 4), textcoords="offset points", rotation=90, ha="center", fontsize=8)
+
+
+def _draw_rates(axes: Axes, rows: list[Row]) -> None:
+    """Draw tokens per second, hidden shares above them, the bound, and the names of what was not measured."""
+    for row, at, width in _places(axes, rows, SIDES):
+        if row.outcome != MEASURED:
+            _name(axes, at, f"{row.side}: {row.outcome}")
+            continue
+        rate = row.tokens_per_second
+        axes.bar(at, rate, width, color=_COLOURS[row.side], hatch="//" if row.side == ALONE else None)
+        if row.hidden_share is not None:
+            words = f"{row.hidden_share:.0%}\nhidden"
+            axes.annotate(words, (at, rate), (0, 3), textcoords="offset points", ha="center", fontsize=8)
+        if row.side == ON_DEVICE:
+            begin = at - (SIDES.index(ON_DEVICE) + 0.5) * width
+            axes.hlines(LEAST_RATE * rate, begin, begin + len(SIDES) * width, colors="black", linestyles="dashed")
+    for side, colour in _COLOURS.items():
+        axes.bar(0, 0, color=colour, hatch="//" if side == ALONE else None, label=side)
+    axes.plot([], [], color="black", linestyle="dashed", label=f"{1 - LEAST_RATE:.0%} below {ON_DEVICE}")
+    axes.margins(y=0.15)
+
+
+def _draw_memory(axes: Axes, rows: list[Row]) -> None:
+    """Draw the most memory of GPU and host."""
+    for row, at, width in _places(axes, rows, SIDES):
+        device, host = (row.peak_device_bytes or 0) / 1e9, (row.peak_host_bytes or 0) / 1e9
+        axes.bar(at, device, width, color=_COLOURS[row.side])
+        axes.bar(at, host, width, bottom=device, color=_COLOURS[row.side], alpha=0.4)
+
+
+def _draw_placements(axes: Axes, rows: list[Row]) -> None:
+    """Draw the time of a step for each placement, each with its name in its bar."""
+    if not rows:
+        axes.text(0.5, 0.5, "placements were not measured", ha="center", transform=axes.transAxes)
+        return
+    for row, at, width in _places(axes, rows, SWEPT):
+        name = row.side.partition(", ")[2]
+        if row.outcome == MEASURED:
+            alpha = 1.0 if row.side == AUTO else 0.4
+            axes.bar(at, row.step_seconds, 0.9 * width, color=_COLOURS[OVERLAPPED], alpha=alpha)
+        _name(axes, at, name if row.outcome == MEASURED else f"{name}: {row.outcome}")

@@ -5,11 +5,13 @@ Owns their processes: none survives its limit, nor this process's end by an exce
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,40 +48,46 @@ class Done:
         return [json.loads(line.removeprefix(prefix)) for line in self.output.splitlines() if line.startswith(prefix)]
 
 
-Runner = Callable[[Sequence[str], float, Mapping[str, str]], Done]
-"""Runs a command for at most so many seconds, with some environment variables set."""
+Runner = Callable[[Sequence[Sequence[str]], float, Mapping[str, str]], list[Done]]
+"""Runs commands at once, all for at most so many seconds, with some environment variables set; one result for each."""
 
 
-def run(command: Sequence[str], seconds: float, environment: Mapping[str, str]) -> Done:
-    """Run a command in the repository, and kill it and all that it started when its time is over."""
+def run(commands: Sequence[Sequence[str]], seconds: float, environment: Mapping[str, str]) -> list[Done]:
+    """Run commands at once in the repository, and kill them and all that they started when their time is over.
+
+    They import the wheel that is installed, never the sources that lie in the repository.
+    """
     begin = time.monotonic()
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
-    status: int | None
-    try:
-        output, _ = process.communicate(timeout=seconds)
-        status = process.returncode
-    except subprocess.TimeoutExpired:
-        _kill(process)
-        output, _ = process.communicate()
-        status = None
-    except BaseException:
-        _kill(process)
+    done: list[Done] = []
+    with contextlib.ExitStack() as stack:
+        started = []
+        for command in commands:
+            output = stack.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
+            process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env={**os.environ, "PYTHONSAFEPATH": "1", **environment},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            stack.callback(_end, process)
+            started.append((process, output))
+        for process, output in started:
+            status: int | None = None
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = process.wait(max(0.0, begin + seconds - time.monotonic()))
+            _end(process)
+            output.seek(0)
+            done.append(Done(status, output.read(), time.monotonic() - begin))
+    return done
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process and all that it started, if it has not ended."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        raise
-    return Done(status, output, time.monotonic() - begin)
-
-
-def _kill(process: subprocess.Popen[str]) -> None:
-    os.killpg(process.pid, signal.SIGKILL)
 
 
 def python(*words: str) -> list[str]:

@@ -1,22 +1,25 @@
 """The optimizers that are measured against one another, each over the same bf16 model.
 
-Owns what each of them does after backward. All do AdamW on fp32 masters, and take the global norm to clip by it.
+Owns what each of them does after backward, and which of them one process measures in turn. All do AdamW on fp32
+masters, and take the global norm to clip by it.
 """
 
 from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from superadam import OffloadScheduler, SpeculativeCPUAdamW
+from superadam import OffloadScheduler, Placement, SpeculativeCPUAdamW
 from superadam.cli.bench.arrays import HYPERPARAMETERS
 from superadam.cli.bench.contests import MAX_GRAD_NORM
 from superadam.cli.train.device import wait_for
+from superadam.devices.simulated import SimulatedDevice
 
 _OPTIONS = {
     "lr": HYPERPARAMETERS.lr,
@@ -25,16 +28,25 @@ _OPTIONS = {
     "weight_decay": HYPERPARAMETERS.weight_decay,
 }
 
+ALONE, OVERLAPPED, PLAIN = "no optimizer", "superadam", "superadam, plain"
+ON_DEVICE, ON_HOST = "torch on the GPU", "torch on the CPU"
+
+SIDES = (ALONE, OVERLAPPED, ON_DEVICE, PLAIN, ON_HOST)
+"""By name, in the order in which they are shown."""
+
 
 class Side(abc.ABC):
     """An optimizer of a model; made before the first forward."""
 
+    warm_ups = 2
+    """Steps before those that count: the first touches memory."""
+
+    times_backward = False
+    """Whether nothing that it does would be in the way of timing backward by itself."""
+
     @abc.abstractmethod
     def update(self) -> None:
         """Make of the gradients new parameters, and drop the gradients."""
-
-    def close(self) -> None:  # noqa: B027 - most have nothing to close
-        """End what works beside training."""
 
     def figures(self) -> dict[str, Any]:
         """Return what it can tell of itself, as JSON holds it."""
@@ -43,6 +55,8 @@ class Side(abc.ABC):
 
 class NoOptimizer(Side):
     """Forward and backward alone: what is left where everything else is hidden."""
+
+    times_backward = True
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = list(model.parameters())
@@ -110,12 +124,53 @@ class TorchOnHost(Side):
             parameter.copy_(staged, non_blocking=True)
 
 
-class Superadam(Side):
-    """superadam, with the scheduler or as a plain step."""
+class PlacementRefusedError(Exception):
+    """The scheduler cannot meet a placement of the sweep."""
 
-    def __init__(self, model: nn.Module, *, overlap: bool) -> None:
+
+class Superadam(Side):
+    """superadam: plain at first, with a scheduler from `overlap()` until `close()`; the state goes on."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
         self._optimizer = SpeculativeCPUAdamW(model.parameters(), max_grad_norm=MAX_GRAD_NORM, **_OPTIONS)
-        self._scheduler = OffloadScheduler(self._optimizer, model) if overlap else None
+        self._scheduler: OffloadScheduler | None = None
+        self._chosen: Placement | None = None
+
+    def overlap(self) -> Side:
+        """Let a new scheduler choose where steps are made; a model on the CPU gets a device that can keep state."""
+        self.close()
+        device = SimulatedDevice(0) if next(self._model.parameters()).is_cpu else None
+        self._scheduler = OffloadScheduler(self._optimizer, self._model, device=device)
+        self.warm_ups = 5  # placements are tried, then state moves
+        return self
+
+    def place(self, name: str) -> Side:
+        """Change what "auto" chose for this scheduler to one of `PLACEMENTS`.
+
+        Raises:
+            PlacementRefusedError: it cannot be met.
+        """
+        if self._scheduler is None:
+            self.overlap()
+        assert self._scheduler is not None
+        self._chosen = chosen = self._chosen or self._scheduler.placement
+        total = sum(parameter.numel() for parameter in self._model.parameters())
+        unchanged = {key: getattr(chosen, key) for key in ("gpu_buckets", "bucket_numel", "num_threads")}
+        try:
+            self._scheduler.place(**unchanged | PLACEMENTS[name](chosen, total))
+        except ValueError as error:
+            raise PlacementRefusedError(str(error)) from error
+        self.warm_ups = 2
+        return self
+
+    def close(self) -> Side:
+        """Let steps be plain ones again."""
+        scheduler, self._scheduler, self._chosen = self._scheduler, None, None
+        if scheduler is not None:
+            scheduler.close()
+        self.warm_ups = 2
+        return self
 
     def update(self) -> None:
         """Step."""
@@ -129,19 +184,55 @@ class Superadam(Side):
         placement = {name: str(value) for name, value in dataclasses.asdict(self._scheduler.placement).items()}
         return {"placement": placement, "statistics": dataclasses.asdict(self._scheduler.statistics)}
 
-    def close(self) -> None:
-        """Close the scheduler."""
-        if self._scheduler is not None:
-            self._scheduler.close()
 
-
-PLAIN, OVERLAPPED, ALONE = "superadam, plain", "superadam", "no optimizer"
-
-SIDES: dict[str, Callable[[nn.Module], Side]] = {
-    ALONE: NoOptimizer,
-    OVERLAPPED: lambda model: Superadam(model, overlap=True),
-    "torch on the GPU": TorchOnDevice,
-    PLAIN: lambda model: Superadam(model, overlap=False),
-    "torch on the CPU": TorchOnHost,
+PLACEMENTS: dict[str, Callable[[Placement, int], dict[str, int]]] = {
+    "nothing on the GPU": lambda chosen, total: {"gpu_buckets": 0},
+    "1/4 on the GPU": lambda chosen, total: {"gpu_buckets": -(-total // (4 * chosen.bucket_numel))},
+    "1/2 on the GPU": lambda chosen, total: {"gpu_buckets": -(-total // (2 * chosen.bucket_numel))},
+    "half the threads": lambda chosen, total: {"num_threads": -(-chosen.num_threads // 2)},
+    "buckets of 1/4": lambda chosen, total: {
+        "gpu_buckets": 4 * chosen.gpu_buckets,
+        "bucket_numel": -(-chosen.bucket_numel // 4),
+    },
 }
-"""By name, in the order of what one wants to know first."""
+"""By name, what differs from the choice of "auto", for a model of so many elements."""
+
+AUTO = f"{OVERLAPPED}, auto"
+"""The choice that the placements of a sweep are compared with, measured beside them."""
+
+SWEPT = (AUTO, *(f"{OVERLAPPED}, {name}" for name in PLACEMENTS))
+
+Trial = tuple[str, int, Callable[[], Side]]
+"""The name under which something is measured, sequences in a step, and what makes it ready."""
+
+
+def _overlapped(model: nn.Module, batches: Sequence[int]) -> list[Trial]:
+    superadam = cache(lambda: Superadam(model))
+    alone: list[Trial] = [(ALONE, batch, lambda: NoOptimizer(model)) for batch in batches]
+    return alone + [(OVERLAPPED, batch, lambda: superadam().overlap()) for batch in batches]
+
+
+def _swept(model: nn.Module, batches: Sequence[int]) -> list[Trial]:
+    superadam = cache(lambda: Superadam(model))
+    first = batches[0]  # where Adam is longest beside backward, and the choice matters most
+    sweep: list[Trial] = [
+        (f"{OVERLAPPED}, {name}", first, partial(lambda name: superadam().place(name), name)) for name in PLACEMENTS
+    ]
+    plain: list[Trial] = [(PLAIN, batch, lambda: superadam().close()) for batch in batches]
+    return [(AUTO, first, lambda: superadam().overlap()), *sweep, *plain]
+
+
+def _one(name: str, make: Callable[[nn.Module], Side], model: nn.Module, batches: Sequence[int]) -> list[Trial]:
+    made = cache(lambda: make(model))
+    return [(name, batch, made) for batch in batches]
+
+
+SWEEP = "placements"
+
+PROGRAMS: dict[str, Callable[[nn.Module, Sequence[int]], list[Trial]]] = {
+    OVERLAPPED: _overlapped,
+    ON_DEVICE: partial(_one, ON_DEVICE, TorchOnDevice),
+    SWEEP: _swept,
+    ON_HOST: partial(_one, ON_HOST, TorchOnHost),
+}
+"""What a process measures, one after the other; every batch size has a scheduler of its own."""

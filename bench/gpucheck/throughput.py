@@ -1,7 +1,7 @@
 """How fast models train with each optimizer, and what memory that takes.
 
-Owns the models, batch sizes and the way of timing. Each optimizer runs in a process of its own, so that peaks of memory
-are its own, and one that does not fit takes no other with it.
+Owns the models, batch sizes and the way of timing. Optimizers with state of their own run in processes of their own,
+so that peaks of memory are theirs, and one that does not fit takes no other with it.
 """
 
 from __future__ import annotations
@@ -14,21 +14,22 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
+from gpucheck import rates
 from gpucheck.findings import Context, Finding, Limit, Outcome
 from gpucheck.programs import MARK, Done, measuring, tell
-from gpucheck.sides import ALONE, OVERLAPPED, PLAIN, SIDES, Side
+from gpucheck.rows import Row
+from gpucheck.sides import ALONE, ON_DEVICE, ON_HOST, OVERLAPPED, PROGRAMS, SWEEP, PlacementRefusedError, Side
+from gpucheck.verdicts import verdicts, with_hidden_shares
 from superadam.cli.train.device import moved, wait_for
 from superadam.cli.train.memory import peak_device_bytes, peak_host_bytes
 from superadam.cli.train.model import build_model, next_byte_loss
 from superadam.cli.train.presets import BYTE_VALUES, PRESETS, Shape
 from superadam.cli.train.settings import Settings
 
-WARM_UPS = 5
-"""Untimed steps at each batch size: the first touches memory, two are tried out by superadam, one moves state."""
-
 FEWEST, MOST = 3, 15
-"""Timed steps at each batch size; their median counts."""
+"""Timed steps of each trial; their median counts."""
 
 REHEARSED = dataclasses.replace(
     PRESETS["10m"].shape, name="rehearsal", vocabulary=256, width=16, layers=1, head_width=4, feed_forward=32
@@ -43,142 +44,160 @@ _LEAST_SECONDS = 15.0
 
 @dataclass(frozen=True, slots=True)
 class ThroughputRequest:
-    """One optimizer over one model.
+    """What one process measures over one model.
 
     Attributes:
-        side: a key of `SIDES`.
+        program: a key of `PROGRAMS`.
         shape: of the model, as plain values.
         device: "cuda" or "cpu".
         batches: sequences in a step, smallest first.
         seq: tokens in a sequence.
-        seconds: to measure each batch size for, beside warming up.
+        seconds: to measure each trial for, beside warming up.
+        pass_numel: elements over which the CPU's Adam is timed.
     """
 
-    side: str
+    program: str
     shape: dict[str, Any]
     device: str
     batches: list[int]
     seq: int
     seconds: float
+    pass_numel: int
 
 
 def requests(context: Context) -> list[ThroughputRequest]:
     """Return what is to be measured, in the order of its worth."""
-    models: list[tuple[Shape, list[int], int, float]] = [
-        (PRESETS["1b"].shape, [4, 16], 2048, 4.0),
-        (PRESETS["4b"].shape, [2, 8], 2048, 6.0),
+    models: list[tuple[Shape, list[int], int, float, int]] = [
+        (PRESETS["1b"].shape, [4, 16], 2048, 3.0, 64 << 20),
+        (PRESETS["4b"].shape, [2, 8], 2048, 3.0, 64 << 20),
     ]
     if context.rehearses:
-        models = [(REHEARSED, [1, 2], 8, 0.05)]
+        models = [(REHEARSED, [1, 2], 8, 0.05, 1 << 12)]
     return [
-        ThroughputRequest(side, asdict(shape), context.device, batches, seq, seconds)
-        for shape, batches, seq, seconds in models
-        for side in SIDES
+        ThroughputRequest(program, asdict(shape), context.device, batches, seq, seconds, numel)
+        for programs in ((OVERLAPPED, ON_DEVICE), (SWEEP,), (ON_HOST,))
+        for shape, batches, seq, seconds, numel in models
+        for program in programs
     ]
 
 
 def throughput(context: Context, limit: Limit) -> Iterator[Finding]:
-    """Measure one optimizer after the other for as long as there is time."""
-    rows: list[dict[str, Any]] = []
+    """Measure one program after the other for as long as there is time."""
+    rows: list[Row] = []
     failures: list[str] = []
     todo = requests(context)
+
+    def finding(number: int, outcome: Outcome, words: str) -> Finding:
+        judged = [{**asdict(verdict), "answer": verdict.answer.value} for verdict in verdicts(rows)]
+        figures = {"rows": [asdict(row) for row in rows], "verdicts": judged}
+        return Finding(
+            Outcome.FAILED if failures else outcome,
+            "; ".join([f"{number} of {len(todo)} processes measured{words}", *failures[:1]]),
+            figures,
+        )
+
     for number, request in enumerate(todo):
         if limit.left < (1.0 if context.rehearses else _LEAST_SECONDS):
-            words = f"{number} of {len(todo)} processes measured when time was over"
-            outcome = Outcome.FAILED if failures else Outcome.SHORTENED if rows else Outcome.LEFT_OUT
-            yield Finding(outcome, "; ".join([words, *failures[:1]]), {"rows": rows})
+            yield finding(number, Outcome.SHORTENED if rows else Outcome.LEFT_OUT, " when time was over")
             return
-        done = context.run(measuring("throughput", asdict(request)), limit.left, {})
-        rows += rows_of(request, done)
-        add_hidden_shares(rows)
+        done = context.run(measuring("throughput", asdict(request)), limit.left)
+        rows = with_hidden_shares([*rows, *rows_of(request, done)])
         if done.status not in (0, None, KILLED):
-            failures.append(f"{request.side} over {request.shape['name']} ended with {done.status}: {done.last_line}")
-        words = "; ".join([f"{number + 1} of {len(todo)} processes measured", *failures[:1]])
-        short = any(row["outcome"] == "not over in time" for row in rows)
-        outcome = Outcome.FAILED if failures else Outcome.SHORTENED if short else Outcome.GOOD
-        yield Finding(outcome, words, {"rows": rows})
+            failures.append(
+                f"{request.program} over {request.shape['name']} ended with {done.status}: {done.last_line}"
+            )
+        short = any(row.outcome == "not over in time" for row in rows)
+        yield finding(number + 1, Outcome.SHORTENED if short else Outcome.GOOD, "")
 
 
-def rows_of(request: ThroughputRequest, done: Done) -> list[dict[str, Any]]:
-    """Return a row for each batch size, with what was measured or why it was not."""
-    measured = {line["batch"]: line for line in done.lines(MARK)}
-    rows = []
-    for batch in request.batches:
-        row = {"model": request.shape["name"], "batch": batch, "seq": request.seq, "side": request.side}
-        if batch in measured:
-            rows.append(row | measured[batch])
-        elif done.status is None:
-            rows.append(row | {"outcome": "not over in time", "detail": f"killed after {done.seconds:.0f} s"})
-        elif done.status == KILLED:
-            words = "killed by the system, which does so when host memory is full"
-            rows.append(row | {"outcome": "killed", "detail": words})
-        else:
-            rows.append(row | {"outcome": "failed", "detail": f"status {done.status}: {done.last_line}"})
-    return rows
-
-
-def add_hidden_shares(rows: list[dict[str, Any]]) -> None:
-    """Add to the overlapped rows which part is hidden of the time that a plain step adds to forward and backward."""
-    steps = {(row["model"], row["batch"], row["side"]): row.get("step_seconds") for row in rows}
-    for row in rows:
-        if row["side"] != OVERLAPPED:
-            continue
-        alone, plain = (steps.get((row["model"], row["batch"], side)) for side in (ALONE, PLAIN))
-        mine = row.get("step_seconds")
-        if alone and plain and mine and plain > alone:
-            row["hidden_share"] = (plain - mine) / (plain - alone)
+def rows_of(request: ThroughputRequest, done: Done) -> list[Row]:
+    """Return a row for each trial, with what was measured or why it was not."""
+    measured = {(row.side, row.batch): row for row in (Row(**line) for line in done.lines(MARK))}
+    if done.status is None:
+        why = {"outcome": "not over in time", "detail": f"killed after {done.seconds:.0f} s"}
+    elif done.status == KILLED:
+        why = {"outcome": "killed", "detail": "killed by the system, which does so when host memory is full"}
+    else:
+        why = {"outcome": "failed", "detail": f"status {done.status}: {done.last_line}"}
+    return [
+        measured.get((side, batch)) or Row(request.shape["name"], batch, request.seq, side, **why)
+        for side, batch, _ in PROGRAMS[request.program](nn.Module(), request.batches)
+    ]
 
 
 def measure(request: ThroughputRequest) -> None:
-    """Measure each batch size and tell, in this process; a batch that does not fit is told as such."""
-    settings = Settings(shape=Shape(**request.shape), device=request.device, checkpointing=True, seq=request.seq)
-    device = torch.device(request.device)
-    todo = list(request.batches)
+    """Measure each trial and tell, in this process; one that does not fit is told as such."""
+    shape, device = Shape(**request.shape), torch.device(request.device)
+    settings = Settings(shape=shape, device=request.device, checkpointing=True, seq=request.seq)
+    adam_seconds = None
+    if request.program == OVERLAPPED:
+        adam_seconds = shape.parameters / rates.adam_elements_per_second(request.pass_numel, 9)
+    model, why = nn.Module(), {}
     try:
         model = build_model(settings)
-        side = SIDES[request.side](model)
-        while todo:
-            tell({"batch": todo[0], "outcome": "measured", **_steps(model, side, todo[0], request, device)})
-            todo.pop(0)
     except Exception as error:
-        if not _is_out_of_memory(error):
-            raise
-        for batch in todo:  # the larger ones would not fit either
-            tell({"batch": batch, "outcome": "does not fit", "detail": str(error)})
-        return
-    side.close()
+        why = _why_not(error)
+    for name, batch, make in PROGRAMS[request.program](model, request.batches):
+        row = Row(shape.name, batch, request.seq, name, adam_seconds=adam_seconds if name == ALONE else None)
+        try:
+            figures = why or _steps(model, make(), batch, request, device)
+        except Exception as error:
+            figures = _why_not(error)
+            for parameter in model.parameters():
+                parameter.grad = None
+        tell(asdict(dataclasses.replace(row, **figures)))
 
 
-def _is_out_of_memory(error: BaseException | None) -> bool:
-    """Return whether this is the GPU's memory, or a worker's error because of it."""
-    return error is not None and (isinstance(error, torch.OutOfMemoryError) or _is_out_of_memory(error.__cause__))
+def _why_not(error: BaseException) -> dict[str, Any]:
+    """Return what a row has of an error because of the memory of GPU or host, or of a placement that cannot be met.
+
+    Raises:
+        BaseException: it is another one.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, torch.OutOfMemoryError | MemoryError):
+            return {"outcome": "does not fit", "detail": str(error)}
+        if isinstance(cause, PlacementRefusedError):
+            return {"outcome": "refused", "detail": str(cause)}
+        cause = cause.__cause__
+    raise error
 
 
 def _steps(
-    model: torch.nn.Module, side: Side, batch: int, request: ThroughputRequest, device: torch.device
+    model: nn.Module, side: Side, batch: int, request: ThroughputRequest, device: torch.device
 ) -> dict[str, Any]:
-    """Return the median step's time and rate, and the peaks of memory, over steps from batch to new parameters."""
+    """Return what a row has of some steps from batch to new parameters."""
     generator = torch.Generator().manual_seed(batch)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     seconds: list[float] = []
-    end = time.perf_counter() + request.seconds
-    while len(seconds) < WARM_UPS + FEWEST or (len(seconds) < WARM_UPS + MOST and time.perf_counter() < end):
-        if len(seconds) == WARM_UPS:
+    backward: list[float] = []
+    warm, end = side.warm_ups, 0.0
+    while len(seconds) < warm + FEWEST or (len(seconds) < warm + MOST and time.perf_counter() < end):
+        if len(seconds) == warm:
             end = time.perf_counter() + request.seconds
         begin = time.perf_counter()
         windows = torch.randint(BYTE_VALUES, (batch, request.seq + 1), generator=generator)
-        next_byte_loss(model, moved(windows, device)).backward()  # type: ignore[no-untyped-call]
+        loss = next_byte_loss(model, moved(windows, device))
+        if side.times_backward:  # the pause costs a few launches
+            wait_for(device)
+            since = time.perf_counter()
+        loss.backward()  # type: ignore[no-untyped-call]
+        if side.times_backward:
+            wait_for(device)
+            backward.append(time.perf_counter() - since)
         side.update()
         wait_for(device)
         seconds.append(time.perf_counter() - begin)
-    timed = seconds[WARM_UPS:]
+    timed = seconds[warm:]
     median = statistics.median(timed)
     return {
         "steps": len(timed),
         "step_seconds": median,
         "slowest_step_seconds": max(timed),
         "tokens_per_second": batch * request.seq / median,
+        "backward_seconds": statistics.median(backward[warm:]) if backward else None,
         "peak_device_bytes": peak_device_bytes(device),
         "peak_host_bytes": peak_host_bytes(),
         **side.figures(),

@@ -6,13 +6,19 @@ import contextlib
 import io
 import json
 import os
+import signal
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import gpu_arrays  # noqa: F401 - kernels are interpreted
 import pytest
 import torch
 from training_runs import one_torch_thread
@@ -23,8 +29,12 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "bench"))
 
 import gpu_check  # noqa: E402
-from gpucheck import checks, programs, rates, report, sides, throughput  # noqa: E402
+import gpu_wheels  # noqa: E402
+from gpucheck import checks, picture, programs, rates, report, share, sides, throughput, verdicts  # noqa: E402
+from gpucheck.findings import Context, Finding, Limit, Outcome  # noqa: E402
 from gpucheck.programs import MARK, Done  # noqa: E402
+from gpucheck.rows import Row  # noqa: E402
+from gpucheck.verdicts import Answer  # noqa: E402
 
 from superadam.cli import main as cli  # noqa: E402
 
@@ -38,17 +48,25 @@ def _one_torch_thread() -> Iterator[None]:
 
 
 def kind_of(command: Sequence[str]) -> str:
-    """Return which stage starts this command, and of throughput also the optimizer."""
+    """Return which stage starts this command, and of throughput which program."""
     words = list(command[1:])
     if "pytest" in words:
         return "tests"
     if "--measure" in words:
         what, request = words[-2:]
-        return json.loads(request)["side"] if what == "throughput" else what
+        return json.loads(request)["program"] if what == "throughput" else what
     return words[2]
 
 
-def in_this_process(command: Sequence[str], seconds: float, environment: Mapping[str, str]) -> Done:
+Program = Callable[[Sequence[str], float], Done]
+
+
+def runner(program: Program) -> programs.Runner:
+    """Return what starts commands, one after the other."""
+    return lambda commands, seconds, environment: [program(command, seconds) for command in commands]
+
+
+def in_this_process(command: Sequence[str], seconds: float) -> Done:
     """Run what a stage starts without the seconds that a new Python takes; tests and doctor only seem to run."""
     kind = kind_of(command)
     if kind == "tests":
@@ -64,12 +82,12 @@ def in_this_process(command: Sequence[str], seconds: float, environment: Mapping
 _ENDED: dict[str, tuple[Done, str | None]] = {}
 
 
-def remembered(command: Sequence[str], seconds: float, environment: Mapping[str, str]) -> Done:
+def remembered(command: Sequence[str], seconds: float) -> Done:
     """Run a program once in all tests; later it ends as it did then, and leaves the same report."""
     report = Path(command[command.index("--report") + 1]) if "--report" in command else None
     kind = kind_of(command)
     if kind not in _ENDED:
-        done = in_this_process(command, seconds, environment)
+        done = in_this_process(command, seconds)
         _ENDED[kind] = done, report.read_text() if report is not None else None
     done, content = _ENDED[kind]
     if report is not None and content is not None:
@@ -77,19 +95,19 @@ def remembered(command: Sequence[str], seconds: float, environment: Mapping[str,
     return done
 
 
-def but(kind: str, instead: Callable[[Done], Done]) -> programs.Runner:
-    """Return a runner in which one program ends otherwise."""
+def but(kind: str, instead: Callable[[Done], Done]) -> Program:
+    """Return what runs programs, of which one ends otherwise."""
 
-    def run(command: Sequence[str], seconds: float, environment: Mapping[str, str]) -> Done:
-        done = remembered(command, seconds, environment)
+    def run(command: Sequence[str], seconds: float) -> Done:
+        done = remembered(command, seconds)
         return instead(done) if kind_of(command) == kind else done
 
     return run
 
 
-def check(folder: Path, run: programs.Runner = in_this_process, seconds: float = 1000.0) -> tuple[int, dict[str, Any]]:
+def check(folder: Path, program: Program = in_this_process, seconds: float = 1000.0) -> tuple[int, dict[str, Any]]:
     """Rehearse into a folder, and return the exit status and the results."""
-    status = gpu_check.check(folder, seconds, rehearses=True, run=run)
+    status = gpu_check.check(folder, seconds, rehearses=True, runner=runner(program))
     (path,) = (path for path in folder.glob("*.json") if "trace" not in path.name)
     results: dict[str, Any] = json.loads(path.read_text())
     assert list(results["stages"]) == STAGES
@@ -110,19 +128,26 @@ def test_rehearsal_runs_every_stage_and_says_that_it_is_one(tmp_path: Path, caps
     assert sorted(path.suffix for path in (tmp_path / "new").iterdir()) == [".json", ".json", ".png"]
     assert all(path.name.startswith("rehearsal-") for path in (tmp_path / "new").iterdir())
     figures = {name: stage["figures"] for name, stage in results["stages"].items()}
-    assert figures["tests"]["tests"] == {"passed": 2}
+    assert figures["tests"]["tests"] == {"passed": 6}
     (run,) = figures["verification"]["runs"]
     assert min(run["committed"], run["clipped"], run["skipped"], run["elements"]) > 0
-    assert all(value > 0 for value in figures["rates"].values())
-    rows = figures["throughput"]["rows"]
-    assert [(row["side"], row["batch"]) for row in rows] == [(side, batch) for side in sides.SIDES for batch in (1, 2)]
+    assert {*rates.KERNELS, rates.COPY} < {rate["what"] for rate in figures["rates"]["rows"]}
+    assert all(rate["gigabytes_per_second"] > 0 for rate in figures["rates"]["rows"])
+    assert all(rate["share_of_copy"] > 0 for rate in figures["rates"]["rows"] if rate["what"] in rates.KERNELS)
+    rows = [Row(**row) for row in figures["throughput"]["rows"]]
+    wanted = [(side, batch) for side in sides.SIDES for batch in (1, 2)] + [(side, 1) for side in sides.SWEPT]
+    assert sorted((row.side, row.batch) for row in rows) == sorted(wanted)
     for row in rows:
-        assert row["outcome"] == "measured"
-        assert row["tokens_per_second"] == row["batch"] * row["seq"] / row["step_seconds"]
-        assert row["steps"] >= throughput.FEWEST
+        assert row.outcome == "measured"
+        assert row.tokens_per_second == row.batch * row.seq / row.step_seconds
+        assert row.steps >= throughput.FEWEST
+        assert (row.backward_seconds is not None) == (row.adam_seconds is not None) == (row.side == sides.ALONE)
+        assert (row.hidden_share is not None) == (row.side in (sides.OVERLAPPED, *sides.SWEPT))
+    assert [verdict["workload"][1] for verdict in figures["throughput"]["verdicts"]] == [1, 1, 1, 2, 2]
     printed = capsys.readouterr().out
     assert "REHEARSAL" in printed
-    assert all(name in printed for name in (*STAGES, *sides.SIDES))
+    for name in (*STAGES, *sides.SIDES, *sides.SWEPT, *rates.KERNELS, "at least 90% of Adam hidden"):
+        assert name in printed, name
 
 
 def differing(done: Done) -> Done:
@@ -135,7 +160,8 @@ def differing(done: Done) -> Done:
     [
         ("tests", lambda _: Done(1, "tests/a.py::b FAILED\nFAILED tests/a.py::b - oh", 1.0), "tests", "tests/a.py::b"),
         ("tests", lambda _: Done(4, "ERROR: not found", 1.0), "tests", "none ran"),
-        ("tests", lambda _: Done(None, "tests/a.py::b FAILED\ntests/a.py::c PASSED", 1.0), "tests", "1 failed"),
+        ("tests", lambda _: Done(None, "tests/a.py::b FAILED\ntests/a.py::c PASSED", 1.0), "tests", "2 failed"),
+        ("tests", lambda _: Done(0, "tests/a.py::b SKIPPED [100%]", 1.0), "tests", "3 skipped"),
         ("train", differing, "verification", "status 1: NOT verified"),
         ("rates", lambda done: Done(1, done.output + "RuntimeError: lost", 1.0), "rates", "RuntimeError: lost"),
         (sides.OVERLAPPED, lambda _: Done(1, "RuntimeError: lost", 1.0), "throughput", "RuntimeError: lost"),
@@ -176,7 +202,7 @@ def test_only_a_run_that_shows_something_is_right(change: dict[str, Any], words:
 def test_what_is_not_over_in_time_is_said(tmp_path: Path) -> None:
     cut: list[str] = []
 
-    def run(command: Sequence[str], seconds: float, environment: Mapping[str, str]) -> Done:
+    def run(command: Sequence[str], seconds: float) -> Done:
         assert seconds >= 0.0
         cut.append(kind_of(command))
         return Done(None, "", seconds)
@@ -185,25 +211,29 @@ def test_what_is_not_over_in_time_is_said(tmp_path: Path) -> None:
     assert status == 0
     outcomes = {name: stage["outcome"] for name, stage in results["stages"].items()}
     assert outcomes == {**dict.fromkeys(STAGES, "shortened"), "verification": "left out", "sanitizer": "left out"}
-    assert {row["outcome"] for row in results["stages"]["throughput"]["figures"]["rows"]} == {"not over in time"}
-    assert len(cut) == 4 + len(sides.SIDES)
+    figures = results["stages"]["throughput"]["figures"]
+    assert {row["outcome"] for row in figures["rows"]} == {"not over in time"}
+    assert {verdict["answer"] for verdict in figures["verdicts"]} == {"unknown"}
+    assert len(cut) == 5 + len(sides.PROGRAMS)
 
 
 def test_without_time_later_stages_are_left_out(tmp_path: Path) -> None:
     status, results = check(tmp_path, but("train", lambda _: Done(None, "", 0.0)), seconds=0.0)
     assert status == 0
     assert results["stages"]["throughput"]["outcome"] == "left out"
-    assert results["stages"]["throughput"]["detail"] == f"0 of {len(sides.SIDES)} processes measured when time was over"
+    assert (
+        results["stages"]["throughput"]["detail"] == f"0 of {len(sides.PROGRAMS)} processes measured when time was over"
+    )
 
 
 def test_interrupted_check_leaves_what_it_has(tmp_path: Path) -> None:
-    def run(command: Sequence[str], seconds: float, environment: Mapping[str, str]) -> Done:
-        if kind_of(command) == "torch on the GPU":
+    def run(command: Sequence[str], seconds: float) -> Done:
+        if kind_of(command) == sides.ON_DEVICE:
             raise KeyboardInterrupt
-        return remembered(command, seconds, environment)
+        return remembered(command, seconds)
 
     with pytest.raises(KeyboardInterrupt):
-        gpu_check.check(tmp_path, 1000.0, rehearses=True, run=run)
+        gpu_check.check(tmp_path, 1000.0, rehearses=True, runner=runner(run))
     (path,) = (path for path in tmp_path.glob("*.json") if "trace" not in path.name)
     results = json.loads(path.read_text())
     assert list(results["stages"]) == STAGES[:5]
@@ -213,9 +243,12 @@ def test_interrupted_check_leaves_what_it_has(tmp_path: Path) -> None:
 
 def test_every_optimizer_makes_the_same_step() -> None:
     parameters = []
-    for name, make in sides.SIDES.items():
-        if name == sides.ALONE:
-            continue
+    for make in (
+        sides.TorchOnDevice,
+        sides.TorchOnHost,
+        sides.Superadam,
+        lambda model: sides.Superadam(model).overlap(),
+    ):
         torch.manual_seed(0)
         model = torch.nn.Linear(64, 64, bias=False).to(torch.bfloat16)
         side = make(model)
@@ -223,10 +256,67 @@ def test_every_optimizer_makes_the_same_step() -> None:
             model(torch.ones(2, 64, dtype=torch.bfloat16)).float().square().sum().backward()
             side.update()
             assert model.weight.grad is None
-        side.close()
+        if isinstance(side, sides.Superadam):
+            side.close()
         parameters.append(model.weight.detach())
     for other in parameters[1:]:
         torch.testing.assert_close(other, parameters[0], rtol=2**-8, atol=0.0)  # torch's norm is in bf16 or fp32
+
+
+def request(program: str, batches: list[int]) -> throughput.ThroughputRequest:
+    return throughput.ThroughputRequest(program, asdict(throughput.REHEARSED), "cpu", batches, 8, 0.0, 1 << 12)
+
+
+def test_every_batch_size_chooses_its_own_placement_before_the_sweep(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made: list[Any] = []
+
+    class Counted(sides.OffloadScheduler):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            assert options.keys() == {"device"}
+            super().__init__(*arguments, **options)
+            made.append(self)
+
+    monkeypatch.setattr(sides, "OffloadScheduler", Counted)
+    throughput.measure(request(sides.OVERLAPPED, [1, 2]))
+    assert len(made) == 2
+    throughput.measure(request(sides.SWEEP, [1, 2]))
+    assert len(made) == 3
+    rows = [Row(**line) for line in Done(0, capsys.readouterr().out, 1.0).lines(MARK)]
+    placed = {row.side: {name: int(row.placement[name]) for name in asked} for row in rows if row.side in sides.SWEPT}
+    chosen = placed.pop(sides.AUTO)
+    total = throughput.REHEARSED.parameters
+    for name, placement in placed.items():
+        wanted = sides.PLACEMENTS[name.partition(", ")[2]](sides.Placement(transfer_dtype=None, **chosen), total)
+        assert placement == chosen | wanted
+    assert placed[f"{sides.OVERLAPPED}, 1/2 on the GPU"]["gpu_buckets"] > 0
+    assert [row.placement for row in rows if row.side == sides.PLAIN] == [{}, {}]
+
+
+asked = ("gpu_buckets", "bucket_numel", "num_threads")
+
+
+def test_placement_that_cannot_be_met_is_a_row(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sides.PLACEMENTS, "half the threads", lambda chosen, total: {"num_threads": 0})
+    throughput.measure(request(sides.SWEEP, [1]))
+    rows = [Row(**line) for line in Done(0, capsys.readouterr().out, 1.0).lines(MARK)]
+    refused = [row for row in rows if row.outcome != "measured"]
+    assert [(row.side, row.outcome) for row in refused] == [(f"{sides.OVERLAPPED}, half the threads", "refused")]
+    assert "num_threads" in refused[0].detail
+    assert len(rows) == len(sides.SWEPT) + 1
+
+
+def test_what_matters_most_is_measured_first() -> None:
+    order = [
+        (one.shape["name"], one.program)
+        for one in throughput.requests(Context(programs.run, "cuda", rehearses=False, trace=""))
+    ]
+    first = [(model, program) for model in ("1b", "4b") for program in (sides.OVERLAPPED, sides.ON_DEVICE)]
+    assert order[:4] == first
+    assert sorted(order) == sorted((model, program) for model in ("1b", "4b") for program in sides.PROGRAMS)
 
 
 def test_memory_that_does_not_suffice_is_a_row(
@@ -243,30 +333,167 @@ def test_memory_that_does_not_suffice_is_a_row(
         return steps(model, side, batch, *arguments)
 
     monkeypatch.setattr(throughput, "_steps", refuse)
-    request = throughput.ThroughputRequest(sides.ALONE, asdict(throughput.REHEARSED), "cpu", [1, 2, 3], 8, 0.01)
-    throughput.measure(request)
-    done = Done(0, capsys.readouterr().out, 1.0)
-    assert [row["outcome"] for row in throughput.rows_of(request, done)] == ["measured", "does not fit", "does not fit"]
-    assert [row["outcome"] for row in throughput.rows_of(request, Done(-9, "", 1.0))] == ["killed"] * 3
+    both = request(sides.OVERLAPPED, [1, 2])
+
+    def rows(done: Done) -> dict[tuple[str, int], str]:
+        return {(row.side, row.batch): row.outcome for row in throughput.rows_of(both, done)}
+
+    fits, fits_not = "measured", "does not fit"
+    alone, mine = sides.ALONE, sides.OVERLAPPED
+    throughput.measure(both)
+    output = capsys.readouterr().out
+    assert rows(Done(0, output, 1.0)) == {(alone, 1): fits, (alone, 2): fits_not, (mine, 1): fits, (mine, 2): fits_not}
+    assert set(rows(Done(-9, "", 1.0)).values()) == {"killed"}
+    assert rows(Done(None, output[: output.index("\n") + 1], 1.0))[alone, 1] == fits
+
+    def full(settings: Any) -> Any:
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(throughput, "build_model", full)
+    throughput.measure(both)
+    assert set(rows(Done(0, capsys.readouterr().out, 1.0)).values()) == {fits_not}
+
+    def broken(settings: Any) -> Any:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(throughput, "build_model", broken)
+    with pytest.raises(RuntimeError, match="broken"):
+        throughput.measure(both)
 
 
-def test_hidden_share_is_of_what_a_plain_step_adds() -> None:
-    def rows(**seconds: float) -> list[dict[str, Any]]:
-        names = {"alone": sides.ALONE, "plain": sides.PLAIN, "mine": sides.OVERLAPPED}
-        return [{"model": "m", "batch": 1, "side": names[name], "step_seconds": s} for name, s in seconds.items()]
+# -- verdicts ----------------------------------------------------------------------------------------------------------
 
-    measured = rows(alone=1.0, plain=3.0, mine=1.5)
-    throughput.add_hidden_shares(measured)
-    assert measured[2]["hidden_share"] == 0.75
-    for incomplete in (rows(alone=1.0, mine=1.5), rows(alone=1.0, plain=0.9, mine=1.5)):
-        throughput.add_hidden_shares(incomplete)
-        assert all("hidden_share" not in row for row in incomplete)
+
+def measured(side: str, seconds: float, **figures: Any) -> Row:
+    return Row("m", 1, 1000, side, step_seconds=seconds, tokens_per_second=1000 / seconds, **figures)
+
+
+def judged(*rows: Row) -> list[Answer]:
+    return [verdict.answer for verdict in verdicts.verdicts(verdicts.with_hidden_shares(rows))]
+
+
+LONG = {"backward_seconds": 0.61, "adam_seconds": 0.4}
+SHORT = {"backward_seconds": 0.5, "adam_seconds": 0.4}
+MET, MISSED, NOT_ASKED, UNKNOWN = Answer.MET, Answer.MISSED, Answer.NOT_ASKED, Answer.UNKNOWN
+
+
+@pytest.mark.parametrize(
+    ("alone", "mine", "on_device", "answers"),
+    [
+        (LONG, 1.039, 1.0, [MET, MET]),
+        (LONG, 1.041, 1.0, [MISSED, MET]),
+        (LONG, 1.12, 1.0, [MISSED, MISSED]),
+        (LONG, 1.03, 0.92, [MET, MISSED]),
+        (SHORT, 1.02, 1.0, [NOT_ASKED, NOT_ASKED]),
+        (SHORT, 1.3, 1.0, [NOT_ASKED, NOT_ASKED]),
+        (LONG, 1.03, None, [MET, UNKNOWN]),
+        (LONG, None, 1.0, [UNKNOWN, UNKNOWN]),
+        (None, 1.03, 1.0, [UNKNOWN, UNKNOWN]),
+    ],
+)
+def test_bounds(
+    alone: dict[str, float] | None, mine: float | None, on_device: float | None, answers: list[Answer]
+) -> None:
+    def row(side: str, seconds: float | None, **figures: Any) -> Row:
+        return Row("m", 1, 1000, side, "does not fit") if seconds is None else measured(side, seconds, **figures)
+
+    rows = [
+        row(sides.ALONE, alone and 1.0, **(alone or {})),
+        row(sides.OVERLAPPED, mine),
+        row(sides.ON_DEVICE, on_device),
+    ]
+    assert judged(*rows) == answers
+    assert judged(*(each for each in rows if each.outcome == "measured")) == answers
+
+
+@pytest.mark.parametrize(
+    ("times", "answer"),
+    [((1.0, 0.95), MET), ((1.0, 0.9), MISSED), ((1.0, 2.0), MET), ((1.0,), UNKNOWN)],
+)
+def test_auto_is_judged_by_the_best_placement(times: tuple[float, ...], answer: Answer) -> None:
+    rows = [measured(side, seconds) for side, seconds in zip(sides.SWEPT, times, strict=False)]
+    assert judged(*rows)[2:] == [answer]
+
+
+# -- rates -------------------------------------------------------------------------------------------------------------
 
 
 def test_rates_count_both_directions() -> None:
-    found = rates.link_rates(torch.device("cpu"), 1 << 16, 3)
+    found = list(rates.link_rates(torch.device("cpu"), 1 << 16, 3))
     assert len(found) == 3
-    assert all(value > 0.0 for value in found.values())
+    assert all(rate.gigabytes_per_second > 0.0 for rate in found)
+
+
+def test_kernels_move_what_a_copy_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter((0.5, 1.0, 2.0, 4.0))
+    monkeypatch.setattr(rates, "_median_seconds", lambda action, rounds: action() or next(seconds))
+    size = 28 << 10
+    found = list(rates.kernel_rates(torch.device("cpu"), size, 2, 1))
+    assert [rate.what for rate in found] == [rates.COPY, *rates.KERNELS]
+    assert [rate.gigabytes_per_second for rate in found] == [size / each / 1e9 for each in (0.5, 1.0, 2.0, 4.0)]
+    assert [rate.share_of_copy for rate in found] == pytest.approx([1.0, 0.5, 0.25, 0.125])
+    assert found[-1].elements_per_second == size / rates.ADAM_BYTES_PER_ELEMENT / 4.0
+
+
+def test_without_triton_the_missing_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SUPERADAM_GPU", "torch")
+    context = Context(runner(in_this_process), "cpu", rehearses=True, trace="")
+    (finding,) = rates.rates(context, Limit(time.monotonic() + 1000.0))
+    assert finding.outcome is Outcome.SHORTENED
+    assert finding.detail.endswith("; not adam")
+
+
+# -- what is drawn, and the files --------------------------------------------------------------------------------------
+
+
+def test_picture_names_what_did_not_fit_and_draws_the_bound() -> None:
+    rows = [
+        measured(sides.ALONE, 1.0, **LONG),
+        measured(sides.OVERLAPPED, 1.02),
+        measured(sides.ON_DEVICE, 1.0),
+        Row("m", 2, 1000, sides.ON_DEVICE, "does not fit"),
+        measured(sides.AUTO, 1.0),
+        Row("m", 1, 1000, sides.SWEPT[2], "does not fit"),
+    ]
+    results = report.Results("NVIDIA H200", "2026-11-22T10:00:00", [], False)
+    rows = verdicts.with_hidden_shares(rows)
+    results.add("throughput", Finding(Outcome.GOOD, "", {"rows": [asdict(row) for row in rows]}), 1.0)
+    upper, _, lower = picture._drawn(results).axes
+    assert {text.get_text() for text in upper.texts} == {"torch on the GPU: does not fit", "95%\nhidden"}
+    (line,) = upper.collections
+    assert [tuple(point) for point in line.get_segments()[0]] == [(-0.4, 900.0), (pytest.approx(0.4), 900.0)]
+    assert {text.get_text() for text in lower.texts} == {"auto", "1/4 on the GPU: does not fit"}
+
+
+def test_results_do_not_overwrite_one_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report.platform, "node", lambda: "Node 7.local")
+    monkeypatch.setattr(report, "commit", lambda: "1234567")
+    names = [report.new_file(tmp_path, "NVIDIA H200", "2026-11-22T10:00:00+00:00").name for _ in range(3)]
+    assert names == [f"h200-node-7-local-2026-11-22-1234567{end}.json" for end in ("", "-2", "-3")]
+    for _ in range(2):
+        gpu_check.check(tmp_path, 0.0, rehearses=True, runner=runner(remembered), only=["machine"])
+    assert len(list(tmp_path.iterdir())) == 5
+
+
+def test_commit_is_that_of_the_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert report.commit() == ""  # a copy without history
+    monkeypatch.setenv("PATH", "")
+    assert report.commit() == ""  # no git
+
+
+def test_one_stage_has_all_the_time(tmp_path: Path) -> None:
+    given: list[float] = []
+
+    def run(command: Sequence[str], seconds: float) -> Done:
+        given.append(seconds)
+        return remembered(command, seconds)
+
+    gpu_check.check(tmp_path, 1000.0, rehearses=True, runner=runner(run), only=["rates"])
+    (path,) = tmp_path.glob("*.json")
+    assert list(json.loads(path.read_text())["stages"]) == ["rates"]
+    assert 900.0 < given[0] <= 1000.0
 
 
 @pytest.mark.parametrize(
@@ -278,14 +505,52 @@ def test_files_are_named_after_the_device(device: str, name: str) -> None:
 
 
 def test_gpu_tests_are_found_and_this_is_none_of_them() -> None:
-    found = checks.gpu_tests()
+    found = checks.kernel_tests() + checks.device_tests()
     assert {"tests/gpu/test_gpu_adam.py", "tests/gpu/test_gpu_pack.py", "tests/gpu/test_gpu_scatter.py"} <= set(found)
+    assert "tests/devices/test_cuda.py" in found
     assert not [name for name in found if name.endswith("test_gpu_check.py")]
-    assert all((ROOT / name).is_file() for name in found)
     path, _, name = checks.REHEARSED_TEST.partition("::")
     assert f"def {name}(" in (ROOT / path).read_text()
     for name in checks.SANITIZED.split(" or "):
         assert any(f"def {name}" in (ROOT / path).read_text() for path in found), name
+
+
+@pytest.mark.parametrize("cores", [1, 2, 6, 64])
+def test_kernels_are_compiled_by_several_processes_before_other_tests(
+    cores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
+    shared, *alone = checks.selections(Context(programs.run, "cuda", rehearses=False, trace=""))
+    count = max(1, min(checks.MOST_SHARES, cores // 2))
+    assert [options[-2:] for options in shared] == [["--share", f"{number}/{count}"] for number in range(count)]
+    assert all(set(checks.kernel_tests()) < set(options) for options in shared)
+    assert [len(selection) for selection in alone] == [1, 1]
+
+
+@pytest.mark.parametrize(("tests", "count"), [(0, 2), (1, 3), (7, 3), (9, 3)])
+def test_shares_are_all_tests_and_none_twice(tests: int, count: int) -> None:
+    ran: list[int] = []
+    for number in range(count):
+        left_out: list[int] = []
+        config = SimpleNamespace(
+            getoption=lambda name, number=number: f"{number}/{count}",
+            hook=SimpleNamespace(pytest_deselected=lambda items: left_out.extend(items)),  # noqa: B023
+        )
+        items = list(range(tests))
+        share.pytest_collection_modifyitems(config, items)  # type: ignore[arg-type]
+        assert sorted(items + left_out) == list(range(tests))
+        ran += items
+    assert sorted(ran) == list(range(tests))
+
+
+def test_share_without_tests_is_no_failure(tmp_path: Path) -> None:
+    def run(command: Sequence[str], seconds: float) -> Done:
+        is_empty = command[-1] == "1/2"
+        return Done(checks.NO_TESTS, "1 deselected", 0.1) if is_empty else remembered(command, seconds)
+
+    context = Context(runner(run), "cpu", rehearses=True, trace="")
+    *_, last = checks.tests(context, Limit(time.monotonic() + 1000.0))
+    assert (last.outcome, last.detail) == (Outcome.GOOD, "4 passed")
 
 
 def test_bad_input_is_one_sentence(
@@ -294,7 +559,6 @@ def test_bad_input_is_one_sentence(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for words, sentence in (
         ([], "finds no GPU; run it on a machine that has one, or with --rehearse"),
-        (["--rehearse"], "give another folder with --out"),
         (["--rehearse", "--out", str(gpu_check.RESULTS)], "give another folder with --out"),
     ):
         assert gpu_check.main(words) == 2
@@ -317,13 +581,41 @@ def test_program_and_what_it_started_end_with_their_time(tmp_path: Path) -> None
         "time.sleep(60)\n"
     )
     begin = time.monotonic()
-    done = programs.run([sys.executable, "-c", code], 2.0, {})
+    (done,) = programs.run([[sys.executable, "-c", code]], 2.0, {})
     assert time.monotonic() - begin < 30.0
     assert (done.status, done.last_line) == (None, "first line")
     deadline = time.monotonic() + 30.0
     while is_running(int(path.read_text())) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not is_running(int(path.read_text()))
+
+
+@pytest.mark.subprocess
+def test_programs_end_with_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    class Interrupted(subprocess.Popen[bytes]):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            started.append(self)
+
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout is not None:
+                raise KeyboardInterrupt
+            return super().wait()
+
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    code = "import time; time.sleep(60)"
+    with pytest.raises(KeyboardInterrupt):
+        programs.run([[sys.executable, "-c", code]] * 2, 60.0, {})
+    assert [process.returncode for process in started] == [-signal.SIGKILL] * 2
+
+
+@pytest.mark.subprocess
+def test_tests_are_shared_out_among_processes() -> None:
+    context = Context(programs.run, "cpu", rehearses=True, trace="")
+    found = [(finding.outcome, finding.detail) for finding in checks.tests(context, Limit(time.monotonic() + 200.0))]
+    assert found == [(Outcome.GOOD, "1 passed"), (Outcome.GOOD, "2 passed")]
 
 
 def is_running(process: int) -> bool:
@@ -335,9 +627,75 @@ def is_running(process: int) -> bool:
 
 
 @pytest.mark.subprocess
+def test_programs_run_at_once_and_see_the_wheel_not_the_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONSAFEPATH")
+    with tempfile.TemporaryDirectory() as folder:
+        one, other = (os.path.join(folder, name) for name in "ab")
+        os.mkfifo(one)
+        os.mkfifo(other)
+        first = f"import sys; open({one!r}, 'w').close(); open({other!r}).close(); print(sys.flags.safe_path)"
+        second = (
+            f"import sys; open({one!r}).close(); open({other!r}, 'w').close(); print('.' in sys.path or '' in sys.path)"
+        )
+        ended = programs.run([[sys.executable, "-c", code] for code in (first, second)], 60.0, {})
+    assert [(done.status, done.output.strip()) for done in ended] == [(0, "True"), (0, "False")]
+
+
+@pytest.mark.subprocess
 def test_measuring_process_is_this_script() -> None:
-    request = rates.RatesRequest("cpu", 1 << 12, 1 << 12, 1)
-    done = programs.run(programs.measuring("rates", asdict(request)), 120.0, {"OMP_NUM_THREADS": "1"})
+    request = rates.RatesRequest("cpu", 1 << 12, 1 << 12, 2, 1 << 12, 1)
+    (done,) = programs.run([programs.measuring("rates", asdict(request))], 120.0, {"OMP_NUM_THREADS": "1"})
     assert done.status == 0, done.output
-    assert len(done.lines(MARK)) == 2
+    assert len(done.lines(MARK)) == 3 + 1 + len(rates.KERNELS) + 2
     assert os.path.samefile(programs.SCRIPT, gpu_check.__file__)
+
+
+# -- what is carried to a machine without a network --------------------------------------------------------------------
+
+
+def wheel(folder: Path, name: str, *needs: str) -> None:
+    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as file:
+        lines = [f"Name: {name}", *(f"Requires-Dist: {need}" for need in needs), "", "text"]
+        file.writestr(f"{name}-1.0.dist-info/METADATA", "\n".join(lines))
+
+
+def test_wheels_that_others_need_are_missed(tmp_path: Path) -> None:
+    wheel(tmp_path, "markdown_it_py", "mdurl~=0.1", "numpy>=2", 'tomli; python_version < "3.11"', 'docs; extra == "x"')
+    wheel(
+        tmp_path, "rich", "Markdown.It-py", 'typing-extensions; python_version < "3.12"', 'x; sys_platform == "win32"'
+    )
+    assert gpu_wheels.missing(tmp_path) == {"mdurl", "typing-extensions"}
+
+
+def test_wheels_are_for_every_python_and_superadam_is_built_only_for_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_wheels.platform, "machine", lambda: "x86_64")
+    ran: list[list[str]] = []
+
+    def run(command: list[str], check: bool) -> None:
+        ran.append(command)
+        wheel(tmp_path, f"w{len(ran)}")
+
+    monkeypatch.setattr(gpu_wheels.subprocess, "run", run)
+    (tmp_path / "old-1.0-py3-none-any.whl").write_text("")
+    (tmp_path / "other").write_text("")
+    assert gpu_wheels.main(["--out", str(tmp_path), "--arch", "aarch64"]) == 0
+    assert (tmp_path / "other").exists()
+    assert not (tmp_path / "old-1.0-py3-none-any.whl").exists()
+    assert len(ran) == 2 * len(gpu_wheels.PYTHONS)
+    assert not [word for command in ran for word in command if "x86_64" in word]
+    assert gpu_wheels.main(["--out", str(tmp_path)]) == 0
+    assert ran[-1][1:4] == ["-m", "pip", "wheel"]
+    ran.clear()
+    assert gpu_wheels.main(["--out", str(tmp_path), "--python", "3.12"]) == 0
+    assert [command[command.index("--python-version") + 1] for command in ran[:-1]] == ["3.12", "3.12"]
+    monkeypatch.setattr(gpu_wheels, "MOST_BYTES", 10)
+    wheel(tmp_path, "small", "large")
+    assert gpu_wheels.main(["--out", str(tmp_path)]) == 1
+    assert "expected at most 0 MiB" in capsys.readouterr().err
+
+
+def test_what_the_check_needs_is_fetched() -> None:
+    fetched = {*gpu_wheels.COMPILED, *gpu_wheels.PLAIN, *gpu_wheels.THERE, "superadam"}
+    assert set(gpu_check.NEEDED) | {"pytest", "pytest-timeout", "hypothesis", "cffi"} <= fetched
