@@ -140,11 +140,10 @@ def code(request: pytest.FixtureRequest, compilers: gpu_variants.Compilers) -> C
 def moved(code: Code, load: str, size: int) -> int:
     """Return how many vectors of `size` bytes are loaded ("load") or stored ("store")."""
     parts = "|".join(rf"v{size * 8 // bits}\.b{bits}" for bits in (8, 16, 32, 64) if size * 8 > bits)
+    ptx = rf"{load.replace('load', 'ld').replace('store', 'st')}\.global\b.*\.({parts})"
+    kind = "global" if code.count(r"global_store.*") else "buffer"
     word = {2: "short", 4: "dword", 8: "dwordx2", 16: "dwordx4"}[size]
-    kind = "global" if code.count("global_store.*") else "buffer"
-    return code.count(rf"{dict(load='ld', store='st')[load]}\.global\b.*\.({parts})") + code.count(
-        f"{kind}_{load}_{word}"
-    )
+    return code.count(ptx) + code.count(f"{kind}_{load}_{word}")
 
 
 def check_vectors(code: Code, load: str, dtypes: Iterable[torch.dtype], elements: int, times: int = 1) -> None:
@@ -237,13 +236,12 @@ def check_arithmetic(
 ) -> None:
     """Check that a thread computes nothing else, in one dtype, and that every operation rounds once."""
     if code.count(r"v_.*"):
-        # An exact quotient or root is several instructions of AMD's. A half that is widened to be added to something may
-        # be v_fma_mix, times 1.
+        # An exact quotient or root is several instructions of AMD's.
         assert code.count(rf"v_div_fixup_{real}") == code.count(r"v_div_fixup.*") == div
         assert code.count(rf"v_rcp_{real}") == code.count(r"v_rcp.*") == div
         estimates = "v_sqrt_f32" if real == "f32" else "v_rsq_f64"
         assert code.count(estimates) == code.count(r"v_(sqrt|rsq)_.*") == sqrt
-        assert code.count_pairs(rf"v_mul_{real}", rf"v_pk_mul_{real}") == mul + div + 2 * sqrt
+        assert code.count_pairs(rf"v_mul(_mix)?_{real}", rf"v_pk_mul_{real}") == mul + div + 2 * sqrt
         fused = 5 * div + (2 if real == "f32" else 7) * sqrt
         sums = rf"v_(add|sub|subrev|fma|fmac|fmaak|fmamk|fma_mix)_{real}"
         assert code.count_pairs(sums, rf"v_pk_(add|fma)_{real}") == add + fma + fused

@@ -203,7 +203,8 @@ def _read(compiled: Any, seconds: float) -> Code:
         stack, registers = usage["STACK"] + usage["LOCAL"], usage["REG"]
         keeps_denormals = not any(re.search(r"\.ftz\b", name) for name in names)
     else:
-        text = compiled.asm["amdgcn"]
+        # A half is widened on the way into v_fma_mix, which makes products (of which -0 is subtracted) and sums, too.
+        text = re.sub(r"v_fma_mix(?=_f32 .*\bneg\(0\))", "v_mul_mix", compiled.asm["amdgcn"])
         names = re.findall(r"^\t([a-z]\w+?)(?:_e32|_e64|_sdwa|_dpp)*(?:\s|$)", text, re.M)
         value = {name: int(number) for name, number in re.findall(r"^\s+\.(\w+)[: ]\s*(\d+)$", text, re.M)}
         # Scalar registers are spilled into lanes of vector registers, without memory.
