@@ -34,8 +34,10 @@ MIXED = constant(0)
 LENGTH = constant(CHUNK)
 LANES = constant(16)
 ROWS_AHEAD = constant(16)
+"""Half as many where dtypes are mixed, as registers would not hold more."""
 
 CHUNKS_PER_PROGRAM = 8
+"""So that each of 32 threads holds four lanes; of 64 threads, on AMD's GPUs, each holds two, and loads half as much."""
 
 OPTIONS = {"num_warps": 1, "enable_fp_fusion": False}
 
@@ -82,10 +84,10 @@ def pack_chunks(
     lanes = tl.zeros([CHUNKS, LANES], tl.float64)
     nonfinite = tl.zeros([CHUNKS, LANES], tl.int32)
     rows = (tl.max(rest) + LANES - 1) // LANES if IS_PARTIAL else LENGTH // LANES
-    AHEAD: tl.constexpr = ROWS_AHEAD // 2 if SOURCE == MIXED else ROWS_AHEAD
-    for first in range(0, rows, AHEAD):
+    ahead: tl.constexpr = ROWS_AHEAD // 2 if SOURCE == MIXED else ROWS_AHEAD
+    for first in range(0, rows, ahead):
         block = ()
-        for row in tl.static_range(AHEAD):
+        for row in tl.static_range(ahead):
             index = (first + row) * LANES + lane
             if SOURCE == MIXED:
                 stored = load_mixed(source, dtype, index, index < rest if IS_PARTIAL else True, IS_ALIGNED)
@@ -94,7 +96,7 @@ def pack_chunks(
             else:
                 stored = tl.load(source + index)
             block += (stored,)  # type: ignore[assignment]
-        for row in tl.static_range(AHEAD):
+        for row in tl.static_range(ahead):
             index = (first + row) * LANES + lane
             stored = block[row]
             value = widen(stored, SOURCE)
