@@ -34,7 +34,7 @@ MIXED = constant(0)
 LENGTH = constant(CHUNK)
 LANES = constant(16)
 ROWS_AHEAD = constant(16)
-"""Half as many where dtypes are mixed, as registers would not hold more."""
+"""Half as many where dtypes are mixed, or converted beside sums: registers would not hold more."""
 
 CHUNKS_PER_PROGRAM = 8
 """So that each of 32 threads holds four lanes; of 64 threads, on AMD's GPUs, each holds two, and loads half as much."""
@@ -84,7 +84,8 @@ def pack_chunks(
     lanes = tl.zeros([CHUNKS, LANES], tl.float64)
     nonfinite = tl.zeros([CHUNKS, LANES], tl.int32)
     rows = (tl.max(rest) + LANES - 1) // LANES if IS_PARTIAL else LENGTH // LANES
-    ahead: tl.constexpr = ROWS_AHEAD // 2 if SOURCE == MIXED else ROWS_AHEAD
+    is_large: tl.constexpr = SOURCE == MIXED or (HAS_SUMS and SOURCE != LINK)
+    ahead: tl.constexpr = ROWS_AHEAD // 2 if is_large else ROWS_AHEAD
     for first in range(0, rows, ahead):
         block = ()
         for row in tl.static_range(ahead):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import io
 import itertools
 import os
 import pickle
@@ -16,7 +17,6 @@ import pkgutil
 import re
 import subprocess
 import sys
-import tempfile
 import time
 import warnings
 from collections import Counter
@@ -167,7 +167,7 @@ class Code:
         threads: of a program.
         relaxed: operations in LLVM's IR that may be reassociated, contracted, or approximated.
         keeps_denormals: False where the hardware's mode flushes them or does not round to nearest even.
-        stack: bytes of memory that each thread has for spilled registers.
+        spilled: bytes of registers that each thread keeps in memory.
         registers: of a thread.
         seconds: that the compilers took.
     """
@@ -176,7 +176,7 @@ class Code:
     threads: int
     relaxed: int
     keeps_denormals: bool
-    stack: int
+    spilled: int
     registers: int
     seconds: float
 
@@ -193,14 +193,14 @@ _RELAXED = re.compile(r"= (?:tail )?(?:f\w+|call|select|phi) (?:fast|nnan|ninf|n
 _MODES = {"round_mode_32": 0, "round_mode_16_64": 0, "denorm_mode_32": 3, "denorm_mode_16_64": 3}
 
 
-def _read(compiled: Any, seconds: float) -> Code:
-    """Return what counts of a kernel that Triton has compiled."""
+def _read(compiled: Any, assembler: str, seconds: float) -> Code:
+    """Return what counts of a kernel that Triton has compiled, with what NVIDIA's assembler said."""
     metadata, relaxed = compiled.metadata, len(_RELAXED.findall(compiled.asm["llir"]))
     threads = metadata.num_warps * metadata.target.warp_size
     if metadata.target.backend == "cuda":
         names = re.findall(r"^\s+(?:@!?%\w+\s+)?([a-z]\w*(?:\.\w+(?:::\w+)*)+)\s", compiled.asm["ptx"], re.M)
-        usage = _resource_usage(compiled.asm["cubin"])
-        stack, registers = usage["STACK"] + usage["LOCAL"], usage["REG"]
+        spilled = sum(map(int, re.findall(r"(\d+) bytes spill", assembler)))
+        (registers,) = map(int, re.findall(r"Used (\d+) registers", assembler))
         keeps_denormals = not any(re.search(r"\.ftz\b", name) for name in names)
     else:
         # A half is widened on the way into v_fma_mix, which makes products (of which -0 is subtracted) and sums, too.
@@ -208,21 +208,10 @@ def _read(compiled: Any, seconds: float) -> Code:
         names = re.findall(r"^\t([a-z]\w+?)(?:_e32|_e64|_sdwa|_dpp)*(?:\s|$)", text, re.M)
         value = {name: int(number) for name, number in re.findall(r"^\s+\.(\w+)[: ]\s*(\d+)$", text, re.M)}
         # Scalar registers are spilled into lanes of vector registers, without memory.
-        stack, registers = value["private_segment_fixed_size"] + 4 * value["vgpr_spill_count"], value["vgpr_count"]
+        spilled, registers = value["private_segment_fixed_size"] + 4 * value["vgpr_spill_count"], value["vgpr_count"]
         keeps_denormals = all(value[f"amdhsa_float_{mode}"] == expected for mode, expected in _MODES.items())
         keeps_denormals &= not any(re.match(r"s_(setreg|denorm|round)", name) for name in names)
-    return Code(Counter(names), threads, relaxed, keeps_denormals, stack, registers, seconds)
-
-
-def _resource_usage(cubin: bytes) -> dict[str, int]:
-    """Return what the assembler says of a kernel's registers and memory."""
-    from triton import knobs
-
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        told = subprocess.check_output([knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name], text=True)
-    return {name: int(number) for name, number in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", told)}
+    return Code(Counter(names), threads, relaxed, keeps_denormals, spilled, registers, seconds)
 
 
 Request = tuple[str, str, tuple[Any, ...]]
@@ -245,11 +234,12 @@ def _compile_all() -> None:
             LAUNCHES[name](*arguments)
         (launch,) = launches
         assert launch.name == name
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()) as log:
             warnings.simplefilter("error")
             begin = time.perf_counter()
             compiled = launch.kernel.warmup(*launch.arguments, grid=launch.grid, **launch.constants)
-            codes.append(_read(compiled, time.perf_counter() - begin))
+            seconds = time.perf_counter() - begin
+        codes.append(_read(compiled, log.getvalue(), seconds))
     pickle.dump(codes, sys.stdout.buffer)
 
 
@@ -297,7 +287,7 @@ class Compilers:
         done = subprocess.run(
             [sys.executable, "-c", "import gpu_variants; gpu_variants._compile_all()"],
             input=pickle.dumps(requests),
-            env=clean | {"TRITON_CACHE_DIR": str(self._cache), "PYTHONPATH": path},
+            env=clean | {"TRITON_CACHE_DIR": str(self._cache), "TRITON_DUMP_PTXAS_LOG": "1", "PYTHONPATH": path},
             check=False,
             capture_output=True,
         )
