@@ -19,15 +19,15 @@ from superadam.kernels.native import Flag
 
 from .casts import FLOAT64, VECTOR_BYTES, narrow, pointer, widen
 from .choice import Backend, backend
-from .language import constant, jit, on, tl
+from .language import constant, jit, on, tl, warp_size
 from .steps import ARRAYS, Variant, checked_step
 from .tables import Table, entry, find_tensor, upload
 
 BLOCK = 1024
 """Elements of one step that a program takes."""
 
-OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
-"""How the kernel is compiled. A thread has four elements, so that halves and floats are laid out alike over threads."""
+THREADS = BLOCK // 4
+"""Threads of a program. Each has four elements, so that halves and floats are laid out alike over threads."""
 
 SCALE, MAXIMIZE, DECOUPLED, L2, AMSGRAD = (
     constant(int(flag)) for flag in (Flag.SCALE, Flag.MAXIMIZE, Flag.DECOUPLED, Flag.L2, Flag.AMSGRAD)
@@ -231,5 +231,6 @@ def update(steps: Sequence[KeptStep], sets: Sequence[Coefficients]) -> None:
                 FLAGS=int(variant.flags),
                 IS_ALIGNED=not np.any(rows[: len(ARRAYS)] % VECTOR_BYTES),
                 BLOCK=BLOCK,
-                **OPTIONS,
+                num_warps=THREADS // warp_size(),
+                enable_fp_fusion=False,
             )

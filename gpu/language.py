@@ -63,3 +63,10 @@ if MISSING is None:
 def on(device: torch.device) -> AbstractContextManager[Any]:
     """Return the context in which kernels are launched on a device's current stream."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def warp_size() -> int:
+    """Return how many threads of the current GPU run together: 32, or 64 on AMD's for data centers."""
+    if MISSING is not None or IS_INTERPRETED:
+        return 32
+    return int(triton.runtime.driver.active.get_current_target().warp_size)

@@ -34,8 +34,10 @@ MIXED = constant(0)
 LENGTH = constant(CHUNK)
 LANES = constant(16)
 ROWS_AHEAD = constant(16)
+"""Half as many where dtypes are mixed, or converted beside sums: registers would not hold more."""
 
 CHUNKS_PER_PROGRAM = 8
+"""So that each of 32 threads holds four lanes; of 64 threads, on AMD's GPUs, each holds two, and loads half as much."""
 
 OPTIONS = {"num_warps": 1, "enable_fp_fusion": False}
 
@@ -43,9 +45,9 @@ OPTIONS = {"num_warps": 1, "enable_fp_fusion": False}
 @jit()
 def load_mixed(address, dtype, index, mask, IS_ALIGNED: tl.constexpr):
     """Return gradients, each of its own `dtype`, as float32."""
-    float32 = tl.load(pointer(address, FLOAT32, IS_ALIGNED) + index, mask & (dtype == FLOAT32), other=0)
-    bfloat16 = tl.load(pointer(address, BFLOAT16, IS_ALIGNED) + index, mask & (dtype == BFLOAT16), other=0)
-    float16 = tl.load(pointer(address, FLOAT16, IS_ALIGNED) + index, mask & (dtype == FLOAT16), other=0)
+    float32 = tl.load(pointer(address, FLOAT32, IS_ALIGNED) + index, (dtype == FLOAT32) & mask, other=0)
+    bfloat16 = tl.load(pointer(address, BFLOAT16, IS_ALIGNED) + index, (dtype == BFLOAT16) & mask, other=0)
+    float16 = tl.load(pointer(address, FLOAT16, IS_ALIGNED) + index, (dtype == FLOAT16) & mask, other=0)
     halves = tl.where(dtype == BFLOAT16, widen(bfloat16, BFLOAT16), widen(float16, FLOAT16))
     return tl.where(dtype == FLOAT32, float32, halves)
 
@@ -82,18 +84,20 @@ def pack_chunks(
     lanes = tl.zeros([CHUNKS, LANES], tl.float64)
     nonfinite = tl.zeros([CHUNKS, LANES], tl.int32)
     rows = (tl.max(rest) + LANES - 1) // LANES if IS_PARTIAL else LENGTH // LANES
-    for first in range(0, rows, ROWS_AHEAD):
+    is_large: tl.constexpr = SOURCE == MIXED or (HAS_SUMS and SOURCE != LINK)
+    ahead: tl.constexpr = ROWS_AHEAD // 2 if is_large else ROWS_AHEAD
+    for first in range(0, rows, ahead):
         block = ()
-        for row in tl.static_range(ROWS_AHEAD):
+        for row in tl.static_range(ahead):
             index = (first + row) * LANES + lane
             if SOURCE == MIXED:
-                stored = load_mixed(source, dtype, index, index < rest, IS_ALIGNED)
+                stored = load_mixed(source, dtype, index, index < rest if IS_PARTIAL else True, IS_ALIGNED)
             elif IS_PARTIAL:
                 stored = tl.load(source + index, index < rest, other=0)
             else:
                 stored = tl.load(source + index)
             block += (stored,)  # type: ignore[assignment]
-        for row in tl.static_range(ROWS_AHEAD):
+        for row in tl.static_range(ahead):
             index = (first + row) * LANES + lane
             stored = block[row]
             value = widen(stored, SOURCE)

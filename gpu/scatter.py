@@ -22,7 +22,7 @@ from .tensors import check_tensor, checked_addresses, in_memory_order, lengths_o
 BLOCK = 4096
 """Elements of one tensor that a program copies."""
 
-OPTIONS = {"num_warps": 4}
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 
 
 @jit(fixed=("tensors", "steps"))

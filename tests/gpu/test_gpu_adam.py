@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from gpu_arrays import DEVICE, Launches, Placed, Request, can_compile, compiled, count, needs_triton
+from gpu_arrays import DEVICE, Launches, Placed, needs_triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_arrays import STATE, Job, Segment, differing_stored, jobs, make_segment
@@ -150,44 +149,3 @@ def test_without_triton_the_update_is_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("SUPERADAM_GPU", "torch")
     with pytest.raises(RuntimeError, match=r"superadam\.gpu\.update needs Triton.*SUPERADAM_GPU=torch asks for it"):
         gpu.update([ones()], [Coefficients.at_step(HYPER, 1)])
-
-
-# -- what the compiler makes of it -------------------------------------------------------------------------------------
-
-
-def request(gradient: Dtype, out: Dtype, flags: int, real: Dtype = Dtype.FLOAT32) -> Request:
-    constants = {
-        "REAL": int(real),
-        "GRADIENT": int(gradient),
-        "OUT": int(out),
-        "FLAGS": int(flags),
-        "IS_ALIGNED": True,
-        "BLOCK": adam.BLOCK,
-    }
-    return Request("adam_kernel", {"table": "*i64", "tensors": "i32", "steps": "i32", "sets": "*fp64"}, constants)
-
-
-@pytest.mark.slow
-@pytest.mark.subprocess
-@pytest.mark.skipif(not can_compile(), reason="this Triton cannot compile for NVIDIA's GPUs")
-def test_compiled_code_rounds_once_for_each_operation(tmp_path: Path) -> None:
-    every = sum(Flag)
-    requests = [
-        request(Dtype.BFLOAT16, Dtype.BFLOAT16, Flag.SCALE | Flag.DECOUPLED),
-        request(Dtype.FLOAT32, Dtype.BFLOAT16, every),
-        request(Dtype.FLOAT16, Dtype.FLOAT16, 0),
-        request(Dtype.FLOAT64, Dtype.FLOAT64, every, real=Dtype.FLOAT64),
-    ]
-    elements = 2 * adam.BLOCK // (32 * adam.OPTIONS["num_warps"])  # of a thread, in two branches
-    for one, code in zip(requests, compiled("superadam.gpu.adam", requests, str(tmp_path)), strict=True):
-        flags = Flag(one.constants["FLAGS"])
-        real = "f64" if one.constants["REAL"] == Dtype.FLOAT64 else "f32"
-        products = 3 + (Flag.SCALE in flags) + (Flag.DECOUPLED in flags)
-        fmas = 3 + (Flag.L2 in flags)  # both forms of m are computed
-        assert count(code, r".*\.ftz\b.*|.*\.approx\b.*|.*\.full\b.*") == 0
-        assert count(code, rf"fma\.rn\.{real}") == count(code, r"fma.*\.f(16|32|64)") == elements * fmas
-        assert count(code, rf"mul(\.rn)?\.{real}") == elements * products
-        assert count(code, rf"div\.rn\.{real}") == count(code, r"div.*\.f(32|64)") == elements * 2
-        assert count(code, rf"sqrt\.rn\.{real}") == count(code, r"sqrt.*") == elements
-        assert count(code, r"ld\.global.*\.v[24]\.b(32|64)") > 0  # where nothing is masked, 8 or 16 bytes at once
-        assert count(code, r"(ld|st)\.shared.*|bar\..*") == 0  # no element changes its thread

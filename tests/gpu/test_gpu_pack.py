@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -17,15 +16,10 @@ import torch
 from gpu_arrays import (
     BACKENDS,
     DEVICE,
-    TORCH_DTYPES,
     Array,
     Launches,
     Placed,
-    Request,
     asked_for,
-    can_compile,
-    compiled,
-    count,
     needs_triton,
     offsets_with_gaps,
 )
@@ -352,45 +346,3 @@ def test_a_compiler_that_does_not_work_is_noticed_before_training() -> None:
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, env=clean)
     assert done.stdout == "torch 1 Triton cannot launch a kernel (RuntimeError: Failed to find C compiler.)\n", done
     assert done.stderr.count("superadam packs and scatters with plain torch on cuda:0") == 1
-
-
-# -- what the compiler makes of it -------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.subprocess
-@pytest.mark.skipif(not can_compile(), reason="this Triton cannot compile for NVIDIA's GPUs")
-def test_compiled_code_rounds_once_for_each_operation(tmp_path: Path) -> None:
-    integers = dict.fromkeys(("tensors", "steps", "chunks"), "i32") | dict.fromkeys(
-        ("destination", "sums", "counts"), "i64"
-    )
-    pairs = [(Dtype.BFLOAT16, Dtype.FLOAT32), (Dtype.FLOAT64, Dtype.FLOAT64), (Dtype.NONE, Dtype.FLOAT32)]
-    codes = compiled(
-        "superadam.gpu.pack",
-        [
-            Request(
-                "pack_kernel",
-                {"table": "*i64", **integers},
-                {
-                    "SOURCE": int(source),
-                    "LINK": int(link),
-                    "LINK_BYTES": TORCH_DTYPES[link].itemsize,
-                    "HAS_SUMS": True,
-                    "IS_ALIGNED": True,
-                    "CHUNKS": pack.CHUNKS_PER_PROGRAM,
-                },
-            )
-            for source, link in pairs
-        ],
-        str(tmp_path),
-    )
-    # Two branches, each with 16 rows of 8 x 16 elements written out, over 32 threads.
-    squares = 2 * 16 * pack.CHUNKS_PER_PROGRAM * 16 // 32
-    for code in codes:
-        assert count(code, r".*\.ftz\b.*|.*\.approx\b.*") == 0
-        assert count(code, r"fma.*\.f(32|64)") == count(code, r"fma\.rn\.f64") == squares
-        assert count(code, r"mul.*\.f(32|64)") == 0
-        assert count(code, r"add(\.rn)?\.f64") == 8 + 4 + 2 + 1  # the lanes, pairwise
-        assert count(code, r"atom.*|red\..*") == 0
-    for code in codes[:2]:
-        assert count(code, r"ld\.global.*\.v[24]\.b(32|64)") >= 16  # where nothing is masked, 8 or 16 bytes at once

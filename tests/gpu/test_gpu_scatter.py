@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -15,11 +14,7 @@ from gpu_arrays import (
     TORCH_DTYPES,
     Launches,
     Placed,
-    Request,
     asked_for,
-    can_compile,
-    compiled,
-    count,
     needs_triton,
     offsets_with_gaps,
 )
@@ -30,7 +25,6 @@ from strategies import lengths
 
 from superadam import gpu
 from superadam.gpu import scatter
-from superadam.kernels.native import Dtype
 
 
 @pytest.fixture(params=BACKENDS)
@@ -139,14 +133,3 @@ def test_what_does_not_fit_is_refused() -> None:
     refused(ValueError, "tensor 1 has shape.*without gaps", [source], [torch.ones(20, device=DEVICE)[::2]])
     refused(ValueError, "source 1 of 10 elements has no memory", [gone], [good])
     refused(ValueError, "tensor 1 of 10 elements has no memory", [source], [gone])
-
-
-@pytest.mark.slow
-@pytest.mark.subprocess
-@pytest.mark.skipif(not can_compile(), reason="this Triton cannot compile for NVIDIA's GPUs")
-def test_compiled_code_moves_sixteen_bytes_at_once(tmp_path: Path) -> None:
-    types = {"table": "*i64", "tensors": "i32", "steps": "i32"}
-    constants = {"DTYPE": int(Dtype.BFLOAT16), "BYTES": 2, "IS_ALIGNED": True, "BLOCK": scatter.BLOCK}
-    (code,) = compiled("superadam.gpu.scatter", [Request("scatter_kernel", types, constants)], str(tmp_path))
-    assert count(code, r"ld\.global.*\.v4\.b32") > 0
-    assert count(code, r"ld\.global.*\.v4\.b32") == count(code, r"st\.global.*\.v4\.b32")

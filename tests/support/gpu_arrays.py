@@ -8,15 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import json
 import os
-import re
-import subprocess
-import sys
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -141,67 +135,3 @@ def offsets_with_gaps(lengths: Sequence[int], gaps: Sequence[int], order: Sequen
         offsets[position] = end
         end += lengths[position]
     return offsets, end + 3
-
-
-@dataclass(frozen=True)
-class Request:
-    """A kernel to compile: a launch's constants, and a type for each other parameter."""
-
-    kernel: str
-    types: Mapping[str, str]
-    constants: Mapping[str, int | bool]
-
-
-_COMPILER = """
-import importlib, json, sys
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
-module = importlib.import_module(sys.argv[1])
-texts = []
-for kernel, types, constants in json.load(sys.stdin):
-    signature = {**types, **dict.fromkeys(constants, "constexpr")}
-    source = ASTSource(fn=getattr(module, kernel), signature=signature, constexprs=constants)
-    texts.append(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=module.OPTIONS).asm["ptx"])
-json.dump(texts, sys.stdout)
-"""
-
-
-def can_compile() -> bool:
-    """Whether this Triton brings a compiler for NVIDIA's GPUs."""
-    if language.MISSING is not None:
-        return False
-    from triton.backends import backends
-
-    return "nvidia" in backends
-
-
-def compiled(module: str, requests: Sequence[Request], cache: str) -> list[Counter[str]]:
-    """Return how often each instruction occurs in the PTX of kernels that are compiled, and assembled, for sm_90.
-
-    Needs no GPU. Runs in a process of its own, because this one's kernels may be interpreted.
-
-    Args:
-        module: where the kernels are.
-        requests: what to compile.
-        cache: an empty folder for Triton's files.
-    """
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
-    done = subprocess.run(
-        [sys.executable, "-c", _COMPILER, module],
-        input=json.dumps([(one.kernel, dict(one.types), dict(one.constants)) for one in requests]),
-        env=clean | {"TRITON_CACHE_DIR": cache},
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return [
-        Counter(re.findall(r"^\s+(?:@!?%\w+\s+)?([a-z]\w*(?:\.\w+)+)\s", ptx, re.M)) for ptx in json.loads(done.stdout)
-    ]
-
-
-def count(instructions: Counter[str], pattern: str) -> int:
-    """Return how many instructions match a regular expression from their beginning to their end."""
-    return sum(number for name, number in instructions.items() if re.fullmatch(pattern, name))

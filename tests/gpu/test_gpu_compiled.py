@@ -1,0 +1,257 @@
+"""What every variant of the kernels becomes for NVIDIA's and AMD's GPUs: each operation rounds once, nothing spills."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import gpu_arrays  # noqa: F401  decides how kernels run, before superadam.gpu is imported
+import gpu_variants
+import pytest
+import torch
+from gpu_variants import (
+    ADAM,
+    COEFFICIENTS,
+    KERNELS,
+    LAUNCHES,
+    PACK,
+    SCATTER,
+    SOURCES,
+    TARGETS,
+    Code,
+    Request,
+    noted_launches,
+)
+
+from superadam.gpu import adam, pack, scatter
+from superadam.gpu.tensors import words
+from superadam.kernels.dtypes import DTYPES
+from superadam.kernels.native import Dtype, Flag
+
+pytestmark = [pytest.mark.slow, pytest.mark.subprocess]
+
+needs_compilers = pytest.mark.skipif(not gpu_variants.can_compile(), reason="this Triton lacks compilers")
+
+# ---- all variants are here -----------------------------------------------------------------------------------------
+
+
+def is_launched(name: str, *arguments: Any, **more: Any) -> bool:
+    """Whether arguments are taken, and lead to one launch of that kernel."""
+    with noted_launches() as launches:
+        try:
+            LAUNCHES[name](*arguments, **more)
+        except TypeError:
+            return False
+    return [launch.name for launch in launches] == [name]
+
+
+def test_variants_are_what_is_accepted() -> None:
+    assert set(DTYPES.values()) == set(Dtype) - {Dtype.NONE}
+    assert Flag(0) in COEFFICIENTS
+    assert set(Flag) == {flag for flags in COEFFICIENTS for flag in flags}
+    flags = next(iter(COEFFICIENTS))
+    for gradient, parameter, state in itertools.product(DTYPES, repeat=3):
+        belongs = state == (torch.float64 if parameter == torch.float64 else torch.float32)
+        accepted = is_launched("adam_kernel", gradient, parameter, flags, True, state=state)
+        assert accepted == (belongs and (gradient, parameter, flags, True) in ADAM)
+    for number in range(1, 1 + len(DTYPES)):
+        for sources, link in itertools.product(itertools.combinations(DTYPES, number), DTYPES):
+            alike = sources if number == 1 or torch.float64 in sources else SOURCES[-1]
+            assert is_launched("pack_kernel", sources, link, True, True) == ((alike, link, True, True) in PACK)
+    for dtype in DTYPES:
+        assert is_launched("scatter_kernel", dtype, True)
+
+
+def test_variants_are_all_distinct_and_hold_every_constant() -> None:
+    """No kernel is left out, and of no constant only one value is compiled."""
+    seen: dict[str, list[dict[str, Any]]] = {}
+    for name, table in zip(LAUNCHES, (ADAM, PACK, SCATTER), strict=True):
+        for arguments in table:
+            with noted_launches() as launches:
+                LAUNCHES[name](*arguments)
+            (launch,) = launches
+            seen.setdefault(launch.name, []).append(dict(launch.constants))
+    assert seen.keys() == KERNELS.keys() == LAUNCHES.keys()
+    for name, variants in seen.items():
+        assert len({tuple(one.items()) for one in variants}) == len(variants)
+        for constant, value in variants[0].items():
+            if isinstance(value, bool) and constant != "enable_fp_fusion":
+                assert {one[constant] for one in variants} == {False, True}, f"{name}'s {constant}"
+
+
+# ---- what they are compiled to -------------------------------------------------------------------------------------
+
+
+def cases(names: str, variants: Iterable[tuple[Any, ...]]) -> pytest.MarkDecorator:
+    """Return the mark of a test that runs over variants for every target, or as few as hold all pairs of values."""
+
+    def word(name: str, value: Any) -> str:
+        if isinstance(value, bool):
+            return name if value else ""
+        return "+".join(map(words, value)) if isinstance(value, tuple) else words(value)
+
+    parameters = [
+        pytest.param(target, *values, id="-".join([target, *filter(None, map(word, names.split(), values))]))
+        for values in variants
+        for target in TARGETS
+    ]
+    return pytest.mark.parametrize(("target", *names.split()), parameters)
+
+
+def request_of(item: pytest.Function) -> Request:
+    """Return what a test of compiled code looks up."""
+    values, name = dict(item.callspec.params), item.originalname.removeprefix("test_")
+    target = values.pop("target")
+    if name == "adam_kernel":
+        flags = Flag(sum(flag for flag in Flag if values.pop(flag.name.lower())))
+        values = {"gradient": values["gradient"], "parameter": values["parameter"], "flags": flags, **values}
+    return target, name, tuple(values.values())
+
+
+@pytest.fixture(scope="module")
+def compilers(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[gpu_variants.Compilers]:
+    """Compile what the chosen tests look up."""
+    own = [
+        item for item in request.session.items if isinstance(item, pytest.Function) and item.module is request.module
+    ]
+    requests = [request_of(item) for item in own if "compilers" in item.fixturenames]
+    compilers = gpu_variants.Compilers(requests, tmp_path_factory.mktemp("triton"))
+    yield compilers
+    compilers.close()
+
+
+@pytest.fixture
+def code(request: pytest.FixtureRequest, compilers: gpu_variants.Compilers) -> Code:
+    """Return what the variant of a test was compiled to, which is fit for every kernel."""
+    code = compilers.code(request_of(request.node))
+    assert code.relaxed == 0
+    assert code.keeps_denormals
+    assert code.spilled == 0
+    assert code.count(r".*\.(approx|full|rz|rm|rp|rna|rs|sat)\b.*") == 0
+    assert code.count(r"v_(cvt_pkrtz|cvt_sr|exp|log|mad|mac|fract|dot).*_f\d\d.*") == 0
+    assert code.count(r"(atom|red)\..*|.*_atomic_.*") == 0
+    return code
+
+
+def moved(code: Code, load: str, size: int) -> int:
+    """Return how many vectors of `size` bytes are loaded ("load") or stored ("store")."""
+    parts = "|".join(rf"v{size * 8 // bits}\.b{bits}" for bits in (8, 16, 32, 64) if size * 8 > bits)
+    ptx = rf"{load.replace('load', 'ld').replace('store', 'st')}\.global\b.*\.({parts})"
+    kind = "global" if code.count(r"global_store.*") else "buffer"
+    word = {2: "short", 4: "dword", 8: "dwordx2", 16: "dwordx4"}[size]
+    return code.count(ptx) + code.count(f"{kind}_{load}_{word}")
+
+
+def check_vectors(code: Code, load: str, dtypes: Iterable[torch.dtype], elements: int, times: int = 1) -> None:
+    """Check that a thread moves neighbouring elements in as few vectors of at most 16 bytes as hold them."""
+    vectors: Counter[int] = Counter()
+    for dtype in dtypes:
+        size = min(16, elements * dtype.itemsize)
+        vectors[size] += times * elements * dtype.itemsize // size
+    for size, number in vectors.items():
+        assert moved(code, load, size) >= number, f"{load}s of {size} bytes"
+
+
+def check_single(code: Code) -> None:
+    """Check that elements are moved one by one for NVIDIA, where wider accesses to their addresses would fault."""
+    assert code.count(r"(ld|st)\.global\b.*\.v\d\.b\d+") == 0
+
+
+@needs_compilers
+@pytest.mark.covering
+@cases(
+    "gradient parameter scale maximize decoupled l2 amsgrad aligned",
+    ((gradient, parameter, *(flag in flags for flag in Flag), aligned) for gradient, parameter, flags, aligned in ADAM),
+)
+def test_adam_kernel(
+    code: Code,
+    target: str,
+    gradient: torch.dtype,
+    parameter: torch.dtype,
+    scale: bool,
+    maximize: bool,
+    decoupled: bool,
+    l2: bool,
+    amsgrad: bool,
+    aligned: bool,
+) -> None:
+    state = torch.float64 if parameter == torch.float64 else torch.float32
+    elements = 4
+    assert code.threads * elements == adam.BLOCK
+    each = 2 * elements  # in two branches
+    products, fmas, sums = 3 + scale + decoupled, 3 + l2, 3  # both forms of m are computed
+    check_arithmetic(
+        code,
+        f"f{8 * state.itemsize}",
+        mul=each * products,
+        fma=each * fmas,
+        add=each * sums + 2,  # and w - 1, once in each branch
+        div=each * 2,
+        sqrt=each,
+    )
+    assert code.count(r"(ld|st)\.shared.*|bar\..*|ds_.*|s_barrier") == 0  # no element changes its thread
+    if aligned:
+        kept = [state] * (3 + amsgrad)
+        check_vectors(code, "load", [*kept, gradient], elements)
+        check_vectors(code, "store", [*kept, parameter], elements)
+    else:
+        check_single(code)
+
+
+@needs_compilers
+@pytest.mark.covering
+@cases("sources link sums aligned", PACK)
+def test_pack_kernel(
+    code: Code, target: str, sources: tuple[torch.dtype, ...], link: torch.dtype, sums: bool, aligned: bool
+) -> None:
+    is_large = len(sources) > 1 or (sums and sources != (link,))
+    rows = pack.ROWS_AHEAD.value // (2 if is_large else 1)
+    elements = 2 if target == "gfx942" else 4
+    assert code.threads * elements == pack.CHUNKS_PER_PROGRAM * 16  # of a row
+    folded = 8 + 4 + 2 + 1  # the lanes, pairwise
+    check_arithmetic(code, "f64", fma=sums * 2 * rows * elements, add=sums * folded)
+    if aligned:
+        check_vectors(code, "load", sources, elements, rows)
+        check_vectors(code, "store", [link], elements, rows)
+    else:
+        check_single(code)
+
+
+@needs_compilers
+@pytest.mark.covering
+@cases("dtype aligned", SCATTER)
+def test_scatter_kernel(code: Code, target: str, dtype: torch.dtype, aligned: bool) -> None:
+    check_arithmetic(code, "f32")
+    elements = scatter.BLOCK // code.threads
+    if aligned:
+        check_vectors(code, "load", [dtype], elements)
+        check_vectors(code, "store", [dtype], elements)
+    else:
+        check_single(code)
+
+
+def check_arithmetic(
+    code: Code, real: str, mul: int = 0, fma: int = 0, add: int = 0, div: int = 0, sqrt: int = 0
+) -> None:
+    """Check that a thread computes nothing else, in one dtype, and that every operation rounds once."""
+    if code.count(r"v_.*"):
+        # An exact quotient or root is several instructions of AMD's.
+        assert code.count(rf"v_div_fixup_{real}") == code.count(r"v_div_fixup.*") == div
+        assert code.count(rf"v_rcp_{real}") == code.count(r"v_rcp.*") == div
+        estimates = "v_sqrt_f32" if real == "f32" else "v_rsq_f64"
+        assert code.count(estimates) == code.count(r"v_(sqrt|rsq)_.*") == sqrt
+        assert code.count_pairs(rf"v_mul(_mix)?_{real}", rf"v_pk_mul_{real}") == mul + div + 2 * sqrt
+        fused = 5 * div + (2 if real == "f32" else 7) * sqrt
+        sums = rf"v_(add|sub|subrev|fma|fmac|fmaak|fmamk|fma_mix)_{real}"
+        assert code.count_pairs(sums, rf"v_pk_(add|fma)_{real}") == add + fma + fused
+        assert code.count(rf"v_(pk_)?(add|sub|subrev|mul|fma\w*|div_\w+)_b?f(?!{real[1:]})\d\d") == 0
+        return
+    for name, expected in {"mul": mul, "fma": fma, "(add|sub)": add, "div": div, "sqrt": sqrt}.items():
+        assert code.count_pairs(rf"{name}\.rn\.{real}", rf"{name}\.rn\.{real}x2") == expected, name
+    every = r"(add|sub|mul|fma|mad|div|rem|rcp|sqrt|rsqrt|sin|cos|tanh|ex2|lg2)\b.*\.b?f\d\d(x2)?"
+    rounded = rf"(add|sub|mul|fma|div|sqrt)\.rn\.{real}(x2)?"
+    assert code.count(every) == code.count(rounded)

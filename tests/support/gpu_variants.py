@@ -1,0 +1,296 @@
+"""Every variant of the kernels of superadam.gpu that can be launched, and what Triton compiles it to, without a GPU.
+
+A variant is launched by the function that production calls, on tensors of the CPU, with a stand-in for the kernel that
+notes the launch. `Compilers` compiles what was noted in processes of its own, because the kernels of the tests' process
+may be interpreted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import itertools
+import os
+import pickle
+import pkgutil
+import re
+import subprocess
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from superadam import gpu
+from superadam.gpu.choice import Backend, Choice
+from superadam.kernels.dtypes import DTYPES
+from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
+from superadam.kernels.kept_step import KeptStep
+from superadam.kernels.native import CHUNK, Flag
+
+TARGETS = {
+    "sm_80": ("cuda", 80, 32),
+    "sm_90": ("cuda", 90, 32),
+    "sm_100": ("cuda", 100, 32),
+    "gfx942": ("hip", "gfx942", 64),
+}
+"""Arguments of Triton's `GPUTarget`: A100, H100 and H200, B200, MI300."""
+
+KERNELS = {
+    name: module
+    for info in pkgutil.iter_modules(gpu.__path__)
+    for module in [importlib.import_module(f"superadam.gpu.{info.name}")]
+    for name in vars(module)
+    if name.endswith("_kernel")
+}
+"""Modules of all kernels, by the kernels' names."""
+
+# ---- launches that production makes --------------------------------------------------------------------------------
+
+
+def _tensor(numel: int, dtype: torch.dtype, aligned: bool) -> torch.Tensor:
+    whole = torch.zeros(numel + 64, dtype=dtype)
+    return whole[-whole.data_ptr() % 64 // dtype.itemsize + (not aligned) :][:numel]
+
+
+def _coefficients() -> dict[Flag, Coefficients]:
+    """Return coefficients of a step for each set of flags that hyper-parameters and clipping lead to."""
+    choices = [(False, True) if field.type == "bool" else (0.0, 0.5) for field in fields(Hyperparameters)]
+    found = {}
+    for values in itertools.product(*choices):
+        for scale in (1.0, 0.5):
+            coefficients = Coefficients.at_step(Hyperparameters(*values), 1, scale)
+            found[coefficients.flags] = coefficients
+    return dict(sorted(found.items()))
+
+
+COEFFICIENTS = _coefficients()
+
+
+def launch_adam(
+    gradient: torch.dtype, parameter: torch.dtype, flags: Flag, aligned: bool, state: torch.dtype | None = None
+) -> None:
+    """Make a step with state of the dtype that belongs to the parameter, if no other is given."""
+    state = state or (torch.float64 if parameter == torch.float64 else torch.float32)
+    kept = [_tensor(10, state, True) for _ in range(4)]
+    step = KeptStep(*kept, _tensor(10, gradient, True), _tensor(10, parameter, aligned), 0)
+    gpu.update([step], [COEFFICIENTS[flags]])
+
+
+def launch_pack(sources: Sequence[torch.dtype], link: torch.dtype, sums: bool, aligned: bool) -> None:
+    """Pack one gradient of each dtype."""
+    gradients = [_tensor(CHUNK + 1, dtype, True) for dtype in sources]
+    places = [2 * CHUNK * number for number in range(len(gradients))]
+    norm = [torch.zeros(2 * len(gradients), dtype=dtype) if sums else None for dtype in (torch.float64, torch.int64)]
+    gpu.pack_gradients(gradients, places, _tensor(2 * CHUNK * len(gradients), link, aligned), *norm)
+
+
+def launch_scatter(dtype: torch.dtype, aligned: bool) -> None:
+    """Copy one tensor."""
+    gpu.scatter_values([_tensor(10, dtype, True)], [_tensor(10, dtype, aligned)])
+
+
+LAUNCHES: dict[str, Callable[..., None]] = {
+    "adam_kernel": launch_adam,
+    "pack_kernel": launch_pack,
+    "scatter_kernel": launch_scatter,
+}
+
+SOURCES = [*((dtype,) for dtype in DTYPES), tuple(dtype for dtype in DTYPES if dtype != torch.float64)]
+"""Dtypes of gradients that are packed together."""
+
+_BOTH = (False, True)
+
+ADAM = [
+    (gradient, parameter, flags, aligned)
+    for gradient, parameter, flags, aligned in itertools.product(DTYPES, DTYPES, COEFFICIENTS, _BOTH)
+    if (gradient == torch.float64) == (parameter == torch.float64)
+]
+PACK = [
+    (sources, link, sums, aligned)
+    for sources, link, sums, aligned in itertools.product(SOURCES, DTYPES, _BOTH, _BOTH)
+    if (torch.float64 in sources) == (link == torch.float64)
+]
+SCATTER = list(itertools.product(DTYPES, _BOTH))
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of a kernel that was noted instead of made."""
+
+    name: str
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: tuple[Any, ...]
+    constants: Mapping[str, Any]
+
+
+@contextlib.contextmanager
+def noted_launches() -> Iterator[list[Launch]]:
+    """Yield the launches that are made meanwhile, also with tensors of the CPU."""
+    launches: list[Launch] = []
+
+    class Noted:
+        def __init__(self, name: str, kernel: Any) -> None:
+            self._name, self._kernel = name, kernel
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda *arguments, **constants: launches.append(
+                Launch(self._name, self._kernel, grid, arguments, constants)
+            )
+
+    choice = Choice(Backend.TRITON, "a test asks for it")
+    with contextlib.ExitStack() as stack:
+        for name, module in KERNELS.items():
+            stack.enter_context(mock.patch.object(module, name, Noted(name, getattr(module, name))))
+            stack.enter_context(mock.patch.object(module, "backend", return_value=choice))
+        yield launches
+
+
+# ---- what they are compiled to -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Code:
+    """What a variant was compiled to.
+
+    Attributes:
+        instructions: how often each occurs: names of PTX, or of amdgcn without the suffix for their encoding.
+        threads: of a program.
+        relaxed: operations in LLVM's IR that may be reassociated, contracted, or approximated.
+        keeps_denormals: False where the hardware's mode flushes them or does not round to nearest even.
+        spilled: bytes of registers that each thread keeps in memory.
+        registers: of a thread.
+        seconds: that the compilers took.
+    """
+
+    instructions: Counter[str]
+    threads: int
+    relaxed: int
+    keeps_denormals: bool
+    spilled: int
+    registers: int
+    seconds: float
+
+    def count(self, pattern: str) -> int:
+        """Return how many instructions match a regular expression from their beginning to their end."""
+        return sum(number for name, number in self.instructions.items() if re.fullmatch(pattern, name))
+
+    def count_pairs(self, pattern: str, pair: str) -> int:
+        """Return how many match a pattern, those that match the second one, which do two at once, twice."""
+        return self.count(pattern) + 2 * self.count(pair)
+
+
+_RELAXED = re.compile(r"= (?:tail )?(?:f\w+|call|select|phi) (?:fast|nnan|ninf|nsz|arcp|contract|afn|reassoc)\b")
+_MODES = {"round_mode_32": 0, "round_mode_16_64": 0, "denorm_mode_32": 3, "denorm_mode_16_64": 3}
+
+
+def _read(compiled: Any, assembler: str, seconds: float) -> Code:
+    """Return what counts of a kernel that Triton has compiled, with what NVIDIA's assembler said."""
+    metadata, relaxed = compiled.metadata, len(_RELAXED.findall(compiled.asm["llir"]))
+    threads = metadata.num_warps * metadata.target.warp_size
+    if metadata.target.backend == "cuda":
+        names = re.findall(r"^\s+(?:@!?%\w+\s+)?([a-z]\w*(?:\.\w+(?:::\w+)*)+)\s", compiled.asm["ptx"], re.M)
+        spilled = sum(map(int, re.findall(r"(\d+) bytes spill", assembler)))
+        (registers,) = map(int, re.findall(r"Used (\d+) registers", assembler))
+        keeps_denormals = not any(re.search(r"\.ftz\b", name) for name in names)
+    else:
+        # A half is widened on the way into v_fma_mix, which makes products (of which -0 is subtracted) and sums, too.
+        text = re.sub(r"v_fma_mix(?=_f32 .*\bneg\(0\))", "v_mul_mix", compiled.asm["amdgcn"])
+        names = re.findall(r"^\t([a-z]\w+?)(?:_e32|_e64|_sdwa|_dpp)*(?:\s|$)", text, re.M)
+        value = {name: int(number) for name, number in re.findall(r"^\s+\.(\w+)[: ]\s*(\d+)$", text, re.M)}
+        # Scalar registers are spilled into lanes of vector registers, without memory.
+        spilled, registers = value["private_segment_fixed_size"] + 4 * value["vgpr_spill_count"], value["vgpr_count"]
+        keeps_denormals = all(value[f"amdhsa_float_{mode}"] == expected for mode, expected in _MODES.items())
+        keeps_denormals &= not any(re.match(r"s_(setreg|denorm|round)", name) for name in names)
+    return Code(Counter(names), threads, relaxed, keeps_denormals, spilled, registers, seconds)
+
+
+Request = tuple[str, str, tuple[Any, ...]]
+"""A target, a kernel and the arguments of its function in `LAUNCHES`."""
+
+
+def _compile_all() -> None:
+    """Read requests from standard input, and write their `Code`s to standard output."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    targets = {name: GPUTarget(*arguments) for name, arguments in TARGETS.items()}
+    active = mock.Mock()
+    driver.set_active(active)
+    codes = []
+    for target, name, arguments in pickle.load(sys.stdin.buffer):
+        active.get_current_device.return_value = target
+        active.get_current_target.return_value = targets[target]
+        with noted_launches() as launches:
+            LAUNCHES[name](*arguments)
+        (launch,) = launches
+        assert launch.name == name
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()) as log:
+            warnings.simplefilter("error")
+            begin = time.perf_counter()
+            compiled = launch.kernel.warmup(*launch.arguments, grid=launch.grid, **launch.constants)
+            seconds = time.perf_counter() - begin
+        codes.append(_read(compiled, log.getvalue(), seconds))
+    pickle.dump(codes, sys.stdout.buffer)
+
+
+def can_compile() -> bool:
+    """Whether this Triton brings compilers for all `TARGETS`."""
+    if gpu.language.MISSING is not None:
+        return False
+    from triton.backends import backends
+
+    return {"nvidia", "amd"} <= backends.keys()
+
+
+class Compilers:
+    """Compiles variants ahead of when they are asked for, in two processes at once.
+
+    Args:
+        requests: what will be asked for.
+        cache: an empty folder for Triton's files.
+    """
+
+    TOGETHER = 16
+    """Requests that one process answers."""
+
+    def __init__(self, requests: Sequence[Request], cache: Path) -> None:
+        self._cache = cache
+        self._threads = ThreadPoolExecutor(2)
+        self._parts: dict[Request, tuple[Future[list[Code]], int]] = {}
+        for begin in range(0, len(requests), self.TOGETHER):
+            part = requests[begin : begin + self.TOGETHER]
+            codes = self._threads.submit(self._compile, part)
+            self._parts.update({request: (codes, number) for number, request in enumerate(part)})
+
+    def code(self, request: Request) -> Code:
+        """Return what a request was compiled to, once it is."""
+        codes, number = self._parts[request]
+        return codes.result()[number]
+
+    def close(self) -> None:
+        """Compile no more."""
+        self._threads.shutdown(cancel_futures=True)
+
+    def _compile(self, requests: Sequence[Request]) -> list[Code]:
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
+        path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+        done = subprocess.run(
+            [sys.executable, "-c", "import gpu_variants; gpu_variants._compile_all()"],
+            input=pickle.dumps(requests),
+            env=clean | {"TRITON_CACHE_DIR": str(self._cache), "TRITON_DUMP_PTXAS_LOG": "1", "PYTHONPATH": path},
+            check=False,
+            capture_output=True,
+        )
+        assert done.returncode == 0, done.stderr.decode()
+        codes: list[Code] = pickle.loads(done.stdout)
+        return codes
