@@ -367,11 +367,11 @@ def published_state_is_stale(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def placing_leaves_stale_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was on the device before counts when a parameter is kept again, whatever came in between."""
-    left: dict[int, tuple[ParameterState, Any]] = {}
+    left: dict[tuple[int, int], tuple[DeviceTier, torch.Tensor, torch.Tensor]] = {}
     original = DeviceTier._moved
 
-    def moved(self: DeviceTier, state: ParameterState) -> Any:
-        return left.setdefault(id(state), (state, original(self, state)))[1]
+    def moved(self: DeviceTier, tensor: torch.Tensor) -> torch.Tensor:
+        return left.setdefault((id(self), id(tensor)), (self, tensor, original(self, tensor)))[2]
 
     monkeypatch.setattr(DeviceTier, "_moved", moved)
 
