@@ -6,7 +6,6 @@ cold caches, so it does as little as possible for each gradient.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -24,26 +23,31 @@ DEFAULT_NUMEL = 16 * 1024 * 1024  # 32 MiB of bf16 or 64 MiB of fp32, as in Supe
 
 @dataclass(slots=True)
 class Bucket:
-    """Gradients that became ready together, with their parameters' states and the number of their elements.
-
-    `is_kept` says whether they stay on the device, where the step will be made.
-    """
+    """Gradients that are ready together; a kept one stays on the device, where its step will be made."""
 
     is_kept: bool
-    states: list[ParameterState] = field(default_factory=list)
-    gradients: list[TakenGradient] = field(default_factory=list)
+    entries: list[tuple[ParameterState, TakenGradient]] = field(default_factory=list)
     numel: int = 0
 
     def add(self, state: ParameterState, gradient: TakenGradient) -> None:
-        """Add a gradient."""
-        self.states.append(state)
-        self.gradients.append(gradient)
+        """Put a gradient in; no signal and no other thread sees half of it."""
+        self.entries.append((state, gradient))
         self.numel += state.shape.numel()
 
+    @property
+    def states(self) -> list[ParameterState]:
+        """Whose gradients are in it."""
+        return [state for state, _ in self.entries]
+
+    @property
+    def gradients(self) -> list[TakenGradient]:
+        """One for each of the states."""
+        return [gradient for _, gradient in self.entries]
+
     def current(self) -> Bucket:
-        """Return the bucket without gradients that were given back or replaced by newer ones of their parameters."""
+        """Return a bucket without what was given back, or dropped before another gradient of its parameter came."""
         bucket = Bucket(self.is_kept)
-        for state, gradient in dict(zip(self.states, self.gradients, strict=True)).items():
+        for state, gradient in dict(self.entries).items():
             if not gradient.is_given:
                 bucket.add(state, gradient)
         return bucket
@@ -69,8 +73,9 @@ class Bucketer:
         self._device = device
         self._holder = holder
         self.bucket_numel = bucket_numel
-        self._lock = threading.Lock()  # a backward may run in another thread
         self._states: dict[int, ParameterState] = {}  # by the parameter's id: tensors take long to hash
+        # By whether they are kept. A backward may run in another thread, and a handler may raise anywhere, so that a lock
+        # could stay taken. There is none: a gradient that misses its bucket is left to step().
         self._filling: dict[bool, Bucket] = {}
         # The latest one of each parameter in this step; None once it was given back, when we may not reference it.
         self._taken: dict[int, weakref.ref[TakenGradient] | None] = {}
@@ -79,7 +84,7 @@ class Bucketer:
     def follow(self, states: Iterable[ParameterState]) -> None:
         """Take the gradients of these parameters only; those that were taken before are in `.grad`."""
         self._states = {id(state.parameter): state for state in states}
-        self._filling = {is_kept: Bucket(is_kept) for is_kept in (False, True)}
+        self._filling = {}
 
     def state_of(self, parameter: Tensor) -> ParameterState | None:
         """Return the state of a parameter whose gradients are taken."""
@@ -105,10 +110,10 @@ class Bucketer:
         if self._device.has_link:
             self._device.mark_ready()
         self._taken[key] = weakref.ref(taken)
-        with self._lock:
-            bucket = self._filling[key in self.kept and not self._device.is_host(taken.pending)]
-            bucket.add(state, taken)
-            return self._filled(bucket) if bucket.numel >= self.bucket_numel or key == self.last else None
+        is_kept = key in self.kept and not self._device.is_host(taken.pending)
+        bucket = self._filling.get(is_kept) or self._filling.setdefault(is_kept, Bucket(is_kept))
+        bucket.add(state, taken)
+        return self._filled(is_kept) if bucket.numel >= self.bucket_numel or key == self.last else None
 
     def _take(self, parameter: Tensor, state: ParameterState) -> TakenGradient | None:
         """Return a gradient that was not taken yet, or a sum of micro-batches; None where it has to be left alone."""
@@ -127,15 +132,13 @@ class Bucketer:
 
     def rest(self) -> list[Bucket]:
         """Return the buckets that have begun, full or not."""
-        with self._lock:
-            begun = [bucket for bucket in self._filling.values() if bucket.states]
-            return [filled for bucket in begun if (filled := self._filled(bucket))]
+        return [filled for is_kept in sorted(self._filling) if (filled := self._filled(is_kept))]
 
-    def _filled(self, bucket: Bucket) -> Bucket | None:
-        """Begin a new bucket; return the current part of this one, or None if that is empty."""
-        self._filling[bucket.is_kept] = Bucket(bucket.is_kept)
-        current = bucket.current()
-        return current if current.states else None
+    def _filled(self, is_kept: bool) -> Bucket | None:
+        """End a bucket; return its current part, or None if that is empty."""
+        ended = self._filling.pop(is_kept, None)  # for one thread only
+        current = None if ended is None else ended.current()
+        return current if current is not None and current.entries else None
 
     def forget(self, taken: TakenGradient) -> bool:
         """Forget a gradient that was given back; return whether it was taken in the present step."""

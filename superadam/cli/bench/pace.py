@@ -36,7 +36,7 @@ CLIP_EVERY = 10
 FORWARD_SHARE = 0.5
 """Forward's time as a share of backward's."""
 
-SETTLING = 8
+SETTLING = 24
 """Iterations in which "auto" measures and chooses, with some in reserve."""
 
 WARM_UPS = 2
