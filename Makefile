@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 SOURCES := $(shell git ls-files -co --exclude-standard -- cpu gpu superadam cmake CMakeLists.txt pyproject.toml README.md)
 
-# Run the installed wheel, never the sources that lie beside it.
+# Run the installed wheel, never the sources in this folder.
 export PYTHONSAFEPATH := 1
 
 # torch's OpenMP threads would spin between its operations, and slow down whatever else wants these cores.
@@ -22,7 +22,7 @@ demo: $(VENV)/installed
 test: $(VENV)/test-tools lint
 	$(BIN)/python -m pytest $(IN_PARALLEL) tests
 
-# Under a minute on two cores, once everything is installed: a part of each folder's tests, and no linters.
+# A part of each folder's tests, and no linters.
 test-quick: $(VENV)/test-tools
 	$(BIN)/python -m pytest $(IN_PARALLEL) -m "not slow" tests
 
@@ -42,7 +42,7 @@ arm-test: $(VENV)/test-tools
 gpu-check:
 	$(PYTHON) bench/gpu_check.py $(ARGS)
 
-# What gpu-check needs beside torch and numpy, to be carried to a machine without a network; for another one, ARGS="--arch aarch64".
+# What gpu-check needs besides torch and numpy, to be carried to a machine without a network; for another one, ARGS="--arch aarch64".
 gpu-wheels: $(VENV)/installed
 	$(BIN)/python bench/gpu_wheels.py $(ARGS)
 

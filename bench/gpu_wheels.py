@@ -1,4 +1,4 @@
-"""Fetches what `gpu_check.py` needs beside superadam, torch and numpy, for a machine without a network.
+"""Fetches what `gpu_check.py` needs besides superadam, torch and numpy, for a machine without a network.
 
     make gpu-wheels                                     wheels for this machine's architecture, into build/gpu-wheels
     make gpu-wheels ARGS="--arch aarch64 --out DIR"     for another

@@ -34,7 +34,7 @@ MIXED = constant(0)
 LENGTH = constant(CHUNK)
 LANES = constant(16)
 ROWS_AHEAD = constant(16)
-"""Half as many where dtypes are mixed, or converted beside sums: registers would not hold more."""
+"""Half as many where dtypes are mixed, or converted with sums: registers would not hold more."""
 
 CHUNKS_PER_PROGRAM = 8
 """So that each of 32 threads holds four lanes; of 64 threads, on AMD's GPUs, each holds two, and loads half as much."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import gc
 import itertools
 import os
-import re
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
+from slow_files import is_slow
 
 import superadam
 
@@ -40,13 +40,10 @@ DEEPER = 20
 """How many times as long a test may take with the "deep" profile, which draws so many more examples."""
 
 
-IS_SLOW = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.slow", re.MULTILINE)
-
-
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave out files of slow tests before they are imported, as frameworks and compilers take seconds."""
-    is_left_out = config.option.markexpr == "not slow" and collection_path.suffix == ".py"
-    return (is_left_out and IS_SLOW.search(collection_path.read_text()) is not None) or None
+    is_quick = config.option.markexpr == "not slow" and collection_path.suffix == ".py"
+    return (is_quick and is_slow(collection_path)) or None
 
 
 MOST_QUICK_CASES = 20

@@ -16,17 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from superadam import OffloadScheduler, Placement, SpeculativeCPUAdamW
-from superadam.cli.bench.arrays import HYPERPARAMETERS
+from superadam.cli.bench.arrays import ADAMW_OPTIONS
 from superadam.cli.bench.contests import MAX_GRAD_NORM
 from superadam.cli.train.device import wait_for
 from superadam.devices.simulated import SimulatedDevice
-
-_OPTIONS = {
-    "lr": HYPERPARAMETERS.lr,
-    "betas": (HYPERPARAMETERS.beta1, HYPERPARAMETERS.beta2),
-    "eps": HYPERPARAMETERS.eps,
-    "weight_decay": HYPERPARAMETERS.weight_decay,
-}
 
 ALONE, OVERLAPPED, PLAIN = "no optimizer", "superadam", "superadam, plain"
 ON_DEVICE, ON_HOST = "torch on the GPU", "torch on the CPU"
@@ -73,7 +66,7 @@ class TorchOnDevice(Side):
     def __init__(self, model: nn.Module) -> None:
         self._parameters = list(model.parameters())
         self._masters = [nn.Parameter(parameter.detach().float()) for parameter in self._parameters]
-        self._adamw = torch.optim.AdamW(self._masters, fused=True, **_OPTIONS)
+        self._adamw = torch.optim.AdamW(self._masters, fused=True, **ADAMW_OPTIONS)
 
     @torch.no_grad()
     def update(self) -> None:
@@ -104,7 +97,7 @@ class TorchOnHost(Side):
         self._gradients = [torch.zeros_like(master) for master in self._masters]
         for master, gradient in zip(self._masters, self._gradients, strict=True):
             master.grad = gradient
-        self._adamw = torch.optim.AdamW(self._masters, fused=True, **_OPTIONS)
+        self._adamw = torch.optim.AdamW(self._masters, fused=True, **ADAMW_OPTIONS)
 
     @torch.no_grad()
     def update(self) -> None:
@@ -133,7 +126,7 @@ class Superadam(Side):
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._optimizer = SpeculativeCPUAdamW(model.parameters(), max_grad_norm=MAX_GRAD_NORM, **_OPTIONS)
+        self._optimizer = SpeculativeCPUAdamW(model.parameters(), max_grad_norm=MAX_GRAD_NORM, **ADAMW_OPTIONS)
         self._scheduler: OffloadScheduler | None = None
         self._chosen: Placement | None = None
 

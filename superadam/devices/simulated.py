@@ -28,6 +28,7 @@ from superadam.devices.worker import Job, Work, Worker
 from superadam.host.signals import deferred_signals
 from superadam.kernels.hyperparameters import Coefficients
 from superadam.kernels.kept_step import KeptStep
+from superadam.kernels.storage import has_memory
 
 
 class SimulatedEvent:
@@ -86,19 +87,11 @@ def _poison(storage: torch.UntypedStorage) -> None:
 def _alias(tensor: Tensor) -> Tensor:
     """Return a tensor over the same memory whose lifetime and version counter are its own.
 
-    It owns the storage. Its memory may still be taken away by `resize_` on the storage: see `_has_memory`.
+    It owns the storage. Its memory may still be taken away by `resize_` on the storage: see `has_memory`.
     """
     return torch.empty(0, dtype=tensor.dtype, device="cpu").set_(
         tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
     )
-
-
-def _has_memory(tensor: Tensor) -> bool:
-    """Whether a storage still holds all elements of a tensor over it: torch accesses memory without checking."""
-    if tensor.numel() == 0:
-        return True
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (tensor.storage_offset() + last + 1) * tensor.element_size() <= tensor.untyped_storage().nbytes()
 
 
 class SimulatedDevice(Device):
@@ -272,16 +265,16 @@ def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy; memory that others freed by resizing its storage is not touched, and reads as NaN."""
     with torch.no_grad():
         for target, source in zip(targets, sources, strict=True):
-            if not _has_memory(target):
+            if not has_memory(target):
                 continue
-            if _has_memory(source):
+            if has_memory(source):
                 target.copy_(source)
             else:
                 target.fill_(math.nan if target.is_floating_point() else 0)
 
 
 def _take_norm(gradients: Sequence[Tensor], sums: Tensor, nonfinite: Tensor) -> None:
-    if not all(map(_has_memory, (*gradients, sums, nonfinite))):
+    if not all(map(has_memory, (*gradients, sums, nonfinite))):
         return
     stand_in.take_norm(gradients, ChunkSums(sums, nonfinite))
 
@@ -324,7 +317,7 @@ class SeededWorker(Worker):
 
     def _run_one(self) -> None:
         try:
-            self._jobs.popleft()(self._random.random() < 0.5)
+            self._jobs.popleft()(lambda: self._random.random() < 0.5)
         except Exception as error:
             self._error = error
             self._jobs.clear()

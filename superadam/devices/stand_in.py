@@ -16,7 +16,7 @@ from superadam.kernels.native import Pass
 
 
 def update(steps: Sequence[KeptStep], sets: Sequence[Coefficients]) -> None:
-    """Make steps in place; see `Device.update`."""
+    """Make steps in place; see `superadam.kernels.kept_step.StepsInPlace`."""
     segments = np.zeros(len(steps), native.SEGMENT)
     for segment, step in zip(segments, steps, strict=True):
         segment["length"] = step.master.numel()

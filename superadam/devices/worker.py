@@ -20,7 +20,7 @@ _logger = logging.getLogger("superadam")
 _LOOK_SECONDS = 1.0
 """How often a thread that waits for the worker's thread checks that it is still alive."""
 
-Job = Callable[[bool], object]
+Job = Callable[[Callable[[], bool]], object]
 """Something to run once; its argument is whether the training thread waits for it."""
 
 Work = Callable[[], bool]
@@ -154,7 +154,7 @@ class ThreadWorker(Worker):
             return False
 
     def _finish(self, job: Job) -> None:
-        self._run(lambda: job(self._is_awaited))
+        self._run(lambda: job(lambda: self._is_awaited))
         self._finished += 1
 
     def _loop(self) -> None:

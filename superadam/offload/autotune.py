@@ -41,9 +41,9 @@ class Autotuner:
 
     `device` is the model's, `can_keep` says whether it or another tier can hold state (otherwise nothing is measured),
     `total` is the number of elements of all parameters, and the other arguments are as in `superadam.Placement`, or
-    "auto". `order` holds the parameters in the order in which their gradients became ready in the last step, kept ones
-    last. Raises ValueError where buckets are to be kept but cannot be, MemoryError where the device has no room for
-    them.
+    "auto". `order` holds parameters as their gradients became ready, kept ones last, in that of the last steps that had
+    the most of them. Raises ValueError where buckets are to be kept but cannot be, MemoryError where the device has no
+    room for them.
     """
 
     def __init__(

@@ -47,11 +47,13 @@ class Hooks:
 
     def look_for_unfrozen(self) -> None:
         """Hook those of the parameters that were frozen before and are trained now."""
-        trained = [parameter for parameter in self._frozen if parameter.requires_grad and parameter.is_leaf]
-        if not trained:
-            return
-        self._frozen = [parameter for parameter in self._frozen if not (parameter.requires_grad and parameter.is_leaf)]
-        self._handles += [p.register_post_accumulate_grad_hook(self._ready) for p in trained]  # type: ignore[no-untyped-call]
+        parameters, self._frozen = self._frozen, []
+        for parameter in parameters:
+            if parameter.requires_grad and parameter.is_leaf:
+                hook: Any = parameter.register_post_accumulate_grad_hook
+                self._handles.append(hook(self._ready))
+            else:
+                self._frozen.append(parameter)
 
     def remove(self) -> None:
         """Remove every hook."""

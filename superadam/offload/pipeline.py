@@ -111,15 +111,16 @@ class Pipeline:
         arrived: Event,
         norms: list[torch.Tensor],
         sent: float,
-        is_awaited: bool,
+        is_awaited: Callable[[], bool],
     ) -> None:
         """Read the norm of a kept bucket; runs in the worker."""
         self._wait_for(arrived, is_awaited)
         transaction.add_pending(pending, norm_in(norms))
         self._statistics.kept_buckets += 1
         elements = sum(state.shape.numel() for state in pending)
-        moved = sum(_moved_bytes(state, record, fuses=True) for state, record in pending.items())
-        self._autotuner.add_times(BucketTimes(elements, moved, arrived.passed_at(), is_kept=True))
+        self._autotuner.add_times(
+            BucketTimes(elements, _moved_bytes(pending, fuses=True), arrived.passed_at(), is_kept=True)
+        )
         self._trace.add("norm to host", "download", sent, time.perf_counter(), elements=elements)
 
     def _speculate(
@@ -129,7 +130,7 @@ class Pipeline:
         elements: int,
         arrived: Event,
         sent: float,
-        is_awaited: bool,
+        is_awaited: Callable[[], bool],
     ) -> None:
         """Speculate on a bucket, which starts the upload of its new values; runs in the worker."""
         self._wait_for(arrived, is_awaited)
@@ -138,22 +139,23 @@ class Pipeline:
             for record in pending.values():
                 record.place = None
         written = {id(one.place.shadow): one.place.shadow for one in pending.values() if one.place is not None}
-        moved = sum(_moved_bytes(state, one, fuses=state.phase is Phase.ACCEPTED) for state, one in pending.items())
+        is_hidden = not is_awaited()
+        moved = _moved_bytes(pending) if self._autotuner.can_keep else 0
         with torch.no_grad():
-            transaction.speculate(pending, None if is_awaited else self._num_threads())
+            transaction.speculate(pending, self._num_threads() if is_hidden else None)
         for shadow in written.values():
             assert isinstance(shadow, FlatShadow)
             shadow.send()
         self._statistics.waiting_buckets += not written
         self._trace.add("gradients to host", "download", sent, begin, elements=elements)
         self._count_work("adam" if written else "norm", begin, elements)
-        if written:
+        if written and self._autotuner.can_keep:
             seconds, ready = time.perf_counter() - begin, arrived.passed_at()
-            self._autotuner.add_times(BucketTimes(elements, moved, ready, seconds, is_hidden=not is_awaited))
+            self._autotuner.add_times(BucketTimes(elements, moved, ready, seconds, is_hidden))
 
-    def _wait_for(self, arrived: Event, is_awaited: bool) -> None:
+    def _wait_for(self, arrived: Event, is_awaited: Callable[[], bool]) -> None:
         """Wait for a copy, and commit meanwhile: the host may have enqueued this bucket long before backward."""
-        while not is_awaited and not arrived.query() and self._idle():
+        while not is_awaited() and not arrived.query() and self._idle():
             pass
         arrived.synchronize()
 
@@ -207,9 +209,14 @@ class Pipeline:
         self._worker.close()
 
 
-def _moved_bytes(state: ParameterState, record: Pending, *, fuses: bool) -> int:
-    """Return what a pass reads and writes for this parameter: state, gradient, new value, and to commit as it goes."""
-    per_element = 3 * state.dtype.itemsize + record.gradient.itemsize + state.parameter_dtype.itemsize
-    if fuses:
-        per_element += 3 * state.dtype.itemsize + record.gradient.itemsize
-    return state.shape.numel() * per_element
+def _moved_bytes(pending: Mapping[ParameterState, Pending], *, fuses: bool = False) -> int:
+    """Return what speculation reads and writes: state, gradient and new value; to commit as it goes, more.
+
+    It commits as it goes where a step is accepted, or, with `fuses`, everywhere.
+    """
+    total = 0
+    for state, record in pending.items():
+        committed = 3 * state.dtype.itemsize + record.gradient.itemsize
+        each = committed + state.parameter_dtype.itemsize + committed * (fuses or state.phase is Phase.ACCEPTED)
+        total += state.shape.numel() * each
+    return total

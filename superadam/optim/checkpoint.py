@@ -15,7 +15,8 @@ from torch import Tensor
 
 from superadam.kernels.dtypes import DTYPES
 from superadam.kernels.hyperparameters import Hyperparameters, described, number_of
-from superadam.state.parameter import ParameterState, has_memory
+from superadam.kernels.storage import has_memory
+from superadam.state.parameter import ParameterState
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 OPTIONAL = ("max_exp_avg_sq", "master")
@@ -149,7 +150,7 @@ def _read(
         if not isinstance(entry, dict) or entry:
             check_entry(entry, state)
             read[state] = copied(entry, state)
-            if "master" in read[state] and not (state.has_memory or state.parameter.is_meta):
+            if "master" in read[state] and not (has_memory(state.parameter) or state.parameter.is_meta):
                 raise ValueError(
                     f"{state.name} has no data for its master to be written to, because its storage was freed; "
                     "bring it back before loading"

@@ -101,15 +101,6 @@ def check_parameter(parameter: Tensor, name: str) -> None:
         )
 
 
-def has_memory(tensor: Tensor) -> bool:
-    """Whether a strided tensor's storage holds its elements; it may have been freed or, on meta, never allocated."""
-    if not tensor.numel():
-        return True
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    needed = (tensor.storage_offset() + last + 1) * tensor.element_size()
-    return not tensor.is_meta and tensor.untyped_storage().nbytes() >= needed
-
-
 class ParameterState:
     """State of one parameter; its tensors are None until the first gradient arrives.
 
@@ -166,11 +157,6 @@ class ParameterState:
     def empty(self, dtype: torch.dtype) -> Tensor:
         """Return an uninitialised CPU tensor in the layout of the state."""
         return torch.empty_strided(self.parameter.shape, self.strides, dtype=dtype, device="cpu")
-
-    @property
-    def has_memory(self) -> bool:
-        """Whether the parameter's storage holds its elements."""
-        return has_memory(self.parameter)
 
     def host_copy(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Return a copy of `tensor` on the CPU in the layout of the state."""

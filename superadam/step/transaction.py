@@ -23,6 +23,7 @@ from torch import Tensor
 from superadam.handles.taken_gradient import FactorKind, TakenGradient
 from superadam.host.signals import deferred_signals
 from superadam.kernels.hyperparameters import Hyperparameters
+from superadam.kernels.storage import has_memory
 from superadam.state.norm import GradientNorm
 from superadam.state.outside_writes import adopt_outside_write
 from superadam.state.parameter import ParameterState, Pending, Phase, Place
@@ -312,7 +313,7 @@ class Transaction:
     def _update(self, parts: Sequence[_Part], clip: float) -> None:
         """Update parameters in place, so that nothing is left to commit."""
         with_max = any(part.hyper.amsgrad for part in parts)
-        self._make_ready([part.state for part in parts], [(part.hyper, 1) for part in parts], with_max=with_max)
+        self._make_ready([part.state for part in parts], ((part.hyper, 1) for part in parts), with_max=with_max)
         # The device first: it works while the host does, and if its memory is short, nothing was changed yet.
         kept = [part for part in parts if part.is_kept]
         here = [part for part in parts if not part.is_kept]
@@ -365,7 +366,7 @@ class Transaction:
         with self._timed("commit_seconds"):
             self._commit(self.in_phase(Phase.ACCEPTED))
             hinted = [self.table.states[row] for row in self.table.fingerprints.hints(self.table.all_rows)]
-            self._adopt([state for state in hinted if state.has_memory])
+            self._adopt([state for state in hinted if has_memory(state.parameter)])
 
     def commit_some(self, elements: int, num_threads: int | None = None) -> int:
         """Commit accepted gradients, oldest first, of at least this many elements; return of how many it was."""
@@ -428,7 +429,7 @@ class Transaction:
         if not states:
             return
         for state in states:
-            if not state.has_memory:
+            if not has_memory(state.parameter):
                 raise ValueError(
                     f"{state.name} has no data, because its storage was freed or it is on the meta device, expected "
                     "its values in memory; bring them back before this call, or set its .grad to None"

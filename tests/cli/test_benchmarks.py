@@ -19,6 +19,7 @@ from superadam.cli import main as cli
 from superadam.cli.bench import command, contests, floor, overlap, pace, passes
 from superadam.cli.bench.arrays import PassArrays, bytes_per_element
 from superadam.cli.bench.pairs import WARM_UPS, Spread, compare, fastest
+from superadam.cli.bench.timed_model import Gradients, TimedModel
 from superadam.cli.usage import UsageError
 from superadam.devices import PlainDevice, Stream, paced
 from superadam.kernels import native
@@ -466,7 +467,7 @@ def test_a_sweep_varies_one_thing_at_a_time_within_what_the_device_can_hold() ->
 
 
 def test_gradients_lie_in_the_order_of_backward_and_in_other_memory_in_the_next_step() -> None:
-    gradients = pace.Gradients(3, 64)
+    gradients = Gradients(3, 64)
     addresses = [gradients.of(step, layer).data_ptr() for step in (0, 1, 2) for layer in (2, 1, 0)]
     assert addresses[:3] == [addresses[0] + 128 * part for part in range(3)]
     assert addresses[:3] == addresses[6:]
@@ -474,7 +475,7 @@ def test_gradients_lie_in_the_order_of_backward_and_in_other_memory_in_the_next_
 
 
 def test_what_is_hidden_is_what_an_iteration_does_not_take_longer_than_the_clock() -> None:
-    side = pace.Side("", pace.TimedModel(pace.Gradients(1, 64)), lambda: False)
+    side = pace.Side("", TimedModel(Gradients(1, 64)), lambda: False)
     for seconds, expected in ((9.0, 1.0), (10.0, 1.0), (11.0, 0.75), (14.0, 0.0), (20.0, 0.0)):
         side.seconds[False] = [seconds, 1.0, 99.0]
         result = pace._result(side, clock=10.0, adam=4.0)
@@ -510,7 +511,7 @@ def test_steps_after_backward_hide_nothing() -> None:
     device = paced.PacedDevice(
         paced.Rates(64.0, 128.0, 1.0), now=clock, sleep=lambda seconds: setattr(clock, "now", clock.now + seconds)
     )
-    model = pace.TimedModel(pace.Gradients(2, 64))
+    model = TimedModel(Gradients(2, 64))
     model.device, model.forward_seconds, model.backward_seconds = device, 3.0, 5.0
     action = clock.action("step", iter([7.0]))
     model().backward()

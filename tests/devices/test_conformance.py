@@ -7,7 +7,7 @@ arguments, and `device.device` is where torch puts its tensors (default: the CPU
 from __future__ import annotations
 
 import importlib
-import threading
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -220,7 +220,7 @@ def test_worker_runs_jobs_in_order_and_tells_what_failed(device: Device) -> None
     assert seen == list(range(20))
     assert worker.is_idle
 
-    def fail(is_awaited: bool) -> None:
+    def fail(is_awaited: Callable[[], bool]) -> None:
         raise KeyError("planted")
 
     worker.submit(fail)
@@ -229,7 +229,6 @@ def test_worker_runs_jobs_in_order_and_tells_what_failed(device: Device) -> None
         worker.drain()
     worker.close()
     assert -1 not in seen
-    assert threading.active_count() >= 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -358,7 +359,7 @@ def test_seeded_worker_that_fails_tells_once_and_forgets_what_was_behind() -> No
     worker = SimulatedDevice(4).start_worker(lambda: False)
     done: list[str] = []
 
-    def fail(is_awaited: bool) -> None:
+    def fail(is_awaited: Callable[[], bool]) -> None:
         raise KeyError("planted")
 
     worker._jobs.extend([fail, lambda _: done.append("behind")])

@@ -21,6 +21,7 @@ from visible import bits, state_bits
 from superadam import OffloadScheduler, StepKind
 from superadam.cli.bench import pace
 from superadam.cli.bench.arrays import HYPERPARAMETERS
+from superadam.cli.bench.timed_model import Gradients, TimedModel
 from superadam.devices import Stream
 from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import ChunkSums
@@ -348,8 +349,8 @@ def test_gradients_that_lie_otherwise_are_copied(change: Callable[[Tensor], list
 
 @pytest.mark.parametrize("kept", [0, 2])
 def test_constants_give_the_state_of_plain_steps(kept: int) -> None:
-    gradients = pace.Gradients(6, 4160)
-    model, plain = pace.TimedModel(gradients), pace.TimedModel(gradients)
+    gradients = Gradients(6, 4160)
+    model, plain = TimedModel(gradients), TimedModel(gradients)
     optimizer, twin = pace._optimizer(model), pace._optimizer(plain)
     model.device = plain.device = PacedDevice(SWIFT, constants=gradients.sets)
     before = [one.clone() for one in gradients.sets]
@@ -382,8 +383,8 @@ def test_a_turn_times_iterations_by_the_device_and_leaves_nothing_under_way(monk
     ended: list[int] = []
     synchronize = OffloadScheduler.synchronize
     monkeypatch.setattr(OffloadScheduler, "synchronize", lambda self: ended.append(model.step) or synchronize(self))
-    gradients = pace.Gradients(4, 640)
-    model = pace.TimedModel(gradients)
+    gradients = Gradients(4, 640)
+    model = TimedModel(gradients)
     optimizer = pace._optimizer(model)
     model.device = PacedDevice(SWIFT, constants=gradients.sets)
     model.forward_seconds, model.backward_seconds = 0.002, 0.004
@@ -404,8 +405,8 @@ def test_a_turn_times_iterations_by_the_device_and_leaves_nothing_under_way(monk
 
 
 def test_nothing_keeps_a_device_alive() -> None:
-    gradients = pace.Gradients(4, 640)
-    model = pace.TimedModel(gradients)
+    gradients = Gradients(4, 640)
+    model = TimedModel(gradients)
     optimizer = pace._optimizer(model)
     model.device = PacedDevice(SWIFT, constants=gradients.sets)
     with OffloadScheduler(optimizer, model, bucket_numel=1280, num_threads=1, device=model.device) as scheduler:

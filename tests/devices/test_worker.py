@@ -6,7 +6,7 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from children import exit_code_of_child
@@ -32,7 +32,7 @@ class Idle:
         return self.pieces > 0
 
 
-def fail(is_awaited: bool) -> None:
+def fail(is_awaited: Callable[[], bool]) -> None:
     raise PlantedError("planted")
 
 
@@ -60,7 +60,7 @@ def test_jobs_run_in_order_beside_the_caller(worker: ThreadWorker) -> None:
 def test_drain_waits_for_the_job_that_runs(worker: ThreadWorker) -> None:
     started, ended = threading.Event(), threading.Event()
 
-    def slow(is_awaited: bool) -> None:
+    def slow(is_awaited: Callable[[], bool]) -> None:
         started.set()
         time.sleep(0.05)
         ended.set()
@@ -74,7 +74,7 @@ def test_drain_waits_for_the_job_that_runs(worker: ThreadWorker) -> None:
 def test_failure_is_raised_once_with_its_cause_and_discards_what_was_queued(worker: ThreadWorker) -> None:
     gate, ran = threading.Event(), []
 
-    def wait_then_fail(is_awaited: bool) -> None:
+    def wait_then_fail(is_awaited: Callable[[], bool]) -> None:
         assert gate.wait(60)
         fail(is_awaited)
 
@@ -113,7 +113,7 @@ def test_idle_is_who_has_neither_a_job_nor_one_under_way(worker: ThreadWorker) -
     gate, started = threading.Event(), threading.Event()
     assert worker.is_idle
 
-    def wait(is_awaited: bool) -> None:
+    def wait(is_awaited: Callable[[], bool]) -> None:
         started.set()
         assert gate.wait(60)
 
@@ -143,7 +143,7 @@ def test_thread_that_has_ended_is_noticed_instead_of_waited_for(worker: ThreadWo
 
 @pytest.mark.parametrize("error", [SystemExit(), KeyboardInterrupt(), MemoryError()])
 def test_nothing_that_a_job_raises_ends_the_thread(worker: ThreadWorker, error: BaseException) -> None:
-    def stop(is_awaited: bool) -> None:
+    def stop(is_awaited: Callable[[], bool]) -> None:
         raise error
 
     worker.submit(stop)
@@ -169,7 +169,7 @@ def test_jobs_go_before_idle_work(worker: ThreadWorker, idle: Idle) -> None:
     gate, ran_after = threading.Event(), []
     idle.pieces = 1_000_000
 
-    def hold(is_awaited: bool) -> None:
+    def hold(is_awaited: Callable[[], bool]) -> None:
         assert gate.wait(60)
 
     worker.submit(hold)

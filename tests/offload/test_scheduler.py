@@ -26,6 +26,7 @@ from overlap import (
     DeferredDevice,
     FullDevice,
     ImmediateDevice,
+    ImmediateWorker,
     PlantedError,
     RaiseInBackward,
     ThreadDevice,
@@ -48,7 +49,7 @@ from superadam import OffloadScheduler, SpeculativeCPUAdam, StepKind
 from superadam.devices import Device, Event, PlainDevice, Stream
 from superadam.devices.flat import FlatLayout
 from superadam.devices.simulated import SimulatedDevice
-from superadam.devices.worker import WorkerError
+from superadam.devices.worker import Job, Work, WorkerError
 from superadam.handles.gradient_handle import taken_of
 from superadam.kernels import native
 from superadam.offload.accumulation import PAUSE_STEPS
@@ -1246,10 +1247,50 @@ def test_worker_commits_while_a_copy_is_under_way() -> None:
 
             def synchronize(self) -> None: ...
 
-        pipeline._wait_for(cast(Event, Late()), True)  # the training thread waits: what it waits for comes first
+        pipeline._wait_for(cast(Event, Late()), lambda: True)  # what the training thread waits for comes first
         assert left == []
-        pipeline._wait_for(cast(Event, Late()), False)
+        pipeline._wait_for(cast(Event, Late()), lambda: False)
         assert left == [len(accepted), len(accepted) - 1, len(accepted) - 2]
+
+
+def test_threads_are_all_taken_once_the_training_thread_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it began to wait while the bucket was still on its way."""
+    model = mlp(torch.bfloat16)
+    optimizer = adam(model)
+    used: list[int | None] = []
+    speculate = Transaction.speculate
+
+    def noting(self: Transaction, pending: Any, num_threads: int | None = None) -> None:
+        used.append(num_threads)
+        speculate(self, pending, num_threads)
+
+    monkeypatch.setattr(Transaction, "speculate", noting)
+    waits = iter([False, True])  # before the copy, and after it
+
+    class Worker(ImmediateWorker):
+        def submit(self, job: Job) -> None:
+            job(lambda: next(waits))
+
+    class Waiting(ImmediateDevice):
+        def start_worker(self, idle: Work) -> Worker:
+            return Worker(idle)
+
+    with OffloadScheduler(optimizer, model, device=Waiting(), num_threads=1):
+        loss_of(model, 0).backward()
+        optimizer.step()
+    assert used == [None]
+
+
+def test_nothing_is_recorded_for_a_placement_that_cannot_change() -> None:
+    """Or it would grow with every step."""
+    model = mlp(torch.bfloat16)
+    optimizer = adam(model)
+    with eager(optimizer, model, device=ThreadDevice(), num_threads=1) as scheduler:
+        train(model, optimizer, range(6))
+        scheduler.synchronize()
+        assert scheduler.statistics.accepted_buckets + scheduler.statistics.respeculated_buckets > 0
+        assert scheduler._autotuner._step == []
+        assert scheduler._autotuner._buckets == 0
 
 
 # ---- seeing it ------------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ class ImmediateWorker(Worker):
     def submit(self, job: Job) -> None:
         if self._error is None:
             try:
-                job(False)
+                job(lambda: False)
             except Exception as error:
                 self._error = error
 

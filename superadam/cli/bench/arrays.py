@@ -36,6 +36,14 @@ HYPERPARAMETERS = Hyperparameters(
 )
 """AdamW for fine-tuning, on both sides of every comparison."""
 
+ADAMW_OPTIONS: dict[str, Any] = {
+    "lr": HYPERPARAMETERS.lr,
+    "betas": (HYPERPARAMETERS.beta1, HYPERPARAMETERS.beta2),
+    "eps": HYPERPARAMETERS.eps,
+    "weight_decay": HYPERPARAMETERS.weight_decay,
+}
+"""The same as arguments of torch's AdamW and ours."""
+
 STEP = 1000
 """The step whose coefficients the passes use: they are the same in every run."""
 

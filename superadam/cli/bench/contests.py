@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import superadam
-from superadam.cli.bench.arrays import HYPERPARAMETERS, PassArrays
+from superadam.cli.bench.arrays import ADAMW_OPTIONS, PassArrays
 from superadam.cli.bench.pairs import Action, Comparison, compare
 from superadam.kernels import native
 from superadam.kernels.native import Dtype, Pass
@@ -58,25 +58,17 @@ def _tensors(count: int, numel: int, scale: float, seed: int, dtype: torch.dtype
 
 
 def _torch_adamw(parameters: Sequence[Tensor]) -> torch.optim.AdamW:
-    hyper = HYPERPARAMETERS
     return torch.optim.AdamW(
         parameters,
-        lr=hyper.lr,
-        betas=(hyper.beta1, hyper.beta2),
-        eps=hyper.eps,
-        weight_decay=hyper.weight_decay,
+        **ADAMW_OPTIONS,
         fused=True,
     )
 
 
 def _our_adamw(parameters: Sequence[Tensor]) -> superadam.SpeculativeCPUAdamW:
-    hyper = HYPERPARAMETERS
     return superadam.SpeculativeCPUAdamW(
         parameters,
-        lr=hyper.lr,
-        betas=(hyper.beta1, hyper.beta2),
-        eps=hyper.eps,
-        weight_decay=hyper.weight_decay,
+        **ADAMW_OPTIONS,
         max_grad_norm=MAX_GRAD_NORM,
     )
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
-from superadam.cli.bench.arrays import HYPERPARAMETERS
+from superadam.cli.bench.arrays import ADAMW_OPTIONS
 from superadam.cli.bench.contests import MAX_GRAD_NORM
 from superadam.cli.bench.pairs import Action, Comparison, compare
 from superadam.kernels import native
@@ -69,13 +69,10 @@ class _Transformer(nn.Module):
 def _loop(tokens: int) -> tuple[nn.Module, SpeculativeCPUAdamW, Callable[[], None]]:
     """Return a model, its optimizer, and an action that makes one iteration with them."""
     torch.manual_seed(0)
-    model, hyper = _Transformer(), HYPERPARAMETERS
+    model = _Transformer()
     optimizer = SpeculativeCPUAdamW(
         model.parameters(),
-        lr=hyper.lr,
-        betas=(hyper.beta1, hyper.beta2),
-        eps=hyper.eps,
-        weight_decay=hyper.weight_decay,
+        **ADAMW_OPTIONS,
         max_grad_norm=MAX_GRAD_NORM,
     )
     windows = torch.randint(VOCABULARY, (max(1, tokens // SEQ), SEQ + 1))

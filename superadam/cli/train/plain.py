@@ -1,7 +1,4 @@
-"""Records made of plain values that anybody may have written.
-
-Owns the check that a dataclass holds what it declares.
-"""
+"""Dataclasses made of plain values from a file, with the check that each field has a type that it declares."""
 
 from __future__ import annotations
 

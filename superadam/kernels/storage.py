@@ -1,0 +1,14 @@
+"""Whether the memory of a tensor is there before kernels touch it: torch frees storages under living tensors."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether a strided tensor's storage holds its elements; it may have been freed or, on meta, never allocated."""
+    if not tensor.numel():
+        return True
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    needed = (tensor.storage_offset() + last + 1) * tensor.element_size()
+    return not tensor.is_meta and tensor.untyped_storage().nbytes() >= needed
