@@ -449,6 +449,7 @@ def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return checkpoint.read(folder)
 
 
+@pytest.mark.slow
 @given(data=st.data())
 def test_hand_made_content_is_resumed_right_or_refused_in_a_sentence(
     data: st.DataObject, whole: dict[str, Any], tmp_path_factory: pytest.TempPathFactory

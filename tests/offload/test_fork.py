@@ -74,6 +74,7 @@ def fit(workers: int, *, trains: bool = False, persistent: bool = False) -> dict
     return state_bits(optimizer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trains", [False, True], ids=["", "workers train"])
 def test_data_loader_with_forked_workers(trains: bool) -> None:
     expected = fit(0, trains=trains)

@@ -2118,6 +2118,7 @@ def interrupted(
     return seen, interruption.count
 
 
+@pytest.mark.slow
 @pytest.mark.covering
 @pytest.mark.parametrize(("phase", "then"), [("backward", 0), ("step", 0), ("step", 1)])
 @pytest.mark.parametrize("device", DEVICES)

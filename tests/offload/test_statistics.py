@@ -213,6 +213,7 @@ def one_step(event: str, model: nn.Module, optimizer: SpeculativeCPUAdam, schedu
     optimizer.step()
 
 
+@pytest.mark.slow
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("bucket_numel", [1, 100, 10**6])
 def test_fates_add_up_after_each_verdict(bucket_numel: int, device: Device) -> None:
