@@ -1,4 +1,4 @@
-"""Forked processes beside the optimizer: DataLoader workers, and a child that trains on by itself."""
+"""Forked processes and the optimizer: DataLoader workers, and a child that trains on by itself."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ GROUP = st.fixed_dictionaries(
 
 
 class Twins:
-    """A run with kept buckets beside a synchronous one."""
+    """A run with kept buckets, and a synchronous one."""
 
     def __init__(
         self,
@@ -451,7 +451,7 @@ class AtOnce(HostSums):
 
 
 class Threaded(ThreadDevice):
-    """Does everything when it is asked, with memory of its own beside the host's, and with a real thread."""
+    """Does everything when it is asked, with memory other than the host's, and with a real thread."""
 
     has_link = can_update = True
     update = SimulatedDevice.update
@@ -943,7 +943,7 @@ def test_what_cannot_be_kept_is_told_and_changes_nothing(device: Device) -> None
 
 
 class Tight(SimulatedDevice):
-    """Has memory for so many tensors of fp32 state, ever."""
+    """Has memory for a number of tensors of fp32 state, ever."""
 
     room = 7
 
