@@ -227,7 +227,7 @@ def refusal(available: int, *words: object, monkeypatch: pytest.MonkeyPatch, cap
         raise UsageError("allocated")
 
     with monkeypatch.context() as patched:
-        patched.setattr(HostMemory, "of", lambda host: HostMemory(10**13, available, None))
+        patched.setattr(HostMemory, "of", lambda host: HostMemory(10**13, available, available, None))
         patched.setattr(command, "Trainer", allocate)
         assert train(*words) == 2
     printed = capsys.readouterr().err
@@ -250,7 +250,8 @@ def test_run_is_refused_exactly_where_it_does_not_fit(
         assert refusal(needed, *asked, monkeypatch=monkeypatch, capsys=capsys) == ""
         sentence = refusal(needed - 1, *asked, monkeypatch=monkeypatch, capsys=capsys)
         assert f"--model {name} with --batch {settings.batch} and --seq {settings.seq} needs about " in sentence
-        assert f" {needed / 1e9:,.1f} GB of host memory, but {(needed - 1) / 1e9:,.1f} GB are available; " in sentence
+        figures = needed / 1e9, (needed - 1) / 1e9
+        assert " {:,.2f} GB of host memory, but this process can have {:,.2f} GB at most; ".format(*figures) in sentence
         assert ("no --verify" in sentence) is bool(words)
     assert os.listdir() == ["text"]
 
@@ -265,15 +266,15 @@ def test_checkpoint_is_refused_where_it_and_its_run_do_not_fit(
     with monkeypatch.context() as patched:
         patched.setattr(torch, "load", lambda *arguments, **options: pytest.fail("the checkpoint was read"))
         sentence = refusal(2 * size - 1, *resume, monkeypatch=monkeypatch, capsys=capsys)
-    assert f"restoring {tmp_path / 'run' / 'checkpoint.pt'} needs about 0.0 GB of host memory" in sentence
+    assert f"restoring {tmp_path / 'run' / 'checkpoint.pt'} needs about 0.00 GB of host memory" in sentence
     assert "restoring" not in refusal(2 * size, *resume, monkeypatch=monkeypatch, capsys=capsys)
     settings = checkpoint.settings_of(checkpoint.read(tmp_path / "run"), tmp_path)
     needed, _ = needed_bytes(settings, is_verified=False)  # the checkpoint, which is let go, is in memory meanwhile
     with monkeypatch.context() as patched:
-        patched.setattr(HostMemory, "of", lambda host: HostMemory(10**13, needed - size - 1, None))
+        patched.setattr(HostMemory, "of", lambda host: HostMemory(10**13, needed - size - 1, 10**13, None))
         assert train(*resume) == 2
         assert "--model bytes with --batch 2 and --seq 16 needs" in capsys.readouterr().err
-        patched.setattr(HostMemory, "of", lambda host: HostMemory(10**13, needed - size, None))
+        patched.setattr(HostMemory, "of", lambda host: HostMemory(10**13, needed - size, 10**13, None))
         assert train(*resume) == 0
 
 
