@@ -707,6 +707,9 @@ def test_waiting_sleeps_until_the_device_is_there(gpu: str) -> None:
     host = device.host_empty(1 << 24, torch.float32)
     host.zero_()
     with torch.cuda.device(gpu):
+        torch.cuda._sleep(1)  # the first launch of a kernel loads it, for which the driver waits for what runs
+        source.add_(0)
+        torch.cuda.synchronize()
         torch.cuda._sleep(200_000_000)
     source.add_(1)
     device.wait(Stream.DOWNLOAD, device.record(Stream.CURRENT))
