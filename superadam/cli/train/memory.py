@@ -59,15 +59,15 @@ def needed_bytes(settings: Settings, *, is_verified: bool) -> tuple[int, int]:
     )  # as large as its gradients
 
 
-def require_memory(device: torch.device, needed: int, subject: str, remedy: str) -> None:
-    """Check that this many bytes of a CUDA device, or for the CPU of the host, can be taken.
+def require_memory(device: torch.device, needed: int, subject: str, remedy: str, *, present: int = 0) -> None:
+    """Check that this many bytes of a CUDA device, or for the CPU of the host, can be taken; `present` are already.
 
     Raises:
         UsageError: they cannot; where they only seem to be too many for the host, there is a warning.
     """
     if device.type == "cpu":
         try:
-            memory.require_memory(Host(), needed, subject, remedy)
+            memory.require_memory(Host(), needed, subject, remedy, missing=needed - present)
         except MemoryError as error:
             raise UsageError(str(error)) from error
         return
