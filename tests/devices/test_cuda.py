@@ -485,6 +485,12 @@ def test_what_the_host_only_seems_to_lack_is_pinned_with_a_warning(
     assert sum(cuda.registered.values()) == 8192
 
 
+def test_new_values_that_wait_on_the_host_are_pinned(cuda: FakeCuda) -> None:
+    device = FakeDevice(cuda)
+    device.reserve(HostNeeds(shadows=1 << 20))
+    assert list(cuda.registered.values()) == [1 << 20]
+
+
 def test_state_that_is_to_come_is_left_room_for(cuda: FakeCuda, tmp_path: Path) -> None:
     """The gradients of a second step are pinned only with what state does not take."""
     for state, expected in ((0, 2 << 20), (1 << 30, 1 << 20)):

@@ -261,6 +261,18 @@ def test_memory_is_asked_for_only_where_a_decision_would_keep_more() -> None:
     for _ in range(2 * AGREEING_STEPS):
         assert not steps.make(kept=3, seconds_per_element=1.0)  # more is wanted, and does not fit
     assert device.questions == 3
+    before = steps.autotuner.placement.gpu_buckets
+    while steps.autotuner.placement.gpu_buckets == before:
+        asked = device.questions
+        steps.make(kept=3, seconds_per_element=1e-9)
+    assert (device.questions, steps.autotuner.placement.gpu_buckets) == (asked, 0)
+
+
+def test_what_memory_allows_must_be_worth_it() -> None:
+    """One of forty buckets saves less than the least gain, however much all of them would save."""
+    steps = Steps([1000] * 40, Measured(1000), bucket_numel=1000)
+    assert steps.choose(seconds_per_element=1.0).gpu_buckets == 0
+    assert Steps([1000] * 10, Measured(1000), bucket_numel=1000).choose(seconds_per_element=1.0).gpu_buckets == 1
 
 
 def test_less_than_nothing_may_be_free() -> None:
@@ -366,6 +378,8 @@ def test_more_state_than_the_device_has_room_for_is_refused_with_both_figures() 
     with pytest.raises(MemoryError, match=r"takes 0\.01 GB"):
         autotuner.place(replace(before, gpu_buckets=1000))
     assert autotuner.placement == before
+    asked = device.questions
     autotuner.place(replace(before, gpu_buckets=998))
+    assert device.questions == asked
     assert autotuner.placement.gpu_buckets == 998
     Autotuner(device, True, 10**3, 10**6, **options)  # no more than there is

@@ -169,6 +169,9 @@ def test_scheduler_refuses_what_the_host_can_never_hold(
     present = bytes_of_state(optimizer)  # is not to come any more
     if device is PlainDevice:
         present += sum(SIZES) * 2  # gradients
+    remembering(monkeypatch, total - 1, total - present)  # but counts
+    with pytest.raises(MemoryError, match="this process can have"):
+        OffloadScheduler(optimizer, model, device=device(), bucket_numel=100)
     remembering(monkeypatch, total, total - present)
     with (
         caplog.at_level(logging.WARNING, "superadam"),
