@@ -68,7 +68,7 @@ def use_ulysses(model: transformers.PreTrainedModel, group: dist.ProcessGroup) -
         )
     name = f"ulysses_{group.group_name}"
     transformers.AttentionInterface.register(name, partial(ulysses_attention, group=group))
-    transformers.AttentionMaskInterface.register(name, no_mask)  # without one, transformers drops masks silently
+    transformers.AttentionMaskInterface.register(name, partial(check_mask, group=group))  # else masks are just dropped
     model.set_attn_implementation(name)
 
 
@@ -100,6 +100,7 @@ def ulysses_attention(
     asked["attention_mask"] = attention_mask
     asked["dropout"] = dropout > 0
     asked["no causality"] = not (getattr(module, "is_causal", False) if is_causal is None else is_causal)
+    asked["no position_ids"] = position_ids is None
     asked["keys of other tokens"] = key.shape[2] != query.shape[2]
     refused = [name for name, given in asked.items() if given is not None and given is not False]
     if refused:
@@ -112,7 +113,7 @@ def ulysses_attention(
         raise ValueError(
             f"{heads} heads cannot be divided among {ranks} ranks: use a number of ranks that divides them"
         )
-    if position_ids is None or module.layer_idx == 0:  # looking at values makes a GPU wait: once a forward is enough
+    if module.layer_idx == 0:  # looking at values makes a GPU wait: once a forward is enough
         check_positions(position_ids, query.shape[2], group)
     repeats = ranks // math.gcd(ranks, key.shape[1])  # of key and value heads, so that they can be divided
     if repeats > 1:
@@ -131,30 +132,44 @@ def exchange(part: Tensor, split: int, join: int, group: dist.ProcessGroup) -> T
     return from_ranks.movedim(0, join).flatten(join, join + 1)
 
 
-def check_positions(position_ids: Tensor | None, length: int, group: dist.ProcessGroup) -> None:
-    """Raise ValueError on all ranks unless each has the positions of its slice of `length` tokens."""
-    if position_ids is not None:
-        expected = torch.arange(length, device=position_ids.device) + group.rank() * length
-        wrong = (position_ids != expected).sum()
-        dist.all_reduce(wrong, group=group)
-    if position_ids is None or wrong:
-        raise ValueError(
-            "position_ids are not those of tokens in whole sequences: they are missing, or restart, as those of packed "
-            "sequences do; pass what shard_batch returns"
-        )
+def check_positions(position_ids: Tensor, length: int, group: dist.ProcessGroup) -> None:
+    """Raise ValueError unless each rank has the positions of its slice of `length` tokens."""
+    expected = torch.arange(length, device=position_ids.device) + group.rank() * length
+    raise_together(
+        (position_ids != expected).sum(),
+        "position_ids are not those of tokens in whole sequences: they are missing, or restart, as those of packed "
+        "sequences do; pass what shard_batch returns",
+        group,
+    )
 
 
-def no_mask(*, mask_function: Any, attention_mask: Tensor | None = None, **_shapes: Any) -> None:
-    """Stand in transformers' AttentionMaskInterface for masks: there is none but the causal one, which needs no tensor.
+def check_mask(
+    *,
+    mask_function: Any,
+    attention_mask: Tensor | None = None,
+    device: torch.device,
+    group: dist.ProcessGroup,
+    **_shapes: Any,
+) -> None:
+    """Stand in transformers' AttentionMaskInterface for masks: the causal one needs no tensor.
 
     Raises:
-        ValueError: another one is needed, for padding, packed sequences, a window or chunks.
+        ValueError: another mask is needed, for padding, packed sequences, a window or chunks.
     """
-    if attention_mask is not None or mask_function is not causal_mask_function:
-        raise ValueError(
-            "Ulysses attention has no masks for padding, packed sequences, windows or chunks: give no attention_mask, "
-            f"sequences of one text each, and labels of {IGNORED_LABEL} for padding at their end"
-        )
+    is_causal = attention_mask is None and mask_function is causal_mask_function
+    raise_together(
+        torch.tensor(0 if is_causal else 1, device=device),
+        "Ulysses attention has no masks for padding, packed sequences, windows or chunks: give no attention_mask, "
+        f"sequences of one text each, and labels of {IGNORED_LABEL} for padding at their end",
+        group,
+    )
+
+
+def raise_together(wrong: Tensor, sentence: str, group: dist.ProcessGroup) -> None:
+    """Raise ValueError on all ranks if `wrong` is not 0 on one of them, so that none is left waiting for it."""
+    dist.all_reduce(wrong, group=group)
+    if wrong:
+        raise ValueError(sentence)
 
 
 def shard_batch(input_ids: Tensor, labels: Tensor, group: dist.ProcessGroup) -> dict[str, Any]:
@@ -234,8 +249,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--sequence", type=int, default=1024, help="bytes in a sequence")
     parser.add_argument("--sequence-ranks", type=int, default=2, help="ranks that share a sequence")
+    arguments = parser.parse_args()
     dist.init_process_group()
-    for step, loss in enumerate(train(**vars(parser.parse_args())), 1):
+    for step, loss in enumerate(train(**vars(arguments)), 1):
         if dist.get_rank() == 0:
             print(f"step {step}: loss {loss:.4f}")
     dist.destroy_process_group()

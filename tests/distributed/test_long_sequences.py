@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from sequence_ranks import (
     CASES,
     MISSING,
     REFUSALS,
     ROWS,
     SEQUENCE,
-    UNSHARDED,
+    STEPPED,
     Case,
     Tensors,
     example,
@@ -66,12 +68,14 @@ def test_the_tolerance_catches_missing_positions(reports: Reports) -> None:
 
 
 @pytest.mark.slow
-def test_steps_have_the_bits_of_one_process_with_the_same_gradients(reports: Reports) -> None:
-    gradients = [step[0] for step in reports[2][0][UNSHARDED.name]]
-    for i, expected in enumerate(steps_with(gradients)):
-        for report in reports[2]:
-            assert same(report[UNSHARDED.name][i][0], gradients[i])
-            assert same(report[UNSHARDED.name][i][1], expected)
+@pytest.mark.parametrize("case", STEPPED, ids=lambda case: case.name)
+def test_steps_have_the_bits_of_one_process_with_the_same_gradients(case: Case, reports: Reports) -> None:
+    gradients = [given for given, _ in reports[2][0][case.name]]
+    expected = steps_with(case, gradients)
+    for report in reports[2]:
+        for i, (given, parameters) in enumerate(report[case.name]):
+            assert same(given, gradients[i])
+            assert same(parameters, expected[i])
 
 
 @pytest.mark.slow
@@ -96,22 +100,32 @@ MASKS = {
 }
 
 
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
 @pytest.mark.parametrize("name", MASKS)
-def test_masks_are_refused(name: str) -> None:
+def test_masks_are_refused(name: str, one_rank: dist.ProcessGroup) -> None:
+    given = {"device": torch.device("cpu"), "group": one_rank, "q_length": 8}
     with pytest.raises(ValueError, match="no masks"):
-        example.no_mask(mask_function=MASKS[name], q_length=8)
+        example.check_mask(mask_function=MASKS[name], **given)
+    causal = masking_utils.causal_mask_function
     with pytest.raises(ValueError, match="no masks"):
-        example.no_mask(mask_function=masking_utils.causal_mask_function, attention_mask=torch.ones(1, 8))
-    assert example.no_mask(mask_function=masking_utils.causal_mask_function, attention_mask=None) is None
+        example.check_mask(mask_function=causal, attention_mask=torch.ones(1, 8), **given)
+    assert example.check_mask(mask_function=causal, attention_mask=None, **given) is None
 
 
-@pytest.mark.parametrize(
-    ("is_causal", "keys", "words"), [(True, 8, "keys of other tokens"), (False, 4, "no causality")]
-)
-def test_cross_attention_is_refused(is_causal: bool, keys: int, words: str) -> None:
-    module = nn.Module()
-    if is_causal:
-        module.is_causal = True
-    query, key = torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, keys, 8)
-    with pytest.raises(ValueError, match=words):
+def test_cross_attention_is_refused() -> None:
+    module, query, key = nn.Module(), torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 8, 8)
+    with pytest.raises(ValueError, match="asked for no causality, no position_ids, keys of other tokens;"):
         example.ulysses_attention(module, query, key, key, None, group=None)
+    module.is_causal = True
+    with pytest.raises(ValueError, match="asked for no position_ids, keys of other tokens;"):
+        example.ulysses_attention(module, query, key, key, None, group=None)
+    with pytest.raises(ValueError, match="asked for no causality;"):
+        example.ulysses_attention(
+            module, query, query, query, None, group=None, is_causal=False, position_ids=torch.arange(4)
+        )

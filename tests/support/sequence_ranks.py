@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import spawn, start_processes
 from transformers import (
     Gemma2ForCausalLM,
@@ -30,6 +32,9 @@ from superadam import SpeculativeCPUAdamW
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "long_sequences.py"
 ROWS, SEQUENCE, VOCABULARY = 2, 32, 64
 STEPS = 3
+
+HUNG = timedelta(minutes=2)
+"""After which a rank that waits for another one raises: many times what all of them need."""
 
 Tensors = Mapping[str, Tensor]
 Arguments = dict[str, Any]
@@ -89,10 +94,10 @@ class Case:
         return self.model(self.model.config_class(**options | dict(self.options)))
 
     def batches(self) -> tuple[Tensor, Tensor]:
-        """Return ids and labels of all rows; the halves of a sequence have different numbers of labels."""
+        """Return ids and labels of all rows; halves of a sequence have different numbers of labels."""
         generator = torch.Generator().manual_seed(11)
         ids = torch.randint(VOCABULARY, (self.shape[0] * ROWS, SEQUENCE), generator=generator)
-        return ids, ids.masked_fill(torch.arange(SEQUENCE) % 16 < 3 * torch.arange(len(ids)).unsqueeze(1) + 2, -100)
+        return ids, ids.masked_fill(torch.arange(SEQUENCE) % 5 < torch.arange(len(ids)).unsqueeze(1), -100)
 
     def whole_gradients(self) -> Tensors:
         """Return the gradients of whole sequences, computed in one process by transformers alone."""
@@ -162,7 +167,7 @@ CASES = [
     ),
 ]
 
-UNSHARDED = Case("of every step", sharding="none")
+STEPPED = [Case("replicated steps", sharding="none")]
 """Trained by superadam."""
 
 MISSING = Case("without positions")
@@ -210,6 +215,7 @@ REFUSALS = {
     "padding": Refusal("no masks for padding", change=_set(attention_mask=torch.ones(ROWS, SEQUENCE // 2))),
     "a mask of one's own": Refusal("attention_mask", change=_set(attention_mask=torch.zeros(ROWS, 1, 16, 16))),
     "packing in a slice": Refusal("packed sequences", change=_restart(8)),
+    "packing in one slice": Refusal("packed sequences", change=_restart(20)),
     "packing between slices": Refusal("position_ids are not those", change=_restart(SEQUENCE // 2)),
     "no positions": Refusal("position_ids are not those", change=lambda of_rank: of_rank.pop("position_ids")),
     "lengths of packed sequences": Refusal("cu_seq_lens_q", change=_set(cu_seq_lens_q=torch.tensor([0, 4]))),
@@ -244,26 +250,29 @@ def make_optimizer(model: PreTrainedModel) -> SpeculativeCPUAdamW:
 
 
 def parameters_of(model: PreTrainedModel) -> Tensors:
-    """Return copies of parameters."""
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    """Return copies of whole parameters."""
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return {
+        name: each.full_tensor() if isinstance(each, DTensor) else each.clone() for name, each in parameters.items()
+    }
 
 
-def steps_of_rank() -> list[tuple[Tensors, Tensors]]:
+def steps_of_rank(case: Case) -> list[tuple[Tensors, Tensors]]:
     """Return gradients, and parameters after superadam's step with them, of each step of this rank."""
-    model, group, batch = UNSHARDED.distributed_model()
+    model, group, batch = case.distributed_model()
     optimizer = make_optimizer(model)
     steps = []
     for _ in range(STEPS):
-        gradients = UNSHARDED.gradients(model, UNSHARDED.arguments(group, batch))
+        gradients = case.gradients(model, case.arguments(group, batch))
         optimizer.step()
         optimizer.zero_grad()
         steps.append((gradients, parameters_of(model)))
     return steps
 
 
-def steps_with(gradients: list[Tensors]) -> list[Tensors]:
+def steps_with(case: Case, gradients: Sequence[Tensors]) -> list[Tensors]:
     """Return the parameters after each of superadam's steps in one process, with given gradients."""
-    model = UNSHARDED.make_model()
+    model = case.make_model()
     optimizer = make_optimizer(model)
     steps = []
     for given in gradients:
@@ -287,7 +296,7 @@ def gradients_without_positions() -> Tensors:
 
 
 def losses_of_example() -> list[float]:
-    """Return what the example prints."""
+    """Return what the example prints, with an optimizer of torch: superadam's refuses DTensors."""
     example.SpeculativeCPUAdamW = lambda parameters, lr, max_grad_norm: torch.optim.AdamW(parameters, lr=lr)
     return list(example.train(steps=3, sequence=64, sequence_ranks=2))
 
@@ -306,15 +315,15 @@ def _run_ranks(_index: int, folder: Path) -> None:
 
 def _run_rank(rank: int, ranks: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store-{ranks}", rank=rank, world_size=ranks)
-    report: dict[str, Any] = {}
-    for case in CASES:
-        if math.prod(case.shape) == ranks:
-            model, group, batch = case.distributed_model()
-            report[case.name] = case.gradients(model, case.arguments(group, batch))
+    store = dist.FileStore(f"{folder}/store-{ranks}", ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=HUNG)
+    made = [(case, *case.distributed_model()) for case in CASES if math.prod(case.shape) == ranks]
+    report: dict[str, Any] = {
+        case.name: case.gradients(model, case.arguments(group, batch)) for case, model, group, batch in made
+    }
     if ranks == 2:
         report["refusals"] = {name: refusal.sentence() for name, refusal in REFUSALS.items()}
-        report[UNSHARDED.name] = steps_of_rank()
+        report |= {case.name: steps_of_rank(case) for case in STEPPED}
         report["example"] = losses_of_example()
         report[MISSING.name] = gradients_without_positions()
     torch.save(report, folder / f"{ranks}-{rank}")
