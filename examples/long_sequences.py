@@ -122,7 +122,7 @@ def ulysses_attention(
     whole = nn.functional.scaled_dot_product_attention(
         query, key, value, is_causal=True, scale=scaling, enable_gqa=key.shape[1] < query.shape[1]
     )
-    return exchange(whole, 2, 1, group).transpose(1, 2).contiguous(), None
+    return exchange(whole, 2, 1, group).transpose(1, 2), None
 
 
 def exchange(part: Tensor, split: int, join: int, group: dist.ProcessGroup) -> Tensor:
@@ -175,9 +175,9 @@ def raise_together(wrong: Tensor, sentence: str, group: dist.ProcessGroup) -> No
 def shard_batch(input_ids: Tensor, labels: Tensor, group: dist.ProcessGroup) -> dict[str, Any]:
     """Return the arguments that a causal language model of transformers needs for this rank's slice of a batch.
 
-    The model's loss is then this rank's share of the mean over the labels of all ranks. Gradients of shares add up to
-    those of the mean: where they are averaged, as by FSDP, multiply the loss by the number of ranks. Where a step
-    accumulates several batches, divide by the labels of all of them. Call this on all ranks.
+    The mean of all ranks' losses is then the mean over the labels of all ranks, and the mean of their gradients, which
+    FSDP and DistributedDataParallel take, is its gradient. Where a step accumulates several batches, give each forward
+    the sum of their `num_items_in_batch`. Call this on all ranks.
 
     Args:
         input_ids, labels: int64 `(batch, sequence)`, whole, the same on the ranks of `group`. Labels are not shifted.
@@ -206,7 +206,7 @@ def shard_batch(input_ids: Tensor, labels: Tensor, group: dist.ProcessGroup) -> 
         "position_ids": torch.arange(here.start, here.stop, device=input_ids.device).unsqueeze(0),
         "labels": shifted,  # asks for a loss, which is then of `shift_labels`
         "shift_labels": shifted,
-        "num_items_in_batch": num_items,
+        "num_items_in_batch": num_items / dist.get_world_size(),
         "use_cache": False,
     }
 
@@ -236,11 +236,11 @@ def train(steps: int, sequence: int, sequence_ranks: int) -> Iterator[float]:
         start = int(torch.randint(len(text) - sequence, (), generator=generator))
         tokens = text[start : start + sequence].long().unsqueeze(0).to(device)
         loss = model(**shard_batch(tokens, tokens, group)).loss
-        (loss * dist.get_world_size()).backward()  # FSDP averages gradients over ranks; those of slices add up
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         dist.all_reduce(loss.detach())
-        yield loss.item()
+        yield loss.item() / dist.get_world_size()
 
 
 def main() -> None:

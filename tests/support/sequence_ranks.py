@@ -126,7 +126,7 @@ class Case:
 
     def gradients(self, model: PreTrainedModel, arguments: Arguments) -> Tensors:
         """Run forward and backward on this rank's slice, and return gradients averaged over all ranks."""
-        (model(**arguments).loss * dist.get_world_size()).backward()
+        model(**arguments).loss.backward()
         if self.sharding != "none":
             return {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
         for parameter in model.parameters():
