@@ -7,6 +7,7 @@ import sys
 import torch
 from torch import nn
 
+from superadam.distributed.shards import is_distributed
 from superadam.optim.adam import SpeculativeCPUAdam
 
 TRANSFER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -37,6 +38,12 @@ def check_model(optimizer: SpeculativeCPUAdam, model: nn.Module) -> SpeculativeC
             f"this is one of {world_size} ranks, and a scheduler takes gradients before they are reduced over ranks, "
             "expected one rank; train without an OffloadScheduler here"
         )
+    for group in inner.param_groups:
+        if any(map(is_distributed, group["params"])):
+            raise RuntimeError(
+                "the optimizer has DTensor parameters, as fully_shard makes them, whose gradients a scheduler does not "
+                "take yet, expected ordinary tensors; train without an OffloadScheduler here"
+            )
     return inner
 
 
