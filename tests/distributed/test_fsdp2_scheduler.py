@@ -98,7 +98,7 @@ def test_training(rank: int, dtype: torch.dtype, where: str, micro_batches: int,
         assert train(models[1], ours, rank, micro_batches, syncs=syncs) == kinds
         assert scheduler.statistics.buckets > STEPS
         assert (scheduler.statistics.kept_buckets > 0) is (kept > 0)
-        if micro_batches == 1 and (where == "simulated" or dtype == torch.bfloat16 and not kept):
+        if micro_batches == 1 and (where == "simulated" or (dtype == torch.bfloat16 and not kept)):
             assert scheduler.statistics.accepted_buckets > 0
     assert_same(shown(models[1], ours), shown(models[0], plain))
 
