@@ -10,7 +10,20 @@ import pytest
 
 import superadam
 
-LAYERS = ("kernels", "gpu", "host", "devices", "handles", "state", "step", "optim", "offload", "integrations", "cli")
+LAYERS = (
+    "kernels",
+    "gpu",
+    "host",
+    "distributed",
+    "devices",
+    "handles",
+    "state",
+    "step",
+    "optim",
+    "offload",
+    "integrations",
+    "cli",
+)
 """From below."""
 
 ROOT = Path(superadam.__file__).parent

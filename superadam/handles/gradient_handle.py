@@ -8,6 +8,7 @@ ordinary tensor again, and handles that are still referenced forward to it. No h
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 import sys
 from collections.abc import Callable, Iterable
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch._guards import TracingContext
 from torch.utils import _foreach_utils
 
+from superadam.distributed import shards
 from superadam.handles.taken_gradient import Factor, FactorKind, GradientHolder, TakenGradient, continue_version
 
 aten = torch.ops.aten
@@ -357,7 +359,7 @@ for _kind in (FactorKind.MULTIPLY, FactorKind.DIVIDE):
 
 def taken_of(tensor: Tensor | None) -> TakenGradient | None:
     """Return the record of a handle, or of a DTensor's local one; None for a gradient that lies in memory."""
-    return _taken(tensor if type(tensor) is GradientHandle else getattr(tensor, "_local_tensor", None))
+    return None if type(tensor) is Tensor else _taken(shards.local_of(tensor))
 
 
 def _references(parameter: Any) -> tuple[int, ...]:
@@ -378,17 +380,42 @@ def is_exclusive(parameter: Any) -> bool:
     return parameter.grad.layout is torch.strided and all(map(operator.le, _references(parameter), _USUAL))
 
 
+def _is_exclusive_distributed(parameter: Any) -> bool:
+    """Return the same of a gradient that may be a DTensor; the memory of its part is left to `shared_memory`."""
+    gradient = parameter.grad
+    if not shards.is_distributed(gradient):
+        return False
+    local: Any = shards.local_of(gradient)
+    present = sys.getrefcount(gradient), sys.getrefcount(local), gradient._use_count(), local._use_count()
+    return all(map(operator.le, present, (_USUAL[0], _USUAL[0], _USUAL[2], 1)))  # the attribute refers to the part
+
+
+def shared_memory(parameters: Iterable[Tensor]) -> set[int]:
+    """Return the positions of gradients whose part on this rank has memory that is referenced elsewhere.
+
+    FSDP2 cuts the gradients of several parameters from one buffer, so that all have to be looked at together.
+    """
+    parts: dict[int, Tensor] = {}
+    for position, parameter in enumerate(parameters):
+        if shards.is_distributed(parameter.grad):
+            local = shards.local_of(parameter.grad)
+            taken = _taken(local)
+            parts[position] = local if taken is None else taken.pending
+    return set(itertools.compress(parts, shards.shared_elsewhere([*parts.values()])))
+
+
 def take_gradient(parameter: Tensor, owner: Any = None, holder: GradientHolder | None = None) -> TakenGradient | None:
     """Take the gradient out of `.grad` and leave a handle there; None, and no change, where it cannot be taken.
 
-    It can if it is an ordinary dense tensor without a graph that neither the caller nor anything else references. The
-    local gradient of a DTensor is taken without that last condition: it is part of a buffer that FSDP2 releases. The
-    owner has the parameter as `parameter`; the holder answers questions about the gradient. Both are referenced weakly.
+    It can if it is an ordinary dense tensor without a graph, or the DTensor of one, that neither the caller nor
+    anything else references. The owner has the parameter as `parameter`; the holder answers questions about the
+    gradient. Both are referenced weakly.
     """
-    if type(parameter.grad) is Tensor and not is_exclusive(parameter):
+    is_plain = type(parameter.grad) is Tensor
+    if not (is_exclusive(parameter) if is_plain else _is_exclusive_distributed(parameter)):
         return None
     gradient: Any = parameter.grad
-    local = gradient if type(gradient) is Tensor else getattr(gradient, "_local_tensor", None)
+    local = gradient if is_plain else shards.local_of(gradient)
     if (
         type(local) is not Tensor
         or gradient.requires_grad
@@ -403,7 +430,7 @@ def take_gradient(parameter: Tensor, owner: Any = None, holder: GradientHolder |
     handle = GradientHandle(taken)
     continue_version(handle, local)
     try:
-        parameter.grad = handle if local is gradient else type(gradient)(handle, gradient._spec, requires_grad=False)
+        parameter.grad = handle if is_plain else shards.with_local(gradient, handle)
     except RuntimeError:  # the parameter has got another dtype or shape
         return None
     return taken

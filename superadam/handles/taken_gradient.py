@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from superadam.distributed import shards
+
 
 class GradientHolder:
     """What took gradients, and answers questions about them."""
@@ -209,14 +211,14 @@ class TakenGradient:
         self.factors = []
         parameter: Any = self.parameter
         gradient: Any = getattr(parameter, "grad", None)
-        local: Any = getattr(gradient, "_local_tensor", None)  # of a DTensor
+        local: Any = shards.local_of(gradient)
         if getattr(gradient, "taken", None) is self:
             continue_version(given, gradient)
             with suppress(RuntimeError):  # another dtype or shape by now: the handle forwards to `given`
                 parameter.grad = given
         elif getattr(local, "taken", None) is self:
             continue_version(given, local)
-            gradient._local_tensor = given
+            shards.set_local(gradient, given)
         holder = self.holder()
         if holder is not None:
             holder.was_given_back(self)

@@ -7,6 +7,7 @@ import sys
 import torch
 from torch import nn
 
+from superadam.distributed.shards import is_distributed
 from superadam.optim.adam import SpeculativeCPUAdam
 
 TRANSFER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -32,10 +33,11 @@ def check_model(optimizer: SpeculativeCPUAdam, model: nn.Module) -> SpeculativeC
                 "takes them, expected a model on one rank; train this one without an OffloadScheduler"
             )
     world_size = torch.distributed.get_world_size() if _is_distributed() else 1
-    if world_size > 1:
+    if world_size > 1 and not any(is_distributed(one) for group in inner.param_groups for one in group["params"]):
         raise RuntimeError(
             f"this is one of {world_size} ranks, and a scheduler takes gradients before they are reduced over ranks, "
-            "expected one rank; train without an OffloadScheduler here"
+            "expected one rank, or the DTensor parameters of fully_shard; shard the model, or train without an "
+            "OffloadScheduler"
         )
     return inner
 

@@ -43,9 +43,9 @@ class Autotuner:
 
     `device` is the model's, `can_keep` says whether it or another tier can hold state (otherwise nothing is measured),
     `total` is the number of elements of all parameters, and the other arguments are as in `superadam.Placement`, or
-    "auto". `order` holds parameters as their gradients became ready, kept ones last, in that of the last steps that had
-    the most of them. Raises ValueError where buckets are to be kept but cannot be, MemoryError where the device has no
-    room for them.
+    "auto". `order` holds parameters (of DTensors, the parts on this rank) as their gradients became ready, kept ones
+    last, in that of the last steps that had the most of them. Raises ValueError where buckets are to be kept but cannot
+    be, MemoryError where the device has no room for them.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Autotuner:
 
     def add_bucket(self, bucket: Bucket) -> None:
         """Record a bucket of this step that is ready."""
-        self._ready[bucket.is_kept] += [state.parameter for state in bucket.states]
+        self._ready[bucket.is_kept] += [state.local for state in bucket.states]
         self._buckets += 1
 
     def add_times(self, times: BucketTimes) -> None:

@@ -62,8 +62,8 @@ class Bucketer:
         bucket_numel: elements from which on a bucket is full, with the parameter that fills it; may be changed.
 
     Attributes:
-        kept: ids of parameters whose gradients go into kept buckets.
-        last: id of the last parameter whose gradient travels, where others are kept: its bucket waits for no more.
+        kept: ids of parameters, or of their parts on this rank, whose gradients go into kept buckets.
+        last: id of the last one whose gradient travels, where others are kept: its bucket waits for no more.
     """
 
     def __init__(self, device: Device, holder: GradientHolder, bucket_numel: int) -> None:
@@ -86,10 +86,6 @@ class Bucketer:
         self._states = {id(state.parameter): state for state in states}
         self._filling = {}
 
-    def state_of(self, parameter: Tensor) -> ParameterState | None:
-        """Return the state of a parameter whose gradients are taken."""
-        return self._states.get(id(parameter))
-
     def add(self, parameter: Tensor) -> Bucket | None:
         """Take the gradient that backward has just completed, if it is the last one; return a bucket that is full."""
         key = id(parameter)
@@ -110,10 +106,11 @@ class Bucketer:
         if self._device.has_link:
             self._device.mark_ready()
         self._taken[key] = weakref.ref(taken)
-        is_kept = key in self.kept and not self._device.is_host(taken.pending)
+        place = id(state.local)
+        is_kept = place in self.kept and not self._device.is_host(taken.pending)
         bucket = self._filling.get(is_kept) or self._filling.setdefault(is_kept, Bucket(is_kept))
         bucket.add(state, taken)
-        return self._filled(is_kept) if bucket.numel >= self.bucket_numel or key == self.last else None
+        return self._filled(is_kept) if bucket.numel >= self.bucket_numel or place == self.last else None
 
     def _take(self, parameter: Tensor, state: ParameterState) -> TakenGradient | None:
         """Return a gradient that was not taken yet, or a sum of micro-batches; None where it has to be left alone."""
@@ -124,7 +121,7 @@ class Bucketer:
         if known is not None:
             return known if known.is_sum and not known.in_use and self.accumulation.sum_dtype is None else None
         try:
-            state.check_gradient(gradient)
+            state.check_gradient(state.local_gradient(gradient))
         except (TypeError, ValueError):
             return None  # step() raises it
         del gradient  # a second reference, with which it could not be taken

@@ -49,7 +49,7 @@ class DeviceTier(StateTier):
                     self.bring_home([state])
                     self._held[state] = {name: self._moved(tensor) for name, tensor in host.items()}
                     arrived.append(state)
-                parameter = state.parameter.data
+                parameter = state.local.data
                 if parameter.stride() != state.strides:  # no longer dense: `.data` was replaced
                     values = self._device.empty(parameter.numel(), parameter.dtype, Stream.CURRENT)
                     values = values.as_strided(state.shape, state.strides)

@@ -13,7 +13,8 @@ import copy
 import logging
 import os
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from superadam.devices import Device, device_for
+from superadam.distributed import shards
 from superadam.handles.taken_gradient import GradientHolder, TakenGradient
 from superadam.kernels.hyperparameters import Hyperparameters
 from superadam.kernels.kept_step import StepsInPlace
@@ -33,10 +35,12 @@ from superadam.offload.hooks import Hooks
 from superadam.offload.needs import needs_of_run
 from superadam.offload.pipeline import Pipeline
 from superadam.offload.placement import Placement, last_parameters
+from superadam.offload.reduction import ReducedGroups
 from superadam.offload.statistics import OverlapStatistics
 from superadam.offload.trace import Trace
 from superadam.offload.transfers import Transfers
 from superadam.optim.adam import SpeculativeCPUAdam
+from superadam.state.parameter import ParameterState
 from superadam.state.tiers import StateTier
 from superadam.step.outcome import StepOutcome
 from superadam.step.transaction import Transaction
@@ -79,8 +83,8 @@ class OffloadScheduler(GradientHolder):
         MemoryError: the host can never hold state, gradients and new values, or the device the state of `gpu_buckets`;
             where the host only seems to have too little, there is a warning.
         TypeError: the optimizer is not a `SpeculativeCPUAdam`, or the model not an `nn.Module`.
-        RuntimeError: the model is wrapped in DistributedDataParallel or FSDP1, or is trained by several ranks, or the
-            optimizer has a scheduler already.
+        RuntimeError: the model is wrapped in DistributedDataParallel or FSDP1, or is trained by several ranks without
+            `fully_shard`, or the optimizer has a scheduler already.
 
     Whatever is raised, nothing is attached.
     """
@@ -106,7 +110,7 @@ class OffloadScheduler(GradientHolder):
         self.statistics, self.trace = OverlapStatistics(), Trace()
         self._counts = copy.copy(optimizer.statistics)
         self._backward_began: float | None = None
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = [shards.local_of(parameter) for group in optimizer.param_groups for parameter in group["params"]]
         self._device = device or device_for(parameters)
         self._owns_device = device is None
         if tier is None and isinstance(self._device, StepsInPlace) and self._device.can_update:
@@ -121,6 +125,8 @@ class OffloadScheduler(GradientHolder):
         )
         self._bucketer = Bucketer(self._device, self, self.placement.bucket_numel)
         self._hooks = Hooks(self.gradient_ready)
+        self._groups = ReducedGroups()
+        self._error: Exception | None = None  # raised in a hook, where it would leave other ranks waiting
         self._hyper: list[Hyperparameters] = []
         self._closed = False
         self._transaction: Transaction | None = None
@@ -149,11 +155,21 @@ class OffloadScheduler(GradientHolder):
         begin = time.perf_counter()
         if self._pipeline is None and self._bucketer.accumulation.sum_dtype is None:
             return
-        bucket = self._bucketer.add(parameter)
-        if bucket is not None:
-            self._send(bucket)
+        try:
+            self._take(self._groups.add(parameter))
+        except Exception as error:
+            if not shards.is_distributed(parameter):
+                raise
+            self._error = self._error or error
         self._backward_began = self._backward_began or begin
         self.statistics.hook_seconds += time.perf_counter() - begin
+
+    def _take(self, parameters: Iterable[Tensor]) -> None:
+        """Take the gradients of these parameters, and send buckets that are full."""
+        for parameter in parameters:
+            bucket = self._bucketer.add(parameter)
+            if bucket is not None:
+                self._send(bucket)
 
     @torch.no_grad()
     def _send(self, bucket: Bucket) -> None:
@@ -187,6 +203,10 @@ class OffloadScheduler(GradientHolder):
         Raises:
             WorkerError: the worker failed; speculation is dropped, and the gradients are where they were.
         """
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        self._take(self._groups.rest())
         if self._pipeline is None:
             return
         for bucket in self._bucketer.rest():
@@ -267,14 +287,15 @@ class OffloadScheduler(GradientHolder):
         self._apply_placement()
 
     def _apply_placement(self) -> None:
-        kept = [one for one in last_parameters(self._autotuner.order, self.placement) if self._can_keep(one)]
+        states = () if self._transaction is None else self._transaction.table.states
+        dense = {id(state.local) for state in states if self._can_keep(state)}
+        kept = [one for one in last_parameters(self._autotuner.order, self.placement) if id(one) in dense]
         self._bucketer.bucket_numel, self._bucketer.kept = self.placement.bucket_numel, frozenset(map(id, kept))
         travelling = [id(one) for one in self._autotuner.order if id(one) not in self._bucketer.kept]
         self._bucketer.last = travelling[-1] if travelling and kept else None
         self._transfers.transfer_dtype = self.placement.transfer_dtype
-        if self.tier is not None and self._transaction is not None:
-            states = self._transaction.table.states
-            self.tier.bring_home(state for state in states if id(state.parameter) not in self._bucketer.kept)
+        if self.tier is not None:
+            self.tier.bring_home(state for state in states if id(state.local) not in self._bucketer.kept)
 
     def _make_room(self) -> None:
         """Keep half as many buckets, because the device has no memory for all of them."""
@@ -288,13 +309,13 @@ class OffloadScheduler(GradientHolder):
         )
         self._apply_placement()
 
-    def _can_keep(self, parameter: Tensor) -> bool:
-        state = self._bucketer.state_of(parameter)
-        return state is not None and not self._device.is_host(parameter) and parameter.stride() == state.strides
+    def _can_keep(self, state: ParameterState) -> bool:
+        return not self._device.is_host(state.local) and state.local.stride() == state.strides
 
     # ---- for the user ------------------------------------------------------------------------------------------------
 
-    def accumulate(self, dtype: torch.dtype | None = None) -> AbstractContextManager[None]:
+    @contextmanager
+    def accumulate(self, dtype: torch.dtype | None = None) -> Iterator[None]:
         """Declare that the backwards inside are not the last ones of their step, so that no speculation is wasted.
 
         This is optional: autograd adds to gradients that were taken as to any other, and the scheduler learns how many
@@ -307,7 +328,10 @@ class OffloadScheduler(GradientHolder):
         Raises:
             ValueError: another dtype.
         """
-        return self._bucketer.accumulation.accumulate(dtype)
+        self._take(self._groups.rest())
+        with self._bucketer.accumulation.accumulate(dtype):
+            yield
+            self._take(self._groups.rest())
 
     def synchronize(self) -> None:
         """Return when nothing is under way: buckets speculated on, accepted steps committed, values published."""

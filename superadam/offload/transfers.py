@@ -39,7 +39,7 @@ class FlatShadow:
         self._layout = FlatLayout(states)
         self._dtype = states[0].parameter_dtype
         self._memory = memory
-        self._travels = transfers.device.has_link and not transfers.device.is_host(states[0].parameter)
+        self._travels = transfers.device.has_link and not transfers.device.is_host(states[0].local)
         self._host: list[Tensor] = []
         self._views: list[Tensor] = []
         self._arrived: Event | None = None
@@ -124,7 +124,7 @@ class Transfers:
                 if not taken.is_sum:
                     taken.pending = self.narrowed(taken.pending, keeps_dtype=False)
                 taken.pending = state.host_gradient(taken.pending)
-                if state in speculated and device.is_host(state.parameter):
+                if state in speculated and device.is_host(state.local):
                     local.setdefault(state.parameter_dtype, []).append(state)
                 elif state in speculated:
                     self._add_places(places, [state], None)
@@ -265,7 +265,7 @@ class Transfers:
         for waits in (False, True):
             sources = {key: shadow.sources() for key, shadow in shadows.items() if (key in late) is waits}
             chosen = [
-                (sources[id(shadow)][position], state.parameter)
+                (sources[id(shadow)][position], state.local)
                 for state, (shadow, position) in zip(states, places, strict=True)
                 if id(shadow) in sources
             ]

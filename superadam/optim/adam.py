@@ -13,7 +13,9 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from superadam.handles.gradient_handle import take_gradient, taken_of
+from superadam.distributed import shards
+from superadam.distributed.verdict import Question
+from superadam.handles.gradient_handle import shared_memory, take_gradient, taken_of
 from superadam.handles.taken_gradient import TakenGradient
 from superadam.host.signals import deferred_signals
 from superadam.kernels import native
@@ -210,10 +212,22 @@ class SpeculativeCPUAdam(Optimizer):
         For each parameter `.grad` decides: None takes no part; the handle that `speculate()` or a scheduler has put
         there stands for the speculation; any other gradient counts as it is. Hyper-parameters count as they are now.
         """
+        with self._published.on_all_ranks(Question.STEP, self.param_groups):
+            outcome = self._judged_step()
+        if outcome.kind is StepKind.SKIPPED and (
+            self._verdicts.on_nonfinite == "raise" or self._published.is_flattened
+        ):
+            raise FloatingPointError(
+                f"{outcome.nonfinite} gradient elements are Inf or NaN, expected finite ones; nothing was changed: "
+                "lower the learning rate or the loss scale, or set on_nonfinite='skip'"
+            )
+        return outcome
+
+    def _judged_step(self) -> StepOutcome:
         transaction = self._published.bound(self.param_groups)
         limit = self._verdicts.limit_of_next_step
         limit = self._verdicts.max_grad_norm if limit is None else limit
-        if self._published.is_sharded:
+        if self._published.is_flattened:
             refuse_limit_of_shard(limit)
         gradients = gather(transaction.table, runs_of(self.param_groups))
         with deferred_signals():  # a step is made wholly or not at all
@@ -223,11 +237,6 @@ class SpeculativeCPUAdam(Optimizer):
             kind = outcome.kind.value
             setattr(self.statistics, kind, getattr(self.statistics, kind) + 1)
             self._published.conclude(outcome)
-        if outcome.kind is StepKind.SKIPPED and (self._verdicts.on_nonfinite == "raise" or self._published.is_sharded):
-            raise FloatingPointError(
-                f"{outcome.nonfinite} gradient elements are Inf or NaN, expected finite ones; nothing was changed: "
-                "lower the learning rate or the loss scale, or set on_nonfinite='skip'"
-            )
         return outcome
 
     @_untracked
@@ -254,10 +263,15 @@ class SpeculativeCPUAdam(Optimizer):
                     "speculate() got a parameter that is in no group of this optimizer; call add_param_group() first"
                 )
             if state.parameter.grad is not None:
-                state.check_gradient(state.parameter.grad)
+                state.check_gradient(
+                    state.local_gradient(state.parameter.grad)
+                    if table.is_distributed or type(state.parameter.grad) is not Tensor
+                    else state.parameter.grad
+                )
+        shared = shared_memory(table.parameters) if table.is_distributed else ()
         received = table.delivery.received
         for state in filter(None, asked):
-            taken = take_gradient(state.parameter, state, self._published)
+            taken = None if state.row in shared else take_gradient(state.parameter, state, self._published)
             if taken is not None:
                 gradient = taken.pending if received is None else received(taken.pending)
                 taken.pending, taken.in_use = state.host_gradient(gradient), True
@@ -296,9 +310,10 @@ class SpeculativeCPUAdam(Optimizer):
         Returns:
             0-dim fp64 tensor: the 2-norm of all gradients in `.grad`.
         """
-        limit = checked_limit("max_norm", max_norm)
-        transaction = self._published.bound(self.param_groups)
-        norm = transaction.grad_norm(gather(transaction.table, runs_of(self.param_groups)))
+        with self._published.on_all_ranks(Question.NORM, self.param_groups):
+            limit = checked_limit("max_norm", max_norm)
+            transaction = self._published.bound(self.param_groups)
+            norm = transaction.grad_norm(gather(transaction.table, runs_of(self.param_groups)))
         self._verdicts.limit_of_next_step = limit
         return torch.tensor(norm, dtype=torch.float64, device="cpu")
 
@@ -442,7 +457,7 @@ class SpeculativeCPUAdam(Optimizer):
         """Set every parameter that was loaded with a master to its rounded value."""
         for parameter, entry in self._published.entries.items():
             if "master" in entry:
-                parameter.copy_(entry["master"])
+                shards.write(parameter, entry["master"])
 
 
 class SpeculativeCPUAdamW(SpeculativeCPUAdam):

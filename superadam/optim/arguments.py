@@ -40,7 +40,7 @@ def check_together(
         raise RuntimeError("`fused` and `foreach` cannot be `True` together; leave both None")
 
 
-def is_sharded(parameters: Iterable[Tensor]) -> bool:
+def is_flattened(parameters: Iterable[Tensor]) -> bool:
     """Return whether parameters are shards of FSDP1 on several ranks, each of which judges a step by its own part."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return False

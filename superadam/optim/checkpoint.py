@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from superadam.distributed import shards
 from superadam.kernels.dtypes import DTYPES
 from superadam.kernels.hyperparameters import Hyperparameters, described, number_of
 from superadam.kernels.storage import has_memory
@@ -61,11 +62,31 @@ def _is_dense(value: object, shape: torch.Size) -> bool:
     """Whether this is a tensor of floats of this shape, in memory."""
     if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_nested:
         return False
+    if shards.is_distributed(value):
+        return False
     return value.dtype in DTYPES and value.shape == shape and has_memory(value)
 
 
+def local_entry(entry: Mapping[str, Any], state: ParameterState) -> dict[str, Any]:
+    """Return a copy of an entry with this rank's parts of its tensors.
+
+    Raises ValueError where they are not distributed as the parameter.
+    """
+    parts = dict(entry)
+    for key in (*MOMENTS, *OPTIONAL) if state.is_distributed else ():
+        value = entry.get(key)
+        if isinstance(value, Tensor):
+            parts[key] = shards.part_of(value, state.parameter)
+            if parts[key] is None:
+                raise ValueError(
+                    f"{key} of {state.name} is {shards.described(value)}, expected it like its parameter, "
+                    f"{shards.described(state.parameter)}; load it with torch.distributed.checkpoint"
+                )
+    return parts
+
+
 def check_entry(entry: object, state: ParameterState) -> None:
-    """Raise ValueError unless `entry` can be the state of this parameter."""
+    """Raise ValueError unless `entry`, with this rank's parts of tensors, can be the state of this parameter."""
     name = state.name
     if not isinstance(entry, dict):
         raise ValueError(f"the state of {name} is {_kind_of(entry)}, expected a dict with step, exp_avg and exp_avg_sq")
@@ -84,9 +105,9 @@ def check_entry(entry: object, state: ParameterState) -> None:
         value = entry.get(key)
         if value is None and key in OPTIONAL:
             continue
-        if not _is_dense(value, state.parameter.shape):
+        if not _is_dense(value, state.local.shape):
             raise ValueError(
-                f"{key} of {name} is {_kind_of(value)}, expected floats of shape {tuple(state.parameter.shape)}, "
+                f"{key} of {name} is {_kind_of(value)}, expected floats of shape {tuple(state.local.shape)}, "
                 "dense and in memory; load a checkpoint of the same model"
             )
 
@@ -148,9 +169,10 @@ def _read(
                 "it is damaged"
             )
         if not isinstance(entry, dict) or entry:
+            entry = local_entry(entry, state) if isinstance(entry, dict) else entry
             check_entry(entry, state)
             read[state] = copied(entry, state)
-            if "master" in read[state] and not (has_memory(state.parameter) or state.parameter.is_meta):
+            if "master" in read[state] and not (has_memory(state.local) or state.local.is_meta):
                 raise ValueError(
                     f"{state.name} has no data for its master to be written to, because its storage was freed; "
                     "bring it back before loading"
@@ -184,10 +206,10 @@ def fitted(tensor: Tensor, state: ParameterState) -> Tensor:
 
 
 def copied(entry: Mapping[str, Any], state: ParameterState) -> dict[str, Tensor]:
-    """Return copies of a checked entry's tensors: `step` 0-dim, the others as kernels read them."""
+    """Return copies of a checked entry's tensors, whole: `step` 0-dim, the parts of others as kernels read them."""
     step = fitted_step(entry["step"], read_step(entry["step"], state.name))
     tensors = {"step": step.detach().to("cpu", copy=True).reshape(())}
     for key in (*MOMENTS, *OPTIONAL):
         if entry.get(key) is not None:
-            tensors[key] = state.host_copy(entry[key], state.dtype)
+            tensors[key] = state.whole(state.host_copy(entry[key], state.dtype))
     return tensors

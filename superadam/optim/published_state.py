@@ -9,19 +9,21 @@ import itertools
 import operator
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from superadam.distributed import shards
+from superadam.distributed.verdict import Question, Ranks, ranks_of
 from superadam.handles.taken_gradient import GradientHolder, TakenGradient
 from superadam.host.signals import deferred_signals
 from superadam.kernels.hyperparameters import Hyperparameters
 from superadam.optim import checkpoint
-from superadam.optim.arguments import is_sharded
+from superadam.optim.arguments import is_flattened
 from superadam.state.delivery import Delivery, SynchronousDelivery
 from superadam.state.parameter import ParameterState, Phase
 from superadam.state.table import ParameterTable
@@ -84,13 +86,15 @@ class PublishedState(GradientHolder):
     Attributes:
         entries: per parameter `step`, `exp_avg`, `exp_avg_sq` (`max_exp_avg_sq`, `master`), as users see it.
         is_exposed: whether there may be outside references to `entries` or its contents, through which it may change.
-        is_sharded: whether the bound parameters are shards of FSDP1.
+        is_flattened: whether the bound parameters are shards of FSDP1.
+        ranks: over which the bound parameters are distributed.
     """
 
     def __init__(self, entries: defaultdict[Tensor, Any], statistics: Statistics) -> None:
         self.entries = entries
         self.overlap: Overlap | None = None
-        self.is_exposed = self.is_sharded = False
+        self.is_exposed = self.is_flattened = False
+        self.ranks: Ranks | None = None
         self._transaction: Transaction | None = None  # over the parameters that were bound last
         self._statistics = statistics
 
@@ -103,6 +107,22 @@ class PublishedState(GradientHolder):
             self._forget_binding()
             self.entries = entries
             self.is_exposed = True
+
+    @contextmanager
+    def on_all_ranks(self, question: Question, groups: Groups) -> Iterator[None]:
+        """Tell the other ranks of an error that is raised inside before they were asked, so that they raise as well."""
+        number = 0 if self.ranks is None else self.ranks.number
+        try:
+            yield
+        except Exception:
+            ranks = self.ranks
+            if ranks is None:  # the first binding failed
+                with suppress(ValueError):
+                    parameters = [parameter for group in groups for parameter in group["params"]]
+                    ranks = self.ranks = ranks_of(parameters, [""] * len(parameters), None)
+            if ranks is not None and ranks.number == number:
+                ranks.tell_failure(question)
+            raise
 
     @property
     def has_state(self) -> bool:
@@ -219,16 +239,18 @@ class PublishedState(GradientHolder):
         states = []
         for row, (parameter, name) in enumerate(zip(parameters, names, strict=True)):
             states.append(
-                known.get(parameter) or ParameterState(parameter, row, name, is_on_host=delivery.is_host(parameter))
+                known.get(parameter)
+                or ParameterState(parameter, row, name, is_on_host=delivery.is_host(shards.local_of(parameter)))
             )
-        _refuse_shared_memory(parameters, names)
+        _refuse_shared_memory(states, names)
+        ranks = ranks_of(parameters, names, self.ranks)
         for row, (state, name) in enumerate(zip(states, names, strict=True)):  # nothing raises from here on
             state.row, state.name = row, name
         table = ParameterTable(states, delivery, self.overlap.tier if self.overlap else None)
         for state in states:
             self._read(state, table)
-        self.is_sharded = is_sharded(parameters)
-        self._transaction = Transaction(table, self._statistics)
+        self.is_flattened, self.ranks = is_flattened(parameters), ranks
+        self._transaction = Transaction(table, self._statistics, ranks)
         if self.overlap is not None:
             self.overlap.follow(self._transaction)
         return self._transaction
@@ -246,8 +268,8 @@ class PublishedState(GradientHolder):
                 entry["step"].fill_(count)
             for key in TENSORS:
                 tensor = getattr(state, key)
-                if tensor is not None:
-                    entry[key] = tensor
+                if tensor is not None and (not state.is_distributed or shards.local_of(entry.get(key)) is not tensor):
+                    entry[key] = state.whole(tensor)
             table.is_published[state.row] = True
 
     def _read(self, state: ParameterState, table: ParameterTable) -> bool:
@@ -264,15 +286,20 @@ class PublishedState(GradientHolder):
             return True
         if not isinstance(entry, dict) or "step" not in entry:
             checkpoint.check_entry(entry, state)
-        is_stale = state.is_own_master or getattr(entry.get("master"), "shape", None) != state.shape
-        kept = {key: value for key, value in entry.items() if key != "master" or not is_stale}
+        kept = checkpoint.local_entry(entry, state)
+        is_stale = state.is_own_master or getattr(kept.get("master"), "shape", None) != state.shape
+        if is_stale:
+            kept.pop("master", None)
         is_new = any(getattr(state, key) is not kept.get(key) for key in TENSORS)
         if is_new:
             checkpoint.check_entry(kept, state)
             for key in TENSORS:
                 tensor = kept.get(key)
                 if tensor is not None:
-                    entry[key] = tensor = checkpoint.fitted(tensor, state)
+                    fitted = checkpoint.fitted(tensor, state)
+                    if fitted is not tensor:
+                        entry[key] = state.whole(fitted)
+                    tensor = fitted
                 setattr(state, key, tensor)
             table.refresh_pointers(state)
             table.fingerprints.distrust(state.row)
@@ -296,13 +323,18 @@ def _references(published: Any) -> tuple[int, ...]:
     entries = [entry for entry in published.entries.values() if isinstance(entry, dict)]
     tensors = [(key, value) for entry in entries for key, value in entry.items() if isinstance(value, Tensor)]
     steps, others = ([value for key, value in tensors if (key == "step") is wanted] for wanted in (True, False))
+    if published.ranks is not None:  # DTensors are referenced once, as steps are, and their parts as other tensors
+        steps += [value for value in others if shards.is_distributed(value)]
+        others = [*map(shards.local_of, others)]
     del tensors
     most = [max(map(sys.getrefcount, some), default=0) for some in (entries, steps, others)]
     return sys.getrefcount(published.entries), *most
 
 
 _held = torch.zeros((), device="cpu")  # once more than a step, as by a `ParameterState`
-_USUAL = _references(SimpleNamespace(entries={0: {"step": torch.zeros((), device="cpu"), "exp_avg": _held}}))
+_USUAL = _references(
+    SimpleNamespace(ranks=None, entries={0: {"step": torch.zeros((), device="cpu"), "exp_avg": _held}})
+)
 
 
 def _are_same(table: ParameterTable, parameters: Sequence[Tensor]) -> bool:
@@ -311,6 +343,10 @@ def _are_same(table: ParameterTable, parameters: Sequence[Tensor]) -> bool:
     Parameters that have only moved are distrusted, because the values in their new memory were not written by us.
     """
     fingerprints = table.fingerprints
+    if table.is_distributed:
+        if [*map(id, parameters)] != [*map(id, table.parameters)]:
+            return False
+        parameters = [*map(shards.local_of, parameters)]
     if not fingerprints.are_of(parameters):
         return False
     moved = fingerprints.look()
@@ -323,22 +359,26 @@ def _are_same(table: ParameterTable, parameters: Sequence[Tensor]) -> bool:
 
 def _is_converted(state: ParameterState, table: ParameterTable) -> bool:
     """Whether `.data` is not what the table describes, as after model.to(torch.bfloat16); it then lies elsewhere."""
+    if state.is_distributed and shards.local_of(state.parameter) is not state.local:
+        return True
     if not table.fingerprints.is_moved(state.row):
         return False
     now = ParameterState(state.parameter, state.row, state.name)
     return bool(_get_kind(now) != _get_kind(state)) or (now.is_staged and not state.is_staged)
 
 
-def _refuse_shared_memory(parameters: Sequence[Tensor], names: Sequence[str]) -> None:
+def _refuse_shared_memory(states: Sequence[ParameterState], names: Sequence[str]) -> None:
     """Raise ValueError if parameters or elements share memory: speculation on one would overwrite another."""
     spans = []
     listed: dict[Tensor, str] = {}
-    for p, name in zip(parameters, names, strict=True):
-        if p in listed:
+    for state, name in zip(states, names, strict=True):
+        if state.parameter in listed:
             raise ValueError(
-                f"{listed[p]} and {name} are the same parameter, expected each parameter once; remove one of them"
+                f"{listed[state.parameter]} and {name} are the same parameter, expected each parameter once; remove "
+                "one of them"
             )
-        listed[p] = name
+        listed[state.parameter] = name
+        p = state.local
         if any(size > 1 and stride == 0 for size, stride in zip(p.shape, p.stride(), strict=True)):
             raise ValueError(
                 f"{name} is expanded: its elements share memory, expected each element in memory of its own; "

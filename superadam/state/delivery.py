@@ -57,7 +57,7 @@ class SynchronousDelivery:
 
     def publish(self, states: Sequence[ParameterState], places: Sequence[Place]) -> None:
         """Copy all of them in one call."""
-        torch._foreach_copy_([state.parameter.data for state in states], [place.value for place in places])
+        torch._foreach_copy_([state.local.data for state in states], [place.value for place in places])
 
     def settle(self) -> None:
         """Return at once."""

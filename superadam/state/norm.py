@@ -33,6 +33,11 @@ class GradientNorm:
         self.nonfinite[where] = 0
 
     @property
+    def count(self) -> int:
+        """Number of Inf and NaN."""
+        return int(self.nonfinite.sum())
+
+    @property
     def total(self) -> float:
         """The 2-norm, summed in the order of the entries."""
         return math.sqrt(native.ordered_sum(self.sums))

@@ -23,7 +23,7 @@ def adopt_outside_write(state: ParameterState) -> None:
     """Adopt in a working copy's master what was written to the copy; nothing must be pending on it."""
     if state.master is None:
         return
-    present = state.parameter.detach().cpu()
+    present = state.local.detach().cpu()
     where = differing(present, state.master.to(present.dtype))
     if where.any():
         state.master[where] = present[where].to(state.dtype)

@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from superadam.distributed import shards
 from superadam.handles.taken_gradient import TakenGradient
 from superadam.kernels.dtypes import DTYPES
 from superadam.kernels.hyperparameters import Hyperparameters
@@ -78,18 +79,14 @@ class Pending:
 
 
 def check_parameter(parameter: Tensor, name: str) -> None:
-    """Raise TypeError unless this is a dense real tensor of a supported dtype, on one rank, that counts versions."""
+    """Raise TypeError unless this is a dense real tensor of a supported dtype, not Partial, that counts versions."""
     if parameter.is_complex():
         raise TypeError(
             f"{name} is complex ({parameter.dtype}), expected a real dtype; optimize torch.view_as_real of it instead"
         )
     if parameter.layout is not torch.strided:
         raise TypeError(f"{name} has layout {parameter.layout}, expected torch.strided; convert it with to_dense()")
-    if type(parameter).__name__ == "DTensor":
-        raise TypeError(
-            f"{name} is a DTensor, expected a tensor on one rank, because sharded parameters are not supported yet; "
-            "train an unsharded model, or use torch.optim.AdamW for this one"
-        )
+    shards.check_placement(parameter, name)
     if parameter.dtype not in DTYPES:
         expected = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         raise TypeError(
@@ -105,7 +102,9 @@ class ParameterState:
     """State of one parameter; its tensors are None until the first gradient arrives.
 
     Attributes:
-        parameter_dtype, shape: of `parameter`, the model's tensor, when it was bound.
+        parameter: the model's tensor, whose `.grad` counts.
+        local: this rank's part of it, on which kernels work; without DTensor the same tensor. So are all tensors below.
+        parameter_dtype, shape: of `local` when it was bound.
         row, name: its position among all parameters of the optimizer, and its name in error messages.
         dtype: of master and moments: fp32, or fp64 for fp64 parameters.
         strides: layout of master, moments and the gradients that kernels read: dense, in the order of the parameter.
@@ -122,6 +121,7 @@ class ParameterState:
         "is_contiguous_on_cpu",
         "is_own_master",
         "is_staged",
+        "local",
         "master",
         "max_exp_avg_sq",
         "name",
@@ -136,17 +136,18 @@ class ParameterState:
 
     def __init__(self, parameter: Tensor, row: int, name: str, *, is_on_host: bool | None = None) -> None:
         check_parameter(parameter, name)
-        on_host = parameter.is_cpu if is_on_host is None else is_on_host
         self.parameter = parameter
+        self.local = local = shards.local_of(parameter)
+        on_host = local.is_cpu if is_on_host is None else is_on_host
         self.row = row
         self.name = name
-        self.dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-        self.parameter_dtype = parameter.dtype
-        self.shape = parameter.shape
-        self.strides = torch.empty_like(parameter, device="meta").stride()
-        self.is_contiguous_on_cpu = on_host and parameter.is_contiguous()
-        self.is_staged = not on_host or parameter.stride() != self.strides
-        self.is_own_master = parameter.dtype == self.dtype and not self.is_staged
+        self.dtype = torch.float64 if local.dtype == torch.float64 else torch.float32
+        self.parameter_dtype = local.dtype
+        self.shape = local.shape
+        self.strides = torch.empty_like(local, device="meta").stride()
+        self.is_contiguous_on_cpu = on_host and local.is_contiguous()
+        self.is_staged = not on_host or local.stride() != self.strides
+        self.is_own_master = local.dtype == self.dtype and not self.is_staged
         self.master: Tensor | None = None
         self.exp_avg: Tensor | None = None
         self.exp_avg_sq: Tensor | None = None
@@ -154,9 +155,28 @@ class ParameterState:
         self.phase = Phase.CLEAN
         self.pending: Pending | None = None
 
+    @property
+    def is_distributed(self) -> bool:
+        """Whether the model's tensor is a DTensor."""
+        return self.local is not self.parameter
+
+    def local_gradient(self, gradient: Tensor) -> Tensor:
+        """Return the part of a gradient that belongs to `local`; raise TypeError where that is not on this rank."""
+        local = shards.part_of(gradient, self.parameter)
+        if local is None:
+            raise TypeError(
+                f"the gradient of {self.name} is {shards.described(gradient)}, expected it like its parameter, "
+                f"{shards.described(self.parameter)}; redistribute() it before the step"
+            )
+        return local
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of this state as users see it: distributed as the parameter."""
+        return shards.with_local(self.parameter, tensor) if self.is_distributed else tensor
+
     def empty(self, dtype: torch.dtype) -> Tensor:
         """Return an uninitialised CPU tensor in the layout of the state."""
-        return torch.empty_strided(self.parameter.shape, self.strides, dtype=dtype, device="cpu")
+        return torch.empty_strided(self.local.shape, self.strides, dtype=dtype, device="cpu")
 
     def host_copy(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Return a copy of `tensor` on the CPU in the layout of the state."""
@@ -164,7 +184,7 @@ class ParameterState:
 
     def zeros(self) -> Tensor:
         """Return zeros in the layout of the state."""
-        return torch.zeros_like(self.parameter, dtype=self.dtype, device="cpu", requires_grad=False)
+        return torch.zeros_like(self.local, dtype=self.dtype, device="cpu", requires_grad=False)
 
     def check_gradient(self, gradient: Tensor) -> None:
         """Raise TypeError or ValueError if a gradient does not fit."""
@@ -172,7 +192,7 @@ class ParameterState:
             gradient.dtype is self.parameter_dtype
             and gradient.shape == self.shape
             and gradient.layout is torch.strided
-            and (gradient.is_cpu or (gradient.device == self.parameter.device and not gradient.is_meta))
+            and (gradient.is_cpu or (gradient.device == self.local.device and not gradient.is_meta))
         ):
             return  # the usual case, without the checks below
         if gradient.layout is not torch.strided:
@@ -185,15 +205,15 @@ class ParameterState:
             raise TypeError(
                 f"the gradient of {self.name} is {gradient.dtype}, expected {expected}; convert it before the step"
             )
-        if gradient.shape != self.parameter.shape:
+        if gradient.shape != self.local.shape:
             raise ValueError(
                 f"the gradient of {self.name} has shape {tuple(gradient.shape)}, expected that of the parameter, "
-                f"{tuple(self.parameter.shape)}; recompute it"
+                f"{tuple(self.local.shape)}; recompute it"
             )
-        if not gradient.is_cpu and (gradient.is_meta or gradient.device != self.parameter.device):
+        if not gradient.is_cpu and (gradient.is_meta or gradient.device != self.local.device):
             raise ValueError(
                 f"the gradient of {self.name} is on {gradient.device}, expected values on the parameter's device "
-                f"{self.parameter.device} or on the CPU; move the model before the backward pass"
+                f"{self.local.device} or on the CPU; move the model before the backward pass"
             )
 
     def host_gradient(self, gradient: Tensor) -> Tensor:
@@ -224,6 +244,6 @@ class ParameterState:
         if self.exp_avg is None:
             self.exp_avg, self.exp_avg_sq = self.zeros(), self.zeros()
         if not self.is_own_master and self.master is None:  # also after loading moments that came without masters
-            self.master = self.host_copy(self.parameter, self.dtype)
+            self.master = self.host_copy(self.local, self.dtype)
         if with_max and self.max_exp_avg_sq is None:
             self.max_exp_avg_sq = self.zeros()

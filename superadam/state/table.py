@@ -60,7 +60,8 @@ class ParameterTable:
     """Rows of pointers for a fixed list of parameters.
 
     Attributes:
-        states, parameters, fingerprints: in the order of the optimizer's groups.
+        states, parameters, fingerprints: in the order of the optimizer's groups; the parameters are the model's.
+        is_distributed: whether any of them is a DTensor.
         steps: accepted steps of each parameter.
         is_published: whether the optimizer's `state`, as users see it, holds what the row holds.
         norm: of the gradients of the open step, per (parameter, chunk); 0 where a parameter takes no part.
@@ -69,9 +70,10 @@ class ParameterTable:
     def __init__(self, states: Sequence[ParameterState], delivery: Delivery, tier: StateTier | None = None) -> None:
         self.states = list(states)
         self.parameters = [state.parameter for state in self.states]
+        self.is_distributed = any(state.is_distributed for state in self.states)
         self._states_by_id = {id(state.parameter): state for state in self.states}
         self.all_rows = np.arange(len(self.states))
-        self.fingerprints = Fingerprints(self.parameters)
+        self.fingerprints = Fingerprints([state.local for state in self.states])
         self.steps = np.zeros(len(self.states), np.int64)
         self.is_published = np.ones(len(self.states), bool)
         self.delivery = delivery
@@ -81,7 +83,7 @@ class ParameterTable:
         self._plain_dtypes = [state.parameter_dtype if state.is_contiguous_on_cpu else None for state in self.states]
         distinct = {state.shape: state.shape for state in self.states}  # few, so that they stay in the cache
         self._shapes = [distinct[state.shape] for state in self.states]
-        lengths = [state.parameter.numel() for state in self.states]
+        lengths = [state.local.numel() for state in self.states]
         first_chunks = np.cumsum([0] + [native.chunk_count(length) for length in lengths], dtype=np.uint64)
         self._first_chunks = first_chunks.tolist()
         self.norm = GradientNorm.zeros(self._first_chunks[-1])
@@ -89,7 +91,7 @@ class ParameterTable:
         self._rows["length"] = lengths
         self._rows["sums"] = self.norm.sums.ctypes.data + 8 * first_chunks[:-1]
         self._rows["nonfinite"] = self.norm.nonfinite.ctypes.data + 8 * first_chunks[:-1]
-        self._rows["out_dtype"] = [DTYPES[state.parameter.dtype] for state in self.states]
+        self._rows["out_dtype"] = [DTYPES[state.local.dtype] for state in self.states]
         self._rows["gradient_dtype"] = self._rows["out_dtype"]  # the usual one
         self._is_own_master = np.array([state.is_own_master for state in self.states], bool)
         self._is_double = np.array([state.dtype == torch.float64 for state in self.states], bool)
@@ -108,13 +110,13 @@ class ParameterTable:
         tensors = (state.master, state.exp_avg, state.exp_avg_sq, state.max_exp_avg_sq)
         self._owned[state.row] = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
         row = self._rows[state.row]
-        row["master"] = pointer(state.parameter if state.is_own_master else state.master)
+        row["master"] = pointer(state.local if state.is_own_master else state.master)
         row["exp_avg"] = pointer(state.exp_avg)
         row["exp_avg_sq"] = pointer(state.exp_avg_sq)
         row["max_exp_avg_sq"] = pointer(state.max_exp_avg_sq)
         self._is_ready[state.row] = state.has_state
         self._has_max[state.row] = state.max_exp_avg_sq is not None
-        self._parameter_pointers[state.row] = 0 if state.is_staged else state.parameter.data_ptr()
+        self._parameter_pointers[state.row] = 0 if state.is_staged else state.local.data_ptr()
 
     def state_of(self, parameter: Tensor) -> ParameterState | None:
         """Return the state of a parameter; None if it has no row."""
@@ -188,6 +190,10 @@ class ParameterTable:
             end = begin + there.stop - there.start
             self.norm.sums[there], self.norm.nonfinite[there] = norm.sums[begin:end], norm.nonfinite[begin:end]
             begin = end
+
+    def each_chunk(self, values: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Return one value of each parameter for each of its chunks."""
+        return np.repeat(np.array(values, np.int64), np.diff(self._first_chunks))
 
     def chunks_of(self, row: int) -> slice:
         """Return the entries of one parameter in a norm of all parameters."""
@@ -273,6 +279,9 @@ class ParameterTable:
     def count_step(self, rows: Rows) -> None:
         """Count a step of parameters that have just got their new values."""
         self.fingerprints.bump(rows)
+        if self.is_distributed:  # whose versions do not follow those of their parts
+            states = [self.states[row] for row in rows]
+            torch.autograd.graph.increment_version([state.parameter for state in states if state.is_distributed])
         self.steps[rows] += 1
         self.is_published[rows] = False
 

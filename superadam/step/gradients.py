@@ -16,6 +16,8 @@ from superadam.kernels.hyperparameters import Hyperparameters
 from superadam.state.parameter import ParameterState
 from superadam.state.table import ParameterTable, Segments
 
+_ORDINARY = {Tensor, GradientHandle, type(None)}  # others may be DTensors
+
 
 @dataclass(frozen=True, slots=True)
 class StepGradients:
@@ -46,7 +48,12 @@ def gather(table: ParameterTable, runs: list[tuple[Hyperparameters, int]]) -> St
     """
     received = table.delivery.received
     every: list[Any] = [parameter.grad for parameter in table.parameters]
-    has_taken = GradientHandle in set(map(type, every))
+    kinds = set(map(type, every))
+    if table.is_distributed or not kinds <= _ORDINARY:
+        pairs = zip(table.states, every, strict=True)
+        every = [None if gradient is None else state.local_gradient(gradient) for state, gradient in pairs]
+        kinds = set(map(type, every))
+    has_taken = GradientHandle in kinds
     states, present_runs = table.states, runs
     if any(map(operator.is_, every, itertools.repeat(None))):
         takes_part = [gradient is not None for gradient in every]

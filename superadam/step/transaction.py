@@ -20,8 +20,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from superadam.distributed.shards import Share, share_of
+from superadam.distributed.verdict import Question, Ranks, RanksNorm
 from superadam.handles.taken_gradient import FactorKind, TakenGradient
 from superadam.host.signals import deferred_signals
+from superadam.kernels import native
 from superadam.kernels.hyperparameters import Hyperparameters
 from superadam.kernels.storage import has_memory
 from superadam.state.norm import GradientNorm
@@ -69,12 +72,15 @@ class Transaction:
     """Phases and passes over the parameters of one `ParameterTable`.
 
     `expected_scale` is the factor by which the last step's gradients were unscaled; speculation multiplies by it.
+    `ranks` are those that make each step together; None where every parameter is an ordinary tensor.
     """
 
-    def __init__(self, table: ParameterTable, statistics: Statistics) -> None:
+    def __init__(self, table: ParameterTable, statistics: Statistics, ranks: Ranks | None = None) -> None:
         self.table = table
         self.statistics = statistics
         self.expected_scale = 1.0
+        self.ranks = ranks
+        self._shares = None if ranks is None else table.each_chunk([share_of(one) for one in table.parameters])
         self._lock = threading.RLock()
         self._members: dict[Phase, dict[ParameterState, None]] = {phase: {} for phase in Phase}
         for state in table.states:
@@ -205,7 +211,7 @@ class Transaction:
                 return self._step_in_place(gradients, gradients.segments, max_norm, begin)
             parts, others = self._parts(gradients)
             self._drop(others)
-            outcome = self._judge(parts, self.table.norm.copy(), max_norm)
+            outcome = self._judge(Question.STEP, parts, self.table.norm.copy(), max_norm)
             told = self._told(parts, outcome)
             begin = self._spent("norm_seconds", begin)
             if outcome.kind is StepKind.SKIPPED:
@@ -222,8 +228,10 @@ class Transaction:
         """Make a step of gradients none of which was taken, in one job whatever their number."""
         self._drop(self.in_phase(Phase.SPECULATED))
         self.table.compute_norm(segments)
-        outcome = judge(self.table.norm, max_norm)
-        self.table.norm.clear()
+        try:
+            outcome = judge(self._over_ranks(Question.STEP, self.table.norm, max_norm), max_norm)
+        finally:
+            self.table.norm.clear()
         begin = self._spent("norm_seconds", begin)
         if outcome.kind is not StepKind.SKIPPED:
             with_max = any(hyper.amsgrad for hyper, _ in gradients.runs)
@@ -257,7 +265,9 @@ class Transaction:
             parts.append(part)
         return parts, list(others)
 
-    def _judge(self, parts: Sequence[_Part], norm: GradientNorm, max_norm: float | None) -> StepOutcome:
+    def _judge(
+        self, question: Question, parts: Sequence[_Part], norm: GradientNorm, max_norm: float | None
+    ) -> StepOutcome:
         """Return the verdict over the gradients as they are now in `.grad`.
 
         `norm` is a copy of that of the gradients that wait, as they arrived; it becomes that of all as they are.
@@ -272,7 +282,14 @@ class Transaction:
         for part in parts:
             if part.scale != 1.0:
                 norm.sums[self.table.chunks_of(part.state.row)] *= part.scale * part.scale
-        return judge(norm, max_norm)
+        return judge(self._over_ranks(question, norm, max_norm), max_norm)
+
+    def _over_ranks(self, question: Question, norm: GradientNorm, max_norm: float | None) -> GradientNorm | RanksNorm:
+        """Return the norm of the gradients of all ranks; each of them must call this."""
+        if self.ranks is None:
+            return norm
+        owned, plain = (native.ordered_sum(norm.sums[self._shares == one]) for one in (Share.OWNED, Share.PLAIN))
+        return self.ranks.norm(question, max_norm, norm.count, owned, plain)
 
     def _apply(self, parts: Sequence[_Part], clip: float) -> None:
         """Make a step whose verdict is known."""
@@ -348,13 +365,16 @@ class Transaction:
         ]
 
     def _told(self, parts: Sequence[_Part], outcome: StepOutcome) -> StepOutcome:
-        """Return the outcome with the factors that others applied to all gradients; expect this unscaling again."""
+        """Return the outcome with the factors that others applied to all gradients; expect this unscaling again.
+
+        Over several ranks, it is returned as it is, because they need not all have taken their gradients.
+        """
         factors = {(part.taken.unscale_factor(), _clip_factor(part.taken)) for part in parts if part.taken}
         if len(factors) != 1 or not all(part.waits for part in parts):
             return outcome
         unscale, clip = factors.pop()
         self.expected_scale = unscale
-        if clip == 1.0 or outcome.kind is StepKind.SKIPPED:
+        if clip == 1.0 or outcome.kind is StepKind.SKIPPED or self.ranks is not None:
             return outcome
         norm = self.table.norm.total * unscale  # before any clipping
         return StepOutcome(StepKind.CLIPPED, norm, outcome.clip_coefficient * clip)
@@ -366,7 +386,7 @@ class Transaction:
         with self._timed("commit_seconds"):
             self._commit(self.in_phase(Phase.ACCEPTED))
             hinted = [self.table.states[row] for row in self.table.fingerprints.hints(self.table.all_rows)]
-            self._adopt([state for state in hinted if has_memory(state.parameter)])
+            self._adopt([state for state in hinted if has_memory(state.local)])
 
     def commit_some(self, elements: int, num_threads: int | None = None) -> int:
         """Commit accepted gradients, oldest first, of at least this many elements; return of how many it was."""
@@ -377,7 +397,7 @@ class Transaction:
                 if count >= elements:
                     break
                 chosen.append(state)
-                count += state.parameter.numel()
+                count += state.local.numel()
             self._commit(chosen, num_threads)
             return count
 
@@ -413,10 +433,10 @@ class Transaction:
                 norm = self.table.norm.copy()
                 for state in others:
                     norm.clear(self.table.chunks_of(state.row))
-                return self._judge(parts, norm, 0.0).grad_norm
+                return self._judge(Question.NORM, parts, norm, 0.0).grad_norm
             norm = GradientNorm.zeros(len(self.table.norm.sums))
             self.table.compute_norm(gradients.segments, norm)
-            return norm.total
+            return self._over_ranks(Question.NORM, norm, 0.0).total
 
     # ---- outside writes ----------------------------------------------------------------------------------------------
 
@@ -429,7 +449,7 @@ class Transaction:
         if not states:
             return
         for state in states:
-            if not has_memory(state.parameter):
+            if not has_memory(state.local):
                 raise ValueError(
                     f"{state.name} has no data, because its storage was freed or it is on the meta device, expected "
                     "its values in memory; bring them back before this call, or set its .grad to None"

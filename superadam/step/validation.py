@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 
+from superadam.distributed.verdict import RanksNorm
 from superadam.state.norm import GradientNorm
 from superadam.step.outcome import StepKind, StepOutcome
 
@@ -19,9 +20,9 @@ def clip_coefficient(norm: float, max_norm: float | None) -> float:
     return float(np.float32(min(1.0, max_norm / (norm + _EPSILON))))
 
 
-def judge(norm: GradientNorm, max_norm: float | None) -> StepOutcome:
+def judge(norm: GradientNorm | RanksNorm, max_norm: float | None) -> StepOutcome:
     """Return the outcome of a step whose gradients have this norm; a `max_norm` of None or inf is no limit."""
-    total, count = norm.total, int(norm.nonfinite.sum())
+    total, count = norm.total, norm.count
     if count:
         return StepOutcome(StepKind.SKIPPED, total, 1.0, count)
     clip = clip_coefficient(total, max_norm)

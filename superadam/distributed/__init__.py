@@ -1,0 +1,1 @@
+"""Tensors that are distributed over ranks, and what ranks tell each other about a step."""

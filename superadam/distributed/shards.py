@@ -1,0 +1,134 @@
+"""The part of a distributed tensor (DTensor) that lies on this rank; nothing else here knows how DTensors are made.
+
+`torch.distributed.tensor` takes long to import and is never imported here: until somebody has, there is no DTensor.
+"""
+
+from __future__ import annotations
+
+import enum
+import operator
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Share(enum.IntEnum):
+    """What a rank's part of a tensor is to the whole."""
+
+    PLAIN = 0
+    """An ordinary tensor, of which every rank has its own."""
+    OWNED = 1
+    """The part of which this rank has the first replica: its elements are counted here, and nowhere else."""
+    REPLICA = 2
+    """A further replica of a part that another rank owns."""
+
+
+def is_distributed(tensor: object) -> bool:
+    """Whether this is a DTensor."""
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(tensor, kind)
+
+
+def local_of(tensor: Any) -> Tensor:
+    """Return the very tensor that holds this rank's part; an ordinary tensor itself."""
+    local: Tensor = tensor._local_tensor if is_distributed(tensor) else tensor  # to_local() may return a view of it
+    return local
+
+
+def set_local(tensor: Any, local: Tensor) -> None:
+    """Let a DTensor have another tensor of the same kind as this rank's part."""
+    tensor._local_tensor = local
+
+
+def with_local(tensor: Any, local: Tensor) -> Tensor:
+    """Return a DTensor that is distributed as `tensor` is, with this part on this rank, wherever that lies.
+
+    `DTensor.from_local` would move the part to the device of the mesh.
+    """
+    if local.dtype != tensor.dtype:
+        tensor = torch.empty_like(tensor, dtype=local.dtype, device="meta", requires_grad=False)
+    whole: Tensor = type(tensor)(local, tensor._spec, requires_grad=False)
+    return whole
+
+
+def write(tensor: Any, values: Any) -> None:
+    """Copy values to a tensor that is distributed as they are, wherever they lie."""
+    local_of(tensor).copy_(local_of(values))
+    if is_distributed(tensor):
+        torch.autograd.graph.increment_version(tensor)
+
+
+def part_of(tensor: Any, like: Any) -> Tensor | None:
+    """Return this rank's part of a tensor that is distributed as `like` is, or as little; None for any other."""
+    if not is_distributed(like):
+        return None if is_distributed(tensor) else tensor
+    if not is_distributed(tensor) or tensor.shape != like.shape:
+        return None
+    if tensor.placements != like.placements or tensor.device_mesh != like.device_mesh:
+        return None
+    local = local_of(tensor)
+    return local.wait() if hasattr(local, "wait") else local  # the result of a collective that is under way
+
+
+def described(tensor: Any) -> str:
+    """Return how a tensor is distributed, for error messages."""
+    if not is_distributed(tensor):
+        return f"an ordinary tensor of shape {tuple(tensor.shape)}"
+    mesh = tuple(tensor.device_mesh.mesh.shape)
+    return f"a DTensor of shape {tuple(tensor.shape)} placed {list(tensor.placements)} on {mesh} ranks"
+
+
+def check_placement(tensor: Any, name: str) -> None:
+    """Raise TypeError unless a DTensor has whole elements, some of them possibly on this rank."""
+    if not is_distributed(tensor):
+        return
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise TypeError(
+            f"{name} is placed {list(tensor.placements)}, expected Shard or Replicate, because a Partial tensor is not "
+            "summed yet; redistribute() it before optimizing"
+        )
+    if tensor.device_mesh.get_coordinate() is None:
+        raise TypeError(
+            f"{name} lies on ranks {members_of(tensor)} only, expected a tensor with a part on this rank, "
+            f"{torch.distributed.get_rank()}; leave it out here"
+        )
+
+
+def members_of(tensor: Any) -> list[int]:
+    """Return the ranks that a DTensor is distributed over, sorted."""
+    members: list[int] = sorted(tensor.device_mesh.mesh.flatten().tolist())
+    return members
+
+
+def share_of(tensor: Any) -> Share:
+    """Return what this rank's part of a tensor is to the whole."""
+    if not is_distributed(tensor):
+        return Share.PLAIN
+    places = zip(tensor.device_mesh.get_coordinate(), tensor.placements, strict=True)
+    is_first = all(coordinate == 0 for coordinate, placement in places if placement.is_replicate())
+    return Share.OWNED if is_first else Share.REPLICA
+
+
+def shared_elsewhere(parts: Sequence[Tensor]) -> list[bool]:
+    """Return of each part whether its memory is referenced by more than these parts and what they are cut from."""
+    return [any(map(operator.gt, found, _USUAL)) for found in _references(parts)]
+
+
+def _references(parts: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """Count the references to the memory of each part, in Python and in all, less those by parts and their bases."""
+    storages = [part.untyped_storage() for part in parts]
+    ours = Counter(storage._cdata for storage in storages)
+    return [
+        (
+            sys.getrefcount(storage) - ours[storage._cdata],
+            torch._C._storage_Use_Count(storage._cdata) - ours[storage._cdata] - (part._base is not None),
+        )
+        for part, storage in zip(parts, storages, strict=True)
+    ]
+
+
+(_USUAL,) = _references([torch.empty(1, device="cpu")])

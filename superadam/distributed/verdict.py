@@ -1,0 +1,212 @@
+"""One verdict for all ranks: one collective per step, after which every rank goes on alike, or raises."""
+
+from __future__ import annotations
+
+import enum
+import math
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import distributed as dist
+
+from superadam.distributed.shards import is_distributed, members_of
+
+_MAGIC = float(0x5A_DA_51)  # of no gradient, should one rank's gather ever meet another's
+
+
+class Question(enum.IntEnum):
+    """What a collective is for."""
+
+    STEP = 0
+    NORM = 1
+
+    @property
+    def call(self) -> str:
+        """The method that asks it, for error messages."""
+        return ("step()", "clip_grad_norm_()")[self]
+
+
+@dataclass(frozen=True, slots=True)
+class RanksNorm:
+    """The norm of the gradients of all ranks, and the number of their elements that are Inf or NaN."""
+
+    total: float
+    count: int
+
+
+class _Words(NamedTuple):
+    """What one rank tells the others, as fp64 numbers.
+
+    Attributes:
+        magic, question, number: what is asked, and how many questions were before; the same on all ranks.
+        failed: whether the rank has an error to raise instead; then nothing below means anything.
+        parameters: a checksum of the shapes of the distributed parameters; the same on all ranks.
+        limit: of the norm, inf for none; the same on all ranks.
+        nonfinite: elements of all local gradients that are Inf or NaN.
+        owned: sum of squares of the elements of which this rank has the first replica.
+        plain: sum of squares of the gradients of ordinary parameters; the same on all ranks.
+    """
+
+    magic: float
+    question: float
+    number: float
+    failed: float = 0.0
+    parameters: float = 0.0
+    limit: float = math.inf
+    nonfinite: float = 0.0
+    owned: float = 0.0
+    plain: float = 0.0
+
+
+class Ranks:
+    """The ranks over which an optimizer's parameters are distributed.
+
+    Attributes:
+        members: their numbers, sorted.
+        number: of questions asked so far; as every rank takes part in each, the same on all.
+    """
+
+    def __init__(self, mesh: Any, members: Sequence[int]) -> None:
+        self.members = list(members)
+        self.number = 0
+        self.parameters = 0.0
+        self._mesh = mesh
+        self._group: dist.ProcessGroup | None = None
+
+    def norm(self, question: Question, limit: float | None, nonfinite: int, owned: float, plain: float) -> RanksNorm:
+        """Return the norm of the gradients of all ranks, and their number of Inf and NaN, replicas included.
+
+        Args:
+            question: what the norm is for.
+            limit: of the norm; None for none.
+            nonfinite, owned, plain: as in `_Words`, of this rank.
+
+        Raises:
+            RuntimeError: on every rank alike: another rank failed, ended, or is elsewhere in the program, or the ranks
+                have different parameters, limits or gradients of ordinary parameters.
+        """
+        mine = self._words(question)._replace(
+            parameters=self.parameters,
+            limit=math.inf if limit is None else limit,
+            nonfinite=nonfinite,
+            owned=owned,
+            plain=plain,
+        )
+        every = self._exchange(mine)
+        self._check(every)
+        first, *others = every
+        total, count = 0.0, int(sum(words.nonfinite for words in every))
+        for words in every:
+            total += words.owned
+        total = math.sqrt(total + first.plain)
+        if count:
+            return RanksNorm(math.nan if math.isfinite(total) else total, count)
+        for rank, words in zip(self.members[1:], others, strict=True):
+            if words.plain != first.plain:
+                raise RuntimeError(
+                    f"the gradients of parameters that are not distributed differ between ranks {self.members[0]} and "
+                    f"{rank}, expected the same ones everywhere; all-reduce the gradients of fully_shard's "
+                    "ignored_params before the step"
+                )
+        return RanksNorm(total, 0)
+
+    def tell_failure(self, question: Question) -> None:
+        """Let the other ranks, which are about to ask, raise as well; returns also where they cannot be reached."""
+        try:
+            self._exchange(self._words(question)._replace(failed=1.0))
+        except RuntimeError:
+            return
+
+    def _words(self, question: Question) -> _Words:
+        self.number += 1
+        return _Words(_MAGIC, float(question), float(self.number))
+
+    def _exchange(self, mine: _Words) -> list[_Words]:
+        """Return what each rank tells, in the order of `members`."""
+        if len(self.members) == 1:
+            return [mine]
+        sent = torch.tensor(mine, dtype=torch.float64, device=self._mesh.device_type)
+        received = [torch.empty_like(sent) for _ in self.members]
+        try:
+            dist.all_gather(received, sent, group=self._process_group())
+            return [_Words(*words) for words in torch.stack(received).tolist()]
+        except (RuntimeError, ValueError) as error:
+            told = str(error).partition("\n")[0][:150]
+            raise RuntimeError(
+                f"ranks {self.members} could not agree on a step, because one of them has ended, does not answer or is "
+                f"elsewhere in the program ({told}); nothing was changed: start all of them again from a checkpoint"
+            ) from error
+
+    def _process_group(self) -> dist.ProcessGroup | None:
+        """Return a group of these ranks; made by the first collective, in which every rank takes part."""
+        if self._group is None and self.members != list(range(dist.get_world_size())):
+            if self._mesh.ndim == 1:
+                self._group = self._mesh.get_group()
+            else:
+                group: Any = dist.new_group(self.members, use_local_synchronization=True)
+                self._group = group
+        return self._group
+
+    def _check(self, every: Sequence[_Words]) -> None:
+        places = [words[:3] for words in every]
+        for rank, place in zip(self.members, places, strict=True):
+            if place != places[0]:
+                here, there = (_place(one) for one in (places[0], place))
+                raise RuntimeError(
+                    f"the ranks are not at the same point: rank {self.members[0]} {here} and rank {rank} {there}, "
+                    "expected each call on every rank; nothing was changed: start all of them again from a checkpoint"
+                )
+        failed = [rank for rank, words in zip(self.members, every, strict=True) if words.failed]
+        if failed:
+            raise RuntimeError(
+                f"{Question(int(every[0].question)).call} failed on ranks {failed}, so nothing was changed; "
+                "see the error that was raised there"
+            )
+        for rank, words in zip(self.members, every, strict=True):
+            if words.parameters != every[0].parameters:
+                raise RuntimeError(
+                    f"the optimizers of ranks {self.members[0]} and {rank} have different parameters, expected parts "
+                    "of the same ones in the same order; make them from the same model"
+                )
+            if words.limit != every[0].limit:
+                raise RuntimeError(
+                    f"the limit of the gradient norm is {every[0].limit} on rank {self.members[0]} and {words.limit} "
+                    f"on rank {rank}, expected the same on all ranks; set the same max_grad_norm"
+                )
+
+
+def _place(words: tuple[float, ...]) -> str:
+    magic, question, number = words
+    if magic != _MAGIC or question not in (0.0, 1.0):
+        return "sent something else"
+    return f"is in call {number:.0f}, {Question(int(question)).call},"
+
+
+def ranks_of(parameters: Sequence[Any], names: Sequence[str], before: Ranks | None) -> Ranks | None:
+    """Return the ranks over which parameters are distributed; None if all are ordinary tensors.
+
+    `before` is what this has returned for the same optimizer; it is returned again where the ranks are the same.
+    Raises ValueError where parameters are distributed over different ranks.
+    """
+    first: tuple[Any, str] | None = None
+    shapes = []
+    for parameter, name in zip(parameters, names, strict=True):
+        if not is_distributed(parameter):
+            continue
+        shapes.append(tuple(parameter.shape))
+        if first is None:
+            first = parameter, name
+        elif parameter.device_mesh is not first[0].device_mesh and members_of(parameter) != members_of(first[0]):
+            raise ValueError(
+                f"{first[1]} is distributed over ranks {members_of(first[0])} and {name} over {members_of(parameter)}, "
+                "expected the same ranks for all parameters of an optimizer; make one optimizer for each"
+            )
+    if first is None:
+        return None
+    members = members_of(first[0])
+    ranks = before if before is not None and before.members == members else Ranks(first[0].device_mesh, members)
+    ranks.parameters = float(zlib.crc32(repr(shapes).encode()))
+    return ranks

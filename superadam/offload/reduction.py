@@ -1,0 +1,36 @@
+"""Gradients that FSDP2 has reduced over ranks: when they may be taken."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from superadam.distributed import shards
+from superadam.handles.gradient_handle import shared_memory
+
+
+class ReducedGroups:
+    """Parameters whose gradients are ready and wait for the rest of their group; ordinary ones do not wait.
+
+    FSDP2 cuts the gradients of a group from one buffer, and calls hooks while it does. Once the next group is ready,
+    nothing references that buffer but the gradients; where something does, they are left to `step()`.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[Tensor] = []
+        self._buffer: int | None = None  # of the group that waits
+
+    def add(self, parameter: Tensor) -> list[Tensor]:
+        """Add a parameter whose gradient is ready, and return those whose gradients may be taken now."""
+        if not shards.is_distributed(parameter):
+            return [parameter]
+        buffer = None if parameter.grad is None else shards.local_of(parameter.grad).untyped_storage()._cdata
+        complete = self.rest() if buffer != self._buffer else []
+        self._buffer = buffer
+        self._waiting.append(parameter)
+        return complete
+
+    def rest(self) -> list[Tensor]:
+        """Return those that waited, but for those whose gradients lie in memory that is referenced elsewhere."""
+        waiting, self._waiting = self._waiting, []
+        shared = shared_memory(waiting)
+        return [parameter for position, parameter in enumerate(waiting) if position not in shared]

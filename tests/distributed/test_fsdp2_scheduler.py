@@ -1,0 +1,188 @@
+"""Training under `fully_shard` with a scheduler has the bits of training without one, on every rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from overlap import ThreadDevice
+from ranks import on_ranks
+from reference import flat, same_bits
+from shards import local, wrap
+from torch import Tensor, distributed, nn
+from torch.distributed import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor import Shard
+
+from superadam import OffloadScheduler, SpeculativeCPUAdamW, StepKind
+from superadam.devices import Device
+from superadam.devices.simulated import SimulatedDevice
+from superadam.handles.gradient_handle import GradientHandle
+
+STEPS = 14
+LIMIT = 0.5
+ROUNDED = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+SHAPES = [(7, 5), (5, 1), (1, 9), (9, 6)]
+"""Of layers: uneven parts, and on some ranks none at all."""
+
+
+DEVICES: dict[str, Callable[[], tuple[Device, int]]] = {
+    "host": lambda: (ThreadDevice(), 0),
+    "simulated": lambda: (SimulatedDevice(1, 0.5), 0),
+    "kept": lambda: (SimulatedDevice(2, 0.5), 2),
+}
+
+
+def sharded(dtype: torch.dtype, seed: int = 0, **options: Any) -> nn.Module:
+    torch.manual_seed(seed)
+    model = nn.Sequential(*[nn.Linear(inner, outer) for inner, outer in SHAPES]).to(dtype)
+    wrap([*model, model], mp_policy=MixedPrecisionPolicy(**ROUNDED), **options)
+    return model
+
+
+def loss_of(model: nn.Module, rank: int, step: int, micro: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * rank + 10 * step + micro)
+    inputs = torch.randn(3, SHAPES[0][0], generator=generator).to(torch.bfloat16)
+    loss: Tensor = (model(inputs) - 1).float().square().sum()
+    return loss
+
+
+def shown(model: nn.Module, optimizer: SpeculativeCPUAdamW) -> list[Tensor]:
+    """Return this rank's parts of parameters and of all state."""
+    parts = []
+    for parameter in model.parameters():
+        parts += [parameter, *(optimizer.state[parameter][key] for key in sorted(optimizer.state[parameter]))]
+    return [local(part).clone() for part in parts]
+
+
+def assert_same(mine: list[Tensor], theirs: list[Tensor]) -> None:
+    for one, other in zip(mine, theirs, strict=True):
+        assert same_bits(flat(one, one), flat(other, other))
+
+
+def train(model: Any, optimizer: SpeculativeCPUAdamW, rank: int, micro_batches: int, *, syncs: bool) -> list[StepKind]:
+    kinds = []
+    for step in range(STEPS):
+        for micro in range(micro_batches):
+            if not syncs:
+                model.set_requires_gradient_sync(micro == micro_batches - 1)
+            loss_of(model, rank, step, micro).backward()
+        if step % 5 == 4:
+            nn.utils.clip_grad_norm_(model.parameters(), LIMIT)
+        gradient = next(model.parameters()).grad
+        if step == 6 and rank == 1:
+            local(gradient).view(-1)[0] = math.nan
+        optimizer.max_grad_norm = LIMIT if step % 3 == 1 else None
+        optimizer.step()
+        optimizer.zero_grad()
+        assert optimizer.last_outcome is not None
+        kinds.append(optimizer.last_outcome.kind)
+    return kinds
+
+
+@pytest.mark.parametrize(("micro_batches", "syncs"), [(1, True), (2, True), (3, False)])
+@pytest.mark.parametrize("where", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@on_ranks(2)
+def test_training(rank: int, dtype: torch.dtype, where: str, micro_batches: int, syncs: bool) -> None:
+    models = [sharded(dtype) for _ in range(2)]
+    plain, ours = (SpeculativeCPUAdamW(model.parameters(), lr=1e-2) for model in models)
+    kinds = train(models[0], plain, rank, micro_batches, syncs=syncs)
+    assert set(kinds) == set(StepKind)
+    device, kept = DEVICES[where]()
+    with OffloadScheduler(ours, models[1], device=device, num_threads=1, bucket_numel=8, gpu_buckets=kept) as scheduler:
+        assert train(models[1], ours, rank, micro_batches, syncs=syncs) == kinds
+        assert scheduler.statistics.buckets > STEPS
+        assert (scheduler.statistics.kept_buckets > 0) is (kept > 0)
+        if micro_batches == 1 and (where == "simulated" or (dtype == torch.bfloat16 and not kept)):
+            assert scheduler.statistics.accepted_buckets > 0
+    assert_same(shown(models[1], ours), shown(models[0], plain))
+
+
+@on_ranks(2)
+def test_groups_are_taken_once_the_next_one_is_ready(rank: int) -> None:
+    model = sharded(torch.float32)
+    optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-2)
+    with OffloadScheduler(optimizer, model, device=ThreadDevice(), num_threads=1, bucket_numel=8):
+        loss_of(model, rank, 0, 0).backward()
+        taken = [isinstance(local(parameter.grad), GradientHandle) for parameter in model.parameters()]
+        assert taken == [False, False, True, True, True, True, True, True]
+        optimizer.step()
+
+
+@pytest.mark.parametrize("mesh", ["shard", "replicate", "columns", "ignored", "host"])
+@on_ranks(2)
+def test_ways_to_shard(rank: int, mesh: str) -> None:
+    """HSDP with replicas, `Shard(1)`, parameters that are left alone, and weights on the host."""
+    options: dict[str, Any] = {}
+    if mesh == "replicate":
+        options["mesh"] = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    elif mesh == "columns":
+        options["shard_placement_fn"] = lambda parameter: Shard(parameter.dim() - 1)
+    elif mesh == "host":
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    found = []
+    for overlaps in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])
+        ignored = {model[1].bias} if mesh == "ignored" else None
+        wrap([*model, model], ignored_params=ignored, **options)
+        optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-2, max_grad_norm=LIMIT)
+        scheduler = OffloadScheduler(optimizer, model, device=ThreadDevice(), num_threads=1, bucket_numel=30)
+        with scheduler if overlaps else nullcontext():
+            if not overlaps:
+                scheduler.close()
+            for step in range(6):
+                generator = torch.Generator().manual_seed(10 * step + rank)
+                (model(torch.randn(3, 8, generator=generator)) - 1).square().sum().backward()
+                if ignored:
+                    distributed.all_reduce(model[1].bias.grad)
+                if step == 3 and rank == 1:
+                    local(model[2].weight.grad).view(-1)[3] = math.inf
+                optimizer.step()
+                optimizer.zero_grad()
+        assert optimizer.statistics.skipped == 1
+        assert not overlaps or scheduler.statistics.buckets > 6
+        found.append(shown(model, optimizer))
+    assert_same(*found)
+
+
+@on_ranks(2)
+def test_gradients_that_something_else_references_are_left_alone(rank: int) -> None:
+    model = sharded(torch.float32)
+    optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-2)
+    buffers: list[Tensor] = []
+    with OffloadScheduler(optimizer, model, device=ThreadDevice(), num_threads=1, bucket_numel=8):
+        model[2].weight.register_post_accumulate_grad_hook(lambda p: buffers.append(local(p.grad).view(-1)))
+        loss_of(model, rank, 0, 0).backward()
+        taken = [isinstance(local(parameter.grad), GradientHandle) for parameter in model.parameters()]
+        assert taken == [False, False, True, True, False, False, True, True]
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_what_a_hook_raises_is_told_by_step_on_every_rank(rank: int) -> None:
+    model = sharded(torch.float32)
+    optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-2)
+    with OffloadScheduler(optimizer, model, device=ThreadDevice(), num_threads=1, bucket_numel=8) as scheduler:
+        loss_of(model, rank, 0, 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        before = shown(model, optimizer)
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 0:
+                patch.setattr(scheduler._transfers, "download", planted)
+            loss_of(model, rank, 1, 0).backward()
+            with pytest.raises(RuntimeError, match="planted" if rank == 0 else r"step\(\) failed on ranks \[0\]"):
+                optimizer.step()
+        assert_same(shown(model, optimizer), before)
+        optimizer.step()
+        assert optimizer.statistics.steps == 2
+
+
+def planted(*arguments: object) -> None:
+    raise RuntimeError("planted")
