@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from typing import Any
 
 import pytest
 import torch
-from ranks import on_ranks
+from ranks import on_ranks, preload
 from reference import same_bits
 from shards import Oracle, local, wrap
 from torch import nn
@@ -16,10 +17,17 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from superadam import SpeculativeCPUAdamW, StepKind
 from superadam.handles.gradient_handle import taken_of
 
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed"),
+]
+
 STEPS = 30
 MICRO_BATCHES = 2
 VOCABULARY = 64
 LIMIT = 0.5
+preload("transformers.models.llama.modeling_llama")
+preload("transformers.models.qwen3_moe.modeling_qwen3_moe")
 ROUNDED = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
 
@@ -75,7 +83,6 @@ def backward(model: Any, rank: int, step: int) -> None:
         (model(input_ids=tokens, labels=tokens).loss / MICRO_BATCHES).backward()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", MODELS)
 @on_ranks(2)

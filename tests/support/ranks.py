@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-PRELOADED = ("pytest", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "superadam")
+_preloaded = ["pytest", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "superadam"]
 ENDED = "ended"
 
 SECONDS = 240
@@ -29,7 +29,12 @@ SECONDS_AFTER_FAILURE = 5
 """After which ranks are stopped that wait for one that failed."""
 
 _processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload([*PRELOADED])
+_processes.set_forkserver_preload(_preloaded)
+
+
+def preload(module: str) -> None:
+    """Let ranks be forked from a process that has imported this module; only before the first one is."""
+    _preloaded.append(module)
 
 
 class RankError(AssertionError):
