@@ -35,6 +35,8 @@ _LARGEST_STEP = 2.0**53  # up to which fp64 counts every step
 
 
 def _kind_of(value: object) -> str:
+    if shards.is_distributed(value):
+        return shards.described(value)
     return described(value) if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 

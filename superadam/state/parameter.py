@@ -111,6 +111,7 @@ class ParameterState:
         is_own_master: whether the parameter itself is the master; `master` is that of a working copy.
         is_staged: whether kernels cannot write the parameter directly: on another device, or not dense.
         exp_avg, exp_avg_sq, max_exp_avg_sq: moments, as in torch.optim.Adam.
+        wholes: the DTensors, by attribute, as whose part users see the four tensors above; empty for other parameters.
     """
 
     __slots__ = (
@@ -132,6 +133,7 @@ class ParameterState:
         "row",
         "shape",
         "strides",
+        "wholes",
     )
 
     def __init__(self, parameter: Tensor, row: int, name: str, *, is_on_host: bool | None = None) -> None:
@@ -152,6 +154,7 @@ class ParameterState:
         self.exp_avg: Tensor | None = None
         self.exp_avg_sq: Tensor | None = None
         self.max_exp_avg_sq: Tensor | None = None
+        self.wholes: dict[str, Tensor] = {}
         self.phase = Phase.CLEAN
         self.pending: Pending | None = None
 
@@ -173,6 +176,13 @@ class ParameterState:
     def whole(self, tensor: Tensor) -> Tensor:
         """Return a tensor of this state as users see it: distributed as the parameter."""
         return shards.with_local(self.parameter, tensor) if self.is_distributed else tensor
+
+    def whole_of(self, key: str) -> Tensor:
+        """Return the tensor of one attribute as users see it, always the same while the attribute is."""
+        tensor = getattr(self, key)
+        if shards.local_of(self.wholes.get(key)) is not tensor:
+            self.wholes[key] = self.whole(tensor)
+        return self.wholes[key]
 
     def empty(self, dtype: torch.dtype) -> Tensor:
         """Return an uninitialised CPU tensor in the layout of the state."""
@@ -237,6 +247,8 @@ class ParameterState:
                 if tensor.is_inference():
                     return None
                 versions.append(tensor._version)
+        # Writes to DTensors count there; those that are made in between begin at 0.
+        versions.append(sum(whole._version for whole in self.wholes.values()) if self.wholes else 0)
         return tuple(versions)
 
     def create_state(self, *, with_max: bool) -> None:

@@ -73,7 +73,8 @@ class ParameterTable:
         self.is_distributed = any(state.is_distributed for state in self.states)
         self._states_by_id = {id(state.parameter): state for state in self.states}
         self.all_rows = np.arange(len(self.states))
-        self.fingerprints = Fingerprints([state.local for state in self.states])
+        parts = [state.local for state in self.states]
+        self.fingerprints = Fingerprints(parts, self.parameters if self.is_distributed else None)
         self.steps = np.zeros(len(self.states), np.int64)
         self.is_published = np.ones(len(self.states), bool)
         self.delivery = delivery
@@ -279,9 +280,6 @@ class ParameterTable:
     def count_step(self, rows: Rows) -> None:
         """Count a step of parameters that have just got their new values."""
         self.fingerprints.bump(rows)
-        if self.is_distributed:  # whose versions do not follow those of their parts
-            states = [self.states[row] for row in rows]
-            torch.autograd.graph.increment_version([state.parameter for state in states if state.is_distributed])
         self.steps[rows] += 1
         self.is_published[rows] = False
 
