@@ -38,9 +38,9 @@ class Model(nn.Module):
         return result
 
 
-def make(kind: Any, seed: int, replicas: int = 1) -> tuple[Model, Any]:
+def make(kind: Any, seed: int, replicas: int = 1, dtype: torch.dtype = torch.float32) -> tuple[Model, Any]:
     torch.manual_seed(seed)
-    model = Model()
+    model = Model().to(dtype)
     mesh = init_device_mesh(
         "cpu", (replicas, distributed.get_world_size() // replicas), mesh_dim_names=("replicas", "shards")
     )
@@ -52,11 +52,12 @@ def make(kind: Any, seed: int, replicas: int = 1) -> tuple[Model, Any]:
 
 def train(model: nn.Module, optimizer: Any, seed: int) -> None:
     torch.manual_seed(seed)
-    model(torch.randn(4, 5)).square().mean().backward()
+    inputs: Any = torch.randn(2, 4, 5).to(next(model.parameters()).dtype)
+    model(inputs[0]).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
     with torch.no_grad():
-        model(torch.randn(4, 5))  # leaves the root with other parameters than the optimizer's
+        model(inputs[1])  # leaves the root with other parameters than the optimizer's
 
 
 def content(model: nn.Module, optimizer: Any) -> dict[str, Any]:
@@ -76,9 +77,9 @@ def content(model: nn.Module, optimizer: Any) -> dict[str, Any]:
     }
 
 
-def resume(rank: int, *, kind: Any, folder: str, seed: int, replicas: int = 1) -> tuple[Any, Any, list[Any]]:
+def resume(rank: int, *, kind: Any, folder: str, seed: int, **options: Any) -> tuple[Any, Any, list[Any]]:
     """Load a checkpoint, train, and save; return what was loaded, what was saved, and `extra`."""
-    model, optimizer = make(kind, seed, replicas)
+    model, optimizer = make(kind, seed, **options)
     extra = load(folder, model, optimizer) if seed else []
     loaded = content(model, optimizer)
     train(model, optimizer, seed)
@@ -88,11 +89,14 @@ def resume(rank: int, *, kind: Any, folder: str, seed: int, replicas: int = 1) -
     return loaded, content(model, optimizer), extra
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_state_is_the_same_on_any_number_of_ranks(kind: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_is_the_same_on_any_number_of_ranks(kind: Any, dtype: torch.dtype, tmp_path: Path) -> None:
     saved: list[Any] = []
     for seed, (size, replicas) in enumerate([(2, 1), (3, 1), (1, 1), (2, 2), (2, 1)]):
-        results = ranks.run(resume, size, kind=kind, folder=str(tmp_path), seed=seed, replicas=replicas)
+        options = {"replicas": replicas, "dtype": dtype}
+        results = ranks.run(resume, size, kind=kind, folder=str(tmp_path), seed=seed, **options)
         for loaded, _, extra in results:
             assert extra == [{"seed": before, "rank": 0} for before in range(seed)]
             assert seed == 0 or loaded == saved[-1]
@@ -111,6 +115,7 @@ def fail_together(rank: int, *, kind: Any, folder: str) -> list[str]:
     newest = save(folder, model, optimizer, extra="newer")
     train(model, optimizer, 1)
     before, files = content(model, optimizer), sorted(path.rglob("*"))
+    distributed.barrier()
     words = []
 
     def refused(work: Any, *replaced: Any) -> None:
@@ -148,6 +153,7 @@ def fail_together(rank: int, *, kind: Any, folder: str) -> list[str]:
     return words
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_failure_on_one_rank_is_one_sentence_on_all_and_changes_nothing(kind: Any, tmp_path: Path) -> None:
     first, second = ranks.run(fail_together, 2, kind=kind, folder=str(tmp_path))
@@ -174,6 +180,7 @@ def die(rank: int, *, kind: Any, folder: str, victim: int) -> str:
     return type(error.value).__name__
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("victim", [0, 1])
 def test_rank_that_is_killed_leaves_the_older_one(kind: Any, victim: int, tmp_path: Path) -> None:

@@ -381,6 +381,7 @@ def test_save_that_is_killed_at_any_moment_leaves_the_older_or_the_new_one(tmp_p
     assert len(seen) > 30
 
 
+@pytest.mark.slow
 @pytest.mark.subprocess
 def test_superadam_alone_does_not_import_it() -> None:
     code = "import sys, torch; seen = set(sys.modules); import superadam; print(*sys.modules.keys() - seen)"
