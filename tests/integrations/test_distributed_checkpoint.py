@@ -315,9 +315,8 @@ def test_full_disk_is_one_sentence_and_the_older_one_stays(pair: tuple[Model, An
             resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
             words = str(error.value)
             assert words.startswith(f"cannot save a checkpoint to {tmp_path}: ")
-            assert words.endswith(
-                "; earlier ones are as they were: free some space, or choose another folder that all ranks share"
-            )
+            advice = "free some space, or choose another folder that all ranks share"
+            assert words.endswith(f": {advice}; earlier ones are as they were")
             assert "\n" not in words
             assert sorted(tmp_path.rglob("*")) == before
 
