@@ -174,17 +174,21 @@ class _Ranks:
     def fault(self, work: Callable[[], object]) -> str | None:
         """Return, on every rank, what `work` raised on the first one on which it did."""
         fault, rank = None, self.rank
+        cause: BaseException | None = None
         try:
             work()
         except (Exception, CheckpointException) as error:
-            cause: BaseException = error
+            cause = error
             if isinstance(error, CheckpointException):  # of DCP, the same on every rank
                 rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
             place = f" (on rank {rank})" if self.size > 1 else ""
             fault = f"{cause}{place}"
             if not isinstance(cause, CheckpointError):
                 fault = f"{type(cause).__name__}: {(str(cause).splitlines() or [''])[0]}{place}{self.advice}"
-        return next(filter(None, self.gather(fault)), None)
+        faults = self.gather(fault)
+        if cause is not None and rank == self.rank and not isinstance(cause, Exception):
+            raise cause  # Ctrl-C, which DCP has caught
+        return next(filter(None, faults), None)
 
 
 def _write_values(path: Path, values: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ import pytest
 import torch
 from children import exit_code_of_child
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam, SpeculativeCPUAdamW
@@ -328,6 +329,20 @@ def test_folder_that_is_none_is_one_sentence(pair: tuple[Model, Any], tmp_path: 
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=r"cannot save a checkpoint to .*file: FileExistsError: "):
         save(tmp_path / "file", *pair)
+
+
+def test_interruption_passes_through(pair: tuple[Model, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, *pair)
+    before = sorted(tmp_path.rglob("*"))
+
+    def interrupt(*arguments: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    for name in ("prepare_local_plan", "write_data", "finish"):
+        with monkeypatch.context() as context, pytest.raises(KeyboardInterrupt):  # noqa: PT012
+            context.setattr(FileSystemWriter, name, interrupt)
+            save(tmp_path, *pair)
+        assert sorted(tmp_path.rglob("*")) == before
 
 
 def killed_at(number: int, work: Callable[[], object]) -> None:
