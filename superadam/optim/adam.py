@@ -196,11 +196,17 @@ class SpeculativeCPUAdam(Optimizer):
             TypeError, ValueError: a gradient does not fit its parameter, or a hyper-parameter is out of range.
             FloatingPointError: a gradient is Inf or NaN, and `on_nonfinite` is "raise" or other FSDP1 ranks may not
                 know.
-            RuntimeError: there is a limit under FSDP1, on several ranks; or, where parameters are DTensors, another rank
-                failed, ended, or is not at the same point.
+            RuntimeError: there is a limit under FSDP1, on several ranks; or, with DTensors, another rank failed, ended,
+                or is not at the same point.
 
         Whatever is raised, nothing was changed.
+
+        `torch.distributed.checkpoint` makes a step with zero gradients to get state that it can load into: that creates
+        the state of before the first step, and is none.
         """
+        if not self._published.entries and checkpoint.is_asked_for_template():
+            self._published.create(self.param_groups)
+            return None
         loss = None
         if closure is not None:
             with torch.enable_grad():
