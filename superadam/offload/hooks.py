@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._compile import _disable_dynamo
+from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
 
 
@@ -17,18 +19,27 @@ class GradientReady:
     A copy or a pickle of it does nothing, so that a deep copied or saved model is a plain model.
     """
 
-    def __init__(self, method: Callable[[Tensor], None] | None) -> None:
-        self._method: Any = (lambda: None) if method is None else weakref.WeakMethod(method)
+    def __init__(self, method: Any) -> None:
+        self._owner: Callable[[], Any] = (lambda: None) if method is None else weakref.ref(method.__self__)
+        self._function: Any = getattr(method, "__func__", None)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (None,)
 
-    @_disable_dynamo
     def __call__(self, parameter: Tensor) -> None:
-        """Call the method with the parameter."""
-        method = self._method()
-        if method is not None:
-            method(parameter)
+        """Call the method with the parameter, which no compiler traces."""
+        owner = self._owner()
+        if owner is None:
+            return
+        if is_dynamo_compiling() or get_eval_frame_callback() is not None:
+            _call_untraced(self._function, owner, parameter)
+        else:
+            self._function(owner, parameter)
+
+
+@_disable_dynamo  # which takes as long as what it calls
+def _call_untraced(function: Any, owner: Any, parameter: Tensor) -> None:
+    function(owner, parameter)
 
 
 class Hooks:

@@ -153,11 +153,13 @@ class OffloadScheduler(GradientHolder):
         self._backward_began = self._backward_began or begin
         self.statistics.hook_seconds += time.perf_counter() - begin
 
-    @torch.no_grad()
     def _send(self, bucket: Bucket) -> None:
         """Send a bucket; one that cannot be sent is left to `step()`, because its gradients are in `.grad`."""
         if self._pipeline is None or self._transaction is None:
-            return
+            return None
+        if torch.is_grad_enabled():  # backward as a rule disables it, and entering the context takes long
+            with torch.no_grad():
+                return self._send(bucket)
         try:
             self._hyper = self._hyper or self.optimizer.hyper_by_row()
             if len(self._hyper) == len(self._transaction.table.states):  # or groups were changed since
@@ -175,6 +177,7 @@ class OffloadScheduler(GradientHolder):
         if self._pipeline is not None:
             self._pipeline.transaction = transaction
         self._hyper = []
+        self._transfers.forget_layouts()
         if transaction is not None:
             self._bucketer.follow(transaction.table.states)
             self._hooks.follow(transaction.table.parameters)

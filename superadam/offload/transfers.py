@@ -6,11 +6,10 @@ Everything of one bucket and dtype travels in one flat buffer.
 from __future__ import annotations
 
 import collections
+import functools
 import threading
 import time
-import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import cast
 
 import numpy as np
 import torch
@@ -26,6 +25,9 @@ from superadam.offload.trace import Trace
 from superadam.state.norm import GradientNorm
 from superadam.state.parameter import ParameterState, Place
 
+LAYOUTS_KEPT = 8192
+"""Buckets whose layout is kept from step to step: more than a model has, unless their composition keeps changing."""
+
 
 class FlatShadow:
     """New values of parameters of one dtype in one flat buffer; a `superadam.state.parameter.Shadow`.
@@ -34,18 +36,21 @@ class FlatShadow:
     on the host until they are published.
     """
 
-    def __init__(self, transfers: Transfers, states: Sequence[ParameterState], memory: Tensor | None = None) -> None:
+    def __init__(self, transfers: Transfers, layout: FlatLayout[ParameterState], memory: Tensor | None = None) -> None:
         self._transfers = transfers
-        self._layout = FlatLayout(states)
-        self._dtype = states[0].parameter_dtype
+        self._layout = layout
+        self._dtype = layout.states[0].parameter_dtype
         self._memory = memory
-        self._travels = transfers.device.has_link and not transfers.device.is_host(states[0].parameter)
+        self._travels = transfers.device.has_link and not transfers.device.is_host(layout.states[0].parameter)
         self._host: list[Tensor] = []
         self._views: list[Tensor] = []
         self._arrived: Event | None = None
-        size = self._layout.numel * self._dtype.itemsize
-        transfers.count_shadow(size)
-        weakref.finalize(self, transfers.count_shadow, -size)
+        self._size = 0
+        transfers.count_shadow(layout.numel * self._dtype.itemsize)
+        self._size = layout.numel * self._dtype.itemsize
+
+    def __del__(self) -> None:
+        self._transfers.count_shadow(-self._size)
 
     @property
     def values(self) -> list[Tensor]:
@@ -79,6 +84,11 @@ class FlatShadow:
             device.record_stream(self._memory, Stream.CURRENT)
         return self._views
 
+    def keep_published(self) -> None:
+        """Keep memory of the host, which a copy under way may read, until the current stream has passed that."""
+        if self._travels and self._arrived is None:
+            self._transfers.device.record_stream(self._host[0], Stream.CURRENT)
+
 
 class Transfers:
     """Downloads of gradients and uploads of parameters over one device.
@@ -100,6 +110,11 @@ class Transfers:
         self._lock = threading.RLock()  # the worker uploads while the training thread publishes, or drops a shadow
         self._untold: collections.deque[tuple[Event, float, int]] = collections.deque()  # uploads not seen to arrive
         self._shadow_bytes = 0
+        self._layout_of = functools.lru_cache(LAYOUTS_KEPT)(FlatLayout[ParameterState])
+
+    def forget_layouts(self) -> None:
+        """Forget the layouts of earlier buckets, which keep their parameters alive."""
+        self._layout_of.cache_clear()
 
     def reserve(self, parameters: Iterable[Tensor], bucket_numel: int) -> None:
         """Reserve memory for the gradients and new values of a step, and for buckets of this size.
@@ -136,40 +151,49 @@ class Transfers:
         groups: dict[tuple[torch.dtype, torch.dtype], dict[ParameterState, TakenGradient]] = {}
         for state, taken in zip(states, gradients, strict=True):
             taken.in_use = True
-            if device.is_host(taken.pending):
-                if not taken.is_sum:
-                    taken.pending = self.narrowed(taken.pending, keeps_dtype=False)
-                taken.pending = state.host_gradient(taken.pending)
-                if state in speculated and device.is_host(state.parameter):
-                    local.setdefault(state.parameter_dtype, []).append(state)
-                elif state in speculated:
-                    self._add_places(places, [state], None)
+            gradient = taken.pending
+            if not device.is_host(gradient):
+                dtype = gradient.dtype if self.transfer_dtype is None else _dtype_on_link(gradient, self.transfer_dtype)
+                groups.setdefault((dtype, state.parameter_dtype), {})[state] = taken
                 continue
-            dtype = _dtype_on_link(taken.pending, self.transfer_dtype)
-            groups.setdefault((dtype, state.parameter_dtype), {})[state] = taken
+            if not taken.is_sum:
+                gradient = self.narrowed(gradient, keeps_dtype=False)
+            taken.pending = state.host_gradient(gradient)
+            if state in speculated and device.is_host(state.parameter):
+                local.setdefault(state.parameter_dtype, []).append(state)
+            elif state in speculated:
+                self._add_places(places, self._layout_of((state,)), None)
         for some in local.values():
-            self._add_places(places, some, None)
+            self._add_places(places, self._layout_of(tuple(some)), None)
         packed: list[tuple[FlatLayout[ParameterState], list[TakenGradient], Tensor]] = []
         for (dtype, parameter_dtype), group in groups.items():
-            layout, some_taken = FlatLayout(list(group)), list(group.values())
+            layout, some_taken = self._layout_of(tuple(group)), list(group.values())
             source = device.pack([taken.pending for taken in some_taken], layout, dtype)
             packed.append((layout, some_taken, source))
             if any(state in speculated for state in group):
-                self._add_places(places, layout.states, self._shadow_on_device(source, layout.numel, parameter_dtype))
+                memory = self._shadow_on_device(source, layout.numel, parameter_dtype)
+                self._add_places(places, layout, memory, speculated)
         if not packed:
             return places, device.record(Stream.CURRENT)
-        self._compute_norms([taken for group in groups.values() for taken in group.values()])
+        self._compute_norms([taken for _, some_taken, _ in packed for taken in some_taken])
         hosts, arrived = self._send_to_host([source for _, _, source in packed])
         for (layout, some_taken, _), host in zip(packed, hosts, strict=True):
             for taken, view in zip(some_taken, layout.views(host), strict=True):
                 taken.pending, taken.arrived = view, arrived
-        return {state: place for state, place in places.items() if state in speculated}, arrived
+        return places, arrived
 
     def _add_places(
-        self, places: dict[ParameterState, Place], states: Sequence[ParameterState], memory: Tensor | None
+        self,
+        places: dict[ParameterState, Place],
+        layout: FlatLayout[ParameterState],
+        memory: Tensor | None,
+        speculated: Collection[ParameterState] | None = None,
     ) -> None:
-        shadow = FlatShadow(self, states, memory)
-        places.update((state, Place(shadow, position)) for position, state in enumerate(states))
+        """Add places for the `speculated` states of a layout; None for all."""
+        shadow = FlatShadow(self, layout, memory)
+        for position, state in enumerate(layout.states):
+            if speculated is None or state in speculated:
+                places[state] = Place(shadow, position)
 
     def _shadow_on_device(self, packed: Tensor, numel: int, dtype: torch.dtype) -> Tensor | None:
         """Return memory on the device for new values: that of the packed gradients, which leave it before.
@@ -203,7 +227,7 @@ class Transfers:
         norms: list[Tensor] = []
         packed: list[tuple[TakenGradient, Tensor]] = []
         for dtype, group in groups.items():
-            layout = FlatLayout(list(group))
+            layout = self._layout_of(tuple(group))
             chunks = sum(native.chunk_count(state.shape.numel()) for state in layout.states)
             norms.append(device.empty(2 * chunks, torch.float64, Stream.CURRENT))
             some_taken = list(group.values())
@@ -267,7 +291,7 @@ class Transfers:
             groups.setdefault(state.parameter_dtype, []).append(state)
         places: dict[ParameterState, Place] = {}
         for some in groups.values():
-            self._add_places(places, some, None)
+            self._add_places(places, self._layout_of(tuple(some)), None)
         return [places[state] for state in states]
 
     def publish(self, states: Sequence[ParameterState], places: Sequence[Place]) -> None:
@@ -275,21 +299,26 @@ class Transfers:
 
         The second launch, of the others, waits until the last of them has arrived.
         """
-        device = self.device
-        shadows = {id(place.shadow): cast(FlatShadow, place.shadow) for place in places}
-        late = {key for key, shadow in shadows.items() if not shadow.has_arrived}
-        for waits in (False, True):
-            sources = {key: shadow.sources() for key, shadow in shadows.items() if (key in late) is waits}
-            chosen = [
-                (sources[id(shadow)][position], state.parameter)
-                for state, (shadow, position) in zip(states, places, strict=True)
-                if id(shadow) in sources
-            ]
-            if chosen:
-                device.scatter([value for value, _ in chosen], [parameter for _, parameter in chosen])
-            for value, _ in chosen:
-                if device.has_link and device.is_host(value):  # the device had no memory
-                    device.record_stream(value, Stream.CURRENT)
+        chosen: dict[FlatShadow, tuple[list[int], list[Tensor]]] = {}
+        for state, (shadow, position) in zip(states, places, strict=True):
+            assert isinstance(shadow, FlatShadow)
+            some = chosen.get(shadow)
+            if some is None:
+                some = chosen[shadow] = [], []
+            some[0].append(position)
+            some[1].append(state.parameter)
+        late = [shadow for shadow in chosen if not shadow.has_arrived]
+        for shadows in ([shadow for shadow in chosen if shadow not in late], late):
+            sources: list[Tensor] = []
+            parameters: list[Tensor] = []
+            for shadow in shadows:
+                values, (positions, targets) = shadow.sources(), chosen[shadow]
+                sources += [values[position] for position in positions]
+                parameters += targets
+            if sources:
+                self.device.scatter(sources, parameters)
+            for shadow in shadows:
+                shadow.keep_published()
 
     def upload(self, host: Tensor, distant: Tensor) -> Event:
         """Start the upload of new values; return the event after which they may be read on the device."""

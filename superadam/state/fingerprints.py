@@ -83,7 +83,16 @@ class Fingerprints:
 
     def is_hinted(self, row: int) -> bool:
         """Whether version, storage or address hint at an outside write."""
-        return bool(self._parameters[row]._version != self._versions[row]) or self.is_moved(row)
+        parameter = self._parameters[row]
+        try:
+            storage = parameter.untyped_storage()._cdata
+        except RuntimeError:
+            storage = _NO_STORAGE
+        return (
+            parameter._version != self._versions.item(row)
+            or parameter.data_ptr() != self._pointers.item(row)
+            or storage != self._storages.item(row)
+        )
 
     def _at(self, rows: npt.NDArray[np.int64]) -> Sequence[Tensor]:
         if len(rows) == len(self._parameters):

@@ -22,6 +22,8 @@ from superadam.kernels.hyperparameters import Hyperparameters
 class Phase(enum.Enum):
     """Where a parameter's transaction stands."""
 
+    __hash__ = object.__hash__  # not a function of Python's, many times for each parameter of a step
+
     CLEAN = "clean"
     """Nothing is pending; the working copy is the rounded master."""
     SPECULATED = "speculated"
@@ -211,13 +213,11 @@ class ParameterState:
     @property
     def versions(self) -> tuple[int, ...] | None:
         """Version counters of master and moments, which kernels leave alone; None if any was made in inference mode."""
-        versions = []
-        for tensor in (self.master, self.exp_avg, self.exp_avg_sq, self.max_exp_avg_sq):
-            if tensor is not None:
-                if tensor.is_inference():
-                    return None
-                versions.append(tensor._version)
-        return tuple(versions)
+        tensors = (self.master, self.exp_avg, self.exp_avg_sq, self.max_exp_avg_sq)
+        try:
+            return tuple([tensor._version for tensor in tensors if tensor is not None])
+        except RuntimeError:  # made in inference mode
+            return None
 
     def create_state(self, *, with_max: bool) -> None:
         """Create what a step reads and writes: zero moments, and the master from the parameter's present value."""

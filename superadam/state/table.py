@@ -166,7 +166,7 @@ class ParameterTable:
     def bring_home(self, rows: Rows | None = None) -> None:
         """Bring the states of these rows, by default of all, to the host; return when they are there."""
         if self._tier is not None:
-            self._tier.bring_home(self.states if rows is None else [self.states[row] for row in rows])
+            self._tier.bring_home(self.states if rows is None else (self.states[row] for row in rows))
 
     def _at(self, rows: Rows) -> Segments:
         if self._tier is not None:

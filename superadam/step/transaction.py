@@ -349,7 +349,11 @@ class Transaction:
 
     def _told(self, parts: Sequence[_Part], outcome: StepOutcome) -> StepOutcome:
         """Return the outcome with the factors that others applied to all gradients; expect this unscaling again."""
-        factors = {(part.taken.unscale_factor(), _clip_factor(part.taken)) for part in parts if part.taken}
+        factors = {
+            (part.taken.unscale_factor(), _clip_factor(part.taken)) if part.taken.factors else (1.0, 1.0)
+            for part in parts
+            if part.taken
+        }
         if len(factors) != 1 or not all(part.waits for part in parts):
             return outcome
         unscale, clip = factors.pop()

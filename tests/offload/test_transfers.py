@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any, cast
 
 import pytest
@@ -79,6 +81,36 @@ def download(
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+class Layouts(SimulatedDevice):
+    """Remembers the layouts that were packed."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.packed: list[FlatLayout[Any]] = []
+
+    def pack(self, gradients: Any, layout: FlatLayout[Any], *arguments: Any) -> Tensor:
+        self.packed.append(layout)
+        return super().pack(gradients, layout, *arguments)
+
+
+def test_layout_of_a_bucket_is_made_once_until_other_parameters_are_followed() -> None:
+    """What a device keeps for a layout then serves every step, and nothing keeps parameters of earlier ones."""
+    device = Layouts()
+    transfers, _ = transfers_of(device)
+    states = states_of(random(5, 7), random(3), device=device)
+    for chosen in (states, states, states[:1], states[::-1], states):
+        download(transfers, chosen, [random(*one.shape) for one in chosen])
+    first, second, shorter, reversed_, last = device.packed
+    assert first is second is last
+    assert [list(one.states) for one in (first, shorter, reversed_)] == [states, states[:1], states[::-1]]
+    gone = weakref.ref(states[0])
+    device.packed.clear()
+    del states, chosen, first, second, shorter, reversed_, last  # type: ignore[name-defined]
+    transfers.forget_layouts()
+    gc.collect()
+    assert gone() is None
 
 
 # ---- downloads: what arrives -----------------------------------------------------------------------------------------
