@@ -117,6 +117,7 @@ class OffloadScheduler(GradientHolder):
         self._transfers = self.delivery = Transfers(
             self._device, self.statistics, self.trace, self.placement.transfer_dtype
         )
+        self._transfers.staged_numel = self.placement.bucket_numel
         self._bucketer = Bucketer(self._device, self, self.placement.bucket_numel)
         self._hooks = Hooks(self.gradient_ready)
         self._hyper: list[Hyperparameters] = []
@@ -204,6 +205,7 @@ class OffloadScheduler(GradientHolder):
         is_full = self.optimizer.statistics.displaced > self._counts.displaced
         self._count_verdict(outcome)
         self._bucketer.end_step()
+        self._transfers.end_step()
         self._hyper = []
         self._hooks.look_for_unfrozen()
         if self._pipeline is None:
@@ -273,6 +275,7 @@ class OffloadScheduler(GradientHolder):
         travelling = [id(one) for one in self._autotuner.order if id(one) not in self._bucketer.kept]
         self._bucketer.last = travelling[-1] if travelling and kept else None
         self._transfers.transfer_dtype = self.placement.transfer_dtype
+        self._transfers.staged_numel = self.placement.bucket_numel
         if self.tier is not None and self._transaction is not None:
             states = self._transaction.table.states
             self.tier.bring_home(state for state in states if id(state.parameter) not in self._bucketer.kept)

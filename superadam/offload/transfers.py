@@ -10,6 +10,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from superadam.handles.taken_gradient import TakenGradient
 from superadam.kernels import native
 from superadam.offload.statistics import OverlapStatistics
 from superadam.offload.trace import Trace
+from superadam.state.delivery import STAGED_NUMEL
 from superadam.state.norm import GradientNorm
 from superadam.state.parameter import ParameterState, Place
 
@@ -29,15 +31,26 @@ LAYOUTS_KEPT = 8192
 """Buckets whose layout is kept from step to step: more than a model has, unless their composition keeps changing."""
 
 
+PACKED_UNDER_WAY = 2
+"""Packed buckets that may wait for the link where the device is short of memory, before the host waits for one."""
+
+
 class FlatShadow:
     """New values of parameters of one dtype in one flat buffer; a `superadam.state.parameter.Shadow`.
 
     `memory` is a flat buffer on the device to which the values travel as soon as they are written; None where they stay
-    on the host until they are published.
+    on the host until they are published. `packed` counts its bytes that held gradients before.
     """
 
-    def __init__(self, transfers: Transfers, layout: FlatLayout[ParameterState], memory: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        transfers: Transfers,
+        layout: FlatLayout[ParameterState],
+        memory: Tensor | None = None,
+        packed: int = 0,
+    ) -> None:
         self._transfers = transfers
+        self._packed = packed
         self._layout = layout
         self._dtype = layout.states[0].parameter_dtype
         self._memory = memory
@@ -50,7 +63,7 @@ class FlatShadow:
         self._size = layout.numel * self._dtype.itemsize
 
     def __del__(self) -> None:
-        self._transfers.count_shadow(-self._size)
+        self._transfers.count_shadow(-self._size, -self._packed)
 
     @property
     def values(self) -> list[Tensor]:
@@ -74,11 +87,13 @@ class FlatShadow:
 
     def sources(self) -> list[Tensor]:
         """Return what to publish, which the current stream may read: on the device where that has room for it."""
-        if self._travels and self._memory is None:
+        device = self._transfers.device
+        if self._travels and self._memory is None and not self._transfers.is_short:
             self._memory = self._transfers.room_on_device(self._layout.numel, self._dtype)
+            if self._memory is not None:  # it may be used by what the current stream has still to do
+                device.wait(Stream.UPLOAD, device.record(Stream.CURRENT))
         self.send()
         if self._arrived is not None:
-            device = self._transfers.device
             device.wait(Stream.CURRENT, self._arrived)
             assert self._memory is not None
             device.record_stream(self._memory, Stream.CURRENT)
@@ -98,6 +113,9 @@ class Transfers:
             and sums that were made on the host, stay as they are. May be changed between steps.
         computes_norms: whether torch computes the norms of gradients before they travel, because they will be asked
             for.
+        staged_numel: elements of new values that `shadows` is asked for at once; those of a bucket.
+        is_short: whether the device has no memory for the new values of a step. They then wait on the host, packed
+            gradients only take memory until they have left, and the host waits instead of packing far ahead of that.
     """
 
     def __init__(
@@ -106,6 +124,13 @@ class Transfers:
         self.device = device
         self.transfer_dtype = transfer_dtype
         self.computes_norms = False
+        self.staged_numel = STAGED_NUMEL
+        self.is_short = False
+        self._leaving: collections.deque[tuple[Event, int]] = collections.deque()  # packed, and no place of new values
+        self._packed_bytes = self._most_packed = 0  # on the device at once
+        self._travelled = self._most_travelled = 0  # packed in a step
+        self._stages: collections.deque[Event] = collections.deque()
+        self._reserved = 0, 0, 0
         self._statistics, self._trace = statistics, trace
         self._lock = threading.RLock()  # the worker uploads while the training thread publishes, or drops a shadow
         self._untold: collections.deque[tuple[Event, float, int]] = collections.deque()  # uploads not seen to arrive
@@ -130,7 +155,8 @@ class Transfers:
         largest = max((parameter.numel() for parameter in distant), default=0)
         widest = max((*on_link, *(parameter.element_size() for parameter in distant)), default=0)
         # A bucket holds less than bucket_numel before the parameter that fills it.
-        self.device.reserve(gradients, aligned(bucket_numel + largest) * widest, shadows)
+        self._reserved = gradients, aligned(bucket_numel + largest) * widest, shadows
+        self.device.reserve(*self._reserved)
 
     # ---- gradients ---------------------------------------------------------------------------------------------------
 
@@ -165,14 +191,17 @@ class Transfers:
                 self._add_places(places, self._layout_of((state,)), None)
         for some in local.values():
             self._add_places(places, self._layout_of(tuple(some)), None)
+        leaving = 0
         packed: list[tuple[FlatLayout[ParameterState], list[TakenGradient], Tensor]] = []
         for (dtype, parameter_dtype), group in groups.items():
             layout, some_taken = self._layout_of(tuple(group)), list(group.values())
-            source = device.pack([taken.pending for taken in some_taken], layout, dtype)
+            source = self._pack([taken.pending for taken in some_taken], layout, dtype)
             packed.append((layout, some_taken, source))
+            memory = None
             if any(state in speculated for state in group):
                 memory = self._shadow_on_device(source, layout.numel, parameter_dtype)
-                self._add_places(places, layout, memory, speculated)
+                self._add_places(places, layout, memory, speculated, source.nbytes if memory is source else 0)
+            leaving += 0 if memory is source else source.nbytes
         if not packed:
             return places, device.record(Stream.CURRENT)
         self._compute_norms([taken for _, some_taken, _ in packed for taken in some_taken])
@@ -180,7 +209,47 @@ class Transfers:
         for (layout, some_taken, _), host in zip(packed, hosts, strict=True):
             for taken, view in zip(some_taken, layout.views(host), strict=True):
                 taken.pending, taken.arrived = view, arrived
+        if leaving:
+            self._leaving.append((arrived, leaving))
         return places, arrived
+
+    def _pack(self, gradients: Sequence[Tensor], layout: FlatLayout[ParameterState], dtype: torch.dtype) -> Tensor:
+        """Return gradients in one buffer on the device, once few others wait for the link where memory is short."""
+        self._let_leave(PACKED_UNDER_WAY if self.is_short else len(self._leaving))
+        try:
+            packed = self.device.pack(gradients, layout, dtype)
+        except torch.OutOfMemoryError:
+            self.is_short = True
+            if not self._leaving:
+                raise
+            self._let_leave(0)
+            packed = self.device.pack(gradients, layout, dtype)
+        with self._lock:
+            self._packed_bytes += packed.nbytes
+            self._most_packed = max(self._most_packed, self._packed_bytes)
+            self._travelled += packed.nbytes
+        return packed
+
+    def _let_leave(self, most: int) -> None:
+        """Wait until at most this number of packed buckets has still to leave the device."""
+        while self._leaving and (len(self._leaving) > most or self._leaving[0][0].query()):
+            arrived, size = self._leaving.popleft()
+            arrived.synchronize()
+            with self._lock:
+                self._packed_bytes -= size
+
+    def end_step(self) -> None:
+        """Find out whether the device has memory for the new values of steps like this, if it is the largest so far."""
+        travelled, self._travelled = self._travelled, 0
+        if travelled <= self._most_travelled:
+            return
+        self._most_travelled = travelled
+        missing = travelled - self._most_packed  # what was there at once is part of the device's peak
+        free = self.device.free_bytes() if missing > 0 else None
+        if free is not None and free < missing and not self.is_short:
+            self.is_short = True
+            with suppress(MemoryError):  # then it is pageable
+                self.device.reserve(*self._reserved)
 
     def _add_places(
         self,
@@ -188,9 +257,10 @@ class Transfers:
         layout: FlatLayout[ParameterState],
         memory: Tensor | None,
         speculated: Collection[ParameterState] | None = None,
+        packed: int = 0,
     ) -> None:
         """Add places for the `speculated` states of a layout; None for all."""
-        shadow = FlatShadow(self, layout, memory)
+        shadow = FlatShadow(self, layout, memory, packed)
         for position, state in enumerate(layout.states):
             if speculated is None or state in speculated:
                 places[state] = Place(shadow, position)
@@ -200,6 +270,8 @@ class Transfers:
 
         None where it has none: the values then stay on the host until the verdict.
         """
+        if self.is_short:
+            return None
         if packed.dtype.itemsize >= dtype.itemsize:
             return packed
         return self.room_on_device(numel, dtype)
@@ -285,7 +357,13 @@ class Transfers:
         return self.device.is_host(parameter)
 
     def shadows(self, states: Sequence[ParameterState]) -> list[Place]:
-        """Return memory for new values that are about to be published."""
+        """Return memory for new values that are about to be published, once at most one earlier part is under way.
+
+        That is as much as host memory was reserved for.
+        """
+        self._stages.append(self.device.record(Stream.CURRENT))
+        if len(self._stages) > 1:
+            self._stages.popleft().synchronize()
         groups: dict[torch.dtype, list[ParameterState]] = {}
         for state in states:
             groups.setdefault(state.parameter_dtype, []).append(state)
@@ -345,10 +423,11 @@ class Transfers:
                 _, begin, elements = self._untold.popleft()
                 self._trace.add("parameters to device", "upload", begin, time.perf_counter(), elements=elements)
 
-    def count_shadow(self, size: int) -> None:
-        """Count bytes that wait for a verdict, negative once they are free."""
+    def count_shadow(self, size: int, packed: int = 0) -> None:
+        """Count bytes that wait for a verdict, negative once they are free, and those that were packed gradients'."""
         with self._lock:
             self._shadow_bytes += size
+            self._packed_bytes += packed
             self._statistics.shadow_bytes = max(self._statistics.shadow_bytes, self._shadow_bytes)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
@@ -457,6 +458,46 @@ def test_values_wait_on_the_host_where_the_device_has_no_room(when: str, monkeyp
     assert all(map(torch.equal, (state.parameter for state in states), values))
     uploaded = statistics.uploaded_bytes
     assert uploaded == ALIGNMENT * (8 if when == "before the gradient" else 8 + 4)
+
+
+class WatchingDevice(LateModel):
+    """Notes which streams could go on when values are scattered; copies of the model's stream are late."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 0.0)
+        self.runnable: list[Stream] = []
+
+    def scatter(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        self.runnable = self._runnable()
+        super().scatter(sources, targets)
+
+
+def test_upload_for_publication_waits_for_what_may_use_its_memory() -> None:
+    """The allocator hands out what the model's stream has still to finish with."""
+    device = WatchingDevice()
+    (state,) = states = states_of(torch.zeros(4), device=device)
+    transfers, _ = transfers_of(device)
+    places = transfers.shadows(states)
+    places[0].value.fill_(1.0)
+    device._enqueue(Stream.CURRENT, Operation(lambda: None))  # the model's
+    transfers.publish(states, places)
+    assert device.runnable == [Stream.CURRENT]
+    finish(device)
+    assert torch.equal(state.parameter, torch.ones(4))
+
+
+def test_parts_of_a_step_do_not_pile_up() -> None:
+    """Each takes host memory until it has travelled, and two were reserved."""
+    device = LateModel(0, 0.0)
+    device.scatter = lambda sources, targets: None  # type: ignore[method-assign]  # nor does it wait
+    states = states_of(torch.zeros(4), device=device)
+    transfers, _ = transfers_of(device)
+    for part in range(5):
+        places = transfers.shadows(states)
+        places[0].value.fill_(1.0)
+        transfers.publish(states, places)
+        under_way = sum(not arrived.query() for arrived, _, _ in transfers._untold)
+        assert under_way == min(part + 1, 2)
 
 
 def test_memory_of_values_is_counted_until_it_is_free() -> None:
