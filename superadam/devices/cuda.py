@@ -6,6 +6,7 @@ Everything names the device, so that calls work from threads whose current devic
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -18,7 +19,7 @@ from superadam.devices.interface import ChunkSums, Device, Event, Stream
 from superadam.devices.pinned import PinnedMemory
 from superadam.devices.registration import CudaRegistrar
 from superadam.devices.worker import ThreadWorker, Work, Worker
-from superadam.gpu import Backend, backend, pack_gradients, scatter_values, update
+from superadam.gpu import Backend, Kept, backend, pack_gradients, scatter_values, update
 from superadam.host import cores
 from superadam.host.machine import Host
 from superadam.host.memory import HostMemory, HostNeeds
@@ -71,6 +72,9 @@ class CudaDevice(Device):
         self._cpus = cores.near(self._host, _pci_address(self.device))
         self.pinned = PinnedMemory(CudaRegistrar(self.device))
         self._marked: dict[int, torch.cuda.Stream] = {}
+        # Of launches that are made in every step, so that most is checked once.
+        self._packs: weakref.WeakKeyDictionary[FlatLayout[Any], Kept[Any]] = weakref.WeakKeyDictionary()
+        self._updates, self._scatters = Kept[Any](), Kept[Any]()
         self._streams = {
             stream: torch.cuda.Stream(device=self.device, priority=priority)  # type: ignore[no-untyped-call]
             for stream, priority in ((Stream.DOWNLOAD, 0), (Stream.UPLOAD, -1))  # new values are waited for
@@ -114,13 +118,14 @@ class CudaDevice(Device):
             for state, gradient in zip(layout.states, gradients, strict=True)
         ]
         sums, nonfinite = (None, None) if norm is None else (norm.sums, norm.nonfinite)
-        pack_gradients(ordered, layout.offsets, buffer, sums, nonfinite)
+        kept = self._packs.get(layout) or self._packs.setdefault(layout, Kept())
+        pack_gradients(ordered, layout.offsets, buffer, sums, nonfinite, kept)
         return buffer
 
     def update(self, steps: Sequence[KeptStep], sets: Sequence[Coefficients]) -> None:
         """Enqueue one launch for each combination of dtypes and flags."""
         self._claim(one.gradient for one in steps)
-        update(steps, sets)
+        update(steps, sets, self._updates)
 
     def free_bytes(self) -> int:
         """Return what the driver has free, and what torch's allocator has reserved beyond its peak allocation."""
@@ -136,7 +141,7 @@ class CudaDevice(Device):
             target = parameter.data  # with a version counter of its own
             is_alike = target.dtype == source.dtype and _lies_as(target, source.stride())
             (alike if is_alike and self._reaches(source, target) else others).append((source, target))
-        scatter_values([source for source, _ in alike], [target for _, target in alike])
+        scatter_values([source for source, _ in alike], [target for _, target in alike], self._scatters)
         for source, target in others:
             target.copy_(source, non_blocking=not self.is_host(target))
 

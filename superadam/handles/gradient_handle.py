@@ -377,7 +377,17 @@ _USUAL = _references(_alone)
 
 def is_exclusive(parameter: Any) -> bool:
     """Return whether only `.grad` refers to the gradient and its memory; the caller must not, either."""
-    return parameter.grad.layout is torch.strided and all(map(operator.le, _references(parameter), _USUAL))
+    gradient = parameter.grad
+    if gradient.layout is not torch.strided:
+        return False
+    storage = gradient.untyped_storage()  # the same references as in `_references`, without its call
+    in_python, of_storage, used, storage_used = _USUAL
+    return (
+        sys.getrefcount(gradient) <= in_python
+        and sys.getrefcount(storage) <= of_storage
+        and gradient._use_count() <= used
+        and torch._C._storage_Use_Count(storage._cdata) <= storage_used
+    )
 
 
 def _is_exclusive_distributed(parameter: Any) -> bool:
@@ -419,8 +429,7 @@ def take_gradient(parameter: Tensor, owner: Any = None, holder: GradientHolder |
     if (
         type(local) is not Tensor
         or gradient.requires_grad
-        or local.requires_grad
-        or local.layout is not torch.strided
+        or (local is not gradient and (local.requires_grad or local.layout is not torch.strided))
         or local.is_inference()
         or local.is_neg()
         or (not local.is_contiguous() and torch._debug_has_internal_overlap(local) != 0)

@@ -117,8 +117,9 @@ class TakenGradient:
 
     def ready(self) -> Tensor:
         """Return `pending` once it has arrived."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
+        arrived = self.arrived
+        if arrived is not None:
+            arrived.synchronize()
             self.arrived = None
         return self.pending
 

@@ -23,6 +23,8 @@ from superadam.kernels.hyperparameters import Hyperparameters
 class Phase(enum.Enum):
     """Where a parameter's transaction stands."""
 
+    __hash__ = object.__hash__  # not a function of Python's, many times for each parameter of a step
+
     CLEAN = "clean"
     """Nothing is pending; the working copy is the rounded master."""
     SPECULATED = "speculated"
@@ -241,15 +243,13 @@ class ParameterState:
     @property
     def versions(self) -> tuple[int, ...] | None:
         """Version counters of master and moments, which kernels leave alone; None if any was made in inference mode."""
-        versions = []
-        for tensor in (self.master, self.exp_avg, self.exp_avg_sq, self.max_exp_avg_sq):
-            if tensor is not None:
-                if tensor.is_inference():
-                    return None
-                versions.append(tensor._version)
+        tensors = (self.master, self.exp_avg, self.exp_avg_sq, self.max_exp_avg_sq)
         # Writes to DTensors count there; those that are made in between begin at 0.
-        versions.append(sum(whole._version for whole in self.wholes.values()) if self.wholes else 0)
-        return tuple(versions)
+        of_wholes = sum([whole._version for whole in self.wholes.values()]) if self.wholes else 0
+        try:
+            return (*[tensor._version for tensor in tensors if tensor is not None], of_wholes)
+        except RuntimeError:  # made in inference mode
+            return None
 
     def create_state(self, *, with_max: bool) -> None:
         """Create what a step reads and writes: zero moments, and the master from the parameter's present value."""

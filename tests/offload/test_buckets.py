@@ -238,7 +238,7 @@ def test_sum_that_is_being_read_is_not_sent_twice() -> None:
     assert before.tolist() == [2.0, 2.0]
     assert taken.pending.tolist() == [3.0, 3.0]
     assert len(line.sent) == 2
-    assert line.sent[1].gradients == [taken]
+    assert line.sent[1].gradients == (taken,)
 
 
 # ---- how many backwards make a step ----------------------------------------------------------------------------------

@@ -18,10 +18,10 @@ from superadam import OffloadScheduler, StepKind
 
 PACKAGE = str(Path(superadam.__file__).parent)
 
-MOST_CALLS = 230
+MOST_CALLS = 180
 """In the thread that trains; the worker's run in parallel."""
 
-MOST_FILES = 25
+MOST_FILES = 24
 """As many as there are now."""
 
 
