@@ -119,7 +119,8 @@ class Bucketer:
         if known is not None:
             return known if known.is_sum and not known.in_use and self.accumulation.sum_dtype is None else None
         try:
-            state.check_gradient(state.local_gradient(gradient))
+            is_plain = type(gradient) is Tensor and state.local is state.parameter
+            state.check_gradient(gradient if is_plain else state.local_gradient(gradient))
         except (TypeError, ValueError):
             return None  # step() raises it
         del gradient  # a second reference, with which it could not be taken

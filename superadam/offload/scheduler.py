@@ -126,7 +126,7 @@ class OffloadScheduler(GradientHolder):
         self._transfers.staged_numel = self.placement.bucket_numel
         self._bucketer = Bucketer(self._device, self, self.placement.bucket_numel)
         self._hooks = Hooks(self.gradient_ready)
-        self._groups = ReducedGroups()
+        self._groups: ReducedGroups | None = None  # of DTensors
         self._error: Exception | None = None  # raised in a hook, where it would leave other ranks waiting
         self._hyper: list[Hyperparameters] = []
         self._closed = False
@@ -157,12 +157,13 @@ class OffloadScheduler(GradientHolder):
         begin = time.perf_counter()
         if self._pipeline is None and self._bucketer.accumulation.sum_dtype is None:
             return
-        try:
-            self._take(self._groups.add(parameter))
-        except Exception as error:
-            if not shards.is_distributed(parameter):
-                raise
-            self._error = self._error or error
+        if self._groups is None:
+            self._take((parameter,))
+        else:
+            try:
+                self._take(self._groups.add(parameter))
+            except Exception as error:
+                self._error = self._error or error
         self._backward_began = self._backward_began or begin
         self.statistics.hook_seconds += time.perf_counter() - begin
 
@@ -172,6 +173,11 @@ class OffloadScheduler(GradientHolder):
             bucket = self._bucketer.add(parameter)
             if bucket is not None:
                 self._send(bucket)
+
+    def _take_waiting(self) -> None:
+        """Take the gradients that wait for the next group's, which does not come."""
+        if self._groups is not None:
+            self._take(self._groups.rest())
 
     def _send(self, bucket: Bucket) -> None:
         """Send a bucket; one that cannot be sent is left to `step()`, because its gradients are in `.grad`."""
@@ -199,6 +205,7 @@ class OffloadScheduler(GradientHolder):
         self._hyper = []
         self._transfers.forget_layouts()
         if transaction is not None:
+            self._groups = ReducedGroups() if transaction.table.is_distributed else None
             self._bucketer.follow(transaction.table.states)
             self._hooks.follow(transaction.table.parameters)
 
@@ -211,7 +218,7 @@ class OffloadScheduler(GradientHolder):
         error, self._error = self._error, None
         if error is not None:
             raise error
-        self._take(self._groups.rest())
+        self._take_waiting()
         if self._pipeline is None:
             return
         for bucket in self._bucketer.rest():
@@ -338,10 +345,10 @@ class OffloadScheduler(GradientHolder):
         Raises:
             ValueError: another dtype.
         """
-        self._take(self._groups.rest())
+        self._take_waiting()
         with self._bucketer.accumulation.accumulate(dtype):
             yield
-            self._take(self._groups.rest())
+            self._take_waiting()
 
     def synchronize(self) -> None:
         """Return when nothing is under way: buckets speculated on, accepted steps committed, values published."""

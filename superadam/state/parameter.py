@@ -244,12 +244,13 @@ class ParameterState:
     def versions(self) -> tuple[int, ...] | None:
         """Version counters of master and moments, which kernels leave alone; None if any was made in inference mode."""
         tensors = (self.master, self.exp_avg, self.exp_avg_sq, self.max_exp_avg_sq)
-        # Writes to DTensors count there; those that are made in between begin at 0.
-        of_wholes = sum([whole._version for whole in self.wholes.values()]) if self.wholes else 0
         try:
-            return (*[tensor._version for tensor in tensors if tensor is not None], of_wholes)
+            versions = tuple([tensor._version for tensor in tensors if tensor is not None])
         except RuntimeError:  # made in inference mode
             return None
+        if self.is_distributed:  # writes to DTensors count there; those that are made in between begin at 0
+            versions += (sum([whole._version for whole in self.wholes.values()]),)
+        return versions
 
     def create_state(self, *, with_max: bool) -> None:
         """Create what a step reads and writes: zero moments, and the master from the parameter's present value."""
