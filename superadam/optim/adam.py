@@ -196,8 +196,8 @@ class SpeculativeCPUAdam(Optimizer):
             TypeError, ValueError: a gradient does not fit its parameter, or a hyper-parameter is out of range.
             FloatingPointError: a gradient is Inf or NaN, and `on_nonfinite` is "raise" or other FSDP1 ranks may not
                 know.
-            RuntimeError: there is a limit under FSDP1, on several ranks; or, with DTensors, another rank failed, ended,
-                or is not at the same point.
+            RuntimeError: there is a limit under FSDP1, on several ranks; or, with DTensor parameters, another rank
+                failed, ended, or is not at the same point.
 
         Whatever is raised, nothing was changed.
 

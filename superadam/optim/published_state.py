@@ -302,7 +302,6 @@ class PublishedState(GradientHolder):
         if is_stale:
             kept.pop("master", None)
         is_new = any(getattr(state, key) is not kept.get(key) for key in TENSORS)
-        is_new = is_new or any(entry.get(key) is not one for key, one in state.wholes.items() if key in kept)
         if is_new:
             checkpoint.check_entry(kept, state)
             for key in TENSORS:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import io
+import math
+import operator
+import pickle
 import subprocess
 import sys
 from typing import Any
@@ -13,8 +16,14 @@ import torch
 from ranks import on_ranks
 from shards import Oracle, local, wrap
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from visible import bits
 
 from superadam import SpeculativeCPUAdamW, StepKind
@@ -141,35 +150,38 @@ def test_ignored_parameters_are_ordinary_tensors(rank: int) -> None:
                 torch.distributed.all_reduce(parameter.grad)
             oracle.copy_gradients()
             optimizer.step()
-            torch.distributed.barrier()
-            if rank:  # they count once
-                oracle.tensors = [*oracle.tensors]
+            norm, outcome = oracle.step(None), optimizer.last_outcome
+            assert outcome is not None
+            assert math.isclose(outcome.grad_norm, norm, rel_tol=1e-14)  # which is added in another order
+            oracle.check()
         optimizer.zero_grad()
     assert type(optimizer.state[model[1].weight]["exp_avg"]) is Tensor
 
 
+@pytest.mark.parametrize("what", ["whole", "part"])
 @on_ranks(2)
-def test_state_that_is_held_shows_every_step(rank: int) -> None:
+def test_state_that_is_held_shows_every_step(rank: int, what: str) -> None:
     model = model_of(torch.bfloat16)
     optimizer, twin_model = SpeculativeCPUAdamW(model.parameters(), lr=1e-2), model_of(torch.bfloat16)
     twin = SpeculativeCPUAdamW(twin_model.parameters(), lr=1e-2)
     train(model, optimizer, rank, range(1))
     train(twin_model, twin, rank, range(1))
-    held = optimizer.state[model.first.weight]["master"]
-    part = local(optimizer.state[model.first.weight]["exp_avg"])
-    for step in (1, 2):
+    entry = optimizer.state[model.first.weight]
+    with torch.no_grad():
+        held: Any = {"whole": entry["master"], "part": entry["master"].to_local()}[what]
+    del entry
+    for step in (1, 2, 3):
         for m, one in ((model, optimizer), (twin_model, twin)):
             backward(m, rank, step)
             one.speculate()
             one.resolve()
             one.zero_grad()
-        entry = twin.state[twin_model.first.weight]
-        assert bits(local(held)) == bits(local(entry["master"]))
-        assert bits(part) == bits(local(entry["exp_avg"]))
+        assert bits(local(held)) == bits(local(twin.state[twin_model.first.weight]["master"]))
     with torch.no_grad():  # edits are the truth
         held.fill_(3.0)
-    train(model, optimizer, rank, range(3, 4))
+    train(model, optimizer, rank, range(4, 5))
     assert (local(held) - 3).abs().max() < 0.1
+    assert (local(model.first.weight) - 3).abs().max() < 0.1
 
 
 @on_ranks(2)
@@ -297,6 +309,76 @@ def test_state_dicts_of_torch(rank: int, dtype: torch.dtype) -> None:
 
 
 @on_ranks(2)
+def test_copies_and_pickles(rank: int) -> None:
+    model = model_of(torch.bfloat16)
+    optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-2)
+    train(model, optimizer, rank, range(2))
+    others = [copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))]
+    for one in (optimizer, *others):
+        assert state_of(one) == state_of(optimizer)
+    for one in (optimizer, *others):
+        for position, parameter in enumerate(one.param_groups[0]["params"]):
+            parameter.grad = torch.ones_like(parameter) * (position + 1)
+        one.step()
+        assert state_of(one) == state_of(optimizer)
+
+
+@BOTH
+@pytest.mark.parametrize("is_full", [False, True])
+@on_ranks(2)
+def test_functions_of_distributed_checkpoint(rank: int, dtype: torch.dtype, is_full: bool) -> None:
+    """Where every parameter that is trained has state, which they need of every optimizer."""
+    options = StateDictOptions(full_state_dict=is_full)
+    models = [model_of(dtype), model_of(dtype)]
+    optimizer, loaded = (SpeculativeCPUAdamW(m.parameters(), lr=1e-2) for m in models)
+    for parameter in filter(operator.attrgetter("requires_grad"), models[0].parameters()):
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    state_dict = get_optimizer_state_dict(models[0], optimizer, options=options)
+    set_optimizer_state_dict(models[1], loaded, state_dict, options=options)
+    models[1].load_state_dict(models[0].state_dict())
+    assert state_of(optimizer) == state_of(loaded)
+
+
+@BOTH
+@on_ranks(2)
+def test_tensor_parallelism(rank: int, dtype: torch.dtype) -> None:
+    """Parameters that are cut in both ways, and the norm's, which are not: their gradients are the same everywhere."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 8), nn.LayerNorm(8)).to(dtype)
+    parallelize_module(model, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-2)
+    oracle = Oracle(optimizer)
+    for step in range(3):
+        torch.manual_seed(step)
+        model(torch.randn(3, 8).to(dtype)).square().mean().backward()
+        oracle.copy_gradients()
+        optimizer.speculate()
+        optimizer.step()
+        norm, outcome = oracle.step(None), optimizer.last_outcome
+        assert outcome is not None
+        assert math.isclose(outcome.grad_norm, norm, rel_tol=1e-14)  # which is added in another order
+        oracle.check()
+        optimizer.zero_grad()
+
+
+@on_ranks(1)
+def test_one_rank(rank: int) -> None:
+    model = model_of(torch.bfloat16)
+    optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-2)
+    oracle = Oracle(optimizer)
+    for step in range(3):
+        backward(model, rank, step)
+        oracle.copy_gradients()
+        optimizer.speculate()
+        optimizer.step()
+        assert optimizer.last_outcome is not None
+        assert optimizer.last_outcome.grad_norm == oracle.step(None)
+        oracle.check()
+        optimizer.zero_grad()
+
+
+@on_ranks(2)
 def test_state_of_other_placements_is_refused(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
     parameter = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
@@ -341,25 +423,22 @@ def test_parameters_that_are_not_summed_are_refused(rank: int) -> None:
 @on_ranks(3)
 def test_meshes_of_some_ranks(rank: int) -> None:
     """Groups other than all ranks: of one dimension, and of two."""
-    one, two = (torch.distributed.device_mesh.DeviceMesh("cpu", ranks) for ranks in ([1, 2], [[1], [2]]))
-    placements = {one: [Shard(0)], two: [Replicate(), Shard(0)]}
-    if rank == 0:
-        mesh = torch.distributed.device_mesh.DeviceMesh("cpu", [1, 2])
-        return
-    mesh = torch.distributed.device_mesh.DeviceMesh("cpu", [1, 2])
-    for mesh in (one, two):
-        parameter = nn.Parameter(distribute_tensor(torch.ones(4), mesh, placements[mesh]))
-        parameter.grad = torch.ones_like(parameter)
-        optimizer = SpeculativeCPUAdamW([parameter])
-        assert optimizer.clip_grad_norm_(1.0).item() == 2.0
-        optimizer.step()
-        assert optimizer.last_outcome is not None
-        assert optimizer.last_outcome.kind is StepKind.CLIPPED
+    for ranks, placements in (([1, 2], [Shard(0)]), ([[1], [2]], [Replicate(), Shard(0)])):
+        mesh = DeviceMesh("cpu", ranks)
+        if rank:
+            parameter = nn.Parameter(distribute_tensor(torch.ones(4), mesh, placements))
+            parameter.grad = torch.ones_like(parameter)
+            optimizer = SpeculativeCPUAdamW([parameter])
+            assert optimizer.clip_grad_norm_(1.0).item() == 2.0
+            optimizer.step()
+            assert optimizer.last_outcome is not None
+            assert optimizer.last_outcome.kind is StepKind.CLIPPED
+        torch.distributed.barrier()
 
 
 @on_ranks(3)
 def test_different_ranks_are_refused(rank: int) -> None:
-    every, some = (torch.distributed.device_mesh.DeviceMesh("cpu", ranks) for ranks in ([0, 1, 2], [0, 1]))
+    every, some = (DeviceMesh("cpu", ranks) for ranks in ([0, 1, 2], [0, 1]))
     first = nn.Parameter(distribute_tensor(torch.ones(6), every, [Shard(0)]))
     second = nn.Parameter(distribute_tensor(torch.ones(6), some, [Shard(0)]))
     if rank == 2:
