@@ -226,14 +226,14 @@ def _named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
             raise CheckpointError("the model is wrapped in FullyShardedDataParallel, expected fully_shard")
         if isinstance(module, FSDPModule):
             module.reshard()  # after an evaluation, its parameters may not be those of the optimizer
+    if not {*_parameters(optimizer)} <= {*model.parameters()}:
+        raise CheckpointError("the optimizer has parameters that the model lacks, expected the model's own")
     state, first = optimizer.state, next(_parameters(optimizer))
     is_new = not state
     if is_new:
         state[first] = {}
     try:
         named: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
-    except KeyError:
-        raise CheckpointError("the optimizer has parameters that the model lacks, expected the model's own") from None
     finally:
         if is_new:
             del state[first]

@@ -331,6 +331,31 @@ def test_folder_that_is_none_is_one_sentence(pair: tuple[Model, Any], tmp_path: 
         save(tmp_path / "file", *pair)
 
 
+def test_every_file_is_on_the_disk_before_the_checkpoint_has_its_name(
+    pair: tuple[Model, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synchronized: dict[str, int] = {}
+    fsync, rename = os.fsync, os.rename
+
+    def note(descriptor: int) -> None:
+        synchronized[os.readlink(f"/proc/self/fd/{descriptor}")] = os.fstat(descriptor).st_size
+        fsync(descriptor)
+
+    def check(part: Path, path: Path) -> None:
+        if path.name == "save-00000001":
+            files = {str(file): file.stat().st_size for file in part.iterdir()}
+            manifest = files.pop(str(part / "manifest.json"))  # had another name, as test_checkpoint_folder.py knows
+            assert manifest > 0
+            assert files.items() <= synchronized.items()
+            assert len(files) == 3
+            assert str(part) in synchronized
+        rename(part, path)
+
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(os, "rename", check)
+    save(tmp_path, *pair)
+
+
 def test_interruption_passes_through(pair: tuple[Model, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, *pair)
     before = sorted(tmp_path.rglob("*"))
