@@ -27,16 +27,33 @@ from superadam.kernels.hyperparameters import Coefficients
 from superadam.kernels.kept_step import KeptStep
 
 
-class CudaEvent:
-    """A point in a stream, recorded now; `start` is an earlier event with a known time on the host, or None."""
+ANCHOR_SECONDS = 1.0
+"""From this distance on, times are counted from a later event: float32 milliseconds, as which the driver tells how long
+after another an event passed, are exact to a microsecond for some seconds only."""
 
-    def __init__(self, stream: torch.cuda.Stream, start: CudaEvent | None) -> None:
+
+class EventClock:
+    """When events passed, by the device's clock, in seconds of `time.perf_counter()`; `event` passed just now."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._anchor = event, time.perf_counter()
+
+    def time_of(self, event: torch.cuda.Event) -> float:
+        """Return when an event passed; only once it has."""
+        anchor, anchored_at = self._anchor
+        seconds = anchored_at + float(anchor.elapsed_time(event)) / 1e3
+        if seconds - anchored_at > ANCHOR_SECONDS:
+            self._anchor = event, seconds
+        return seconds
+
+
+class CudaEvent:
+    """A point in a stream, recorded now."""
+
+    def __init__(self, stream: torch.cuda.Stream, clock: EventClock | None = None) -> None:
         self.event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
         self.event.record(stream)
-        self._start = start
-        if start is None:
-            self.event.synchronize()
-            self._passed_at = time.perf_counter()
+        self._clock = clock
 
     def query(self) -> bool:
         """Return whether the point has passed."""
@@ -47,10 +64,9 @@ class CudaEvent:
         self.event.synchronize()
 
     def passed_at(self) -> float:
-        """Return when it passed: the device's clock, counted from the start."""
-        if self._start is None:
-            return self._passed_at
-        return self._start.passed_at() + float(self._start.event.elapsed_time(self.event)) / 1e3
+        """Return when it passed, by the device's clock."""
+        assert self._clock is not None
+        return self._clock.time_of(self.event)
 
 
 class CudaDevice(Device):
@@ -79,7 +95,9 @@ class CudaDevice(Device):
             stream: torch.cuda.Stream(device=self.device, priority=priority)  # type: ignore[no-untyped-call]
             for stream, priority in ((Stream.DOWNLOAD, 0), (Stream.UPLOAD, -1))  # new values are waited for
         }
-        self._start = CudaEvent(self._streams[Stream.DOWNLOAD], None)
+        start = CudaEvent(self._streams[Stream.DOWNLOAD])
+        start.synchronize()
+        self._clock = EventClock(start.event)
 
     def _stream(self, stream: Stream) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device) if stream is Stream.CURRENT else self._streams[stream]
@@ -166,7 +184,7 @@ class CudaDevice(Device):
 
     def record(self, stream: Stream) -> CudaEvent:
         """Return a fresh event; waiting for it sleeps."""
-        return CudaEvent(self._stream(stream), self._start)
+        return CudaEvent(self._stream(stream), self._clock)
 
     def wait(self, stream: Stream, event: Event) -> None:
         """Make a stream wait for an event."""

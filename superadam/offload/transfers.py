@@ -49,7 +49,7 @@ class FlatShadow:
         packed: int = 0,
     ) -> None:
         self._transfers = transfers
-        self._packed = packed
+        self._packed, self._size = packed, 0
         self._layout = layout
         self._dtype = layout.states[0].parameter_dtype
         self._memory = memory
@@ -57,7 +57,6 @@ class FlatShadow:
         self._host: list[Tensor] = []
         self._views: list[Tensor] = []
         self._arrived: Event | None = None
-        self._size = 0
         transfers.count_shadow(layout.numel * self._dtype.itemsize)
         self._size = layout.numel * self._dtype.itemsize
 

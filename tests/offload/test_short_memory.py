@@ -129,6 +129,7 @@ def test_memory_that_holds_a_step_is_not_short() -> None:
 def test_bucket_that_finds_no_memory_is_packed_once_others_have_left() -> None:
     """In a first step, whose gradients leave no new values in their place; from then on memory is short."""
     device = CountingDevice(0, None, limit=2 * LARGEST)
+    device._eagerness = 0.0  # from the first step on
     bits, most = trained(device)
     assert bits == trained(None)[0]
     assert device.refused > 0
