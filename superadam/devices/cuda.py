@@ -26,7 +26,6 @@ from superadam.host.memory import HostMemory, HostNeeds
 from superadam.kernels.hyperparameters import Coefficients
 from superadam.kernels.kept_step import KeptStep
 
-
 ANCHOR_SECONDS = 1.0
 """From this distance on, times are counted from a later event: float32 milliseconds, as which the driver tells how long
 after another an event passed, are exact to a microsecond for some seconds only."""
