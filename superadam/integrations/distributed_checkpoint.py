@@ -278,9 +278,9 @@ def _template(
         raise CheckpointError("{} is {} in it, expected {} as in the model".format(name.partition(".")[2], *kinds))
     template = {}
     for name, (shape, dtype) in found.items():
-        parameter, _, key = name.removeprefix("optimizer.").rpartition(".")
+        parameter, _, _ = name.removeprefix("optimizer.").rpartition(".")
         like = present[name] if name in present else parameters[parameter]
-        if name not in present and (key == "step" or like.shape != shape):
+        if like.shape != shape:  # as that of step
             like = torch.empty(shape)
         template[name] = torch.empty_like(like, dtype=dtype, device="cpu", requires_grad=False)
     return template
