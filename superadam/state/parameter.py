@@ -247,8 +247,8 @@ class ParameterState:
                 if tensor.is_inference():
                     return None
                 versions.append(tensor._version)
-        # Writes to DTensors count there; those that are made in between begin at 0.
-        versions.append(sum(whole._version for whole in self.wholes.values()) if self.wholes else 0)
+        if self.wholes and (writes := sum(whole._version for whole in self.wholes.values())):
+            versions.append(writes)
         return tuple(versions)
 
     def create_state(self, *, with_max: bool) -> None:
