@@ -359,7 +359,9 @@ for _kind in (FactorKind.MULTIPLY, FactorKind.DIVIDE):
 
 def taken_of(tensor: Tensor | None) -> TakenGradient | None:
     """Return the record of a handle, or of a DTensor's local one; None for a gradient that lies in memory."""
-    return None if type(tensor) is Tensor else _taken(shards.local_of(tensor))
+    if type(tensor) is Tensor:
+        return None
+    return _taken(tensor if type(tensor) is GradientHandle else shards.local_of(tensor))
 
 
 def _references(parameter: Any) -> tuple[int, ...]:
@@ -410,7 +412,10 @@ def shared_memory(parameters: Iterable[Tensor]) -> set[int]:
         if shards.is_distributed(parameter.grad):
             local = shards.local_of(parameter.grad)
             taken = _taken(local)
-            parts[position] = local if taken is None else taken.pending
+            if taken is not None:
+                parts[position] = taken.pending
+            elif type(local) is Tensor:  # nothing else is taken
+                parts[position] = local
     return set(itertools.compress(parts, shards.shared_elsewhere([*parts.values()])))
 
 

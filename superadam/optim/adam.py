@@ -318,7 +318,10 @@ class SpeculativeCPUAdam(Optimizer):
             max_norm: limit, at least 0; `math.inf` for none.
 
         Returns:
-            0-dim fp64 tensor: the 2-norm of all gradients in `.grad`.
+            0-dim fp64 tensor: the 2-norm of all gradients in `.grad`, over all ranks where parameters are DTensors.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: as `step()`.
         """
         with self._published.on_all_ranks(Question.NORM, self.param_groups):
             limit = checked_limit("max_norm", max_norm)

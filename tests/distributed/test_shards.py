@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from visible import bits
@@ -85,7 +86,7 @@ MESHES: dict[str, Any] = {
 }
 
 
-@BOTH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("mesh", MESHES)
 @on_ranks(2)
 def test_every_kind_of_shard(rank: int, mesh: str, dtype: torch.dtype) -> None:
@@ -126,6 +127,34 @@ def test_a_replicated_parameter_counts_once(rank: int, dtype: torch.dtype) -> No
     assert optimizer.clip_grad_norm_(torch.inf).item() == 10**0.5
     optimizer.step()
     assert optimizer.state[scalar]["exp_avg"].placements == (Replicate(),)
+
+
+OPTIONS: dict[str, Any] = {
+    "default": {},
+    "not resharded": {"reshard_after_forward": False},
+    "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    "low precision": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
+}
+
+
+@BOTH
+@pytest.mark.parametrize("options", OPTIONS)
+@on_ranks(2)
+def test_the_next_forward_sees_new_values(rank: int, options: str, dtype: torch.dtype) -> None:
+    model, plain = model_of(dtype, **OPTIONS[options]), Model().to(dtype)
+    optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-2)
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for step in range(4):
+        backward(model, rank, step)
+        if step % 2:
+            optimizer.speculate()
+        optimizer.step()
+        optimizer.zero_grad()
+        whole = {name: value.full_tensor() for name, value in model.state_dict().items()}
+        low = options == "low precision"
+        plain.load_state_dict(whole)
+        expected = (copy.deepcopy(plain).bfloat16() if low else plain)(x.bfloat16() if low else x)
+        assert bits(model(x.bfloat16() if low else x)) == bits(expected)
 
 
 @on_ranks(2)
@@ -270,7 +299,7 @@ def test_parts_that_are_replaced(rank: int) -> None:
 @on_ranks(2)
 def test_state_dicts_go_round(rank: int, dtype: torch.dtype, way: str) -> None:
     model, other = model_of(dtype), model_of(dtype)
-    optimizer, loaded = (SpeculativeCPUAdamW(m.parameters(), lr=1e-2) for m in (model, other))
+    optimizer, loaded = (SpeculativeCPUAdamW(m.parameters(), lr=1e-2, amsgrad=True) for m in (model, other))
     train(model, optimizer, rank, range(3), 1e-3)
     state_dict = optimizer.state_dict()
     if way == "file":

@@ -69,7 +69,7 @@ class Oracle:
             if gradient is None:
                 continue
             one.step += 1
-            k = Coefficients.at_step(hyper, one.step, clip, double=False)
+            k = Coefficients.at_step(hyper, one.step, clip, double=one.p.dtype == np.float64)
             one.p, one.m, one.v, one.vmax = formula.adam_formula(k, gradient, one.m, one.v, one.vmax, one.p)
         return norm
 
@@ -81,7 +81,7 @@ class Oracle:
             if not entry:
                 assert not one.step
                 continue
-            assert ("master" in entry) is (tensor.dtype != torch.float32)
+            assert ("master" in entry) is (tensor.dtype == torch.bfloat16)
             assert same_bits(flat(local(entry.get("master", tensor)), part), one.p)
             assert same_bits(flat(local(entry["exp_avg"]), part), one.m)
             assert same_bits(flat(local(entry["exp_avg_sq"]), part), one.v)
@@ -90,4 +90,4 @@ class Oracle:
                 assert type(entry[key]) is (Tensor if type(tensor) is nn.Parameter else type(tensor))
                 assert getattr(entry[key], "placements", None) == getattr(tensor, "placements", None)
                 assert entry[key].shape == tensor.shape
-                assert entry[key].dtype == torch.float32
+                assert entry[key].dtype == (torch.float64 if tensor.dtype == torch.float64 else torch.float32)
