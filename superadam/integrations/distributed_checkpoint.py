@@ -281,7 +281,7 @@ def _template(
         parameter, _, _ = name.removeprefix("optimizer.").rpartition(".")
         like = present[name] if name in present else parameters[parameter]
         if like.shape != shape:  # as that of step
-            like = torch.empty(shape)
+            like = torch.empty(shape, device="cpu")
         template[name] = torch.empty_like(like, dtype=dtype, device="cpu", requires_grad=False)
     return template
 
