@@ -23,6 +23,8 @@ from superadam.devices import Device
 from superadam.devices.simulated import SimulatedDevice
 from superadam.handles.gradient_handle import GradientHandle
 
+pytestmark = pytest.mark.slow
+
 STEPS = 14
 LIMIT = 0.5
 ROUNDED = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}

@@ -25,7 +25,7 @@ from sequence_ranks import (
 from torch import nn
 from transformers import masking_utils
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 TOLERANCE = 2 * ROWS * SEQUENCE * 2**-24
 """Relative error of a parameter's gradient, which is a sum over at most this number of tokens.

@@ -19,6 +19,8 @@ from superadam import SpeculativeCPUAdamW
 from superadam.integrations import checkpoint_folder
 from superadam.integrations.distributed_checkpoint import CheckpointError, load, save
 
+pytestmark = pytest.mark.slow
+
 OPTIMIZERS: list[Any] = [torch.optim.AdamW, SpeculativeCPUAdamW]
 
 

@@ -30,6 +30,8 @@ from visible import bits
 from superadam import SpeculativeCPUAdamW, StepKind
 from superadam.distributed import shards
 
+pytestmark = pytest.mark.slow
+
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
