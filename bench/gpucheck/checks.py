@@ -42,9 +42,9 @@ SANITIZED = "test_many_tensors_take_one_launch or test_many_small_tensors_take_o
 def machine(context: Context, limit: Limit) -> Iterator[Finding]:
     """Ask `superadam doctor` about versions, driver, GPU, link and memory; what it calls broken is no failure here."""
     done = context.run(python("-m", "superadam", "doctor", "--json"), limit.left)
-    begin = done.output.find("{")
+    begin = max(0, done.output.find('{\n "findings"'))  # its stderr may be before and after
     try:
-        report = json.loads(done.output[begin:])
+        report, _ = json.JSONDecoder().raw_decode(done.output, begin)
     except ValueError:
         yield Finding(Outcome.SHORTENED, f"superadam doctor gave no report: {done.last_line}")
         return

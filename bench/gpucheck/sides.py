@@ -25,7 +25,10 @@ ALONE, OVERLAPPED, PLAIN = "no optimizer", "superadam", "superadam, plain"
 ON_DEVICE, ON_HOST = "torch on the GPU", "torch on the CPU"
 
 SIDES = (ALONE, OVERLAPPED, ON_DEVICE, PLAIN, ON_HOST)
-"""By name, in the order in which they are shown."""
+"""By name, in the order in which they are shown.
+
+PLAIN is what a user has without a scheduler, with pageable copies; ON_HOST copies through pinned memory, as OVERLAPPED.
+"""
 
 
 class Side(abc.ABC):

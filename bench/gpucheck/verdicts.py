@@ -54,7 +54,11 @@ class Verdict:
 
 
 def with_hidden_shares(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows, overlapped ones with the share of the Adam time that they do not add to forward and backward."""
+    """Return the rows, overlapped ones with the share of the Adam time that they do not add to forward and backward.
+
+    That is the time of the CPU's passes alone, without any copy. No step without overlap is compared with, because a
+    plain step's copies are pageable, and every one of them that overlap makes faster would count as hidden.
+    """
     alone = {row.workload: row for row in rows if row.side == ALONE}
 
     def completed(row: Row) -> Row:

@@ -17,17 +17,13 @@ from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import ChunkSums, Device, Event, Stream
 from superadam.devices.pinned import PinnedMemory
 from superadam.devices.registration import CudaRegistrar
-from superadam.devices.slab import gigabytes
 from superadam.devices.worker import ThreadWorker, Work, Worker
 from superadam.gpu import Backend, backend, pack_gradients, scatter_values, update
 from superadam.host import cores
 from superadam.host.machine import Host
-from superadam.host.memory import HostMemory
+from superadam.host.memory import HostMemory, HostNeeds
 from superadam.kernels.hyperparameters import Coefficients
 from superadam.kernels.kept_step import KeptStep
-
-BUCKETS_UNDER_WAY = 2
-"""Buckets that host memory is reserved for, in each direction: one being copied, and one being computed."""
 
 
 class CudaEvent:
@@ -71,7 +67,7 @@ class CudaDevice(Device):
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
         self.can_update = backend(self.device).backend is not Backend.TORCH
-        self._host = host or Host()
+        self._host: Host = host or Host()
         self._cpus = cores.near(self._host, _pci_address(self.device))
         self.pinned = PinnedMemory(CudaRegistrar(self.device))
         self._marked: dict[int, torch.cuda.Stream] = {}
@@ -181,27 +177,18 @@ class CudaDevice(Device):
 
     # ---- memory and cores of the host --------------------------------------------------------------------------------
 
-    def reserve(self, pending_bytes: int, largest_bytes: int, spill_bytes: int) -> None:
-        """Pin what is not pinned yet, near the device; what cannot be pinned is pageable, with a warning.
-
-        New values that do not fit into the device's memory wait on the host.
-        """
-        buckets = 2 * BUCKETS_UNDER_WAY * largest_bytes + max(0, spill_bytes - self.free_bytes())
-        missing = pending_bytes + buckets - self.pinned.size
+    def reserve(self, needs: HostNeeds) -> None:
+        """Pin what is not pinned yet, near the device; what cannot be pinned is pageable, with a warning."""
+        super().reserve(needs)
+        copied = needs.pending + needs.shadows + needs.under_way
+        missing = copied - self.pinned.size
         if missing <= 0:
             return
         with suppress(OSError, ValueError):  # available memory is unknown
-            available = HostMemory.of(self._host).available
-            if 2 * (2 * pending_bytes + buckets) <= available:
-                missing += pending_bytes  # of the step before, where the CPU is slower than backward
-            if missing > available:
-                raise MemoryError(
-                    f"gradients, buckets under way and new values without room on the device need {gigabytes(missing)} "
-                    f"of host memory, but {gigabytes(available)} are available; allow this process more memory, train "
-                    "fewer parameters, or let gradients travel in a narrower transfer_dtype"
-                )
+            if needs.missing + copied + 2 * needs.pending <= HostMemory.of(self._host).available:
+                missing += needs.pending  # of the step before, where the CPU is slower than backward
         with cores.bound_thread(self._cpus):
-            self.pinned.grow(missing, largest_bytes)
+            self.pinned.grow(missing, needs.largest)
 
     def close(self) -> None:
         """Unpin what was reserved, once it holds no tensor any more."""

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from superadam.devices.flat import FlatLayout
 from superadam.devices.worker import ThreadWorker, Work, Worker
+from superadam.host.machine import Host
+from superadam.host.memory import HostNeeds
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,6 +67,8 @@ class Event(Protocol):
 
 class Device(abc.ABC):
     """Streams, events, copies and memory of the device that holds the model."""
+
+    _host: Host | None = None  # that memory is reserved on; None for this machine
 
     has_link = True
     """Whether tensors are copied between the model's memory and the host's."""
@@ -134,17 +138,15 @@ class Device(abc.ABC):
     def record_stream(self, buffer: Tensor, stream: Stream) -> None:
         """Keep a buffer's memory until `stream` has passed its present end, even if the buffer is dropped before."""
 
-    def reserve(self, pending_bytes: int, largest_bytes: int, spill_bytes: int) -> None:  # noqa: B027 may need nothing
-        """Allocate host memory, once, before the first step.
+    def reserve(self, needs: HostNeeds) -> None:
+        """Check that the host can hold a run; devices that copy faster with it allocate memory here, after the check.
 
-        Args:
-            pending_bytes: what stays on the host together for a whole step, and longer.
-            largest_bytes: the largest buffer that is copied, in either direction.
-            spill_bytes: what waits on the device as far as that has memory, and on the host otherwise.
+        Called once, before anything else of the run is allocated.
 
         Raises:
-            MemoryError: the host cannot hold that.
+            MemoryError: the host can never hold that; nothing was allocated.
         """
+        needs.check(self._host or Host())
 
     def close(self) -> None:  # noqa: B027
         """Release what was reserved; later buffers come from memory that is not reserved."""

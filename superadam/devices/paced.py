@@ -29,6 +29,7 @@ from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import ChunkSums, Event, Stream
 from superadam.devices.pinned import PinnedMemory
 from superadam.devices.plain import PlainDevice
+from superadam.host.memory import HostNeeds
 from superadam.kernels.hyperparameters import Coefficients
 from superadam.kernels.kept_step import KeptStep
 
@@ -271,11 +272,12 @@ class PacedDevice(PlainDevice):
 
     # ---- memory and cores --------------------------------------------------------------------------------------------
 
-    def reserve(self, pending_bytes: int, largest_bytes: int, spill_bytes: int) -> None:
+    def reserve(self, needs: HostNeeds) -> None:
         """Map as much as `CudaDevice` pins: two steps' gradients, and two buckets in each direction."""
-        missing = 2 * pending_bytes + 4 * largest_bytes - self._pinned.size
+        super().reserve(needs)
+        missing = 2 * needs.pending + needs.under_way - self._pinned.size
         if missing > 0:
-            self._pinned.grow(missing, largest_bytes)
+            self._pinned.grow(missing, needs.largest)
 
     def close(self) -> None:
         """Release the reserved memory."""

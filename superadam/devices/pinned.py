@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from superadam.devices.interface import Event
-from superadam.devices.slab import PinningError, Registrar, Slab, gigabytes
+from superadam.devices.slab import PinningError, Registrar, Slab
+from superadam.host.memory import gigabytes
 
 SLAB_BYTES = 2 << 30  # drivers register huge ranges slowly, or not at all; a slab's end is too short for some buffers
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -16,9 +15,6 @@ from torch import Tensor
 
 from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import ChunkSums, Device, Event, Stream
-from superadam.devices.slab import gigabytes
-from superadam.host.machine import Host
-from superadam.host.memory import HostMemory
 
 
 class PassedEvent:
@@ -88,13 +84,3 @@ class PlainDevice(Device):
 
     def record_stream(self, buffer: Tensor, stream: Stream) -> None:
         """Return at once."""
-
-    def reserve(self, pending_bytes: int, largest_bytes: int, spill_bytes: int) -> None:
-        """Check that there is room for new values; gradients stay where torch has put them."""
-        with suppress(OSError, ValueError):  # available memory is unknown
-            available = HostMemory.of(Host()).available
-            if spill_bytes > available:
-                raise MemoryError(
-                    f"the new values of a step need {gigabytes(spill_bytes)} of host memory until the verdict, but "
-                    f"{gigabytes(available)} are available; allow this process more, or train without a scheduler"
-                )

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from superadam.devices.slab import PinningError, gigabytes
-from superadam.host.memory import lockable_bytes
+from superadam.devices.slab import PinningError
+from superadam.host.memory import gigabytes, lockable_bytes
 
 PORTABLE = 1
 """cudaHostRegisterPortable: pinned for every device of the process."""

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from superadam.devices.gaps import Gaps
+from superadam.host.memory import gigabytes
 
 PAGE_BYTES = mmap.PAGESIZE
 """Ranges are whole pages: rounded sizes recur, so that gaps fit again."""
@@ -94,11 +95,6 @@ class Slab:
 def in_pages(size: int) -> int:
     """Return `size` rounded up to whole pages."""
     return -(-size // PAGE_BYTES) * PAGE_BYTES
-
-
-def gigabytes(size: int) -> str:
-    """Return how errors write a number of bytes."""
-    return f"{size / 1e9:.2f} GB"
 
 
 def _let_go(memory: mmap.mmap, address: int, registrar: Registrar, process: int) -> None:

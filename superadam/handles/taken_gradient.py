@@ -79,7 +79,7 @@ class Factor:
         elif self.kind is FactorKind.DIVIDE and not self.is_of_list:
             # A GPU divides by a scalar of the host through its inverse, in the precision it computes in.
             precision = torch.promote_types(gradient.dtype, torch.float32)
-            gradient.mul_((1.0 / torch.tensor(self.number, dtype=precision)).item())
+            gradient.mul_((1.0 / torch.tensor(self.number, dtype=precision, device="cpu")).item())
         else:
             self.apply(gradient)
 

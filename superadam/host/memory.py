@@ -1,7 +1,8 @@
-"""How much memory of the host this process may still take, and how much of it it may lock."""
+"""How much memory of the host this process can have and how much of it it may lock, and the check of what it needs."""
 
 from __future__ import annotations
 
+import logging
 import resource
 from dataclasses import dataclass
 from typing import Self
@@ -12,13 +13,19 @@ from superadam.host.machine import Host
 UNLIMITED = 1 << 60
 """Version 1 of control groups writes "no limit" as a number beyond this."""
 
+BUCKETS_UNDER_WAY = 2
+"""Buckets that host memory is reserved for, in each direction: one being copied, and one being computed."""
+
+_logger = logging.getLogger("superadam")
+
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
     """Bytes of host memory."""
 
     total: int  # of the machine
-    available: int  # without swapping: of the machine, or of this process's control groups where they leave less
+    limit: int  # what this process can have at most: the machine's, or what its control groups allow
+    available: int  # an estimate, without swapping: of the machine, or of the control groups where they leave less
     lockable: int | None  # RLIMIT_MEMLOCK; None for no limit
 
     @classmethod
@@ -29,8 +36,103 @@ class HostMemory:
         if missing:
             raise ValueError(f"/proc/meminfo has no line {min(missing)}, expected one; mount the /proc of Linux there")
         total, available = (int(lines[key].split()[0]) << 10 for key in ("MemTotal", "MemAvailable"))
-        allowed = [left for group in groups_of(host, "memory") if (left := _left_in(host, group)) is not None]
-        return cls(total, max(0, min([available, *allowed])), lockable_bytes())
+        groups = [found for group in groups_of(host, "memory") if (found := _limit_of(host, group)) is not None]
+        limit = min([total, *(allowed for allowed, _ in groups)])
+        return cls(total, limit, max(0, min([available, *(left for _, left in groups)])), lockable_bytes())
+
+
+@dataclass(frozen=True, slots=True)
+class HostNeeds:
+    """Bytes of host memory that training takes, beside parameters and what autograd keeps.
+
+    Attributes:
+        state: masters and moments.
+        gradients: of one step, where backward leaves them in host memory.
+        pending: gradients of one step that are copied to the host, and stay there together.
+        shadows: new values that wait on the host for the verdict.
+        largest: the largest buffer that is copied, in either direction.
+        present: what of all this is allocated already.
+    """
+
+    state: int = 0
+    gradients: int = 0
+    pending: int = 0
+    shadows: int = 0
+    largest: int = 0
+    present: int = 0
+
+    def __add__(self, other: HostNeeds) -> HostNeeds:
+        """Return what both take together, one after the other under way."""
+        return HostNeeds(
+            self.state + other.state,
+            self.gradients + other.gradients,
+            self.pending + other.pending,
+            self.shadows + other.shadows,
+            max(self.largest, other.largest),
+            self.present + other.present,
+        )
+
+    @property
+    def under_way(self) -> int:
+        """Buckets that are being copied or computed, in both directions."""
+        return 2 * BUCKETS_UNDER_WAY * self.largest
+
+    @property
+    def missing(self) -> int:
+        """Bytes that are not allocated yet."""
+        return max(0, self.total - self.present)
+
+    @property
+    def total(self) -> int:
+        """All bytes, allocated or not."""
+        return self.state + self.gradients + self.pending + self.shadows + self.under_way
+
+    def check(self, host: Host) -> None:
+        """Check that the host can hold this; see `require_memory`."""
+        parts = f"{gigabytes(self.state)} of state, {gigabytes(self.gradients + self.pending)} of gradients"
+        require_memory(
+            host,
+            self.total,
+            f"training ({parts}, {gigabytes(self.shadows + self.under_way)} of new values and buckets under way)",
+            "allow this process more memory, train fewer parameters, or let gradients travel in a narrower "
+            "transfer_dtype",
+            missing=self.missing,
+        )
+
+
+def require_memory(host: Host, needed: int, subject: str, remedy: str, *, missing: int | None = None) -> None:
+    """Check that this process can have `needed` bytes, of which `missing` ones, by default all, are not allocated yet.
+
+    Only what cannot be is refused. What the system holds to be available is an estimate: other programs end, caches are
+    dropped, memory is swapped. If that is too little, a warning says so.
+
+    Raises:
+        MemoryError: it is more than the machine has, or than the control groups of this process allow.
+    """
+    try:
+        memory = HostMemory.of(host)
+    except (OSError, ValueError):
+        return  # unknown
+    if needed > memory.limit:
+        raise MemoryError(
+            f"{subject} needs about {gigabytes(needed)} of host memory, but this process can have "
+            f"{gigabytes(memory.limit)} at most; {remedy}"
+        )
+    missing = needed if missing is None else missing
+    if missing > memory.available:
+        _logger.warning(
+            "%s needs about %s more host memory, but by the system's estimate %s are available, beyond which it swaps "
+            "or ends programs; %s",
+            subject,
+            gigabytes(missing),
+            gigabytes(memory.available),
+            remedy,
+        )
+
+
+def gigabytes(size: int) -> str:
+    """Return how messages write a number of bytes."""
+    return f"{size / 1e9:,.2f} GB"
 
 
 def lockable_bytes() -> int | None:
@@ -39,8 +141,8 @@ def lockable_bytes() -> int | None:
     return None if limit == resource.RLIM_INFINITY else limit
 
 
-def _left_in(host: Host, group: Group) -> int | None:
-    """Return the bytes that a group leaves, counting file cache that can be dropped; None where it sets no limit."""
+def _limit_of(host: Host, group: Group) -> tuple[int, int] | None:
+    """Return a group's limit and what it leaves, counting file cache that can be dropped; None without a limit."""
     if group.version == 2:
         names = ("memory.max", "memory.current", "inactive_file")
     else:
@@ -50,4 +152,4 @@ def _left_in(host: Host, group: Group) -> int | None:
         return None
     used = int(host.read_or(f"{group.directory}/{names[1]}", "0"))
     counts = dict(line.split() for line in host.read_or(f"{group.directory}/memory.stat", "").splitlines())
-    return int(limit) - used + int(counts.get(names[2], "0"))
+    return int(limit), int(limit) - used + int(counts.get(names[2], "0"))

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import collections
 import logging
+import math
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from superadam.devices import Device
+from superadam.host.memory import gigabytes
 from superadam.offload.buckets import DEFAULT_NUMEL, Bucket
+from superadam.offload.needs import BYTES_OF_STATE
 from superadam.offload.placement import (
     BucketTimes,
     Placement,
@@ -32,7 +35,6 @@ LEAST_GAIN = 0.05  # of the time from the first bucket to the worker's end: what
 RATED_BUCKETS = 32  # whose times count for the worker's rate
 REMEMBERED_STEPS = 4  # of which the one with the most parameters gives the order
 FREE_SHARE = 0.8  # of the device's free memory, what state may take: fragments and peaks need the rest
-LEAST_BYTES_PER_ELEMENT = 12  # of state on the device: master and moments
 BYTES_PER_ELEMENT = 16 + 4  # at most: with amsgrad, and the gradient as well
 
 
@@ -58,17 +60,17 @@ class Autotuner:
     ) -> None:
         self._device = device
         self.can_keep = can_keep
-        self._check_can_keep(gpu_buckets)
         self._total = total
         threads = device.idle_cores() if isinstance(num_threads, str) else num_threads
         numel = numel_of_buckets(total) if threads else DEFAULT_NUMEL
         self.placement = Placement(
-            gpu_buckets=0 if isinstance(gpu_buckets, str) else gpu_buckets,
+            gpu_buckets=0,
             bucket_numel=numel if isinstance(bucket_numel, str) else bucket_numel,
             transfer_dtype=None if isinstance(transfer_dtype, str) else transfer_dtype,
             num_threads=threads,
         )
-        self._check_room(self.placement.gpu_buckets * self.placement.bucket_numel)
+        if not isinstance(gpu_buckets, str):
+            self.placement = self._checked(replace(self.placement, gpu_buckets=gpu_buckets))
         self.order: list[Tensor] = []
         self._orders: collections.deque[list[Tensor]] = collections.deque(maxlen=REMEMBERED_STEPS)
         self._ready: dict[bool, list[Tensor]] = {False: [], True: []}  # of this step, by whether they stay
@@ -104,29 +106,41 @@ class Autotuner:
         return self.placement.gpu_buckets > 0 and set(map(id, order)) != set(map(id, self.order))
 
     def _has_new_choice(self, times: list[BucketTimes]) -> bool:
-        """Change the placement where the last steps agree; return whether it has changed."""
+        """Change the placement where the last steps agree, and memory allows it; return whether it has changed."""
         now, seconds_per_byte = self.placement.gpu_buckets, rate(self._rated)
-        wanted = self._wanted_buckets(times, seconds_per_byte)
-        is_gain = saved_share(times, seconds_per_byte, wanted * self.placement.bucket_numel) >= LEAST_GAIN
-        if wanted == now or (wanted > now and not is_gain):
+        wanted = self._wanted_buckets(times, seconds_per_byte, math.inf)
+        if wanted == now or (wanted > now and not self._is_gain(times, seconds_per_byte, wanted)):
             self._wanted = []
             return False
         self._wanted = [one for one in self._wanted if (one > now) == (wanted > now)] + [wanted]
         if len(self._wanted) < AGREEING_STEPS:
             return False
-        chosen = min(self._wanted, key=lambda one: abs(one - now))
-        self.placement, self._wanted = replace(self.placement, gpu_buckets=chosen), []
+        chosen, self._wanted = min(self._wanted, key=lambda one: abs(one - now)), []
+        if chosen > now:
+            affordable = self._affordable_elements(times)
+            chosen = min(chosen, self._wanted_buckets(times, seconds_per_byte, affordable))
+            if chosen == now or (chosen > now and not self._is_gain(times, seconds_per_byte, chosen)):
+                return False
+        self.placement = replace(self.placement, gpu_buckets=chosen)
         return True
 
-    def _wanted_buckets(self, times: list[BucketTimes], seconds_per_byte: float) -> int:
-        numel, kept_now = self.placement.bucket_numel, sum(one.elements for one in times if one.is_kept)
-        free = (self._device.free_bytes() or 0) + LEAST_BYTES_PER_ELEMENT * kept_now
-        affordable = int(free * FREE_SHARE) // BYTES_PER_ELEMENT
+    def _is_gain(self, times: list[BucketTimes], seconds_per_byte: float, buckets: int) -> bool:
+        return saved_share(times, seconds_per_byte, buckets * self.placement.bucket_numel) >= LEAST_GAIN
+
+    def _wanted_buckets(self, times: list[BucketTimes], seconds_per_byte: float, affordable: float) -> int:
+        """Return how many buckets to keep by the times of a step, at most this number of elements."""
+        numel = self.placement.bucket_numel
         kept = elements_to_keep(times, seconds_per_byte, affordable)
         rounded_up = replace(self.placement, gpu_buckets=-(-kept // numel))
         fits = sum(one.numel() for one in last_parameters(self.order, rounded_up)) <= affordable
         wanted = rounded_up.gpu_buckets if fits else kept // numel
         return wanted if self._most is None else min(wanted, self._most)
+
+    def _affordable_elements(self, times: list[BucketTimes]) -> int:
+        """Ask the device, which takes its driver a while, for how many elements it has memory, with those kept now."""
+        kept_now = sum(one.elements for one in times if one.is_kept)
+        free = (self._device.free_bytes() or 0) + BYTES_OF_STATE * kept_now
+        return max(0, int(free * FREE_SHARE) // BYTES_PER_ELEMENT)  # less than nothing is free where a peak was higher
 
     def shrink(self) -> None:
         """Keep half as many buckets, and never more from now on: the device has no memory for the present number."""
@@ -139,9 +153,7 @@ class Autotuner:
         Raises ValueError where buckets are to be kept but cannot be, or the worker would have to be created or ended;
         MemoryError where the device has no room for them.
         """
-        self._check_can_keep(placement.gpu_buckets)
-        before = self.placement.gpu_buckets * self.placement.bucket_numel
-        self._check_room(placement.gpu_buckets * placement.bucket_numel - min(before, self._total))
+        self._checked(placement)
         if (placement.num_threads > 0) != (self.placement.num_threads > 0):
             raise ValueError(
                 f"num_threads is {placement.num_threads}, but the scheduler was made with "
@@ -150,20 +162,18 @@ class Autotuner:
         self._is_automatic = False
         self.placement = placement
 
-    def _check_can_keep(self, gpu_buckets: int | str) -> None:
-        if isinstance(gpu_buckets, int) and gpu_buckets > 0 and not self.can_keep:
+    def _checked(self, placement: Placement) -> Placement:
+        """Return a placement whose kept buckets the device can step, with room for what they have more than now."""
+        if placement.gpu_buckets > 0 and not self.can_keep:
             raise ValueError(
-                f"gpu_buckets is {gpu_buckets}, but {type(self._device).__name__} cannot make steps where the model "
-                "is; it takes a GPU with Triton, so leave gpu_buckets at 'auto' or 0"
+                f"gpu_buckets is {placement.gpu_buckets}, but {type(self._device).__name__} cannot make steps where "
+                "the model is; it takes a GPU with Triton, so leave gpu_buckets at 'auto' or 0"
             )
-
-    def _check_room(self, elements: int) -> None:
-        """Raise MemoryError if the state of this many more elements does not fit on the device."""
-        if elements <= 0:
-            return
-        needed, free = min(elements, self._total) * LEAST_BYTES_PER_ELEMENT, self._device.free_bytes()
+        now, then = (min(one.gpu_buckets * one.bucket_numel, self._total) for one in (self.placement, placement))
+        needed, free = BYTES_OF_STATE * (then - now), self._device.free_bytes() if then > now else None
         if free is not None and needed > free:
             raise MemoryError(
-                f"the state that is to stay on the device takes {needed / 1e9:.2f} GB, but {free / 1e9:.2f} GB are "
-                "free there; keep fewer buckets, or leave gpu_buckets at 'auto'"
+                f"the state that is to stay on the device takes {gigabytes(needed)}, but {gigabytes(free)} are free "
+                "there; keep fewer buckets, or leave gpu_buckets at 'auto'"
             )
+        return placement

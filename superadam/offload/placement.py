@@ -76,7 +76,7 @@ def worker_ends(step: Sequence[BucketTimes], seconds_per_byte: float) -> list[fl
     return ends
 
 
-def elements_to_keep(step: Sequence[BucketTimes], seconds_per_byte: float, affordable: int) -> int:
+def elements_to_keep(step: Sequence[BucketTimes], seconds_per_byte: float, affordable: float) -> int:
     """Return how many trailing elements of a step to keep on the device.
 
     These are the fewest buckets with which the worker finishes the others about when backward ends, or as many as fit

@@ -32,6 +32,7 @@ from superadam.offload.autotune import Autotuner
 from superadam.offload.buckets import Bucket, Bucketer
 from superadam.offload.device_tier import DeviceTier
 from superadam.offload.hooks import Hooks
+from superadam.offload.needs import needs_of_run
 from superadam.offload.pipeline import Pipeline
 from superadam.offload.placement import Placement, last_parameters
 from superadam.offload.reduction import ReducedGroups
@@ -79,7 +80,8 @@ class OffloadScheduler(GradientHolder):
 
     Raises:
         ValueError: an argument is out of range, or the device cannot keep buckets.
-        MemoryError: the host cannot hold the gradients of a step, or the device the state of `gpu_buckets`.
+        MemoryError: the host can never hold state, gradients and new values, or the device the state of `gpu_buckets`;
+            where the host only seems to have too little, there is a warning.
         TypeError: the optimizer is not a `SpeculativeCPUAdam`, or the model not an `nn.Module`.
         RuntimeError: the model is wrapped in DistributedDataParallel or FSDP1, or is trained by several ranks without
             `fully_shard`, or the optimizer has a scheduler already.
@@ -130,8 +132,8 @@ class OffloadScheduler(GradientHolder):
         self._transaction: Transaction | None = None
         self._pipeline: Pipeline | None = None  # None without a core for it
         try:
+            self._device.reserve(needs_of_run(optimizer, self._device, self.placement))
             if self.placement.num_threads:
-                self._transfers.reserve(parameters, self.placement.bucket_numel)
                 self._pipeline = Pipeline(
                     self._device,
                     self._transfers,

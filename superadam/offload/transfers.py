@@ -9,7 +9,7 @@ import collections
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import cast
 
 import numpy as np
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from superadam.devices import Device, Event, Stream
-from superadam.devices.flat import FlatLayout, aligned
+from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import ChunkSums
 from superadam.handles.taken_gradient import TakenGradient
 from superadam.kernels import native
@@ -101,22 +101,6 @@ class Transfers:
         self._untold: collections.deque[tuple[Event, float, int]] = collections.deque()  # uploads not seen to arrive
         self._shadow_bytes = 0
 
-    def reserve(self, parameters: Iterable[Tensor], bucket_numel: int) -> None:
-        """Reserve memory for the gradients and new values of a step, and for buckets of this size.
-
-        Raises MemoryError if the host does not have it.
-        """
-        parameters = list(parameters)
-        distant = [parameter for parameter in parameters if not self.device.is_host(parameter)]
-        local = [one for one in parameters if self.device.is_host(one) and one.dtype.itemsize < torch.float32.itemsize]
-        shadows = sum(one.nbytes for one in (*distant, *local))
-        on_link = [_dtype_on_link(parameter, self.transfer_dtype).itemsize for parameter in distant]
-        gradients = sum(aligned(one.numel()) * size for one, size in zip(distant, on_link, strict=True))
-        largest = max((parameter.numel() for parameter in distant), default=0)
-        widest = max((*on_link, *(parameter.element_size() for parameter in distant)), default=0)
-        # A bucket holds less than bucket_numel before the parameter that fills it.
-        self.device.reserve(gradients, aligned(bucket_numel + largest) * widest, shadows)
-
     # ---- gradients ---------------------------------------------------------------------------------------------------
 
     def download(
@@ -145,7 +129,7 @@ class Transfers:
                 elif state in speculated:
                     self._add_places(places, [state], None)
                 continue
-            dtype = _dtype_on_link(taken.pending, self.transfer_dtype)
+            dtype = dtype_on_link(taken.pending, self.transfer_dtype)
             groups.setdefault((dtype, state.parameter_dtype), {})[state] = taken
         for some in local.values():
             self._add_places(places, some, None)
@@ -198,7 +182,7 @@ class Transfers:
         groups: dict[torch.dtype, dict[ParameterState, TakenGradient]] = {}
         for state, taken in zip(states, gradients, strict=True):
             taken.in_use = True
-            dtype = _dtype_on_link(taken.pending, self.transfer_dtype) if self.narrows else taken.pending.dtype
+            dtype = dtype_on_link(taken.pending, self.transfer_dtype) if self.narrows else taken.pending.dtype
             groups.setdefault(dtype, {})[state] = taken
         norms: list[Tensor] = []
         packed: list[tuple[TakenGradient, Tensor]] = []
@@ -246,7 +230,7 @@ class Transfers:
         """Return a gradient that does not travel, rounded as if it had."""
         if not self.narrows:
             return gradient
-        narrow = gradient.to(_dtype_on_link(gradient, self.transfer_dtype))
+        narrow = gradient.to(dtype_on_link(gradient, self.transfer_dtype))
         return narrow.to(gradient.dtype) if keeps_dtype else narrow
 
     # ---- new values (superadam.state.delivery.Delivery) --------------------------------------------------------------
@@ -332,5 +316,6 @@ def norm_in(hosts: Sequence[Tensor]) -> GradientNorm:
     )
 
 
-def _dtype_on_link(gradient: Tensor, transfer_dtype: torch.dtype | None) -> torch.dtype:
+def dtype_on_link(gradient: Tensor, transfer_dtype: torch.dtype | None) -> torch.dtype:
+    """Return the dtype in which a gradient travels."""
     return gradient.dtype if transfer_dtype is None or gradient.dtype == torch.float64 else transfer_dtype

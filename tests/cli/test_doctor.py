@@ -413,3 +413,54 @@ def test_a_wrong_isa_ends_in_a_report_and_status_1() -> None:
     broken = {name for name, finding in findings.items() if finding["status"] == "broken"}
     assert broken == {"instruction sets", "threads"}
     assert findings["memory bandwidth"]["status"] == "ok"
+
+
+NOISE = """
+import ctypes, logging, os, subprocess, sys, warnings
+from superadam.cli import main
+from superadam.cli.doctor import diagnosis
+from superadam.cli.doctor.finding import Finding, Status
+
+stdout, puts = sys.stdout, ctypes.CDLL(None).puts
+logging.basicConfig(stream=sys.stdout, level=logging.INFO)
+sources = {
+    "print": lambda: print("<print>"),
+    "held": lambda: stdout.write("<held>"),
+    "descriptor": lambda: os.write(1, b"<descriptor>"),
+    "C": lambda: puts(b"<C>"),
+    "program": lambda: subprocess.run(["echo", "<program>"], check=True),
+    "warning": lambda: warnings.warn("<warning>"),
+    "logging": lambda: logging.getLogger("superadam").warning("<logging>"),
+}
+
+def probe(name):
+    def look(host):
+        sources[name]()
+        if sys.argv[1] == "failing":
+            raise RuntimeError(name)
+        return Finding(name, Status.BROKEN if sys.argv[1] == "broken" else Status.OK, "noisy")
+    return look
+
+diagnosis.diagnose.__defaults__ = (tuple((name, probe(name)) for name in sources),)
+status = main.main(["doctor", "--json"])
+if sys.argv[1] == "twice":
+    status = main.main(["doctor", "--json"])
+raise SystemExit(status)
+"""
+
+
+@pytest.mark.subprocess
+@pytest.mark.parametrize(("how", "status"), [("broken", 1), ("failing", 0), ("twice", 0)])
+def test_stdout_is_one_json_document_whatever_is_written_meanwhile(how: str, status: int) -> None:
+    done = subprocess.run([sys.executable, "-c", NOISE, how], capture_output=True, text=True, check=False)
+    assert done.returncode == status, done.stderr
+    decoder = json.JSONDecoder()
+    document, end = decoder.raw_decode(done.stdout)
+    if how == "twice":  # stdout is as before between the two
+        assert decoder.raw_decode(done.stdout[end + 1 :])[0] == document
+    else:
+        assert done.stdout[end:] == "\n"
+    names = [finding["name"] for finding in document["findings"]]
+    assert len(names) == 7
+    for name in names:
+        assert f"<{name}>" in done.stderr

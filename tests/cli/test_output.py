@@ -50,7 +50,7 @@ def test_status_is_the_same_where_sentences_cannot_be_written(words: list[str], 
         assert run(words, tmp_path, stdout=full, stderr=full).returncode == 2
 
 
-@pytest.mark.parametrize("words", [["--help"], TRAIN], ids=" ".join)
+@pytest.mark.parametrize("words", [["--help"], ["doctor", "--json"], TRAIN], ids=" ".join)
 def test_closed_streams_take_everything(words: list[str], tmp_path: Path) -> None:
     assert run(words, tmp_path, shell='"$@" >&- 2>&-').returncode == 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -227,7 +228,7 @@ def refusal(available: int, *words: object, monkeypatch: pytest.MonkeyPatch, cap
         raise UsageError("allocated")
 
     with monkeypatch.context() as patched:
-        patched.setattr(HostMemory, "of", lambda host: HostMemory(10**13, available, None))
+        patched.setattr(HostMemory, "of", lambda host: HostMemory(10**13, available, available, None))
         patched.setattr(command, "Trainer", allocate)
         assert train(*words) == 2
     printed = capsys.readouterr().err
@@ -250,13 +251,17 @@ def test_run_is_refused_exactly_where_it_does_not_fit(
         assert refusal(needed, *asked, monkeypatch=monkeypatch, capsys=capsys) == ""
         sentence = refusal(needed - 1, *asked, monkeypatch=monkeypatch, capsys=capsys)
         assert f"--model {name} with --batch {settings.batch} and --seq {settings.seq} needs about " in sentence
-        assert f" {needed / 1e9:,.1f} GB of host memory, but {(needed - 1) / 1e9:,.1f} GB are available; " in sentence
+        figures = needed / 1e9, (needed - 1) / 1e9
+        assert " {:,.2f} GB of host memory, but this process can have {:,.2f} GB at most; ".format(*figures) in sentence
         assert ("no --verify" in sentence) is bool(words)
     assert os.listdir() == ["text"]
 
 
 def test_checkpoint_is_refused_where_it_and_its_run_do_not_fit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     assert train(*OPTIONS, "--text", write_text(tmp_path), "--out", tmp_path / "run", "--stop-at", 2) == 0
     capsys.readouterr()
@@ -265,16 +270,22 @@ def test_checkpoint_is_refused_where_it_and_its_run_do_not_fit(
     with monkeypatch.context() as patched:
         patched.setattr(torch, "load", lambda *arguments, **options: pytest.fail("the checkpoint was read"))
         sentence = refusal(2 * size - 1, *resume, monkeypatch=monkeypatch, capsys=capsys)
-    assert f"restoring {tmp_path / 'run' / 'checkpoint.pt'} needs about 0.0 GB of host memory" in sentence
+    assert f"restoring {tmp_path / 'run' / 'checkpoint.pt'} needs about 0.00 GB of host memory" in sentence
     assert "restoring" not in refusal(2 * size, *resume, monkeypatch=monkeypatch, capsys=capsys)
     settings = checkpoint.settings_of(checkpoint.read(tmp_path / "run"), tmp_path)
-    needed, _ = needed_bytes(settings, is_verified=False)  # the checkpoint, which is let go, is in memory meanwhile
-    with monkeypatch.context() as patched:
-        patched.setattr(HostMemory, "of", lambda host: HostMemory(10**13, needed - size - 1, None))
-        assert train(*resume) == 2
-        assert "--model bytes with --batch 2 and --seq 16 needs" in capsys.readouterr().err
-        patched.setattr(HostMemory, "of", lambda host: HostMemory(10**13, needed - size, None))
-        assert train(*resume) == 0
+    needed, _ = needed_bytes(settings, is_verified=False)
+    left = needed - size  # the checkpoint, which is let go, is in memory meanwhile
+    for limit, available, status, warnings in (
+        (needed - 1, left, 2, 0),
+        (needed, left, 0, 0),
+        (needed, left - 1, 0, 1),
+    ):
+        memory = HostMemory(10**13, limit, available, None)
+        with monkeypatch.context() as patched, caplog.at_level(logging.WARNING, "superadam"):
+            patched.setattr(HostMemory, "of", lambda host, memory=memory: memory)
+            assert train(*resume, "--stop-at", 3, "--no-save") == status
+        assert ("--model bytes with --batch 2 and --seq 16 needs" in capsys.readouterr().err) is bool(status)
+        assert ["--model bytes" in record.getMessage() for record in caplog.records] == [True] * warnings
 
 
 def test_checkpoint_is_also_written_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

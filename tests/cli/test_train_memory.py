@@ -18,7 +18,6 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from superadam.cli.train import memory
 from superadam.cli.train.llama import Decoder
 from superadam.cli.train.memory import needed_bytes, peak_device_bytes, peak_host_bytes, require_memory
 from superadam.cli.train.model import ByteTransformer, next_byte_loss
@@ -111,23 +110,34 @@ def test_needs_grow_with_what_is_asked_for(
 
 
 def test_memory_is_refused_from_the_first_byte_on_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HostMemory, "of", lambda host: HostMemory(10**12, 5_000_000_000, None))
+    monkeypatch.setattr(HostMemory, "of", lambda host: HostMemory(10**12, 5_000_000_000, 10**12, None))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7_000_000_000, 10**12))
     cpu, cuda = torch.device("cpu"), torch.device("cuda:1")
     require_memory(cpu, 5_000_000_000, "it", "do less")
     require_memory(cuda, 7_000_000_000, "it", "do less")
-    sentence = "^it needs about 5.0 GB of host memory, but 5.0 GB are available; do less$"
+    sentence = "^it needs about 5.00 GB of host memory, but this process can have 5.00 GB at most; do less$"
     with pytest.raises(UsageError, match=sentence.replace(".", r"\.")):
         require_memory(cpu, 5_000_000_001, "it", "do less")
-    with pytest.raises(UsageError, match=r"about 8\.2 GB of cuda:1 memory, but 7\.0 GB"):
+    with pytest.raises(UsageError, match=r"about 8\.20 GB of cuda:1 memory, but 7\.00 GB"):
         require_memory(cuda, 8_200_000_000, "it", "do less")
+
+
+def test_memory_that_only_seems_to_lack_is_no_reason_to_refuse(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(HostMemory, "of", lambda host: HostMemory(10**12, 10**12, 10, None))
+    require_memory(torch.device("cpu"), 5_000_000_000, "it", "do less")
+    (record,) = caplog.records
+    assert record.getMessage().startswith(
+        "it needs about 5.00 GB more host memory, but by the system's estimate 0.00 GB"
+    )
 
 
 def test_memory_that_nobody_knows_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(host: object) -> HostMemory:
         raise OSError
 
-    monkeypatch.setattr(memory.HostMemory, "of", unknown)
+    monkeypatch.setattr(HostMemory, "of", unknown)
     require_memory(torch.device("cpu"), 2**80, "it", "do less")
 
 

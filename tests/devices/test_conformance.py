@@ -21,6 +21,7 @@ from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import ChunkSums
 from superadam.devices.paced import PRESETS, PacedDevice
 from superadam.devices.simulated import SimulatedDevice
+from superadam.host.memory import HostNeeds
 from superadam.kernels import formula, native
 from superadam.kernels.kept_step import StepsInPlace
 from superadam.state import ParameterState
@@ -278,6 +279,6 @@ def test_training_has_the_bits_of_training_without_it(device: Device, dtype: tor
 
 
 def test_what_was_reserved_can_be_given_back(device: Device) -> None:
-    device.reserve(1 << 16, 1 << 12, 0)
+    device.reserve(HostNeeds(pending=1 << 16, largest=1 << 12))
     device.close()
     assert device.host_empty(3, torch.float32).shape == (3,)

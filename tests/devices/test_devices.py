@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from superadam.devices import Device, PlainDevice, Stream
 from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import ChunkSums
+from superadam.devices.paced import PRESETS, PacedDevice
 from superadam.devices.simulated import Operation, SeededWorker, SimulatedDevice, SimulatedEvent
 from superadam.devices.worker import ThreadWorker, WorkerError
+from superadam.host.memory import HostNeeds
 from superadam.kernels.kept_step import StepsInPlace
 from superadam.state.parameter import ParameterState
 
@@ -57,16 +59,13 @@ def is_poisoned(memory: Tensor) -> bool:
 # ---- plain -----------------------------------------------------------------------------------------------------------
 
 
-def test_more_new_values_than_the_host_has_room_for_are_refused_with_both_figures() -> None:
-    with pytest.raises(MemoryError, match=r"need \d+\.\d\d GB of host memory until the verdict, but \d+\.\d\d GB are"):
-        PlainDevice().reserve(0, 0, 1 << 60)
-
-
-@pytest.mark.parametrize("device", [PlainDevice(), lazy()], ids=["plain", "lazy"])
-def test_gradients_are_not_to_be_reserved(device: Device) -> None:
-    device.reserve(1 << 62, 1 << 60, 0)
-    device.close()
-    assert device.host_empty(3, torch.float32).shape == (3,)
+@pytest.mark.parametrize(
+    "device", [PlainDevice(), lazy(), PacedDevice(PRESETS["h200"])], ids=["plain", "lazy", "paced"]
+)
+@pytest.mark.parametrize("part", ["state", "gradients", "pending", "shadows", "largest"])
+def test_more_than_this_machine_has_is_refused_by_every_device(device: Device, part: str) -> None:
+    with pytest.raises(MemoryError, match=r"^training .* needs about [\d,]+\.\d\d GB of host memory, but this process"):
+        device.reserve(HostNeeds(**{part: 1 << 60}))
 
 
 def test_plain_device_is_the_host() -> None:

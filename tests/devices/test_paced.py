@@ -29,6 +29,7 @@ from superadam.devices.paced import PRESETS, PacedDevice, Rates, constant
 from superadam.devices.pinned import PinnedMemory
 from superadam.devices.simulated import SimulatedDevice
 from superadam.devices.worker import ThreadWorker
+from superadam.host.memory import HostNeeds
 from superadam.kernels import native
 from superadam.kernels.hyperparameters import Coefficients
 from superadam.kernels.kept_step import KeptStep
@@ -176,7 +177,7 @@ def test_a_step_on_the_device_moves_its_state_twice_and_may_be_owed() -> None:
 
 def test_what_is_published_from_the_host_crosses_the_link() -> None:
     device, _ = clocked()
-    device.reserve(0, 4096, 0)
+    device.reserve(HostNeeds(largest=4096))
     source = device.host_empty(64, torch.float32).fill_(3.0)
     target = torch.zeros(64)
     device.scatter([source], [target])
@@ -198,7 +199,7 @@ def test_waiting_sleeps_on_the_real_clock() -> None:
 def test_only_its_own_host_memory_is_on_the_host() -> None:
     device, _ = clocked()
     pageable, view = device.host_empty(128, torch.float32), device.host_empty(128, torch.float32)[64:]
-    device.reserve(1000, 100, 0)
+    device.reserve(HostNeeds(pending=1000, largest=100))
     host = device.host_empty(128, torch.float32)
     for one in (host, host[64:], pageable, view):
         assert device.is_host(one)
@@ -215,16 +216,16 @@ def test_reserving_again_maps_nothing_more(monkeypatch: pytest.MonkeyPatch) -> N
     grow = PinnedMemory.grow
     monkeypatch.setattr(PinnedMemory, "grow", lambda self, *sizes: (grown.append(sizes[0]), grow(self, *sizes)))
     device, _ = clocked()
-    device.reserve(1 << 16, 1 << 12, 1 << 20)
-    device.reserve(1 << 16, 1 << 12, 1 << 20)
-    device.reserve(1 << 17, 1 << 12, 0)
+    device.reserve(HostNeeds(pending=1 << 16, largest=1 << 12, shadows=1 << 20))
+    device.reserve(HostNeeds(pending=1 << 16, largest=1 << 12, shadows=1 << 20))
+    device.reserve(HostNeeds(pending=1 << 17, largest=1 << 12))
     assert grown == [(2 << 16) + (4 << 12), 2 << 16]
     device.close()
 
 
 def test_kept_host_memory_is_not_handed_out_before_its_stream_has_passed() -> None:
     device, clock = clocked()
-    device.reserve(0, 1024, 0)
+    device.reserve(HostNeeds(largest=1024))
     held = [device.host_empty(1024, torch.float32)]  # all of the slab
     address = held[0].data_ptr()
     device.spend(Stream.UPLOAD, 5.0, "")
@@ -304,7 +305,7 @@ def test_the_norm_of_what_stays_is_that_of_the_host(order: tuple[int, int] | Non
 def test_constants_reach_the_host_where_they_are_and_take_their_place_there() -> None:
     memory = torch.randn(512).to(torch.bfloat16)
     device, _ = clocked(constants=[memory])
-    device.reserve(0, 1024, 0)
+    device.reserve(HostNeeds(largest=1024))
     free = sum(end - begin for slab in device._pinned._slabs for begin, end in slab.free)
     gradients = [constant(memory, 64 * part, 64) for part in (2, 3)]
     packed = device.pack(gradients, layout_of(*[torch.zeros(64, dtype=torch.bfloat16)] * 2), torch.bfloat16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import resource
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from superadam.host.cgroups import Group, groups_of
 from superadam.host.machine import Host
-from superadam.host.memory import HostMemory
+from superadam.host.memory import HostMemory, HostNeeds, require_memory
 
 MEMINFO = {"/proc/meminfo": "MemTotal:       4000 kB\nMemFree: 1 kB\nMemAvailable:   3000 kB\n"}
 VERSION_2 = {"/proc/self/cgroup": "0::/a/b"}
@@ -26,14 +27,14 @@ def machine(root: Path, files: dict[str, str]) -> Host:
 
 
 @pytest.mark.parametrize(
-    ("files", "available"),
+    ("files", "limit", "available"),
     [
-        ({}, 3000 << 10),
-        (VERSION_2, 3000 << 10),
-        (VERSION_2 | {f"{GROUP}/memory.max": "max"}, 3000 << 10),
-        (VERSION_2 | {f"{GROUP}/memory.max": "5000", f"{GROUP}/memory.current": "2000"}, 3000),
-        (VERSION_2 | {f"{PARENT}/memory.max": "5000", f"{GROUP}/memory.max": "90000"}, 5000),
-        (VERSION_2 | {f"{TOP}/memory.max": "5000", f"{TOP}/memory.current": "9000"}, 0),
+        ({}, 4000 << 10, 3000 << 10),
+        (VERSION_2, 4000 << 10, 3000 << 10),
+        (VERSION_2 | {f"{GROUP}/memory.max": "max"}, 4000 << 10, 3000 << 10),
+        (VERSION_2 | {f"{GROUP}/memory.max": "5000", f"{GROUP}/memory.current": "2000"}, 5000, 3000),
+        (VERSION_2 | {f"{PARENT}/memory.max": "5000", f"{GROUP}/memory.max": "90000"}, 5000, 5000),
+        (VERSION_2 | {f"{TOP}/memory.max": "5000", f"{TOP}/memory.current": "9000"}, 5000, 0),
         (
             VERSION_2
             | {
@@ -41,9 +42,10 @@ def machine(root: Path, files: dict[str, str]) -> Host:
                 f"{GROUP}/memory.current": "5000",
                 f"{GROUP}/memory.stat": "anon 1\ninactive_file 700\nactive_file 3000",
             },
+            5000,
             700,  # the file cache that can be dropped
         ),
-        (VERSION_1 | {"/sys/fs/cgroup/memory/a/memory.limit_in_bytes": "9223372036854771712"}, 3000 << 10),
+        (VERSION_1 | {"/sys/fs/cgroup/memory/a/memory.limit_in_bytes": "9223372036854771712"}, 4000 << 10, 3000 << 10),
         (
             VERSION_1
             | {
@@ -52,13 +54,14 @@ def machine(root: Path, files: dict[str, str]) -> Host:
                 "/sys/fs/cgroup/memory/a/memory.usage_in_bytes": "4000",
                 "/sys/fs/cgroup/memory/a/memory.stat": "inactive_file 1\ntotal_inactive_file 500\n",
             },
+            7000,
             3500,
         ),
     ],
 )
-def test_available_memory(tmp_path: Path, files: dict[str, str], available: int) -> None:
+def test_available_memory(tmp_path: Path, files: dict[str, str], limit: int, available: int) -> None:
     memory = HostMemory.of(machine(tmp_path, MEMINFO | files))
-    assert (memory.total, memory.available) == (4000 << 10, available)
+    assert (memory.total, memory.limit, memory.available) == (4000 << 10, limit, available)
 
 
 @pytest.mark.parametrize(("limit", "lockable"), [(8 << 20, 8 << 20), (resource.RLIM_INFINITY, None), (0, 0)])
@@ -74,9 +77,58 @@ def test_a_machine_that_does_not_say(tmp_path: Path) -> None:
         HostMemory.of(machine(tmp_path, {"/proc/meminfo": "MemTotal: 4 kB"}))
 
 
+GROUP_OF_5_GB = VERSION_2 | {f"{GROUP}/memory.max": "5000000000", f"{GROUP}/memory.current": "2000000000"}
+
+
+@pytest.mark.parametrize(
+    ("files", "limit", "available"),
+    [
+        ({"/proc/meminfo": "MemTotal: 5000000 kB\nMemAvailable: 3000000 kB\n"}, 5_120_000_000, 3_072_000_000),
+        ({"/proc/meminfo": "MemTotal: 9000000 kB\nMemAvailable: 8000000 kB\n"} | GROUP_OF_5_GB, 5 * 10**9, 3 * 10**9),
+    ],
+    ids=["physical memory", "control group"],
+)
+def test_only_real_limits_refuse(
+    files: dict[str, str], limit: int, available: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In both, less than the limit is available; that is an estimate, of what is still to come."""
+    host = machine(tmp_path, files)
+    with caplog.at_level(logging.WARNING, "superadam"):
+        require_memory(host, available, "it", "do less")
+        require_memory(host, limit, "it", "do less", missing=available)
+        assert not caplog.records
+        require_memory(host, limit, "it", "do less", missing=available + 1)
+        require_memory(host, available + 1, "it", "do less")
+    assert len(caplog.records) == 2
+    sentence = caplog.records[0].getMessage()
+    assert f"needs about {(available + 1) / 1e9:.2f} GB more host memory, but by the system's estimate" in sentence
+    assert f" {available / 1e9:.2f} GB are available" in sentence
+    assert sentence.endswith("; do less")
+    assert "\n" not in sentence
+    with pytest.raises(MemoryError) as caught:
+        require_memory(host, limit + 1, "it", "do less", missing=0)
+    assert str(caught.value) == (
+        f"it needs about {(limit + 1) / 1e9:.2f} GB of host memory, but this process can have {limit / 1e9:.2f} GB at "
+        "most; do less"
+    )
+
+
+def test_a_machine_that_does_not_say_refuses_nothing(tmp_path: Path) -> None:
+    require_memory(machine(tmp_path, {}), 1 << 80, "it", "do less")
+
+
+def test_needs_are_summed() -> None:
+    one, other = HostNeeds(1, 2, 3, 4, 5, 6), HostNeeds(10, 20, 30, 40, 3, 5)
+    assert one + other == HostNeeds(11, 22, 33, 44, 5, 11)  # buckets under way are the largest ones
+    assert one.total == 1 + 2 + 3 + 4 + 4 * 5
+    assert one.missing == one.total - 6
+    assert HostNeeds(present=1).missing == 0
+
+
 def test_this_machine() -> None:
     memory = HostMemory.of(Host())
     assert 0 < memory.available <= memory.total
+    assert 0 < memory.limit <= memory.total
 
 
 def test_groups_and_their_parents(tmp_path: Path) -> None:

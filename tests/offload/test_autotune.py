@@ -20,11 +20,11 @@ from superadam.offload.autotune import (
     AGREEING_STEPS,
     BYTES_PER_ELEMENT,
     FREE_SHARE,
-    LEAST_BYTES_PER_ELEMENT,
     REMEMBERED_STEPS,
     Autotuner,
 )
 from superadam.offload.buckets import DEFAULT_NUMEL, Bucket
+from superadam.offload.needs import BYTES_OF_STATE
 from superadam.offload.placement import LEAST_NUMEL, BucketTimes, Placement, last_parameters
 from superadam.state.parameter import ParameterState
 
@@ -40,9 +40,11 @@ class Measured(SimulatedDevice):
         self.free = int(free_elements * BYTES_PER_ELEMENT / FREE_SHARE) + 1
         self.num_threads = num_threads
         self.kept = 0  # elements
+        self.questions = 0
 
     def free_bytes(self) -> int:
-        return self.free - LEAST_BYTES_PER_ELEMENT * self.kept
+        self.questions += 1
+        return self.free - BYTES_OF_STATE * self.kept
 
     def idle_cores(self) -> int:
         return self.num_threads
@@ -244,6 +246,44 @@ def test_what_is_kept_fits(bucket_numel: int, sizes: list[int], free_elements: i
         assert kept == 0
 
 
+def test_memory_is_asked_for_only_where_a_decision_would_keep_more() -> None:
+    """The answer takes a driver longer than a step may lose."""
+    device = Measured(3000)
+    steps = Steps(SIZES, device, bucket_numel=1000)
+    for _ in range(3 * AGREEING_STEPS):
+        steps.make(seconds_per_element=1e-9)  # nothing is to be kept
+    assert device.questions == 0
+    steps = Steps(SIZES, device, bucket_numel=1000)
+    for number in range(AGREEING_STEPS):
+        assert device.questions == 0
+        assert steps.make(seconds_per_element=1.0) is (number == AGREEING_STEPS - 1)
+    assert (device.questions, steps.autotuner.placement.gpu_buckets) == (1, 3)
+    for _ in range(2 * AGREEING_STEPS):
+        assert not steps.make(kept=3, seconds_per_element=1.0)  # more is wanted, and does not fit
+    assert device.questions == 3
+    before = steps.autotuner.placement.gpu_buckets
+    while steps.autotuner.placement.gpu_buckets == before:
+        asked = device.questions
+        steps.make(kept=3, seconds_per_element=1e-9)
+    assert (device.questions, steps.autotuner.placement.gpu_buckets) == (asked, 0)
+
+
+def test_what_memory_allows_must_be_worth_it() -> None:
+    """One of forty buckets saves less than the least gain, however much all of them would save."""
+    steps = Steps([1000] * 40, Measured(1000), bucket_numel=1000)
+    assert steps.choose(seconds_per_element=1.0).gpu_buckets == 0
+    assert Steps([1000] * 10, Measured(1000), bucket_numel=1000).choose(seconds_per_element=1.0).gpu_buckets == 1
+
+
+def test_less_than_nothing_may_be_free() -> None:
+    """As where the peak was higher than what torch holds now: then nothing is kept, and what is kept goes home."""
+    device = Measured(3000)
+    steps = Steps(SIZES, device, bucket_numel=1000)
+    assert steps.choose(seconds_per_element=1.0).gpu_buckets == 3
+    device.free = -(10**6)
+    assert steps.choose(seconds_per_element=1.0).gpu_buckets == 0
+
+
 # ---- order -----------------------------------------------------------------------------------------------------------
 
 
@@ -338,6 +378,8 @@ def test_more_state_than_the_device_has_room_for_is_refused_with_both_figures() 
     with pytest.raises(MemoryError, match=r"takes 0\.01 GB"):
         autotuner.place(replace(before, gpu_buckets=1000))
     assert autotuner.placement == before
+    asked = device.questions
     autotuner.place(replace(before, gpu_buckets=998))
+    assert device.questions == asked
     assert autotuner.placement.gpu_buckets == 998
     Autotuner(device, True, 10**3, 10**6, **options)  # no more than there is

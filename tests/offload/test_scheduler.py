@@ -51,6 +51,7 @@ from superadam.devices.flat import FlatLayout
 from superadam.devices.simulated import SimulatedDevice
 from superadam.devices.worker import Job, Work, WorkerError
 from superadam.handles.gradient_handle import taken_of
+from superadam.host.memory import HostNeeds
 from superadam.kernels import native
 from superadam.offload.accumulation import PAUSE_STEPS
 from superadam.state.parameter import ParameterState, Phase
@@ -902,13 +903,11 @@ def test_distributed_data_parallel_is_refused() -> None:
 class Cramped(SimulatedDevice):
     """A device whose host has no memory left."""
 
-    def reserve(self, gradient_bytes: int, bucket_bytes: int, shadow_bytes: int) -> None:
+    def reserve(self, needs: HostNeeds) -> None:
         raise MemoryError("planted")
 
 
-@pytest.mark.parametrize(
-    "where", ["Transfers.reserve", "SpeculativeCPUAdam.attach_overlap", "Hooks.follow", "Pipeline.__init__"]
-)
+@pytest.mark.parametrize("where", ["SpeculativeCPUAdam.attach_overlap", "Hooks.follow", "Pipeline.__init__"])
 def test_scheduler_that_cannot_be_made_leaves_nothing(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = mlp()
     optimizer = adam(model)
@@ -926,11 +925,13 @@ def test_scheduler_that_cannot_be_made_leaves_nothing(where: str, monkeypatch: p
     assert_nothing_is_attached(model, optimizer)
 
 
-def test_host_without_room_for_a_step_is_told() -> None:
+@pytest.mark.parametrize("num_threads", [0, 1])
+def test_host_without_room_for_a_step_is_told(num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Cramped, "idle_cores", lambda self: num_threads)
     model = mlp()
     optimizer = adam(model)
     with pytest.raises(MemoryError, match="planted"):
-        OffloadScheduler(optimizer, model, device=Cramped(0), num_threads=1)
+        OffloadScheduler(optimizer, model, device=Cramped(0))
     assert_nothing_is_attached(model, optimizer)
 
 

@@ -418,6 +418,14 @@ def test_auto_is_judged_by_the_best_placement(times: tuple[float, ...], answer: 
 # -- rates -------------------------------------------------------------------------------------------------------------
 
 
+def test_hidden_share_is_of_the_passes_alone_however_slow_a_plain_step_is() -> None:
+    """The copies of a plain step are pageable: no share may be of a time with them."""
+    own = [measured(sides.ALONE, 2.0, adam_seconds=1.0), measured(sides.OVERLAPPED, 2.25)]
+    for plain in (2.5, 30.0):
+        rows = verdicts.with_hidden_shares([*own, measured(sides.PLAIN, plain), measured(sides.ON_HOST, plain)])
+        assert [row.hidden_share for row in rows] == [None, 0.75, None, None]
+
+
 def test_rates_count_both_directions() -> None:
     found = list(rates.link_rates(torch.device("cpu"), 1 << 16, 3))
     assert len(found) == 3
@@ -648,6 +656,14 @@ def test_measuring_process_is_this_script() -> None:
     assert done.status == 0, done.output
     assert len(done.lines(MARK)) == 3 + 1 + len(rates.KERNELS) + 2
     assert os.path.samefile(programs.SCRIPT, gpu_check.__file__)
+
+
+def test_report_of_the_doctor_is_found_among_warnings() -> None:
+    report = {"findings": [{"name": "{"}], "broken": False}
+    output = "warning: {odd}\n" + json.dumps(report, indent=1) + "\nnanobind: leaked {2} types!\n"
+    context = Context(lambda *_: [Done(0, output, 1.0)], "cpu", True, "trace.json")
+    (finding,) = checks.machine(context, Limit(10.0))
+    assert (finding.outcome, finding.figures) == (Outcome.GOOD, {"doctor": report})
 
 
 # -- what is carried to a machine without a network --------------------------------------------------------------------

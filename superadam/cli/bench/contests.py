@@ -54,7 +54,7 @@ class ContestResult:
 
 def _tensors(count: int, numel: int, scale: float, seed: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return [(scale * torch.randn(numel, generator=generator)).to(dtype) for _ in range(count)]
+    return [(scale * torch.randn(numel, generator=generator, device="cpu")).to(dtype) for _ in range(count)]
 
 
 def _torch_adamw(parameters: Sequence[Tensor]) -> torch.optim.AdamW:

@@ -75,7 +75,7 @@ def _loop(tokens: int) -> tuple[nn.Module, SpeculativeCPUAdamW, Callable[[], Non
         **ADAMW_OPTIONS,
         max_grad_norm=MAX_GRAD_NORM,
     )
-    windows = torch.randint(VOCABULARY, (max(1, tokens // SEQ), SEQ + 1))
+    windows = torch.randint(VOCABULARY, (max(1, tokens // SEQ), SEQ + 1), device="cpu")
 
     def iterate() -> None:
         logits = model(windows[:, :-1])

@@ -20,7 +20,7 @@ class Gradients:
     def __init__(self, layers: int, numel: int) -> None:
         generator = torch.Generator().manual_seed(0)
         self.layers, self.numel = layers, numel
-        self.sets = [torch.empty(layers * numel, dtype=torch.bfloat16) for _ in range(2)]
+        self.sets = [torch.empty(layers * numel, dtype=torch.bfloat16, device="cpu") for _ in range(2)]
         for one in self.sets:
             one.normal_(0.0, 1e-3, generator=generator)
         self.norm = float(torch.linalg.vector_norm(self.sets[0], dtype=torch.float32))
@@ -62,13 +62,13 @@ class TimedModel(nn.Module):
         self.forward_seconds = self.backward_seconds = 0.0
         self.step = 0
         self.weights = nn.ParameterList(
-            torch.zeros(gradients.numel, dtype=torch.bfloat16) for _ in range(gradients.layers)
+            torch.zeros(gradients.numel, dtype=torch.bfloat16, device="cpu") for _ in range(gradients.layers)
         )
 
     def forward(self) -> Tensor:
         """Return what backward begins from."""
         self.step += 1
-        hidden = torch.zeros((), requires_grad=True)
+        hidden = torch.zeros((), requires_grad=True, device="cpu")
         for layer, weight in enumerate(self.weights):
             hidden = _Layer.apply(hidden, weight, self, layer)  # type: ignore[no-untyped-call]
         return hidden

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from typing import Any
 
 BROKEN_STATUS = 1
@@ -31,7 +35,8 @@ def run(arguments: argparse.Namespace) -> int:
     from superadam.cli.doctor.finding import Status
     from superadam.host.machine import Host
 
-    with Console(stderr=True).status("looking at this machine"):
+    quiet = _nothing_on_stdout() if arguments.json else nullcontext()
+    with quiet, Console(stderr=True).status("looking at this machine"):
         findings = diagnose(Host())
     if arguments.json:
         sys.stdout.write(json.dumps(report.to_json(findings), indent=1) + "\n")
@@ -40,3 +45,21 @@ def run(arguments: argparse.Namespace) -> int:
         console.print(report.to_table(findings))
         console.print(report.summary(findings), style="dim", highlight=False)
     return BROKEN_STATUS if any(finding.status is Status.BROKEN for finding in findings) else 0
+
+
+@contextmanager
+def _nothing_on_stdout() -> Iterator[None]:
+    """Send to stderr what is written to stdout inside: by Python, by C, and by other programs."""
+    stdout, kept = sys.stdout, os.dup(1)
+    try:
+        stdout.flush()
+        os.dup2(2, 1)
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        try:
+            ctypes.CDLL(None).fflush(None)  # C has a buffer of its own
+            stdout.flush()  # others may hold it
+        finally:
+            os.dup2(kept, 1)
+            os.close(kept)

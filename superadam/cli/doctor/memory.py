@@ -16,6 +16,7 @@ from superadam.host.machine import Host
 from superadam.host.memory import HostMemory, lockable_bytes
 from superadam.kernels import native
 from superadam.kernels.native import Dtype, Pass
+from superadam.offload.needs import BYTES_OF_STATE
 
 GIB = 1 << 30
 MEASURED_BYTES = GIB
@@ -28,10 +29,10 @@ UPDATE_BYTES = bytes_per_element(Pass.UPDATE, Dtype.FLOAT32, Dtype.BFLOAT16)
 
 
 def main_memory(host: Host) -> Finding:
-    """Report how much memory is free, and how many parameters' state (12 bytes each) would fit into that."""
+    """Report how much memory is free, and how many parameters' state (`BYTES_OF_STATE` each) would fit into that."""
     memory = HostMemory.of(host)
-    values = {"total_bytes": memory.total, "available_bytes": memory.available}
-    fits = f"the state of {memory.available / 12e9:.1f} billion parameters"
+    values = {"total_bytes": memory.total, "limit_bytes": memory.limit, "available_bytes": memory.available}
+    fits = f"the state of {memory.available / BYTES_OF_STATE / 1e9:.1f} billion parameters"
     detail = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB available: {fits}"
     return Finding("memory", Status.OK, detail, values=values)
 

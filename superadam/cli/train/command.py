@@ -272,9 +272,10 @@ def _memory_in_words(settings: Settings) -> Iterator[None]:
 def _check_memory(settings: Settings, arguments: argparse.Namespace) -> None:
     subject, remedy = _size_in_words(settings)
     host, device = needed_bytes(settings, is_verified=arguments.verify)
-    if arguments.resume is not None:
-        host -= os.path.getsize(arguments.resume / checkpoint.FILE_NAME)  # in memory now, and not once it is restored
-    require_memory(torch.device("cpu"), host, subject, f"choose {'no --verify, ' if arguments.verify else ''}{remedy}")
+    # In memory now, and not once it is restored.
+    loaded = 0 if arguments.resume is None else os.path.getsize(arguments.resume / checkpoint.FILE_NAME)
+    fewer = f"choose {'no --verify, ' if arguments.verify else ''}{remedy}"
+    require_memory(torch.device("cpu"), host, subject, fewer, present=loaded)
     require_memory(torch.device(settings.device), device, subject, f"choose {remedy}")
 
 

@@ -6,6 +6,7 @@ A process's figures are of all of it: model, optimizer, activations, libraries a
 from __future__ import annotations
 
 import resource
+from dataclasses import replace
 
 import torch
 
@@ -13,8 +14,11 @@ from superadam.cli.train.llama import LOGITS_AT_ONCE
 from superadam.cli.train.presets import BYTE_VALUES, Shape
 from superadam.cli.train.settings import BYTE_MODEL, Settings
 from superadam.cli.usage import UsageError
+from superadam.host import memory
 from superadam.host.machine import Host
-from superadam.host.memory import HostMemory
+from superadam.host.memory import gigabytes
+from superadam.offload.needs import needs_of
+from superadam.offload.placement import numel_of_buckets
 
 _LIBRARIES = 200_000_000
 """Bytes of what the first steps load and start, as a run of a tiny model takes them."""
@@ -42,27 +46,34 @@ def needed_bytes(settings: Settings, *, is_verified: bool) -> tuple[int, int]:
     at_loss = shape.layers * (stream if settings.checkpointing else block) + at_once
     if computed != size:  # weights are converted
         at_loss += 4 * (matrix if settings.checkpointing else shape.parameters)
-    gradients = size * shape.parameters
-    copies = 0 if is_on_host and size == 4 else gradients  # of the masters, as large as gradients and shadows
-    host = _LIBRARIES + 12 * shape.parameters + (16 * (shape.parameters + matrix) if is_verified else 0)
+    model = torch.empty(shape.parameters, dtype=torch.bfloat16 if size == 2 else torch.float32, device="meta")
+    parameters, needs = size * shape.parameters, needs_of(model, is_on_host=is_on_host)
+    numel = numel_of_buckets(shape.parameters) if isinstance(settings.bucket_numel, str) else settings.bucket_numel
+    needs = replace(needs, largest=size * (matrix + numel) if settings.overlap else 0)
+    host = _LIBRARIES + needs.state + (16 * (shape.parameters + matrix) if is_verified else 0)
     if is_on_host:
-        return host + copies + max(at_loss, block + gradients + (copies if settings.overlap else 0)), 0
-    return host + gradients, copies + max(at_loss, block + gradients)
+        shadows = needs.shadows if settings.overlap else 0
+        return host + parameters + max(at_loss, block + needs.gradients + shadows), 0
+    return host + needs.pending + needs.under_way, parameters + max(
+        at_loss, block + parameters
+    )  # as large as its gradients
 
 
-def require_memory(device: torch.device, needed: int, subject: str, remedy: str) -> None:
-    """Check that this many bytes of a CUDA device, or for the CPU of the host, can be taken.
+def require_memory(device: torch.device, needed: int, subject: str, remedy: str, *, present: int = 0) -> None:
+    """Check that this many bytes of a CUDA device, or for the CPU of the host, can be taken; `present` are already.
 
     Raises:
-        UsageError: they cannot.
+        UsageError: they cannot; where they only seem to be too many for the host, there is a warning.
     """
-    try:
-        available = HostMemory.of(Host()).available if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
-    except (OSError, ValueError):
-        return  # unknown
+    if device.type == "cpu":
+        try:
+            memory.require_memory(Host(), needed, subject, remedy, missing=needed - present)
+        except MemoryError as error:
+            raise UsageError(str(error)) from error
+        return
+    available, _ = torch.cuda.mem_get_info(device)
     if needed > available:
-        place = "host" if device.type == "cpu" else device
-        words = f"about {needed / 1e9:,.1f} GB of {place} memory, but {available / 1e9:,.1f} GB are available"
+        words = f"about {gigabytes(needed)} of {device} memory, but {gigabytes(available)} are available"
         raise UsageError(f"{subject} needs {words}; {remedy}")
 
 

@@ -72,13 +72,13 @@ class Text:
 
     def draw(self, batch: int, seq: int, generator: torch.Generator) -> Tensor:
         """Return int64 `(batch, seq + 1)`: windows of the training part at positions that `generator` draws."""
-        starts = torch.randint(len(self.training) - seq, (batch, 1), generator=generator)
-        return self.training[starts + torch.arange(seq + 1)].long()
+        starts = torch.randint(len(self.training) - seq, (batch, 1), generator=generator, device="cpu")
+        return self.training[starts + torch.arange(seq + 1, device="cpu")].long()
 
     def held_out_windows(self, batch: int, seq: int) -> Tensor:
         """Return int64 `(batch, seq + 1)`: windows evenly spaced over the held-out part, always the same."""
-        starts = torch.linspace(0, len(self.held_out) - seq - 1, batch, dtype=torch.float64).long().unsqueeze(1)
-        return self.held_out[starts + torch.arange(seq + 1)].long()
+        starts = torch.linspace(0, len(self.held_out) - seq - 1, batch, dtype=torch.float64, device="cpu")
+        return self.held_out[starts.long().unsqueeze(1) + torch.arange(seq + 1, device="cpu")].long()
 
 
 def _standard_library() -> bytes:

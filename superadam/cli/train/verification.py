@@ -192,7 +192,7 @@ class Reference:
 
 def _padded(tensor: Tensor) -> Tensor:
     """Return a flat fp32 copy on the CPU, padded with zeros."""
-    flat = torch.zeros(-(-tensor.numel() // _PADDING) * _PADDING)
+    flat = torch.zeros(-(-tensor.numel() // _PADDING) * _PADDING, device="cpu")
     flat[: tensor.numel()] = tensor.detach().flatten()
     return flat
 

@@ -1,0 +1,70 @@
+"""What training takes in host memory: the one sum of master and moments, gradients, and new values until the verdict.
+
+Owned here, so that a scheduler and an estimate before there is a model cannot differ. Allocates nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from superadam.devices import Device
+from superadam.devices.flat import aligned
+from superadam.host.memory import HostNeeds
+from superadam.offload.placement import Placement
+from superadam.offload.transfers import dtype_on_link
+from superadam.optim.adam import SpeculativeCPUAdam
+
+
+def needs_of(
+    parameter: Tensor, *, is_on_host: bool, transfer_dtype: torch.dtype | None = None, amsgrad: bool = False
+) -> HostNeeds:
+    """Return what one parameter, which may be meta, takes; `shadows` is that of a working copy, wherever it waits."""
+    numel, size = parameter.numel(), parameter.element_size()
+    wide = max(size, torch.float32.itemsize)  # of master and moments
+    is_own_master = is_on_host and size == wide
+    on_link = dtype_on_link(parameter, transfer_dtype).itemsize
+    return HostNeeds(
+        state=(2 + amsgrad + (not is_own_master)) * wide * numel,
+        gradients=size * numel if is_on_host else 0,
+        pending=0 if is_on_host else on_link * aligned(numel),
+        shadows=0 if is_own_master else size * numel,
+        largest=0 if is_on_host else max(size, on_link) * aligned(numel),
+    )
+
+
+BYTES_OF_STATE = needs_of(torch.empty(1, device="meta"), is_on_host=False).state
+"""Of one element of a working copy, at least."""
+
+
+def needs_of_run(optimizer: SpeculativeCPUAdam, device: Device, placement: Placement) -> HostNeeds:
+    """Return what an optimizer with a scheduler takes on the host, for the parameters that are trained at present."""
+    run, entries = HostNeeds(), optimizer.state
+    leaving = elements = widest = 0
+    for group in optimizer.param_groups:
+        for parameter in (one for one in group["params"] if one.requires_grad):
+            is_on_host, link = device.is_host(parameter), placement.transfer_dtype
+            one = needs_of(parameter, is_on_host=is_on_host, transfer_dtype=link, amsgrad=bool(group["amsgrad"]))
+            gradient = parameter.grad if is_on_host else None
+            run += replace(one, present=_bytes_of(entries.get(parameter), gradient))
+            elements += parameter.numel()
+            if not is_on_host:
+                leaving += one.shadows
+                widest = max(widest, parameter.element_size(), dtype_on_link(parameter, link).itemsize)
+    if not placement.num_threads:  # nothing is done during backward, so that nothing waits for a verdict
+        return replace(run, gradients=run.gradients + run.pending, pending=0, shadows=0, largest=0)
+    if leaving and device.has_link:
+        kept = min(elements, placement.gpu_buckets * placement.bucket_numel) * BYTES_OF_STATE
+        free = device.free_bytes()
+        run = replace(run, shadows=run.shadows - (leaving if free is None else min(leaving, max(0, free - kept))))
+    # A bucket holds less than bucket_numel before the parameter that fills it.
+    return replace(run, largest=run.largest + widest * aligned(placement.bucket_numel))
+
+
+def _bytes_of(entry: Any, gradient: Tensor | None) -> int:
+    """Return what a parameter's published state and its gradient take already; users may have put anything there."""
+    values = [value for name, value in entry.items() if name != "step"] if isinstance(entry, dict) else []
+    return sum(one.numel() * one.element_size() for one in (*values, gradient) if isinstance(one, Tensor))

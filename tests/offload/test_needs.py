@@ -1,0 +1,185 @@
+"""What a run takes: the sums are those of a real one, and a scheduler compares them before anything is attached."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from superadam import OffloadScheduler, SpeculativeCPUAdam
+from superadam.devices import Device, PlainDevice
+from superadam.devices.flat import aligned
+from superadam.devices.paced import PRESETS, PacedDevice
+from superadam.devices.simulated import SimulatedDevice
+from superadam.host.memory import HostMemory, HostNeeds
+from superadam.offload.needs import BYTES_OF_STATE, needs_of, needs_of_run
+from superadam.offload.placement import Placement
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+PLACED = Placement(gpu_buckets=0, bucket_numel=100, transfer_dtype=None, num_threads=1)
+SIZES = (300, 7, 64)
+
+
+def make(dtype: torch.dtype, amsgrad: bool = False) -> tuple[nn.Module, SpeculativeCPUAdam]:
+    model = nn.Module()
+    model.weights = nn.ParameterList(torch.ones(size, dtype=dtype) for size in SIZES)
+    return model, SpeculativeCPUAdam(model.parameters(), amsgrad=amsgrad)
+
+
+def step(model: nn.Module, optimizer: SpeculativeCPUAdam) -> None:
+    sum((weight * weight).sum() for weight in model.parameters()).backward()  # type: ignore[union-attr]
+    optimizer.step()
+
+
+def bytes_of_state(optimizer: SpeculativeCPUAdam) -> int:
+    return sum(tensor.nbytes for entry in optimizer.state.values() for name, tensor in entry.items() if name != "step")
+
+
+# ---- sums ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize("device", [PlainDevice(), SimulatedDevice(1)], ids=["plain", "simulated"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_needs_are_what_a_run_takes(dtype: torch.dtype, device: Device, amsgrad: bool) -> None:
+    model, optimizer = make(dtype, amsgrad)
+    needs = needs_of_run(optimizer, device, PLACED)
+    assert needs.present == 0
+    with OffloadScheduler(optimizer, model, device=device, bucket_numel=1, num_threads=1) as scheduler:
+        for _ in range(3):
+            optimizer.zero_grad()
+            step(model, optimizer)
+        scheduler.synchronize()
+        assert needs.state == bytes_of_state(optimizer)
+        assert needs.pending == scheduler.statistics.downloaded_bytes / 3
+        flat = sum(map(aligned, SIZES)) * dtype.itemsize
+        on_device = 0 if isinstance(device, PlainDevice) else sum(SIZES) * dtype.itemsize
+        own = isinstance(device, PlainDevice) and dtype.itemsize >= 4
+        assert scheduler.statistics.shadow_bytes == (0 if own else flat)
+        assert needs.shadows + on_device == (0 if own else sum(SIZES) * dtype.itemsize)
+        gradients = [parameter.grad for parameter in model.parameters()]
+        assert needs.gradients == (sum(one.nbytes for one in gradients if one is not None) if not on_device else 0)
+        later = needs_of_run(optimizer, device, PLACED)
+    assert later.total == needs.total
+    assert later.missing == needs.total - needs.state - needs.gradients
+
+
+@given(
+    st.lists(st.integers(0, 1000), min_size=1, max_size=5),
+    st.sampled_from(DTYPES),
+    st.booleans(),
+    st.sampled_from([0, 1]),
+)
+def test_one_large_parameter_takes_what_many_small_ones_do(
+    sizes: list[int], dtype: torch.dtype, is_on_host: bool, num_threads: int
+) -> None:
+    """So that an estimate can be made before there is a model."""
+    parameters = [
+        nn.Parameter(torch.empty(size, dtype=dtype, device="cpu" if is_on_host else "meta")) for size in sizes
+    ]
+    optimizer = SpeculativeCPUAdam(parameters)
+    run = needs_of_run(optimizer, PlainDevice(), Placement(0, 1, None, num_threads))
+    one = needs_of(torch.empty(sum(sizes), dtype=dtype, device="meta"), is_on_host=is_on_host)
+    assert run.state == one.state
+    gap = sum(map(aligned, sizes)) - aligned(sum(sizes))
+    assert run.gradients + run.pending == one.gradients + one.pending + (0 if is_on_host else gap * dtype.itemsize)
+    assert run.shadows == (one.shadows if num_threads else 0)
+
+
+def test_frozen_parameters_take_nothing() -> None:
+    model, optimizer = make(torch.bfloat16)
+    whole = needs_of_run(optimizer, PlainDevice(), PLACED)
+    model.weights[0].requires_grad_(False)
+    part = needs_of_run(optimizer, PlainDevice(), PLACED)
+    assert whole.total - part.total == 300 * (12 + 2 + 2)
+
+
+@pytest.mark.parametrize("transfer_dtype", [None, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients_that_travel_have_the_dtype_of_the_link(
+    dtype: torch.dtype, transfer_dtype: torch.dtype | None
+) -> None:
+    _, optimizer = make(dtype)
+    needs = needs_of_run(optimizer, SimulatedDevice(1), Placement(0, 100, transfer_dtype, 1))
+    size = (dtype if transfer_dtype is None or dtype is torch.float64 else transfer_dtype).itemsize
+    assert needs.pending == sum(map(aligned, SIZES)) * size
+    assert needs.largest == (aligned(300) + aligned(100)) * max(size, dtype.itemsize)
+    assert needs.gradients == 0
+
+
+@pytest.mark.parametrize(("free", "gpu_buckets", "waiting"), [(10**6, 0, 0), (742, 0, 0), (700, 0, 42), (0, 0, 742)])
+def test_new_values_wait_on_the_host_where_the_device_has_no_room(free: int, gpu_buckets: int, waiting: int) -> None:
+    _, optimizer = make(torch.bfloat16)
+    for more in (0, 2):  # buckets, whose state takes room as well
+        device = PacedDevice(PRESETS["h200"], free_bytes=free + more * 100 * BYTES_OF_STATE)
+        needs = needs_of_run(optimizer, device, Placement(gpu_buckets + more, 100, None, 1))
+        assert needs.shadows == waiting
+
+
+def test_a_state_that_users_have_damaged_is_passed_over() -> None:
+    """Binding refuses it, in its own words."""
+    model, optimizer = make(torch.bfloat16)
+    step(model, optimizer)
+    optimizer.state[model.weights[0]] = 5
+    optimizer.state[model.weights[1]]["exp_avg"] = "nothing"
+    assert needs_of_run(optimizer, PlainDevice(), PLACED).present > 0
+    with pytest.raises(ValueError, match="expected a dict"):
+        OffloadScheduler(optimizer, model)
+
+
+# ---- the scheduler ---------------------------------------------------------------------------------------------------
+
+
+def remembering(monkeypatch: pytest.MonkeyPatch, limit: int, available: int) -> None:
+    monkeypatch.setattr(HostMemory, "of", lambda host: HostMemory(10**13, limit, available, None))
+
+
+class Paced(PacedDevice):
+    def __init__(self) -> None:
+        super().__init__(PRESETS["h200"])
+
+
+@pytest.mark.parametrize("num_threads", [0, 1])
+@pytest.mark.parametrize("device", [PlainDevice, Paced])
+def test_scheduler_refuses_what_the_host_can_never_hold(
+    device: type[Device], num_threads: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """State counts although it does not exist yet; and nothing was attached, allocated or changed."""
+    monkeypatch.setattr(device, "idle_cores", lambda self: num_threads)
+    model, optimizer = make(torch.bfloat16)
+    total = needs_of_run(optimizer, device(), Placement(0, 100, None, num_threads)).total
+    assert total >= sum(SIZES) * (12 + 2)
+    remembering(monkeypatch, total - 1, 10**13)
+    with pytest.raises(MemoryError, match=r"^training \(0\.00 GB of state, .*; allow this process more memory, train"):
+        OffloadScheduler(optimizer, model, device=device(), bucket_numel=100)
+    assert not optimizer.state
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+    remembering(monkeypatch, total, total - 1)  # the limit suffices; what is available is an estimate
+    with caplog.at_level(logging.WARNING, "superadam"):
+        scheduler = OffloadScheduler(optimizer, model, device=device(), bucket_numel=100)
+    (record,) = caplog.records
+    assert "more host memory, but by the system's estimate" in record.getMessage()
+    step(model, optimizer)
+    scheduler.close()
+    caplog.clear()
+    present = bytes_of_state(optimizer)  # is not to come any more
+    if device is PlainDevice:
+        present += sum(SIZES) * 2  # gradients
+    remembering(monkeypatch, total - 1, total - present)  # but counts
+    with pytest.raises(MemoryError, match="this process can have"):
+        OffloadScheduler(optimizer, model, device=device(), bucket_numel=100)
+    remembering(monkeypatch, total, total - present)
+    with (
+        caplog.at_level(logging.WARNING, "superadam"),
+        OffloadScheduler(optimizer, model, device=device(), bucket_numel=100),
+    ):
+        assert not caplog.records
+
+
+def test_needs_of_nothing() -> None:
+    parameter = nn.Parameter(torch.empty(0))
+    assert needs_of_run(SpeculativeCPUAdam([parameter]), PlainDevice(), PLACED) == HostNeeds()

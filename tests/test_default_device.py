@@ -1,0 +1,128 @@
+"""`torch.set_default_device` is none of our business: host memory is on the host, and bits are the same."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._device import _device_constructors
+from torch.utils.checkpoint import checkpoint
+from visible import visible
+
+import superadam
+from superadam import OffloadScheduler, SpeculativeCPUAdamW
+from superadam.devices import Device, PlainDevice
+from superadam.devices.paced import PRESETS, PacedDevice
+from superadam.devices.simulated import SimulatedDevice
+
+ROOT = Path(superadam.__file__).parent
+FOLLOWING = {one.__name__ for one in _device_constructors() if getattr(torch, one.__name__, None) is one}
+
+
+def without_device(source: str) -> Iterator[str]:
+    """Yield calls of torch functions that would follow the default device."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in FOLLOWING:
+            is_torch = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
+            if is_torch and "device" not in {keyword.arg for keyword in node.keywords}:
+                yield f"line {node.lineno}: {ast.unparse(node)}"
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_tensor_that_is_made_names_its_device(path: Path) -> None:
+    assert list(without_device(path.read_text())) == []
+
+
+def test_calls_that_follow_the_default_device_are_found() -> None:
+    source = "torch.zeros(3)\ntorch.empty(1, device='cpu')\nnumpy.zeros(3)\n[torch.tensor(1, dtype=x)]\ntorch.stack(b)"
+    assert list(without_device(source)) == ["line 1: torch.zeros(3)", "line 4: torch.tensor(1, dtype=x)"]
+
+
+@contextmanager
+def default_device(name: str | None) -> Iterator[None]:
+    torch.set_default_device(name)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+class Model(nn.Module):
+    """Recomputes its inside in backward."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3)).to(dtype)
+        for number, parameter in enumerate(self.parameters()):
+            values = torch.linspace(-1, 1, parameter.numel()) / (number + 1)
+            parameter.data.copy_(values.view(parameter.shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            inner: Any = checkpoint(layer, x, use_reentrant=False)
+            x = inner.tanh()
+        return x
+
+
+def trained(dtype: torch.dtype, device: Device | None, where: str | None, gpu_buckets: int = 0) -> Any:
+    """Return everything after training with a scheduler, all that it offers, and a checkpoint in the middle."""
+    model = Model(dtype)
+    optimizer = SpeculativeCPUAdamW(model.parameters(), lr=0.1, max_grad_norm=1.0, amsgrad=True)
+    batches = [torch.linspace(-1, 1 + seed, 24).view(4, 6).to(dtype) for seed in range(8)]
+
+    def backward(seed: int) -> None:
+        model(batches[seed]).float().square().sum().backward()
+
+    with default_device(where):
+        options: dict[str, Any] = {"device": device, "num_threads": 1, "bucket_numel": 40, "gpu_buckets": gpu_buckets}
+        with OffloadScheduler(optimizer, model, **options) as scheduler:
+            for seed in range(6):
+                with scheduler.accumulate(torch.float32 if seed % 2 else None):
+                    backward(seed)
+                backward(seed + 1)
+                if seed == 2:
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                if seed == 3:
+                    for parameter in model.parameters():
+                        assert parameter.grad is not None
+                        parameter.grad /= 3.0
+                if seed == 4:
+                    optimizer.clip_grad_norm_(0.1)
+                    optimizer.rollback()
+                optimizer.step()
+                optimizer.zero_grad()
+                if seed == 2:
+                    file = io.BytesIO()
+                    torch.save(copy.deepcopy(optimizer.state_dict()), file)
+                    file.seek(0)
+                    optimizer.load_state_dict(torch.load(file, map_location="cpu"))
+            optimizer.reload_masters()
+        for seed in range(2):  # without a scheduler
+            backward(seed)
+            optimizer.speculate()
+            optimizer.step()
+            optimizer.zero_grad()
+    return visible(optimizer)
+
+
+DEVICES: dict[str, Any] = {
+    "plain": (PlainDevice, 0),
+    "simulated": (lambda: SimulatedDevice(1), 0),
+    "kept": (lambda: SimulatedDevice(2), 2),
+    "paced": (lambda: PacedDevice(PRESETS["h200"]), 0),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", DEVICES)
+def test_training_has_the_same_bits_under_any_default_device(name: str, dtype: torch.dtype) -> None:
+    make, gpu_buckets = DEVICES[name]
+    assert trained(dtype, make(), "meta", gpu_buckets) == trained(dtype, make(), None, gpu_buckets)
