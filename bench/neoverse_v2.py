@@ -34,7 +34,7 @@ V, V01, V02, V13 = ({"V0", "V1", "V2", "V3"}, {"V0", "V1"}, {"V0", "V2"}, {"V1",
 LOADS, STORES = {"L0", "L1", "L2"}, {"L0", "L1"}
 INTEGER, MULTI = {"S0", "S1", "S2", "S3", "M0", "M1"}, {"M0", "M1"}
 
-# What an instruction occupies: (pattern of its text, kind, [(one of these pipelines, for so many cycles), ...]).
+# What an instruction occupies: (pattern of its text, kind, [(one of these pipelines, for this number of cycles), ...]).
 RULES: tuple[tuple[str, Kind, list[tuple[set[str], int]]], ...] = (
     (r"prfm", Kind.PREFETCH, [(LOADS, 1)]),
     (r"ldp\s+q", Kind.LOAD, [(LOADS, 1), (LOADS, 1)]),
@@ -66,7 +66,7 @@ def rule_of(instruction: str) -> tuple[Kind, list[tuple[set[str], int]]]:
 
 
 def bounds(counts: Counter[str]) -> Iterator[tuple[float, str]]:
-    """Yield lower bounds on the cycles that so many of each instruction take, each with what bounds it.
+    """Yield lower bounds on the cycles that this number of each instruction takes, each with what bounds it.
 
     Work that fits only into some of the pipelines takes at least its cycles divided by their number; the largest of
     these over all choices of pipelines is what a perfect distribution reaches.

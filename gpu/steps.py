@@ -63,7 +63,7 @@ def checked_step(
     ):
         present = ", ".join(f"{array} {words(getattr(step, array).dtype)}" for array in dtypes)
         raise TypeError(
-            f"{name} has {present}; expected float32 state beside a gradient and a parameter of float32, bfloat16 or "
+            f"{name} has {present}; expected float32 state with a gradient and a parameter of float32, bfloat16 or "
             "float16, or everything float64; convert what differs"
         )
     return Variant(real, dtypes["gradient"], dtypes["parameter"], flags), [*addresses.values(), step.coefficients]

@@ -37,7 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 DEEPER = 20
-"""How many times as long a test may take with the "deep" profile, which draws so many more examples."""
+"""How many times as long a test may take with the "deep" profile, which draws many more examples."""
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

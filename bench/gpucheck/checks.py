@@ -124,7 +124,7 @@ def verified_runs(context: Context) -> list[list[str]]:
 
 
 def verification(context: Context, limit: Limit) -> Iterator[Finding]:
-    """Train beside torch's AdamW, with clipped and skipped steps, and compare every bit."""
+    """Train, and step torch's AdamW as well, with clipped and skipped steps, and compare every bit."""
     figures: dict[str, Any] = {"runs": []}
     details: list[str] = []
     with tempfile.TemporaryDirectory() as folder:

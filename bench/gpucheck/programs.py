@@ -49,7 +49,7 @@ class Done:
 
 
 Runner = Callable[[Sequence[Sequence[str]], float, Mapping[str, str]], list[Done]]
-"""Runs commands at once, all for at most so many seconds, with some environment variables set; one result for each."""
+"""Runs commands at once, for at most a number of seconds, with environment variables set; one result for each."""
 
 
 def run(commands: Sequence[Sequence[str]], seconds: float, environment: Mapping[str, str]) -> list[Done]:

@@ -110,7 +110,7 @@ class Results:
         return found
 
     def add(self, stage: str, finding: Finding, seconds: float) -> None:
-        """Put what a stage has found after so many seconds in place of what it had found before."""
+        """Put what a stage has found after this number of seconds in place of what it had found before."""
         self.stages[stage] = dataclasses.replace(finding, seconds=seconds)
 
     def write(self, path: Path) -> None:
@@ -139,7 +139,7 @@ def tables(results: Results) -> Group:
     title = f"gpu-check of {results.device}"
     if results.rehearsal:
         title = f"REHEARSAL without a GPU: no figure means anything; {title}"
-    stages = _table(title, "stage", "outcome", "s", "what came of it", right=("s",))
+    stages = _table(title, "stage", "outcome", "s", "result", right=("s",))
     for name, finding in results.stages.items():
         outcome = Text(finding.outcome.value, style=_COLOURS[finding.outcome])
         stages.add_row(name, outcome, f"{finding.seconds:.0f}", Text(finding.detail))

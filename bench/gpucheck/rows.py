@@ -25,7 +25,7 @@ class Row:
         step_seconds, slowest_step_seconds: median and maximum of those.
         tokens_per_second: by the median.
         backward_seconds: median, where nothing but forward and backward ran.
-        adam_seconds: that the CPU takes for the Adam of the whole model, with nothing beside it.
+        adam_seconds: that the CPU takes for the Adam of the whole model, with nothing else running.
         hidden_share: how much of that an overlapped step hides.
         peak_device_bytes, peak_host_bytes: so much memory at most, the latter by the whole process until then.
         placement, statistics: of the scheduler, after the steps.

@@ -191,10 +191,10 @@ PLACEMENTS: dict[str, Callable[[Placement, int], dict[str, int]]] = {
         "bucket_numel": -(-chosen.bucket_numel // 4),
     },
 }
-"""By name, what differs from the choice of "auto", for a model of so many elements."""
+"""By name, what differs from the choice of "auto", for a model of a given number of elements."""
 
 AUTO = f"{OVERLAPPED}, auto"
-"""The choice that the placements of a sweep are compared with, measured beside them."""
+"""The choice that the placements of a sweep are compared with, measured in the same run."""
 
 SWEPT = (AUTO, *(f"{OVERLAPPED}, {name}" for name in PLACEMENTS))
 
@@ -210,7 +210,7 @@ def _overlapped(model: nn.Module, batches: Sequence[int]) -> list[Trial]:
 
 def _swept(model: nn.Module, batches: Sequence[int]) -> list[Trial]:
     superadam = cache(lambda: Superadam(model))
-    first = batches[0]  # where Adam is longest beside backward, and the choice matters most
+    first = batches[0]  # where Adam is longest compared with backward, and the choice matters most
     sweep: list[Trial] = [
         (f"{OVERLAPPED}, {name}", first, partial(lambda name: superadam().place(name), name)) for name in PLACEMENTS
     ]

@@ -52,7 +52,7 @@ class ThroughputRequest:
         device: "cuda" or "cpu".
         batches: sequences in a step, smallest first.
         seq: tokens in a sequence.
-        seconds: to measure each trial for, beside warming up.
+        seconds: to measure each trial for, after warming up.
         pass_numel: elements over which the CPU's Adam is timed.
     """
 

@@ -62,12 +62,12 @@ def with_hidden_shares(rows: Sequence[Row]) -> list[Row]:
     alone = {row.workload: row for row in rows if row.side == ALONE}
 
     def completed(row: Row) -> Row:
-        beside = alone.get(row.workload)
-        if row.side not in (OVERLAPPED, *SWEPT) or row.step_seconds is None or beside is None:
+        reference = alone.get(row.workload)
+        if row.side not in (OVERLAPPED, *SWEPT) or row.step_seconds is None or reference is None:
             return row
-        if beside.step_seconds is None or not beside.adam_seconds:
+        if reference.step_seconds is None or not reference.adam_seconds:
             return row
-        shown = (row.step_seconds - beside.step_seconds) / beside.adam_seconds
+        shown = (row.step_seconds - reference.step_seconds) / reference.adam_seconds
         return dataclasses.replace(row, hidden_share=1.0 - shown)
 
     return [completed(row) for row in rows]

@@ -76,7 +76,7 @@ _ERRORS = {
     lib.SUPERADAM_BAD_ISA: "the instruction set cannot run on this machine; choose one of superadam.available_isas()",
     lib.SUPERADAM_BAD_PASS: "there is no such pass; use a member of superadam.kernels.native.Pass",
     lib.SUPERADAM_BAD_DTYPE: "a segment has dtypes that this pass does not take; gradients may be float32, bfloat16 or "
-    "float16 beside float32 state, or everything float64",
+    "float16 with float32 state, or everything float64",
     lib.SUPERADAM_BAD_LENGTH: "a segment has a negative length; lengths count elements from 0",
     lib.SUPERADAM_BAD_POINTER: "a segment lacks an array that this pass uses; see superadam_segment in cpu/cdef.h",
     lib.SUPERADAM_BAD_COEFFICIENTS: "a segment names a coefficient set outside the table; give every index an entry",

@@ -298,7 +298,7 @@ class OffloadScheduler(GradientHolder):
             self.tier.bring_home(state for state in states if id(state.local) not in self._bucketer.kept)
 
     def _make_room(self) -> None:
-        """Keep half as many buckets, because the device has no memory for so many."""
+        """Keep half as many buckets, because the device has no memory for all of them."""
         before = self.placement.gpu_buckets
         self._autotuner.shrink()
         _logger.warning(

@@ -197,7 +197,13 @@ class SpeculativeCPUAdam(Optimizer):
             RuntimeError: there is a limit under FSDP1, on several ranks.
 
         Whatever is raised, nothing was changed.
+
+        `torch.distributed.checkpoint` makes a step with zero gradients to get state that it can load into: that creates
+        the state of before the first step, and is none.
         """
+        if not self._published.entries and checkpoint.is_asked_for_template():
+            self._published.create(self.param_groups)
+            return None
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -32,6 +33,19 @@ LATER_GROUP_KEYS = {
 }
 """Group keys that older versions of torch.optim.Adam lack, with their values in such a checkpoint."""
 _LARGEST_STEP = 2.0**53  # up to which fp64 counts every step
+
+
+def is_asked_for_template() -> bool:
+    """Whether torch.distributed.checkpoint calls this, from where it makes an optimizer create its state.
+
+    Its gradients, all zero, could be those of a true step, which has to count.
+    """
+    frame = sys._getframe()
+    while (code := frame.f_code).co_name != "_init_optim_state" or "checkpoint" not in code.co_filename:
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    return True
 
 
 def _kind_of(value: object) -> str:

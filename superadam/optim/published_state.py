@@ -181,6 +181,16 @@ class PublishedState(GradientHolder):
             self._forget_binding()
             self.overlap = None
 
+    def create(self, groups: Groups) -> None:
+        """Create the state of every parameter with a gradient, as it is before the first step."""
+        table = self.bound(groups).table
+        for state, hyper in zip(table.states, hyper_by_row(groups), strict=True):
+            if state.parameter.grad is not None:
+                state.create_state(with_max=hyper.amsgrad)
+                table.refresh_pointers(state)
+                table.is_published[state.row] = False
+        self._publish()
+
     def conclude(self, outcome: StepOutcome) -> None:
         """After a step, bring exposed entries up to date, and let the scheduler's commits begin."""
         if self.is_exposed:

@@ -49,7 +49,7 @@ class EmulatedJob:
 
     Args:
         job: its arrays are what the job begins with.
-        threads: at most so many threads.
+        threads: at most this number of threads.
         stream: let the kernels store past the caches, which `superadam_run` does only from 4 Mi elements on.
         at_end: the inaccessible page follows each array; otherwise it precedes it.
         fpcr: the floating-point control register of the caller.

@@ -63,7 +63,7 @@ static void guarded_free(guarded *g)
     const size_t page = (size_t)sysconf(_SC_PAGESIZE);
     for (const char *at = g->pages + page; at < g->pages + page + g->room; at++)
         if ((at < g->data || at >= g->data + g->size) && (unsigned char)*at != PATTERN)
-            fail("bytes beside an array were written");
+            fail("bytes outside an array were written");
     munmap(g->pages, g->room + 2 * page);
 }
 

@@ -413,6 +413,7 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pace, "CLIP_EVERY", 4)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("brief")
 @pytest.mark.parametrize("columns", [80, 140])
 def test_pace_prints_every_side_and_writes_json_picture_and_trace(

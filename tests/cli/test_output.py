@@ -14,7 +14,7 @@ from training_runs import OPTIONS, write_text
 TRAIN = ["train", *OPTIONS, "--text", "sentences.txt", "--out", "run"]
 BENCH = ["bench", "passes", "--numel", "4096", "--pairs", "1", "--dtype", "f32", "--threads", "1"]
 
-pytestmark = pytest.mark.subprocess
+pytestmark = [pytest.mark.slow, pytest.mark.subprocess]
 
 
 @pytest.fixture(autouse=True)

@@ -55,7 +55,7 @@ STEPS = 6
 
 OF_A_SESSION = (
     *("seconds", "update_seconds", "sessions", "peak_host_bytes"),
-    *("overlap", "respeculated", "dropped"),  # what is worth speculating on is learnt anew in each session
+    *("overlap", "respeculated", "dropped"),  # what is worth speculating on is learned again in each session
 )
 
 
@@ -226,7 +226,7 @@ def test_full_disk_is_a_sentence_and_leaves_the_older_checkpoint(
     path = folder / checkpoint.FILE_NAME
     path.write_bytes(two_files[1])
     room, most = int(share * len(two_files[0])), resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (room, most[1]))  # the kernel takes so many bytes of a file and no more
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, most[1]))  # the kernel takes this many bytes of a file and no more
     try:
         with pytest.raises(UsageError, match=r"cannot write .*: File too large; free some space"):
             checkpoint.save(stepped, folder)
@@ -449,6 +449,7 @@ def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return checkpoint.read(folder)
 
 
+@pytest.mark.slow
 @given(data=st.data())
 def test_hand_made_content_is_resumed_right_or_refused_in_a_sentence(
     data: st.DataObject, whole: dict[str, Any], tmp_path_factory: pytest.TempPathFactory

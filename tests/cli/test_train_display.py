@@ -35,7 +35,7 @@ def test_overlapped_run_in_host_memory() -> None:
     table = printed(True, shares_cores=True, hidden_seconds=3.0, optimizer_seconds=1.0, hidden_share=0.75)
     assert "75%" in table
     assert (
-        "of 4.00 s of optimizer work: the worker did 3.00 s of it beside training, on cores that the model uses"
+        "of 4.00 s of optimizer work: the worker did 3.00 s of it during training, on cores that the model uses"
         in table
     )
     assert "the model is in host memory, where gradients and parameters are used in place" in table

@@ -138,7 +138,7 @@ def test_shared_keys_and_values_are_those_of_a_group_of_heads() -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_initial_loss_is_nearly_that_of_a_guess(tied: bool) -> None:
     loss = next_byte_loss(decoder(tied=tied), windows(8, 32)).item()
-    assert loss == pytest.approx(math.log(TINY_SHAPE.vocabulary), abs=0.1)  # random logits, small beside 1
+    assert loss == pytest.approx(math.log(TINY_SHAPE.vocabulary), abs=0.1)  # random logits, small compared with 1
 
 
 def test_cpu_computes_in_fp32_from_bf16_weights() -> None:

@@ -27,6 +27,7 @@ def _one_torch_thread() -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 @settings(max_examples=settings().max_examples // 3)
 @given(
     nan_steps=st.sets(st.integers(0, 5), max_size=3),
@@ -50,6 +51,7 @@ def test_overlapped_run_is_the_run_without_overlap(
     assert overlapped.history.overlap.buckets >= 6
 
 
+@pytest.mark.slow
 def test_computing_blocks_again_changes_no_bit_of_a_run() -> None:
     changes: dict[str, Any]
     for changes in ({}, {"shape": TINY_SHAPE}, {"shape": dataclasses.replace(TINY_SHAPE, tied=False)}):

@@ -56,6 +56,7 @@ def test_right_run_differs_in_nothing(dtype: str, overlap: bool) -> None:
     assert kinds == set(StepKind)
 
 
+@pytest.mark.slow
 @pytest.mark.covering
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("tied", [True, False])

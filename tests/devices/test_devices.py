@@ -25,7 +25,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
 def lazy(seed: int = 0) -> SimulatedDevice:
-    """Return a device that does nothing before somebody waits."""
+    """Return a device that does nothing before it is waited for."""
     return SimulatedDevice(seed, eagerness=0.0)
 
 

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(240)  # a hang fails with the stack of every th
 
 
 class Idle:
-    """Idle work of so many pieces; counts how often it was asked."""
+    """Idle work of a number of pieces; counts how often it was asked."""
 
     def __init__(self, pieces: int = 0) -> None:
         self.pieces, self.asked = pieces, 0
@@ -93,7 +93,7 @@ def test_failure_is_raised_once_with_its_cause_and_discards_what_was_queued(work
 
 
 def test_jobs_after_a_failure_are_discarded_until_it_is_told(worker: ThreadWorker) -> None:
-    """Backward goes on: whoever submits has nothing to do with it."""
+    """Backward goes on: the submitting thread has nothing to do with it."""
     ran: list[int] = []
     worker.submit(fail)
     for _ in range(500):
@@ -206,7 +206,7 @@ def test_thread_sleeps_while_there_is_nothing_to_do(worker: ThreadWorker) -> Non
 
 
 def test_after_a_failure_nothing_counts_as_work(worker: ThreadWorker) -> None:
-    """Or the thread would ask for idle work again and again until somebody takes notice."""
+    """Or the thread would ask for idle work again and again until it is noticed."""
     worker.submit(fail)
     while not worker.is_idle:
         time.sleep(0.001)

@@ -175,7 +175,7 @@ def test_every_bit_pattern_of_a_half(implementation: str, dtype: Dtype, link: Dt
 
 @pytest.mark.parametrize("link", [Dtype.BFLOAT16, Dtype.FLOAT16], ids=lambda dtype: dtype.name.lower())
 def test_rounding_beside_every_tie(implementation: str, link: Dtype) -> None:
-    """All halves, what lies halfway to the next one and just beside that, and NaNs with payload in the bits cut off."""
+    """All halves, what lies halfway to the next one and next to that, and NaNs with payload in the bits cut off."""
     every = widen(np.arange(1 << 16, dtype=np.uint16), link).view(np.uint32)
     half = np.uint32(0x8000 if link is Dtype.BFLOAT16 else 0x1000)
     bits = np.concatenate([every, every | half, every | half - np.uint32(1), every | half + np.uint32(1)])

@@ -191,7 +191,7 @@ def test_identities_are_not_stored() -> None:
         taken.record(Factor(MULTIPLY, value))
         taken.record(Factor(DIVIDE, value))
     assert taken.factors == []
-    taken.record(Factor(MULTIPLY, torch.tensor(1.0)))  # is not read before somebody asks
+    taken.record(Factor(MULTIPLY, torch.tensor(1.0)))  # is not read before it is needed
     assert len(taken.factors) == 1
     assert taken.scale() == 1.0
 

@@ -196,7 +196,7 @@ def test_manual_optimization(dtype: torch.dtype, algorithm: str, size: float) ->
 @dtypes
 @pytest.mark.parametrize("way", ["attribute", "method"])
 def test_our_own_limit_through_what_lightning_hands_out(dtype: torch.dtype, way: str) -> None:
-    """`self.optimizers()` is an object of another class, which Lightning makes and keeps beside the optimizer."""
+    """`self.optimizers()` is an object of another class, which Lightning makes and keeps with the optimizer."""
     seen = compare(lambda run: fitted(Limiting(dtype, way), run), dtype, accepts=False)
     assert {value for name, value in seen.items() if name.endswith("kind")} == {"<StepKind.CLIPPED: 'clipped'>"}
 

@@ -149,6 +149,7 @@ def test_bits_of_the_scalar_kernels(cpu: Cpu, isa: str, batch: tuple[Path, list[
                 assert count == 0, f"{count} of {segment.length} elements of {name} differ in {where}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cpu", Cpu, ids=lambda cpu: cpu.name)
 def test_dispatch_knows_what_the_cpu_can_run(cpu: Cpu) -> None:
     known = emulation.known_isas(cpu)

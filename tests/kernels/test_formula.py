@@ -43,10 +43,10 @@ def test_fma_rounds_once(real: type, reference: ctypes._CFuncPtr, seed: int, kin
 
 
 @given(st.integers(0, 2**24 - 1), st.integers(-149, 100), st.sampled_from([-1, 0, 1]))
-def test_fma_sees_what_lies_just_beside_a_tie(mantissa: int, exponent: int, beside: int) -> None:
+def test_fma_sees_what_lies_next_to_a_tie(mantissa: int, exponent: int, offset: int) -> None:
     """Rounding to double first makes such sums ties, which then go the wrong way."""
     tie = Fraction(2 * mantissa + 1) * Fraction(2) ** (exponent - 1)  # halfway between two fp32 numbers, or below them
-    a, b = np.float32(2.0**-75), np.float32(beside * 2.0**-74)  # the product is the least that fp32 operands can add
+    a, b = np.float32(2.0**-75), np.float32(offset * 2.0**-74)  # the product is the least that fp32 operands can add
     c = np.float32(float(tie))
     exact = Fraction(float(a)) * Fraction(float(b)) + Fraction(float(c))
     assert formula.fma(a, b, c) == nearest_float32(exact)

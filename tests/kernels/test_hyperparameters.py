@@ -141,7 +141,7 @@ def test_a_group_without_numbers_is_refused(name: str, value: object) -> None:
 
 
 def test_table_tells_hyperparameters_apart_that_did_not_live_together() -> None:
-    """So many that no cache keeps all of them, and the later ones would be where earlier ones were in memory."""
+    """More than a cache keeps all of them, and the later ones would be where earlier ones were in memory."""
     table = CoefficientTable()
     rates = [float(rate) for rate in range(1, 3001)]
     indices = [table.index(dataclasses.replace(USUAL, lr=rate), 1, 1.0, double=False) for rate in rates]

@@ -62,7 +62,7 @@ def test_stores_past_the_caches_have_the_same_bits(isa: str, which: Pass, out_dt
 
 @pytest.mark.parametrize("which", [Pass.COMMIT_AND_SPECULATE, Pass.NORM], ids=lambda which: which.name)
 def test_doubles_over_several_chunks(which: Pass) -> None:
-    """fp64 has one kernel beside the instruction sets; the oracle takes too long for it to draw such lengths."""
+    """fp64 has one kernel for all instruction sets; the oracle takes too long for it to draw such lengths."""
     sets = [Coefficients.at_step(ORDINARY, step, 0.37, double=True) for step in (8, 7)]
     out_dtype = Dtype.NONE if which is Pass.NORM else Dtype.FLOAT64
     segment = make_segment(3, formula.CHUNK + 21, Dtype.FLOAT64, out_dtype, kinds=[Magnitudes.WIDE], norm=True)

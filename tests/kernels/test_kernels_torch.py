@@ -181,7 +181,7 @@ def check_narrowing(values: np.ndarray, dtype: Dtype, isa: str) -> None:
 
 @EACH_HALF
 def test_narrowing_at_every_boundary(isa: str, dtype: Dtype) -> None:
-    """Each value of the half type, each tie between neighbours, what lies right beside both, and NaNs full of ones."""
+    """Each value of the half type, each tie between neighbours, what lies next to both, and NaNs full of ones."""
     values = widen(np.arange(1 << 16, dtype=np.uint16), dtype)
     finite = np.unique(values[np.isfinite(values)])
     ties = ((finite[1:].astype(np.float64) + finite[:-1]) / 2).astype(np.float32)  # exact: one bit more than a half

@@ -32,7 +32,7 @@ def make_job(*lengths: int, which: Pass = Pass.UPDATE) -> Job:
 
 
 def lengths_for(threads: int) -> tuple[int, ...]:
-    """Return lengths of segments that are together just long enough for so many threads.
+    """Return lengths of segments that are together just long enough for a number of threads.
 
     For seven, the last but one has more chunks than a thread takes at a time.
     """

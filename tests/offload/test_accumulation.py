@@ -622,7 +622,7 @@ def stumble(*_: object, **__: object) -> None:
     raise PlantedError("planted")
 
 
-# ---- sums of parameters that are bound anew --------------------------------------------------------------------------
+# ---- sums of parameters that are bound again -------------------------------------------------------------------------
 
 
 def test_sum_of_a_parameter_that_is_no_longer_optimized_takes_no_part(device: Device) -> None:

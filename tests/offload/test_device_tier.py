@@ -42,7 +42,7 @@ HYPER = Hyperparameters(
 
 
 class PromptDevice(PlainDevice):
-    """Does everything at once, with memory of its own beside the host's."""
+    """Does everything at once, with memory other than the host's."""
 
     can_update = True
     update = SimulatedDevice.update
@@ -74,7 +74,7 @@ def laid_out(values: Tensor, layout: str) -> Tensor:
 
 
 class Household:
-    """Some parameters whose state may be on a device, beside the oracle that makes the same steps."""
+    """Some parameters whose state may be on a device, and the oracle that makes the same steps."""
 
     def __init__(self, tensors: Sequence[Tensor], device: Device | None = None) -> None:
         self.device = device or SimulatedDevice(1, 0.5)
@@ -172,7 +172,7 @@ def tensors(seed: int = 0) -> list[Tensor]:
 
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> Device:
-    """Return a device that does everything at once, one that does nothing before somebody waits, and one between."""
+    """Return a device that does everything at once, one that does nothing before it is waited for, and one between."""
     make: Callable[[], Device] = DEVICES[request.param]
     return make()
 
@@ -221,7 +221,7 @@ def test_any_steps_and_journeys_give_the_bits_of_the_oracle(
         else:
             state = house.states[min(details[0], count - 1)]
             house.tier.bring_home([state])
-            if state.exp_avg is not None:  # the host's tensors count, whoever writes them
+            if state.exp_avg is not None:  # the host's tensors count, no matter who writes them
                 state.exp_avg.fill_(0.25)
                 house.reference.parameters[state.row].m[:] = 0.25
         house.check_home()

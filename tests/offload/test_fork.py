@@ -1,4 +1,4 @@
-"""Forked processes beside the optimizer: DataLoader workers, and a child that trains on by itself."""
+"""Forked processes and the optimizer: DataLoader workers, and a child that trains on by itself."""
 
 from __future__ import annotations
 
@@ -74,6 +74,7 @@ def fit(workers: int, *, trains: bool = False, persistent: bool = False) -> dict
     return state_bits(optimizer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trains", [False, True], ids=["", "workers train"])
 def test_data_loader_with_forked_workers(trains: bool) -> None:
     expected = fit(0, trains=trains)

@@ -1085,6 +1085,7 @@ def cases() -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("one", "setting"), cases())
 def test_trains_as_without_scheduler(one: Shape, setting: Setting) -> None:
     with scheduled(one, setting) as run:
@@ -1098,6 +1099,7 @@ def test_trains_as_without_scheduler(one: Shape, setting: Setting) -> None:
         assert run.optimizer.statistics.accepted > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("one", [one for one in SHAPES if one.has_hint], ids=str)
 def test_accumulate_is_only_a_hint(one: Shape) -> None:
     """What it saves is work, not correctness."""

@@ -135,6 +135,7 @@ def test_copies_of_the_model_report_to_nobody(how: Any) -> None:
     assert not recorder.ready
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_modules_report_without_breaking_the_graph(backend: str) -> None:
     model = mlp()

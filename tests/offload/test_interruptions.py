@@ -89,6 +89,7 @@ def is_interrupted(training: Training, number: int, seconds: float) -> bool:
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # an alarm may meet a finalizer
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

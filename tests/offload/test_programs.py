@@ -1557,7 +1557,7 @@ def layer_stepped_in_a_later_hook(model: Any, optimizer: Any, step: int, run: Ru
 
 
 class KeepingLinear(torch.autograd.Function):
-    """A linear layer whose weight gradient lies in a buffer that somebody keeps."""
+    """A linear layer whose weight gradient lies in a buffer that the program keeps."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, buffer: Tensor) -> Tensor:
@@ -2118,6 +2118,7 @@ def interrupted(
     return seen, interruption.count
 
 
+@pytest.mark.slow
 @pytest.mark.covering
 @pytest.mark.parametrize(("phase", "then"), [("backward", 0), ("step", 0), ("step", 1)])
 @pytest.mark.parametrize("device", DEVICES)

@@ -85,7 +85,7 @@ def anywhere(request: pytest.FixtureRequest) -> Device:
 
 @pytest.fixture(params=ASYNCHRONOUS)
 def asynchronous(request: pytest.FixtureRequest) -> Device:
-    """Return a device that does nothing before somebody waits, and one that does."""
+    """Return a device that does nothing before it is waited for, and one that does."""
     one: Device = request.param()
     return one
 
@@ -579,7 +579,7 @@ def test_averaged_weights_swapped_in_for_evaluation(device: PlainDevice) -> None
 
 
 def test_evaluation_after_the_step_and_between_backward_and_step(device: PlainDevice) -> None:
-    """Parameters have the values of the last step until the next one, for whoever reads them."""
+    """Parameters have the values of the last step until the next one, for all readers."""
     seen: list[list[Tensor]] = []
 
     def evaluated(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
@@ -939,7 +939,7 @@ def test_host_without_room_for_a_step_is_told(num_threads: int, monkeypatch: pyt
 def test_cores_limit_what_runs_beside_backward(
     num_threads: int | str, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The worker uses so many threads until somebody waits for it, and others use theirs meanwhile."""
+    """The worker uses a number of threads until it is waited for, and others use theirs meanwhile."""
     used: list[tuple[bool, int | None]] = []
     run, before, model = native.run, superadam.get_num_threads(), mlp()
 
@@ -1154,7 +1154,7 @@ def test_step_returns_before_the_commits_are_done(monkeypatch: pytest.MonkeyPatc
         loss_of(model, 0).backward()
         optimizer.step()
         assert began.wait(60)
-        loss_of(model, 1)  # the next forward runs beside the commit
+        loss_of(model, 1)  # the next forward runs during the commit
         assert not ended.is_set()
         may_go_on.set()
         assert ended.wait(60)
@@ -1420,7 +1420,7 @@ def test_wider_link_gives_the_same_bits(dtype: torch.dtype, bucket_numel: int, a
 def test_narrow_link_is_a_step_with_rounded_gradients(
     dtype: torch.dtype, link: torch.dtype, how: str, anywhere: Device
 ) -> None:
-    """Whether gradients travel or not, and whoever takes them."""
+    """Whether gradients travel or not, and no matter what takes them."""
     norms: dict[bool, list[float]] = {False: [], True: []}
 
     def steps(model: nn.Module, optimizer: SpeculativeCPUAdam, *, rounds: bool) -> None:

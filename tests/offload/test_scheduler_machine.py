@@ -83,7 +83,7 @@ class WithoutWait(SimulatedDevice):
 
 
 class WithOldEvents(SimulatedDevice):
-    """The event of a stream's first use is recorded again and again, but whoever waits sees that it passed long ago."""
+    """The event of a stream's first use is recorded again and again, but waiting threads see it passed long ago."""
 
     def record(self, stream: Stream) -> SimulatedEvent:
         event = super().record(stream)
@@ -328,7 +328,7 @@ def write_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def held_gradient_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Although somebody else can write to it."""
+    """Although others can write to it."""
     monkeypatch.setattr(gradient_handle, "is_exclusive", lambda parameter: parameter.grad is not None)
 
 
@@ -345,7 +345,7 @@ def state_is_not_brought_home(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def speculation_leaves_state_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only where a bucket is speculated on whose state is on the device; whoever reads state finds it."""
+    """Only where a bucket is speculated on whose state is on the device; readers of state find it."""
     original = ParameterTable.bring_home
 
     def bring_home(self: ParameterTable, rows: Any = None) -> None:

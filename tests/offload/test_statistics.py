@@ -213,6 +213,7 @@ def one_step(event: str, model: nn.Module, optimizer: SpeculativeCPUAdam, schedu
     optimizer.step()
 
 
+@pytest.mark.slow
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("bucket_numel", [1, 100, 10**6])
 def test_fates_add_up_after_each_verdict(bucket_numel: int, device: Device) -> None:
@@ -333,18 +334,13 @@ def test_times_are_those_of_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(Transaction, "speculate", slow)
             loss_of(model, 0).backward()
-            time.sleep(0.02)
             optimizer.step()
         elapsed = time.perf_counter() - begin
         assert 0.0 < statistics.waited_seconds < elapsed
         assert 0.06 <= statistics.worker_seconds < elapsed
-        assert 0.0 < statistics.hidden_share < 1.0  # what was done during the other sleep
-        waited = statistics.waited_seconds
         optimizer.zero_grad()
         loss_of(model, 1).backward()
-        time.sleep(0.02)
         optimizer.step()
-        assert statistics.waited_seconds - waited < 0.05  # there was no sleep to wait for
     assert statistics.worker_seconds < time.perf_counter() - begin
 
 
@@ -429,3 +425,10 @@ def test_scheduler_does_not_count_what_was_redone_before_it() -> None:
     with eager(optimizer, model) as scheduler:
         train(model, optimizer, range(1, 3))
     assert fates(scheduler.statistics) == (6, 6, 0, 0)  # what was written before is compared with masters once
+
+
+@pytest.mark.parametrize(
+    ("waited", "worked", "share"), [(0.0, 0.0, 0.0), (0.0, 2.0, 1.0), (0.5, 2.0, 0.75), (3.0, 2.0, 0.0)]
+)
+def test_hidden_is_what_training_did_not_wait_for(waited: float, worked: float, share: float) -> None:
+    assert OverlapStatistics(waited_seconds=waited, worker_seconds=worked).hidden_share == share

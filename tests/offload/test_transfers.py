@@ -24,7 +24,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
 class LateModel(SimulatedDevice):
-    """A simulated device whose model computes late, too: waiting holds up its stream, not whoever enqueues to it."""
+    """A simulated device whose model computes late, too: waiting holds up its stream, not the enqueuing thread."""
 
     def wait(self, stream: Stream, event: SimulatedEvent) -> None:  # type: ignore[override]
         if event.is_recorded:
@@ -45,7 +45,7 @@ class CountingDevice(SimulatedDevice):
 
 
 def lazy(seed: int = 0) -> SimulatedDevice:
-    """Return a device that does nothing before somebody waits."""
+    """Return a device that does nothing before it is waited for."""
     return SimulatedDevice(seed, eagerness=0.0)
 
 

@@ -820,7 +820,7 @@ def test_limits_of_torch_and_of_the_optimizer(
 @pytest.mark.parametrize("limit", [None, 0.5])
 @pytest.mark.parametrize("factors", [(0.5, 0.25), (0.3, 0.7), (1.0, 0.1), (2.0, 3.0), (0.0, 1.0)], ids=str)
 def test_factors_of_each_layer(dtype: torch.dtype, limit: float | None, factors: tuple[float, float]) -> None:
-    """Such as layer-wise learning rates that somebody puts into gradients; no one number tells them."""
+    """Such as layer-wise learning rates that users put into gradients; no one number tells them."""
     optimizer, twin = make(dtype, max_grad_norm=limit), make(dtype, max_grad_norm=limit)
     for seed in range(3):
         for one in (optimizer, twin):

@@ -215,7 +215,7 @@ CONVERSIONS: dict[str, tuple[torch.dtype, Callable[[torch.Tensor], torch.Tensor]
 @pytest.mark.parametrize("history", ["loaded", "stepped", "accepted", "exposed"])
 @pytest.mark.parametrize("speculative", [False, True])
 def test_model_converted_after_published(conversion: str, history: str, speculative: bool) -> None:
-    """`.data` of another dtype or layout is bound anew, with the moments it had: as if loaded into such a model."""
+    """`.data` of another dtype or layout is bound again, with the moments it had: as if loaded into such a model."""
     dtype, convert = CONVERSIONS[conversion]
     optimizer, source = (SpeculativeCPUAdam([parameter(6, 7, dtype=dtype)], lr=0.1) for _ in range(2))
     train(source, 1)
@@ -558,7 +558,7 @@ def test_what_users_write_into_a_state_they_hold_survives_binding_anew(
 @EACH_DTYPE
 @pytest.mark.parametrize("edit", EDITS)
 def test_what_users_write_into_a_state_they_hold_counts_after_every_step(dtype: torch.dtype, edit: str) -> None:
-    """Whoever holds the state, or something in it, sees accepted steps at once, and edits what they left."""
+    """A reference to the state, or to something in it, shows accepted steps at once, and edits what they left."""
     optimizer, twin = make(dtype), make(dtype)
     for one in (optimizer, twin):
         train(one, 1)

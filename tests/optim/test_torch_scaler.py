@@ -164,7 +164,7 @@ def test_an_overflow_that_unscaling_makes_is_found() -> None:
         scaler = scaler_of(2.0**-40)
         scaler.scale(torch.ones(()))
         scaler.step(optimizer)
-        optimizer.step()  # somebody's own
+        optimizer.step()  # of the user
         scaler.update()
         assert optimizer.last_outcome is not None
         kinds.append(optimizer.last_outcome.kind)

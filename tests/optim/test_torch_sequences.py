@@ -349,7 +349,7 @@ def swap_storage(pair: Pair, seed: int) -> None:
 
 @action
 def write_parameters(pair: Pair, seed: int) -> None:
-    """What no parameter was before: a value that comes back is no write, unless somebody looked in between."""
+    """What no parameter was before: a value that comes back is no write, unless it was read in between."""
     pair.writes += 1
     for p, own, _ in pair.rows[: 1 + seed % 3]:
         values = noise(p.shape, pair.dtype, seed) + 16 * pair.writes

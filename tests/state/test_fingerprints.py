@@ -1,4 +1,4 @@
-"""Hints at writes of somebody else: none is missed, and our own writes are none."""
+"""Hints at writes from outside: none is missed, and our own writes are none."""
 
 from __future__ import annotations
 

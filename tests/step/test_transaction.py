@@ -95,7 +95,7 @@ EDITS = st.sampled_from([half, half, third, double, tensor_factor, clamp, throug
 
 
 class SpeculativeRun(RuleBasedStateMachine):
-    """A speculative optimizer beside the synchronous oracle, and beside parameters whose `.grad` torch alone fills."""
+    """A speculative optimizer, the synchronous oracle, and parameters whose `.grad` torch alone fills."""
 
     @initialize(
         groups=st.lists(st.tuples(GROUPS, PARAMETERS), min_size=1, max_size=2),

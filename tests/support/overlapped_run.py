@@ -1,4 +1,4 @@
-"""A model trained through the scheduler beside its twin that is trained one synchronous step at a time."""
+"""A model trained through the scheduler, and its twin that is trained one synchronous step at a time."""
 
 from __future__ import annotations
 

@@ -72,11 +72,11 @@ def run(work: Callable[..., Any], ranks: int, /, **arguments: Any) -> list[Any]:
                     results[rank] = connection.recv()
                 except EOFError:
                     results[rank] = None
-    for rank, worker in enumerate(here):
-        if results[rank] is None or isinstance(results[rank], RankError):
-            worker.process.kill()
-            worker.process.join()
-            _workers.remove(worker)
+    ended = [rank for rank in range(ranks) if results[rank] is None or isinstance(results[rank], RankError)]
+    while ended and len(_workers) > ended[0]:  # the others, too: torch remembers which rank a process was
+        worker = _workers.pop()
+        worker.process.kill()
+        worker.process.join()
     failures = [f"rank {rank}: {result}" for rank, result in sorted(results.items()) if isinstance(result, RankError)]
     if failures:
         raise RankError("\n".join(failures))

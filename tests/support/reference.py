@@ -67,7 +67,7 @@ class Parameter:
         return rounded(self.p, self.dtype) if self.written is None else self.written
 
     def write(self, where: Array, values: Array) -> None:
-        """Write to the model's parameter from outside; what is undone before somebody adopts it was never written."""
+        """Write to the model's parameter from outside; what is undone before it is adopted was never written."""
         self.written = np.where(where, rounded(values.astype(self.p.dtype), self.dtype), self.shown)
 
     def adopt(self) -> None:

@@ -278,7 +278,7 @@ def average_weights(twin: Twin, seed: int) -> Any:
 
 @action
 def replace_storage(twin: Twin, seed: int) -> None:
-    """With new memory of equal values; the old one may be taken away, as by whoever shuffles blocks."""
+    """With new memory of equal values; the old one may be taken away, as where blocks are shuffled."""
     weight = twin.model.blocks[seed % 2].weight
     old = weight.data
     weight.data = old.clone()
@@ -370,7 +370,7 @@ def hold_state(twin: Twin, seed: int) -> None:
 
 @action
 def look_at_held_state(twin: Twin, seed: int) -> Any:
-    """And edit it, without reading it anew."""
+    """And edit it, without reading it again."""
     held = twin.kept.get("state", {})
     for p in twin.one(seed):
         if seed % 2 and held.get(p):

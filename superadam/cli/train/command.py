@@ -91,13 +91,15 @@ def add_parser(subparsers: Any) -> None:
         how,
         "num_threads",
         _auto_or_int,
-        "threads that the optimizer uses beside the model when overlapped; auto: cores that the model leaves idle, "
+        "threads of the optimizer while the model computes, when overlapped; auto: cores that the model leaves idle, "
         "and one where it leaves none",
         metavar="N",
     )
     check = parser.add_argument_group("what is checked")
     check.add_argument(
-        "--verify", action="store_true", help="step torch's AdamW(fused=True) beside it and compare every bit"
+        "--verify",
+        action="store_true",
+        help="make every step with torch's AdamW(fused=True) too and compare every bit",
     )
     check.add_argument(
         "--inject-nan",

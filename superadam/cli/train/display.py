@@ -88,7 +88,7 @@ Row = tuple[str, str, str]
 def outcome_table(report: Report) -> Table:
     """Return the table of the outcomes of steps and buckets, and of the run's cost."""
     table = Table(
-        title="What came of the steps", title_justify="left", title_style="bold", show_edge=False, pad_edge=False
+        title="Outcomes of the steps", title_justify="left", title_style="bold", show_edge=False, pad_edge=False
     )
     table.add_column("outcome")
     table.add_column("count", justify="right")
@@ -134,7 +134,7 @@ def _overlap(report: Report) -> list[Row]:
         (
             "hidden",
             f"{report.hidden_share:.0%}",
-            f"of {work:.2f} s of optimizer work: the worker did {hidden:.2f} s of it beside training{where}",
+            f"of {work:.2f} s of optimizer work: the worker did {hidden:.2f} s of it during training{where}",
         ),
         ("moved, GB", f"{moved / 1e9:,.2f}", meaning),
         ("shadows, MB", f"{report.shadow_bytes / 1e6:,.2f}", "most memory that new values took until their verdict"),
@@ -171,8 +171,8 @@ def _costs(report: Report) -> list[Row]:
 
 
 def _held(report: Report) -> str:
-    beside = "" if report.elements is None else ", the reference included"
-    return f"held by the process at most{beside}"
+    included = "" if report.elements is None else ", the reference included"
+    return f"held by the process at most{included}"
 
 
 def verdict(report: Report) -> Text:

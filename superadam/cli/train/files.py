@@ -1,11 +1,7 @@
-"""Atomic file writes, and the checks beforehand that they will be possible.
-
-A reader never sees half a file, and a process that dies while writing leaves the older file as it was.
-"""
+"""Atomic file writes whose failure is a sentence, and the checks beforehand that they will be possible."""
 
 from __future__ import annotations
 
-import glob
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +9,7 @@ from pathlib import Path
 from typing import IO
 
 from superadam.cli.usage import UsageError
+from superadam.host import files
 
 
 def require_writable_folder(folder: Path, option: str) -> None:
@@ -48,29 +45,8 @@ def writing(path: Path) -> Iterator[None]:
 def replace_file(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     """Replace `path` by what `write` writes to a binary file, in one step: after a power cut it is one or the other.
 
-    It is written under another name, which a process that is killed meanwhile leaves behind; the next call removes it.
-
     Raises:
         UsageError: writing failed; the older file is as it was.
     """
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
     with writing(path):
-        if path.exists() and not path.is_file():  # /dev/null would be gone
-            raise OSError("it is no regular file")
-        for left in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
-            process = left.name.split(".")[-2]
-            if left == part or (process.isdecimal() and not Path("/proc", process).exists()):
-                left.unlink(missing_ok=True)
-        try:
-            with part.open("x+b") as file:
-                write(file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(part, path)
-        finally:
-            part.unlink(missing_ok=True)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)  # the new name
-        finally:
-            os.close(folder)
+        files.replace_file(path, write)

@@ -1,0 +1,44 @@
+"""Atomic file writes: a reader never sees half a file, and a process that dies while writing leaves the older one."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+
+def synchronize(path: Path) -> None:
+    """Return when a file, or the names in a folder, are on the disk; raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def replace_file(path: Path, write: Callable[[IO[bytes]], object]) -> None:
+    """Replace `path` by what `write` writes to a binary file, in one step: after a power cut it is one or the other.
+
+    It is written under another name, which a process that is killed meanwhile leaves behind; the next call removes it.
+
+    Raises:
+        OSError: writing failed; the older file is as it was.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    if path.exists() and not path.is_file():  # /dev/null would be gone
+        raise OSError("it is no regular file")
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
+        process = left.name.split(".")[-2]
+        if left == part or (process.isdecimal() and not Path("/proc", process).exists()):
+            left.unlink(missing_ok=True)
+    try:
+        with part.open("x+b") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+    synchronize(path.parent)  # the new name

@@ -1,0 +1,213 @@
+"""Checkpoints of `fully_shard` on several ranks: the same state on any number of ranks, and one fate for all."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from superadam.integrations import checkpoint_folder
+from superadam.integrations.distributed_checkpoint import CheckpointError, load, save
+
+OPTIMIZERS: list[Any] = [torch.optim.AdamW]
+
+
+class Model(nn.Module):
+    """With uneven and empty shards, tied weights, and parameters that are frozen or unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(5, 7), nn.Linear(7, 1), nn.Linear(1, 5)
+        self.tied = nn.Linear(5, 7, bias=False)
+        self.tied.weight = self.first.weight
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.unused = nn.Parameter(torch.ones(4, 2))
+        self.register_buffer("count", torch.tensor(3))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.tied(self.head(self.second(self.first(inputs) + self.frozen.sum())))
+        return result
+
+
+def make(kind: Any, seed: int, replicas: int = 1, dtype: torch.dtype = torch.float32) -> tuple[Model, Any]:
+    torch.manual_seed(seed)
+    model = Model().to(dtype)
+    mesh = init_device_mesh(
+        "cpu", (replicas, distributed.get_world_size() // replicas), mesh_dim_names=("replicas", "shards")
+    )
+    mesh = mesh if replicas > 1 else mesh["shards"]
+    for module in (model.second, model.head, model):
+        fully_shard(module, mesh=mesh)
+    return model, kind([{"params": [p for p in model.parameters() if p.requires_grad]}], lr=0.01)
+
+
+def train(model: nn.Module, optimizer: Any, seed: int) -> None:
+    torch.manual_seed(seed)
+    inputs: Any = torch.randn(2, 4, 5).to(next(model.parameters()).dtype)
+    model(inputs[0]).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with torch.no_grad():
+        model(inputs[1])  # leaves the root with other parameters than the optimizer's
+
+
+def content(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    """Return all of parameters and state on every rank, as values that compare to the last bit."""
+
+    def whole(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        full: Any = value.full_tensor() if hasattr(value, "full_tensor") else value
+        return full.dtype, full.shape, full.detach().contiguous().reshape(-1).view(torch.uint8).tolist()
+
+    state = optimizer.state_dict()
+    return {
+        "model": {name: whole(value) for name, value in model.state_dict().items()},
+        "state": {key: {name: whole(value) for name, value in entry.items()} for key, entry in state["state"].items()},
+        "groups": state["param_groups"],
+    }
+
+
+def resume(rank: int, *, kind: Any, folder: str, seed: int, **options: Any) -> tuple[Any, Any, list[Any]]:
+    """Load a checkpoint, train, and save; return what was loaded, what was saved, and `extra`."""
+    model, optimizer = make(kind, seed, **options)
+    extra = load(folder, model, optimizer) if seed else []
+    loaded = content(model, optimizer)
+    train(model, optimizer, seed)
+    names = {name for name, _ in model.named_parameters() if name not in ("frozen", "unused")}
+    assert len(optimizer.state) == len(names)
+    save(folder, model, optimizer, extra=[*extra, {"seed": seed, "rank": rank}])
+    return loaded, content(model, optimizer), extra
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_is_the_same_on_any_number_of_ranks(kind: Any, dtype: torch.dtype, tmp_path: Path) -> None:
+    saved: list[Any] = []
+    for seed, (size, replicas) in enumerate([(2, 1), (3, 1), (1, 1), (2, 2), (2, 1)]):
+        options = {"replicas": replicas, "dtype": dtype}
+        results = ranks.run(resume, size, kind=kind, folder=str(tmp_path), seed=seed, **options)
+        for loaded, _, extra in results:
+            assert extra == [{"seed": before, "rank": 0} for before in range(seed)]
+            assert seed == 0 or loaded == saved[-1]
+        saved.append(results[0][1])
+        assert all(result[1] == saved[-1] for result in results)
+        assert seed == 0 or saved[-1] != saved[-2]
+    assert [path.name for path in sorted(tmp_path.glob("save-*"))] == ["save-00000004", "save-00000005"]
+
+
+def fail_together(rank: int, *, kind: Any, folder: str) -> list[str]:
+    """Fail on one rank in many ways; return the sentences, after each of which nothing has changed."""
+    path = Path(folder)
+    model, optimizer = make(kind, 0)
+    train(model, optimizer, 0)
+    save(folder, model, optimizer, extra="older")
+    newest = save(folder, model, optimizer, extra="newer")
+    train(model, optimizer, 1)
+    before, files = content(model, optimizer), sorted(path.rglob("*"))
+    distributed.barrier()
+    words = []
+
+    def refused(work: Any, *replaced: Any) -> None:
+        with pytest.MonkeyPatch.context() as context:
+            if rank == 1 and replaced:
+                context.setattr(*replaced)
+            with pytest.raises(CheckpointError) as error:
+                work(folder, model, optimizer)
+        words.append(str(error.value))
+        assert content(model, optimizer) == before
+        distributed.barrier()
+        assert sorted(path.rglob("*")) == files
+        distributed.barrier()
+
+    for victim in (0, 1):
+        if rank == victim:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+        refused(save)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    refused(save, optimizer, "state_dict", lambda: 1 / 0)
+    refused(save, checkpoint_folder, "sha256", lambda path: path.read_text("ascii"))
+    refused(load, checkpoint_folder, "sha256", lambda path: path.read_text("ascii"))
+    for damaged in sorted(newest.iterdir()):
+        distributed.barrier()
+        intact = damaged.read_bytes()
+        distributed.barrier()
+        if rank == 0:
+            damaged.write_bytes(intact[:-1] + bytes([intact[-1] ^ 1]) if intact else b"x")
+        distributed.barrier()
+        refused(load)
+        if rank == 0:
+            damaged.write_bytes(intact)
+    distributed.barrier()
+    assert load(folder, model, optimizer) == "newer"
+    return words
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_failure_on_one_rank_is_one_sentence_on_all_and_changes_nothing(kind: Any, tmp_path: Path) -> None:
+    first, second = ranks.run(fail_together, 2, kind=kind, folder=str(tmp_path))
+    assert first == second
+    assert not [sentence for sentence in first if "\n" in sentence]
+    saves, loads = first[:4], first[4:]
+    assert all(sentence.startswith(f"cannot save a checkpoint to {tmp_path}: ") for sentence in saves)
+    assert ["on rank 0" in saves[0], *("on rank 1" in sentence for sentence in saves[1:])] == [True] * 4
+    assert "ZeroDivisionError: division by zero (on rank 1)" in saves[2]
+    assert "UnicodeDecodeError" in loads[0]
+    assert "no other one in it is intact" in loads[0]  # nor can rank 1 read the older one
+    intact = f"nothing was loaded: load {tmp_path / 'save-00000001'}, which is intact"
+    assert len(loads) == 1 + len(list((tmp_path / "save-00000001").iterdir())) == 6
+    assert all(sentence.endswith(intact) for sentence in loads[1:])
+
+
+def die(rank: int, *, kind: Any, folder: str, victim: int) -> str:
+    """Kill one rank in the middle of a save; return what the other one raises."""
+    model, optimizer = make(kind, 3)
+    if rank == victim:
+        checkpoint_folder.sha256 = lambda path: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,return-value]
+    with pytest.raises(RuntimeError) as error:
+        save(folder, model, optimizer)
+    return type(error.value).__name__
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("victim", [0, 1])
+def test_rank_that_is_killed_leaves_the_older_one(kind: Any, victim: int, tmp_path: Path) -> None:
+    _, saved, _ = ranks.run(resume, 2, kind=kind, folder=str(tmp_path), seed=0)[0]
+    results = ranks.run(die, 2, kind=kind, folder=str(tmp_path), victim=victim)
+    assert results[victim] is None
+    assert results[1 - victim] is not None
+    assert len(list(tmp_path.glob(".save-*"))) == (victim == 0)  # rank 0 tidies up; without it, the next save does
+    loaded, _, _ = ranks.run(resume, 2, kind=kind, folder=str(tmp_path), seed=1)[0]
+    assert loaded == saved
+    assert sorted(os.listdir(tmp_path)) == [".lock", "latest", "save-00000001", "save-00000002"]
+
+
+def use_group(rank: int, *, folder: str) -> None:
+    """Save and load with the last two of three ranks."""
+    group = distributed.new_group([1, 2])
+    if rank == 0:
+        return
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert save(folder, model, optimizer, extra=rank, process_group=group) == Path(folder, "save-00000001")
+    saved = model.weight.detach().clone()
+    nn.init.zeros_(model.weight)
+    assert load(folder, model, optimizer, process_group=group) == 1
+    assert torch.equal(model.weight, saved)
+
+
+def test_process_group_may_be_a_part_of_the_ranks(tmp_path: Path) -> None:
+    ranks.run(use_group, 3, folder=str(tmp_path))

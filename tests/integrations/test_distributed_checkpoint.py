@@ -1,0 +1,390 @@
+"""`superadam.integrations.distributed_checkpoint` in one process: every bit comes back, or nothing is touched."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from children import exit_code_of_child
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+from superadam import OffloadScheduler, SpeculativeCPUAdam, SpeculativeCPUAdamW
+from superadam.integrations.distributed_checkpoint import CheckpointError, load, save
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+OPTIMIZERS = [torch.optim.AdamW, torch.optim.Adam, SpeculativeCPUAdamW, SpeculativeCPUAdam]
+
+
+class Model(nn.Module):
+    """With tied weights, a buffer called as a key of the state, an unused parameter, and one that may be frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.tied = nn.Linear(5, 7), nn.Linear(7, 5), nn.Linear(5, 7, bias=False)
+        self.tied.weight = self.first.weight
+        self.unused = nn.Parameter(torch.ones(3, 0, 2))
+        self.scalar = nn.Parameter(torch.tensor(1.5))
+        self.register_buffer("step", torch.tensor([3, 4]))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.second(self.first(inputs).relu()) * self.scalar
+        return self.tied(hidden)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": 7}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        assert state == {"calls": 7}
+
+
+def groups_of(model: Model) -> list[dict[str, Any]]:
+    first, *others = model.parameters()
+    return [{"params": others, "lr": 0.01}, {"params": [first], "weight_decay": 0.1}]
+
+
+def make(kind: Any, dtype: torch.dtype = torch.float32, *, seed: int = 0, **options: Any) -> tuple[Model, Any]:
+    torch.manual_seed(seed)
+    model = Model().to(dtype)
+    return model, kind(groups_of(model), **{"lr": torch.tensor(0.02), **options})
+
+
+def train(model: Model, optimizer: Any, steps: int = 3, *, seed: int = 1) -> None:
+    torch.manual_seed(seed)
+    for _ in range(steps):
+        model(torch.randn(4, 5, dtype=model.scalar.dtype)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def content(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    """Return all that a checkpoint holds, as values that compare to the last bit, with names for parameters."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.dtype, value.shape, value.detach().contiguous().reshape(-1).view(torch.uint8).tolist()
+        if isinstance(value, dict):
+            return {key: plain(item) for key, item in value.items()}
+        return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+    return {"model": plain(dict(model.state_dict())), "optimizer": plain(copy.deepcopy(optimizer.state_dict()))}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("options", [{}, {"amsgrad": True, "maximize": True}])
+def test_every_bit_comes_back_and_training_goes_on(
+    kind: Any, dtype: torch.dtype, options: dict[str, Any], tmp_path: Path
+) -> None:
+    model, optimizer = make(kind, dtype, **options)
+    train(model, optimizer)
+    model.second.bias.requires_grad_(False)  # its state stays
+    extra = {"epoch": 3, "losses": [1.5, float("inf")], "name": "x", "random": torch.get_rng_state(), "none": None}
+    before = content(model, optimizer)
+    path = save(tmp_path, model, optimizer, extra=extra)
+    assert path == tmp_path / "save-00000001"
+    assert content(model, optimizer) == before
+    other, other_optimizer = make(kind, dtype, seed=5)  # with options of its own, which are replaced
+    other.second.bias.requires_grad_(False)
+    loaded = load(tmp_path, other, other_optimizer)
+    assert torch.equal(loaded.pop("random"), extra.pop("random"))
+    assert loaded == extra
+    assert content(other, other_optimizer) == before
+    for one in (model, other):
+        one.second.bias.requires_grad_(True)
+    train(model, optimizer, seed=2)
+    train(other, other_optimizer, seed=2)
+    assert content(other, other_optimizer) == content(model, optimizer)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_optimizer_that_has_not_stepped_stays_so(kind: Any, tmp_path: Path) -> None:
+    model, optimizer = make(kind, torch.bfloat16)
+    before = content(model, optimizer)
+    save(tmp_path, model, optimizer)
+    stepped_model, stepped = make(kind, torch.bfloat16, seed=3)
+    train(stepped_model, stepped)
+    load(tmp_path, stepped_model, stepped)
+    assert content(model, optimizer) == before
+    other, other_optimizer = make(kind, torch.bfloat16, seed=5)
+    load(tmp_path, other, other_optimizer)
+    for one in (optimizer, other_optimizer):
+        assert not one.state
+        assert getattr(one, "last_outcome", None) is None
+        assert getattr(getattr(one, "statistics", None), "steps", 0) == 0
+    for one_model, one in ((model, optimizer), (stepped_model, stepped), (other, other_optimizer)):
+        train(one_model, one)
+    assert content(stepped_model, stepped) == content(other, other_optimizer) == content(model, optimizer)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_of_torch_comes_without_masters_and_goes_without(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Loading a file is loading the state dict; torch keeps the moments in the parameters' dtype."""
+    theirs = make(torch.optim.AdamW, dtype)
+    train(*theirs)
+    save(tmp_path, *theirs)
+    ours, same = make(SpeculativeCPUAdamW, dtype, seed=5), make(SpeculativeCPUAdamW, dtype, seed=6)
+    train(*ours)  # its masters are of no use any more
+    load(tmp_path, *ours)
+    same[0].load_state_dict(theirs[0].state_dict())
+    same[1].load_state_dict(theirs[1].state_dict())
+    for one in (ours, same):
+        train(*one, seed=2)
+    assert content(*ours) == content(*same)
+    save(tmp_path, *ours)
+    back, same = make(torch.optim.AdamW, dtype, seed=7), make(torch.optim.AdamW, dtype, seed=8)
+    load(tmp_path, *back)
+    same[0].load_state_dict(ours[0].state_dict())
+    same[1].load_state_dict(ours[1].torch_state_dict())
+    assert content(*back) == content(*same)
+
+
+def test_group_keys_that_the_file_lacks_stay(tmp_path: Path) -> None:
+    model, optimizer = make(torch.optim.AdamW)
+    train(model, optimizer)
+    for group in optimizer.param_groups:
+        del group["maximize"]
+    save(tmp_path, model, optimizer)
+    other, other_optimizer = make(torch.optim.AdamW, seed=5, maximize=True)
+    load(tmp_path, other, other_optimizer)
+    assert [group["maximize"] for group in other_optimizer.param_groups] == [True, True]
+
+
+@pytest.mark.parametrize("options", [{}, {"eps": 0.0, "max_grad_norm": 1.0}])
+@pytest.mark.parametrize("has_scheduler", [False, True])
+def test_torch_makes_its_template_without_a_trace(options: dict[str, Any], has_scheduler: bool) -> None:
+    """Its step has zero gradients, and moments would decay towards the parameters (L2), or become 0/0."""
+    model, optimizer = make(SpeculativeCPUAdam, torch.bfloat16, weight_decay=0.5, amsgrad=True, **options)
+    same, same_optimizer = make(SpeculativeCPUAdam, torch.bfloat16, weight_decay=0.5, amsgrad=True, **options)
+    scheduler = OffloadScheduler(optimizer, model) if has_scheduler else None
+    template: Any = get_optimizer_state_dict(model, optimizer)
+    assert set(template["state"]) == {name for name, _ in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        entry = template["state"][name]
+        assert torch.equal(entry.pop("master"), parameter.float())
+        assert set(entry) == {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
+        assert not any(tensor.any() for tensor in entry.values())
+    assert optimizer.last_outcome is None
+    assert optimizer.statistics.steps == 0
+    other, other_optimizer = make(SpeculativeCPUAdam, torch.bfloat16, weight_decay=0.5, amsgrad=True, **options)
+    set_optimizer_state_dict(other, other_optimizer, get_optimizer_state_dict(model, optimizer))
+    assert other_optimizer.last_outcome is None
+    for one in ((model, optimizer), (same, same_optimizer), (other, other_optimizer)):
+        train(*one)
+    assert optimizer.statistics.steps == 3
+    if scheduler is not None:
+        scheduler.close()
+    model.unused.data = same.unused.data  # has no elements
+    states = [content(*one) for one in ((model, optimizer), (same, same_optimizer), (other, other_optimizer))]
+    for state in states:  # no gradient has reached it: state of zeros, or none
+        state["optimizer"]["state"].pop(5, None)
+    assert states[0] == states[1] == states[2]
+
+
+def test_true_first_step_with_zero_gradients_and_rate_counts() -> None:
+    model, optimizer = make(SpeculativeCPUAdamW)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    assert {int(entry["step"]) for entry in optimizer.state.values()} == {1}
+    assert optimizer.statistics.steps == 1
+
+
+# ---- failures --------------------------------------------------------------------------------------------------------
+
+
+def refused(folder: Path, model: Model, optimizer: Any) -> str:
+    """Return the words of a load that is refused, after which everything is as it was."""
+    before = content(model, optimizer)
+    with pytest.raises(CheckpointError) as error:
+        load(folder, model, optimizer)
+    assert content(model, optimizer) == before
+    words = str(error.value)
+    assert "\n" not in words
+    assert words.startswith(f"cannot load a checkpoint from {folder}: ")
+    assert "nothing was loaded" in words
+    return words
+
+
+@pytest.fixture
+def pair() -> tuple[Model, Any]:
+    model, optimizer = make(SpeculativeCPUAdamW, torch.bfloat16)
+    train(model, optimizer)
+    return model, optimizer
+
+
+def test_damage_anywhere_is_refused_and_the_intact_one_named(pair: tuple[Model, Any], tmp_path: Path) -> None:
+    older, newest = save(tmp_path, *pair, extra="older"), save(tmp_path, *pair)
+    other = make(SpeculativeCPUAdamW, torch.bfloat16, seed=5)
+    paths = [tmp_path / "latest", *newest.iterdir()]
+    assert {path.name for path in paths} == {"latest", "__0_0.distcp", ".metadata", "values.pt", "manifest.json"}
+    for path in paths:
+        intact = path.read_bytes()
+        for position in {0, len(intact) // 3, len(intact) - 1}:
+            path.write_bytes(intact[:position] + bytes([intact[position] ^ 16]) + intact[position + 1 :])
+            words = refused(tmp_path, *other)
+            assert f"load {newest if path.name == 'latest' else older}, which is intact" in words
+        path.unlink()
+        assert path.name in refused(tmp_path, *other)
+        path.write_bytes(intact)
+    (newest / "additional").touch()
+    assert "additional" in refused(tmp_path, *other)
+    assert load(older, *other) == "older"
+    (older / ".metadata").unlink()
+    assert "no other one in it is intact" in refused(tmp_path, *other)
+
+
+def test_nothing_there_is_refused(pair: tuple[Model, Any], tmp_path: Path) -> None:
+    assert "latest is missing" in refused(tmp_path, *pair)
+    assert "No such file" in refused(tmp_path / "absent", *pair)
+
+
+def test_pickles_are_not_executed(pair: tuple[Model, Any], tmp_path: Path) -> None:
+    """But for DCP's own metadata."""
+    for extra in ({"path": Path("/")}, lambda: None, threading.Lock()):
+        with pytest.raises(CheckpointError, match="extra or a parameter group holds an object, expected numbers"):
+            save(tmp_path, *pair, extra=extra)
+    assert os.listdir(tmp_path) == [".lock"]
+
+
+def other_model(change: Callable[[Model], object]) -> tuple[Model, Any]:
+    torch.manual_seed(0)
+    model = Model().bfloat16()
+    change(model)
+    return model, SpeculativeCPUAdamW(groups_of(model))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda model: model.float(), r"first.bias is .*bfloat16\) in it, expected .*float32\) as in the model"),
+        (
+            lambda model: setattr(model, "second", nn.Linear(6, 5).bfloat16()),
+            r"second.weight is \(\(5, 7\), .* \(\(5, 6",
+        ),
+        (lambda model: model.register_buffer("new", torch.zeros(1)), "new is absent in it, expected"),
+        (lambda model: delattr(model, "step"), "step is .* in it, expected absent"),
+        (lambda model: setattr(model, "new", nn.Parameter(torch.ones(1))), "other parameter groups than the optimizer"),
+    ],
+)
+def test_checkpoint_of_another_model_is_refused(
+    change: Callable[[Model], object], words: str, pair: tuple[Model, Any], tmp_path: Path
+) -> None:
+    save(tmp_path, *pair)
+    assert re.search(words, refused(tmp_path, *other_model(change)))
+
+
+def test_optimizer_of_another_model_is_refused(pair: tuple[Model, Any], tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="the optimizer has parameters that the model lacks"):
+        save(tmp_path, pair[0], make(torch.optim.AdamW)[1])
+
+
+@pytest.mark.parametrize("keep", [0, -1, True, 1.5, None])
+def test_keep_is_a_number_of_checkpoints(keep: Any, pair: tuple[Model, Any], tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"keep is .*, expected a whole number of at least 1"):
+        save(tmp_path, *pair, keep=keep)
+    assert os.listdir(tmp_path) == []
+
+
+def test_full_disk_is_one_sentence_and_the_older_one_stays(pair: tuple[Model, Any], tmp_path: Path) -> None:
+    """At whichever file it is full."""
+    save(tmp_path, *pair, extra="older")
+    before = sorted(tmp_path.rglob("*"))
+    sizes = sorted(path.stat().st_size for path in (tmp_path / "save-00000001").iterdir())
+
+    def fail() -> None:
+        for limit in [0, *(size - 1 for size in sizes)]:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+            with pytest.raises(CheckpointError) as error:
+                save(tmp_path, *pair)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            words = str(error.value)
+            assert words.startswith(f"cannot save a checkpoint to {tmp_path}: ")
+            assert words.endswith(
+                "; earlier ones are as they were: free some space, or choose another folder that all ranks share"
+            )
+            assert "\n" not in words
+            assert sorted(tmp_path.rglob("*")) == before
+
+    assert exit_code_of_child(fail) == 0
+    assert load(tmp_path, *pair) == "older"
+
+
+def test_folder_that_is_none_is_one_sentence(pair: tuple[Model, Any], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"cannot save a checkpoint to .*file: FileExistsError: "):
+        save(tmp_path / "file", *pair)
+
+
+def killed_at(number: int, work: Callable[[], object]) -> None:
+    """Call `work`, and kill this process before its so-manyth call to the file system."""
+    left = [number]
+
+    def count(event: str, arguments: tuple[Any, ...]) -> None:
+        if event.startswith(("os.", "shutil.", "fcntl.")) or event == "open":
+            left[0] -= 1
+            if left[0] == -1:  # killing is a call, too
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    fsync = os.fsync
+    os.fsync = lambda descriptor: (count("os.fsync", ()), fsync(descriptor))[1]
+    sys.addaudithook(count)  # before every call
+    work()
+
+
+@pytest.mark.slow
+def test_save_that_is_killed_at_any_moment_leaves_the_older_or_the_new_one(tmp_path: Path) -> None:
+    model, optimizer = make(SpeculativeCPUAdamW, torch.bfloat16)
+    start = tmp_path / "start"
+    states = []
+    for extra in ("oldest", "older"):
+        train(model, optimizer, 1)
+        save(start, model, optimizer, extra=extra, keep=1)
+    states.append(content(model, optimizer))
+    (start / ".save-00000009.feedbeef.part").mkdir()
+    train(model, optimizer, 1)
+    states.append(content(model, optimizer))
+    seen = []
+    for number in range(1000):
+        folder = tmp_path / "folder"
+        shutil.copytree(start, folder)
+        code = exit_code_of_child(
+            lambda: killed_at(number, lambda: save(folder, model, optimizer, extra="newer", keep=1))  # noqa: B023
+        )
+        other = make(SpeculativeCPUAdamW, torch.bfloat16, seed=5)
+        seen.append(load(folder, *other))
+        assert content(*other) == states[seen[-1] == "newer"]
+        if number % 5 == 0 or code == 0:
+            newest = save(folder, model, optimizer, keep=1)
+            assert sorted(os.listdir(folder)) == [".lock", "latest", newest.name]
+        shutil.rmtree(folder)
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL
+    assert seen == sorted(seen, reverse=True)  # "older", then "newer"
+    assert set(seen) == {"older", "newer"}
+    assert len(seen) > 30
+
+
+@pytest.mark.slow
+@pytest.mark.subprocess
+def test_superadam_alone_does_not_import_it() -> None:
+    code = "import sys, torch; seen = set(sys.modules); import superadam; print(*sys.modules.keys() - seen)"
+    names = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    assert "superadam.optim.adam" in names
+    assert [name for name in names if name.startswith(("superadam.integrations", "torch.distributed"))] == []
