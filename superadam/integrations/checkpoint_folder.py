@@ -133,8 +133,8 @@ def sha256(path: Path) -> str:
 def _sealed(content: dict[str, Any]) -> bytes:
     """Return a manifest, which holds the SHA-256 of the rest of it."""
     body = {key: value for key, value in content.items() if key != "sha256"}
-    digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-    return json.dumps({**body, "sha256": digest}, sort_keys=True, indent=1).encode()
+    digest = hashlib.sha256(json.dumps(body).encode()).hexdigest()
+    return json.dumps({**body, "sha256": digest}, indent=1).encode()
 
 
 def _require_files(path: Path, files: Files) -> None:

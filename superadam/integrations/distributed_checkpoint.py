@@ -62,8 +62,12 @@ def save(
     Raises:
         CheckpointError: saving failed on some rank; what was saved before is as it was.
     """
-    advice = "; earlier ones are as they were: free some space, or choose another folder that all ranks share"
-    ranks = _Ranks(process_group, f"cannot save a checkpoint to {folder}", advice)
+    ranks = _Ranks(
+        process_group,
+        f"cannot save a checkpoint to {folder}",
+        ": free some space, or choose another folder that all ranks share",
+        "earlier ones are as they were",
+    )
     with ExitStack() as stack:
 
         def begin() -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
@@ -116,7 +120,7 @@ def load(
         CheckpointError: the checkpoint is damaged, or of another model or other parameter groups. Nothing was loaded;
             the message names the newest other checkpoint that is intact.
     """
-    ranks = _Ranks(process_group, f"cannot load a checkpoint from {folder}", "; nothing was loaded")
+    ranks = _Ranks(process_group, f"cannot load a checkpoint from {folder}", "", "nothing was loaded")
     path, digest, others = ranks.gather(ranks.run(lambda: checkpoint_folder.locate(Path(folder).absolute())))[0]
 
     def fault_of(path: Path, digest: str | None) -> str | None:
@@ -126,7 +130,7 @@ def load(
     if fault is not None:
         intact = next((other for other in others if fault_of(other, None) is None), None)
         advice = "no other one in it is intact" if intact is None else f"load {intact}, which is intact"
-        raise CheckpointError(f"{ranks.failure}: {fault}; nothing was loaded: {advice}")
+        raise CheckpointError(f"{ranks.failure}: {fault}; {ranks.outcome}: {advice}")
 
     def prepare() -> tuple[dict[str, Tensor], dict[str, Any]]:
         values = _read_values(path)
@@ -161,8 +165,8 @@ def peek(folder: str | os.PathLike[str]) -> Any:
 class _Ranks:
     """The ranks that save or load together, of which all fail if one does; a single one without torch.distributed."""
 
-    def __init__(self, group: dist.ProcessGroup | None, failure: str, advice: str) -> None:
-        self.group, self.failure, self.advice = group, failure, advice
+    def __init__(self, group: dist.ProcessGroup | None, failure: str, advice: str, outcome: str) -> None:
+        self.group, self.failure, self.advice, self.outcome = group, failure, advice, outcome
         self.are_several = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank(group) if self.are_several else 0
         self.size = dist.get_world_size(group) if self.are_several else 1
@@ -179,21 +183,27 @@ class _Ranks:
         results: list[_T] = []
         fault = self.fault(lambda: results.append(work()))
         if fault is not None:
-            raise CheckpointError(f"{self.failure}: {fault}{self.advice}")
+            raise CheckpointError(f"{self.failure}: {fault}; {self.outcome}")
         return results[0]
 
     def fault(self, work: Callable[[], object]) -> str | None:
         """Return, on every rank, what `work` raised on the first one on which it did."""
         fault, rank = None, self.rank
+        cause: BaseException | None = None
         try:
             work()
         except (Exception, CheckpointException) as error:
-            cause: BaseException = error
+            cause = error
             if isinstance(error, CheckpointException):  # of DCP, the same on every rank
                 rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
-            kind = "" if isinstance(cause, CheckpointError) else f"{type(cause).__name__}: "
-            fault = kind + (str(cause).splitlines() or [""])[0] + (f" (on rank {rank})" if self.size > 1 else "")
-        return next(filter(None, self.gather(fault)), None)
+            place = f" (on rank {rank})" if self.size > 1 else ""
+            fault = f"{cause}{place}"
+            if not isinstance(cause, CheckpointError):
+                fault = f"{type(cause).__name__}: {(str(cause).splitlines() or [''])[0]}{place}{self.advice}"
+        faults = self.gather(fault)
+        if cause is not None and rank == self.rank and not isinstance(cause, Exception):
+            raise cause  # Ctrl-C, which DCP has caught
+        return next(filter(None, faults), None)
 
 
 def _write_values(path: Path, values: dict[str, Any]) -> None:
@@ -231,14 +241,14 @@ def _named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
             raise CheckpointError("the model is wrapped in FullyShardedDataParallel, expected fully_shard")
         if isinstance(module, FSDPModule):
             module.reshard()  # after an evaluation, its parameters may not be those of the optimizer
+    if not {*_parameters(optimizer)} <= {*model.parameters()}:
+        raise CheckpointError("the optimizer has parameters that the model lacks, expected the model's own")
     state, first = optimizer.state, next(_parameters(optimizer))
     is_new = not state
     if is_new:
         state[first] = {}
     try:
         named: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
-    except KeyError:
-        raise CheckpointError("the optimizer has parameters that the model lacks, expected the model's own") from None
     finally:
         if is_new:
             del state[first]
@@ -283,9 +293,9 @@ def _template(
         raise CheckpointError("{} is {} in it, expected {} as in the model".format(name.partition(".")[2], *kinds))
     template = {}
     for name, (shape, dtype) in found.items():
-        parameter, _, key = name.removeprefix("optimizer.").rpartition(".")
+        parameter, _, _ = name.removeprefix("optimizer.").rpartition(".")
         like = present[name] if name in present else parameters[parameter]
-        if name not in present and (key == "step" or like.shape != shape):
+        if like.shape != shape:  # as that of step
             like = torch.empty(shape)
         template[name] = torch.empty_like(like, dtype=dtype, device="cpu", requires_grad=False)
     return template

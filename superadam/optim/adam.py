@@ -201,8 +201,9 @@ class SpeculativeCPUAdam(Optimizer):
         `torch.distributed.checkpoint` makes a step with zero gradients to get state that it can load into: that creates
         the state of before the first step, and is none.
         """
-        if not self._published.entries and checkpoint.is_asked_for_template():
-            self._published.create(self.param_groups)
+        published = self._published
+        if published.is_exposed and not published.entries and checkpoint.is_asked_for_template():
+            published.create(self.param_groups)
             return None
         loss = None
         if closure is not None:

@@ -125,9 +125,13 @@ def test_files_that_rank_0_does_not_see_are_not_published(tmp_path: Path) -> Non
 def test_what_killed_saves_left_is_deleted_and_nothing_else(tmp_path: Path) -> None:
     for name in [".save-00000001.0badcafe.part", ".save-.part"]:
         (tmp_path / name / "below").mkdir(parents=True)
-    others = [".other.part", "save-1", "save-00000001.old", "mine"]
-    for name in others:
+    others = [".other.part", "save-1", "save-00000001.old", "mine", ".save-00000007.link.part"]
+    for name in others[:-1]:
         (tmp_path / name).mkdir()
+    (tmp_path / others[-1]).symlink_to("mine")  # cannot be deleted as a folder
+    with ExitStack() as stack:
+        part = checkpoint_folder.begin(tmp_path, stack)  # which needs the space
+        assert names(tmp_path) == sorted([*others, ".lock", part.name])
     save(tmp_path, keep=1)
     save(tmp_path, keep=1)
     assert names(tmp_path) == sorted([*others, ".lock", "latest", "save-00000002"])

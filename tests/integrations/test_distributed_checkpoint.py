@@ -19,6 +19,7 @@ import pytest
 import torch
 from children import exit_code_of_child
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam, SpeculativeCPUAdamW
@@ -315,9 +316,8 @@ def test_full_disk_is_one_sentence_and_the_older_one_stays(pair: tuple[Model, An
             resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
             words = str(error.value)
             assert words.startswith(f"cannot save a checkpoint to {tmp_path}: ")
-            assert words.endswith(
-                "; earlier ones are as they were: free some space, or choose another folder that all ranks share"
-            )
+            advice = "free some space, or choose another folder that all ranks share"
+            assert words.endswith(f": {advice}; earlier ones are as they were")
             assert "\n" not in words
             assert sorted(tmp_path.rglob("*")) == before
 
@@ -329,6 +329,45 @@ def test_folder_that_is_none_is_one_sentence(pair: tuple[Model, Any], tmp_path: 
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=r"cannot save a checkpoint to .*file: FileExistsError: "):
         save(tmp_path / "file", *pair)
+
+
+def test_every_file_is_on_the_disk_before_the_checkpoint_has_its_name(
+    pair: tuple[Model, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synchronized: dict[str, int] = {}
+    fsync, rename = os.fsync, os.rename
+
+    def note(descriptor: int) -> None:
+        synchronized[os.readlink(f"/proc/self/fd/{descriptor}")] = os.fstat(descriptor).st_size
+        fsync(descriptor)
+
+    def check(part: Path, path: Path) -> None:
+        if path.name == "save-00000001":
+            files = {str(file): file.stat().st_size for file in part.iterdir()}
+            manifest = files.pop(str(part / "manifest.json"))  # had another name, as test_checkpoint_folder.py knows
+            assert manifest > 0
+            assert files.items() <= synchronized.items()
+            assert len(files) == 3
+            assert str(part) in synchronized
+        rename(part, path)
+
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(os, "rename", check)
+    save(tmp_path, *pair)
+
+
+def test_interruption_passes_through(pair: tuple[Model, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, *pair)
+    before = sorted(tmp_path.rglob("*"))
+
+    def interrupt(*arguments: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    for name in ("prepare_local_plan", "write_data", "finish"):
+        with monkeypatch.context() as context, pytest.raises(KeyboardInterrupt):  # noqa: PT012
+            context.setattr(FileSystemWriter, name, interrupt)
+            save(tmp_path, *pair)
+        assert sorted(tmp_path.rglob("*")) == before
 
 
 def killed_at(number: int, work: Callable[[], object]) -> None:
