@@ -351,11 +351,12 @@ def test_run_whose_process_was_killed_goes_on_with_the_bits_of_an_uninterrupted_
     _, err = process.communicate(timeout=200)
     assert process.returncode != 0
     (sentence,) = [line for line in err.splitlines() if line.startswith("superadam: ")]
-    assert "another process of this run has ended or does not answer" in sentence
+    assert "the processes of this run cannot go on, because one of them has ended" in sentence
     assert "Traceback (most recent call last)" not in err.partition(sentence)[0]
     done = len(peek(tmp_path / "run" / "shards")["history"]["steps"])
-    assert done >= 3
-    resumed = run(train_with, 2, words=("--resume", tmp_path / "run", "--stop-at", done + 2))
+    assert done >= 2  # it may have been killed while the third step was saved
+    left = ("--inject-nan", 3) if done < 3 else ()
+    resumed = run(train_with, 2, words=("--resume", tmp_path / "run", "--stop-at", done + 2, *left))
     assert [status for status, _, _ in resumed] == [0, 0]
     assert run(train_with, 2, words=(*words[:-2], "--out", tmp_path / "whole", "--stop-at", done + 2))[0][0] == 0
     assert state_of(tmp_path / "run") == state_of(tmp_path / "whole")

@@ -9,7 +9,7 @@ import argparse
 import dataclasses
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,8 @@ def add_parser(subparsers: Any) -> None:
         help="train a small transformer and, with --verify, check every bit against torch",
         description="Train a transformer with SpeculativeCPUAdamW, which works while backward runs. Without options it "
         "learns the sources of Python's standard library byte by byte. The folder given by --out receives a checkpoint "
-        "and a picture.",
+        "and a picture. Started by torchrun, as in 'torchrun --nproc-per-node 2 -m superadam train', it shards the model "
+        "over the processes with fully_shard.",
     )
     what = parser.add_argument_group("what is trained")
     what.add_argument("--text", metavar="FILE", help="text to learn (default: Python's standard library)")
@@ -52,14 +53,20 @@ def add_parser(subparsers: Any) -> None:
     _add_setting(what, "heads", int, "its attention heads", metavar="N")
     how = parser.add_argument_group("how it is trained")
     _add_setting(how, "steps", int, "steps of the whole run", metavar="N")
-    _add_setting(how, "batch", int, "sequences in a step", metavar="N")
+    _add_setting(how, "batch", int, "sequences in a step, of all processes together", metavar="N")
     _add_setting(how, "seq", int, "bytes in a sequence", metavar="N")
     _add_setting(how, "lr", float, "peak learning rate", metavar="RATE")
     _add_setting(how, "warmup", int, "updates over which the learning rate rises", metavar="N")
     _add_setting(how, "weight_decay", float, "decoupled decay of matrices", metavar="RATE")
     _add_setting(how, "max_grad_norm", float, "clip gradients to this global norm; inf for never", metavar="NORM")
     _add_setting(how, "seed", int, "of initial weights and batches", metavar="N")
-    _add_setting(how, "device", str, "where the model computes: cpu or cuda", metavar="DEVICE")
+    _add_setting(
+        how,
+        "device",
+        str,
+        "where the model computes: cpu or cuda, of which each process takes its own",
+        metavar="DEVICE",
+    )
     how.add_argument(
         "--checkpointing",
         action=argparse.BooleanOptionalAction,
@@ -67,7 +74,10 @@ def add_parser(subparsers: Any) -> None:
         "(default: --no-checkpointing, and of a preset --checkpointing)",
     )
     how.add_argument(
-        "--threads", type=int, metavar="N", help="threads of torch and of superadam (default: one per CPU)"
+        "--threads",
+        type=int,
+        metavar="N",
+        help="threads of torch and of superadam in each process (default: one per CPU, divided among processes)",
     )
     how.add_argument(
         "--overlap",
@@ -252,8 +262,7 @@ def _prepare(arguments: argparse.Namespace, ranks: Ranks) -> Trainer:
         raise UsageError(
             f"--batch is {settings.batch}, expected a multiple of {ranks.count}: as many sequences for each process"
         )
-    _check_device(settings.device)
-    device = ranks.device(settings.device)
+    device = _checked_device(settings.device, ranks)
     if torch.device(settings.device).type == "cpu" and settings.gpu_buckets not in ("auto", 0):
         raise UsageError(f"--gpu-buckets is {settings.gpu_buckets}; expected auto or 0 where --device is cpu")
     threads = settings.threads
@@ -306,13 +315,10 @@ def _size_in_words(settings: Settings) -> tuple[str, str]:
     )
 
 
-def _check_device(name: str) -> None:
-    try:
-        device = torch.device(name)
-        is_usable = device.type in ("cpu", "cuda")
-        if is_usable:
+def _checked_device(name: str, ranks: Ranks) -> torch.device:
+    with suppress(RuntimeError, AssertionError):
+        device = ranks.device(name)
+        if device.type in ("cpu", "cuda"):
             torch.empty(1, device=device)
-    except (RuntimeError, AssertionError):
-        is_usable = False
-    if not is_usable:
-        raise UsageError(f"--device {name} is not available here; use cpu, or cuda where torch.cuda.is_available()")
+            return device
+    raise UsageError(f"--device {name} is not available here; use cpu, or cuda where torch.cuda.is_available()")

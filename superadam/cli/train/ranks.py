@@ -65,7 +65,7 @@ class Ranks:
             return device
         if device.index is not None:
             raise UsageError(f"--device is {name}, expected cuda without a number, because each process takes its own")
-        if self.local >= torch.cuda.device_count():
+        if self.local >= torch.cuda.device_count() > 0:
             raise UsageError(
                 f"--device is cuda, and {self.on_machine} processes were started on a machine with "
                 f"{torch.cuda.device_count()} GPUs; give torchrun a smaller --nproc-per-node"
@@ -134,11 +134,17 @@ def joined() -> Iterator[Ranks]:
     An error that ends the run is raised in the process that is to tell of it; the others exit with status 1.
     """
     is_joined = distributed.is_available() and distributed.is_initialized()
-    if not is_joined and int(os.environ.get("WORLD_SIZE", 1)) == 1:
-        yield Ranks()
+    if not is_joined and os.environ.get("WORLD_SIZE", "1") == "1":
+        yield ALONE
         return
     if not is_joined:
-        distributed.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        try:
+            distributed.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        except (RuntimeError, ValueError) as error:
+            raise UsageError(
+                f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but these processes do not find each other "
+                f"({_first_line(error)}); start them with torchrun, or unset WORLD_SIZE for one process"
+            ) from error
     number, count = distributed.get_rank(), distributed.get_world_size()
     local, on_machine = (
         int(os.environ.get(name, value)) for name, value in (("LOCAL_RANK", number), ("LOCAL_WORLD_SIZE", count))
@@ -154,8 +160,8 @@ def joined() -> Iterator[Ranks]:
             raise SystemExit(1) from None
         if count > 1 and _is_consequence(error):
             raise UsageError(
-                "another process of this run has ended or does not answer, and nothing was heard from it; start all of "
-                "them again, with --resume to continue from the last checkpoint"
+                f"the processes of this run cannot go on, because one of them has ended or does not answer "
+                f"({_first_line(error)}); start all of them again, with --resume to continue from the last checkpoint"
             ) from error
         raise
     else:
@@ -163,6 +169,10 @@ def joined() -> Iterator[Ranks]:
             distributed.destroy_process_group()
     finally:
         logger.setLevel(level)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0][:200]
 
 
 def _tells(error: BaseException) -> bool:
