@@ -41,8 +41,8 @@ def add_parser(subparsers: Any) -> None:
         help="train a small transformer and, with --verify, check every bit against torch",
         description="Train a transformer with SpeculativeCPUAdamW, which works while backward runs. Without options it "
         "learns the sources of Python's standard library byte by byte. The folder given by --out receives a checkpoint "
-        "and a picture. Started by torchrun, as in 'torchrun --nproc-per-node 2 -m superadam train', it shards the model "
-        "over the processes with fully_shard.",
+        "and a picture. Started by torchrun, as in 'torchrun --nproc-per-node 2 -m superadam train', it shards the "
+        "model over the processes with fully_shard.",
     )
     what = parser.add_argument_group("what is trained")
     what.add_argument("--text", metavar="FILE", help="text to learn (default: Python's standard library)")
