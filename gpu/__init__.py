@@ -7,5 +7,6 @@ from .adam import update
 from .choice import Backend, backend
 from .pack import pack_gradients
 from .scatter import scatter_values
+from .tables import Kept
 
-__all__ = ["Backend", "backend", "pack_gradients", "scatter_values", "update"]
+__all__ = ["Backend", "Kept", "backend", "pack_gradients", "scatter_values", "update"]

@@ -10,8 +10,10 @@ of them. Every element is moved once, so that the kernel should be bound by memo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from superadam.kernels.hyperparameters import Coefficients
 from superadam.kernels.kept_step import KeptStep
@@ -20,8 +22,9 @@ from superadam.kernels.native import Flag
 from .casts import FLOAT64, VECTOR_BYTES, narrow, pointer, widen
 from .choice import Backend, backend
 from .language import constant, jit, on, tl, warp_size
-from .steps import ARRAYS, Variant, checked_step
-from .tables import Table, entry, find_tensor, upload
+from .steps import ARRAYS, Variant, arrays_of, checked_step
+from .tables import Integers, Kept, Table, entry, facts_of, find_tensor, upload
+from .tensors import lengths_of
 
 BLOCK = 1024
 """Elements of one step that a program takes."""
@@ -185,7 +188,28 @@ def adam_kernel(
         )  # fmt: skip
 
 
-def update(steps: Sequence[KeptStep], sets: Sequence[Coefficients]) -> None:
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The steps of one variant: their positions among all, and their table."""
+
+    variant: Variant
+    positions: Integers
+    table: Table
+
+
+def _checked(steps: Sequence[KeptStep], sets: Sequence[Coefficients], device: torch.device) -> list[Part]:
+    """Raise as `update` unless all steps can be made."""
+    groups: dict[Variant, list[int]] = {}
+    for position, step in enumerate(steps):
+        groups.setdefault(checked_step(step, f"step {position}", sets, device), []).append(position)
+    lengths = lengths_of([step.master for step in steps])
+    return [
+        Part(variant, np.array(positions), Table(lengths[positions], BLOCK, device))
+        for variant, positions in groups.items()
+    ]
+
+
+def update(steps: Sequence[KeptStep], sets: Sequence[Coefficients], kept: Kept[list[Part]] | None = None) -> None:
     """Run the steps of many parameters on one GPU, on the current stream: write their state and their working copies.
 
     Nothing is written if it raises.
@@ -193,6 +217,7 @@ def update(steps: Sequence[KeptStep], sets: Sequence[Coefficients]) -> None:
     Args:
         steps: of distinct parameters.
         sets: the scalars that steps index, computed in double precision for float64 state.
+        kept: of earlier calls with steps like these, which then are not checked again.
 
     Raises:
         ValueError: a tensor is missing, not dense, of another length or out of reach, or an index is not in `sets`.
@@ -202,10 +227,10 @@ def update(steps: Sequence[KeptStep], sets: Sequence[Coefficients]) -> None:
     if not steps:
         return
     device = steps[0].master.device
-    groups: dict[Variant, list[tuple[int, list[int]]]] = {}
-    for position, step in enumerate(steps):
-        variant, row = checked_step(step, f"step {position}", sets, device)
-        groups.setdefault(variant, []).append((step.master.numel(), row))
+    arrays = [tensor for step in steps for tensor in arrays_of(step)]
+    indices = [step.coefficients for step in steps]
+    flags = [sets[index].flags if 0 <= index < len(sets) else None for index in indices]
+    parts = (kept or Kept()).checked((flags, facts_of(arrays)), lambda: _checked(steps, sets, device))
     choice = backend(device)
     if choice.backend is Backend.TORCH:
         raise RuntimeError(
@@ -213,15 +238,16 @@ def update(steps: Sequence[KeptStep], sets: Sequence[Coefficients]) -> None:
             "mend that, or keep this state on the CPU"
         )
 
+    addresses = np.array([0 if tensor is None else tensor.data_ptr() for tensor in arrays], np.int64)
+    columns = np.column_stack([addresses.reshape(len(steps), len(ARRAYS)), np.array(indices, np.int64)])
     with on(device):
         table_of_sets = upload(np.array([k.row()[:9] for k in sets], np.float64).reshape(-1), device)
-        for variant, members in groups.items():
-            rows = np.array([row for _, row in members], np.int64).T
-            table = Table.of(np.array([length for length, _ in members], np.int64), list(rows), BLOCK, device)
+        for part in parts:
+            variant, table, rows = part.variant, part.table, columns[part.positions].T
             if table.blocks == 0:
                 continue
             adam_kernel[(table.blocks,)](
-                table.entries,
+                table.entries(rows),
                 table.tensors,
                 table.steps,
                 table_of_sets,

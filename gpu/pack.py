@@ -14,6 +14,7 @@ not been measured.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from superadam.kernels.native import CHUNK
 from .casts import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, VECTOR_BYTES, narrow, pointer, widen
 from .choice import Backend, backend
 from .language import constant, jit, on, tl
-from .tables import Table, entry, find_tensor
+from .tables import Integers, Kept, Table, entry, facts_of, find_tensor
 from .tensors import addresses_of, check_flat, check_tensor, checked_offsets, in_memory_order, lengths_of, words
 
 MIXED = constant(0)
@@ -166,12 +167,46 @@ def pack_kernel(
         tl.store(counts.to(tl.pointer_type(tl.int64)) + number, tl.sum(nonfinite, axis=1).to(tl.int64), exists)
 
 
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Gradients that fit into their destination.
+
+    Attributes:
+        dtypes, places: of each gradient; where it begins in the destination.
+        source: dtype of all, or MIXED.
+    """
+
+    table: Table
+    dtypes: Integers
+    places: Integers
+    source: int
+
+
+def _checked(gradients: Sequence[Tensor], offsets: Sequence[int], destination: Tensor, device: torch.device) -> Packing:
+    """Raise as `pack_gradients` unless the gradients fit."""
+    for position, gradient in enumerate(gradients):
+        check_tensor(gradient, f"gradient {position}", device)
+    dtypes = np.array([DTYPES[gradient.dtype] for gradient in gradients], np.int64)
+    if (destination.dtype == torch.float64) != (gradients[0].dtype == torch.float64) or (
+        np.any(dtypes != dtypes[0]) and DTYPES[torch.float64] in dtypes
+    ):
+        names = ", ".join(sorted({words(gradient.dtype) for gradient in gradients}))
+        raise TypeError(
+            f"gradients of {names} cannot be packed into a buffer of {words(destination.dtype)}, expected float64 on "
+            "both sides or on neither; pack float64 gradients by themselves"
+        )
+    lengths = lengths_of(gradients)
+    places = checked_offsets(offsets, lengths, destination.numel(), "destination")
+    return Packing(Table(lengths, CHUNK, device), dtypes, places, 0 if np.any(dtypes != dtypes[0]) else int(dtypes[0]))
+
+
 def pack_gradients(
     gradients: Sequence[Tensor],
     offsets: Sequence[int],
     destination: Tensor,
     sums: Tensor | None = None,
     nonfinite: Tensor | None = None,
+    kept: Kept[Packing] | None = None,
 ) -> None:
     """Copy gradients into one flat buffer, converted to its dtype, and compute their norm as they arrive there.
 
@@ -188,6 +223,7 @@ def pack_gradients(
         sums: float64, 1-D, on the device or pinned: receives the sum of squares of the converted elements of each chunk
             of 4096 elements of a gradient, in the order of `gradients`. None for no norm.
         nonfinite: int64, like `sums`: receives the count of Inf and NaN in each chunk. None exactly when `sums` is.
+        kept: of earlier calls with gradients like these, which then are not checked again.
 
     Raises:
         TypeError: a tensor has a dtype that does not fit.
@@ -197,26 +233,15 @@ def pack_gradients(
     if not gradients:
         return
     device = gradients[0].device
-    for position, gradient in enumerate(gradients):
-        check_tensor(gradient, f"gradient {position}", device)
-    sources = {DTYPES[gradient.dtype] for gradient in gradients}
-    lengths = lengths_of(gradients)
-    chunks = int(np.sum(-(-lengths // CHUNK)))
     check_flat(destination, "destination", None, 0, device)
-    if (destination.dtype == torch.float64) != (gradients[0].dtype == torch.float64) or (
-        len(sources) > 1 and DTYPES[torch.float64] in sources
-    ):
-        names = ", ".join(sorted({words(gradient.dtype) for gradient in gradients}))
-        raise TypeError(
-            f"gradients of {names} cannot be packed into a buffer of {words(destination.dtype)}, expected float64 on "
-            "both sides or on neither; pack float64 gradients by themselves"
-        )
-    places = checked_offsets(offsets, lengths, destination.numel(), "destination")
+    facts = (facts_of(gradients), list(offsets), destination.dtype, destination.numel())
+    packing = (kept or Kept()).checked(facts, lambda: _checked(gradients, offsets, destination, device))
+    table, places = packing.table, packing.places
     if (sums is None) != (nonfinite is None):
         raise ValueError("only one of sums and nonfinite is given, expected both or none; give the other, too")
     if sums is not None and nonfinite is not None:
-        check_flat(sums, "sums", torch.float64, chunks, device)
-        check_flat(nonfinite, "nonfinite", torch.int64, chunks, device)
+        check_flat(sums, "sums", torch.float64, table.blocks, device)
+        check_flat(nonfinite, "nonfinite", torch.int64, table.blocks, device)
     choice = backend(device)
     if choice.backend is Backend.TORCH:
         if sums is not None:
@@ -224,27 +249,24 @@ def pack_gradients(
                 f"superadam.gpu.pack_gradients needs Triton to take the norm, but {choice.reason}; mend that, or let "
                 "the CPU take it once the gradients have arrived there"
             )
-        for gradient, place, length in zip(gradients, places, lengths, strict=True):
-            destination[place : place + length].copy_(in_memory_order(gradient), non_blocking=True)
+        for gradient, place in zip(gradients, places.tolist(), strict=True):
+            destination[place : place + gradient.numel()].copy_(in_memory_order(gradient), non_blocking=True)
         return
 
-    size = destination.element_size()
-    base = destination.data_ptr()
+    if table.blocks == 0:
+        return
+    base, size = destination.data_ptr(), destination.element_size()
     begins = addresses_of(gradients)
-    dtypes = np.array([DTYPES[gradient.dtype] for gradient in gradients], np.int64)
     with on(device):
-        table = Table.of(lengths, [begins, dtypes, places], CHUNK, device)
-        if table.blocks == 0:
-            return
         pack_kernel[(-(-table.blocks // CHUNKS_PER_PROGRAM),)](
-            table.entries,
+            table.entries(np.stack([begins, packing.dtypes, places])),
             table.tensors,
             table.steps,
             table.blocks,
             base,
             0 if sums is None else sums.data_ptr(),
             0 if nonfinite is None else nonfinite.data_ptr(),
-            SOURCE=0 if len(sources) > 1 else int(dtypes[0]),
+            SOURCE=packing.source,
             LINK=int(DTYPES[destination.dtype]),
             LINK_BYTES=size,
             HAS_SUMS=sums is not None,

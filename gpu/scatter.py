@@ -6,6 +6,7 @@ It converts nothing and should be bound by memory; it has not been measured.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from superadam.kernels.dtypes import DTYPES
 from .casts import VECTOR_BYTES, pointer
 from .choice import Backend, backend
 from .language import jit, on, tl
-from .tables import Table, entry, find_tensor
+from .tables import Integers, Kept, Table, entry, facts_of, find_tensor
 from .tensors import check_tensor, checked_addresses, in_memory_order, lengths_of, words
 
 BLOCK = 4096
@@ -43,7 +44,16 @@ def scatter_kernel(
         tl.store(target + index, tl.load(source + index, index < rest), index < rest)
 
 
-def scatter_values(sources: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The pairs of one dtype: their positions among all, and their table."""
+
+    dtype: torch.dtype
+    positions: Integers
+    table: Table
+
+
+def scatter_values(sources: Sequence[Tensor], tensors: Sequence[Tensor], kept: Kept[list[Part]] | None = None) -> None:
     """Copy each source into the tensor of the same position, past version counters.
 
     Enqueued to the current stream, one launch for each dtype; sources from outside torch's allocator must be kept until
@@ -54,6 +64,7 @@ def scatter_values(sources: Sequence[Tensor], tensors: Sequence[Tensor]) -> None
             pinned host memory, which the kernel then reads directly.
         tensors: dense, of float32, bfloat16, float16 or float64, on one device. They do not overlap. Elements of both
             count in the order of memory.
+        kept: of earlier calls with tensors like these, which then are not checked again, but for their memory.
 
     Raises:
         TypeError: a source has another dtype than its tensor, or a dtype is not supported.
@@ -66,6 +77,33 @@ def scatter_values(sources: Sequence[Tensor], tensors: Sequence[Tensor]) -> None
     if not tensors:
         return
     device = tensors[0].device
+    if kept is None or any(source.device != device for source in sources):  # pinned memory is looked at
+        kept = Kept()
+    facts = facts_of([*sources, *tensors])
+    parts = kept.checked(facts, lambda: _checked(sources, tensors, device))
+    addresses = np.stack([checked_addresses(tensors, "tensor"), checked_addresses(sources, "source")])
+    if backend(device).backend is Backend.TORCH:
+        torch._foreach_copy_([*map(in_memory_order, tensors)], [*map(in_memory_order, sources)], non_blocking=True)
+        return
+    with on(device):
+        for part in parts:
+            if part.table.blocks == 0:
+                continue
+            rows = addresses[:, part.positions]
+            scatter_kernel[(part.table.blocks,)](
+                part.table.entries(rows),
+                part.table.tensors,
+                part.table.steps,
+                DTYPE=int(DTYPES[part.dtype]),
+                BYTES=part.dtype.itemsize,
+                IS_ALIGNED=not np.any(rows % VECTOR_BYTES),
+                BLOCK=BLOCK,
+                **OPTIONS,
+            )
+
+
+def _checked(sources: Sequence[Tensor], tensors: Sequence[Tensor], device: torch.device) -> list[Part]:
+    """Raise as `scatter_values` unless sources fit their tensors, whatever their memory."""
     for position, (source, tensor) in enumerate(zip(sources, tensors, strict=True)):
         check_tensor(tensor, f"tensor {position}", device)
         check_tensor(source, f"source {position}", device, may_be_pinned=True)
@@ -79,27 +117,9 @@ def scatter_values(sources: Sequence[Tensor], tensors: Sequence[Tensor]) -> None
                 f"source {position} has {source.numel()} elements, expected {tensor.numel()} as its tensor; give each "
                 "tensor a source of its length"
             )
-    lengths = lengths_of(tensors)
-    origins = checked_addresses(sources, lengths, "source")
-    targets = checked_addresses(tensors, lengths, "tensor")
-    if backend(device).backend is Backend.TORCH:
-        torch._foreach_copy_([*map(in_memory_order, tensors)], [*map(in_memory_order, sources)], non_blocking=True)
-        return
-
-    dtypes = np.array([DTYPES[tensor.dtype] for tensor in tensors], np.int64)
-    with on(device):
-        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-            chosen = dtypes == DTYPES[dtype]
-            table = Table.of(lengths[chosen], [targets[chosen], origins[chosen]], BLOCK, device)
-            if table.blocks == 0:
-                continue
-            scatter_kernel[(table.blocks,)](
-                table.entries,
-                table.tensors,
-                table.steps,
-                DTYPE=int(DTYPES[dtype]),
-                BYTES=dtype.itemsize,
-                IS_ALIGNED=not np.any((targets[chosen] | origins[chosen]) % VECTOR_BYTES),
-                BLOCK=BLOCK,
-                **OPTIONS,
-            )
+    lengths, dtypes = lengths_of(tensors), np.array([DTYPES[tensor.dtype] for tensor in tensors])
+    parts = []
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        positions = np.flatnonzero(dtypes == DTYPES[dtype])
+        parts.append(Part(dtype, positions, Table(lengths[positions], BLOCK, device)))
+    return parts

@@ -30,22 +30,23 @@ ARRAYS = ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "gradient", "para
 """Arrays of a step in the order in which the kernel's table has them."""
 
 
-def checked_step(
-    step: KeptStep, name: str, sets: Sequence[Coefficients], device: torch.device
-) -> tuple[Variant, list[int]]:
-    """Return a step's variant and its column of the table, from the addresses on; raises ValueError or TypeError."""
+def arrays_of(step: KeptStep) -> tuple[Tensor | None, ...]:
+    """Return a step's tensors in the order of `ARRAYS`."""
+    return step.master, step.exp_avg, step.exp_avg_sq, step.max_exp_avg_sq, step.gradient, step.parameter
+
+
+def checked_step(step: KeptStep, name: str, sets: Sequence[Coefficients], device: torch.device) -> Variant:
+    """Return a step's variant; raises ValueError or TypeError."""
     if not 0 <= step.coefficients < len(sets):
         raise ValueError(
             f"{name}'s coefficients is {step.coefficients}, expected the index of one of {len(sets)} sets; "
             "give every index an entry"
         )
     flags = sets[step.coefficients].flags
-    addresses = dict.fromkeys(ARRAYS, 0)
     dtypes: dict[str, Dtype] = {}
-    for array in ARRAYS:
+    for array, tensor in zip(ARRAYS, arrays_of(step), strict=True):
         if array == "max_exp_avg_sq" and Flag.AMSGRAD not in flags:
             continue
-        tensor: Tensor | None = getattr(step, array)
         if tensor is None:
             raise ValueError(f"{name} lacks {array}, which amsgrad uses; give it that tensor")
         check_tensor(tensor, f"{name}'s {array}", device)
@@ -54,7 +55,7 @@ def checked_step(
                 f"{name}'s {array} has {tensor.numel()} elements, expected {step.master.numel()} as its master; "
                 "give every tensor of a step the same length"
             )
-        addresses[array], dtypes[array] = tensor.data_ptr(), DTYPES[tensor.dtype]
+        dtypes[array] = DTYPES[tensor.dtype]
     real = dtypes["master"]
     halves = () if real is Dtype.FLOAT64 else (Dtype.BFLOAT16, Dtype.FLOAT16)
     if real in halves or any(
@@ -66,4 +67,4 @@ def checked_step(
             f"{name} has {present}; expected float32 state with a gradient and a parameter of float32, bfloat16 or "
             "float16, or everything float64; convert what differs"
         )
-    return Variant(real, dtypes["gradient"], dtypes["parameter"], flags), [*addresses.values(), step.coefficients]
+    return Variant(real, dtypes["gradient"], dtypes["parameter"], flags)

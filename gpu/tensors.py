@@ -116,15 +116,15 @@ def addresses_of(tensors: Sequence[Tensor]) -> npt.NDArray[np.int64]:
     return np.fromiter((tensor.data_ptr() for tensor in tensors), np.int64, len(tensors))
 
 
-def checked_addresses(tensors: Sequence[Tensor], lengths: npt.NDArray[np.int64], name: str) -> npt.NDArray[np.int64]:
+def checked_addresses(tensors: Sequence[Tensor], name: str) -> npt.NDArray[np.int64]:
     """Return the address of each tensor; raises ValueError for one with elements and no memory."""
     addresses = addresses_of(tensors)
-    absent = np.flatnonzero((addresses == 0) & (lengths > 0))
-    if len(absent):
-        raise ValueError(
-            f"{name} {absent[0]} of {lengths[absent[0]]} elements has no memory, expected its storage to hold them; "
-            "resize the storage back before"
-        )
+    for position in np.flatnonzero(addresses == 0).tolist():
+        if tensors[position].numel() > 0:
+            raise ValueError(
+                f"{name} {position} of {tensors[position].numel()} elements has no memory, expected its storage to "
+                "hold them; resize the storage back before"
+            )
     return addresses
 
 

@@ -6,6 +6,7 @@ Everything names the device, so that calls work from threads whose current devic
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -18,24 +19,40 @@ from superadam.devices.interface import ChunkSums, Device, Event, Stream
 from superadam.devices.pinned import PinnedMemory
 from superadam.devices.registration import CudaRegistrar
 from superadam.devices.worker import ThreadWorker, Work, Worker
-from superadam.gpu import Backend, backend, pack_gradients, scatter_values, update
+from superadam.gpu import Backend, Kept, backend, pack_gradients, scatter_values, update
 from superadam.host import cores
 from superadam.host.machine import Host
 from superadam.host.memory import HostMemory, HostNeeds
 from superadam.kernels.hyperparameters import Coefficients
 from superadam.kernels.kept_step import KeptStep
 
+ANCHOR_SECONDS = 1.0
+"""From this distance on, times are counted from a later event: float32 milliseconds, as which the driver tells how long
+after another an event passed, are exact to a microsecond for some seconds only."""
+
+
+class EventClock:
+    """When events passed, by the device's clock, in seconds of `time.perf_counter()`; `event` passed just now."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._anchor = event, time.perf_counter()
+
+    def time_of(self, event: torch.cuda.Event) -> float:
+        """Return when an event passed; only once it has."""
+        anchor, anchored_at = self._anchor
+        seconds = anchored_at + float(anchor.elapsed_time(event)) / 1e3
+        if seconds - anchored_at > ANCHOR_SECONDS:
+            self._anchor = event, seconds
+        return seconds
+
 
 class CudaEvent:
-    """A point in a stream, recorded now; `start` is an earlier event with a known time on the host, or None."""
+    """A point in a stream, recorded now."""
 
-    def __init__(self, stream: torch.cuda.Stream, start: CudaEvent | None) -> None:
+    def __init__(self, stream: torch.cuda.Stream, clock: EventClock | None = None) -> None:
         self.event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
         self.event.record(stream)
-        self._start = start
-        if start is None:
-            self.event.synchronize()
-            self._passed_at = time.perf_counter()
+        self._clock = clock
 
     def query(self) -> bool:
         """Return whether the point has passed."""
@@ -46,10 +63,9 @@ class CudaEvent:
         self.event.synchronize()
 
     def passed_at(self) -> float:
-        """Return when it passed: the device's clock, counted from the start."""
-        if self._start is None:
-            return self._passed_at
-        return self._start.passed_at() + float(self._start.event.elapsed_time(self.event)) / 1e3
+        """Return when it passed, by the device's clock."""
+        assert self._clock is not None
+        return self._clock.time_of(self.event)
 
 
 class CudaDevice(Device):
@@ -71,11 +87,16 @@ class CudaDevice(Device):
         self._cpus = cores.near(self._host, _pci_address(self.device))
         self.pinned = PinnedMemory(CudaRegistrar(self.device))
         self._marked: dict[int, torch.cuda.Stream] = {}
+        # Of launches that are made in every step, so that most is checked once.
+        self._packs: weakref.WeakKeyDictionary[FlatLayout[Any], Kept[Any]] = weakref.WeakKeyDictionary()
+        self._updates, self._scatters = Kept[Any](), Kept[Any]()
         self._streams = {
             stream: torch.cuda.Stream(device=self.device, priority=priority)  # type: ignore[no-untyped-call]
             for stream, priority in ((Stream.DOWNLOAD, 0), (Stream.UPLOAD, -1))  # new values are waited for
         }
-        self._start = CudaEvent(self._streams[Stream.DOWNLOAD], None)
+        start = CudaEvent(self._streams[Stream.DOWNLOAD])
+        start.synchronize()
+        self._clock = EventClock(start.event)
 
     def _stream(self, stream: Stream) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device) if stream is Stream.CURRENT else self._streams[stream]
@@ -114,13 +135,14 @@ class CudaDevice(Device):
             for state, gradient in zip(layout.states, gradients, strict=True)
         ]
         sums, nonfinite = (None, None) if norm is None else (norm.sums, norm.nonfinite)
-        pack_gradients(ordered, layout.offsets, buffer, sums, nonfinite)
+        kept = self._packs.get(layout) or self._packs.setdefault(layout, Kept())
+        pack_gradients(ordered, layout.offsets, buffer, sums, nonfinite, kept)
         return buffer
 
     def update(self, steps: Sequence[KeptStep], sets: Sequence[Coefficients]) -> None:
         """Enqueue one launch for each combination of dtypes and flags."""
         self._claim(one.gradient for one in steps)
-        update(steps, sets)
+        update(steps, sets, self._updates)
 
     def free_bytes(self) -> int:
         """Return what the driver has free, and what torch's allocator has reserved beyond its peak allocation."""
@@ -136,7 +158,7 @@ class CudaDevice(Device):
             target = parameter.data  # with a version counter of its own
             is_alike = target.dtype == source.dtype and _lies_as(target, source.stride())
             (alike if is_alike and self._reaches(source, target) else others).append((source, target))
-        scatter_values([source for source, _ in alike], [target for _, target in alike])
+        scatter_values([source for source, _ in alike], [target for _, target in alike], self._scatters)
         for source, target in others:
             target.copy_(source, non_blocking=not self.is_host(target))
 
@@ -161,7 +183,7 @@ class CudaDevice(Device):
 
     def record(self, stream: Stream) -> CudaEvent:
         """Return a fresh event; waiting for it sleeps."""
-        return CudaEvent(self._stream(stream), self._start)
+        return CudaEvent(self._stream(stream), self._clock)
 
     def wait(self, stream: Stream, event: Event) -> None:
         """Make a stream wait for an event."""

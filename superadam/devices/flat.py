@@ -35,6 +35,8 @@ _Member = TypeVar("_Member", bound=Shaped)
 class FlatLayout(Generic[_Member]):
     """Dense tensors one after another, with gaps that align them.
 
+    It never changes, so that the same one serves the same tensors in every step.
+
     Attributes:
         states: what has a place, in order.
         offsets: first element of each.
@@ -42,17 +44,15 @@ class FlatLayout(Generic[_Member]):
     """
 
     def __init__(self, states: Sequence[_Member]) -> None:
-        self.states = list(states)
+        self.states = tuple(states)
         self.offsets: list[int] = []
         self.numel = 0
         for state in self.states:
             self.offsets.append(self.numel)
             self.numel += aligned(state.shape.numel())
+        self._places = [(one.shape, one.strides, offset) for one, offset in zip(self.states, self.offsets, strict=True)]
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """Return one view for each member of a 1-D buffer of `numel` elements."""
-        begin = buffer.storage_offset()
-        return [
-            buffer.as_strided(state.shape, state.strides, begin + offset)
-            for state, offset in zip(self.states, self.offsets, strict=True)
-        ]
+        begin, view = buffer.storage_offset(), buffer.as_strided
+        return [view(shape, strides, begin + offset) for shape, strides, offset in self._places]

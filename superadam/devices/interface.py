@@ -44,6 +44,8 @@ class ChunkSums:
 class Stream(enum.Enum):
     """A queue of work on the device."""
 
+    __hash__ = object.__hash__  # not a function of Python's
+
     CURRENT = "current"
     """The stream that the calling thread's model computes on."""
     DOWNLOAD = "download"

@@ -14,12 +14,13 @@ from __future__ import annotations
 import collections
 import ctypes
 import functools
+import operator
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +33,8 @@ from superadam.devices.plain import PlainDevice
 from superadam.host.memory import HostNeeds
 from superadam.kernels.hyperparameters import Coefficients
 from superadam.kernels.kept_step import KeptStep
+
+_nbytes_of = operator.attrgetter("nbytes")
 
 BUSY_KEPT = 20_000
 """Length of `PacedDevice.busy`, beyond which the oldest entries are dropped."""
@@ -68,8 +71,7 @@ PRESETS = {
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Busy:
+class Busy(NamedTuple):
     """Work of a stream, from `begin` to `end` in seconds of the device's clock."""
 
     stream: Stream
@@ -181,18 +183,18 @@ class PacedDevice(PlainDevice):
         self, gradients: Sequence[Tensor], layout: FlatLayout[Any], dtype: torch.dtype, norm: ChunkSums | None = None
     ) -> Tensor:
         """Copy the gradients, or return a view of them if they are constant and lie as the layout requires."""
-        key = None
-        if self._are_constant(gradients, layout, dtype):
+        is_constant = self._are_constant(gradients, layout, dtype)
+        if is_constant:
             packed = _over(gradients[0].data_ptr(), layout.numel, dtype, gradients)
-            key = packed.data_ptr(), *layout.offsets, layout.numel
         else:
             packed = super().pack(gradients, layout, dtype)
         self.spend(Stream.CURRENT, (_nbytes(gradients) + packed.nbytes) / self.rates.memory, "pack")
         if norm is not None:
-            known = None if key is None else self._norms.get(key)
+            key = packed.data_ptr(), *layout.offsets, layout.numel
+            known = self._norms.get(key) if is_constant else None
             if known is None:
                 stand_in.take_norm(layout.views(packed), norm)
-                if key is not None:
+                if is_constant:
                     self._norms[key] = ChunkSums(norm.sums.clone(), norm.nonfinite.clone())
             else:
                 norm.sums.copy_(known.sums)
@@ -261,13 +263,13 @@ class PacedDevice(PlainDevice):
         return any(one.data_ptr() <= begin and begin + size <= one.data_ptr() + one.nbytes for one in self.constants)
 
     def _are_constant(self, gradients: Sequence[Tensor], layout: FlatLayout[Any], dtype: torch.dtype) -> bool:
-        begin = gradients[0].data_ptr() if gradients else 0
-        return all(
-            self._is_constant(gradient)
-            and gradient.dtype == dtype
-            and gradient.stride() == state.strides
-            and gradient.data_ptr() == begin + offset * dtype.itemsize
-            for gradient, state, offset in zip(gradients, layout.states, layout.offsets, strict=True)
+        if not gradients or not self._is_constant(gradients[0]) or not self._is_constant(gradients[-1]):
+            return False
+        begin, size = gradients[0].data_ptr(), dtype.itemsize
+        return (
+            [one.data_ptr() for one in gradients] == [begin + offset * size for offset in layout.offsets]
+            and {one.dtype for one in gradients} == {dtype}
+            and [one.stride() for one in gradients] == [state.strides for state in layout.states]
         )
 
     # ---- memory and cores --------------------------------------------------------------------------------------------
@@ -313,4 +315,4 @@ def _tracked(memory: Tensor, sizes: dict[int, int]) -> Tensor:
 
 
 def _nbytes(tensors: Sequence[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
+    return sum(map(_nbytes_of, tensors))

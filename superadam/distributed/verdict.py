@@ -182,7 +182,7 @@ def _place(words: tuple[float, ...]) -> str:
     magic, question, number = words
     if magic != _MAGIC or question not in (0.0, 1.0):
         return "sent something else"
-    return f"is in call {number:.0f}, {Question(int(question)).call},"
+    return f"is in call {number:.0f} ({Question(int(question)).call})"
 
 
 def ranks_of(parameters: Sequence[Any], names: Sequence[str], before: Ranks | None) -> Ranks | None:

@@ -359,7 +359,9 @@ for _kind in (FactorKind.MULTIPLY, FactorKind.DIVIDE):
 
 def taken_of(tensor: Tensor | None) -> TakenGradient | None:
     """Return the record of a handle, or of a DTensor's local one; None for a gradient that lies in memory."""
-    return None if type(tensor) is Tensor else _taken(shards.local_of(tensor))
+    if type(tensor) is Tensor:
+        return None
+    return _taken(tensor if type(tensor) is GradientHandle else shards.local_of(tensor))
 
 
 def _references(parameter: Any) -> tuple[int, ...]:
@@ -377,7 +379,17 @@ _USUAL = _references(_alone)
 
 def is_exclusive(parameter: Any) -> bool:
     """Return whether only `.grad` refers to the gradient and its memory; the caller must not, either."""
-    return parameter.grad.layout is torch.strided and all(map(operator.le, _references(parameter), _USUAL))
+    gradient = parameter.grad
+    if gradient.layout is not torch.strided:
+        return False
+    storage = gradient.untyped_storage()  # the same references as in `_references`, without its call
+    in_python, of_storage, used, storage_used = _USUAL
+    return (
+        sys.getrefcount(gradient) <= in_python
+        and sys.getrefcount(storage) <= of_storage
+        and gradient._use_count() <= used
+        and torch._C._storage_Use_Count(storage._cdata) <= storage_used
+    )
 
 
 def _is_exclusive_distributed(parameter: Any) -> bool:
@@ -400,7 +412,10 @@ def shared_memory(parameters: Iterable[Tensor]) -> set[int]:
         if shards.is_distributed(parameter.grad):
             local = shards.local_of(parameter.grad)
             taken = _taken(local)
-            parts[position] = local if taken is None else taken.pending
+            if taken is not None:
+                parts[position] = taken.pending
+            elif type(local) is Tensor:  # nothing else is taken
+                parts[position] = local
     return set(itertools.compress(parts, shards.shared_elsewhere([*parts.values()])))
 
 
@@ -419,8 +434,7 @@ def take_gradient(parameter: Tensor, owner: Any = None, holder: GradientHolder |
     if (
         type(local) is not Tensor
         or gradient.requires_grad
-        or local.requires_grad
-        or local.layout is not torch.strided
+        or (local is not gradient and (local.requires_grad or local.layout is not torch.strided))
         or local.is_inference()
         or local.is_neg()
         or (not local.is_contiguous() and torch._debug_has_internal_overlap(local) != 0)

@@ -117,8 +117,9 @@ class TakenGradient:
 
     def ready(self) -> Tensor:
         """Return `pending` once it has arrived."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
+        arrived = self.arrived
+        if arrived is not None:
+            arrived.synchronize()
             self.arrived = None
         return self.pending
 
@@ -211,13 +212,12 @@ class TakenGradient:
         self.factors = []
         parameter: Any = self.parameter
         gradient: Any = getattr(parameter, "grad", None)
-        local: Any = shards.local_of(gradient)
         if getattr(gradient, "taken", None) is self:
             continue_version(given, gradient)
             with suppress(RuntimeError):  # another dtype or shape by now: the handle forwards to `given`
                 parameter.grad = given
-        elif getattr(local, "taken", None) is self:
-            continue_version(given, local)
+        elif getattr(shards.local_of(gradient), "taken", None) is self:
+            continue_version(given, shards.local_of(gradient))
             shards.set_local(gradient, given)
         holder = self.holder()
         if holder is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -21,36 +21,33 @@ from superadam.state.parameter import ParameterState
 DEFAULT_NUMEL = 16 * 1024 * 1024  # 32 MiB of bf16 or 64 MiB of fp32, as in SuperOffload; saturates a link
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Bucket:
-    """Gradients that are ready together; a kept one stays on the device, where its step will be made."""
+    """Gradients that are ready together, one for each of `states`; a kept one stays on the device, to be stepped there.
+
+    `numel` counts the elements of all.
+    """
 
     is_kept: bool
-    entries: list[tuple[ParameterState, TakenGradient]] = field(default_factory=list)
-    numel: int = 0
+    states: tuple[ParameterState, ...]
+    gradients: tuple[TakenGradient, ...]
+    numel: int
 
-    def add(self, state: ParameterState, gradient: TakenGradient) -> None:
-        """Put a gradient in; no signal and no other thread sees half of it."""
-        self.entries.append((state, gradient))
-        self.numel += state.shape.numel()
 
-    @property
-    def states(self) -> list[ParameterState]:
-        """Whose gradients are in it."""
-        return [state for state, _ in self.entries]
+class _Filling:
+    """A bucket that is not full; no signal and no other thread sees half of an entry."""
 
-    @property
-    def gradients(self) -> list[TakenGradient]:
-        """One for each of the states."""
-        return [gradient for _, gradient in self.entries]
+    __slots__ = ("entries", "numel")
 
-    def current(self) -> Bucket:
-        """Return a bucket without what was given back, or dropped before another gradient of its parameter came."""
-        bucket = Bucket(self.is_kept)
-        for state, gradient in dict(self.entries).items():
-            if not gradient.is_given:
-                bucket.add(state, gradient)
-        return bucket
+    def __init__(self) -> None:
+        self.entries: list[tuple[ParameterState, TakenGradient]] = []
+        self.numel = 0
+
+    def current(self, is_kept: bool) -> Bucket | None:
+        """Return what is in it, without what was given back, or dropped before its parameter's next; None if empty."""
+        members = {state: taken for state, taken in dict(self.entries).items() if taken.given is None}
+        numel = sum([state.shape.numel() for state in members])
+        return Bucket(is_kept, tuple(members), tuple(members.values()), numel) if members else None
 
 
 class Bucketer:
@@ -76,7 +73,7 @@ class Bucketer:
         self._states: dict[int, ParameterState] = {}  # by the parameter's id: tensors take long to hash
         # By whether they are kept. Backwards may run in several threads, and a handler may raise anywhere, which could
         # leave a lock taken. There is none: a gradient that misses its bucket is left to step().
-        self._filling: dict[bool, Bucket] = {}
+        self._filling: dict[bool, _Filling] = {}
         # The latest one of each parameter in this step; None once it was given back, when we may not reference it.
         self._taken: dict[int, weakref.ref[TakenGradient] | None] = {}
         self.follow(())
@@ -108,20 +105,22 @@ class Bucketer:
         self._taken[key] = weakref.ref(taken)
         place = id(state.local)
         is_kept = place in self.kept and not self._device.is_host(taken.pending)
-        bucket = self._filling.get(is_kept) or self._filling.setdefault(is_kept, Bucket(is_kept))
-        bucket.add(state, taken)
-        return self._filled(is_kept) if bucket.numel >= self.bucket_numel or place == self.last else None
+        filling = self._filling.get(is_kept) or self._filling.setdefault(is_kept, _Filling())
+        filling.entries.append((state, taken))
+        filling.numel += state.shape.numel()
+        return self._filled(is_kept) if filling.numel >= self.bucket_numel or place == self.last else None
 
     def _take(self, parameter: Tensor, state: ParameterState) -> TakenGradient | None:
         """Return a gradient that was not taken yet, or a sum of micro-batches; None where it has to be left alone."""
         gradient = parameter.grad
         if gradient is None:  # an earlier hook has dropped it
             return None
-        known = taken_of(gradient)
+        known = None if type(gradient) is Tensor else taken_of(gradient)
         if known is not None:
             return known if known.is_sum and not known.in_use and self.accumulation.sum_dtype is None else None
         try:
-            state.check_gradient(state.local_gradient(gradient))
+            is_plain = type(gradient) is Tensor and state.local is state.parameter
+            state.check_gradient(gradient if is_plain else state.local_gradient(gradient))
         except (TypeError, ValueError):
             return None  # step() raises it
         del gradient  # a second reference, with which it could not be taken
@@ -134,8 +133,7 @@ class Bucketer:
     def _filled(self, is_kept: bool) -> Bucket | None:
         """End a bucket; return its current part, or None if that is empty."""
         ended = self._filling.pop(is_kept, None)  # for one thread only
-        current = None if ended is None else ended.current()
-        return current if current is not None and current.entries else None
+        return None if ended is None else ended.current(is_kept)
 
     def forget(self, taken: TakenGradient) -> bool:
         """Forget a gradient that was given back; return whether it was taken in the present step."""
@@ -148,11 +146,9 @@ class Bucketer:
 
     def end_step(self) -> None:
         """End a step: the next gradient of each parameter is its first one."""
-        total = edited = 0
-        for key, taken in self._taken.items():
-            if key in self._states:
-                numel = self._states[key].shape.numel()
-                total += numel
-                edited += numel if taken is None else 0
-        self.accumulation.end_step(is_edited=edited > 0 and 2 * edited >= total)
+        edited = self._numel_of([key for key, taken in self._taken.items() if taken is None])
+        self.accumulation.end_step(is_edited=edited > 0 and 2 * edited >= self._numel_of(self._taken))
         self._taken = {}
+
+    def _numel_of(self, keys: Iterable[int]) -> int:
+        return sum(self._states[key].shape.numel() for key in keys if key in self._states)

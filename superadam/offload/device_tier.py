@@ -6,7 +6,6 @@ Everything runs on the current stream of the calling thread, which must be the o
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from torch import Tensor
 
@@ -44,23 +43,20 @@ class DeviceTier(StateTier):
         delivered: list[tuple[Tensor, Tensor]] = []
         try:
             for state, gradient, index in zip(states, gradients, indices, strict=True):
-                host = {name: tensor for name in _TENSORS if (tensor := getattr(state, name)) is not None}
-                if host.keys() != self._held.get(state, {}).keys():
+                held = self._held.get(state)
+                if held is None or ("max_exp_avg_sq" in held) is (state.max_exp_avg_sq is None):
                     self.bring_home([state])
-                    self._held[state] = {name: self._moved(tensor) for name, tensor in host.items()}
+                    host = {name: tensor for name in _TENSORS if (tensor := getattr(state, name)) is not None}
+                    held = self._held[state] = {name: self._moved(tensor) for name, tensor in host.items()}
                     arrived.append(state)
-                parameter = state.local.data
+                parameter = state.local
                 if parameter.stride() != state.strides:  # no longer dense: `.data` was replaced
                     values = self._device.empty(parameter.numel(), parameter.dtype, Stream.CURRENT)
                     values = values.as_strided(state.shape, state.strides)
-                    delivered.append((parameter, values))
+                    delivered.append((parameter.data, values))
                     parameter = values
-                own: dict[str, Any] = {
-                    "gradient": _flat(gradient),
-                    "parameter": _flat(parameter),
-                    "coefficients": int(index),
-                }
-                steps.append(KeptStep(**{**dict.fromkeys(_TENSORS), **self._held[state], **own}))
+                master, exp_avg, exp_avg_sq, largest = map(held.get, _TENSORS)
+                steps.append(KeptStep(master, exp_avg, exp_avg_sq, largest, gradient, parameter, int(index)))  # type: ignore[arg-type]
             if arrived:  # not behind everything that the model has enqueued
                 self._device.wait(Stream.CURRENT, self._device.record(Stream.UPLOAD))
                 for tensor in (tensor for state in arrived for tensor in self._held[state].values()):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from superadam.devices import Device
 from superadam.devices.flat import aligned
+from superadam.distributed import shards
 from superadam.host.memory import HostNeeds
 from superadam.offload.placement import Placement
 from superadam.offload.transfers import dtype_on_link
@@ -46,14 +47,15 @@ def needs_of_run(optimizer: SpeculativeCPUAdam, device: Device, placement: Place
     leaving = elements = widest = 0
     for group in optimizer.param_groups:
         for parameter in (one for one in group["params"] if one.requires_grad):
-            is_on_host, link = device.is_host(parameter), placement.transfer_dtype
-            one = needs_of(parameter, is_on_host=is_on_host, transfer_dtype=link, amsgrad=bool(group["amsgrad"]))
+            local, link = shards.local_of(parameter), placement.transfer_dtype
+            is_on_host = device.is_host(local)
+            one = needs_of(local, is_on_host=is_on_host, transfer_dtype=link, amsgrad=bool(group["amsgrad"]))
             gradient = parameter.grad if is_on_host else None
             run += replace(one, present=_bytes_of(entries.get(parameter), gradient))
-            elements += parameter.numel()
+            elements += local.numel()
             if not is_on_host:
                 leaving += one.shadows
-                widest = max(widest, parameter.element_size(), dtype_on_link(parameter, link).itemsize)
+                widest = max(widest, local.element_size(), dtype_on_link(local, link).itemsize)
     if not placement.num_threads:  # nothing is done during backward, so that nothing waits for a verdict
         return replace(run, gradients=run.gradients + run.pending, pending=0, shadows=0, largest=0)
     if leaving and device.has_link:
@@ -67,4 +69,5 @@ def needs_of_run(optimizer: SpeculativeCPUAdam, device: Device, placement: Place
 def _bytes_of(entry: Any, gradient: Tensor | None) -> int:
     """Return what a parameter's published state and its gradient take already; users may have put anything there."""
     values = [value for name, value in entry.items() if name != "step"] if isinstance(entry, dict) else []
-    return sum(one.numel() * one.element_size() for one in (*values, gradient) if isinstance(one, Tensor))
+    tensors = [shards.local_of(one) for one in (*values, gradient) if isinstance(one, Tensor)]
+    return sum(one.numel() * one.element_size() for one in tensors)

@@ -14,7 +14,7 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
@@ -123,16 +123,18 @@ class OffloadScheduler(GradientHolder):
         self._transfers = self.delivery = Transfers(
             self._device, self.statistics, self.trace, self.placement.transfer_dtype
         )
+        self._transfers.staged_numel = self.placement.bucket_numel
         self._bucketer = Bucketer(self._device, self, self.placement.bucket_numel)
         self._hooks = Hooks(self.gradient_ready)
-        self._groups = ReducedGroups()
+        self._groups: ReducedGroups | None = None  # of DTensors
         self._error: Exception | None = None  # raised in a hook, where it would leave other ranks waiting
         self._hyper: list[Hyperparameters] = []
         self._closed = False
         self._transaction: Transaction | None = None
         self._pipeline: Pipeline | None = None  # None without a core for it
         try:
-            self._device.reserve(needs_of_run(optimizer, self._device, self.placement))
+            self._needs = needs_of_run(optimizer, self._device, self.placement)
+            self._device.reserve(self._needs)
             if self.placement.num_threads:
                 self._pipeline = Pipeline(
                     self._device,
@@ -155,12 +157,13 @@ class OffloadScheduler(GradientHolder):
         begin = time.perf_counter()
         if self._pipeline is None and self._bucketer.accumulation.sum_dtype is None:
             return
-        try:
-            self._take(self._groups.add(parameter))
-        except Exception as error:
-            if not shards.is_distributed(parameter):
-                raise
-            self._error = self._error or error
+        if self._groups is None:
+            self._take((parameter,))
+        else:
+            try:
+                self._take(self._groups.add(parameter))
+            except Exception as error:
+                self._error = self._error or error
         self._backward_began = self._backward_began or begin
         self.statistics.hook_seconds += time.perf_counter() - begin
 
@@ -171,11 +174,18 @@ class OffloadScheduler(GradientHolder):
             if bucket is not None:
                 self._send(bucket)
 
-    @torch.no_grad()
+    def _take_waiting(self) -> None:
+        """Take the gradients that wait for the next group's, which does not come."""
+        if self._groups is not None:
+            self._take(self._groups.rest())
+
     def _send(self, bucket: Bucket) -> None:
         """Send a bucket; one that cannot be sent is left to `step()`, because its gradients are in `.grad`."""
         if self._pipeline is None or self._transaction is None:
-            return
+            return None
+        if torch.is_grad_enabled():  # backward as a rule disables it, and entering the context takes long
+            with torch.no_grad():
+                return self._send(bucket)
         try:
             self._hyper = self._hyper or self.optimizer.hyper_by_row()
             if len(self._hyper) == len(self._transaction.table.states):  # or groups were changed since
@@ -193,7 +203,9 @@ class OffloadScheduler(GradientHolder):
         if self._pipeline is not None:
             self._pipeline.transaction = transaction
         self._hyper = []
+        self._transfers.forget_layouts()
         if transaction is not None:
+            self._groups = ReducedGroups() if transaction.table.is_distributed else None
             self._bucketer.follow(transaction.table.states)
             self._hooks.follow(transaction.table.parameters)
 
@@ -206,7 +218,7 @@ class OffloadScheduler(GradientHolder):
         error, self._error = self._error, None
         if error is not None:
             raise error
-        self._take(self._groups.rest())
+        self._take_waiting()
         if self._pipeline is None:
             return
         for bucket in self._bucketer.rest():
@@ -223,6 +235,10 @@ class OffloadScheduler(GradientHolder):
         is_full = self.optimizer.statistics.displaced > self._counts.displaced
         self._count_verdict(outcome)
         self._bucketer.end_step()
+        waiting = self._transfers.end_step()
+        if waiting:
+            with suppress(MemoryError):  # then they wait in pageable memory
+                self._device.reserve(replace(self._needs, shadows=max(self._needs.shadows, waiting)))
         self._hyper = []
         self._hooks.look_for_unfrozen()
         if self._pipeline is None:
@@ -294,6 +310,7 @@ class OffloadScheduler(GradientHolder):
         travelling = [id(one) for one in self._autotuner.order if id(one) not in self._bucketer.kept]
         self._bucketer.last = travelling[-1] if travelling and kept else None
         self._transfers.transfer_dtype = self.placement.transfer_dtype
+        self._transfers.staged_numel = self.placement.bucket_numel
         if self.tier is not None:
             self.tier.bring_home(state for state in states if id(state.local) not in self._bucketer.kept)
 
@@ -328,10 +345,10 @@ class OffloadScheduler(GradientHolder):
         Raises:
             ValueError: another dtype.
         """
-        self._take(self._groups.rest())
+        self._take_waiting()
         with self._bucketer.accumulation.accumulate(dtype):
             yield
-            self._take(self._groups.rest())
+            self._take_waiting()
 
     def synchronize(self) -> None:
         """Return when nothing is under way: buckets speculated on, accepted steps committed, values published."""

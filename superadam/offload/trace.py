@@ -11,23 +11,21 @@ import math
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 SPANS_KEPT = 100_000  # beyond which the oldest are dropped: about 20 MB
 TRACKS = ("training", "worker", "download", "upload", "model")  # from top to bottom
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """One piece of work, in seconds of `time.perf_counter()`; `details` are shown when the span is clicked."""
 
     name: str
     track: str
     begin: float
     end: float
-    details: dict[str, Any] = field(default_factory=dict)
+    details: dict[str, Any] = {}  # noqa: RUF012 none writes to it
 
 
 class Trace:

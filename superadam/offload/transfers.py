@@ -6,11 +6,10 @@ Everything of one bucket and dtype travels in one flat buffer.
 from __future__ import annotations
 
 import collections
+import functools
 import threading
 import time
-import weakref
 from collections.abc import Callable, Collection, Sequence
-from typing import cast
 
 import numpy as np
 import torch
@@ -23,29 +22,46 @@ from superadam.handles.taken_gradient import TakenGradient
 from superadam.kernels import native
 from superadam.offload.statistics import OverlapStatistics
 from superadam.offload.trace import Trace
+from superadam.state.delivery import STAGED_NUMEL
 from superadam.state.norm import GradientNorm
 from superadam.state.parameter import ParameterState, Place
+
+LAYOUTS_KEPT = 8192
+"""Buckets whose layout is kept from step to step: more than a model has, unless their composition keeps changing."""
+
+
+PACKED_UNDER_WAY = 2
+"""Packed buckets that may wait for the link where the device is short of memory, before the host waits for one."""
 
 
 class FlatShadow:
     """New values of parameters of one dtype in one flat buffer; a `superadam.state.parameter.Shadow`.
 
     `memory` is a flat buffer on the device to which the values travel as soon as they are written; None where they stay
-    on the host until they are published.
+    on the host until they are published. `packed` counts its bytes that held gradients before.
     """
 
-    def __init__(self, transfers: Transfers, states: Sequence[ParameterState], memory: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        transfers: Transfers,
+        layout: FlatLayout[ParameterState],
+        memory: Tensor | None = None,
+        packed: int = 0,
+    ) -> None:
         self._transfers = transfers
-        self._layout = FlatLayout(states)
-        self._dtype = states[0].parameter_dtype
+        self._packed, self._size = packed, 0
+        self._layout = layout
+        self._dtype = layout.states[0].parameter_dtype
         self._memory = memory
-        self._travels = transfers.device.has_link and not transfers.device.is_host(states[0].local)
+        self._travels = transfers.device.has_link and not transfers.device.is_host(layout.states[0].local)
         self._host: list[Tensor] = []
         self._views: list[Tensor] = []
         self._arrived: Event | None = None
-        size = self._layout.numel * self._dtype.itemsize
-        transfers.count_shadow(size)
-        weakref.finalize(self, transfers.count_shadow, -size)
+        transfers.count_shadow(layout.numel * self._dtype.itemsize)
+        self._size = layout.numel * self._dtype.itemsize
+
+    def __del__(self) -> None:
+        self._transfers.count_shadow(-self._size, -self._packed)
 
     @property
     def values(self) -> list[Tensor]:
@@ -69,15 +85,22 @@ class FlatShadow:
 
     def sources(self) -> list[Tensor]:
         """Return what to publish, which the current stream may read: on the device where that has room for it."""
-        if self._travels and self._memory is None:
+        device = self._transfers.device
+        if self._travels and self._memory is None and not self._transfers.is_short:
             self._memory = self._transfers.room_on_device(self._layout.numel, self._dtype)
+            if self._memory is not None:  # it may be used by what the current stream has still to do
+                device.wait(Stream.UPLOAD, device.record(Stream.CURRENT))
         self.send()
         if self._arrived is not None:
-            device = self._transfers.device
             device.wait(Stream.CURRENT, self._arrived)
             assert self._memory is not None
             device.record_stream(self._memory, Stream.CURRENT)
         return self._views
+
+    def keep_published(self) -> None:
+        """Keep memory of the host, which a copy under way may read, until the current stream has passed that."""
+        if self._travels and self._arrived is None:
+            self._transfers.device.record_stream(self._host[0], Stream.CURRENT)
 
 
 class Transfers:
@@ -88,6 +111,9 @@ class Transfers:
             and sums that were made on the host, stay as they are. May be changed between steps.
         computes_norms: whether torch computes the norms of gradients before they travel, because they will be asked
             for.
+        staged_numel: elements of new values that `shadows` is asked for at once; those of a bucket.
+        is_short: whether the device has no memory for the new values of a step. They then wait on the host, packed
+            gradients only take memory until they have left, and the host waits instead of packing far ahead of that.
     """
 
     def __init__(
@@ -96,10 +122,21 @@ class Transfers:
         self.device = device
         self.transfer_dtype = transfer_dtype
         self.computes_norms = False
+        self.staged_numel = STAGED_NUMEL
+        self.is_short = False
+        self._leaving: collections.deque[tuple[Event, int]] = collections.deque()  # packed, and no place of new values
+        self._packed_bytes = self._most_packed = 0  # on the device at once
+        self._travelled = self._most_travelled = 0  # packed in a step
+        self._stages: collections.deque[Event] = collections.deque()
         self._statistics, self._trace = statistics, trace
         self._lock = threading.RLock()  # the worker uploads while the training thread publishes, or drops a shadow
         self._untold: collections.deque[tuple[Event, float, int]] = collections.deque()  # uploads not seen to arrive
         self._shadow_bytes = 0
+        self._layout_of = functools.lru_cache(LAYOUTS_KEPT)(FlatLayout[ParameterState])
+
+    def forget_layouts(self) -> None:
+        """Forget the layouts of earlier buckets, which keep their parameters alive."""
+        self._layout_of.cache_clear()
 
     # ---- gradients ---------------------------------------------------------------------------------------------------
 
@@ -120,46 +157,104 @@ class Transfers:
         groups: dict[tuple[torch.dtype, torch.dtype], dict[ParameterState, TakenGradient]] = {}
         for state, taken in zip(states, gradients, strict=True):
             taken.in_use = True
-            if device.is_host(taken.pending):
-                if not taken.is_sum:
-                    taken.pending = self.narrowed(taken.pending, keeps_dtype=False)
-                taken.pending = state.host_gradient(taken.pending)
-                if state in speculated and device.is_host(state.local):
-                    local.setdefault(state.parameter_dtype, []).append(state)
-                elif state in speculated:
-                    self._add_places(places, [state], None)
+            gradient = taken.pending
+            if not device.is_host(gradient):
+                dtype = gradient.dtype if self.transfer_dtype is None else dtype_on_link(gradient, self.transfer_dtype)
+                groups.setdefault((dtype, state.parameter_dtype), {})[state] = taken
                 continue
-            dtype = dtype_on_link(taken.pending, self.transfer_dtype)
-            groups.setdefault((dtype, state.parameter_dtype), {})[state] = taken
+            if not taken.is_sum:
+                gradient = self.narrowed(gradient, keeps_dtype=False)
+            taken.pending = state.host_gradient(gradient)
+            if state in speculated and device.is_host(state.local):
+                local.setdefault(state.parameter_dtype, []).append(state)
+            elif state in speculated:
+                self._add_places(places, self._layout_of((state,)), None)
         for some in local.values():
-            self._add_places(places, some, None)
+            self._add_places(places, self._layout_of(tuple(some)), None)
+        leaving = 0
         packed: list[tuple[FlatLayout[ParameterState], list[TakenGradient], Tensor]] = []
         for (dtype, parameter_dtype), group in groups.items():
-            layout, some_taken = FlatLayout(list(group)), list(group.values())
-            source = device.pack([taken.pending for taken in some_taken], layout, dtype)
+            layout, some_taken = self._layout_of(tuple(group)), list(group.values())
+            source = self._pack([taken.pending for taken in some_taken], layout, dtype)
             packed.append((layout, some_taken, source))
+            memory = None
             if any(state in speculated for state in group):
-                self._add_places(places, layout.states, self._shadow_on_device(source, layout.numel, parameter_dtype))
+                memory = self._shadow_on_device(source, layout.numel, parameter_dtype)
+                self._add_places(places, layout, memory, speculated, source.nbytes if memory is source else 0)
+            leaving += 0 if memory is source else source.nbytes
         if not packed:
             return places, device.record(Stream.CURRENT)
-        self._compute_norms([taken for group in groups.values() for taken in group.values()])
+        self._compute_norms([taken for _, some_taken, _ in packed for taken in some_taken])
         hosts, arrived = self._send_to_host([source for _, _, source in packed])
         for (layout, some_taken, _), host in zip(packed, hosts, strict=True):
             for taken, view in zip(some_taken, layout.views(host), strict=True):
                 taken.pending, taken.arrived = view, arrived
-        return {state: place for state, place in places.items() if state in speculated}, arrived
+        if leaving:
+            self._leaving.append((arrived, leaving))
+        return places, arrived
+
+    def _pack(self, gradients: Sequence[Tensor], layout: FlatLayout[ParameterState], dtype: torch.dtype) -> Tensor:
+        """Return gradients in one buffer on the device, once few others wait for the link where memory is short."""
+        self._let_leave(PACKED_UNDER_WAY if self.is_short else len(self._leaving))
+        try:
+            packed = self.device.pack(gradients, layout, dtype)
+        except torch.OutOfMemoryError:
+            self.is_short = True
+            if not self._leaving:
+                raise
+            self._let_leave(0)
+            packed = self.device.pack(gradients, layout, dtype)
+        with self._lock:
+            self._packed_bytes += packed.nbytes
+            self._most_packed = max(self._most_packed, self._packed_bytes)
+            self._travelled += packed.nbytes
+        return packed
+
+    def _let_leave(self, most: int) -> None:
+        """Wait until at most this number of packed buckets has still to leave the device."""
+        while self._leaving and (len(self._leaving) > most or self._leaving[0][0].query()):
+            arrived, size = self._leaving.popleft()
+            arrived.synchronize()
+            with self._lock:
+                self._packed_bytes -= size
+
+    def end_step(self) -> int:
+        """Find out whether the device has memory for the new values of steps like this, if it is the largest so far.
+
+        Returns the bytes of them that wait on the host from now on; 0 where nothing changes.
+        """
+        travelled, self._travelled = self._travelled, 0
+        if travelled <= self._most_travelled:
+            return 0
+        self._most_travelled = travelled
+        missing = travelled - self._most_packed  # what was there at once is part of the device's peak
+        free = self.device.free_bytes() if missing > 0 else None
+        if free is None or free >= missing or self.is_short:
+            return 0
+        self.is_short = True
+        return travelled
 
     def _add_places(
-        self, places: dict[ParameterState, Place], states: Sequence[ParameterState], memory: Tensor | None
+        self,
+        places: dict[ParameterState, Place],
+        layout: FlatLayout[ParameterState],
+        memory: Tensor | None,
+        speculated: Collection[ParameterState] | None = None,
+        packed: int = 0,
     ) -> None:
-        shadow = FlatShadow(self, states, memory)
-        places.update((state, Place(shadow, position)) for position, state in enumerate(states))
+        """Add places for the `speculated` states of a layout; None for all."""
+        shadow = FlatShadow(self, layout, memory, packed)
+        for position, state in enumerate(layout.states):
+            if speculated is None or state in speculated:
+                places[state] = Place(shadow, position)
 
     def _shadow_on_device(self, packed: Tensor, numel: int, dtype: torch.dtype) -> Tensor | None:
         """Return memory on the device for new values: that of the packed gradients, which leave it before.
 
         None where it has none: the values then stay on the host until the verdict.
         """
+        if self.is_short:
+            return None
         if packed.dtype.itemsize >= dtype.itemsize:
             return packed
         return self.room_on_device(numel, dtype)
@@ -187,7 +282,7 @@ class Transfers:
         norms: list[Tensor] = []
         packed: list[tuple[TakenGradient, Tensor]] = []
         for dtype, group in groups.items():
-            layout = FlatLayout(list(group))
+            layout = self._layout_of(tuple(group))
             chunks = sum(native.chunk_count(state.shape.numel()) for state in layout.states)
             norms.append(device.empty(2 * chunks, torch.float64, Stream.CURRENT))
             some_taken = list(group.values())
@@ -245,13 +340,19 @@ class Transfers:
         return self.device.is_host(parameter)
 
     def shadows(self, states: Sequence[ParameterState]) -> list[Place]:
-        """Return memory for new values that are about to be published."""
+        """Return memory for new values that are about to be published, once at most one earlier part is under way.
+
+        That is as much as host memory was reserved for.
+        """
+        self._stages.append(self.device.record(Stream.CURRENT))
+        if len(self._stages) > 1:
+            self._stages.popleft().synchronize()
         groups: dict[torch.dtype, list[ParameterState]] = {}
         for state in states:
             groups.setdefault(state.parameter_dtype, []).append(state)
         places: dict[ParameterState, Place] = {}
         for some in groups.values():
-            self._add_places(places, some, None)
+            self._add_places(places, self._layout_of(tuple(some)), None)
         return [places[state] for state in states]
 
     def publish(self, states: Sequence[ParameterState], places: Sequence[Place]) -> None:
@@ -259,21 +360,26 @@ class Transfers:
 
         The second launch, of the others, waits until the last of them has arrived.
         """
-        device = self.device
-        shadows = {id(place.shadow): cast(FlatShadow, place.shadow) for place in places}
-        late = {key for key, shadow in shadows.items() if not shadow.has_arrived}
-        for waits in (False, True):
-            sources = {key: shadow.sources() for key, shadow in shadows.items() if (key in late) is waits}
-            chosen = [
-                (sources[id(shadow)][position], state.local)
-                for state, (shadow, position) in zip(states, places, strict=True)
-                if id(shadow) in sources
-            ]
-            if chosen:
-                device.scatter([value for value, _ in chosen], [parameter for _, parameter in chosen])
-            for value, _ in chosen:
-                if device.has_link and device.is_host(value):  # the device had no memory
-                    device.record_stream(value, Stream.CURRENT)
+        chosen: dict[FlatShadow, tuple[list[int], list[Tensor]]] = {}
+        for state, (shadow, position) in zip(states, places, strict=True):
+            assert isinstance(shadow, FlatShadow)
+            some = chosen.get(shadow)
+            if some is None:
+                some = chosen[shadow] = [], []
+            some[0].append(position)
+            some[1].append(state.local)
+        late = [shadow for shadow in chosen if not shadow.has_arrived]
+        for shadows in ([shadow for shadow in chosen if shadow not in late], late):
+            sources: list[Tensor] = []
+            parameters: list[Tensor] = []
+            for shadow in shadows:
+                values, (positions, targets) = shadow.sources(), chosen[shadow]
+                sources += [values[position] for position in positions]
+                parameters += targets
+            if sources:
+                self.device.scatter(sources, parameters)
+            for shadow in shadows:
+                shadow.keep_published()
 
     def upload(self, host: Tensor, distant: Tensor) -> Event:
         """Start the upload of new values; return the event after which they may be read on the device."""
@@ -300,10 +406,11 @@ class Transfers:
                 _, begin, elements = self._untold.popleft()
                 self._trace.add("parameters to device", "upload", begin, time.perf_counter(), elements=elements)
 
-    def count_shadow(self, size: int) -> None:
-        """Count bytes that wait for a verdict, negative once they are free."""
+    def count_shadow(self, size: int, packed: int = 0) -> None:
+        """Count bytes that wait for a verdict, negative once they are free, and those that were packed gradients'."""
         with self._lock:
             self._shadow_bytes += size
+            self._packed_bytes += packed
             self._statistics.shadow_bytes = max(self._statistics.shadow_bytes, self._shadow_bytes)
 
 

@@ -66,7 +66,9 @@ class SpeculativeCPUAdam(Optimizer):
     that behaves as the gradient.
 
     A parameter that is fp32 or fp64 and dense on the CPU is its own master. Any other parameter (bf16, fp16, or on a
-    GPU) is a working copy: the rounded value of an fp32 master that the optimizer owns.
+    GPU) is a working copy: the rounded value of an fp32 master that the optimizer owns. Of a DTensor, as FSDP2's
+    `fully_shard` makes them, that holds for the shard on this rank. Then all ranks of its mesh make each step together:
+    each must call `step()`, `resolve()` and `clip_grad_norm_()` as often as the others.
 
     Args:
         params: tensors, (name, tensor) pairs or group dicts, as for `torch.optim.Adam`; float32, bfloat16, float16 or
@@ -194,7 +196,8 @@ class SpeculativeCPUAdam(Optimizer):
             TypeError, ValueError: a gradient does not fit its parameter, or a hyper-parameter is out of range.
             FloatingPointError: a gradient is Inf or NaN, and `on_nonfinite` is "raise" or other FSDP1 ranks may not
                 know.
-            RuntimeError: there is a limit under FSDP1, on several ranks.
+            RuntimeError: there is a limit under FSDP1, on several ranks; or, with DTensor parameters, another rank
+                failed, ended, or is not at the same point.
 
         Whatever is raised, nothing was changed.
 
@@ -315,7 +318,10 @@ class SpeculativeCPUAdam(Optimizer):
             max_norm: limit, at least 0; `math.inf` for none.
 
         Returns:
-            0-dim fp64 tensor: the 2-norm of all gradients in `.grad`.
+            0-dim fp64 tensor: the 2-norm of all gradients in `.grad`, over all ranks where parameters are DTensors.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: as `step()`.
         """
         with self._published.on_all_ranks(Question.NORM, self.param_groups):
             limit = checked_limit("max_norm", max_norm)

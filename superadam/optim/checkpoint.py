@@ -49,6 +49,8 @@ def is_asked_for_template() -> bool:
 
 
 def _kind_of(value: object) -> str:
+    if shards.is_distributed(value):
+        return shards.described(value)
     return described(value) if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 

@@ -268,6 +268,7 @@ class PublishedState(GradientHolder):
     def _write(self, table: ParameterTable) -> None:
         """Bring `entries` up to date with rows that are newer; other entries, which users may have edited, stay."""
         for state in table.states:
+            is_distributed = table.is_distributed and state.is_distributed
             if table.is_published[state.row] or state.phase is Phase.ACCEPTED or not table.is_home(state):
                 continue
             entry = self.entries.setdefault(state.parameter, {})
@@ -278,8 +279,8 @@ class PublishedState(GradientHolder):
                 entry["step"].fill_(count)
             for key in TENSORS:
                 tensor = getattr(state, key)
-                if tensor is not None and (not state.is_distributed or shards.local_of(entry.get(key)) is not tensor):
-                    entry[key] = state.whole(tensor)
+                if tensor is not None:
+                    entry[key] = state.whole_of(key) if is_distributed else tensor
             table.is_published[state.row] = True
 
     def _read(self, state: ParameterState, table: ParameterTable) -> bool:
@@ -311,6 +312,8 @@ class PublishedState(GradientHolder):
                         entry[key] = state.whole(fitted)
                     tensor = fitted
                 setattr(state, key, tensor)
+            if state.is_distributed:
+                state.wholes = {key: entry[key] for key in TENSORS if kept.get(key) is not None}
             table.refresh_pointers(state)
             table.fingerprints.distrust(state.row)
         if is_stale:
@@ -333,9 +336,8 @@ def _references(published: Any) -> tuple[int, ...]:
     entries = [entry for entry in published.entries.values() if isinstance(entry, dict)]
     tensors = [(key, value) for entry in entries for key, value in entry.items() if isinstance(value, Tensor)]
     steps, others = ([value for key, value in tensors if (key == "step") is wanted] for wanted in (True, False))
-    if published.ranks is not None:  # DTensors are referenced once, as steps are, and their parts as other tensors
-        steps += [value for value in others if shards.is_distributed(value)]
-        others = [*map(shards.local_of, others)]
+    if published.ranks is not None:
+        others += [shards.local_of(value) for value in others if shards.is_distributed(value)]
     del tensors
     most = [max(map(sys.getrefcount, some), default=0) for some in (entries, steps, others)]
     return sys.getrefcount(published.entries), *most

@@ -13,9 +13,17 @@ from torch import Tensor
 
 from superadam.state.parameter import ParameterState, Place
 
+STAGED_NUMEL = 16 * 1024 * 1024
+"""Elements of new values that are made at once where each has to be copied, so that their memory does not grow with the
+model."""
+
 
 class Delivery(Protocol):
     """The interface between the passes over parameters and the copies to the model's device."""
+
+    @property
+    def staged_numel(self) -> int:
+        """About how many elements of new values `shadows` is asked for at once."""
 
     @property
     def received(self) -> Callable[[Tensor], Tensor] | None:
@@ -44,6 +52,7 @@ class HostShadow:
 class SynchronousDelivery:
     """Copies that are done, or at least ordered before everything later, when the call returns."""
 
+    staged_numel = STAGED_NUMEL
     received = None
 
     def is_host(self, parameter: Tensor) -> bool:

@@ -40,10 +40,15 @@ def _weak_reference(tensor: Tensor) -> StorageWeakRef | None:
 
 
 class Fingerprints:
-    """One version, storage and address for each of a fixed list of parameters, which are called by their row in it."""
+    """One version, storage and address for each of a fixed list of parameters, which are called by their row in it.
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
+    Where some are DTensors, `parameters` holds their parts on this rank and `wholes` themselves, each of which counts
+    the writes to it that do not go through the other: then a version is the sum of both.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], wholes: Sequence[Tensor] | None = None) -> None:
         self._parameters = list(parameters)
+        self._wholes = wholes
         self._references = [_weak_reference(parameter) for parameter in self._parameters]
         self._pointers, self._storages, self._versions = self._present()
         self._seen_versions = self._versions.copy()
@@ -78,12 +83,18 @@ class Fingerprints:
         if len(rows) == len(self._parameters):
             rows = np.arange(len(rows))
         versions = np.fromiter(map(_get_version, self._at(rows)), np.int64, len(rows))
+        if self._wholes is not None:
+            versions += [self._wholes[row]._version for row in rows]
         found: list[int] = rows[versions != self._versions[rows]].tolist()
         return found
 
     def is_hinted(self, row: int) -> bool:
         """Whether version, storage or address hint at an outside write."""
-        return bool(self._parameters[row]._version != self._versions[row]) or self.is_moved(row)
+        return bool(self._version(row) != self._versions[row]) or self.is_moved(row)
+
+    def _version(self, row: int) -> int:
+        version = self._parameters[row]._version
+        return version if self._wholes is None else version + self._wholes[row]._version
 
     def _at(self, rows: npt.NDArray[np.int64]) -> Sequence[Tensor]:
         if len(rows) == len(self._parameters):
@@ -93,7 +104,7 @@ class Fingerprints:
     def remember(self, row: int) -> None:
         """Remember a parameter as it is now."""
         parameter = self._parameters[row]
-        self._versions[row] = parameter._version
+        self._versions[row] = self._version(row)
         self._pointers[row] = parameter.data_ptr()
         storage = _storage_of(parameter)
         if storage != self._storages[row]:  # else it is the same one, whose address cannot have been reused
@@ -112,6 +123,10 @@ class Fingerprints:
         """Increment versions for a write of ours, now or later; an outside write in between is still noticed."""
         torch.autograd.graph.increment_version(self._at(rows))
         self._versions[rows] += 1
+        if self._wholes is not None:
+            wholes = [self._wholes[row] for row in rows if self._wholes[row] is not self._parameters[row]]
+            torch.autograd.graph.increment_version(wholes)
+            self._versions[rows] += 1  # also where both are one tensor, as its version is added to itself
 
     def _present(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
         """Return address, storage and version of every parameter, in one loop while each is in the cache."""
@@ -124,6 +139,8 @@ class Fingerprints:
             except RuntimeError:
                 storages.append(_NO_STORAGE)
             versions.append(parameter._version)
+        if self._wholes is not None:
+            versions = [*map(operator.add, versions, map(_get_version, self._wholes))]
         return (
             np.fromiter(pointers, np.uint64, count),
             np.fromiter(storages, np.uint64, count),

@@ -23,6 +23,8 @@ from superadam.kernels.hyperparameters import Hyperparameters
 class Phase(enum.Enum):
     """Where a parameter's transaction stands."""
 
+    __hash__ = object.__hash__  # not a function of Python's, many times for each parameter of a step
+
     CLEAN = "clean"
     """Nothing is pending; the working copy is the rounded master."""
     SPECULATED = "speculated"
@@ -111,6 +113,7 @@ class ParameterState:
         is_own_master: whether the parameter itself is the master; `master` is that of a working copy.
         is_staged: whether kernels cannot write the parameter directly: on another device, or not dense.
         exp_avg, exp_avg_sq, max_exp_avg_sq: moments, as in torch.optim.Adam.
+        wholes: the DTensors, by attribute, as whose part users see the four tensors above; empty for other parameters.
     """
 
     __slots__ = (
@@ -132,6 +135,7 @@ class ParameterState:
         "row",
         "shape",
         "strides",
+        "wholes",
     )
 
     def __init__(self, parameter: Tensor, row: int, name: str, *, is_on_host: bool | None = None) -> None:
@@ -152,6 +156,7 @@ class ParameterState:
         self.exp_avg: Tensor | None = None
         self.exp_avg_sq: Tensor | None = None
         self.max_exp_avg_sq: Tensor | None = None
+        self.wholes: dict[str, Tensor] = {}
         self.phase = Phase.CLEAN
         self.pending: Pending | None = None
 
@@ -173,6 +178,13 @@ class ParameterState:
     def whole(self, tensor: Tensor) -> Tensor:
         """Return a tensor of this state as users see it: distributed as the parameter."""
         return shards.with_local(self.parameter, tensor) if self.is_distributed else tensor
+
+    def whole_of(self, key: str) -> Tensor:
+        """Return the tensor of one attribute as users see it, always the same while the attribute is."""
+        tensor = getattr(self, key)
+        if shards.local_of(self.wholes.get(key)) is not tensor:
+            self.wholes[key] = self.whole(tensor)
+        return self.wholes[key]
 
     def empty(self, dtype: torch.dtype) -> Tensor:
         """Return an uninitialised CPU tensor in the layout of the state."""
@@ -231,13 +243,14 @@ class ParameterState:
     @property
     def versions(self) -> tuple[int, ...] | None:
         """Version counters of master and moments, which kernels leave alone; None if any was made in inference mode."""
-        versions = []
-        for tensor in (self.master, self.exp_avg, self.exp_avg_sq, self.max_exp_avg_sq):
-            if tensor is not None:
-                if tensor.is_inference():
-                    return None
-                versions.append(tensor._version)
-        return tuple(versions)
+        tensors = (self.master, self.exp_avg, self.exp_avg_sq, self.max_exp_avg_sq)
+        try:
+            versions = tuple([tensor._version for tensor in tensors if tensor is not None])
+        except RuntimeError:  # made in inference mode
+            return None
+        if self.is_distributed:  # writes to DTensors count there; those that are made in between begin at 0
+            versions += (sum([whole._version for whole in self.wholes.values()]),)
+        return versions
 
     def create_state(self, *, with_max: bool) -> None:
         """Create what a step reads and writes: zero moments, and the master from the parameter's present value."""

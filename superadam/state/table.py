@@ -23,8 +23,6 @@ from superadam.state.tiers import StateTier
 Rows = npt.NDArray[np.int64]  # of a `ParameterTable`, in the order in which a job visits them
 _STRIDED = torch.strided
 _get_row = operator.attrgetter("row")
-STAGED_NUMEL = 16 * 1024 * 1024
-"""Elements of one staged part of an update, so that memory for staging does not grow with the model."""
 Segments = npt.NDArray[np.void]  # a kernel job: rows of `superadam.kernels.native.SEGMENT`
 Indices = Sequence[int] | npt.NDArray[np.int32]  # of each row's coefficients in a `CoefficientTable`
 
@@ -73,7 +71,8 @@ class ParameterTable:
         self.is_distributed = any(state.is_distributed for state in self.states)
         self._states_by_id = {id(state.parameter): state for state in self.states}
         self.all_rows = np.arange(len(self.states))
-        self.fingerprints = Fingerprints([state.local for state in self.states])
+        parts = [state.local for state in self.states]
+        self.fingerprints = Fingerprints(parts, self.parameters if self.is_distributed else None)
         self.steps = np.zeros(len(self.states), np.int64)
         self.is_published = np.ones(len(self.states), bool)
         self.delivery = delivery
@@ -168,7 +167,7 @@ class ParameterTable:
     def bring_home(self, rows: Rows | None = None) -> None:
         """Bring the states of these rows, by default of all, to the host; return when they are there."""
         if self._tier is not None:
-            self._tier.bring_home(self.states if rows is None else [self.states[row] for row in rows])
+            self._tier.bring_home(self.states if rows is None else (self.states[row] for row in rows))
 
     def _at(self, rows: Rows) -> Segments:
         if self._tier is not None:
@@ -260,7 +259,7 @@ class ParameterTable:
         is_staged, table = self._is_staged[rows], coefficients.array()
         if not is_staged.all():
             native.run(Pass.UPDATE, segments[~is_staged] if is_staged.any() else segments, table)
-        for part in _parts(np.flatnonzero(is_staged), segments["length"]):
+        for part in _parts(np.flatnonzero(is_staged), segments["length"], self.delivery.staged_numel):
             states = [self.states[row] for row in rows[part]]
             places, staged = self.delivery.shadows(states), segments[part]
             staged["out"] = [place.value.data_ptr() for place in places]
@@ -279,9 +278,6 @@ class ParameterTable:
     def count_step(self, rows: Rows) -> None:
         """Count a step of parameters that have just got their new values."""
         self.fingerprints.bump(rows)
-        if self.is_distributed:  # whose versions do not follow those of their parts
-            states = [self.states[row] for row in rows]
-            torch.autograd.graph.increment_version([state.parameter for state in states if state.is_distributed])
         self.steps[rows] += 1
         self.is_published[rows] = False
 
@@ -307,9 +303,9 @@ class ParameterTable:
         return indices
 
 
-def _parts(chosen: Rows, lengths: npt.NDArray[np.uint64]) -> list[Rows]:
-    """Split positions in a job into runs of about `STAGED_NUMEL` elements, each with at least one position."""
+def _parts(chosen: Rows, lengths: npt.NDArray[np.uint64], numel: int) -> list[Rows]:
+    """Split positions in a job into runs of about `numel` elements, each with at least one position."""
     if len(chosen) == 0:
         return []
     begins = np.cumsum(lengths[chosen]) - lengths[chosen]
-    return np.split(chosen, 1 + np.flatnonzero(np.diff(begins // STAGED_NUMEL)))
+    return np.split(chosen, 1 + np.flatnonzero(np.diff(begins // np.uint64(numel))))

@@ -27,8 +27,10 @@ class StepOutcome:
             Without a limit, factors that were recorded on gradients are accurate to about 1e-7.
         clip_coefficient: factor on the gradients, 1.0 when not clipped: that of `max_grad_norm`, an fp32 value of at
             most 1 (as in `torch.nn.utils.clip_grad_norm_`), times the factor by which others multiplied all gradients,
-            where the optimizer knows it because it had taken them.
-        nonfinite: number of gradient elements that are Inf or NaN.
+            where the optimizer knows it because it had taken them, on one rank.
+        nonfinite: number of gradient elements that are Inf or NaN; each replica counts.
+
+    Where parameters are DTensors, it is the same on all ranks.
     """
 
     kind: StepKind

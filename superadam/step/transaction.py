@@ -369,7 +369,11 @@ class Transaction:
 
         Over several ranks, it is returned as it is, because they need not all have taken their gradients.
         """
-        factors = {(part.taken.unscale_factor(), _clip_factor(part.taken)) for part in parts if part.taken}
+        factors = {
+            (part.taken.unscale_factor(), _clip_factor(part.taken)) if part.taken.factors else (1.0, 1.0)
+            for part in parts
+            if part.taken
+        }
         if len(factors) != 1 or not all(part.waits for part in parts):
             return outcome
         unscale, clip = factors.pop()

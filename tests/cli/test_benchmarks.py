@@ -476,11 +476,36 @@ def test_gradients_lie_in_the_order_of_backward_and_in_other_memory_in_the_next_
 
 
 def test_what_is_hidden_is_what_an_iteration_does_not_take_longer_than_the_clock() -> None:
-    side = pace.Side("", TimedModel(Gradients(1, 64)), lambda: False)
+    model = TimedModel(Gradients(1, 64))
+    clock, side = (pace.Side(name, model, lambda: False) for name in ("clock", ""))
+    clock.seconds[False], clock.python, side.python = [10.0], [1.0], [1.0]
     for seconds, expected in ((9.0, 1.0), (10.0, 1.0), (11.0, 0.75), (14.0, 0.0), (20.0, 0.0)):
         side.seconds[False] = [seconds, 1.0, 99.0]
-        result = pace._result(side, clock=10.0, adam=4.0)
+        result = pace._result(side, clock, adam=4.0)
         assert (result.hidden_share, result.over_clock) == (expected, seconds / 10.0)
+
+
+def test_a_bucket_takes_what_the_training_thread_computes_longer_than_with_the_clock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Clipped steps do not count: the training thread computes in their kernels as well."""
+    cpu = Clock()
+    monkeypatch.setattr(pace.time, "thread_time", cpu)
+    model = TimedModel(Gradients(1, 64))
+    model.device = paced.PacedDevice(paced.Rates(64.0, 128.0, 1.0), now=Clock())
+    seconds = iter([1.0] * pace.WARM_UPS + [2.0, 5.0, 90.0, 3.0])
+
+    def step() -> bool:
+        before = cpu.now
+        cpu.now += next(seconds)
+        return cpu.now - before == 90.0
+
+    clock, side = pace.Side("clock", model, lambda: False), pace.Side("", model, step)
+    clock.turn(1)
+    side.turn(4)
+    assert side.python == [2.0, 5.0, 3.0]
+    side.buckets, clock.seconds[False], clock.python = 8, [1.0], [1.0]  # two in each iteration
+    assert pace._result(side, clock, adam=4.0).bucket_seconds == (3.0 - 1.0) / 2
 
 
 def test_the_time_of_adam_is_the_shortest_after_warming() -> None:

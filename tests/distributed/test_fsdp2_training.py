@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from ranks import on_ranks
-from reference import Parameter, flat, same_bits
-from shards import local, wrap
-from torch import distributed, nn
+from ranks import on_ranks, preload
+from reference import same_bits
+from shards import Oracle, local, wrap
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from superadam import SpeculativeCPUAdamW, StepKind
 from superadam.handles.gradient_handle import taken_of
-from superadam.kernels import formula
-from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed"),
+]
 
 STEPS = 30
 MICRO_BATCHES = 2
 VOCABULARY = 64
 LIMIT = 0.5
+preload("transformers.models.llama.modeling_llama")
+preload("transformers.models.qwen3_moe.modeling_qwen3_moe")
 ROUNDED = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
 
@@ -78,56 +83,6 @@ def backward(model: Any, rank: int, step: int) -> None:
         (model(input_ids=tokens, labels=tokens).loss / MICRO_BATCHES).backward()
 
 
-class Oracle:
-    """Adam in numpy over this rank's parts of parameters, with the norm over all ranks.
-
-    `twins` are ordinary copies of the parameters, whose `.grad` it reads.
-    """
-
-    def __init__(self, optimizer: Any) -> None:
-        self.optimizer = optimizer
-        self.tensors = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self.twins = [nn.Parameter(parameter.detach().clone()) for parameter in self.tensors]
-        self.parameters = [Parameter(flat(local(p), local(p)), p.dtype) for p in self.tensors]
-
-    def copy_gradients(self) -> None:
-        for twin, parameter in zip(self.twins, self.tensors, strict=True):
-            twin.grad = parameter.grad.detach().clone()
-
-    def step(self, limit: float | None) -> float:
-        """Make a step, and return the norm."""
-        gradients = [flat(local(p.grad), local(p)) for p in self.twins]
-        sums = np.concatenate([formula.chunk_sums(gradient) for gradient in gradients])
-        every: list[Any] = [None] * distributed.get_world_size()
-        distributed.all_gather_object(every, formula.ordered_sum(sums))
-        norm = math.sqrt(formula.ordered_sum(np.array(every)))
-        if not math.isfinite(norm):
-            return norm
-        clip = 1.0 if limit is None else float(np.float32(min(1.0, limit / (norm + 1e-6))))
-        hyper = Hyperparameters.of_group(self.optimizer.param_groups[0])
-        for one, gradient in zip(self.parameters, gradients, strict=True):
-            one.step += 1
-            k = Coefficients.at_step(hyper, one.step, clip, double=False)
-            one.p, one.m, one.v, one.vmax = formula.adam_formula(k, gradient, one.m, one.v, one.vmax, one.p)
-        return norm
-
-    def check(self) -> None:
-        """Compare every bit of parameters and state."""
-        for tensor, one in zip(self.tensors, self.parameters, strict=True):
-            part, entry = local(tensor), self.optimizer.state[tensor]
-            assert ("master" in entry) is (tensor.dtype != torch.float32)
-            assert same_bits(flat(part, part), one.shown)
-            assert same_bits(flat(local(entry.get("master", tensor)), part), one.p)
-            assert same_bits(flat(local(entry["exp_avg"]), part), one.m)
-            assert same_bits(flat(local(entry["exp_avg_sq"]), part), one.v)
-            assert entry["step"].item() == one.step
-            for key in entry.keys() - {"step"}:
-                assert entry[key].placements == tensor.placements
-                assert entry[key].shape == tensor.shape
-                assert entry[key].dtype == torch.float32
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", MODELS)
 @on_ranks(2)

@@ -102,7 +102,7 @@ class Steps:
     def note(self, row: int, *, stays: bool) -> None:
         """Let a parameter's bucket be ready."""
         state = ParameterState(self.parameters[row], row, f"p{row}")
-        self.autotuner.add_bucket(Bucket(stays, [(state, None)], self.parameters[row].numel()))
+        self.autotuner.add_bucket(Bucket(stays, (state,), (), self.parameters[row].numel()))
 
     def choose(self, **options: Any) -> Placement:
         """Make steps until the choice stays the same, and return it."""

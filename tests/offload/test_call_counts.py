@@ -18,7 +18,7 @@ from superadam import OffloadScheduler, StepKind
 
 PACKAGE = str(Path(superadam.__file__).parent)
 
-MOST_CALLS = 230
+MOST_CALLS = 200
 """In the thread that trains; the worker's run in parallel."""
 
 MOST_FILES = 25

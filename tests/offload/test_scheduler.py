@@ -1855,7 +1855,6 @@ def test_memory_for_new_values_does_not_grow_with_the_model(
             (loss_of(model, seed) * (math.inf if seed == 4 else 1.0)).backward()
             optimizer.step()
 
-    monkeypatch.setattr(superadam.state.table, "STAGED_NUMEL", 200)
     monkeypatch.setattr(asynchronous, "empty", measured)
     monkeypatch.setattr(asynchronous, "host_empty", measured_on_host)
     monkeypatch.setattr(asynchronous, "idle_cores", lambda: num_threads)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
@@ -79,6 +82,36 @@ def download(
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+class Layouts(SimulatedDevice):
+    """Remembers the layouts that were packed."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.packed: list[FlatLayout[Any]] = []
+
+    def pack(self, gradients: Any, layout: FlatLayout[Any], *arguments: Any) -> Tensor:
+        self.packed.append(layout)
+        return super().pack(gradients, layout, *arguments)
+
+
+def test_layout_of_a_bucket_is_made_once_until_other_parameters_are_followed() -> None:
+    """What a device keeps for a layout then serves every step, and nothing keeps parameters of earlier ones."""
+    device = Layouts()
+    transfers, _ = transfers_of(device)
+    states = states_of(random(5, 7), random(3), device=device)
+    for chosen in (states, states, states[:1], states[::-1], states):
+        download(transfers, chosen, [random(*one.shape) for one in chosen])
+    first, second, shorter, reversed_, last = device.packed
+    assert first is second is last
+    assert [list(one.states) for one in (first, shorter, reversed_)] == [states, states[:1], states[::-1]]
+    gone = weakref.ref(states[0])
+    device.packed.clear()
+    del states, chosen, first, second, shorter, reversed_, last  # type: ignore[name-defined]
+    transfers.forget_layouts()
+    gc.collect()
+    assert gone() is None
 
 
 # ---- downloads: what arrives -----------------------------------------------------------------------------------------
@@ -425,6 +458,46 @@ def test_values_wait_on_the_host_where_the_device_has_no_room(when: str, monkeyp
     assert all(map(torch.equal, (state.parameter for state in states), values))
     uploaded = statistics.uploaded_bytes
     assert uploaded == ALIGNMENT * (8 if when == "before the gradient" else 8 + 4)
+
+
+class WatchingDevice(LateModel):
+    """Notes which streams could go on when values are scattered; copies of the model's stream are late."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 0.0)
+        self.runnable: list[Stream] = []
+
+    def scatter(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        self.runnable = self._runnable()
+        super().scatter(sources, targets)
+
+
+def test_upload_for_publication_waits_for_what_may_use_its_memory() -> None:
+    """The allocator hands out what the model's stream has still to finish with."""
+    device = WatchingDevice()
+    (state,) = states = states_of(torch.zeros(4), device=device)
+    transfers, _ = transfers_of(device)
+    places = transfers.shadows(states)
+    places[0].value.fill_(1.0)
+    device._enqueue(Stream.CURRENT, Operation(lambda: None))  # the model's
+    transfers.publish(states, places)
+    assert device.runnable == [Stream.CURRENT]
+    finish(device)
+    assert torch.equal(state.parameter, torch.ones(4))
+
+
+def test_parts_of_a_step_do_not_pile_up() -> None:
+    """Each takes host memory until it has travelled, and two were reserved."""
+    device = LateModel(0, 0.0)
+    device.scatter = lambda sources, targets: None  # type: ignore[method-assign]  # nor does it wait
+    states = states_of(torch.zeros(4), device=device)
+    transfers, _ = transfers_of(device)
+    for part in range(5):
+        places = transfers.shadows(states)
+        places[0].value.fill_(1.0)
+        transfers.publish(states, places)
+        under_way = sum(not arrived.query() for arrived, _, _ in transfers._untold)
+        assert under_way == min(part + 1, 2)
 
 
 def test_memory_of_values_is_counted_until_it_is_free() -> None:

@@ -19,12 +19,22 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-PRELOADED = ("pytest", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "superadam")
+_preloaded = ["pytest", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "superadam"]
+ENDED = "ended"
+
 SECONDS = 240
 """After which a rank hangs: many more than a loaded machine needs."""
 
+SECONDS_AFTER_FAILURE = 5
+"""After which ranks are stopped that wait for one that failed."""
+
 _processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload([*PRELOADED])
+_processes.set_forkserver_preload(_preloaded)
+
+
+def preload(module: str) -> None:
+    """Let ranks be forked from a process that has imported this module; only before the first one is."""
+    _preloaded.append(module)
 
 
 class RankError(AssertionError):
@@ -45,7 +55,7 @@ _workers: list[_Worker] = []
 def run(work: Callable[..., Any], ranks: int, /, **arguments: Any) -> list[Any]:
     """Call `work(rank, **arguments)`, which its module holds, on so many ranks; return what each returned.
 
-    A rank that ended its process returns None.
+    For a rank that ended its process that is `ENDED`.
 
     Raises:
         RankError: on a rank, something was raised, or it hung.
@@ -60,7 +70,8 @@ def run(work: Callable[..., Any], ranks: int, /, **arguments: Any) -> list[Any]:
         results: dict[int, Any] = {}
         left = {worker.connection: rank for rank, worker in enumerate(here)}
         while left:
-            ready = wait(list(left), SECONDS)
+            has_failed = any(isinstance(result, RankError) for result in results.values())
+            ready = wait(list(left), SECONDS_AFTER_FAILURE if has_failed else SECONDS)
             if not ready:
                 for rank in left.values():
                     results[rank] = RankError(f"rank {rank} hung")
@@ -71,8 +82,8 @@ def run(work: Callable[..., Any], ranks: int, /, **arguments: Any) -> list[Any]:
                 try:
                     results[rank] = connection.recv()
                 except EOFError:
-                    results[rank] = None
-    ended = [rank for rank in range(ranks) if results[rank] is None or isinstance(results[rank], RankError)]
+                    results[rank] = ENDED
+    ended = [rank for rank in range(ranks) if results[rank] == ENDED or isinstance(results[rank], RankError)]
     while ended and len(_workers) > ended[0]:  # the others, too: torch remembers which rank a process was
         worker = _workers.pop()
         worker.process.kill()
@@ -80,7 +91,7 @@ def run(work: Callable[..., Any], ranks: int, /, **arguments: Any) -> list[Any]:
     failures = [f"rank {rank}: {result}" for rank, result in sorted(results.items()) if isinstance(result, RankError)]
     if failures:
         raise RankError("\n".join(failures))
-    return [None if results[rank] is None else results[rank][0] for rank in range(ranks)]
+    return [results[rank] for rank in range(ranks)]
 
 
 def on_ranks(ranks: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -89,7 +100,7 @@ def on_ranks(ranks: int) -> Callable[[Callable[..., None]], Callable[..., None]]
     def decorate(work: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(work)
         def test(**arguments: Any) -> None:
-            run(work, ranks, **arguments)
+            assert run(work, ranks, **arguments) == [None] * ranks
 
         signature = inspect.signature(work)
         test.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])  # type: ignore[attr-defined]
@@ -126,7 +137,7 @@ def _serve(connection: Connection) -> None:
                 timeout=timedelta(seconds=SECONDS),
             )
             try:
-                result: Any = (getattr(work, "__wrapped__", work)(rank, **arguments),)
+                result: Any = getattr(work, "__wrapped__", work)(rank, **arguments)
             finally:
                 dist.destroy_process_group()
         except BaseException:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from reference import Parameter, flat, same_bits
+from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import fully_shard
+
+from superadam.kernels import formula
+from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
 
 
 @torch.no_grad()
@@ -17,7 +23,71 @@ def local(tensor: Any) -> Tensor:
     return part.detach()
 
 
+def is_first_replica(tensor: Any) -> bool:
+    """Return whether the elements of this rank's part are counted on this rank; of ordinary tensors on the first."""
+    if not hasattr(tensor, "placements"):
+        return distributed.get_rank() == 0
+    places = enumerate(tensor.placements)
+    return all(tensor.device_mesh.get_local_rank(n) == 0 for n, placement in places if placement.is_replicate())
+
+
 def wrap(modules: Iterable[nn.Module], **options: Any) -> None:
     """Shard each of these modules, from the inside outwards."""
     for module in modules:
         fully_shard(module, **options)
+
+
+class Oracle:
+    """Adam in numpy over this rank's parts of parameters, with the norm over all ranks.
+
+    `twins` are ordinary copies of the parameters, whose `.grad` it reads.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+        self.tensors = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self.twins = [nn.Parameter(parameter.detach().clone()) for parameter in self.tensors]
+        self.parameters = [Parameter(flat(local(p), local(p)), p.dtype) for p in self.tensors]
+
+    def copy_gradients(self) -> None:
+        for twin, parameter in zip(self.twins, self.tensors, strict=True):
+            twin.grad = None if parameter.grad is None else parameter.grad.detach().clone()
+
+    def step(self, limit: float | None) -> float:
+        """Make a step, and return the norm."""
+        gradients = [None if p.grad is None else flat(local(p.grad), local(p)) for p in self.twins]
+        counted = [g for g, p in zip(gradients, self.tensors, strict=True) if g is not None and is_first_replica(p)]
+        sums = [formula.chunk_sums(gradient) for gradient in counted]
+        every: list[Any] = [None] * distributed.get_world_size()
+        distributed.all_gather_object(every, formula.ordered_sum(np.concatenate([np.zeros(0), *sums])))
+        norm = math.sqrt(formula.ordered_sum(np.array(every)))
+        if not math.isfinite(norm):
+            return norm
+        clip = 1.0 if limit is None else float(np.float32(min(1.0, limit / (norm + 1e-6))))
+        hyper = Hyperparameters.of_group(self.optimizer.param_groups[0])
+        for one, gradient in zip(self.parameters, gradients, strict=True):
+            if gradient is None:
+                continue
+            one.step += 1
+            k = Coefficients.at_step(hyper, one.step, clip, double=one.p.dtype == np.float64)
+            one.p, one.m, one.v, one.vmax = formula.adam_formula(k, gradient, one.m, one.v, one.vmax, one.p)
+        return norm
+
+    def check(self) -> None:
+        """Compare every bit of parameters and state."""
+        for tensor, one in zip(self.tensors, self.parameters, strict=True):
+            part, entry = local(tensor), self.optimizer.state[tensor]
+            assert same_bits(flat(part, part), one.shown)
+            if not entry:
+                assert not one.step
+                continue
+            assert ("master" in entry) is (tensor.dtype == torch.bfloat16)
+            assert same_bits(flat(local(entry.get("master", tensor)), part), one.p)
+            assert same_bits(flat(local(entry["exp_avg"]), part), one.m)
+            assert same_bits(flat(local(entry["exp_avg_sq"]), part), one.v)
+            assert entry["step"].item() == one.step
+            for key in entry.keys() - {"step"}:
+                assert type(entry[key]) is (Tensor if type(tensor) is nn.Parameter else type(tensor))
+                assert getattr(entry[key], "placements", None) == getattr(tensor, "placements", None)
+                assert entry[key].shape == tensor.shape
+                assert entry[key].dtype == (torch.float64 if tensor.dtype == torch.float64 else torch.float32)

@@ -56,8 +56,8 @@ class Side:
         step: runs after backward; returns whether the step was clipped.
         placement: applied before each turn; None leaves the scheduler's.
         seconds: of iterations, by whether they were clipped.
-        python: CPU seconds of the training thread.
-        waited, hooks: seconds in which the training thread waited for the worker and took gradients.
+        python: CPU seconds of the training thread in each iteration that was not clipped: a clipped one runs kernels.
+        waited: seconds in which the training thread waited for the worker.
         depths: number of arrived buckets that were not done, at each arrival.
         trace: of the last turn.
     """
@@ -68,9 +68,8 @@ class Side:
     scheduler: OffloadScheduler | None = None
     placement: Placement | None = None
     seconds: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})
-    python: float = 0.0
+    python: list[float] = field(default_factory=list)
     waited: float = 0.0
-    hooks: float = 0.0
     buckets: int = 0
     depths: list[int] = field(default_factory=list)
     trace: Trace = field(default_factory=Trace)
@@ -91,18 +90,18 @@ class Side:
         for _ in range(WARM_UPS):
             self.iterate()
         before = replace(scheduler.statistics) if scheduler is not None else None
-        begin, python = device.record(Stream.CURRENT).passed_at(), time.thread_time()
-        end = begin
+        begin = end = device.record(Stream.CURRENT).passed_at()
         for _ in range(timed):
-            is_clipped, last = self.iterate(), end
+            last, python = end, time.thread_time()
+            is_clipped = self.iterate()
+            if not is_clipped:
+                self.python.append(time.thread_time() - python)
             end = device.record(Stream.CURRENT).passed_at()
             self.seconds[is_clipped].append(end - last)
-        self.python += time.thread_time() - python
         device.record(Stream.CURRENT).synchronize()
         if scheduler is not None and before is not None:
             now = scheduler.statistics
             self.waited += now.waited_seconds - before.waited_seconds
-            self.hooks += now.hook_seconds - before.hook_seconds
             self.buckets += now.buckets - before.buckets
             self._look_back(scheduler, begin)
             scheduler.synchronize()  # or its worker would run in another side's turn
@@ -132,7 +131,8 @@ class SideResult:
         over_clock: median time over the clock's.
         hidden_share: share of the CPU's Adam time by which iterations are not longer than the clock's.
         waited_seconds, python_seconds: in which the training thread waited for the worker, and of its CPU time.
-        bucket_seconds: in which hooks took the gradients of one bucket.
+        bucket_seconds: CPU time of the training thread for each bucket, in hooks and in the step: what it takes longer
+            than with the clock.
         queue_depth, deepest_queue: mean and maximum of arrived buckets that were not done.
     """
 
@@ -259,7 +259,7 @@ def _row(
         for side in (auto, first):
             side.model.device.constants.clear()
             side.iterate()  # publishes, before another scheduler compares parameters with masters
-        result = functools.partial(_result, clock=statistics.median(clock.seconds[False]), adam=adam)
+        result = functools.partial(_result, clock=clock, adam=adam)
         return Row(
             parameters=total,
             layers=gradients.layers,
@@ -332,21 +332,23 @@ def _seconds_of(action: Action, clock: Callable[[], float] = time.perf_counter) 
     return min(seconds[WARM_UPS:])
 
 
-def _result(side: Side, clock: float, adam: float) -> SideResult:
+def _result(side: Side, clock: Side, adam: float) -> SideResult:
     usual, clipped = side.seconds[False], side.seconds[True]
     count = len(usual) + len(clipped)
     placement = side.scheduler.placement if side.scheduler is not None and side.placement is None else side.placement
+    python, of_clock = statistics.median(side.python), statistics.median(clock.python)
+    alone = statistics.median(clock.seconds[False])
     spread = Spread.of(usual)
     return SideResult(
         name=side.name,
         placement="" if placement is None else words_of(placement),
         seconds=spread,
         clipped_seconds=statistics.median(clipped) if clipped else None,
-        over_clock=spread.median / clock,
-        hidden_share=max(0.0, 1.0 - max(0.0, spread.median - clock) / adam),
+        over_clock=spread.median / alone,
+        hidden_share=max(0.0, 1.0 - max(0.0, spread.median - alone) / adam),
         waited_seconds=side.waited / count,
-        python_seconds=side.python / count,
-        bucket_seconds=side.hooks / max(1, side.buckets),
+        python_seconds=python,
+        bucket_seconds=(python - of_clock) * count / side.buckets if side.buckets else 0.0,
         queue_depth=statistics.fmean(side.depths) if side.depths else 0.0,
         deepest_queue=max(side.depths, default=0),
     )

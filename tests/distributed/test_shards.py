@@ -1,0 +1,528 @@
+"""State of DTensors: fp32 parts on the CPU, shown as DTensors of the parameter's shape and placements."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import operator
+import pickle
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from ranks import on_ranks
+from shards import Oracle, local, wrap
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from visible import bits
+
+from superadam import SpeculativeCPUAdamW, StepKind
+from superadam.distributed import shards
+
+BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+class Model(nn.Module):
+    """Has even, uneven and empty shards, a tied and an unused parameter, and a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(6, 8), nn.Linear(8, 7), nn.Linear(7, 1)
+        self.tied = nn.Linear(7, 1)
+        self.tied.weight = self.last.weight
+        self.unused = nn.Linear(3, 5)
+        self.frozen = nn.Linear(1, 1).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.second(self.first(x).relu())
+        return self.frozen(self.last(inner) + self.tied(inner.tanh()))
+
+
+def model_of(dtype: torch.dtype, **options: Any) -> Any:
+    torch.manual_seed(1)
+    model = Model().to(dtype)
+    wrap([model.first, model.second, model], **options)
+    return model
+
+
+def backward(model: nn.Module, rank: int, step: int) -> None:
+    generator = torch.Generator().manual_seed(100 * rank + step)
+    dtype = next(model.parameters()).dtype
+    model(torch.randn(4, 6, generator=generator).to(dtype)).square().mean().backward()
+
+
+def train(model: Any, optimizer: Any, rank: int, steps: range, limit: float | None = None) -> None:
+    for step in steps:
+        backward(model, rank, step)
+        optimizer.max_grad_norm = limit if step % 2 else None
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def state_of(optimizer: Any) -> list[Any]:
+    every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    entries = [optimizer.state[parameter] for parameter in every]
+    return [{key: bits(local(value)) for key, value in entry.items()} for entry in entries] + [
+        bits(local(p)) for p in every
+    ]
+
+
+MESHES: dict[str, Any] = {
+    "1-D": lambda: {},
+    "Shard(1)": lambda: {"shard_placement_fn": lambda p: Shard(1) if p.ndim == 2 and p.shape[1] == 6 else None},
+    "HSDP 2 x 1": lambda: {"mesh": init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))},
+    "HSDP 1 x 2": lambda: {"mesh": init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("mesh", MESHES)
+@on_ranks(2)
+def test_every_kind_of_shard(rank: int, mesh: str, dtype: torch.dtype) -> None:
+    model = model_of(dtype, **MESHES[mesh]())
+    optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-2)
+    oracle = Oracle(optimizer)
+    for step in range(4):
+        backward(model, rank, step)
+        oracle.copy_gradients()
+        limit = 1e-3 if step % 2 else None
+        optimizer.max_grad_norm = limit
+        asked = optimizer.clip_grad_norm_(1e-3).item() if step == 3 else None
+        optimizer.step()
+        norm, outcome = oracle.step(limit), optimizer.last_outcome
+        assert outcome is not None
+        assert outcome.grad_norm == norm
+        assert asked in (None, norm)
+        assert outcome.kind is (StepKind.CLIPPED if limit else StepKind.COMMITTED)
+        optimizer.zero_grad()
+        oracle.check()
+    assert not optimizer.state[model.unused.weight]
+    assert not optimizer.state[model.frozen.weight]
+    entry = optimizer.state[model.last.weight]  # of one row: one part is empty but under HSDP
+    assert entry["exp_avg"].full_tensor().shape == (1, 7)
+    assert {value.device.type for value in entry.values()} == {"cpu"}
+
+
+@BOTH
+@on_ranks(2)
+def test_a_replicated_parameter_counts_once(rank: int, dtype: torch.dtype) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    whole = nn.Parameter(distribute_tensor(torch.ones(3, 2, dtype=dtype), mesh, [Replicate()]))
+    cut = nn.Parameter(distribute_tensor(torch.ones(3, dtype=dtype), mesh, [Shard(0)]))
+    scalar = nn.Parameter(distribute_tensor(torch.tensor(1.0, dtype=dtype), mesh, [Replicate()]))
+    for parameter in (whole, cut, scalar):
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = SpeculativeCPUAdamW([whole, cut, scalar])
+    assert optimizer.clip_grad_norm_(torch.inf).item() == 10**0.5
+    optimizer.step()
+    assert optimizer.state[scalar]["exp_avg"].placements == (Replicate(),)
+
+
+OPTIONS: dict[str, Any] = {
+    "default": {},
+    "not resharded": {"reshard_after_forward": False},
+    "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    "low precision": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
+}
+
+
+@BOTH
+@pytest.mark.parametrize("options", OPTIONS)
+@on_ranks(2)
+def test_the_next_forward_sees_new_values(rank: int, options: str, dtype: torch.dtype) -> None:
+    model, plain = model_of(dtype, **OPTIONS[options]), Model().to(dtype)
+    optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-2)
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for step in range(4):
+        backward(model, rank, step)
+        if step % 2:
+            optimizer.speculate()
+        optimizer.step()
+        optimizer.zero_grad()
+        whole = {name: value.full_tensor() for name, value in model.state_dict().items()}
+        low = options == "low precision"
+        plain.load_state_dict(whole)
+        expected = (copy.deepcopy(plain).bfloat16() if low else plain)(x.bfloat16() if low else x)
+        assert bits(model(x.bfloat16() if low else x)) == bits(expected)
+
+
+@on_ranks(2)
+def test_ignored_parameters_are_ordinary_tensors(rank: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    wrap([model], ignored_params=set(model[1].parameters()))
+    optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-2)
+    oracle = Oracle(optimizer)
+    for differs in (False, True, False):
+        torch.manual_seed(rank)
+        model(torch.randn(3, 4)).square().sum().backward()
+        before = [bits(local(p)) for p in model.parameters()]
+        if differs:
+            with pytest.raises(
+                RuntimeError, match=r"^the gradients of parameters that are not distributed differ .* ign"
+            ):
+                optimizer.step()
+            assert before == [bits(local(p)) for p in model.parameters()]
+        else:
+            for parameter in model[1].parameters():
+                torch.distributed.all_reduce(parameter.grad)
+            oracle.copy_gradients()
+            optimizer.step()
+            norm, outcome = oracle.step(None), optimizer.last_outcome
+            assert outcome is not None
+            assert math.isclose(outcome.grad_norm, norm, rel_tol=1e-14)  # which is added in another order
+            oracle.check()
+        optimizer.zero_grad()
+    assert type(optimizer.state[model[1].weight]["exp_avg"]) is Tensor
+
+
+@pytest.mark.parametrize("what", ["whole", "part"])
+@on_ranks(2)
+def test_state_that_is_held_shows_every_step(rank: int, what: str) -> None:
+    model = model_of(torch.bfloat16)
+    optimizer, twin_model = SpeculativeCPUAdamW(model.parameters(), lr=1e-2), model_of(torch.bfloat16)
+    twin = SpeculativeCPUAdamW(twin_model.parameters(), lr=1e-2)
+    train(model, optimizer, rank, range(1))
+    train(twin_model, twin, rank, range(1))
+    entry = optimizer.state[model.first.weight]
+    with torch.no_grad():
+        held: Any = {"whole": entry["master"], "part": entry["master"].to_local()}[what]
+    del entry
+    for step in (1, 2, 3):
+        for m, one in ((model, optimizer), (twin_model, twin)):
+            backward(m, rank, step)
+            one.speculate()
+            one.resolve()
+            one.zero_grad()
+        assert bits(local(held)) == bits(local(twin.state[twin_model.first.weight]["master"]))
+    with torch.no_grad():  # edits are the truth
+        held.fill_(3.0)
+    train(model, optimizer, rank, range(4, 5))
+    assert (local(held) - 3).abs().max() < 0.1
+    assert (local(model.first.weight) - 3).abs().max() < 0.1
+
+
+@on_ranks(2)
+def test_state_that_is_edited_during_speculation(rank: int) -> None:
+    """Through the DTensor, through its part, and by another DTensor in its place."""
+    for edit in ("whole", "part", "other"):
+        models = [model_of(torch.bfloat16) for _ in range(2)]
+        optimizers = [SpeculativeCPUAdamW(model.parameters(), lr=1e-2) for model in models]
+        for model, one in zip(models, optimizers, strict=True):
+            train(model, one, rank, range(2))
+            backward(model, rank, 2)
+            if one is optimizers[0]:
+                one.speculate()
+            entry = one.state[model.first.weight]
+            with torch.no_grad():
+                if edit == "whole":
+                    entry["exp_avg"].mul_(5)
+                elif edit == "part":
+                    entry["exp_avg"].to_local().mul_(5)
+                else:
+                    entry["exp_avg"] = entry["exp_avg"] * 5
+            one.step()
+        assert state_of(optimizers[0]) == state_of(optimizers[1])
+        assert optimizers[0].statistics.accepted > 0
+
+
+@on_ranks(2)
+def test_one_rank_alone_reads_and_writes(rank: int) -> None:
+    """Nothing but a step and a norm is asked of other ranks."""
+    model = model_of(torch.bfloat16)
+    optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-2)
+    if rank == 0:
+        assert not any(optimizer.state_dict()["state"].values())
+    train(model, optimizer, rank, range(2))
+    backward(model, rank, 2)
+    if rank == 1:
+        optimizer.speculate()
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.rollback()
+        optimizer.commit()
+        optimizer.reload_masters()
+        copy.deepcopy(optimizer.state_dict())
+    optimizer.step()
+    assert optimizer.last_outcome is not None
+    assert optimizer.last_outcome.kind is StepKind.COMMITTED
+
+
+@BOTH
+@on_ranks(2)
+def test_outside_writes_are_adopted(rank: int, dtype: torch.dtype) -> None:
+    model, twin_model = model_of(dtype), model_of(dtype)
+    optimizer, twin = (SpeculativeCPUAdamW(m.parameters(), lr=1e-2) for m in (model, twin_model))
+    for m, one in ((model, optimizer), (twin_model, twin)):
+        train(m, one, rank, range(2))
+    with torch.no_grad():
+        model.first.weight.mul_(2)  # of the DTensor
+        twin_model.first.weight.to_local().mul_(2)  # of the part
+    for m, one in ((model, optimizer), (twin_model, twin)):
+        train(m, one, rank, range(2, 4))
+    assert state_of(optimizer) == state_of(twin)
+    if dtype == torch.bfloat16:
+        assert bits(local(model.first.weight)) == bits(local(optimizer.state[model.first.weight]["master"]).bfloat16())
+
+
+@on_ranks(2)
+def test_parts_that_are_replaced(rank: int) -> None:
+    """As by `model.to`, which swaps the contents of parameters, and by loading with `assign`."""
+    model = model_of(torch.float32)
+    optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-2)
+    train(model, optimizer, rank, range(1))
+    moments = bits(local(optimizer.state[model.first.weight]["exp_avg"]))
+    model.to(torch.bfloat16)
+    state = optimizer.state[model.first.weight]
+    assert bits(local(state["exp_avg"])) == moments
+    before = local(model.first.weight).clone()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert state["master"].dtype == torch.float32
+    assert bits(local(state["master"]).bfloat16()) == bits(local(model.first.weight))
+    assert bits(before) != bits(local(model.first.weight))
+
+
+@BOTH
+@pytest.mark.parametrize("way", ["dict", "file"])
+@on_ranks(2)
+def test_state_dicts_go_round(rank: int, dtype: torch.dtype, way: str) -> None:
+    model, other = model_of(dtype), model_of(dtype)
+    optimizer, loaded = (SpeculativeCPUAdamW(m.parameters(), lr=1e-2, amsgrad=True) for m in (model, other))
+    train(model, optimizer, rank, range(3), 1e-3)
+    state_dict = optimizer.state_dict()
+    if way == "file":
+        file = io.BytesIO()
+        torch.save(state_dict, file)
+        file.seek(0)
+        state_dict = torch.load(file, weights_only=True)
+    other.load_state_dict(model.state_dict())
+    loaded.load_state_dict(state_dict)
+    assert state_of(loaded) == state_of(optimizer)
+    for m, one in ((model, optimizer), (other, loaded)):
+        train(m, one, rank, range(3, 6), 1e-3)
+    assert state_of(loaded) == state_of(optimizer)
+    entry = loaded.state[other.first.weight]
+    assert entry["exp_avg"].placements == other.first.weight.placements
+    assert entry["exp_avg"] is not optimizer.state[model.first.weight]["exp_avg"]
+
+
+@BOTH
+@on_ranks(2)
+def test_state_dicts_of_torch(rank: int, dtype: torch.dtype) -> None:
+    model, other = model_of(dtype), model_of(dtype)
+    ours: Any = SpeculativeCPUAdamW(model.parameters(), lr=1e-2)
+    theirs = torch.optim.AdamW(other.parameters(), lr=1e-2)
+    train(model, ours, rank, range(2))
+    theirs.load_state_dict(ours.torch_state_dict())
+    other.load_state_dict(model.state_dict())
+    train(other, theirs, rank, range(2, 3))
+    entry = theirs.state[other.first.weight]
+    assert entry["step"].item() == 3
+    ours.load_state_dict(theirs.state_dict())
+    entry = ours.state[model.first.weight]
+    assert entry["step"].item() == 3
+    assert entry["exp_avg"].dtype == torch.float32
+    train(model, ours, rank, range(3, 4))
+
+
+@on_ranks(2)
+def test_copies_and_pickles(rank: int) -> None:
+    model = model_of(torch.bfloat16)
+    optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-2)
+    train(model, optimizer, rank, range(2))
+    others = [copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))]
+    for one in (optimizer, *others):
+        assert state_of(one) == state_of(optimizer)
+    for one in (optimizer, *others):
+        for position, parameter in enumerate(one.param_groups[0]["params"]):
+            parameter.grad = torch.ones_like(parameter) * (position + 1)
+        one.step()
+        assert state_of(one) == state_of(optimizer)
+
+
+@BOTH
+@pytest.mark.parametrize("is_full", [False, True])
+@on_ranks(2)
+def test_functions_of_distributed_checkpoint(rank: int, dtype: torch.dtype, is_full: bool) -> None:
+    """Where every parameter that is trained has state, which they need of every optimizer."""
+    options = StateDictOptions(full_state_dict=is_full)
+    models = [model_of(dtype), model_of(dtype)]
+    optimizer, loaded = (SpeculativeCPUAdamW(m.parameters(), lr=1e-2) for m in models)
+    for parameter in filter(operator.attrgetter("requires_grad"), models[0].parameters()):
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    state_dict = get_optimizer_state_dict(models[0], optimizer, options=options)
+    set_optimizer_state_dict(models[1], loaded, state_dict, options=options)
+    models[1].load_state_dict(models[0].state_dict())
+    assert state_of(optimizer) == state_of(loaded)
+
+
+@BOTH
+@on_ranks(2)
+def test_tensor_parallelism(rank: int, dtype: torch.dtype) -> None:
+    """Parameters that are cut in both ways, and the norm's, which are not: their gradients are the same everywhere."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 8), nn.LayerNorm(8)).to(dtype)
+    parallelize_module(model, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-2)
+    oracle = Oracle(optimizer)
+    for step in range(3):
+        torch.manual_seed(step)
+        model(torch.randn(3, 8).to(dtype)).square().mean().backward()
+        oracle.copy_gradients()
+        optimizer.speculate()
+        optimizer.step()
+        norm, outcome = oracle.step(None), optimizer.last_outcome
+        assert outcome is not None
+        assert math.isclose(outcome.grad_norm, norm, rel_tol=1e-14)  # which is added in another order
+        oracle.check()
+        optimizer.zero_grad()
+
+
+@on_ranks(1)
+def test_one_rank(rank: int) -> None:
+    model = model_of(torch.bfloat16)
+    optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-2)
+    oracle = Oracle(optimizer)
+    for step in range(3):
+        backward(model, rank, step)
+        oracle.copy_gradients()
+        optimizer.speculate()
+        optimizer.step()
+        assert optimizer.last_outcome is not None
+        assert optimizer.last_outcome.grad_norm == oracle.step(None)
+        oracle.check()
+        optimizer.zero_grad()
+
+
+@on_ranks(2)
+def test_state_of_other_placements_is_refused(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    parameter = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = SpeculativeCPUAdamW([parameter])
+    optimizer.step()
+    good = optimizer.state_dict()
+    before = state_of(optimizer)
+    for wrong in (
+        distribute_tensor(torch.ones(4, 4), mesh, [Shard(1)]),
+        distribute_tensor(torch.ones(4, 4), mesh, [Replicate()]),
+        distribute_tensor(torch.ones(4, 5), mesh, [Shard(0)]),
+        torch.ones(4, 4),
+        torch.ones(2, 4),
+    ):
+        bad = copy.copy(good)
+        bad["state"] = {0: {**good["state"][0], "exp_avg": wrong}}
+        with pytest.raises(
+            ValueError, match=r"^exp_avg of parameter 0 of group 0 is .*, expected it like its parameter"
+        ):
+            optimizer.load_state_dict(bad)
+        assert state_of(optimizer) == before
+    plain = nn.Parameter(torch.ones(4, 4))
+    single = SpeculativeCPUAdamW([plain])
+    with pytest.raises(
+        ValueError, match=r"^exp_avg of parameter 0 of group 0 is .*DTensor.*, expected floats of shape"
+    ):
+        single.load_state_dict(good)
+    optimizer.state[parameter]["exp_avg"] = torch.ones(4, 4)
+    with pytest.raises(ValueError, match="expected it like its parameter"):
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_parameters_that_are_not_summed_are_refused(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    partial = nn.Parameter(DTensor.from_local(torch.ones(3), mesh, [Partial()]))
+    with pytest.raises(TypeError, match=r"^parameter 0 of group 0 is placed .* expected Shard or Replicate"):
+        SpeculativeCPUAdamW([partial])
+
+
+@on_ranks(3)
+def test_meshes_of_some_ranks(rank: int) -> None:
+    """Groups other than all ranks: of one dimension, and of two."""
+    for ranks, placements in (([1, 2], [Shard(0)]), ([[1], [2]], [Replicate(), Shard(0)])):
+        mesh = DeviceMesh("cpu", ranks)
+        if rank:
+            parameter = nn.Parameter(distribute_tensor(torch.ones(4), mesh, placements))
+            parameter.grad = torch.ones_like(parameter)
+            optimizer = SpeculativeCPUAdamW([parameter])
+            assert optimizer.clip_grad_norm_(1.0).item() == 2.0
+            optimizer.step()
+            assert optimizer.last_outcome is not None
+            assert optimizer.last_outcome.kind is StepKind.CLIPPED
+        torch.distributed.barrier()
+
+
+@on_ranks(3)
+def test_different_ranks_are_refused(rank: int) -> None:
+    every, some = (DeviceMesh("cpu", ranks) for ranks in ([0, 1, 2], [0, 1]))
+    first = nn.Parameter(distribute_tensor(torch.ones(6), every, [Shard(0)]))
+    second = nn.Parameter(distribute_tensor(torch.ones(6), some, [Shard(0)]))
+    if rank == 2:
+        with pytest.raises(
+            TypeError, match=r"^parameter 1 of group 0 lies on ranks \[0, 1\] only, .* leave it out here$"
+        ):
+            SpeculativeCPUAdamW([first, second])
+    else:
+        with pytest.raises(
+            ValueError, match=r"^parameter 0 of group 0 is distributed over ranks \[0, 1, 2\] and .*one o"
+        ):
+            SpeculativeCPUAdamW([first, second]).step()
+
+
+# -- what is known of DTensor and not documented -----------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_attributes_of_dtensor(rank: int) -> None:
+    """`shards` relies on these; a torch in which they differ fails here."""
+    parameter: Any = nn.Parameter(
+        distribute_tensor(torch.ones(3, 2, dtype=torch.bfloat16), init_device_mesh("cpu", (2,)))
+    )
+    with torch.no_grad():
+        part = shards.local_of(parameter)
+        assert type(part) is Tensor
+        assert part is shards.local_of(parameter)
+        assert part.data_ptr() == parameter.to_local().data_ptr()
+        state = torch.zeros(part.shape)
+        whole: Any = shards.with_local(parameter, state)
+        assert type(whole) is DTensor
+        assert shards.local_of(whole) is state
+        assert (whole.shape, whole.dtype, whole.stride()) == (parameter.shape, torch.float32, parameter.stride())
+        assert whole.placements == parameter.placements
+        whole += 1
+        assert state.eq(1).all()
+        assert bits((whole + parameter).full_tensor()) == bits(torch.full((3, 2), 2.0))
+        shards.set_local(whole, torch.full(part.shape, 5.0))
+        assert whole.full_tensor().eq(5).all()
+        # An operation on the DTensor counts there, one on the part in the part, and one on a list nowhere: see README.
+        for write, where in (
+            (lambda: parameter.add_(1), (1, 0)),
+            (lambda: parameter.to_local().add_(1), (0, 1)),
+            (lambda: torch._foreach_add_([parameter], 1), (0, 0)),
+        ):
+            versions = parameter._version, part._version
+            write()
+            assert (parameter._version - versions[0], part._version - versions[1]) == where
+
+
+@pytest.mark.subprocess
+@pytest.mark.slow
+def test_dtensors_are_not_imported() -> None:
+    program = (
+        "import sys, torch.optim; before = 'torch.distributed.tensor' in sys.modules; import superadam; "
+        "assert before == ('torch.distributed.tensor' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,0 +1,406 @@
+"""All ranks decide alike, or all raise: nothing hangs, and nothing is changed on some ranks only."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+import pytest
+import torch
+from ranks import ENDED, on_ranks, run
+from shards import local, wrap
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from visible import bits
+
+from superadam import SpeculativeCPUAdam, SpeculativeCPUAdamW, StepKind
+
+
+def cut(*shape: int, mesh: Any = None, placements: Any = None, dtype: torch.dtype = torch.float32) -> Any:
+    """Return a parameter of ones, with a gradient of ones."""
+    mesh = mesh or init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    parameter = nn.Parameter(distribute_tensor(torch.ones(shape, dtype=dtype), mesh, placements or [Shard(0)]))
+    parameter.grad = torch.ones_like(parameter)
+    return parameter
+
+
+def seen(*parameters: Any) -> list[Any]:
+    return [bits(local(parameter)) for parameter in parameters]
+
+
+def raises(error: type[Exception], pattern: str, call: Any) -> None:
+    with pytest.raises(error, match=pattern) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 450
+
+
+# -- one verdict -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("speculative", [False, True], ids=["step", "speculate"])
+@pytest.mark.parametrize("shape", [None, (2, 1), (1, 2)], ids=["1-D", "HSDP 2 x 1", "HSDP 1 x 2"])
+@on_ranks(2)
+def test_nan_on_one_rank(rank: int, shape: Any, speculative: bool) -> None:
+    """Under HSDP 2 x 1 the second rank has replicas only, none of which counts for the norm."""
+    mesh = None if shape is None else init_device_mesh("cpu", shape)
+    placements = None if shape is None else [Replicate(), Shard(0)]
+    parameters = [cut(n, 3, mesh=mesh, placements=placements, dtype=torch.bfloat16) for n in (5, 1)]
+    optimizer = SpeculativeCPUAdamW(parameters)
+    optimizer.step()
+    for bad_rank in (0, 1):
+        for value in (math.nan, math.inf):
+            before = seen(*parameters)
+            for parameter in parameters:
+                parameter.grad = torch.ones_like(parameter)
+            if rank == bad_rank:
+                local(parameters[0].grad)[-1] = value
+            if speculative:
+                optimizer.speculate()
+            optimizer.step()
+            outcome = optimizer.last_outcome
+            assert outcome is not None
+            assert (outcome.kind, outcome.nonfinite) == (StepKind.SKIPPED, 3)
+            assert not math.isfinite(outcome.grad_norm)
+            assert seen(*parameters) == before
+            optimizer.on_nonfinite = "raise"
+            raises(FloatingPointError, "^3 gradient elements are Inf or NaN", optimizer.step)
+            optimizer.on_nonfinite = "skip"
+    assert optimizer.state[parameters[0]]["step"].item() == 1
+
+
+@on_ranks(3)
+def test_the_norm_is_that_of_all_ranks(rank: int) -> None:
+    parameters = [cut(7, 2), cut(1), cut(4, 3, placements=[Shard(1)]), cut(2, placements=[Replicate()])]
+    optimizer = SpeculativeCPUAdamW(parameters, max_grad_norm=2.0)
+    for parameter in parameters:
+        torch.manual_seed(rank if parameter.placements != (Replicate(),) else 7)
+        local(parameter.grad).normal_()
+    whole = [parameter.grad.full_tensor() for parameter in parameters]
+    expected = torch.cat([one.flatten() for one in whole]).double().square().sum().sqrt().item()
+    asked = optimizer.clip_grad_norm_(1.5).item()
+    assert asked == pytest.approx(expected, rel=1e-14)  # summed in another order
+    every: list[Any] = [None] * 3
+    torch.distributed.all_gather_object(every, asked)
+    assert every == [asked] * 3
+    optimizer.step()
+    outcome = optimizer.last_outcome
+    assert outcome is not None
+    assert outcome.grad_norm == asked
+    assert outcome.clip_coefficient == torch.tensor(1.5 / (asked + 1e-6), dtype=torch.float64).float().item()
+    optimizer.step()
+    assert optimizer.last_outcome.clip_coefficient == torch.tensor(2.0 / (asked + 1e-6), dtype=torch.float64).float()
+
+
+@on_ranks(2)
+def test_gradients_on_one_rank_only(rank: int) -> None:
+    """A rank without any gradient takes part all the same."""
+    parameter = cut(4)
+    optimizer = SpeculativeCPUAdamW([parameter])
+    if rank:
+        parameter.grad = None
+    assert optimizer.clip_grad_norm_(9.0).item() == 2**0.5
+    optimizer.step()
+    parameter.grad = None
+    optimizer.step()
+    assert optimizer.last_outcome is not None
+    assert optimizer.last_outcome.grad_norm == 0.0
+
+
+@on_ranks(2)
+def test_ordinary_parameters_need_no_other_rank(rank: int) -> None:
+    if rank == 0:
+        parameter = nn.Parameter(torch.ones(3))
+        parameter.grad = torch.ones(3)
+        optimizer = SpeculativeCPUAdamW([parameter], max_grad_norm=1.0)
+        optimizer.step()
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.param_groups[0]["lr"] = -1.0
+        raises(ValueError, "lr is -1.0; expected", optimizer.step)
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+def wrong_shape(optimizer: Any, parameter: Any) -> None:
+    parameter.grad._local_tensor = torch.ones(1, 1)
+
+
+def wrong_placement(optimizer: Any, parameter: Any) -> None:
+    parameter.grad = DTensor.from_local(torch.ones(4, dtype=torch.bfloat16), parameter.device_mesh, [Replicate()])
+
+
+def partial(optimizer: Any, parameter: Any) -> None:
+    parameter.grad = DTensor.from_local(torch.ones(4, dtype=torch.bfloat16), parameter.device_mesh, [Partial()])
+
+
+def ordinary(optimizer: Any, parameter: Any) -> None:
+    parameter.grad = torch.ones(4, dtype=torch.bfloat16)
+
+
+def wrong_rate(optimizer: Any, parameter: Any) -> None:
+    optimizer.param_groups[0]["lr"] = -1.0
+
+
+def wrong_state(optimizer: Any, parameter: Any) -> None:
+    optimizer.state[parameter]["step"] = torch.tensor(0.5)
+
+
+def twice(optimizer: Any, parameter: Any) -> None:
+    optimizer.param_groups[0]["params"] = [parameter, parameter]
+
+
+WRONGS: dict[Any, str] = {
+    wrong_shape: r"^the gradient of parameter 0 of group 0 has shape \(1, 1\), expected",
+    wrong_placement: r"^the gradient of parameter 0 of group 0 is a DTensor of shape \(4,\) placed \[Replicate",
+    partial: r"^the gradient of parameter 0 of group 0 is .*Partial.*, expected it like its .*redistribute\(\)",
+    ordinary: r"^the gradient of parameter 0 of group 0 is an ordinary tensor of shape \(4,\), expected it like",
+    wrong_rate: "lr is -1.0; expected",
+    wrong_state: "^the state of parameter 0 of group 0 has step",
+    twice: "are the same parameter",
+}
+
+
+@pytest.mark.parametrize("is_bound", [False, True], ids=["first", "later"])
+@pytest.mark.parametrize("call", ["step", "clip_grad_norm_"])
+@on_ranks(2)
+def test_an_error_on_one_rank(rank: int, call: str, is_bound: bool) -> None:
+    """The rank raises its error, the other one a sentence; afterwards they are at the same point."""
+    for bad_rank in (0, 1):
+        for wrong, sentence in WRONGS.items():
+            parameter = cut(4, dtype=torch.bfloat16)
+            optimizer = SpeculativeCPUAdamW([parameter], lr=0.1)
+            if is_bound or wrong is wrong_state:
+                optimizer.step()
+            groups = [{**group} for group in optimizer.param_groups]
+            before = seen(parameter)
+            gradient = torch.ones_like(parameter)
+            if rank == bad_rank:
+                wrong(optimizer, parameter)
+            ask: Any = optimizer.step if call == "step" else lambda: optimizer.clip_grad_norm_(1.0)  # noqa: B023
+            if rank == bad_rank:
+                raises((TypeError, ValueError), sentence, ask)  # type: ignore[arg-type]
+            else:
+                raises(RuntimeError, rf"^{call}\(\) failed on ranks \[{bad_rank}\], so nothing was changed", ask)
+            assert seen(parameter) == before
+            parameter.grad = gradient
+            optimizer.param_groups[0].update(groups[0])
+            if rank == bad_rank and wrong is wrong_state:
+                optimizer.state[parameter]["step"] = torch.tensor(1.0)
+            optimizer.step()
+            assert seen(parameter) != before
+            assert optimizer.last_outcome is not None
+            assert optimizer.last_outcome.grad_norm == 2.0
+
+
+@on_ranks(2)
+def test_an_invalid_limit_on_one_rank(rank: int) -> None:
+    optimizer = SpeculativeCPUAdamW([cut(4)])
+    if rank:
+        raises(ValueError, "^max_norm is -1.0", lambda: optimizer.clip_grad_norm_(-1.0))
+    else:
+        raises(RuntimeError, r"^clip_grad_norm_\(\) failed on ranks \[1\]", lambda: optimizer.clip_grad_norm_(1.0))
+    optimizer.step()
+
+
+@on_ranks(3)
+def test_ranks_that_are_not_at_the_same_point(rank: int) -> None:
+    optimizer = SpeculativeCPUAdamW([parameter := cut(6)])
+    for ask in (optimizer.step, lambda: optimizer.clip_grad_norm_(1.0)):
+        ask()
+    before = seen(parameter)
+    ask = optimizer.step if rank < 2 else lambda: optimizer.clip_grad_norm_(1.0)
+    told = r"rank 0 is in call 3 \(step\(\)\) and rank 2 is in call 3 \(clip_grad_norm_\(\)\), expected each call"
+    raises(RuntimeError, "^the ranks are not at the same point: " + told, ask)
+    assert seen(parameter) == before
+
+
+@on_ranks(2)
+def test_optimizers_in_different_order(rank: int) -> None:
+    optimizers = [SpeculativeCPUAdamW([cut(4)]), SpeculativeCPUAdamW([cut(2, 2)])]
+    told = "^the optimizers of ranks 0 and 1 have different parameters, .* make them from the same model$"
+    raises(RuntimeError, told, optimizers[rank].step)
+
+
+@on_ranks(2)
+def test_limits_that_differ(rank: int) -> None:
+    parameter = cut(4)
+    optimizer = SpeculativeCPUAdamW([parameter], max_grad_norm=[None, 1.0][rank])
+    before = seen(parameter)
+    raises(RuntimeError, "^the limit of the gradient norm is inf on rank 0 and 1.0 on rank 1, expected", optimizer.step)
+    assert seen(parameter) == before
+    optimizer.max_grad_norm = 1.0
+    optimizer.step()
+
+
+@on_ranks(2)
+def test_a_failed_step_leaves_no_sums_behind(rank: int) -> None:
+    """Of a parameter that takes no part in the next one."""
+    first, second = cut(4), cut(4)
+    optimizer = SpeculativeCPUAdamW([first, second], max_grad_norm=[None, 1.0][rank])
+    raises(RuntimeError, "^the limit of the gradient norm is", optimizer.step)
+    optimizer.max_grad_norm = None
+    second.grad = None
+    optimizer.step()
+    assert optimizer.last_outcome is not None
+    assert optimizer.last_outcome.grad_norm == 2.0
+
+
+def end_of_rank_1(rank: int) -> str:
+    optimizer = SpeculativeCPUAdamW([parameter := cut(4)])
+    optimizer.step()
+    before = seen(parameter)
+    torch.distributed.barrier()
+    if rank == 1:
+        os._exit(1)
+    raises(RuntimeError, r"^ranks \[0, 1\] could not agree on a step, because one of them has ended", optimizer.step)
+    parameter.grad = torch.ones(4)  # and an error of its own is raised although nobody hears of it
+    raises(TypeError, "^the gradient of parameter 0", optimizer.step)
+    assert seen(parameter) == before
+    return "raised"
+
+
+@pytest.mark.slow
+def test_a_rank_that_ends() -> None:
+    assert run(end_of_rank_1, 2) == ["raised", ENDED]
+
+
+# -- torch's own functions ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@on_ranks(2)
+def test_scaled_gradients_that_overflow_on_one_rank(rank: int, dtype: torch.dtype) -> None:
+    for is_taken in (False, True):
+        parameter = cut(4, dtype=dtype)
+        optimizer = SpeculativeCPUAdam([parameter])
+        optimizer.step()
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for bad in (False, True):
+            before = seen(parameter)
+            loss = scaler.scale(parameter.to_local().sum())
+            parameter.grad = None
+            loss.backward()
+            if bad and rank:
+                local(parameter.grad)[0] = math.inf
+            if is_taken:
+                optimizer.speculate()
+            scaler.step(optimizer)
+            scaler.update()
+            assert (seen(parameter) == before) is bad
+        assert scaler.get_scale() == 2.0
+
+
+@on_ranks(2)
+def test_accumulation_norms_and_writes_over_handles(rank: int) -> None:
+    """Each does to a gradient that was taken what it does to an ordinary one."""
+
+    def clip_value(ps: Any) -> None:
+        nn.utils.clip_grad_value_(ps, 0.3)
+
+    def clip_each(ps: Any) -> None:
+        nn.utils.clip_grad_norm_(ps, 0.5, foreach=False)
+
+    def clip_inf(ps: Any) -> None:
+        nn.utils.clip_grad_norm_(ps, 0.5, norm_type=math.inf)
+
+    def add(ps: Any) -> None:
+        for p in ps:
+            p.grad += torch.ones_like(p.grad)
+
+    def read(ps: Any) -> None:
+        for p in ps:
+            p.grad.full_tensor().sum()
+            repr(p.grad)
+            p.grad.to_local().norm()
+
+    def write(ps: Any) -> None:
+        for p in ps:
+            p.grad.to_local().mul_(0.5)
+
+    def replace(ps: Any) -> None:
+        for p in ps:
+            p.grad = p.grad * 2
+
+    def drop(ps: Any) -> None:
+        ps[1].grad = None
+
+    def zero(ps: Any) -> None:
+        for p in ps:
+            p.grad.zero_()
+
+    for edit in (clip_value, clip_each, clip_inf, add, read, write, replace, drop, zero):
+        results = []
+        for is_taken in (False, True):
+            parameters = [cut(5, 3, dtype=torch.bfloat16), cut(2, 3, dtype=torch.bfloat16)]
+            optimizer = SpeculativeCPUAdamW(parameters, lr=0.1)
+            optimizer.step()
+            for position, parameter in enumerate(parameters):
+                torch.manual_seed(10 * rank + position)
+                parameter.grad = torch.randn_like(parameter.detach())
+            if is_taken:
+                optimizer.speculate()
+            edit(parameters)
+            optimizer.step()
+            state = [local(optimizer.state[p][key]) for p in parameters for key in ("master", "exp_avg", "exp_avg_sq")]
+            results.append([*seen(*parameters), *map(bits, state)])
+        assert results[0] == results[1], edit.__name__
+
+
+@on_ranks(2)
+def test_gradients_that_others_hold_are_not_taken(rank: int) -> None:
+    torch.manual_seed(0)
+    results = []
+    for held in ("nothing", "gradient", "part", "alias", "storage"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).bfloat16()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.fill_(0.25)
+        wrap([model[0], model])
+        optimizer = SpeculativeCPUAdamW(model.parameters(), lr=0.1)
+        for is_second in (False, True):
+            model(torch.ones(2, 4).bfloat16()).sum().backward()
+            weight = model[0].weight
+            alias: Any = {
+                "nothing": None,
+                "gradient": weight.grad,
+                "part": weight.grad._local_tensor,
+                "alias": weight.grad.to_local(),
+                "storage": weight.grad._local_tensor.untyped_storage(),
+            }[held]
+            if is_second:
+                optimizer.speculate()
+            if held == "storage":
+                alias = torch.empty(0, dtype=torch.bfloat16).set_(alias)
+            if alias is not None:
+                alias.mul_(0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            del alias
+        results.append([bits(local(optimizer.state[p]["exp_avg"])) for p in optimizer.param_groups[0]["params"]])
+        assert (optimizer.statistics.accepted == 4) is (held == "nothing")
+    del results[4]  # of all gradients in that storage
+    assert results[1] == results[2] == results[3] != results[0]
+
+
+@on_ranks(2)
+def test_rollback_on_one_rank(rank: int) -> None:
+    """What is taken where makes no difference."""
+    results = []
+    for speculative in (False, True):
+        parameter = cut(4, dtype=torch.bfloat16)
+        optimizer = SpeculativeCPUAdamW([parameter], lr=0.1)
+        for step in range(4):
+            parameter.grad = torch.ones_like(parameter) * (step + 1)
+            if speculative and step != rank:
+                optimizer.speculate()
+                if rank:
+                    optimizer.rollback()
+            optimizer.max_grad_norm = 1.0 if step == 2 else None
+            optimizer.step()
+            if rank:
+                optimizer.commit()
+        results.append([*seen(parameter), bits(local(optimizer.state[parameter]["master"]))])
+    assert results[0] == results[1]

@@ -1,0 +1,136 @@
+"""Where the device is short of memory: new values wait on the host, and little is packed ahead of the link."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from overlap import adam, batch, everything, mlp
+from torch import Tensor, nn
+
+from superadam import OffloadScheduler, SpeculativeCPUAdam
+from superadam.devices import simulated
+from superadam.devices.flat import FlatLayout
+from superadam.devices.simulated import Operation, SimulatedDevice
+from superadam.devices.worker import Job, Work
+from superadam.offload.transfers import PACKED_UNDER_WAY
+
+BUCKET = 200
+LARGEST = 2 * (BUCKET + 64 + 2 * 64)
+"""Bytes of a bucket of bf16 gradients: full with a matrix of 64 elements, and gaps."""
+
+BOUND = (PACKED_UNDER_WAY + 2) * LARGEST
+"""With the one that is packed, and one that has left, but whose memory the device has not released yet."""
+
+
+class LateWorker(simulated.SeededWorker):
+    """Begins when it is waited for: until then the training thread runs ahead."""
+
+    def submit(self, job: Job) -> None:
+        self._jobs.append(job)
+
+
+class CountingDevice(SimulatedDevice):
+    """In the first step it keeps up; then it is late.
+
+    Attributes:
+        free: what it reports as free.
+        limit: of packed gradients, beyond which it is full.
+        packed, most: bytes of packed gradients, and of new values in their place, at present and at once.
+    """
+
+    def __init__(self, seed: int, free: int | None, limit: int = 1 << 40) -> None:
+        super().__init__(seed, eagerness=0.95)
+        self.free, self.limit = free, limit
+        self.packed = self.most = self.refused = 0
+        self._sizes: dict[int, int] = {}
+
+    def start_worker(self, idle: Work) -> LateWorker:
+        return LateWorker(self._random, idle)
+
+    def idle_cores(self) -> int:
+        return 1
+
+    def free_bytes(self) -> int | None:
+        return self.free
+
+    def pack(self, gradients: Sequence[Tensor], layout: FlatLayout[Any], *rest: Any) -> Tensor:
+        if self.packed + 2 * layout.numel > self.limit:
+            self.refused += 1
+            raise torch.OutOfMemoryError("planted")
+        packed = super().pack(gradients, layout, *rest)
+        self._sizes[packed.untyped_storage()._cdata] = packed.nbytes
+        self.packed += packed.nbytes
+        self.most = max(self.most, self.packed)
+        return packed
+
+    def _free(self, key: int) -> None:
+        kept_for, size = self._blocks[key].kept_for, self._sizes.pop(key, 0)
+        if size and not all(event.has_passed for _, event in kept_for):
+            stream, events = kept_for[-1][0], tuple(event for _, event in kept_for)
+            self._streams[stream].append(Operation(lambda: self._count(-size), events))
+        else:
+            self._count(-size)
+        super()._free(key)
+
+    def _count(self, size: int) -> None:
+        self.packed += size
+
+
+def trained(device: SimulatedDevice | None, **options: Any) -> tuple[Any, list[int]]:
+    """Return the bits after some steps, two of them clipped and one skipped, and the most bytes packed in each."""
+    model = mlp(torch.bfloat16, layers=24)
+    optimizer = adam(model, max_grad_norm=0.4)
+    most: list[int] = []
+
+    def train(optimizer: SpeculativeCPUAdam, model: nn.Module) -> None:
+        for seed in range(8):
+            factor = {3: 100.0, 4: torch.inf, 5: 100.0}.get(seed, 0.01)
+            optimizer.zero_grad()
+            (model(batch(seed, torch.bfloat16)).float().square().mean() * factor).backward()
+            optimizer.step()
+            if isinstance(device, CountingDevice):
+                most.append(device.most)
+                device.most, device._eagerness = 0, 0.0
+
+    if device is None:
+        train(optimizer, model)
+    else:
+        with OffloadScheduler(
+            optimizer, model, device=device, bucket_numel=BUCKET, gpu_buckets=0, **options
+        ) as scheduler:
+            train(optimizer, model)
+        assert scheduler.statistics.buckets == 8 * 8  # none was left to step()
+    assert optimizer.statistics.clipped == 2
+    assert optimizer.statistics.skipped == 1
+    return everything(model, optimizer), most
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_packed_gradients_do_not_pile_up_where_memory_is_short(seed: int) -> None:
+    expected, _ = trained(None)
+    bits, roomy = trained(CountingDevice(seed, None))
+    assert bits == expected
+    assert min(roomy[1:3]) > BOUND  # the host does run ahead, and values stay there
+    bits, short = trained(CountingDevice(seed, 0))
+    assert bits == expected
+    assert max(short[1:]) <= BOUND
+
+
+def test_memory_that_holds_a_step_is_not_short() -> None:
+    _, roomy = trained(CountingDevice(0, None))
+    bits, most = trained(CountingDevice(0, 1 << 20))
+    assert most == roomy
+    assert bits == trained(None)[0]
+
+
+def test_bucket_that_finds_no_memory_is_packed_once_others_have_left() -> None:
+    """In a first step, whose gradients leave no new values in their place; from then on memory is short."""
+    device = CountingDevice(0, None, limit=2 * LARGEST)
+    device._eagerness = 0.0  # from the first step on
+    bits, most = trained(device)
+    assert bits == trained(None)[0]
+    assert device.refused > 0
+    assert max(most) <= 2 * LARGEST

@@ -1,0 +1,329 @@
+"""What examples/long_sequences.py computes on ranks that hold slices of sequences, and one process with whole ones."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.spawn import spawn, start_processes
+from transformers import (
+    Gemma2ForCausalLM,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    MistralForCausalLM,
+    MixtralForCausalLM,
+    PreTrainedModel,
+)
+
+from superadam import SpeculativeCPUAdamW
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "long_sequences.py"
+ROWS, SEQUENCE, VOCABULARY = 2, 32, 64
+STEPS = 3
+
+HUNG = timedelta(minutes=2)
+"""After which a rank that waits for another one raises: many times what all of them need."""
+
+Tensors = Mapping[str, Tensor]
+Arguments = dict[str, Any]
+
+
+def load_example() -> ModuleType:
+    """Import the example, which is in no package."""
+    spec = importlib.util.spec_from_file_location("long_sequences", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+example = load_example()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and how it lies on the ranks.
+
+    Attributes:
+        options: of the model's configuration.
+        shape: the number of batches, and of ranks that share the sequences of each.
+        sharding: over "all" ranks, over the 2-D "mesh" (replicated along batches), or "none".
+        checkpointing: whether blocks are computed once more in backward.
+    """
+
+    name: str
+    model: type[PreTrainedModel] = LlamaForCausalLM
+    options: Mapping[str, Any] = field(default_factory=dict)
+    shape: tuple[int, int] = (1, 2)
+    sharding: str = "all"
+    checkpointing: bool = False
+
+    def make_model(self) -> PreTrainedModel:
+        """Return a small model, with random weights so large that attention looks at positions."""
+        torch.manual_seed(7)
+        options = {
+            "vocab_size": VOCABULARY,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "moe_intermediate_size": 24,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "num_local_experts": 4,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "max_position_embeddings": 2 * SEQUENCE,
+            "initializer_range": 0.2,
+            "sliding_window": None,
+            "use_cache": False,
+        }
+        return self.model(self.model.config_class(**options | dict(self.options)))
+
+    def batches(self) -> tuple[Tensor, Tensor]:
+        """Return ids and labels of all rows; halves of a sequence have different numbers of labels."""
+        generator = torch.Generator().manual_seed(11)
+        ids = torch.randint(VOCABULARY, (self.shape[0] * ROWS, SEQUENCE), generator=generator)
+        return ids, ids.masked_fill(torch.arange(SEQUENCE) % 5 < torch.arange(len(ids)).unsqueeze(1), -100)
+
+    def whole_gradients(self) -> Tensors:
+        """Return the gradients of whole sequences, computed in one process by transformers alone."""
+        model = self.make_model()
+        ids, labels = self.batches()
+        model(ids, labels=labels).loss.backward()
+        return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    def distributed_model(self) -> tuple[PreTrainedModel, dist.ProcessGroup, int]:
+        """Return this rank's part of the model, the ranks that share sequences with it, and which batch it has."""
+        mesh = init_device_mesh("cpu", self.shape, mesh_dim_names=("data", "sequence"))
+        model = self.make_model()
+        example.use_ulysses(model, mesh.get_group("sequence"))
+        if self.checkpointing:
+            model.activation_checkpointing_enable()
+        if self.sharding != "none":
+            for part in (*model.model.layers, model):
+                fully_shard(part, mesh=mesh if self.sharding == "mesh" else None)
+        return model, mesh.get_group("sequence"), mesh.get_local_rank("data")
+
+    def arguments(self, group: dist.ProcessGroup, batch: int) -> Arguments:
+        """Return what this rank gives its model."""
+        rows = slice(batch * ROWS, (batch + 1) * ROWS)
+        arguments: Arguments = example.shard_batch(*(part[rows] for part in self.batches()), group)
+        return arguments
+
+    def gradients(self, model: PreTrainedModel, arguments: Arguments) -> Tensors:
+        """Run forward and backward on this rank's slice, and return gradients averaged over all ranks."""
+        model(**arguments).loss.backward()
+        if self.sharding != "none":
+            return {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+        return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def _ropes() -> list[Case]:
+    """Return a case for each type of rotary embeddings."""
+    parameters = {
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": SEQUENCE // 2,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    }
+    return [
+        Case(f"{rope} rope", options={"rope_parameters": {"rope_type": rope, **parameters}})
+        for rope in example.ROPE_TYPES
+    ]
+
+
+CASES = [
+    *(Case(model.__name__, model) for model in example.MODELS),
+    *_ropes(),
+    Case("replicated", sharding="none"),
+    Case("checkpointing", checkpointing=True),
+    Case("one head of keys", options={"num_key_value_heads": 1}),
+    Case("as many heads of keys", options={"num_key_value_heads": 4}),
+    Case("two batches", shape=(2, 2)),
+    Case("two batches, replicated along them", shape=(2, 2), sharding="mesh"),
+    Case("four ranks share a sequence", shape=(1, 4)),
+    Case(
+        "six heads of keys for four ranks",
+        options={"hidden_size": 48, "num_attention_heads": 12, "num_key_value_heads": 6},
+        shape=(1, 4),
+    ),
+]
+
+STEPPED = [Case("replicated steps", sharding="none"), Case("sharded steps")]
+"""Trained by superadam."""
+
+MISSING = Case("without positions")
+"""Trained with the check of positions turned off."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """What is refused in a sentence that holds `words`.
+
+    Attributes:
+        model, options: as those of a case.
+        batch: makes of ids, or labels, those of this rank.
+        change: of what the model is given, in place.
+    """
+
+    words: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    change: Callable[[Arguments], Any] = len
+    batch: Callable[[Tensor], Tensor] = torch.clone
+    model: type[PreTrainedModel] = LlamaForCausalLM
+
+    def sentence(self) -> str | None:
+        """Return it; None where everything was computed."""
+        case = Case("", self.model, self.options, sharding="none")
+        try:
+            model, group, _ = case.distributed_model()
+            arguments = example.shard_batch(*map(self.batch, case.batches()), group)
+            self.change(arguments)
+            model.train()(**arguments)
+        except ValueError as error:
+            return str(error)
+        return None
+
+
+def _set(**arguments: Any) -> Callable[[Arguments], None]:
+    return lambda of_rank: of_rank.update(arguments)
+
+
+def _restart(every: int) -> Callable[[Arguments], None]:
+    return lambda of_rank: of_rank.update(position_ids=of_rank["position_ids"] % every)
+
+
+REFUSALS = {
+    "padding": Refusal("no masks for padding", change=_set(attention_mask=torch.ones(ROWS, SEQUENCE // 2))),
+    "a mask of one's own": Refusal("attention_mask", change=_set(attention_mask=torch.zeros(ROWS, 1, 16, 16))),
+    "packing in a slice": Refusal("packed sequences", change=_restart(8)),
+    "packing in one slice": Refusal("packed sequences", change=_restart(20)),
+    "packing between slices": Refusal("position_ids are not those", change=_restart(SEQUENCE // 2)),
+    "no positions": Refusal("position_ids are not those", change=lambda of_rank: of_rank.pop("position_ids")),
+    "lengths of packed sequences": Refusal("cu_seq_lens_q", change=_set(cu_seq_lens_q=torch.tensor([0, 4]))),
+    "a window": Refusal("windows", {"sliding_window": 8}, model=MistralForCausalLM),
+    "a window of the call": Refusal("sliding_window", change=_set(sliding_window=8)),
+    "a cap": Refusal("softcap", change=_set(softcap=30.0)),
+    "dropout": Refusal("dropout", {"attention_dropout": 0.1}),
+    "a cache": Refusal("use_cache", change=_set(use_cache=True)),
+    "weights": Refusal("output_attentions", change=_set(output_attentions=True)),
+    "attention to later tokens": Refusal("no masks", change=_set(is_causal=False)),
+    "a model that looks at later tokens": Refusal("no masks", {"is_causal": False}),
+    "loss of a router": Refusal("output_router_logits", {"output_router_logits": True}, model=MixtralForCausalLM),
+    "loss of a router in the call": Refusal(
+        "output_router_logits", change=_set(output_router_logits=True), model=MixtralForCausalLM
+    ),
+    "three heads": Refusal(
+        "3 heads cannot be divided among 2", {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 24}
+    ),
+    "dynamic rope": Refusal(
+        "type dynamic", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}
+    ),
+    "a sequence of 31": Refusal("31 tokens cannot be divided", batch=lambda ids: ids[:, 1:]),
+    "batches that differ": Refusal("different batches", batch=lambda ids: ids + dist.get_rank()),
+    "another model": Refusal("Gemma2ForCausalLM was not checked", model=Gemma2ForCausalLM),
+    "another head": Refusal("LlamaForSequenceClassification was not checked", model=LlamaForSequenceClassification),
+}
+
+
+def make_optimizer(model: PreTrainedModel) -> SpeculativeCPUAdamW:
+    """Return an optimizer that clips some of the steps."""
+    return SpeculativeCPUAdamW(model.parameters(), lr=1e-2, weight_decay=0.1, max_grad_norm=2.0)
+
+
+def parameters_of(model: PreTrainedModel) -> Tensors:
+    """Return copies of whole parameters."""
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return {
+        name: each.full_tensor() if isinstance(each, DTensor) else each.clone() for name, each in parameters.items()
+    }
+
+
+def steps_of_rank(case: Case) -> list[tuple[Tensors, Tensors]]:
+    """Return gradients, and parameters after superadam's step with them, of each step of this rank."""
+    model, group, batch = case.distributed_model()
+    optimizer = make_optimizer(model)
+    steps = []
+    for _ in range(STEPS):
+        gradients = case.gradients(model, case.arguments(group, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+        steps.append((gradients, parameters_of(model)))
+    return steps
+
+
+def steps_with(case: Case, gradients: Sequence[Tensors]) -> list[Tensors]:
+    """Return the parameters after each of superadam's steps in one process, with given gradients."""
+    model = case.make_model()
+    optimizer = make_optimizer(model)
+    steps = []
+    for given in gradients:
+        for name, parameter in model.named_parameters():
+            parameter.grad = given[name].clone()
+        optimizer.step()
+        steps.append(parameters_of(model))
+    return steps
+
+
+def gradients_without_positions() -> Tensors:
+    """Return what comes of positions that start again in every slice."""
+    check, example.check_positions = example.check_positions, lambda *_: None
+    try:
+        model, group, batch = MISSING.distributed_model()
+        arguments = MISSING.arguments(group, batch)
+        del arguments["position_ids"]
+        return MISSING.gradients(model, arguments)
+    finally:
+        example.check_positions = check
+
+
+def losses_of_example() -> list[float]:
+    """Return what the example prints."""
+    return list(example.train(steps=3, sequence=64, sequence_ranks=2))
+
+
+def report_of_ranks(folder: Path) -> dict[int, list[dict[str, Any]]]:
+    """Return what each of two ranks reports, and each of four."""
+    spawn(_run_ranks, (folder,))
+    return {ranks: [torch.load(folder / f"{ranks}-{rank}") for rank in range(ranks)] for ranks in (2, 4)}
+
+
+def _run_ranks(_index: int, folder: Path) -> None:
+    """Fork ranks from a process that has imported everything, which takes seconds, and computed nothing yet."""
+    for ranks in (2, 4):
+        start_processes(_run_rank, (ranks, folder), ranks, start_method="fork")
+
+
+def _run_rank(rank: int, ranks: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store-{ranks}", ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=HUNG)
+    made = [(case, *case.distributed_model()) for case in CASES if math.prod(case.shape) == ranks]
+    report: dict[str, Any] = {
+        case.name: case.gradients(model, case.arguments(group, batch)) for case, model, group, batch in made
+    }
+    if ranks == 2:
+        report["refusals"] = {name: refusal.sentence() for name, refusal in REFUSALS.items()}
+        report |= {case.name: steps_of_rank(case) for case in STEPPED}
+        report["example"] = losses_of_example()
+        report[MISSING.name] = gradients_without_positions()
+    torch.save(report, folder / f"{ranks}-{rank}")
+    dist.destroy_process_group()
