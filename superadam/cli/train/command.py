@@ -9,7 +9,7 @@ import argparse
 import dataclasses
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from superadam.cli.train import checkpoint, files
 from superadam.cli.train.loop import Trainer
 from superadam.cli.train.memory import needed_bytes, require_memory
 from superadam.cli.train.presets import PRESETS
+from superadam.cli.train.ranks import Ranks, joined
 from superadam.cli.train.settings import BYTE_MODEL, Settings
 from superadam.cli.train.text import Text
 from superadam.cli.usage import UsageError
@@ -40,7 +41,8 @@ def add_parser(subparsers: Any) -> None:
         help="train a small transformer and, with --verify, check every bit against torch",
         description="Train a transformer with SpeculativeCPUAdamW, which works while backward runs. Without options it "
         "learns the sources of Python's standard library byte by byte. The folder given by --out receives a checkpoint "
-        "and a picture.",
+        "and a picture. Started by torchrun, as in 'torchrun --nproc-per-node 2 -m superadam train', it shards the "
+        "model over the processes with fully_shard.",
     )
     what = parser.add_argument_group("what is trained")
     what.add_argument("--text", metavar="FILE", help="text to learn (default: Python's standard library)")
@@ -51,14 +53,20 @@ def add_parser(subparsers: Any) -> None:
     _add_setting(what, "heads", int, "its attention heads", metavar="N")
     how = parser.add_argument_group("how it is trained")
     _add_setting(how, "steps", int, "steps of the whole run", metavar="N")
-    _add_setting(how, "batch", int, "sequences in a step", metavar="N")
+    _add_setting(how, "batch", int, "sequences in a step, of all processes together", metavar="N")
     _add_setting(how, "seq", int, "bytes in a sequence", metavar="N")
     _add_setting(how, "lr", float, "peak learning rate", metavar="RATE")
     _add_setting(how, "warmup", int, "updates over which the learning rate rises", metavar="N")
     _add_setting(how, "weight_decay", float, "decoupled decay of matrices", metavar="RATE")
     _add_setting(how, "max_grad_norm", float, "clip gradients to this global norm; inf for never", metavar="NORM")
     _add_setting(how, "seed", int, "of initial weights and batches", metavar="N")
-    _add_setting(how, "device", str, "where the model computes: cpu or cuda", metavar="DEVICE")
+    _add_setting(
+        how,
+        "device",
+        str,
+        "where the model computes: cpu or cuda, of which each process takes its own",
+        metavar="DEVICE",
+    )
     how.add_argument(
         "--checkpointing",
         action=argparse.BooleanOptionalAction,
@@ -66,7 +74,10 @@ def add_parser(subparsers: Any) -> None:
         "(default: --no-checkpointing, and of a preset --checkpointing)",
     )
     how.add_argument(
-        "--threads", type=int, metavar="N", help="threads of torch and of superadam (default: one per CPU)"
+        "--threads",
+        type=int,
+        metavar="N",
+        help="threads of torch and of superadam in each process (default: one per CPU, divided among processes)",
     )
     how.add_argument(
         "--overlap",
@@ -161,17 +172,22 @@ def _auto_or_int(word: str) -> int | str:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train as the arguments say and return the exit status.
+    """Train as the arguments say, with the processes that torchrun started, and return the exit status.
 
     Raises:
         UsageError: the arguments, or what they name, have to be corrected; nothing was written.
     """
+    with joined() as ranks:
+        return _run(arguments, ranks)
+
+
+def _run(arguments: argparse.Namespace, ranks: Ranks) -> int:
     for module in ("rich", "matplotlib"):
         if find_spec(module) is None:
             raise UsageError(f"'superadam train' needs {module}; install it with: pip install 'superadam[cli]'")
     out = arguments.out or arguments.resume or DEFAULT_OUT
     _check_places(arguments, out)
-    trainer = _prepare(arguments)
+    trainer = _prepare(arguments, ranks)
     done, last = len(trainer.history.steps), trainer.settings.steps
     if done >= last:
         raise UsageError(f"the run in {arguments.resume} is complete at step {done}; give a larger --steps to go on")
@@ -210,7 +226,7 @@ def _check_places(arguments: argparse.Namespace, out: Path) -> None:
         raise UsageError("--save-every and --no-save were both given; leave one of them out")
 
 
-def _prepare(arguments: argparse.Namespace) -> Trainer:
+def _prepare(arguments: argparse.Namespace, ranks: Ranks) -> Trainer:
     """Return the trainer, new or restored from the run to resume."""
     explicit = {name: getattr(arguments, name) for name in _SETTING_NAMES if getattr(arguments, name) is not None}
     preset = PRESETS.get(arguments.model)
@@ -222,7 +238,7 @@ def _prepare(arguments: argparse.Namespace) -> Trainer:
             of_preset = {"checkpointing": True, **{name: getattr(preset, name) for name in _OF_PRESETS}}
         settings, content = Settings(**(of_preset | explicit)), None
     else:
-        content = checkpoint.read(arguments.resume)
+        content = checkpoint.read(arguments.resume, ranks)
         settings = checkpoint.settings_of(content, arguments.resume).continued(explicit)
     for name in ("layers", "width", "heads"):
         if settings.shape is not None and name in explicit:
@@ -242,20 +258,27 @@ def _prepare(arguments: argparse.Namespace) -> Trainer:
                     f"{option} needs an overlapped run, and this one is --no-overlap; "
                     f"leave {option} out, or give --overlap"
                 )
-    _check_device(settings.device)
+    if settings.batch % ranks.count:
+        raise UsageError(
+            f"--batch is {settings.batch}, expected a multiple of {ranks.count}: as many sequences for each process"
+        )
+    device = _checked_device(settings.device, ranks)
     if torch.device(settings.device).type == "cpu" and settings.gpu_buckets not in ("auto", 0):
         raise UsageError(f"--gpu-buckets is {settings.gpu_buckets}; expected auto or 0 where --device is cpu")
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
-        superadam.set_num_threads(settings.threads)
+    threads = settings.threads
+    if threads is None and ranks.are_several:
+        threads = max(1, len(os.sched_getaffinity(0)) // ranks.on_machine)
+    if threads is not None:
+        torch.set_num_threads(threads)
+        superadam.set_num_threads(threads)
     try:
         superadam.active_isa(), superadam.get_num_threads()
     except ValueError as error:
         raise UsageError(str(error)) from error
     text = Text.read(settings.text, settings.seq)
-    _check_memory(settings, arguments)
+    _check_memory(settings, arguments, ranks, device)
     with _memory_in_words(settings):
-        trainer = Trainer(settings, text)
+        trainer = Trainer(settings, text, ranks)
     if content is not None:
         checkpoint.restore(trainer, content, arguments.resume)
     return trainer
@@ -271,14 +294,16 @@ def _memory_in_words(settings: Settings) -> Iterator[None]:
         raise UsageError(f"{subject} does not fit in the memory of {settings.device}; choose {remedy}") from error
 
 
-def _check_memory(settings: Settings, arguments: argparse.Namespace) -> None:
+def _check_memory(settings: Settings, arguments: argparse.Namespace, ranks: Ranks, device: torch.device) -> None:
     subject, remedy = _size_in_words(settings)
-    host, device = needed_bytes(settings, is_verified=arguments.verify)
-    # In memory now, and not once it is restored.
-    loaded = 0 if arguments.resume is None else os.path.getsize(arguments.resume / checkpoint.FILE_NAME)
+    host, on_device = needed_bytes(settings, is_verified=arguments.verify, processes=ranks.count)
+    loaded = 0
+    if arguments.resume is not None and not ranks.are_several:  # in memory now, and not once it is restored
+        loaded = os.path.getsize(arguments.resume / checkpoint.FILE_NAME)
     fewer = f"choose {'no --verify, ' if arguments.verify else ''}{remedy}"
-    require_memory(torch.device("cpu"), host, subject, fewer, present=loaded)
-    require_memory(torch.device(settings.device), device, subject, f"choose {remedy}")
+    of_all = f" in {ranks.on_machine} processes" if ranks.are_several else ""
+    require_memory(torch.device("cpu"), ranks.on_machine * host, subject + of_all, fewer, present=loaded)
+    require_memory(device, on_device, subject, f"choose {remedy}")
 
 
 def _size_in_words(settings: Settings) -> tuple[str, str]:
@@ -290,13 +315,10 @@ def _size_in_words(settings: Settings) -> tuple[str, str]:
     )
 
 
-def _check_device(name: str) -> None:
-    try:
-        device = torch.device(name)
-        is_usable = device.type in ("cpu", "cuda")
-        if is_usable:
+def _checked_device(name: str, ranks: Ranks) -> torch.device:
+    with suppress(RuntimeError, AssertionError):
+        device = ranks.device(name)
+        if device.type in ("cpu", "cuda"):
             torch.empty(1, device=device)
-    except (RuntimeError, AssertionError):
-        is_usable = False
-    if not is_usable:
-        raise UsageError(f"--device {name} is not available here; use cpu, or cuda where torch.cuda.is_available()")
+            return device
+    raise UsageError(f"--device {name} is not available here; use cpu, or cuda where torch.cuda.is_available()")

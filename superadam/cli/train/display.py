@@ -73,8 +73,9 @@ def introduction(trainer: Trainer) -> str:
         way += f" in buckets of {trainer.bucket_numel:,} elements"
     model = "" if settings.shape is None else f"{settings.model}: "
     kept = ", blocks computed again in backward" if settings.checkpointing else ""
+    shards = f", sharded over {trainer.ranks.count} processes" if trainer.ranks.are_several else ""
     return (
-        f"{model}{trainer.parameters / 1e6:,.1f} M parameters in {settings.dtype} on {settings.device}{kept}, "
+        f"{model}{trainer.parameters / 1e6:,.1f} M parameters in {settings.dtype} on {settings.device}{shards}{kept}, "
         f"{settings.batch} x {settings.seq} bytes a step of {trainer.text.name} "
         f"({len(trainer.text.training) / 1e6:.1f} MB), {way}, "
         f"{superadam.active_isa()} kernels, {superadam.get_num_threads()} threads"

@@ -78,26 +78,21 @@ class Decoder(nn.Module):
         self.tokens = nn.Embedding(shape.vocabulary, shape.width)
         self.blocks = nn.ModuleList([Block(shape) for _ in range(shape.layers)])
         self.norm = Norm(shape.width)
-        self.head = None if shape.tied else Linear(shape.width, shape.vocabulary)
+        self.head = None if shape.tied else Head(shape.width, shape.vocabulary)
 
     @property
     def embedding(self) -> nn.Embedding:
         """The token embedding."""
         return self.tokens
 
-    @torch.no_grad()
-    def initialise(self, generator: torch.Generator) -> None:
-        """Draw every weight on its device and in its dtype; what joins the residual stream is scaled with depth.
-
-        `generator` is on the device of the weights.
-        """
-        residual_std = _INITIAL_STD / math.sqrt(2 * self.shape.layers)
-        for name, parameter in self.named_parameters():
-            if parameter.dim() == 1:
-                parameter.fill_(1.0)
-            else:
-                joins = name.endswith(("attention_output.weight", "contract.weight"))
-                parameter.normal_(0.0, residual_std if joins else _INITIAL_STD, generator=generator)
+    def draw(self, name: str, weight: Tensor, generator: torch.Generator) -> None:
+        """Draw the initial values of the parameter `name`; what joins the residual stream is scaled with depth."""
+        if weight.dim() == 1:
+            weight.fill_(1.0)
+        else:
+            joins = name.endswith(("attention_output.weight", "contract.weight"))
+            std = _INITIAL_STD / math.sqrt(2 * self.shape.layers) if joins else _INITIAL_STD
+            weight.normal_(0.0, std, generator=generator)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Return fp32 logits (batch, seq, vocabulary) for what follows `tokens`, int64 (batch, seq).
@@ -109,10 +104,23 @@ class Decoder(nn.Module):
         for block in self.blocks:
             x = through_block(block, x, rotation, recomputes=self.checkpointing)
         x = self.norm(x)
-        weight = (self.tokens if self.head is None else self.head).weight.to(x.dtype)
-        if targets is None:
-            return functional.linear(x, weight).float()
-        return _mean_loss(x.flatten(0, 1), weight, targets.flatten())
+        outcome: Tensor = _output(x, self.tokens.weight, targets) if self.head is None else self.head(x, targets)
+        return outcome
+
+
+class Head(Linear):
+    """The output matrix; all that is computed with it is within its `forward`, around which FSDP2 gathers it."""
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Return what the decoder returns, of the normalised residual stream."""
+        return _output(x, self.weight, targets)
+
+
+def _output(x: Tensor, weight: Tensor, targets: Tensor | None) -> Tensor:
+    weight = weight.to(x.dtype)
+    if targets is None:
+        return functional.linear(x, weight).float()
+    return _mean_loss(x.flatten(0, 1), weight, targets.flatten())
 
 
 def _mean_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:

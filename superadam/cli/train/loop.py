@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from superadam import OffloadScheduler, OverlapStatistics, SpeculativeCPUAdamW, Statistics, StepKind
@@ -17,6 +17,7 @@ from superadam.cli.train.device import moved, wait_for
 from superadam.cli.train.history import History, StepRecord
 from superadam.cli.train.memory import peak_device_bytes, peak_host_bytes
 from superadam.cli.train.model import build_model, next_byte_loss, parameter_groups
+from superadam.cli.train.ranks import ALONE, Ranks
 from superadam.cli.train.settings import Settings
 from superadam.cli.train.text import Text
 from superadam.cli.train.verification import Reference
@@ -41,12 +42,13 @@ class Trainer:
         reference: what every step is checked against, or None.
     """
 
-    def __init__(self, settings: Settings, text: Text) -> None:
+    def __init__(self, settings: Settings, text: Text, ranks: Ranks = ALONE) -> None:
         self.settings = settings
+        self.ranks = ranks
         self.text = text
         self.history = History()
         torch.manual_seed(settings.seed)  # for layers that draw while training; weights and batches have their own
-        self.model = build_model(settings)
+        self.model = build_model(settings, ranks)
         self.optimizer = SpeculativeCPUAdamW(
             parameter_groups(self.model, settings.weight_decay),
             lr=settings.lr,
@@ -57,7 +59,7 @@ class Trainer:
         self.generator = torch.Generator().manual_seed(settings.seed)
         self.scheduler: OffloadScheduler | None = None
         self.reference: Reference | None = None
-        self._device = torch.device(settings.device)
+        self._device = ranks.device(settings.device)
         self._noted = self._counts()
         self._at_work: ExitStack | None = None
         self._placement: Placement | None = None
@@ -89,7 +91,7 @@ class Trainer:
 
     def verify(self) -> Reference:
         """Start a reference from the present state; every later step is checked against it."""
-        self.reference = Reference(self.optimizer, self.model)
+        self.reference = Reference(self.optimizer, self.model, self.ranks)
         if self._at_work is not None:
             self._at_work.callback(self.reference.close)
         return self.reference
@@ -127,7 +129,7 @@ class Trainer:
         before the step's time ends. Neither costs much: gradients and the loss's value have to be waited for anyway.
 
         Args:
-            inject_nan: put a NaN into one gradient, as if backward had computed it.
+            inject_nan: put a NaN into one gradient, of one process, as if backward had computed it.
 
         Raises:
             RuntimeError: called outside `with trainer:`.
@@ -135,9 +137,16 @@ class Trainer:
         if self._at_work is None:
             raise RuntimeError("step() was called outside 'with trainer:', expected inside; enter the trainer first")
         begin = time.perf_counter()
-        windows = moved(self.text.draw(self.settings.batch, self.settings.seq, self.generator), self._device)
-        loss = next_byte_loss(self.model, windows)
-        self._backward(loss, inject_nan)
+        drawn = self.ranks.part(self.text.draw(self.settings.batch, self.settings.seq, self.generator))
+        # The embedding's gradient is the last one that backward makes: everything else is speculated on by then.
+        is_marred = inject_nan and self.ranks.number == self.ranks.count - 1
+        handle = self.model.embedding.register_forward_hook(_mar) if is_marred else None
+        try:
+            loss = next_byte_loss(self.model, moved(drawn, self._device))
+        finally:
+            if handle is not None:
+                handle.remove()
+        loss.backward()  # type: ignore[no-untyped-call]
         lr = float(self.optimizer.param_groups[0]["lr"])
         wait_for(self._device)
         backward_ended = time.perf_counter()
@@ -152,24 +161,14 @@ class Trainer:
             self.reference.step(outcome)
         if outcome.kind is not StepKind.SKIPPED:
             self.schedule.step()
-        record = StepRecord(loss.item(), outcome.grad_norm, outcome.clip_coefficient, lr, outcome.kind)
+        mean = self.ranks.mean(loss.item(), len(drawn))
+        record = StepRecord(mean, outcome.grad_norm, outcome.clip_coefficient, lr, outcome.kind)
         self.history.steps.append(record)
         self.history.seconds += end - begin
         self.history.update_seconds += end - backward_ended
         self.history.add_memory(peak_host_bytes(), peak_device_bytes(self._device))
         self._count_step()
         return record
-
-    def _backward(self, loss: Tensor, inject_nan: bool) -> None:
-        if not inject_nan:
-            loss.backward()  # type: ignore[no-untyped-call]
-            return
-        # The embedding's gradient is the last one that backward makes: everything else is speculated on by then.
-        handle = self.model.embedding.weight.register_hook(_with_nan)  # type: ignore[no-untyped-call]
-        try:
-            loss.backward()  # type: ignore[no-untyped-call]
-        finally:
-            handle.remove()
 
     def _count_step(self) -> None:
         """Add to the history what optimizer and scheduler have counted since the last call."""
@@ -185,11 +184,16 @@ class Trainer:
     @torch.no_grad()
     def measure_held_out(self) -> float:
         """Return the loss on the held-out text, and add it to the history."""
-        count = HELD_OUT_WINDOWS if self.settings.shape is None else self.settings.batch
-        windows = moved(self.text.held_out_windows(count, self.settings.seq), self._device)
-        loss = next_byte_loss(self.model, windows).item()
+        count = max(HELD_OUT_WINDOWS, self.ranks.count) if self.settings.shape is None else self.settings.batch
+        windows = self.ranks.part(self.text.held_out_windows(count, self.settings.seq))
+        loss = self.ranks.mean(next_byte_loss(self.model, moved(windows, self._device)).item(), len(windows))
         self.history.held_out[len(self.history.steps)] = loss
         return loss
+
+
+def _mar(embedding: nn.Module, tokens: tuple[Tensor, ...], features: Tensor) -> None:
+    """Put a NaN into the gradient of an embedding's output, and so into one element of the embedding's."""
+    features.register_hook(_with_nan)  # type: ignore[no-untyped-call]
 
 
 def _with_nan(gradient: Tensor) -> Tensor:

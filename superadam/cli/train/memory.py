@@ -27,10 +27,11 @@ _LARGEST_IN_HEAP = 32 << 20
 """Bytes of the largest block that glibc does not give back when it is freed; many of them take up to twice the room."""
 
 
-def needed_bytes(settings: Settings, *, is_verified: bool) -> tuple[int, int]:
+def needed_bytes(settings: Settings, *, is_verified: bool, processes: int = 1) -> tuple[int, int]:
     """Return about how many bytes of the host and of a CUDA device a run adds at its peak to what is taken already.
 
-    What autograd keeps is counted as the models are written, the largest tensors only.
+    What autograd keeps is counted as the models are written, the largest tensors only. Of several processes, these are
+    the bytes of each.
     """
     width, heads = settings.width, settings.heads
     as_decoder = (width, settings.layers, heads, heads, width // heads, 8 * width // 3)  # two matrices of 4, not three
@@ -38,7 +39,7 @@ def needed_bytes(settings: Settings, *, is_verified: bool) -> tuple[int, int]:
     is_on_host = torch.device(settings.device).type == "cpu"
     size = 2 if settings.dtype == "bf16" else 4
     computed = 4 if is_on_host else size
-    tokens, matrix = settings.batch * settings.seq, shape.vocabulary * shape.width
+    tokens, matrix = settings.batch * settings.seq // processes, shape.vocabulary * shape.width
     stream = computed * tokens * shape.width
     block = computed * tokens * (6 * shape.width + 5 * shape.heads * shape.head_width + 4 * shape.feed_forward)
     logits = 3 * 4 * min(tokens * shape.vocabulary, LOGITS_AT_ONCE)
@@ -46,17 +47,20 @@ def needed_bytes(settings: Settings, *, is_verified: bool) -> tuple[int, int]:
     at_loss = shape.layers * (stream if settings.checkpointing else block) + at_once
     if computed != size:  # weights are converted
         at_loss += 4 * (matrix if settings.checkpointing else shape.parameters)
-    model = torch.empty(shape.parameters, dtype=torch.bfloat16 if size == 2 else torch.float32, device="meta")
-    parameters, needs = size * shape.parameters, needs_of(model, is_on_host=is_on_host)
+    share, gathered, kept = shape.parameters, 0, size
+    if processes > 1:  # shards in fp32, and two groups of whole weights and their gradients, in fp32, too
+        share, kept = -(-shape.parameters // processes), 4
+        gathered = 2 * (size + 4) * max(matrix, (shape.parameters - matrix) // shape.layers)
+    model = torch.empty(share, dtype=torch.bfloat16 if kept == 2 else torch.float32, device="meta")
+    parameters, needs = kept * share, needs_of(model, is_on_host=is_on_host)
     numel = numel_of_buckets(shape.parameters) if isinstance(settings.bucket_numel, str) else settings.bucket_numel
-    needs = replace(needs, largest=size * (matrix + numel) if settings.overlap else 0)
-    host = _LIBRARIES + needs.state + (16 * (shape.parameters + matrix) if is_verified else 0)
+    needs = replace(needs, largest=kept * (matrix // processes + numel) if settings.overlap else 0)
+    host = _LIBRARIES + needs.state + (16 * (share + matrix // processes) if is_verified else 0)
     if is_on_host:
         shadows = needs.shadows if settings.overlap else 0
-        return host + parameters + max(at_loss, block + needs.gradients + shadows), 0
-    return host + needs.pending + needs.under_way, parameters + max(
-        at_loss, block + parameters
-    )  # as large as its gradients
+        return host + gathered + parameters + max(at_loss, block + needs.gradients + shadows), 0
+    gradients = parameters  # as large
+    return host + needs.pending + needs.under_way, gathered + parameters + max(at_loss, block + gradients)
 
 
 def require_memory(device: torch.device, needed: int, subject: str, remedy: str, *, present: int = 0) -> None:

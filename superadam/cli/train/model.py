@@ -6,6 +6,7 @@ It knows nothing of superadam: any script's model would do in its place.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from torch.nn import functional
 from superadam.cli.train.layers import Linear, Norm, rotated, rotations, through_block
 from superadam.cli.train.llama import Decoder
 from superadam.cli.train.presets import BYTE_VALUES
+from superadam.cli.train.ranks import ALONE, Ranks
 from superadam.cli.train.settings import Settings
 
 _INITIAL_STD = 0.02
@@ -70,19 +72,17 @@ class ByteTransformer(nn.Module):
         """The byte embedding."""
         return self.bytes
 
-    def initialise(self, generator: torch.Generator) -> None:
-        """Draw every weight in fp32; what joins the residual stream is scaled down with its depth, the head is 0."""
-        residual_std = _INITIAL_STD / math.sqrt(2 * len(self.blocks))
-        with torch.no_grad():
-            for name, parameter in self.named_parameters():
-                if parameter.dim() == 1:
-                    parameter.fill_(1.0)
-                elif name == "head.weight":
-                    parameter.zero_()
-                else:
-                    joins = name.endswith(("attention_output.weight", "contract.weight"))
-                    std = _EMBEDDING_STD if name == "bytes.weight" else residual_std if joins else _INITIAL_STD
-                    parameter.normal_(0.0, std, generator=generator)
+    def draw(self, name: str, weight: Tensor, generator: torch.Generator) -> None:
+        """Draw the initial values of the parameter `name`; what joins the residual stream is scaled down with depth."""
+        if weight.dim() == 1:
+            weight.fill_(1.0)
+        elif name == "head.weight":
+            weight.zero_()
+        else:
+            joins = name.endswith(("attention_output.weight", "contract.weight"))
+            residual_std = _INITIAL_STD / math.sqrt(2 * len(self.blocks))
+            std = _EMBEDDING_STD if name == "bytes.weight" else residual_std if joins else _INITIAL_STD
+            weight.normal_(0.0, std, generator=generator)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return fp32 logits (batch, seq, 256) for the byte after each of `tokens`, int64 (batch, seq)."""
@@ -117,24 +117,42 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, ob
     ]
 
 
-def build_model(settings: Settings) -> Model:
-    """Return the initial model of a run, on its device and in its dtype.
+def _gathered_groups(model: Model) -> list[Any]:
+    """Return modules whose weights are needed together, the model last, which has what is in none of the others.
 
-    The byte transformer is drawn on the CPU, and so has the same weights on every device. A preset's decoder is created
-    and drawn on its device in its dtype, because it may be larger than the host's memory in fp32.
+    A tied embedding is needed first and last.
     """
-    device = torch.device(settings.device)
+    if model.head is None:
+        return [*model.blocks, model]
+    return [model.embedding, *model.blocks, [model.norm, model.head], model]
+
+
+def build_model(settings: Settings, ranks: Ranks = ALONE) -> Model:
+    """Return the initial model of a run, on its device, or this process's shards of it, which are fp32.
+
+    The weights are the same for any number of processes, and those of the byte transformer, which are drawn on the CPU
+    in fp32, on every device. A preset's decoder is drawn on its device in its dtype. No more than one whole parameter
+    is drawn at a time, because a model may be larger than the host's memory.
+    """
+    device = ranks.device(settings.device)
     dtype = torch.bfloat16 if settings.dtype == "bf16" else torch.float32
     model: Model
-    if settings.shape is None:
-        model = ByteTransformer(settings)
-        model.initialise(torch.Generator().manual_seed(settings.seed))
-        model.to(device=device, dtype=dtype)
-    else:
-        with torch.device("meta"):
+    with torch.device("meta"):
+        if settings.shape is None:
+            model, drawn = ByteTransformer(settings), torch.empty(0, device="cpu")
+        else:
             model = Decoder(settings.shape, checkpointing=settings.checkpointing)
-        model.to(dtype=dtype).to_empty(device=device)
-        model.initialise(torch.Generator(device).manual_seed(settings.seed))
+            drawn = torch.empty(0, dtype=dtype, device=device)
+    if ranks.are_several:
+        ranks.shard(model, _gathered_groups(model), dtype, device)
+    else:
+        model.to(dtype=dtype)
+    model.to_empty(device=device)
+    generator = torch.Generator(drawn.device).manual_seed(settings.seed)
+    for name, parameter in model.named_parameters():
+        whole = drawn.new_empty(parameter.shape)
+        model.draw(name, whole, generator)
+        ranks.fill(parameter, whole.to(dtype))
     if device.type != "cpu":
         model.compute_dtype = dtype
     return model

@@ -41,6 +41,8 @@ class Report:
             scheduler's hooks in backward.
         hidden_seconds: time in which the scheduler's worker worked and training did not wait for it; `hidden_share` is
             its part of the optimizer's whole work, `hidden_seconds + optimizer_seconds`.
+        ranks: processes that the model was sharded over in the end. Of several, the findings of --verify are added up;
+            counts of buckets and parameters, bytes, times and memory are those of the first.
         model: name of what was trained.
         checkpointing: whether backward recomputed each block.
         batch, seq: sequences in a step, and bytes in a sequence.
@@ -84,6 +86,7 @@ class Report:
     peak_host_bytes: int
     peak_device_bytes: int | None
     sessions: int
+    ranks: int
     model: str
     parameters: int
     checkpointing: bool
@@ -149,6 +152,7 @@ class Report:
             peak_host_bytes=history.peak_host_bytes,
             peak_device_bytes=history.peak_device_bytes,
             sessions=history.sessions,
+            ranks=trainer.ranks.count,
             model=settings.model,
             parameters=trainer.parameters,
             checkpointing=settings.checkpointing,

@@ -1,4 +1,7 @@
-"""One process's work on a run: the order of steps, measurements, saves and prints, and the exit status."""
+"""One process's work on a run: the order of steps, measurements, saves and prints, and the exit status.
+
+Of several processes, each does this, and the first one alone writes and prints.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,8 @@ class Session:
         Raises:
             UsageError: writing a file failed.
         """
-        console = Console()
+        ranks = self.trainer.ranks
+        console = Console(quiet=not ranks.is_first)
         reference = self.trainer.verify() if self.is_verified else None
         console.print(display.introduction(self.trainer), highlight=False, soft_wrap=True)
         with Interruption() as interruption, self.trainer:
@@ -68,10 +72,11 @@ class Session:
                         checkpoint.save(self.trainer, self.out)
             report = Report.of(self.trainer, None if reference is None else reference.compare())
             written = self._write(report)
-        self._tell(console, report, written, interruption.signal_number)
+        signal_number = ranks.largest(interruption.signal_number or 0)  # returned only once all of them have ended well
+        self._tell(console, report, written, signal_number)
         if report.is_failed:
             return FAILED_STATUS
-        return 0 if interruption.signal_number is None else SIGNAL_STATUS + interruption.signal_number
+        return SIGNAL_STATUS + signal_number if signal_number else 0
 
     def _numbers(self, interruption: Interruption) -> Iterator[int]:
         """Yield the steps to make until the last one or a signal, and measure the held-out loss in between."""
@@ -81,7 +86,7 @@ class Session:
             self.trainer.measure_held_out()
         for number in range(done + 1, self.last_step + 1):
             yield number
-            is_over = number == self.last_step or interruption.signal_number is not None
+            is_over = bool(self.trainer.ranks.largest(interruption.signal_number or 0)) or number == self.last_step
             if is_over or number % interval == 0:
                 self.trainer.measure_held_out()
             if is_over:
@@ -89,6 +94,8 @@ class Session:
 
     def _write(self, report: Report) -> list[Path]:
         written = [checkpoint.save(self.trainer, self.out)] if self.is_saved else []
+        if not self.trainer.ranks.is_first:
+            return written
         written.append(picture.write(self.trainer.history, report, self.out))
         if self.report_path is not None:
             report.write(self.report_path)
@@ -100,15 +107,16 @@ class Session:
             written.append(self.trace_path)
         return written
 
-    def _tell(self, console: Console, report: Report, written: list[Path], signal_number: int | None) -> None:
+    def _tell(self, console: Console, report: Report, written: list[Path], signal_number: int) -> None:
         console.print(display.outcome_table(report))
         if self.is_verified:
             console.print(display.verdict(report), soft_wrap=True)
         console.print("wrote " + ", ".join(map(str, written)), highlight=False, soft_wrap=True)
         steps = self.trainer.settings.steps
         if report.steps < steps:
-            cause = "" if signal_number is None else f" by {signal.Signals(signal_number).name}"
+            cause = "" if not signal_number else f" by {signal.Signals(signal_number).name}"
             words = f"stopped{cause} after step {report.steps} of {steps}"
             if self.is_saved:
-                words += f"; go on with: superadam train --resume {self.out}"
+                command = "torchrun ... -m superadam" if self.trainer.ranks.are_several else "superadam"
+                words += f"; go on with: {command} train --resume {self.out}"
             console.print(words, highlight=False, soft_wrap=True)

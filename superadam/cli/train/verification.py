@@ -20,6 +20,8 @@ from torch.utils.hooks import RemovableHandle
 
 from superadam import SpeculativeCPUAdamW, StepKind, StepOutcome
 from superadam.cli.train.device import wait_for
+from superadam.cli.train.ranks import ALONE, Ranks
+from superadam.distributed.shards import local_of
 
 NORM_TOLERANCE = 1e-10
 """Largest relative difference of two norms that counts as equal. Both sum positive squares in fp64 in blocks, a few
@@ -73,10 +75,13 @@ class Reference:
     Args:
         optimizer: whose present state the reference starts from.
         model: holds the optimizer's parameters, all of which get one gradient in each step.
+        ranks: the processes that the model is sharded over; each has a reference for its shards, and norms, verdicts
+            and findings are of all.
     """
 
-    def __init__(self, optimizer: SpeculativeCPUAdamW, model: nn.Module) -> None:
+    def __init__(self, optimizer: SpeculativeCPUAdamW, model: nn.Module, ranks: Ranks = ALONE) -> None:
         self._optimizer = optimizer
+        self._ranks = ranks
         self._parameters: list[Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
         entries = optimizer.state_dict()["state"]
         self._copies: list[Parameter] = []
@@ -118,7 +123,8 @@ class Reference:
                 "call Reference.step() after each backward"
             )
         self._taken.add(index)
-        copy[: parameter.numel()].view(parameter.shape).copy_(gradient)
+        local = local_of(gradient)
+        copy[: local.numel()].view(local.shape).copy_(local)
         self._hook_seconds += time.perf_counter() - begin
 
     def take_hook_seconds(self) -> float:
@@ -147,8 +153,9 @@ class Reference:
         self._taken.clear()
         gradients = [copy.grad for copy in self._copies if copy.grad is not None]
         is_finite = all(bool(gradient.isfinite().all()) for gradient in gradients)
-        norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients))
-        self._compare_verdict(outcome, is_finite, norm)
+        squares = sum(float(gradient.double().square().sum()) for gradient in gradients)
+        every = self._ranks.gather(is_finite, squares)
+        self._compare_verdict(outcome, all(finite for finite, _ in every), math.sqrt(sum(part for _, part in every)))
         if outcome.kind is not StepKind.SKIPPED:
             if outcome.clip_coefficient != 1.0:
                 for gradient in gradients:
@@ -157,8 +164,9 @@ class Reference:
                 theirs.update(_hyperparameters(ours))
             self._adamw.step()
         for parameter, copy in zip(self._parameters, self._copies, strict=True):
-            rounded = copy[: parameter.numel()].to(parameter.dtype)
-            self._parameters_differing += count_differing(parameter.detach().cpu().flatten(), rounded)
+            local = local_of(parameter.detach())
+            rounded = copy[: local.numel()].to(local.dtype)
+            self._parameters_differing += count_differing(local.cpu().flatten(), rounded)
 
     def _compare_verdict(self, outcome: StepOutcome, is_finite: bool, norm: float) -> None:
         limit = math.inf if self._optimizer.max_grad_norm is None else self._optimizer.max_grad_norm
@@ -174,26 +182,29 @@ class Reference:
         self._verdicts_differing += not is_same
 
     def compare(self) -> Verification:
-        """Compare the run's p, m and v with the reference's, bit by bit; commits what the run has accepted."""
+        """Compare the run's p, m and v with the reference's, bit by bit, of all processes; commits what is accepted."""
         elements = differing = 0
         entries = self._optimizer.state_dict()["state"]
         for index, (parameter, copy) in enumerate(zip(self._parameters, self._copies, strict=True)):
             ours, theirs = entries.get(index, {}), self._adamw.state.get(copy, {})
-            zeros = torch.zeros_like(copy)[: parameter.numel()]
+            zeros = torch.zeros_like(copy)[: local_of(parameter).numel()]
             pairs: Sequence[tuple[Tensor, Tensor]] = [(ours.get("master", parameter.detach()), copy.detach())]
             pairs = [*pairs, *((ours.get(key, zeros), theirs.get(key, zeros)) for key in ("exp_avg", "exp_avg_sq"))]
-            for mine, reference in pairs:
+            for ours_of_all, reference in pairs:
+                mine = local_of(ours_of_all)
                 elements += mine.numel()
                 differing += count_differing(mine.cpu().float().flatten(), reference[: mine.numel()])
-        return Verification(
-            elements, differing, self._parameters_differing, self._verdicts_differing, self._norm_difference
-        )
+        every = self._ranks.gather(elements, differing, self._parameters_differing)
+        elements, differing, parameters = (int(sum(counts)) for counts in zip(*every, strict=True))
+        # The other two are alike in all processes.
+        return Verification(elements, differing, parameters, self._verdicts_differing, self._norm_difference)
 
 
 def _padded(tensor: Tensor) -> Tensor:
-    """Return a flat fp32 copy on the CPU, padded with zeros."""
-    flat = torch.zeros(-(-tensor.numel() // _PADDING) * _PADDING, device="cpu")
-    flat[: tensor.numel()] = tensor.detach().flatten()
+    """Return a flat fp32 copy of this process's part on the CPU, padded with zeros."""
+    local = local_of(tensor.detach())
+    flat = torch.zeros(-(-local.numel() // _PADDING) * _PADDING, device="cpu")
+    flat[: local.numel()] = local.flatten()
     return flat
 
 
