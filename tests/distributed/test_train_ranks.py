@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,10 @@ from training_runs import OPTIONS, SENTENCES, TINY, TINY_SHAPE, are_same, read_r
 
 from superadam import OffloadScheduler, StepKind
 from superadam.cli.main import main
+from superadam.cli.train import ranks as train_ranks
 from superadam.cli.train.loop import Trainer
 from superadam.cli.train.memory import needed_bytes
-from superadam.cli.train.model import build_model
+from superadam.cli.train.model import build_model, next_byte_loss
 from superadam.cli.train.presets import PRESETS
 from superadam.cli.train.ranks import Ranks
 from superadam.cli.train.settings import Settings
@@ -103,12 +105,15 @@ def test_what_differs_on_one_rank_is_found_by_all(rank: int) -> None:
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("name", SHAPES)
 @on_ranks(3)
-def test_initial_weights_are_those_of_one_process(rank: int, name: str, dtype: str) -> None:
+def test_initial_weights_and_loss_are_those_of_one_process(rank: int, name: str, dtype: str) -> None:
     settings = dataclasses.replace(TINY, shape=SHAPES[name], dtype=dtype)
     alone, shards = build_model(settings), build_model(settings, Ranks(rank, 3))
     whole: dict[str, Any] = {key: value.full_tensor() for key, value in shards.state_dict().items()}
     assert {value.dtype for value in whole.values()} == {torch.float32}
     assert are_same(whole, {key: value.float() for key, value in alone.state_dict().items()})
+    windows = torch.arange(34).view(2, 17)
+    with torch.no_grad():  # activations are fp32 on the CPU, whatever the dtype of the weights
+        assert torch.equal(next_byte_loss(alone, windows), next_byte_loss(shards, windows))
 
 
 def test_run_is_nearly_that_of_one_process(tmp_path: Path) -> None:
@@ -303,7 +308,17 @@ FAULTS: dict[str, Any] = {
 
 def failing(rank: int, words: tuple[object, ...], where: str, on: int, folder: str) -> None:
     """Train with a fault on one rank, write what came of it, and end as a process of torchrun does."""
-    with FAULTS[where] if rank == on else contextlib.nullcontext():
+
+    def tells_late(error: BaseException) -> bool:
+        time.sleep(1)  # the others have noticed by now
+        return tells(error)
+
+    tells = train_ranks._tells
+    with contextlib.ExitStack() as stack:
+        if rank == on:
+            stack.enter_context(FAULTS[where])
+        if rank == on and where == "hook":
+            stack.enter_context(mock.patch.object(train_ranks, "_tells", tells_late))
         ended = train(*words)
     Path(folder, f"{rank}.json").write_text(json.dumps(ended))
     os._exit(ended[0])
