@@ -33,7 +33,7 @@ MOST_SHARES = 8
 """Processes that compile kernels at once; each has a context of its own on the GPU."""
 
 OF_SEVERAL_DEVICES = ("device", "model", "verification", "loop")
-"""Test modules of `superadam.cli.train` that take every device there is as a parameter."""
+"""Test modules of `superadam.cli.train` that take every device there is as a parameter, as that of FSDP2 does."""
 
 SANITIZED = "test_many_tensors_take_one_launch or test_many_small_tensors_take_one_launch or test_every_configuration"
 """Tests with a launch of each kernel, small enough for a tool that slows them down a hundredfold."""
@@ -74,6 +74,7 @@ def selections(context: Context) -> list[list[list[str]]]:
     if context.rehearses:
         return [[[REHEARSED_TEST, *_SHARED, "--share", f"{number}/2"] for number in range(2)], [[REHEARSED_TEST]]]
     of_devices = [f"tests/cli/test_train_{name}.py" for name in OF_SEVERAL_DEVICES]
+    of_devices.append("tests/distributed/test_one_rank.py")
     shares = max(1, min(MOST_SHARES, len(os.sched_getaffinity(0)) // 2))
     return [
         [[*kernel_tests(), *_SHARED, "--share", f"{number}/{shares}"] for number in range(shares)],

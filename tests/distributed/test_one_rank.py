@@ -1,0 +1,71 @@
+"""FSDP2 on one rank, on every device there is: steps with a scheduler have the bits of steps without one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from reference import flat, same_bits
+from shards import local, wrap
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+from superadam import OffloadScheduler, SpeculativeCPUAdamW, StepKind
+
+pytestmark = pytest.mark.slow
+
+DEVICES = {"cpu": "gloo", **({"cuda": "nccl"} if torch.cuda.is_available() else {})}
+STEPS = 9
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """Return each device in turn, within a process group of this process alone."""
+    name: str = request.param
+    store = distributed.FileStore(str(tmp_path / "store"), 1)
+    distributed.init_process_group(DEVICES[name], store=store, rank=0, world_size=1)
+    yield name
+    distributed.destroy_process_group()
+
+
+def trained(device: str, dtype: torch.dtype, *, overlaps: bool, offloads: bool) -> list[Tensor]:
+    """Return all values after steps that were committed, clipped and skipped."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 32), nn.Linear(32, 8)).to(dtype)
+    options: dict[str, Any] = {"offload_policy": CPUOffloadPolicy(pin_memory=device == "cuda")} if offloads else {}
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    wrap([*model, model], mesh=init_device_mesh(device, (1,)), mp_policy=policy, **options)
+    optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-2)
+    scheduler = OffloadScheduler(optimizer, model, num_threads=1, bucket_numel=300) if overlaps else None
+    kinds = set()
+    for step in range(STEPS):
+        inputs = torch.randn(4, 16, generator=torch.Generator().manual_seed(step)).to(device, torch.bfloat16)
+        (model(inputs) - 1).float().square().sum().backward()
+        if step == 5:
+            local(next(model.parameters()).grad).view(-1)[3] = math.nan
+        optimizer.max_grad_norm = 0.5 if step % 3 == 1 else None
+        optimizer.step()
+        optimizer.zero_grad()
+        assert optimizer.last_outcome is not None
+        kinds.add(optimizer.last_outcome.kind)
+    assert kinds == set(StepKind)
+    if scheduler is not None:
+        assert scheduler.statistics.buckets > STEPS
+        scheduler.close()
+    parts = []
+    for parameter in model.parameters():
+        parts += [parameter, *(optimizer.state[parameter][key] for key in sorted(optimizer.state[parameter]))]
+    return [local(part).cpu().clone() for part in parts]
+
+
+@pytest.mark.parametrize("offloads", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_overlap_changes_no_bit(device: str, dtype: torch.dtype, offloads: bool) -> None:
+    plain, overlapped = (trained(device, dtype, overlaps=overlaps, offloads=offloads) for overlaps in (False, True))
+    for one, other in zip(plain, overlapped, strict=True):
+        assert same_bits(flat(one, one), flat(other, other))
