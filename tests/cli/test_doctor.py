@@ -449,6 +449,7 @@ raise SystemExit(status)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.subprocess
 @pytest.mark.parametrize(("how", "status"), [("broken", 1), ("failing", 0), ("twice", 0)])
 def test_stdout_is_one_json_document_whatever_is_written_meanwhile(how: str, status: int) -> None:

@@ -81,6 +81,7 @@ def outcome(operation: Callable[..., list[Tensor]], tensors: Sequence[Tensor], k
         return str(error)
 
 
+@pytest.mark.slow
 @needs_triton
 @pytest.mark.parametrize("name", OPERATIONS)
 @given(calls=st.lists(st.lists(st.sampled_from(sorted(TENSORS)), min_size=1, max_size=3), min_size=2, max_size=8))
