@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from superadam.distributed import shards
-from superadam.handles.gradient_handle import shared_memory
+from superadam.handles.gradient_handle import shared_memory, taken_of
 
 
 class ReducedGroups:
@@ -23,7 +23,10 @@ class ReducedGroups:
         """Add a parameter whose gradient is ready, and return those whose gradients may be taken now."""
         if not shards.is_distributed(parameter):
             return [parameter]
-        buffer = None if parameter.grad is None else shards.local_of(parameter.grad).untyped_storage()._cdata
+        gradient = parameter.grad
+        if gradient is None or taken_of(gradient) is not None:  # a sum of micro-batches, in memory of its own
+            return [*self.rest(), parameter]
+        buffer = shards.local_of(gradient).untyped_storage()._cdata
         complete = self.rest() if buffer != self._buffer else []
         self._buffer = buffer
         self._waiting.append(parameter)

@@ -17,11 +17,12 @@ from torch import Tensor, distributed, nn
 from torch.distributed import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
+from torch.utils.checkpoint import checkpoint
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW, StepKind
 from superadam.devices import Device
 from superadam.devices.simulated import SimulatedDevice
-from superadam.handles.gradient_handle import GradientHandle
+from superadam.handles.gradient_handle import GradientHandle, taken_of
 
 pytestmark = pytest.mark.slow
 
@@ -46,11 +47,16 @@ def sharded(dtype: torch.dtype, seed: int = 0, **options: Any) -> nn.Module:
     return model
 
 
-def loss_of(model: nn.Module, rank: int, step: int, micro: int) -> Tensor:
+def loss_of(model: Any, rank: int, step: int, micro: int, *, recomputes: bool = False) -> Tensor:
     generator = torch.Generator().manual_seed(1000 * rank + 10 * step + micro)
-    inputs = torch.randn(3, SHAPES[0][0], generator=generator).to(torch.bfloat16)
-    loss: Tensor = (model(inputs) - 1).float().square().sum()
-    return loss
+    values = torch.randn(3, SHAPES[0][0], generator=generator).to(torch.bfloat16)
+    if recomputes:
+        values.requires_grad_()
+        for layer in model:
+            values = checkpoint(layer, values, use_reentrant=step % 2 == 0)
+    else:
+        values = model(values)
+    return (values - 1).float().square().sum()
 
 
 def shown(model: nn.Module, optimizer: SpeculativeCPUAdamW) -> list[Tensor]:
@@ -151,6 +157,67 @@ def test_ways_to_shard(rank: int, mesh: str) -> None:
         assert not overlaps or scheduler.statistics.buckets > 6
         found.append(shown(model, optimizer))
     assert_same(*found)
+
+
+PROGRAMS = ["accumulate", "scaler", "place", "edit", "checkpoint", "frozen"]
+
+
+def run_program(rank: int, program: str, *, overlaps: bool) -> list[Tensor]:
+    """Return all values after some steps of a program that does more than backward and step."""
+    model = sharded(torch.bfloat16)
+    optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-2, max_grad_norm=LIMIT)
+    device = SimulatedDevice(3, 0.5)
+    scheduler = OffloadScheduler(optimizer, model, device=device, num_threads=1, bucket_numel=20) if overlaps else None
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=program == "scaler")
+    model[1].weight.requires_grad_(program != "frozen")
+    for step in range(8):
+        if step == 4:
+            model[1].weight.requires_grad_()
+        for micro in range(3 if program == "accumulate" else 1):
+            announced = program == "accumulate" and scheduler is not None and micro < 2
+            with scheduler.accumulate() if announced and scheduler is not None else nullcontext():
+                loss = loss_of(model, rank, step, micro, recomputes=program == "checkpoint")
+                scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        if program == "edit" and step % 2:
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                if parameter.dim() > 1:
+                    local(parameter.grad).mul_(0.5)
+                else:
+                    parameter.grad.add_(1.0)
+        if program == "place" and scheduler is not None:
+            scheduler.place(gpu_buckets=step % 3, bucket_numel=10 + 10 * (step % 2))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    if scheduler is not None:
+        assert scheduler.statistics.buckets > 8
+        assert (scheduler.statistics.given_back_gradients > 0) is (program == "edit")
+        scheduler.close()
+    return shown(model, optimizer)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@on_ranks(2)
+def test_programs(rank: int, program: str) -> None:
+    assert_same(*(run_program(rank, program, overlaps=overlaps) for overlaps in (False, True)))
+
+
+@on_ranks(2)
+def test_sums_of_micro_batches_stay_in_fp32(rank: int) -> None:
+    model = sharded(torch.bfloat16)
+    optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-2)
+    with OffloadScheduler(optimizer, model, device=ThreadDevice(), num_threads=1, bucket_numel=8) as scheduler:
+        with scheduler.accumulate(torch.float32):
+            for micro in range(2):
+                loss_of(model, rank, 0, micro).backward()
+        for parameter in model.parameters():
+            taken = taken_of(parameter.grad)
+            assert taken is not None
+            assert (taken.is_sum, taken.pending.dtype) == (True, torch.float32)
+        loss_of(model, rank, 0, 2).backward()
+        optimizer.step()
+        assert scheduler.statistics.given_back_gradients == 0
 
 
 @on_ranks(2)
