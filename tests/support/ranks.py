@@ -136,6 +136,7 @@ def _serve(connection: Connection) -> None:
                 world_size=ranks,
                 timeout=timedelta(seconds=SECONDS),
             )
+            dist.barrier()  # a rank that is done might leave while another one still connects
             try:
                 result: Any = getattr(work, "__wrapped__", work)(rank, **arguments)
             finally:
