@@ -379,17 +379,7 @@ _USUAL = _references(_alone)
 
 def is_exclusive(parameter: Any) -> bool:
     """Return whether only `.grad` refers to the gradient and its memory; the caller must not, either."""
-    gradient = parameter.grad
-    if gradient.layout is not torch.strided:
-        return False
-    storage = gradient.untyped_storage()  # the same references as in `_references`, without its call
-    in_python, of_storage, used, storage_used = _USUAL
-    return (
-        sys.getrefcount(gradient) <= in_python
-        and sys.getrefcount(storage) <= of_storage
-        and gradient._use_count() <= used
-        and torch._C._storage_Use_Count(storage._cdata) <= storage_used
-    )
+    return parameter.grad.layout is torch.strided and all(map(operator.le, _references(parameter), _USUAL))
 
 
 def _is_exclusive_distributed(parameter: Any) -> bool:

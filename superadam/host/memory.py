@@ -43,7 +43,7 @@ class HostMemory:
 
 @dataclass(frozen=True, slots=True)
 class HostNeeds:
-    """Bytes of host memory that training takes, beside parameters and what autograd keeps.
+    """Bytes of host memory that training takes, besides parameters and what autograd keeps.
 
     Attributes:
         state: masters and moments.

@@ -138,7 +138,7 @@ def _sealed(content: dict[str, Any]) -> bytes:
 
 
 def _require_files(path: Path, files: Files) -> None:
-    """Raise CheckpointError unless these files, of these sizes, are all that is there beside the manifest."""
+    """Raise CheckpointError unless these files, of these sizes, are all that is there besides the manifest."""
     expected = {name: size for name, (size, _) in files.items()}
     found = {entry.name: entry.stat().st_size for entry in os.scandir(path) if entry.name != _MANIFEST}
     if found != expected:

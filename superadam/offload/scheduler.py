@@ -179,13 +179,11 @@ class OffloadScheduler(GradientHolder):
         if self._groups is not None:
             self._take(self._groups.rest())
 
+    @torch.no_grad()
     def _send(self, bucket: Bucket) -> None:
         """Send a bucket; one that cannot be sent is left to `step()`, because its gradients are in `.grad`."""
         if self._pipeline is None or self._transaction is None:
-            return None
-        if torch.is_grad_enabled():  # backward as a rule disables it, and entering the context takes long
-            with torch.no_grad():
-                return self._send(bucket)
+            return
         try:
             self._hyper = self._hyper or self.optimizer.hyper_by_row()
             if len(self._hyper) == len(self._transaction.table.states):  # or groups were changed since

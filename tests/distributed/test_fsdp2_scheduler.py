@@ -12,7 +12,7 @@ import torch
 from overlap import ThreadDevice
 from ranks import on_ranks
 from reference import flat, same_bits
-from shards import local, wrap
+from shards import local, parts_of, wrap
 from torch import Tensor, distributed, nn
 from torch.distributed import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -59,14 +59,6 @@ def loss_of(model: Any, rank: int, step: int, micro: int, *, recomputes: bool = 
     return (values - 1).float().square().sum()
 
 
-def shown(model: nn.Module, optimizer: SpeculativeCPUAdamW) -> list[Tensor]:
-    """Return this rank's parts of parameters and of all state."""
-    parts = []
-    for parameter in model.parameters():
-        parts += [parameter, *(optimizer.state[parameter][key] for key in sorted(optimizer.state[parameter]))]
-    return [local(part).clone() for part in parts]
-
-
 def assert_same(mine: list[Tensor], theirs: list[Tensor]) -> None:
     for one, other in zip(mine, theirs, strict=True):
         assert same_bits(flat(one, one), flat(other, other))
@@ -108,7 +100,7 @@ def test_training(rank: int, dtype: torch.dtype, where: str, micro_batches: int,
         assert (scheduler.statistics.kept_buckets > 0) is (kept > 0)
         if micro_batches == 1 and (where == "simulated" or (dtype == torch.bfloat16 and not kept)):
             assert scheduler.statistics.accepted_buckets > 0
-    assert_same(shown(models[1], ours), shown(models[0], plain))
+    assert_same(parts_of(models[1], ours), parts_of(models[0], plain))
 
 
 @on_ranks(2)
@@ -155,7 +147,7 @@ def test_ways_to_shard(rank: int, mesh: str) -> None:
                 optimizer.zero_grad()
         assert optimizer.statistics.skipped == 1
         assert not overlaps or scheduler.statistics.buckets > 6
-        found.append(shown(model, optimizer))
+        found.append(parts_of(model, optimizer))
     assert_same(*found)
 
 
@@ -194,7 +186,7 @@ def run_program(rank: int, program: str, *, overlaps: bool) -> list[Tensor]:
         assert scheduler.statistics.buckets > 8
         assert (scheduler.statistics.given_back_gradients > 0) is (program == "edit")
         scheduler.close()
-    return shown(model, optimizer)
+    return parts_of(model, optimizer)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -248,14 +240,14 @@ def test_what_a_hook_raises_is_told_by_step_on_every_rank(rank: int) -> None:
         loss_of(model, rank, 0, 0).backward()
         optimizer.step()
         optimizer.zero_grad()
-        before = shown(model, optimizer)
+        before = parts_of(model, optimizer)
         with pytest.MonkeyPatch.context() as patch:
             if rank == 0:
                 patch.setattr(scheduler._transfers, "download", planted)
             loss_of(model, rank, 1, 0).backward()
             with pytest.raises(RuntimeError, match="planted" if rank == 0 else r"step\(\) failed on ranks \[0\]"):
                 optimizer.step()
-        assert_same(shown(model, optimizer), before)
+        assert_same(parts_of(model, optimizer), before)
         optimizer.step()
         assert optimizer.statistics.steps == 2
 

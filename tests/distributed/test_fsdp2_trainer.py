@@ -11,7 +11,7 @@ import pytest
 import torch
 from ranks import on_ranks
 from reference import flat, same_bits
-from shards import local, wrap
+from shards import parts_of, wrap
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import Dataset
@@ -79,14 +79,6 @@ def trainer(rank: int, folder: Path, **options: Any) -> Any:
     assert arguments.device.type == "cpu"
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
     return Trainer(llama(), arguments, train_dataset=Tokens(), **options)
-
-
-def parts_of(model: nn.Module, optimizer: Any) -> list[Tensor]:
-    """Return this rank's parts of parameters and of all state."""
-    parts = []
-    for parameter in model.parameters():
-        parts += [parameter, *(optimizer.state[parameter][key] for key in sorted(optimizer.state[parameter]))]
-    return [local(part).clone() for part in parts]
 
 
 @pytest.mark.parametrize("overlaps", [False, True])

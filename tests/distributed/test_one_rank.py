@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from reference import flat, same_bits
-from shards import local, wrap
+from shards import local, parts_of, wrap
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -57,10 +57,7 @@ def trained(device: str, dtype: torch.dtype, *, overlaps: bool, offloads: bool) 
     if scheduler is not None:
         assert scheduler.statistics.buckets > STEPS
         scheduler.close()
-    parts = []
-    for parameter in model.parameters():
-        parts += [parameter, *(optimizer.state[parameter][key] for key in sorted(optimizer.state[parameter]))]
-    return [local(part).cpu().clone() for part in parts]
+    return parts_of(model, optimizer)
 
 
 @pytest.mark.parametrize("offloads", [False, True])

@@ -91,3 +91,11 @@ class Oracle:
                 assert getattr(entry[key], "placements", None) == getattr(tensor, "placements", None)
                 assert entry[key].shape == tensor.shape
                 assert entry[key].dtype == (torch.float64 if tensor.dtype == torch.float64 else torch.float32)
+
+
+def parts_of(model: nn.Module, optimizer: Any) -> list[Tensor]:
+    """Return copies of this rank's parts of parameters and of all state, on the CPU."""
+    parts: list[Tensor] = []
+    for parameter in model.parameters():
+        parts += [parameter, *(optimizer.state[parameter][key] for key in sorted(optimizer.state[parameter]))]
+    return [local(part).cpu().clone() for part in parts]
