@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import collections
 import functools
+import operator
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,22 +37,49 @@ PACKED_UNDER_WAY = 2
 """Packed buckets that may wait for the link where the device is short of memory, before the host waits for one."""
 
 
+class _Held:
+    """Bytes that are free again in about the order in which they were taken; those in between count until then.
+
+    Nothing is subtracted, so that no interrupt, error or finalizer can miscount: each holder stands between two totals.
+    """
+
+    def __init__(self, is_free: Callable[[Any], bool]) -> None:
+        self._is_free = is_free
+        self._holders: collections.deque[tuple[Any, int, int]] = collections.deque()
+        self._lock = threading.Lock()
+
+    def add(self, holder: Any, size: int) -> None:
+        """Count bytes until their holder is free."""
+        with self._lock:
+            begin = self._holders[-1][2] if self._holders else 0
+            self._holders.append((holder, begin, begin + size))
+
+    def oldest(self, number: int = 1) -> Any:
+        """Return the holder that came first; None where there are fewer than `number`, of which none is free."""
+        return self._holders[0][0] if self.size and len(self._holders) >= number else None
+
+    @property
+    def size(self) -> int:
+        """Bytes whose holders are not free."""
+        with self._lock:
+            while self._holders and self._is_free(self._holders[0][0]):
+                self._holders.popleft()
+            return self._holders[-1][2] - self._holders[0][1] if self._holders else 0
+
+
+def _is_gone(reference: weakref.ref[Any]) -> bool:
+    return reference() is None
+
+
 class FlatShadow:
     """New values of parameters of one dtype in one flat buffer; a `superadam.state.parameter.Shadow`.
 
     `memory` is a flat buffer on the device to which the values travel as soon as they are written; None where they stay
-    on the host until they are published. `packed` counts its bytes that held gradients before.
+    on the host until they are published.
     """
 
-    def __init__(
-        self,
-        transfers: Transfers,
-        layout: FlatLayout[ParameterState],
-        memory: Tensor | None = None,
-        packed: int = 0,
-    ) -> None:
+    def __init__(self, transfers: Transfers, layout: FlatLayout[ParameterState], memory: Tensor | None = None) -> None:
         self._transfers = transfers
-        self._packed, self._size = packed, 0
         self._layout = layout
         self._dtype = layout.states[0].parameter_dtype
         self._memory = memory
@@ -57,11 +87,6 @@ class FlatShadow:
         self._host: list[Tensor] = []
         self._views: list[Tensor] = []
         self._arrived: Event | None = None
-        transfers.count_shadow(layout.numel * self._dtype.itemsize)
-        self._size = layout.numel * self._dtype.itemsize
-
-    def __del__(self) -> None:
-        self._transfers.count_shadow(-self._size, -self._packed)
 
     @property
     def values(self) -> list[Tensor]:
@@ -124,14 +149,17 @@ class Transfers:
         self.computes_norms = False
         self.staged_numel = STAGED_NUMEL
         self.is_short = False
-        self._leaving: collections.deque[tuple[Event, int]] = collections.deque()  # packed, and no place of new values
-        self._packed_bytes = self._most_packed = 0  # on the device at once
+        self._leaving = _Held(
+            operator.methodcaller("query")
+        )  # packed gradients, by the events with which they have left
+        self._reused = _Held(_is_gone)  # packed gradients, by references to the new values that replace them
+        self._most_packed = 0  # on the device at once
         self._travelled = self._most_travelled = 0  # packed in a step
         self._stages: collections.deque[Event] = collections.deque()
         self._statistics, self._trace = statistics, trace
-        self._lock = threading.RLock()  # the worker uploads while the training thread publishes, or drops a shadow
+        self._lock = threading.Lock()  # the worker uploads while the training thread publishes
         self._untold: collections.deque[tuple[Event, float, int]] = collections.deque()  # uploads not seen to arrive
-        self._shadow_bytes = 0
+        self._shadows = _Held(_is_gone)  # by references to them
         self._layout_of = functools.lru_cache(LAYOUTS_KEPT)(FlatLayout[ParameterState])
 
     def forget_layouts(self) -> None:
@@ -180,7 +208,9 @@ class Transfers:
             memory = None
             if any(state in speculated for state in group):
                 memory = self._shadow_on_device(source, layout.numel, parameter_dtype)
-                self._add_places(places, layout, memory, speculated, source.nbytes if memory is source else 0)
+                shadow = self._add_places(places, layout, memory, speculated)
+                if memory is source:
+                    self._reused.add(weakref.ref(shadow), source.nbytes)
             leaving += 0 if memory is source else source.nbytes
         if not packed:
             return places, device.record(Stream.CURRENT)
@@ -190,33 +220,29 @@ class Transfers:
             for taken, view in zip(some_taken, layout.views(host), strict=True):
                 taken.pending, taken.arrived = view, arrived
         if leaving:
-            self._leaving.append((arrived, leaving))
+            self._leaving.add(arrived, leaving)
+        self._most_packed = max(self._most_packed, self._leaving.size + self._reused.size)
         return places, arrived
 
     def _pack(self, gradients: Sequence[Tensor], layout: FlatLayout[ParameterState], dtype: torch.dtype) -> Tensor:
         """Return gradients in one buffer on the device, once few others wait for the link where memory is short."""
-        self._let_leave(PACKED_UNDER_WAY if self.is_short else len(self._leaving))
+        if self.is_short:
+            self._let_leave(PACKED_UNDER_WAY)
         try:
             packed = self.device.pack(gradients, layout, dtype)
         except torch.OutOfMemoryError:
             self.is_short = True
-            if not self._leaving:
+            if not self._leaving.size:
                 raise
             self._let_leave(0)
             packed = self.device.pack(gradients, layout, dtype)
-        with self._lock:
-            self._packed_bytes += packed.nbytes
-            self._most_packed = max(self._most_packed, self._packed_bytes)
-            self._travelled += packed.nbytes
+        self._travelled += packed.nbytes
         return packed
 
     def _let_leave(self, most: int) -> None:
         """Wait until at most this number of packed buckets has still to leave the device."""
-        while self._leaving and (len(self._leaving) > most or self._leaving[0][0].query()):
-            arrived, size = self._leaving.popleft()
+        while (arrived := self._leaving.oldest(most + 1)) is not None:
             arrived.synchronize()
-            with self._lock:
-                self._packed_bytes -= size
 
     def end_step(self) -> int:
         """Find out whether the device has memory for the new values of steps like this, if it is the largest so far.
@@ -240,13 +266,15 @@ class Transfers:
         layout: FlatLayout[ParameterState],
         memory: Tensor | None,
         speculated: Collection[ParameterState] | None = None,
-        packed: int = 0,
-    ) -> None:
-        """Add places for the `speculated` states of a layout; None for all."""
-        shadow = FlatShadow(self, layout, memory, packed)
+    ) -> FlatShadow:
+        """Add places for the `speculated` states of a layout, None for all; return what they lie in."""
+        shadow = FlatShadow(self, layout, memory)
+        self._shadows.add(weakref.ref(shadow), layout.numel * layout.states[0].parameter_dtype.itemsize)
+        self._statistics.shadow_bytes = max(self._statistics.shadow_bytes, self._shadows.size)
         for position, state in enumerate(layout.states):
             if speculated is None or state in speculated:
                 places[state] = Place(shadow, position)
+        return shadow
 
     def _shadow_on_device(self, packed: Tensor, numel: int, dtype: torch.dtype) -> Tensor | None:
         """Return memory on the device for new values: that of the packed gradients, which leave it before.
@@ -405,13 +433,6 @@ class Transfers:
             while self._untold and self._untold[0][0].query():
                 _, begin, elements = self._untold.popleft()
                 self._trace.add("parameters to device", "upload", begin, time.perf_counter(), elements=elements)
-
-    def count_shadow(self, size: int, packed: int = 0) -> None:
-        """Count bytes that wait for a verdict, negative once they are free, and those that were packed gradients'."""
-        with self._lock:
-            self._shadow_bytes += size
-            self._packed_bytes += packed
-            self._statistics.shadow_bytes = max(self._statistics.shadow_bytes, self._shadow_bytes)
 
 
 def norm_in(hosts: Sequence[Tensor]) -> GradientNorm:

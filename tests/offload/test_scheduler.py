@@ -1785,7 +1785,7 @@ def test_shadows_are_freed_with_the_verdict(working: Device) -> None:
         for seed in range(8):
             loss_of(model, seed).backward()
             scheduler.catch_up()
-            assert transfers._shadow_bytes == (size if seed else 0)
+            assert transfers._shadows.size == (size if seed else 0)
             match seed:
                 case 3:
                     optimizer.zero_grad()
@@ -1799,20 +1799,20 @@ def test_shadows_are_freed_with_the_verdict(working: Device) -> None:
                     optimizer.step()
                 case _:
                     optimizer.step()
-            assert transfers._shadow_bytes == 0
+            assert transfers._shadows.size == 0
             optimizer.zero_grad()
         assert scheduler.statistics.shadow_bytes == size
         (loss_of(model, 9) * math.nan).backward()
         scheduler.catch_up()
-        assert transfers._shadow_bytes == size
+        assert transfers._shadows.size == size
         optimizer.step()
-        assert transfers._shadow_bytes == 0
+        assert transfers._shadows.size == 0
         optimizer.zero_grad()
         loss_of(model, 9).backward()
         scheduler.catch_up()
-        assert transfers._shadow_bytes == size
+        assert transfers._shadows.size == size
         optimizer.rollback()
-        assert transfers._shadow_bytes == 0
+        assert transfers._shadows.size == 0
     assert scheduler.statistics.shadow_bytes == size
 
 
