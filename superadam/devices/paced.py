@@ -20,7 +20,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -110,6 +110,29 @@ class _Ranges(dict[int, int]):
         del self[address]
 
 
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+def _counted(
+    method: Callable[Concatenate[PacedDevice, _Arguments], _Result],
+) -> Callable[Concatenate[PacedDevice, _Arguments], _Result]:
+    """Add the CPU time of a method, which a driver would take otherwise, to the device's `own_seconds`."""
+
+    @functools.wraps(method)
+    def counted(self: PacedDevice, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        if self._is_counting or threading.current_thread() is not threading.main_thread():
+            return method(self, *args, **kwargs)
+        self._is_counting, begin = True, time.thread_time()
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            self.own_seconds += time.thread_time() - begin
+            self._is_counting = False
+
+    return counted
+
+
 class PacedDevice(PlainDevice):
     """CPU tensors that count as device memory, unless they lie in memory from `host_empty`.
 
@@ -127,6 +150,7 @@ class PacedDevice(PlainDevice):
 
     Attributes:
         busy: work of all streams, in the order in which it was enqueued.
+        own_seconds: CPU time of the main thread in methods that call a driver where the device is one.
     """
 
     has_link = True
@@ -152,6 +176,8 @@ class PacedDevice(PlainDevice):
         self._pinned = PinnedMemory(self._ranges)
         self._norms: dict[tuple[int, ...], ChunkSums] = {}  # of constants, by where they lie
         self._deferred: list[Callable[[], None]] = []
+        self.own_seconds = 0.0
+        self._is_counting = False
 
     # ---- clocks ------------------------------------------------------------------------------------------------------
 
@@ -162,11 +188,13 @@ class PacedDevice(PlainDevice):
             self._ends[stream] = begin + seconds
             self.busy.append(Busy(stream, name, begin, begin + seconds))
 
+    @_counted
     def record(self, stream: Stream) -> Event:
         """Return the end of a stream's work, or the present time if it has none."""
         with self._lock:
             return PacedEvent(max(self._ends[stream], self.now()), self.now, self.sleep)
 
+    @_counted
     def wait(self, stream: Stream, event: Event) -> None:
         """Let a stream idle until an event has passed."""
         with self._lock:
@@ -174,11 +202,13 @@ class PacedDevice(PlainDevice):
 
     # ---- the interface -----------------------------------------------------------------------------------------------
 
+    @_counted
     def is_host(self, tensor: Tensor) -> bool:
         """Whether the tensor lies in memory from `host_empty`."""
         address = tensor.data_ptr()
         return any(begin <= address < begin + size for begin, size in list(self._ranges.items()))
 
+    @_counted
     def pack(
         self, gradients: Sequence[Tensor], layout: FlatLayout[Any], dtype: torch.dtype, norm: ChunkSums | None = None
     ) -> Tensor:
@@ -201,6 +231,7 @@ class PacedDevice(PlainDevice):
                 norm.nonfinite.copy_(known.nonfinite)
         return packed
 
+    @_counted
     def update(self, steps: Sequence[KeptStep], sets: Sequence[Coefficients]) -> None:
         """Make the steps, or defer them."""
         state = [(one.master, one.exp_avg, one.exp_avg_sq, one.max_exp_avg_sq) for one in steps]
@@ -219,10 +250,12 @@ class PacedDevice(PlainDevice):
         """Return what was given, without what is allocated; gradients and parameters do not count."""
         return None if self._free_bytes is None else self._free_bytes - sum(list(self._allocated.values()))
 
+    @_counted
     def empty(self, numel: int, dtype: torch.dtype, stream: Stream) -> Tensor:
         """Return memory that counts as allocated until its last view is gone."""
         return _tracked(torch.empty(numel, dtype=dtype, device="cpu"), self._allocated)
 
+    @_counted
     def scatter(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         """Copy; sources on the host are read over the link."""
         rates, on_host = self.rates, _nbytes([source for source in sources if self.is_host(source)])
@@ -231,11 +264,13 @@ class PacedDevice(PlainDevice):
         if not self.constants:
             super().scatter(sources, targets)
 
+    @_counted
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return pinned memory as far as it was reserved, and pageable memory beyond, which copies as fast here."""
         memory = self._pinned.empty(numel, dtype)
         return memory if self.is_host(memory) else _tracked(memory, self._ranges)
 
+    @_counted
     def copy(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
         """Copy; the destination of constants becomes a tensor over them, of which views may be made afterwards."""
         rates = self.rates
@@ -251,6 +286,7 @@ class PacedDevice(PlainDevice):
                 self._run_deferred()
             super().copy(destination, source, stream)
 
+    @_counted
     def record_stream(self, buffer: Tensor, stream: Stream) -> None:
         """Keep host memory."""
         if self.is_host(buffer):

@@ -179,15 +179,15 @@ class OffloadScheduler(GradientHolder):
         if self._groups is not None:
             self._take(self._groups.rest())
 
-    @torch.no_grad()
     def _send(self, bucket: Bucket) -> None:
         """Send a bucket; one that cannot be sent is left to `step()`, because its gradients are in `.grad`."""
         if self._pipeline is None or self._transaction is None:
             return
         try:
-            self._hyper = self._hyper or self.optimizer.hyper_by_row()
-            if len(self._hyper) == len(self._transaction.table.states):  # or groups were changed since
-                self._pipeline.send(bucket, self._hyper)
+            with torch.no_grad():
+                self._hyper = self._hyper or self.optimizer.hyper_by_row()
+                if len(self._hyper) == len(self._transaction.table.states):  # or groups were changed since
+                    self._pipeline.send(bucket, self._hyper)
         except (ValueError, torch.OutOfMemoryError, MemoryError) as error:
             _logger.debug("a bucket is left to step(): %s", error)
             for taken in bucket.gradients:

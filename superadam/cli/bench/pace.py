@@ -56,7 +56,8 @@ class Side:
         step: runs after backward; returns whether the step was clipped.
         placement: applied before each turn; None leaves the scheduler's.
         seconds: of iterations, by whether they were clipped.
-        python: CPU seconds of the training thread in each iteration that was not clipped: a clipped one runs kernels.
+        python: CPU seconds of the training thread, without the device's own, in each iteration that was not clipped: a
+            clipped one runs kernels.
         waited: seconds in which the training thread waited for the worker.
         depths: number of arrived buckets that were not done, at each arrival.
         trace: of the last turn.
@@ -92,10 +93,10 @@ class Side:
         before = replace(scheduler.statistics) if scheduler is not None else None
         begin = end = device.record(Stream.CURRENT).passed_at()
         for _ in range(timed):
-            last, python = end, time.thread_time()
+            last, python = end, time.thread_time() - device.own_seconds
             is_clipped = self.iterate()
             if not is_clipped:
-                self.python.append(time.thread_time() - python)
+                self.python.append(time.thread_time() - device.own_seconds - python)
             end = device.record(Stream.CURRENT).passed_at()
             self.seconds[is_clipped].append(end - last)
         device.record(Stream.CURRENT).synchronize()
@@ -130,7 +131,8 @@ class SideResult:
         clipped_seconds: median of the others; None without any.
         over_clock: median time over the clock's.
         hidden_share: share of the CPU's Adam time by which iterations are not longer than the clock's.
-        waited_seconds, python_seconds: in which the training thread waited for the worker, and of its CPU time.
+        waited_seconds, python_seconds: in which the training thread waited for the worker, and of its CPU time, without
+            what the device takes of it.
         bucket_seconds: CPU time of the training thread for each bucket, in hooks and in the step: what it takes longer
             than with the clock.
         queue_depth, deepest_queue: mean and maximum of arrived buckets that were not done.

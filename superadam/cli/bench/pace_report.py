@@ -74,8 +74,8 @@ def notes(rows: Sequence[Row], rates: Rates, rounds: int) -> list[str]:
         f"Gradients travel at {rates.download / 1e9:g} GB/s, new values at {rates.upload / 1e9:g}; the device's memory "
         f"has {rates.memory / 1e12:g} TB/s. Medians of {rounds} interleaved turns without the clipped steps, one in "
         f"{CLIP_EVERY}. hidden: of Adam's time, what an iteration does not take longer than the clock. waited: ms of "
-        "the training thread for the worker; Python: of its CPU time; us/b.: of that, what each bucket takes in hooks "
-        "and in the step; queue: the most buckets that had arrived and were not done.",
+        "the training thread for the worker; Python: of its CPU time, without the device's own; us/b.: of that, what "
+        "each bucket takes in hooks and in the step; queue: the most buckets that had arrived and were not done.",
         "Placements: buckets kept on the device, elements of a bucket, threads; fixed were "
         + "; ".join(dict.fromkeys(side.placement for row in rows for side in row.placements))
         + ".",
