@@ -1,0 +1,50 @@
+"""CPU time of the training thread in backward and step, which it spends in Python: the model alone, and with buckets.
+
+Time in the device's own methods does not count, because a GPU's driver would take another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+import pytest
+from pytest_benchmark.fixture import BenchmarkFixture
+
+from superadam import OffloadScheduler, SpeculativeCPUAdamW
+from superadam.cli.bench.timed_model import Gradients, TimedModel
+from superadam.devices import Stream
+from superadam.devices.paced import PRESETS, PacedDevice
+
+BUCKETS, NUMEL = 64, 64 * 1024
+ROUNDS, WARM_UPS = 21, 4
+SECONDS_OF_BACKWARD = 0.2  # long enough for the worker
+
+
+@pytest.mark.parametrize("tensors", [1, 3, 9])
+@pytest.mark.parametrize("overlapped", [False, True], ids=["alone", "buckets"])
+def test_training_thread(benchmark: BenchmarkFixture, overlapped: bool, tensors: int) -> None:
+    gradients = Gradients(BUCKETS * tensors, NUMEL)
+    model = TimedModel(gradients)
+    device = model.device = PacedDevice(PRESETS["h200"], constants=gradients.sets)
+    model.forward_seconds, model.backward_seconds = 0.0, SECONDS_OF_BACKWARD
+    optimizer = SpeculativeCPUAdamW(model.parameters(), max_grad_norm=1e9)
+    options = {"bucket_numel": tensors * NUMEL, "gpu_buckets": 0, "num_threads": 1, "device": device}
+    scheduler = OffloadScheduler(optimizer, model, **options) if overlapped else contextlib.nullcontext()
+
+    def to_step() -> tuple[tuple[object], dict[str, object]]:
+        optimizer.zero_grad()
+        device.record(Stream.CURRENT).synchronize()
+        return (model(),), {}
+
+    def step(loss: object) -> None:
+        loss.backward()  # type: ignore[attr-defined]
+        if overlapped:
+            optimizer.step()
+
+    benchmark.group = f"{BUCKETS} buckets of {tensors}"
+    benchmark._timer = lambda: time.thread_time() - device.own_seconds
+    with scheduler:
+        benchmark.pedantic(step, setup=to_step, rounds=ROUNDS, warmup_rounds=WARM_UPS)
+        benchmark.extra_info["us per bucket"] = 1e6 * benchmark.stats["median"] / BUCKETS
+        device.constants.clear()
