@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -84,18 +84,25 @@ class Factor:
             self.apply(gradient)
 
 
+@lru_cache(maxsize=8192, typed=True)
+def _shared(value: Any) -> Any:
+    """Return the same object for all that are equal: the garbage collector visits what lives on with each gradient."""
+    return value
+
+
 class TakenGradient:
     """One gradient that was taken from `.grad`, shared by the handle in `.grad` and its aliases."""
 
     def __init__(self, gradient: Tensor, owner: Any = None, holder: GradientHolder | None = None) -> None:
         self.pending = gradient  # or a copy, also elsewhere or in another dtype; only `absorb` writes to it
         self.arrived: Any = None  # event at the end of the copy to `pending`, where it must be waited for
-        self.shape, self.strides = gradient.shape, gradient.stride()
+        self.shape: torch.Size = _shared(gradient.shape)
+        self.strides: tuple[int, ...] = _shared(gradient.stride())
         self.dtype, self.device = gradient.dtype, gradient.device
         # The owner has the parameter, weak references to which would forbid torch.utils.swap_tensors.
         self._owner: Callable[[], Any] = (lambda: None) if owner is None else weakref.ref(owner)
         self.holder: Callable[[], GradientHolder | None] = (lambda: None) if holder is None else weakref.ref(holder)
-        self.factors: list[Factor] = []
+        self.factors: tuple[Factor, ...] = ()
         self.norm: Tensor | None = None  # torch's 2-norm of the gradient without factors, on its device
         self.is_sum = False  # of micro-batches, in a wider dtype
         self.in_use = False  # `pending` is read by work under way, so that `absorb` must leave it as it is
@@ -159,7 +166,7 @@ class TakenGradient:
     def record(self, factor: Factor) -> None:
         """Record a product whose value must not change afterwards."""
         if isinstance(factor.value, Tensor) or factor.value != 1:
-            self.factors.append(factor)
+            self.factors = (*self.factors, factor)
 
     def scale(self) -> float | None:
         """Return the one number that the gradient is multiplied with; None where one product would round differently.
@@ -209,7 +216,7 @@ class TakenGradient:
             given = self._copy_of(value) if value is self.pending else value
             self.given, self.alias = given, given.detach()
         del self.pending
-        self.factors = []
+        self.factors = ()
         parameter: Any = self.parameter
         gradient: Any = getattr(parameter, "grad", None)
         if getattr(gradient, "taken", None) is self:

@@ -113,6 +113,7 @@ class ParameterState:
         is_own_master: whether the parameter itself is the master; `master` is that of a working copy.
         is_staged: whether kernels cannot write the parameter directly: on another device, or not dense.
         exp_avg, exp_avg_sq, max_exp_avg_sq: moments, as in torch.optim.Adam.
+        reference: the weak reference to this object that all share, kept so that taking a gradient makes none.
         wholes: the DTensors, by attribute, as whose part users see the four tensors above; empty for other parameters.
     """
 
@@ -132,6 +133,7 @@ class ParameterState:
         "parameter_dtype",
         "pending",
         "phase",
+        "reference",
         "row",
         "shape",
         "strides",
@@ -159,6 +161,7 @@ class ParameterState:
         self.wholes: dict[str, Tensor] = {}
         self.phase = Phase.CLEAN
         self.pending: Pending | None = None
+        self.reference = weakref.ref(self)
 
     @property
     def is_distributed(self) -> bool:

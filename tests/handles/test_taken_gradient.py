@@ -190,7 +190,7 @@ def test_identities_are_not_stored() -> None:
     for value in (1, 1.0, True):
         taken.record(Factor(MULTIPLY, value))
         taken.record(Factor(DIVIDE, value))
-    assert taken.factors == []
+    assert taken.factors == ()
     taken.record(Factor(MULTIPLY, torch.tensor(1.0)))  # is not read before it is needed
     assert len(taken.factors) == 1
     assert taken.scale() == 1.0
@@ -321,7 +321,7 @@ def test_giving_back_applies_factors_and_restores_the_layout(dtype: torch.dtype)
     given = taken.give_back()
     assert given.stride() == (5, 1)
     assert same_bits(given, gradient.clone().mul_(0.3).div_(3))
-    assert taken.factors == []
+    assert taken.factors == ()
 
 
 def test_other_gradients_in_grad_are_left_alone() -> None:
