@@ -157,6 +157,7 @@ class OffloadScheduler(GradientHolder):
         begin = time.perf_counter()
         if self._pipeline is None and self._bucketer.accumulation.sum_dtype is None:
             return
+        self._backward_began = self._backward_began or begin
         if self._groups is None:
             self._take((parameter,))
         else:
@@ -164,7 +165,6 @@ class OffloadScheduler(GradientHolder):
                 self._take(self._groups.add(parameter))
             except Exception as error:
                 self._error = self._error or error
-        self._backward_began = self._backward_began or begin
         self.statistics.hook_seconds += time.perf_counter() - begin
 
     def _take(self, parameters: Iterable[Tensor]) -> None:
@@ -231,8 +231,9 @@ class OffloadScheduler(GradientHolder):
         """Handle the outcome of a step: let commits begin."""
         self._transfers.trace_arrived()
         is_full = self.optimizer.statistics.displaced > self._counts.displaced
+        if self._pipeline is not None or self._backward_began is not None:  # else nothing can have been taken
+            self._bucketer.end_step()
         self._count_verdict(outcome)
-        self._bucketer.end_step()
         waiting = self._transfers.end_step()
         if waiting:
             with suppress(MemoryError):  # then they wait in pageable memory
