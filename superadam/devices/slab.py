@@ -42,6 +42,14 @@ class Registrar(Protocol):
         """Undo `register`; raises `PinningError`."""
 
 
+class _Lease(weakref.ref[Any]):
+    """A reference to what keeps a range taken, whose callback is a function of C: no signal can interrupt it."""
+
+    __slots__ = ("begin", "size")
+    begin: int
+    size: int
+
+
 class Slab:
     """Pinned memory of `size` bytes, rounded up to whole pages, handed out in ranges; raises PinningError.
 
@@ -66,7 +74,8 @@ class Slab:
             raise
         self._gaps = Gaps(self.size)
         # Leases end in any thread at any moment, also while this object is in use: they only append here.
-        self._returned: collections.deque[tuple[int, int]] = collections.deque()
+        self._returned: collections.deque[_Lease] = collections.deque()
+        self._leases: dict[int, _Lease] = {}  # by where they begin
         weakref.finalize(self, _let_go, memory, self._address, registrar, os.getpid()).atexit = False
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor | None:
@@ -78,7 +87,9 @@ class Slab:
             return None
         lease: Any = (ctypes.c_char * size).from_address(self._address + begin)
         lease.slab = self
-        weakref.finalize(lease, self._returned.append, (begin, size)).atexit = False
+        reference = _Lease(lease, self._returned.append)
+        reference.begin, reference.size = begin, size
+        self._leases[begin] = reference
         return torch.frombuffer(lease, dtype=dtype, count=numel)
 
     @property
@@ -89,7 +100,9 @@ class Slab:
 
     def _collect(self) -> None:
         while self._returned:
-            self._gaps.free(*self._returned.popleft())
+            ended = self._returned.popleft()
+            del self._leases[ended.begin]
+            self._gaps.free(ended.begin, ended.size)
 
 
 def in_pages(size: int) -> int:
