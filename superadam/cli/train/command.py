@@ -10,7 +10,6 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from superadam.cli.train.presets import PRESETS
 from superadam.cli.train.ranks import LONGEST_TIMEOUT, TIMEOUT, Ranks, joined
 from superadam.cli.train.settings import BYTE_MODEL, Settings
 from superadam.cli.train.text import Text
-from superadam.cli.usage import UsageError
+from superadam.cli.usage import UsageError, require_modules
 from superadam.devices.worker import WorkerError
 
 DEFAULT_OUT = Path("superadam-run")
@@ -192,9 +191,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace, ranks: Ranks) -> int:
-    for module in ("rich", "matplotlib"):
-        if find_spec(module) is None:
-            raise UsageError(f"'superadam train' needs {module}; install it with: pip install 'superadam[cli]'")
+    require_modules("train", "rich", "matplotlib")
     out = arguments.out or arguments.resume or DEFAULT_OUT
     _check_places(arguments, out)
     trainer = _prepare(arguments, ranks)
