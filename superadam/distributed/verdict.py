@@ -69,7 +69,7 @@ class Ranks:
         members: their numbers, sorted.
         number: of questions asked so far; as every rank takes part in each, the same on all.
         agreed: the last of these on which no rank failed.
-        is_behind: whether this rank may have missed a step that others made; then there is no other.
+        is_behind: whether this rank has missed a step on which all have agreed; no other is made where one made it.
     """
 
     def __init__(self, mesh: Any, members: Sequence[int]) -> None:
@@ -126,6 +126,14 @@ class Ranks:
         except RuntimeError:
             return
 
+    def refuse_older_state(self) -> None:
+        """Raise RuntimeError if this rank's state may not belong to that of the others."""
+        if self.is_behind:
+            raise RuntimeError(
+                "an error has kept this rank from a step that others may have made, so that its state may be older than "
+                "theirs, expected the state of one step; start all of them again from a checkpoint"
+            )
+
     def _words(self, question: Question) -> _Words:
         self.number += 1
         return _Words(_MAGIC, float(question), float(self.number), 2.0 if self.is_behind else 0.0)
@@ -140,7 +148,6 @@ class Ranks:
             dist.all_gather(received, sent, group=self._process_group())
             return [_Words(*words) for words in torch.stack(received).tolist()]
         except (RuntimeError, ValueError) as error:
-            self.is_behind = True
             told = str(error).partition("\n")[0][:150]
             raise RuntimeError(
                 f"ranks {self.members} could not agree on a step, because one of them has ended, does not answer or is "
