@@ -42,7 +42,8 @@ class _Words(NamedTuple):
 
     Attributes:
         magic, question, number: what is asked, and how many questions were before; the same on all ranks.
-        failed: whether the rank has an error to raise instead; then nothing below means anything.
+        failed: 1 where the rank has an error to raise instead, 2 where it has missed a step; then nothing below means
+            anything.
         parameters: a checksum of the shapes of the distributed parameters; the same on all ranks.
         limit: of the norm, inf for none; the same on all ranks.
         nonfinite: elements of all local gradients that are Inf or NaN.
@@ -67,11 +68,14 @@ class Ranks:
     Attributes:
         members: their numbers, sorted.
         number: of questions asked so far; as every rank takes part in each, the same on all.
+        agreed: the last of these on which no rank failed.
+        is_behind: whether this rank has missed a step on which all have agreed; no other is made where one made it.
     """
 
     def __init__(self, mesh: Any, members: Sequence[int]) -> None:
         self.members = list(members)
-        self.number = 0
+        self.number = self.agreed = 0
+        self.is_behind = False
         self.parameters = 0.0
         self._mesh = mesh
         self._group: dist.ProcessGroup | None = None
@@ -111,18 +115,28 @@ class Ranks:
                     f"{rank}, expected the same ones everywhere; all-reduce the gradients of fully_shard's "
                     "ignored_params before the step"
                 )
+        self.agreed = self.number
         return RanksNorm(total, 0)
 
     def tell_failure(self, question: Question) -> None:
         """Let the other ranks, which are about to ask, raise as well; returns also where they cannot be reached."""
+        words = self._words(question)
         try:
-            self._exchange(self._words(question)._replace(failed=1.0))
+            self._exchange(words._replace(failed=words.failed or 1.0))
         except RuntimeError:
             return
 
+    def refuse_older_state(self) -> None:
+        """Raise RuntimeError if this rank's state may not belong to that of the others."""
+        if self.is_behind:
+            raise RuntimeError(
+                "an error has kept this rank from a step that others may have made, so that its state may be older than "
+                "theirs, expected the state of one step; start all of them again from a checkpoint"
+            )
+
     def _words(self, question: Question) -> _Words:
         self.number += 1
-        return _Words(_MAGIC, float(question), float(self.number))
+        return _Words(_MAGIC, float(question), float(self.number), 2.0 if self.is_behind else 0.0)
 
     def _exchange(self, mine: _Words) -> list[_Words]:
         """Return what each rank tells, in the order of `members`."""
@@ -159,7 +173,15 @@ class Ranks:
                     f"the ranks are not at the same point: rank {self.members[0]} {here} and rank {rank} {there}, "
                     "expected each call on every rank; nothing was changed: start all of them again from a checkpoint"
                 )
-        failed = [rank for rank, words in zip(self.members, every, strict=True) if words.failed]
+        behind = [rank for rank, words in zip(self.members, every, strict=True) if words.failed == 2.0]
+        if len(behind) == len(every):
+            self.is_behind = False  # all have missed the same step
+        elif behind:
+            raise RuntimeError(
+                f"an error on ranks {behind} has kept them from a step that the others made, so that their parameters "
+                "and state are older; start all of them again from a checkpoint"
+            )
+        failed = [rank for rank, words in zip(self.members, every, strict=True) if words.failed == 1.0]
         if failed:
             raise RuntimeError(
                 f"{Question(int(every[0].question)).call} failed on ranks {failed}, so nothing was changed; "

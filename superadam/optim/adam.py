@@ -399,7 +399,12 @@ class SpeculativeCPUAdam(Optimizer):
         """Return groups and state as `torch.optim.Optimizer.state_dict` does, with `master` for every working copy.
 
         Accepted steps are committed first; gradients that wait for their verdict are not included.
+
+        Raises:
+            RuntimeError: an error has kept this rank from a step that others may have made.
         """
+        if self._published.ranks is not None:
+            self._published.ranks.refuse_older_state()
         was_exposed = self._published.is_exposed
         result = super().state_dict()
         if isinstance(result.get("state"), dict):  # which a hook may have changed

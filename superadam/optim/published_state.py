@@ -110,7 +110,10 @@ class PublishedState(GradientHolder):
 
     @contextmanager
     def on_all_ranks(self, question: Question, groups: Groups) -> Iterator[None]:
-        """Tell the other ranks of an error that is raised inside before they were asked, so that they raise as well."""
+        """Tell the other ranks of an error that is raised inside before they were asked, so that they raise as well.
+
+        Of one that is raised in a step on which all have agreed, they are told when they are asked next.
+        """
         number = 0 if self.ranks is None else self.ranks.number
         try:
             yield
@@ -122,6 +125,8 @@ class PublishedState(GradientHolder):
                     ranks = self.ranks = ranks_of(parameters, [""] * len(parameters), None)
             if ranks is not None and ranks.number == number:
                 ranks.tell_failure(question)
+            elif ranks is not None and ranks.agreed == ranks.number and question is Question.STEP:
+                ranks.is_behind = True
             raise
 
     @property

@@ -67,6 +67,30 @@ def test_errors_for_people_are_one_sentence(
     assert capsys.readouterr().err == sentence
 
 
+@pytest.mark.parametrize(
+    ("words", "module"),
+    [
+        (["train"], "rich"),
+        (["train"], "matplotlib"),
+        (["doctor"], "rich"),
+        (["doctor", "--json"], "rich"),
+        (["bench"], "rich"),
+        (["bench", "pace"], "matplotlib"),
+    ],
+)
+def test_missing_extra_is_one_sentence(
+    words: list[str], module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == module]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    needs = f"superadam: 'superadam {words[0]}' needs {module}; install it with: pip install 'superadam[cli]'\n"
+    assert capsys.readouterr() == ("", needs)
+    assert os.listdir(tmp_path) == []
+
+
 def test_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     parser = argparse.ArgumentParser(prog="superadam")
     parser.set_defaults(run=lambda parsed: _raise(ValueError("a fault")))

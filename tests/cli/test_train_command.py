@@ -405,18 +405,6 @@ def test_resumed_run_refuses_to_become_another(tmp_path: Path, capsys: pytest.Ca
     assert (out / "checkpoint.pt").read_bytes() == before
 
 
-@pytest.mark.parametrize("module", ["rich", "matplotlib"])
-def test_missing_extra_is_one_sentence(
-    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, module, None)
-    monkeypatch.chdir(tmp_path)
-    assert train(*OPTIONS) == 2
-    error = capsys.readouterr().err
-    assert error == f"superadam: 'superadam train' needs {module}; install it with: pip install 'superadam[cli]'\n"
-    assert os.listdir(tmp_path) == []
-
-
 @pytest.mark.subprocess
 def test_ctrl_c_saves_and_the_run_goes_on(tmp_path: Path) -> None:
     script = Path(sys.executable).with_name("superadam")

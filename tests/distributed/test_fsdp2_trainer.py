@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from language_models import VOCABULARY, llama
 from ranks import on_ranks
 from reference import flat, same_bits
 from shards import parts_of, wrap
@@ -20,7 +21,7 @@ from superadam import OffloadScheduler, SpeculativeCPUAdamW
 
 pytestmark = pytest.mark.slow
 
-UPDATES, MICRO_BATCHES, VOCABULARY = 5, 2, 64
+UPDATES, MICRO_BATCHES = 5, 2
 LR, DECAY = 1e-3, 0.1
 LIMIT = 0.8
 BFLOAT16 = dict.fromkeys(("param_dtype", "reduce_dtype", "output_dtype"), torch.bfloat16)  # as Accelerate has it
@@ -33,22 +34,6 @@ class Tokens(Dataset[dict[str, Tensor]]):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         tokens = torch.randint(VOCABULARY, (12,), generator=torch.Generator().manual_seed(index))
         return {"input_ids": tokens, "labels": tokens}
-
-
-def llama() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-        )
-    )
 
 
 def trainer(rank: int, folder: Path, **options: Any) -> Any:
@@ -78,7 +63,7 @@ def trainer(rank: int, folder: Path, **options: Any) -> Any:
     )
     assert arguments.device.type == "cpu"
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
-    return Trainer(llama(), arguments, train_dataset=Tokens(), **options)
+    return Trainer(llama(tie_word_embeddings=False), arguments, train_dataset=Tokens(), **options)
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
@@ -115,7 +100,7 @@ def test_trainer(rank: int, overlaps: bool) -> None:
     assert len(inputs) == UPDATES * MICRO_BATCHES
     trained = stock.optimizer.optimizer
 
-    model = llama()
+    model = llama(tie_word_embeddings=False)
     layers = [model.model.embed_tokens, *model.model.layers]
     wrap([*layers, [model.model.norm, model.lm_head], model], mp_policy=MixedPrecisionPolicy(**BFLOAT16))
     groups = [

@@ -1,4 +1,4 @@
-"""Training under `fully_shard` has the bits of the oracle, and of torch's fused AdamW over the same DTensors."""
+"""Training under `fully_shard` has the bits of the oracle, of torch's fused AdamW, and of training with a scheduler."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import on_ranks, preload
-from reference import same_bits
-from shards import Oracle, local, wrap
-from torch import nn
+from language_models import VOCABULARY, llama, mixture_of_experts
+from overlap import ThreadDevice
+from ranks import on_ranks
+from reference import flat, same_bits
+from shards import Oracle, local, parts_of, wrap
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from superadam import SpeculativeCPUAdamW, StepKind
+from superadam import OffloadScheduler, SpeculativeCPUAdamW, StepKind
 from superadam.handles.gradient_handle import taken_of
 
 pytestmark = [
@@ -24,54 +26,16 @@ pytestmark = [
 
 STEPS = 30
 MICRO_BATCHES = 2
-VOCABULARY = 64
 LIMIT = 0.5
-preload("transformers.models.llama.modeling_llama")
-preload("transformers.models.qwen3_moe.modeling_qwen3_moe")
 ROUNDED = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
 
-def llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=128,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=16,
-            tie_word_embeddings=True,
-        )
-    )
-
-
-def mixture_of_experts() -> nn.Module:
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    return Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=128,
-            moe_intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=1,
-            num_key_value_heads=1,
-            head_dim=128,
-            num_experts=4,
-            num_experts_per_tok=2,
-        )
-    )
-
-
-MODELS = {"Llama": llama, "Qwen3-MoE": mixture_of_experts}
+MODELS = {"Llama": lambda: llama(intermediate_size=1), "Qwen3-MoE": mixture_of_experts}
+"""With uneven shards, and of the Llama's feed-forward layers empty ones."""
 
 
 def sharded(name: str, dtype: torch.dtype) -> nn.Module:
-    torch.manual_seed(0)
-    model = MODELS[name]().to(dtype)
+    model: Any = MODELS[name]().to(dtype)
     wrap([*model.model.layers, model], mp_policy=MixedPrecisionPolicy(**ROUNDED))
     return model
 
@@ -83,6 +47,32 @@ def backward(model: Any, rank: int, step: int) -> None:
         (model(input_ids=tokens, labels=tokens).loss / MICRO_BATCHES).backward()
 
 
+def overlapped(rank: int, name: str, dtype: torch.dtype, norms: list[float], kinds: list[StepKind]) -> list[Tensor]:
+    """Train with a scheduler, by which torch's norms and the outcomes have to be these, and return all values."""
+    model = sharded(name, dtype)
+    optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-3)
+    parameters: list[Any] = [*model.parameters()]
+    clipped, found = [], []
+    with OffloadScheduler(optimizer, model, device=ThreadDevice(), num_threads=1, bucket_numel=10_000) as scheduler:
+        for step in range(STEPS):
+            backward(model, rank, step)
+            if step == 7 and rank == 1:
+                local(parameters[3].grad).view(-1)[5] = math.nan
+            if step % 3 == 2:
+                norm: Any = nn.utils.clip_grad_norm_(parameters, LIMIT)
+                clipped.append(norm.full_tensor().item())
+            optimizer.max_grad_norm = LIMIT if step % 3 == 1 else None
+            optimizer.step()
+            assert optimizer.last_outcome is not None
+            found.append(optimizer.last_outcome.kind)
+            optimizer.zero_grad()
+        assert scheduler.statistics.buckets > 2 * STEPS
+        # fp32 shards on the CPU are their own masters: only their norms are taken before the verdict.
+        assert (scheduler.statistics.accepted_buckets > 0) is (dtype == torch.bfloat16)
+    assert (clipped, found) == (norms, kinds)
+    return parts_of(model, optimizer)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", MODELS)
 @on_ranks(2)
@@ -90,6 +80,7 @@ def test_training(rank: int, name: str, dtype: torch.dtype) -> None:
     """Steps in one part and in two, clipped by torch, by the optimizer's limit, or not at all; one is not finite."""
     model = sharded(name, dtype)
     optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-3)
+    norms, kinds = [], []
     oracle = Oracle(optimizer)
     fused = torch.optim.AdamW(oracle.twins, lr=1e-3, fused=True)
     for step in range(STEPS):
@@ -101,13 +92,15 @@ def test_training(rank: int, name: str, dtype: torch.dtype) -> None:
             optimizer.speculate()
             assert all(taken_of(parameter.grad) is not None for parameter in oracle.tensors)
         if step % 3 == 2:
-            norms = [nn.utils.clip_grad_norm_(of, LIMIT).full_tensor() for of in (oracle.tensors, oracle.twins)]
-            assert torch.equal(*norms)
-            assert norms[0] > LIMIT
+            clipped = [nn.utils.clip_grad_norm_(of, LIMIT).full_tensor() for of in (oracle.tensors, oracle.twins)]
+            assert torch.equal(*clipped)
+            assert clipped[0] > LIMIT
+            norms.append(clipped[0].item())
         optimizer.max_grad_norm = limit = LIMIT if step % 3 == 1 else None
         optimizer.step()
         norm, outcome = oracle.step(limit), optimizer.last_outcome
         assert outcome is not None
+        kinds.append(outcome.kind)
         if step == 7:
             assert (outcome.kind, outcome.nonfinite) == (StepKind.SKIPPED, 1)
         else:
@@ -120,6 +113,8 @@ def test_training(rank: int, name: str, dtype: torch.dtype) -> None:
         if step % 10 == 9:
             oracle.check()
         optimizer.zero_grad()
+    for one, other in zip(parts_of(model, optimizer), overlapped(rank, name, dtype, norms, kinds), strict=True):
+        assert same_bits(flat(one, one), flat(other, other))
     if dtype == torch.bfloat16:
         assert optimizer.statistics.accepted > 0
         return

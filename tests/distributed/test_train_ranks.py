@@ -11,8 +11,10 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -334,6 +336,34 @@ def test_error_of_one_rank_is_one_sentence_and_ends_all(where: str, on: int, tmp
     assert re.fullmatch(r"superadam: [^\n]+\n", sentence)
     assert "memory" in sentence if where == "building" else "no luck today" in sentence
     assert not (tmp_path / "report").exists()
+
+
+def test_process_tells_although_the_store_does_not_answer() -> None:
+    """As where the process that has it is stopped."""
+    answer = threading.Event()
+    store = mock.Mock(check=lambda keys: answer.wait())
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(RuntimeError, match="planted") as caught:
+            raise RuntimeError("planted")
+        with (
+            mock.patch.object(torch.distributed.distributed_c10d, "_get_default_store", return_value=store),
+            mock.patch.object(train_ranks, "_PATIENCE", 0.1),
+        ):
+            assert train_ranks._tells(caught.value)
+    finally:
+        answer.set()
+        signal.signal(signal.SIGTERM, handler)
+
+
+def test_timeout_is_that_of_the_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with mock.patch.object(torch.distributed, "init_process_group", side_effect=RuntimeError("planted")) as init:
+        assert train("--timeout", 7)[::2] == (2, mock.ANY)
+        assert init.call_args.kwargs == {"timeout": timedelta(seconds=7)}
+        for word in ("0.5", "nan", "inf", "-1"):
+            told = f"superadam: --timeout is {float(word)}; expected seconds from 1 to 86400\n"
+            assert train(f"--timeout={word}") == (2, "", told)
 
 
 def launched(*words: object) -> subprocess.Popen[str]:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from visible import bits
 
 from superadam import SpeculativeCPUAdam, SpeculativeCPUAdamW, StepKind
+from superadam.state.parameter import ParameterState
 
 
 def cut(*shape: int, mesh: Any = None, placements: Any = None, dtype: torch.dtype = torch.float32) -> Any:
@@ -246,6 +247,38 @@ def test_a_failed_step_leaves_no_sums_behind(rank: int) -> None:
     optimizer.step()
     assert optimizer.last_outcome is not None
     assert optimizer.last_outcome.grad_norm == 2.0
+
+
+@pytest.mark.parametrize("victims", [[0], [1], [0, 1]], ids=str)
+@on_ranks(2)
+def test_an_error_after_the_verdict(rank: int, victims: list[int]) -> None:
+    """A rank that has missed a step cannot go on with those that made it; where all have missed it, they can."""
+    parameter = cut(4, dtype=torch.bfloat16)
+    optimizer = SpeculativeCPUAdamW([parameter], lr=0.1)
+    before = seen(parameter)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank in victims:
+            patch.setattr(ParameterState, "create_state", out_of_memory)
+            raises(torch.OutOfMemoryError, "planted", optimizer.step)
+            assert seen(parameter) == before
+        else:
+            optimizer.step()
+    after = seen(parameter)
+    if rank in victims:
+        raises(RuntimeError, "^an error has kept this rank from a step that others may have made", optimizer.state_dict)
+    parameter.grad = torch.ones_like(parameter)
+    for ask in (optimizer.step, lambda: optimizer.clip_grad_norm_(1.0), optimizer.step):
+        if len(victims) == 2:
+            ask()
+        else:
+            raises(RuntimeError, rf"^an error on ranks \[{victims[0]}\] has kept them from a step that the others", ask)
+            assert seen(parameter) == after
+    if len(victims) == 2:
+        assert optimizer.state_dict()["state"][0]["step"].item() == 2.0
+
+
+def out_of_memory(*arguments: object, **options: object) -> None:
+    raise torch.OutOfMemoryError("planted")
 
 
 def end_of_rank_1(rank: int) -> str:

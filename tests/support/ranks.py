@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import functools
 import importlib.util
 import inspect
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
+import threading
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -19,7 +25,13 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-_preloaded = ["pytest", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "superadam"]
+_preloaded = [
+    "pytest",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint.state_dict",
+    "superadam",
+]
 ENDED = "ended"
 
 SECONDS = 240
@@ -42,9 +54,9 @@ class RankError(AssertionError):
 
 
 class _Worker:
-    def __init__(self) -> None:
+    def __init__(self, target: Callable[[Connection], None]) -> None:
         self.connection, theirs = _processes.Pipe()
-        self.process = _processes.Process(target=_serve, args=(theirs,), daemon=True)
+        self.process = _processes.Process(target=target, args=(theirs,), daemon=True)
         self.process.start()
         theirs.close()
 
@@ -61,7 +73,7 @@ def run(work: Callable[..., Any], ranks: int, /, **arguments: Any) -> list[Any]:
         RankError: on a rank, something was raised, or it hung.
     """
     while len(_workers) < ranks:
-        _workers.append(_Worker())
+        _workers.append(_Worker(_serve))
     here = _workers[:ranks]
     with tempfile.TemporaryDirectory() as folder:
         for rank, worker in enumerate(here):
@@ -94,6 +106,69 @@ def run(work: Callable[..., Any], ranks: int, /, **arguments: Any) -> list[Any]:
     return [results[rank] for rank in range(ranks)]
 
 
+@dataclass(frozen=True)
+class Ending:
+    """How a rank ended.
+
+    Attributes:
+        result: what its work returned, or the exception that it raised, as in its traceback's last line; `ENDED` if the
+            process ended before.
+        status: the exit status of its process, or minus the number of the signal that ended it.
+    """
+
+    result: Any
+    status: int
+
+
+def run_apart(work: Callable[..., Any], ranks: int, cases: Sequence[dict[str, Any]]) -> list[list[Ending]]:
+    """Call `work(rank, **case)` for all cases at once, on so many ranks each, which then end as a program does.
+
+    Where all others of a case have ended, ranks that are stopped go on. The first case's end with all of Python's
+    finalization. Results have to be small.
+
+    Raises:
+        RankError: a rank hung.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        workers = [[_Worker(_be_a_program) for _ in range(ranks)] for _ in cases]
+        for number, (case, here) in enumerate(zip(cases, workers, strict=True)):
+            for rank, worker in enumerate(here):
+                job = inspect.getfile(work), work.__name__, rank, ranks, f"{folder}/{number}", case
+                worker.connection.send((number == 0, *job))
+        every = [worker for here in workers for worker in here]
+        deadline = time.monotonic() + SECONDS
+        while (left := [worker for worker in every if worker.process.is_alive()]) and time.monotonic() < deadline:
+            wait([worker.process.sentinel for worker in left], 0.2)
+            for here in workers:
+                alive = [worker.process for worker in here if worker.process.is_alive()]
+                if len(alive) < ranks and all(map(_is_stopped, alive)):
+                    for process in alive:
+                        os.kill(process.pid, signal.SIGCONT)
+        for worker in left:
+            worker.process.kill()
+        if left:
+            raise RankError(f"these hung: {[cases[n] for n, here in enumerate(workers) if set(here) & set(left)]}")
+        return [[_ending(worker) for worker in here] for here in workers]
+
+
+def _is_stopped(process: Any) -> bool:
+    try:
+        text = Path(f"/proc/{process.pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return text.rpartition(")")[2].split()[0] == "T"
+
+
+def _ending(worker: _Worker) -> Ending:
+    worker.process.join()
+    try:
+        result = worker.connection.recv()
+    except EOFError:
+        result = ENDED
+    assert worker.process.exitcode is not None
+    return Ending(result, worker.process.exitcode)
+
+
 def on_ranks(ranks: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a function of a rank, and of further arguments that can be pickled, a test that runs on so many ranks."""
 
@@ -120,25 +195,52 @@ def _module(path: str) -> Any:
     return module
 
 
-def _serve(connection: Connection) -> None:
+def _joined(path: str, name: str, rank: int, ranks: int, store: str, arguments: dict[str, Any]) -> Callable[[], Any]:
+    """Join the other ranks, and return what to do."""
     torch.set_num_threads(1)
+    work = getattr(_module(path), name)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, ranks),
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=SECONDS),
+    )
+    dist.barrier()  # a rank that is done might leave while another one still connects
+    return functools.partial(getattr(work, "__wrapped__", work), rank, **arguments)
+
+
+def _be_a_program(connection: Connection) -> None:
+    """Do one job, and end as the interpreter does after a script, with an error if there was one.
+
+    Python's finalization, after the last thread and handler, takes a second, and is left out where not asked for.
+    """
+    status = 0
+    finalizes, *job = connection.recv()
+    try:
+        result: Any = _joined(*job)()
+    except Exception as error:
+        sys.last_value = error  # which keeps alive what its frames hold
+        result, status = "".join(traceback.format_exception_only(error)), 1
+    connection.send(result)
+    connection.close()
+    if finalizes:
+        ctypes.pythonapi.Py_Exit(status)
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    os._exit(status)
+
+
+def _serve(connection: Connection) -> None:
     while True:
         try:
-            path, name, rank, ranks, store, arguments = connection.recv()
+            job = connection.recv()
         except EOFError:
             os._exit(0)
         try:
-            work = getattr(_module(path), name)
-            dist.init_process_group(
-                "gloo",
-                store=dist.FileStore(store, ranks),
-                rank=rank,
-                world_size=ranks,
-                timeout=timedelta(seconds=SECONDS),
-            )
-            dist.barrier()  # a rank that is done might leave while another one still connects
+            work = _joined(*job)
             try:
-                result: Any = getattr(work, "__wrapped__", work)(rank, **arguments)
+                result: Any = work()
             finally:
                 dist.destroy_process_group()
         except BaseException:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from superadam.cli.usage import UsageError
+from superadam.cli.usage import UsageError, require_modules
 from superadam.kernels import native
 from superadam.kernels.native import Dtype
 
@@ -115,8 +115,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure, show the table, and write the JSON file if one is named.
 
     Raises:
-        UsageError: an option has a value that cannot be measured.
+        UsageError: an option has a value that cannot be measured, or a module is not installed.
     """
+    require_modules("bench", "rich", *["matplotlib"] * (arguments.what == "pace"))
     from rich.console import Console
 
     from superadam.cli.bench import contests, overlap, passes, report

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from typing import Any
 
+from superadam.cli.usage import require_modules
+
 BROKEN_STATUS = 1
 
 
@@ -27,7 +29,12 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run every probe, show the findings, and return the exit status."""
+    """Run every probe, show the findings, and return the exit status.
+
+    Raises:
+        UsageError: rich is not installed.
+    """
+    require_modules("doctor", "rich")
     from rich.console import Console
 
     from superadam.cli.doctor import report

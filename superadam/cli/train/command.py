@@ -10,7 +10,6 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,11 @@ from superadam.cli.train import checkpoint, files
 from superadam.cli.train.loop import Trainer
 from superadam.cli.train.memory import needed_bytes, require_memory
 from superadam.cli.train.presets import PRESETS
-from superadam.cli.train.ranks import Ranks, joined
+from superadam.cli.train.ranks import LONGEST_TIMEOUT, TIMEOUT, Ranks, joined
 from superadam.cli.train.settings import BYTE_MODEL, Settings
 from superadam.cli.train.text import Text
-from superadam.cli.usage import UsageError
+from superadam.cli.usage import UsageError, require_modules
+from superadam.devices.worker import WorkerError
 
 DEFAULT_OUT = Path("superadam-run")
 
@@ -106,6 +106,13 @@ def add_parser(subparsers: Any) -> None:
         "and one where it leaves none",
         metavar="N",
     )
+    how.add_argument(
+        "--timeout",
+        type=float,
+        default=TIMEOUT,
+        metavar="SECONDS",
+        help="of several processes: end with an error once one has not answered for this time (default: %(default)g)",
+    )
     check = parser.add_argument_group("what is checked")
     check.add_argument(
         "--verify",
@@ -177,14 +184,14 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         UsageError: the arguments, or what they name, have to be corrected; nothing was written.
     """
-    with joined() as ranks:
+    if not 1 <= arguments.timeout <= LONGEST_TIMEOUT:
+        raise UsageError(f"--timeout is {arguments.timeout}; expected seconds from 1 to {LONGEST_TIMEOUT:g}")
+    with joined(arguments.timeout) as ranks:
         return _run(arguments, ranks)
 
 
 def _run(arguments: argparse.Namespace, ranks: Ranks) -> int:
-    for module in ("rich", "matplotlib"):
-        if find_spec(module) is None:
-            raise UsageError(f"'superadam train' needs {module}; install it with: pip install 'superadam[cli]'")
+    require_modules("train", "rich", "matplotlib")
     out = arguments.out or arguments.resume or DEFAULT_OUT
     _check_places(arguments, out)
     trainer = _prepare(arguments, ranks)
@@ -289,7 +296,9 @@ def _memory_in_words(settings: Settings) -> Iterator[None]:
     """Turn an out-of-memory error into a UsageError."""
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError) as error:
+    except (torch.OutOfMemoryError, MemoryError, WorkerError) as error:
+        if isinstance(error, WorkerError) and not isinstance(error.__cause__, torch.OutOfMemoryError | MemoryError):
+            raise
         subject, remedy = _size_in_words(settings)
         raise UsageError(f"{subject} does not fit in the memory of {settings.device}; choose {remedy}") from error
 

@@ -11,10 +11,12 @@ import math
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -23,8 +25,11 @@ from torch import Tensor, distributed, nn
 from superadam.cli.usage import UsageError
 from superadam.distributed.shards import local_of
 
-_PATIENCE = timedelta(seconds=5)
-"""Within which a rank tells of the error that others have noticed in a collective."""
+TIMEOUT, LONGEST_TIMEOUT = 600.0, 86400.0
+"""Seconds after which a process that does not answer is given up: by default, and at most."""
+
+_PATIENCE = 5.0
+"""Seconds within which a rank tells of the error that others have noticed in a collective."""
 
 _TOLD = "superadam train: told"  # in the store of the ranks, once one of them tells
 
@@ -128,8 +133,10 @@ ALONE = Ranks()
 
 
 @contextmanager
-def joined() -> Iterator[Ranks]:
+def joined(timeout: float = TIMEOUT) -> Iterator[Ranks]:
     """Join the processes that torchrun started, if it did; the whole run is made inside.
+
+    One that waits for another for `timeout` seconds gives up, with an error.
 
     An error that ends the run is raised in the process that is to tell of it; the others exit with status 1.
     """
@@ -139,7 +146,8 @@ def joined() -> Iterator[Ranks]:
         return
     if not is_joined:
         try:
-            distributed.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+            distributed.init_process_group(backend, timeout=timedelta(seconds=timeout))
         except (RuntimeError, ValueError) as error:
             raise UsageError(
                 f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but these processes do not find each other "
@@ -153,17 +161,24 @@ def joined() -> Iterator[Ranks]:
     level = logger.level
     if number:
         logger.setLevel(logging.ERROR)  # the first one warns
+    again = "start all of them again, with --resume to continue from the last checkpoint"
     try:
         yield Ranks(number, count, local, on_machine)
     except BaseException as error:
         if count > 1 and not _tells(error):
             raise SystemExit(1) from None
-        if count > 1 and _is_consequence(error):
+        if count == 1 or not isinstance(error, Exception) or isinstance(error, UsageError | OSError):
+            raise
+        if _is_consequence(error):
             raise UsageError(
                 f"the processes of this run cannot go on, because one of them has ended or does not answer "
-                f"({_first_line(error)}); start all of them again, with --resume to continue from the last checkpoint"
+                f"({_first_line(error)}); {again}"
             ) from error
-        raise
+        file, line = _origin(error).tb_frame.f_code.co_filename, _origin(error).tb_lineno
+        raise UsageError(
+            f"process {number} has failed with {type(error).__name__}: {_first_line(error)} ({file}:{line}), so that "
+            f"all have ended; {again}"
+        ) from error
     else:
         if not is_joined:
             distributed.destroy_process_group()
@@ -179,22 +194,33 @@ def _tells(error: BaseException) -> bool:
     """Return whether this process tells of the error that ends the run: the first one to fail of its own."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it as soon as one process has ended
-    try:
+    answers: list[bool] = []
+    asking = threading.Thread(target=_ask_to_tell, args=(_PATIENCE * _is_consequence(error), answers), daemon=True)
+    asking.start()
+    asking.join(2 * _PATIENCE)
+    return not answers or answers[0]  # none where the process that has the store is stopped or has ended
+
+
+def _ask_to_tell(patience: float, answers: list[bool]) -> None:
+    """Append whether no other process has told of an error, nor does within `patience` seconds."""
+    with suppress(RuntimeError):
         store = distributed.distributed_c10d._get_default_store()
-        if _is_consequence(error):
-            with suppress(distributed.DistStoreError):  # the other one was killed
-                store.wait([_TOLD], _PATIENCE)
-        return bool(store.add(_TOLD, 1) == 1)
-    except RuntimeError:
-        return True  # the process that had the store has ended
+        deadline = time.monotonic() + patience
+        while not (is_told := store.check([_TOLD])) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        answers.append(not is_told and store.add(_TOLD, 1) == 1)
 
 
 def _is_consequence(error: BaseException) -> bool:
     """Return whether an error was raised in a collective, because another process failed."""
-    if not isinstance(error, RuntimeError) or error.__traceback__ is None:
-        return False
+    module = str(_origin(error).tb_frame.f_globals.get("__name__"))
+    return isinstance(error, RuntimeError) and module.startswith(("torch.distributed.", "superadam.distributed."))
+
+
+def _origin(error: BaseException) -> TracebackType:
+    """Return where an error that was caught was raised."""
     trace = error.__traceback__
+    assert trace is not None
     while trace.tb_next is not None:
         trace = trace.tb_next
-    module = str(trace.tb_frame.f_globals.get("__name__"))
-    return module.startswith(("torch.distributed.", "superadam.distributed."))
+    return trace

@@ -1,0 +1,413 @@
+"""Ranks that are killed, stopped or fail: the others end with an error, and training resumes with the same bits."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+import random
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from overlap import ThreadDevice
+from ranks import ENDED, Ending, preload, run, run_apart
+from shards import parts_of, wrap
+from torch import distributed, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from training_runs import OPTIONS, write_text
+
+from superadam import OffloadScheduler, SpeculativeCPUAdamW
+from superadam.cli.main import main
+from superadam.cli.train.loop import Trainer
+from superadam.distributed.verdict import Ranks
+from superadam.integrations import checkpoint_folder
+from superadam.integrations.distributed_checkpoint import load, save
+from superadam.offload.hooks import GradientReady
+from superadam.offload.pipeline import Pipeline
+from superadam.offload.transfers import Transfers
+from superadam.state.table import ParameterTable
+from superadam.step.transaction import Transaction
+
+pytestmark = pytest.mark.slow
+
+preload("superadam.cli.train.session")
+preload("superadam.integrations.distributed_checkpoint")
+
+STEPS, SAVED, LOST = 6, 3, 4
+"""A checkpoint is saved after every three steps; ranks are lost in the fifth, or in the save after the sixth."""
+
+SECONDS = 3
+"""The group's timeout, once a rank is about to be stopped; ranks that a loaded machine slows down end with its error,
+too."""
+
+SHAPES = [(7, 5), (5, 1), (1, 9), (9, 6)]
+"""Of layers: uneven parts, and on some ranks none at all."""
+
+
+# ---- where ranks are lost --------------------------------------------------------------------------------------------
+
+
+def in_own_hook(parameter: Any) -> None:
+    """Called by a hook of the program in backward."""
+
+
+def in_own_code() -> None:
+    """Called by the program between backward and step."""
+
+
+PLACES: dict[str, tuple[Any, str, int, bool]] = {
+    "own hook": (sys.modules[__name__], "in_own_hook", 3, False),
+    "hook": (GradientReady, "__call__", 4, False),
+    "taking": (OffloadScheduler, "_take", 4, False),
+    "sending": (Pipeline, "send", 2, True),
+    "worker": (Transaction, "speculate", 2, False),
+    "own code": (sys.modules[__name__], "in_own_code", 1, False),
+    "before the verdict": (Ranks, "_exchange", 1, False),
+    "in the verdict": (distributed, "all_gather", 1, False),
+    "after the verdict": (Ranks, "_exchange", 1, True),
+    "publishing": (Transfers, "publish", 1, True),
+    "updating": (ParameterTable, "update", 1, True),
+    "committing": (ParameterTable, "commit", 1, True),
+    "saving": (checkpoint_folder, "sha256", 1, False),
+}
+"""What is called there, by its owner and name, which of its calls it is, and whether the rank is lost after it."""
+
+
+class Loss:
+    """Loses this rank at a place, or at a drawn call of a Python function, once `arm` was called.
+
+    Attributes:
+        place: one of `PLACES`, the number of a call, or None for nowhere.
+        calls: of Python functions since.
+    """
+
+    def __init__(self, place: str | int | None, act: Callable[[], object]) -> None:
+        self.place, self.act = place, act
+        self.is_armed, self.calls = False, 0
+
+    def arm(self) -> None:
+        self.is_armed = True
+        if not isinstance(self.place, str):
+            sys.setprofile(self.count)
+
+    def count(self, frame: Any, event: str, argument: Any) -> None:
+        self.calls += event == "call"
+        if self.calls == self.place:
+            self.act()
+
+    def disarm(self) -> None:
+        """End the count; where it was too short, because calls depend on the worker's time, the rank is lost now."""
+        sys.setprofile(None)
+        if isinstance(self.place, int):
+            self.act()
+
+    @contextmanager
+    def planted(self) -> Iterator[None]:
+        if not isinstance(self.place, str):
+            yield
+            return
+        owner, name, number, is_after = PLACES[self.place]
+        original, left = getattr(owner, name), [number]
+
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            left[0] -= self.is_armed
+            is_here = self.is_armed and left[0] == 0
+            if is_here and name == "all_gather":
+                under_way = original(*args, **kwargs, async_op=True)
+                self.act()
+                return under_way.wait()
+            if is_here and not is_after:
+                self.act()
+            result = original(*args, **kwargs)
+            if is_here and is_after:
+                self.act()
+            return result
+
+        with mock.patch.object(owner, name, replaced):
+            yield
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def fail() -> None:
+    raise ValueError("planted")
+
+
+def run_out() -> None:
+    raise torch.OutOfMemoryError("planted")
+
+
+# ---- a program -------------------------------------------------------------------------------------------------------
+
+Bits = tuple[list[float], str]
+"""Losses of the steps that no checkpoint was saved after but the last, and a digest of parameters and state."""
+
+
+def train(
+    rank: int,
+    folder: str,
+    overlaps: bool,
+    place: str | int | None = None,
+    act: str = "in_own_code",
+    victims: tuple[int, ...] = (),
+) -> tuple[Bits, int]:
+    """Train to the end, from the checkpoint in the folder if there is one; return also the calls in the step `LOST`."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(*[nn.Linear(inner, outer) for inner, outer in SHAPES]).bfloat16()
+    wrap([*model, model], mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+    optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-2)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda parameter: in_own_hook(parameter))
+    done = load(folder, model, optimizer) if Path(folder, "latest").exists() else 0
+    losses: list[float] = []
+    loss_of_rank = Loss(place if rank in victims else None, globals()[act])
+    scheduler: Any = nullcontext()
+    if overlaps:
+        scheduler = OffloadScheduler(optimizer, model, num_threads=1, bucket_numel=8, device=ThreadDevice())
+    with loss_of_rank.planted(), scheduler:
+        for step in range(done, STEPS):
+            if step == LOST + (place == "saving"):
+                if act == "stop":
+                    distributed.barrier()
+                    distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=SECONDS))
+                loss_of_rank.arm()
+            for micro in range(2):
+                generator = torch.Generator().manual_seed(1000 * rank + 10 * step + micro)
+                inputs = torch.randn(3, SHAPES[0][0], generator=generator).bfloat16()
+                loss = (model(inputs) - 1).float().square().sum()
+                loss.backward()
+            in_own_code()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            if step == LOST:
+                loss_of_rank.disarm()
+            if step % SAVED == SAVED - 1:
+                save(folder, model, optimizer, extra=step + 1)
+        if overlaps:
+            assert optimizer.statistics.accepted > 0
+    digest = hashlib.sha256()
+    for part in parts_of(model, optimizer):
+        digest.update(part.flatten().view(torch.uint8).numpy().tobytes())
+    return (losses[-SAVED:], digest.hexdigest()), loss_of_rank.calls
+
+
+def train_each(rank: int, cases: list[tuple[str, bool]]) -> list[tuple[Bits, int]]:
+    return [train(rank, folder, overlaps) for folder, overlaps in cases]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Bits], dict[bool, int]]:
+    """Return the bits of each rank after a whole run, and the calls in the step `LOST` with a scheduler and without."""
+    cases = [(str(tmp_path_factory.mktemp("whole")), overlaps) for overlaps in (False, True)]
+    plain, overlapped = zip(*run(train_each, 2, cases=cases), strict=True)
+    bits = [found for found, _ in plain]
+    assert [found for found, _ in overlapped] == bits
+    return bits, {False: plain[0][1], True: overlapped[0][1]}
+
+
+NOTICED = re.compile(
+    r"RuntimeError: (ranks \[0, 1\] could not agree on a step, because one of them has ended, does not answer or is "
+    r"elsewhere in the program \(.*\); nothing was changed: start all of them again from a checkpoint"
+    r"|\[.*\] (Connection closed by peer|Read error|Write error|Timed out|Application timeout|writev|Socket).*)\n"
+)
+"""What a rank raises once another one has ended or does not answer: our sentence, or gloo's within torch."""
+
+
+# ---- killed ----------------------------------------------------------------------------------------------------------
+
+draws = random.Random(5)
+KILLED: list[tuple[bool, Any, tuple[int, ...]]] = [
+    (True, "taking", (0,)),
+    (True, "worker", (0, 1)),
+    (True, "hook", (1,)),
+    (True, "before the verdict", (0,)),
+    (True, "in the verdict", (1,)),
+    (True, "after the verdict", (0,)),
+    (True, "publishing", (1,)),
+    (True, "committing", (0,)),
+    (True, "saving", (0, 1)),
+    (False, "own hook", (0,)),
+    (False, "before the verdict", (1,)),
+    (False, "in the verdict", (0,)),
+    (False, "after the verdict", (1,)),
+    (False, "updating", (0,)),
+    *((overlaps, draws.random(), victims) for overlaps in (True, False) for victims in ((0,), (1,), (0, 1))),
+]
+
+
+def test_killed_ranks_are_noticed_and_training_resumes_with_the_same_bits(
+    uninterrupted: tuple[list[Bits], dict[bool, int]], tmp_path: Path
+) -> None:
+    bits, calls = uninterrupted
+    folders = [str(tmp_path / str(number)) for number in range(len(KILLED))]
+    cases = [
+        {
+            "folder": folder,
+            "overlaps": overlaps,
+            "place": place if isinstance(place, str) else 1 + int(place * calls[overlaps]),
+            "act": "kill",
+            "victims": victims,
+        }
+        for folder, (overlaps, place, victims) in zip(folders, KILLED, strict=True)
+    ]
+    for case, endings in zip(cases, run_apart(train, 2, cases), strict=True):
+        for rank, ending in enumerate(endings):
+            if rank in case["victims"]:
+                assert ending == Ending(ENDED, -signal.SIGKILL), case
+            else:
+                assert ending.status == 1, case
+                assert NOTICED.fullmatch(ending.result), (case, ending)
+    again = [(folder, overlaps) for folder, (overlaps, _, _) in zip(folders, KILLED, strict=True)]
+    for rank, found in enumerate(run(train_each, 2, cases=again)):
+        assert [resumed for resumed, _ in found] == [bits[rank]] * len(KILLED)
+
+
+# ---- stopped ---------------------------------------------------------------------------------------------------------
+
+STOPPED = [
+    (True, "taking", 0),
+    (True, "worker", 1),
+    (True, "in the verdict", 0),
+    (True, "publishing", 1),
+    (True, "saving", 0),
+    (False, "own hook", 1),
+    (False, "before the verdict", 0),
+    (False, "after the verdict", 1),
+    (False, "updating", 0),
+    (False, "saving", 1),
+]
+
+
+def test_stopped_ranks_are_noticed_within_the_timeout_and_end_once_they_go_on(tmp_path: Path) -> None:
+    cases = [
+        {
+            "folder": str(tmp_path / str(number)),
+            "overlaps": overlaps,
+            "place": place,
+            "act": "stop",
+            "victims": (victim,),
+        }
+        for number, (overlaps, place, victim) in enumerate(STOPPED)
+    ]
+    for case, endings in zip(cases, run_apart(train, 2, cases), strict=True):
+        assert [ending.status for ending in endings] == [1, 1], (case, endings)
+        assert all(NOTICED.fullmatch(ending.result) for ending in endings), (case, endings)
+
+
+# ---- failed ----------------------------------------------------------------------------------------------------------
+
+TOLD = r"RuntimeError: step\(\) failed on ranks \[{}\], so nothing was changed; see the error that was raised there\n"
+FAILED: list[tuple[bool, str, Any, str]] = [
+    (True, "own hook", run_out, ""),
+    (True, "hook", fail, ""),
+    (True, "taking", fail, TOLD),
+    (True, "taking", run_out, TOLD),
+    (True, "worker", run_out, TOLD),
+    (True, "before the verdict", fail, ""),
+    (True, "after the verdict", run_out, ""),
+    (True, "publishing", fail, ""),
+    (False, "own code", fail, ""),
+    (False, "in the verdict", fail, ""),
+    (False, "updating", run_out, ""),
+    (False, "saving", run_out, r".*CheckpointError: cannot save a checkpoint to .* \(on rank {}\).*\n"),
+]
+
+
+def test_ranks_that_fail_are_noticed(tmp_path: Path) -> None:
+    cases = [
+        {
+            "folder": str(tmp_path / str(number)),
+            "overlaps": overlaps,
+            "place": place,
+            "act": act.__name__,
+            "victims": (number % 2,),
+        }
+        for number, (overlaps, place, act, _) in enumerate(FAILED)
+    ]
+    every = run_apart(train, 2, cases)
+    for number, (case, (_, _, _, told), endings) in enumerate(zip(cases, FAILED, every, strict=True)):
+        victim = number % 2
+        assert [ending.status for ending in endings] == [1, 1], (case, endings)
+        assert "planted" in endings[victim].result
+        pattern = re.compile(told.format(victim)) if told else NOTICED
+        assert pattern.fullmatch(endings[1 - victim].result), (case, endings)
+
+
+# ---- superadam train -------------------------------------------------------------------------------------------------
+
+
+def command(rank: int, folder: str, text: str, place: str, act: str, victim: int) -> tuple[int, str]:
+    """Run `superadam train`, lose a rank in its third step, or in its last save, and return its status and stderr."""
+    loss_of_rank = Loss(place if rank == victim else None, globals()[act])
+    step, words = Trainer.step, ["train", *OPTIONS, "--text", text, "--out", folder, "--stop-at", "3"]
+
+    def armed_step(trainer: Trainer, **options: Any) -> Any:
+        if len(trainer.history.steps) == 2:
+            if act == "stop":
+                distributed.barrier()
+                distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=SECONDS))
+            loss_of_rank.is_armed = True
+        return step(trainer, **options)
+
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        mock.patch.object(Trainer, "step", armed_step),
+        loss_of_rank.planted(),
+    ):
+        try:
+            status = main(words)
+        except SystemExit as error:
+            status = int(error.code or 0)
+    return status, err.getvalue()
+
+
+COMMANDS = [
+    ("hook", "kill", 0),
+    ("in the verdict", "kill", 1),
+    ("saving", "kill", 0),
+    ("hook", "stop", 1),
+    ("before the verdict", "stop", 0),
+    ("saving", "stop", 1),
+    ("hook", "fail", 1),
+    ("worker", "run_out", 0),
+    ("updating", "fail", 1),
+]
+
+
+def test_train_tells_of_lost_ranks_in_one_sentence(tmp_path: Path) -> None:
+    text = str(write_text(tmp_path))
+    cases = [
+        {"folder": str(tmp_path / str(number)), "text": text, "place": place, "act": act, "victim": victim}
+        for number, (place, act, victim) in enumerate(COMMANDS)
+    ]
+    for case, endings in zip(cases, run_apart(command, 2, cases), strict=True):
+        results = [ending.result for ending in endings]
+        if case["act"] == "kill":
+            assert results.pop(int(str(case["victim"]))) == ENDED
+        assert all(status in (1, 2) for status, _ in results), (case, results)
+        (sentence,) = (err for _, err in results if err)
+        told = {
+            "fail": r".* failed with ValueError: planted \(.*",
+            "run_out": ".* does not fit in the memory of cpu; .*",
+        }
+        gone = ".* because one of them has ended or does not answer .* with --resume to continue .*"
+        assert re.fullmatch(f"superadam: {told.get(str(case['act']), gone)}\n", sentence), (case, results)
