@@ -282,7 +282,7 @@ def test_killed_ranks_are_noticed_and_training_resumes_with_the_same_bits(
 # ---- stopped ---------------------------------------------------------------------------------------------------------
 
 STOPPED = [
-    (True, "taking", 0),
+    (True, "sending", 0),
     (True, "worker", 1),
     (True, "in the verdict", 0),
     (True, "publishing", 1),
