@@ -130,8 +130,8 @@ class Ranks:
         """Raise RuntimeError if this rank's state may not belong to that of the others."""
         if self.is_behind:
             raise RuntimeError(
-                "an error has kept this rank from a step that others may have made, so that its state may be older than "
-                "theirs, expected the state of one step; start all of them again from a checkpoint"
+                "an error has kept this rank from a step that others may have made, so that its state may be older "
+                "than theirs; start all of them again from a checkpoint"
             )
 
     def _words(self, question: Question) -> _Words:

@@ -245,10 +245,9 @@ KILLED: list[tuple[bool, Any, tuple[int, ...]]] = [
     (True, "saving", (0, 1)),
     (False, "own hook", (0,)),
     (False, "before the verdict", (1,)),
-    (False, "in the verdict", (0,)),
     (False, "after the verdict", (1,)),
     (False, "updating", (0,)),
-    *((overlaps, draws.random(), victims) for overlaps in (True, False) for victims in ((0,), (1,), (0, 1))),
+    *((overlaps, draws.random(), victims) for overlaps in (True, False) for victims in ((int(overlaps),), (0, 1))),
 ]
 
 
@@ -282,7 +281,7 @@ def test_killed_ranks_are_noticed_and_training_resumes_with_the_same_bits(
 # ---- stopped ---------------------------------------------------------------------------------------------------------
 
 STOPPED = [
-    (True, "taking", 0),
+    (True, "sending", 0),
     (True, "worker", 1),
     (True, "in the verdict", 0),
     (True, "publishing", 1),
@@ -318,7 +317,6 @@ FAILED: list[tuple[bool, str, Any, str]] = [
     (True, "own hook", run_out, ""),
     (True, "hook", fail, ""),
     (True, "taking", fail, TOLD),
-    (True, "taking", run_out, TOLD),
     (True, "worker", run_out, TOLD),
     (True, "before the verdict", fail, ""),
     (True, "after the verdict", run_out, ""),

@@ -225,6 +225,7 @@ def _be_a_program(connection: Connection) -> None:
     connection.send(result)
     connection.close()
     if finalizes:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # Triton's bindings tell of what they leak
         ctypes.pythonapi.Py_Exit(status)
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()

@@ -203,7 +203,7 @@ def _tells(error: BaseException) -> bool:
 
 def _ask_to_tell(patience: float, answers: list[bool]) -> None:
     """Append whether no other process has told of an error, nor does within `patience` seconds."""
-    with suppress(RuntimeError):
+    with suppress(RuntimeError, ValueError):
         store = distributed.distributed_c10d._get_default_store()
         deadline = time.monotonic() + patience
         while not (is_told := store.check([_TOLD])) and time.monotonic() < deadline:
