@@ -1221,7 +1221,7 @@ def test_tensors_do_not_grow_in_number() -> None:
 def _sum_of(first: Tensor) -> tuple[nn.Parameter, Owner, TakenGradient]:
     parameter, owner, taken = handle_for(first)
     taken.pending = taken.pending.to(torch.float32)
-    taken.is_sum = True
+    taken.is_unrounded = True
     parameter.register_post_accumulate_grad_hook(lambda p: take_gradient(p, owner) and None)
     return parameter, owner, taken
 
@@ -1251,7 +1251,6 @@ def test_sum_absorbs_what_autograd_adds() -> None:
         lambda g, x: g.add_(x.float()),
         lambda g, x: g.add_(x[:1]),
         lambda g, x: g.sub_(x),
-        lambda g, x: g.mul_(0.3).add_(x),
         lambda g, x: torch._foreach_add_([g], [x]),
         lambda g, x: g.add_(g),
     ],
@@ -1268,13 +1267,20 @@ def test_other_writes_round_the_sum(write: Callable[[Any, Tensor], Any]) -> None
     assert bits(parameter.grad) == bits(rounded)
 
 
-def test_check_for_infinity_looks_at_the_rounded_sum() -> None:
-    parameter, _owner, taken = handle_for(torch.tensor([6e4], dtype=torch.float16), GradientHolder(0))
+@pytest.mark.parametrize("counted", [None, 0])
+def test_unscaling_and_products_come_before_rounding(counted: int | None) -> None:
+    """7e4 is more than fp16 can hold."""
+    parameter, _owner, taken = handle_for(torch.tensor([6e4], dtype=torch.float16), GradientHolder(counted))
     taken.pending = torch.tensor([7e4])
-    taken.is_sum = True
+    taken.is_unrounded = True
+    assert parameter.grad is not None
+    assert parameter.grad.isinf().all()
     found = torch.zeros(())
     torch._amp_foreach_non_finite_check_and_unscale_([parameter.grad], found, torch.tensor(0.5))
-    assert found.item() == 1
+    assert found.item() == 0
+    parameter.grad.mul_(0.1)
+    assert torch.equal(taken.exact(), torch.tensor([7e4]).mul_(0.5).mul_(0.1))
+    assert torch.equal(parameter.grad, taken.exact().half())
 
 
 # -- distributed tensors -----------------------------------------------------------------------------------------------
