@@ -346,7 +346,7 @@ def _unscale(operation: Any, tensors: list[Tensor], found: Tensor, inverse: Tens
 def _accumulate(operation: Any, tensor: Tensor, other: Any, *, alpha: Any = 1) -> Any:
     """Add the next micro-batch to an unrounded gradient, as autograd adds it."""
     taken = _taken(tensor)
-    if taken is None or not taken.is_unrounded or taken.factors or alpha != 1:
+    if taken is None or not taken.is_unrounded or alpha != 1:
         return NotImplemented
     if type(other) is not Tensor or other.requires_grad or other.layout is not torch.strided:
         return NotImplemented

@@ -209,7 +209,9 @@ class TakenGradient:
     # -- changes -------------------------------------------------------------------------------------------------------
 
     def absorb(self, new: Tensor) -> None:
-        """Add a micro-batch's gradient to an unrounded one without factors, in its dtype."""
+        """Add a micro-batch's gradient to an unrounded one, in its dtype."""
+        if self.factors:
+            self.pending, self.factors, self.in_use = self.scaled(), [], False
         pending, holder = self.ready(), self.holder()
         new = (new if holder is None else holder.unrounded(new)).detach().to(pending.device, pending.dtype)
         self.pending = pending + new if self.in_use else pending.add_(new)

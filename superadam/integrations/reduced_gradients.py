@@ -22,8 +22,8 @@ def take_reduced_gradients(optimizer: SpeculativeCPUAdam, model: nn.Module) -> N
     Under `MixedPrecisionPolicy(reduce_dtype=torch.float32)` the gradients of bf16 and fp16 shards are reduced in fp32,
     and then rounded for `.grad`. From now on a handle takes the place of each of them: norms and steps see the unrounded
     gradient, with a scheduler or without; what reads `.grad` sees it rounded. Clipping, unscaling and other products
-    with one scalar apply to the unrounded gradient. Any other write makes `.grad` an ordinary gradient, which counts as
-    it is, rounded, and so does what is added to it until `.grad` is None. Each backward that reduces gradients adds them
+    with one scalar apply to the unrounded gradient. Any other write, or a reference to its memory, makes `.grad` an
+    ordinary gradient, which counts as it is, rounded, and so does what is added to it until `.grad` is None. Each backward that reduces gradients adds them
     in fp32, in order; one after `set_requires_gradient_sync(False)` leaves them to FSDP2, which sums them before.
 
     Gradients that are not reduced in a wider dtype than their shards' stay as they are: those of fp32 shards, which

@@ -1241,6 +1241,13 @@ def test_sum_absorbs_what_autograd_adds() -> None:
     parameter.grad += torch.ones(8, dtype=torch.bfloat16)
     assert parameter.grad is handle
     assert taken.version == 3
+    expected = expected.add_(1).mul_(0.3)
+    before = taken.pending.clone()
+    taken.in_use, read = True, taken.pending
+    parameter.grad.mul_(0.3).add_(batches[0])
+    assert bits(taken.pending) == bits(expected + batches[0].float())
+    assert bits(read) == bits(before)
+    assert not taken.factors
 
 
 @pytest.mark.parametrize(
