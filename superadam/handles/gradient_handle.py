@@ -264,35 +264,45 @@ def _detach(operation: Any, tensor: Tensor, size: list[int] | None = None) -> An
 
 
 def _foreach_norm(operation: Any, tensors: list[Tensor], ord: Any = 2, dtype: Any = None) -> Any:
-    """Answer with norms that torch has computed before."""
-    if ord != 2 or dtype is not None:
+    """Answer with norms that torch has computed before, and with those of unrounded gradients."""
+    if dtype is not None:
         return NotImplemented
     norms: list[Tensor | None] = []
     missing: list[tuple[Tensor, torch.dtype | None]] = []
     for tensor in tensors:
         taken = _taken(tensor)
-        holder = None if taken is None else taken.holder()
+        holder = None if taken is None or ord != 2 else taken.holder()
         if taken is not None and holder is not None:
             holder.norm_was_asked(taken)
-        norms.append(None if taken is None or taken.factors else taken.norm)
+        norms.append(None if taken is None or taken.factors or ord != 2 else taken.norm)
         if norms[-1] is None:
             missing.append((_value(tensor), None) if taken is None else (taken.exact(), taken.norm_dtype))
     known = [norm for norm in norms if norm is not None]
     copies = iter(torch._foreach_abs(known) if known else ())  # all at once: the caller may write to them
-    computed = iter(norms_of(missing))
+    computed = iter(norms_of(missing, ord))
     return [next(computed) if norm is None else next(copies) for norm in norms]
 
 
-def norms_of(values: Iterable[tuple[Tensor, torch.dtype | None]]) -> list[Tensor]:
-    """Return the 2-norms of tensors; those with a dtype have it, and are computed apart from others, as they are not
-    of the dtype that the caller sees."""
-    tensors, dtypes = zip(*values, strict=True) if (values := [*values]) else ((), ())
+def norms_of(values: Iterable[tuple[Tensor, torch.dtype | None]], ord: Any = 2) -> list[Tensor]:
+    """Return the norms of tensors; where a dtype is given, it is rounded to that.
+
+    torch computes those at once, and the others, because the caller sees only the latter in the dtype that they have.
+    """
+    pairs = list(values)
     norms: dict[int, Tensor] = {}
-    for is_apart in (False, True):
-        places = [place for place, dtype in enumerate(dtypes) if (dtype is not None) is is_apart]
+    for rounds in (False, True):
+        places = [place for place, (_, dtype) in enumerate(pairs) if (dtype is not None) is rounds]
         if places:
-            norms |= zip(places, torch._foreach_norm([tensors[place] for place in places]), strict=True)
-    return [norms[place] if dtype is None else norms[place].to(dtype) for place, dtype in enumerate(dtypes)]
+            norms |= zip(places, torch._foreach_norm([pairs[place][0] for place in places], ord), strict=True)
+    return [norms[place] if dtype is None else norms[place].to(dtype) for place, (_, dtype) in enumerate(pairs)]
+
+
+def _vector_norm(operation: Any, tensor: Tensor, *args: Any, dtype: Any = None, **kwargs: Any) -> Any:
+    """Return the norm of an unrounded gradient."""
+    taken = _taken(tensor)
+    if taken is None or not taken.is_unrounded or dtype is not None:
+        return NotImplemented
+    return operation(taken.exact(), *args, **kwargs).to(taken.dtype)
 
 
 def _scale(kind: FactorKind, operation: Any, target: Any, value: Any) -> Any:
@@ -376,6 +386,7 @@ _LAZY: dict[Any, Callable[..., Any]] = {
     aten.alias.default: _detach,
     aten.view.default: _detach,
     aten._foreach_norm.Scalar: _foreach_norm,
+    aten.linalg_vector_norm.default: _vector_norm,
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
     aten.add_.Tensor: _accumulate,
     aten.zero_.default: _zero,

@@ -19,12 +19,14 @@ from superadam.optim.adam import SpeculativeCPUAdam
 def take_reduced_gradients(optimizer: SpeculativeCPUAdam, model: nn.Module) -> None:
     """Let an optimizer use the gradients of a sharded model in the dtype in which they were reduced.
 
-    Under `MixedPrecisionPolicy(reduce_dtype=torch.float32)` the gradients of bf16 and fp16 shards are reduced in fp32,
-    and then rounded for `.grad`. From now on a handle takes the place of each of them: norms and steps see the unrounded
-    gradient, with a scheduler or without; what reads `.grad` sees it rounded. Clipping, unscaling and other products
-    with one scalar apply to the unrounded gradient. Any other write, or a reference to its memory, makes `.grad` an
-    ordinary gradient, which counts as it is, rounded, and so does what is added to it until `.grad` is None. Each backward that reduces gradients adds them
-    in fp32, in order; one after `set_requires_gradient_sync(False)` leaves them to FSDP2, which sums them before.
+    Under `MixedPrecisionPolicy(reduce_dtype=torch.float32)` the gradients of bf16 and fp16 shards are reduced in fp32
+    and then rounded for `.grad`. From now on a handle takes the place of each of them. Norms and steps see the
+    unrounded gradient, with a scheduler or without; what else reads `.grad` sees it rounded. Clipping, unscaling and
+    other products with one scalar apply to the unrounded gradient. Any other write, or a reference to its memory, makes
+    `.grad` an ordinary gradient: it counts as it is, and what is added to it is rounded, until `.grad` is None.
+
+    Each backward that reduces gradients adds them to `.grad` in fp32, in this order. Those of backwards under
+    `set_requires_gradient_sync(False)` are summed by FSDP2, in its reduce dtype, before the next reduction.
 
     Gradients that are not reduced in a wider dtype than their shards' stay as they are: those of fp32 shards, which
     arrive unrounded, those reduced in bf16, and those of parameters that are not sharded.

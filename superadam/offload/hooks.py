@@ -53,8 +53,9 @@ class Hooks:
             if parameter.requires_grad and parameter.is_leaf:
                 hook: Any = parameter.register_post_accumulate_grad_hook
                 self._handles.append(hook(self._ready))
-                if self._is_first:  # as torch does for hooks of modules that it is asked to prepend
-                    self._handles[-1].hooks_dict_ref().move_to_end(self._handles[-1].id, last=False)
+                if self._is_first:  # as torch does with hooks of modules that are to be prepended
+                    hooks: Any = self._handles[-1].hooks_dict_ref()
+                    hooks.move_to_end(self._handles[-1].id, last=False)
             else:
                 self._frozen.append(parameter)
 

@@ -367,7 +367,7 @@ class SpeculativeCPUAdam(Optimizer):
     def gradient_holder(self) -> GradientHolder:
         """What answers questions about gradients that were taken: the scheduler, if there is one."""
         overlap: Any = self._published.overlap
-        return self._published if overlap is None else overlap  # type: ignore[no-any-return]
+        return self._published if overlap is None else overlap
 
     def hyper_by_row(self) -> list[Hyperparameters]:
         """Return the present hyper-parameters of every parameter, in the order of the groups."""

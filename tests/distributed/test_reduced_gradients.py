@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -24,8 +22,8 @@ from superadam import OffloadScheduler, SpeculativeCPUAdamW, StepKind
 from superadam.devices import Device
 from superadam.devices.simulated import SimulatedDevice
 from superadam.handles.gradient_handle import taken_of
-from superadam.state.parameter import Phase
 from superadam.integrations.reduced_gradients import take_reduced_gradients
+from superadam.state.parameter import Phase
 
 pytestmark = pytest.mark.slow
 
@@ -71,9 +69,7 @@ class Run:
 
     def __init__(self, rank: int, shapes: list[tuple[int, int]] = SHAPES, **options: Any) -> None:
         self.rank, self.width = rank, shapes[0][0]
-        self.model, self.twin = (
-            shard(layers(shapes, dtype), **options) for dtype in (torch.bfloat16, torch.float32)
-        )
+        self.model, self.twin = (shard(layers(shapes, dtype), **options) for dtype in (torch.bfloat16, torch.float32))
         self.optimizer = SpeculativeCPUAdamW(self.model.parameters(), lr=1e-2)
         self.oracle = Oracle(self.optimizer)
         self.oracle.twins = list(self.twin.parameters())
@@ -89,7 +85,6 @@ class Run:
         options: dict[str, Any] = {"device": device, "num_threads": 1, "bucket_numel": 8, "gpu_buckets": kept}
         with OffloadScheduler(self.optimizer, self.model, **options) as self.scheduler:
             yield
-        self.oracle.check()
 
     @property
     def pairs(self) -> list[tuple[Any, Any]]:
@@ -218,7 +213,7 @@ def clip(run: Run) -> None:
     """The norm is that of the unrounded gradients, rounded as torch does for bf16; its factor applies to them."""
     norm = nn.utils.clip_grad_norm_(run.model.parameters(), LIMIT)
     true = nn.utils.get_total_norm([twin.grad for twin in run.oracle.twins]).full_tensor()
-    assert norm.dtype == torch.bfloat16
+    assert norm.dtype == local(norm).dtype == torch.bfloat16
     assert torch.allclose(norm.full_tensor().float(), true, rtol=2**-7)  # three roundings to bf16
     factor = torch.clamp(LIMIT / (norm.full_tensor() + 1e-6), max=1.0)
     assert factor < 1
@@ -385,6 +380,8 @@ def test_announced_micro_batches_and_a_narrow_link(rank: int, dtype: torch.dtype
             with scheduler.accumulate(dtype):
                 run.backward(step, 0)
                 run.backward(step, 1)
+                if step == 3:
+                    run.optimizer.speculate()
             run.backward(step, 2, slice(2 * (step % 2), None))
             run.check_gradients()
             run.step(LIMIT if step == 2 else None)

@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import itertools
+import math
 import pickle
 import sys
 import threading
@@ -1288,6 +1289,22 @@ def test_unscaling_and_products_come_before_rounding(counted: int | None) -> Non
     parameter.grad.mul_(0.1)
     assert torch.equal(taken.exact(), torch.tensor([7e4]).mul_(0.5).mul_(0.1))
     assert torch.equal(parameter.grad, taken.exact().half())
+
+
+@pytest.mark.parametrize("order", [1.0, 2.0, math.inf])
+def test_norms_come_before_rounding(order: float) -> None:
+    """1.0035 rounds to 1, and its norm does not round to that of 1."""
+    parameter, _owner, taken = _sum_of(torch.ones(2, dtype=torch.bfloat16))
+    taken.pending += 0.0035
+    other, _other_owner, _ = handle_for(torch.ones(2, dtype=torch.bfloat16))
+    norms = torch._foreach_norm([other.grad, parameter.grad, torch.ones(2, dtype=torch.bfloat16)], order)
+    expected = [torch.linalg.vector_norm(torch.full((2,), 1.0 + more), order).bfloat16() for more in (0, 0.0035, 0)]
+    assert expected[0] < expected[1] or order != 2
+    assert bits(torch.stack(norms)) == bits(torch.stack(expected))
+    for gradient, norm in zip((other.grad, parameter.grad), expected, strict=False):
+        assert gradient is not None
+        assert torch.equal(torch.linalg.vector_norm(gradient, order), norm)
+    assert taken_of(parameter.grad) is taken
 
 
 # -- distributed tensors -----------------------------------------------------------------------------------------------
