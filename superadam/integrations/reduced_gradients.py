@@ -31,8 +31,9 @@ def take_reduced_gradients(optimizer: SpeculativeCPUAdam, model: nn.Module) -> N
     Gradients that are not reduced in a wider dtype than their shards' stay as they are: those of fp32 shards, which
     arrive unrounded, those reduced in bf16, and those of parameters that are not sharded.
 
-    Call it after `fully_shard`, once for each model; it lasts as long as the optimizer, and neither copies nor pickles
-    of it. It takes the place of hooks that were set with `FSDPModule.set_all_reduce_hook`.
+    Call it after `fully_shard`, once for each model. It lasts as long as the optimizer; copies and pickles have no part
+    in it. It takes the place of hooks that were set with `FSDPModule.set_all_reduce_hook`; one that is set later takes
+    its place, so that gradients of that module are rounded again.
 
     Args:
         optimizer: of sharded parameters; it may be in a framework's wrapper.
@@ -40,7 +41,8 @@ def take_reduced_gradients(optimizer: SpeculativeCPUAdam, model: nn.Module) -> N
 
     Raises:
         TypeError: the optimizer is not a `SpeculativeCPUAdam`.
-        ValueError: nothing of the model or of the optimizer is sharded, or FSDP2 has no such hook for a module.
+        ValueError: nothing of the model or of the optimizer is sharded, shards lie in host memory and are reduced on a
+            device, or FSDP2 has no such hook for a module.
 
     Whatever is raised, gradients arrive as before.
     """
@@ -117,7 +119,7 @@ class ReducedGradients(GradientHolder):
         self._optimizer = weakref.ref(optimizer)
         self._hooks = Hooks(self._take, is_first=True)  # what other hooks write to `.grad` counts
         self._owners: dict[int, _Owner] = {}
-        self._count = 0  # of the optimizer's parameters
+        self._followed: list[int] = []  # ids of the optimizer's parameters
         self._buffer: Tensor | None = None  # that was shown last
         self._rounded: Tensor | None = None  # its copy, once gradients were found in it
         self._differs: list[Tensor] = []  # whether a copy is that of another buffer
@@ -127,7 +129,7 @@ class ReducedGradients(GradientHolder):
     def follow(self) -> None:
         """Take the gradients of the optimizer's present parameters."""
         parameters = self._parameters()
-        self._count = len(parameters)
+        self._followed = [*map(id, parameters)]
         narrow = [one for one in parameters if shards.is_distributed(one) and one.itemsize < torch.float32.itemsize]
         self._owners = {id(one): self._owners.get(id(one)) or _Owner(one) for one in narrow}
         self._hooks.follow(narrow)
@@ -140,7 +142,7 @@ class ReducedGradients(GradientHolder):
 
     def show(self, buffer: Tensor) -> None:
         """Note the buffer of the group whose hooks are called next."""
-        if len(self._parameters()) != self._count:
+        if len(self._parameters()) != len(self._followed):  # a group was added
             self.follow()
         self._hooks.look_for_unfrozen()
         if buffer.device.type != "cpu":  # it may be freed before the work that is enqueued here has read it
@@ -192,6 +194,8 @@ class ReducedGradients(GradientHolder):
     def check(self) -> None:
         """Raise what has failed since the last verdict."""
         self._buffer = self._rounded = None
+        if [*map(id, self._parameters())] != self._followed:
+            self.follow()
         differs, self._differs = self._differs, []
         if differs and torch.stack(differs).any():
             self.is_lost = True

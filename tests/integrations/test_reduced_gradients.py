@@ -124,6 +124,22 @@ def test_it_stays_through_loading_and_in_wrappers() -> None:
         optimizer.load_state_dict(optimizer.state_dict())
 
 
+def test_parameters_that_are_replaced() -> None:
+    """They are noticed by the step."""
+    model, other = sharded(), sharded()
+    optimizer = SpeculativeCPUAdamW(model.parameters())
+    for one in (model, other):
+        take_reduced_gradients(optimizer, one)
+    backward(model)
+    optimizer.step()
+    optimizer.param_groups[0]["params"] = list(other.parameters())
+    optimizer.step()
+    for one in (model, other):
+        one.zero_grad()
+        backward(one)
+        assert all((taken_of(parameter.grad) is None) is (one is model) for parameter in one.parameters())
+
+
 def test_a_scheduler_that_was_there_before() -> None:
     model = sharded()
     optimizer = SpeculativeCPUAdamW(model.parameters())
