@@ -339,12 +339,12 @@ def test_parameters_that_come_and_go(rank: int, where: str) -> None:
     run = Run(rank, [(6, 6)] * 4)
     late = run.model[3].weight
     run.optimizer = SpeculativeCPUAdamW([one for one in run.oracle.tensors if one is not late], lr=1e-2)
+    for model in (run.model, run.twin):
+        model[1].weight.requires_grad_(False)
     take_reduced_gradients(run.optimizer, run.model)
     run.oracle = Oracle(run.optimizer)
     twins = dict(zip(run.model.parameters(), run.twin.parameters(), strict=True))
     run.oracle.twins = [twins[one] for one in run.oracle.tensors]
-    for model in (run.model, run.twin):
-        model[1].weight.requires_grad_(False)
     with run.at(where):
         for step in range(6):
             if step == 2:

@@ -1291,6 +1291,29 @@ def test_unscaling_and_products_come_before_rounding(counted: int | None) -> Non
     assert torch.equal(parameter.grad, taken.exact().half())
 
 
+@pytest.mark.parametrize("is_list", [False, True])
+def test_what_arrived_unrounded_stays_so_when_it_is_zeroed(is_list: bool) -> None:
+    first = torch.tensor([1.0, 3.0], dtype=torch.bfloat16)
+    parameter, _owner, taken = _sum_of(first)
+    taken.is_reduced = taken.in_use = True
+    read, version = taken.pending, taken.version
+    other, _other_owner, ordinary = handle_for(first)
+    parameter.grad.mul_(3)
+    if is_list:
+        torch._foreach_zero_([parameter.grad, other.grad])
+    else:
+        parameter.grad.zero_()
+        other.grad.zero_()
+    assert ordinary.is_given
+    assert other.grad.tolist() == parameter.grad.tolist() == [0.0, 0.0]
+    assert taken_of(parameter.grad) is taken
+    assert read.tolist() == [1.0, 3.0]
+    assert taken.version > version
+    assert not taken.in_use
+    parameter.grad.add_(first)
+    assert taken.pending.tolist() == [1.0, 3.0]
+
+
 @pytest.mark.parametrize("order", [1.0, 2.0, math.inf])
 def test_norms_come_before_rounding(order: float) -> None:
     """1.0035 rounds to 1, and its norm does not round to that of 1."""

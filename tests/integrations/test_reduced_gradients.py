@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
+from superadam.devices.simulated import SimulatedDevice
 from superadam.handles.gradient_handle import taken_of
 from superadam.integrations.reduced_gradients import Announcement, take_reduced_gradients
 
@@ -119,7 +120,10 @@ def test_it_stays_through_loading_and_in_wrappers() -> None:
     for _ in range(2):
         backward(model)
         assert all(taken_of(parameter.grad) is not None for parameter in model.parameters())
+        source: Any = optimizer.gradient_source
+        assert source._buffer is not None
         optimizer.step()
+        assert source._buffer is source._rounded is None  # they hold memory of the device
         optimizer.zero_grad()
         optimizer.load_state_dict(optimizer.state_dict())
 
@@ -140,6 +144,19 @@ def test_parameters_that_are_replaced() -> None:
         assert all((taken_of(parameter.grad) is None) is (one is model) for parameter in one.parameters())
 
 
+def test_gradients_that_were_there_before_stay_ordinary() -> None:
+    model = sharded()
+    optimizer = SpeculativeCPUAdamW(model.parameters())
+    backward(model)
+    gradients = [local(parameter.grad).clone() for parameter in model.parameters()]
+    take_reduced_gradients(optimizer, model)
+    backward(model)
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        assert taken_of(parameter.grad) is None
+        assert torch.equal(local(parameter.grad), 2 * gradient)
+    optimizer.step()
+
+
 def test_a_scheduler_that_was_there_before() -> None:
     model = sharded()
     optimizer = SpeculativeCPUAdamW(model.parameters())
@@ -152,6 +169,24 @@ def test_a_scheduler_that_was_there_before() -> None:
             assert all(one is not None and one.pending.dtype == torch.float32 and one.in_use for one in taken)
             optimizer.step()
             optimizer.zero_grad()
+
+
+def test_a_scheduler_is_told_of_them() -> None:
+    model = sharded()
+    optimizer = SpeculativeCPUAdamW(model.parameters())
+    take_reduced_gradients(optimizer, model)
+    source: Any = optimizer.gradient_source
+    with OffloadScheduler(
+        optimizer, model, device=SimulatedDevice(1, 0.5), num_threads=1, bucket_numel=1, gpu_buckets=0
+    ) as scheduler:
+        backward(model)
+        gradients = [local(parameter.grad) for parameter in model.parameters()]
+        assert [source.nonfinite_of(taken_of(one)) for one in gradients] == [0] * 4
+        assert not scheduler._transfers.computes_norms
+        torch._foreach_norm(gradients)
+        assert scheduler._transfers.computes_norms
+        gradients[0].clamp_(0, 1)
+        assert scheduler.statistics.given_back_gradients == 1
 
 
 def test_nothing_that_fails_is_attached(monkeypatch: pytest.MonkeyPatch) -> None:
