@@ -264,20 +264,45 @@ def _detach(operation: Any, tensor: Tensor, size: list[int] | None = None) -> An
 
 
 def _foreach_norm(operation: Any, tensors: list[Tensor], ord: Any = 2, dtype: Any = None) -> Any:
-    """Answer with norms that torch has computed before."""
-    if ord != 2 or dtype is not None:
+    """Answer with norms that torch has computed before, and with those of unrounded gradients."""
+    if dtype is not None:
         return NotImplemented
     norms: list[Tensor | None] = []
-    for taken in map(_taken, tensors):
-        holder = None if taken is None else taken.holder()
+    missing: list[tuple[Tensor, torch.dtype | None]] = []
+    for tensor in tensors:
+        taken = _taken(tensor)
+        holder = None if taken is None or ord != 2 else taken.holder()
         if taken is not None and holder is not None:
             holder.norm_was_asked(taken)
-        norms.append(None if taken is None or taken.factors else taken.norm)
+        norms.append(None if taken is None or taken.factors or ord != 2 else taken.norm)
+        if norms[-1] is None:
+            missing.append((_value(tensor), None) if taken is None else (taken.exact(), taken.norm_dtype))
     known = [norm for norm in norms if norm is not None]
-    missing = [_value(tensor) for tensor, norm in zip(tensors, norms, strict=True) if norm is None]
     copies = iter(torch._foreach_abs(known) if known else ())  # all at once: the caller may write to them
-    computed = iter(operation(missing, ord) if missing else ())
+    computed = iter(norms_of(missing, ord))
     return [next(computed) if norm is None else next(copies) for norm in norms]
+
+
+def norms_of(values: Iterable[tuple[Tensor, torch.dtype | None]], ord: Any = 2) -> list[Tensor]:
+    """Return the norms of tensors; where a dtype is given, it is rounded to that.
+
+    torch computes those at once, and the others, because the caller sees only the latter in the dtype that they have.
+    """
+    pairs = list(values)
+    norms: dict[int, Tensor] = {}
+    for rounds in (False, True):
+        places = [place for place, (_, dtype) in enumerate(pairs) if (dtype is not None) is rounds]
+        if places:
+            norms |= zip(places, torch._foreach_norm([pairs[place][0] for place in places], ord), strict=True)
+    return [norms[place] if dtype is None else norms[place].to(dtype) for place, (_, dtype) in enumerate(pairs)]
+
+
+def _vector_norm(operation: Any, tensor: Tensor, *args: Any, dtype: Any = None, **kwargs: Any) -> Any:
+    """Return the norm of an unrounded gradient."""
+    taken = _taken(tensor)
+    if taken is None or not taken.is_unrounded or dtype is not None:
+        return NotImplemented
+    return operation(taken.exact(), *args, **kwargs).to(taken.dtype)
 
 
 def _scale(kind: FactorKind, operation: Any, target: Any, value: Any) -> Any:
@@ -319,10 +344,9 @@ def _unscale(operation: Any, tensors: list[Tensor], found: Tensor, inverse: Tens
         return NotImplemented
     for taken in _all_taken(tensors):
         holder = taken.holder()
-        # A sum in a wider dtype can be finite where the gradient, rounded, is not.
-        count = None if holder is None or taken.factors or taken.is_sum else holder.nonfinite_of(taken)
+        count = None if holder is None or taken.factors else holder.nonfinite_of(taken)
         if count is None:
-            found.masked_fill_(~torch.isfinite(taken.value()).all().to(found.device), 1.0)
+            found.masked_fill_(~torch.isfinite(taken.exact()).all().to(found.device), 1.0)
         elif count:
             found.fill_(1.0)
     _record(Factor(FactorKind.UNSCALE, inverse.clone()), operation, tensors, found, inverse)
@@ -330,9 +354,9 @@ def _unscale(operation: Any, tensors: list[Tensor], found: Tensor, inverse: Tens
 
 
 def _accumulate(operation: Any, tensor: Tensor, other: Any, *, alpha: Any = 1) -> Any:
-    """Add the next micro-batch to a sum in a wider dtype, as autograd adds it."""
+    """Add the next micro-batch to an unrounded gradient, as autograd adds it."""
     taken = _taken(tensor)
-    if taken is None or not taken.is_sum or taken.factors or alpha != 1:
+    if taken is None or not taken.is_unrounded or alpha != 1:
         return NotImplemented
     if type(other) is not Tensor or other.requires_grad or other.layout is not torch.strided:
         return NotImplemented
@@ -342,13 +366,31 @@ def _accumulate(operation: Any, tensor: Tensor, other: Any, *, alpha: Any = 1) -
     return tensor
 
 
+def _zero(operation: Any, target: Any) -> Any:
+    """Set gradients to zero; those that arrived unrounded stay handles, so that what is added later is not rounded."""
+    is_list = not isinstance(target, Tensor)
+    tensors = target if is_list else [target]
+    every = [taken for taken in _all_taken(tensors) if taken.is_reduced]
+    if not every:
+        return NotImplemented
+    for taken in every:
+        taken.zero()
+    others = [tensor for tensor in tensors if _taken(tensor) not in every]
+    if others:
+        _run(operation, (others,), {})
+    return None if is_list else target
+
+
 _LAZY: dict[Any, Callable[..., Any]] = {
     aten.detach.default: _detach,
     aten.alias.default: _detach,
     aten.view.default: _detach,
     aten._foreach_norm.Scalar: _foreach_norm,
+    aten.linalg_vector_norm.default: _vector_norm,
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
     aten.add_.Tensor: _accumulate,
+    aten.zero_.default: _zero,
+    aten._foreach_zero_.default: _zero,
 }
 for _kind in (FactorKind.MULTIPLY, FactorKind.DIVIDE):
     for _operation in (getattr(aten, _kind.value), getattr(aten, f"_foreach_{_kind.value}")):
@@ -413,10 +455,13 @@ def take_gradient(parameter: Tensor, owner: Any = None, holder: GradientHolder |
     """Take the gradient out of `.grad` and leave a handle there; None, and no change, where it cannot be taken.
 
     It can if it is an ordinary dense tensor without a graph, or the DTensor of one, that neither the caller nor
-    anything else references. The owner has the parameter as `parameter`; the holder answers questions about the
-    gradient. Both are referenced weakly.
+    anything else references; or if it counts unrounded, so that there is a handle already, and is not in use. The owner
+    has the parameter as `parameter`; the holder answers questions about the gradient. Both are referenced weakly.
     """
     is_plain = type(parameter.grad) is Tensor
+    known = None if is_plain else taken_of(parameter.grad)
+    if known is not None:
+        return known if known.is_unrounded and not known.in_use else None
     if not (is_exclusive(parameter) if is_plain else _is_exclusive_distributed(parameter)):
         return None
     gradient: Any = parameter.grad
@@ -430,9 +475,22 @@ def take_gradient(parameter: Tensor, owner: Any = None, holder: GradientHolder |
         or (not local.is_contiguous() and torch._debug_has_internal_overlap(local) != 0)
     ):
         return None
-    taken = TakenGradient(local, owner, holder)
+    return _leave_handle(parameter, TakenGradient(local, owner, holder))
+
+
+def take_reduced(parameter: Tensor, unrounded: Tensor, owner: Any, holder: GradientHolder) -> None:
+    """Take a gradient that was rounded just now to be put into `.grad`, with its values from before that."""
+    taken = TakenGradient(shards.local_of(parameter.grad), owner, holder)
+    taken.pending, taken.is_unrounded, taken.is_reduced = unrounded, True, True
+    _leave_handle(parameter, taken)
+
+
+def _leave_handle(parameter: Tensor, taken: TakenGradient) -> TakenGradient | None:
+    """Replace `.grad` by a handle; None, and no change, if it does not fit the parameter."""
+    gradient: Any = parameter.grad
+    is_plain = type(gradient) is Tensor
     handle = GradientHandle(taken)
-    continue_version(handle, local)
+    continue_version(handle, gradient if is_plain else shards.local_of(gradient))
     try:
         parameter.grad = handle if is_plain else shards.with_local(gradient, handle)
     except RuntimeError:  # the parameter has got another dtype or shape

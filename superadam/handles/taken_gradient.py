@@ -35,6 +35,10 @@ class GradientHolder:
     def was_given_back(self, taken: TakenGradient) -> None:
         """Called once `.grad` is an ordinary gradient again."""
 
+    def unrounded(self, new: Tensor) -> Tensor:
+        """Return a gradient that is being added to one that was taken, before it was rounded where that is known."""
+        return new
+
 
 class FactorKind(enum.Enum):
     """The operation of a recorded product, by torch's name; a GradScaler unscales by the inverse of the loss scale."""
@@ -104,7 +108,8 @@ class TakenGradient:
         self.holder: Callable[[], GradientHolder | None] = (lambda: None) if holder is None else weakref.ref(holder)
         self.factors: tuple[Factor, ...] = ()
         self.norm: Tensor | None = None  # torch's 2-norm of the gradient without factors, on its device
-        self.is_sum = False  # of micro-batches, in a wider dtype
+        self.is_unrounded = False  # `pending` has a wider dtype and counts in it, as a sum of micro-batches does
+        self.is_reduced = False  # it arrived unrounded, so that it stays so where speculation on it is dropped
         self.in_use = False  # `pending` is read by work under way, so that `absorb` must leave it as it is
         self.version = 0  # counts changes of `pending` by `absorb`
         self.given: Tensor | None = None  # the ordinary gradient, once it was given back
@@ -130,21 +135,35 @@ class TakenGradient:
             self.arrived = None
         return self.pending
 
+    @property
+    def exact_dtype(self) -> torch.dtype:
+        """The dtype in which the gradient counts and factors apply."""
+        return self.pending.dtype if self.is_unrounded else self.dtype
+
+    @property
+    def norm_dtype(self) -> torch.dtype | None:
+        """The dtype to which torch would round a norm; None if that is the dtype of what it is computed from."""
+        return self.dtype if self.is_unrounded else None
+
     def value(self) -> Tensor:
         """Return what torch would hold in `.grad` now; may be `pending` itself: not to be written to."""
-        value = self._as_it_was(self.ready())
-        if self.factors and value is self.pending:
-            value = self._copy_of(value)
+        return self._as_it_was(self.exact(), self.dtype)
+
+    def exact(self) -> Tensor:
+        """Return the same values, of an unrounded gradient before they are rounded."""
+        exact = self._as_it_was(self.ready(), self.exact_dtype)
+        if self.factors and exact is self.pending:
+            exact = self._copy_of(exact, exact.dtype)
         for factor in self.factors:
-            factor.apply(value)
-        return value
+            factor.apply(exact)
+        return exact
 
     def scaled(self) -> Tensor:
-        """Return the same values where `pending` is and with its strides; a sum without factors in its wider dtype."""
+        """Return what `exact` does, where `pending` is and with its strides."""
         pending = self.ready()
         if not self.factors:
-            return pending if self.is_sum else pending.to(self.dtype)
-        scaled = torch.empty_like(pending, dtype=self.dtype).copy_(pending)
+            return pending.to(self.exact_dtype)
+        scaled = torch.empty_like(pending, dtype=self.exact_dtype).copy_(pending)
         for factor in self.factors:
             if pending.device == self.device:
                 factor.apply(scaled)
@@ -152,14 +171,14 @@ class TakenGradient:
                 factor.apply_on_host(scaled)
         return scaled
 
-    def _copy_of(self, gradient: Tensor) -> Tensor:
-        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device).copy_(gradient)
+    def _copy_of(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+        return torch.empty_strided(self.shape, self.strides, dtype=dtype, device=self.device).copy_(values)
 
-    def _as_it_was(self, pending: Tensor) -> Tensor:
-        """Return `pending` with the dtype, strides and device of the gradient; itself where it has them."""
-        if pending.dtype == self.dtype and pending.device == self.device and pending.stride() == self.strides:
-            return pending
-        return self._copy_of(pending)
+    def _as_it_was(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return values with this dtype, and strides and device of the gradient; themselves where they have them."""
+        if values.dtype == dtype and values.device == self.device and values.stride() == self.strides:
+            return values
+        return self._copy_of(values, dtype)
 
     # -- factors -------------------------------------------------------------------------------------------------------
 
@@ -171,18 +190,19 @@ class TakenGradient:
     def scale(self) -> float | None:
         """Return the one number that the gradient is multiplied with; None where one product would round differently.
 
-        That is 1.0 without factors, else a single finite factor of at most 1 on an fp32 or fp64 gradient, rounded as
-        torch rounds it: to the gradient's dtype. Reads factors from their device.
+        That is 1.0 without factors, else a single finite factor of at most 1 on a gradient that counts in fp32 or fp64,
+        rounded as torch rounds it: to that dtype. Reads factors from their device.
         """
         factors = [factor for factor in self.factors if factor.number != 1.0]
         if not factors:
             return 1.0
-        if len(factors) > 1 or self.dtype not in (torch.float32, torch.float64):
+        dtype = self.exact_dtype
+        if len(factors) > 1 or dtype not in (torch.float32, torch.float64):
             return None
         factor = factors[0]
-        if not self.shape and isinstance(factor.value, Tensor) and factor.value.dtype.itemsize > self.dtype.itemsize:
+        if not self.shape and isinstance(factor.value, Tensor) and factor.value.dtype.itemsize > dtype.itemsize:
             return None  # torch computes in the wider dtype where neither has dimensions
-        scale = factor.number if self.dtype == torch.float64 else ctypes.c_float(factor.number).value
+        scale = factor.number if dtype == torch.float64 else ctypes.c_float(factor.number).value
         if factor.kind is FactorKind.DIVIDE:
             if not math.isfinite(scale) or abs(math.frexp(scale)[0]) != 0.5:
                 return None
@@ -196,13 +216,31 @@ class TakenGradient:
     # -- changes -------------------------------------------------------------------------------------------------------
 
     def absorb(self, new: Tensor) -> None:
-        """Add a micro-batch's gradient to a sum without factors, in the sum's dtype."""
-        pending = self.ready()
-        new = new.detach().to(pending.device, pending.dtype)
+        """Add a micro-batch's gradient to an unrounded one, in its dtype."""
+        if self.factors:
+            self.pending, self.factors, self.in_use = self.scaled(), [], False
+        pending, holder = self.ready(), self.holder()
+        new = (new if holder is None else holder.unrounded(new)).detach().to(pending.device, pending.dtype)
         self.pending = pending + new if self.in_use else pending.add_(new)
         self.in_use = False
         self.norm = None
         self.version += 1
+
+    def zero(self) -> None:
+        """Become zeros, in memory of their own."""
+        self.pending = torch.zeros_like(self.pending)
+        self.arrived = self.norm = None
+        self.factors = []
+        self.in_use = False
+        self.version += 1
+
+    def leave_speculation(self) -> None:
+        """Be as before speculation: in `.grad` as an ordinary gradient, or unrounded as it arrived."""
+        if not self.is_reduced:
+            self.give_back()
+        elif self.in_use:
+            self.pending, self.in_use = self.ready().clone(), False
+            self.version += 1
 
     def give_back(self) -> Tensor:
         """Make `.grad` an ordinary gradient again, in memory of its own, and return it.
@@ -213,7 +251,7 @@ class TakenGradient:
             return self.given
         with torch.inference_mode(False):  # inference tensors have no version counters
             value = self.value()
-            given = self._copy_of(value) if value is self.pending else value
+            given = self._copy_of(value, self.dtype) if value is self.pending else value
             self.given, self.alias = given, given.detach()
         del self.pending
         self.factors = ()

@@ -89,7 +89,9 @@ class Bucketer:
         state = self._states.get(key)
         if state is None:  # no longer the optimizer's
             return None
-        is_last = self.accumulation.is_last(key, is_first=self._taken.get(key) is not None)
+        before = self._taken.get(key)
+        is_first = before is not None and (before() is None or before() is not taken_of(parameter.grad))
+        is_last = self.accumulation.is_last(key, is_first=is_first)
         if key in self._taken and self._taken[key] is None:
             del self._taken[key]  # it was given back to autograd, which has added to it
         if not is_last and self.accumulation.sum_dtype is None:
@@ -98,7 +100,7 @@ class Bucketer:
         if taken is None:
             return None
         if not is_last:
-            taken.pending, taken.is_sum = state.host_copy(taken.pending, state.dtype), True
+            taken.pending, taken.is_unrounded = state.host_copy(taken.pending, state.dtype), True
             return None
         if self._device.has_link:
             self._device.mark_ready()
@@ -117,7 +119,7 @@ class Bucketer:
             return None
         known = None if type(gradient) is Tensor else taken_of(gradient)
         if known is not None:
-            return known if known.is_sum and not known.in_use and self.accumulation.sum_dtype is None else None
+            return known if known.is_unrounded and not known.in_use and self.accumulation.sum_dtype is None else None
         try:
             is_plain = type(gradient) is Tensor and state.local is state.parameter
             state.check_gradient(gradient if is_plain else state.local_gradient(gradient))

@@ -32,10 +32,11 @@ class GradientReady:
 
 
 class Hooks:
-    """At most one hook on each parameter, all of which call one method."""
+    """At most one hook on each parameter, all of which call one method; before all other hooks if `is_first`."""
 
-    def __init__(self, method: Callable[[Tensor], None]) -> None:
+    def __init__(self, method: Callable[[Tensor], None], *, is_first: bool = False) -> None:
         self._ready = GradientReady(method)
+        self._is_first = is_first
         self._handles: list[RemovableHandle] = []
         self._frozen: list[Tensor] = []
 
@@ -52,6 +53,9 @@ class Hooks:
             if parameter.requires_grad and parameter.is_leaf:
                 hook: Any = parameter.register_post_accumulate_grad_hook
                 self._handles.append(hook(self._ready))
+                if self._is_first:  # as torch does with hooks of modules that are to be prepended
+                    hooks: Any = self._handles[-1].hooks_dict_ref()
+                    hooks.move_to_end(self._handles[-1].id, last=False)
             else:
                 self._frozen.append(parameter)
 

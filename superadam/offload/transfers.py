@@ -22,6 +22,7 @@ from torch import Tensor
 from superadam.devices import Device, Event, Stream
 from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import ChunkSums
+from superadam.handles.gradient_handle import norms_of
 from superadam.handles.taken_gradient import TakenGradient
 from superadam.kernels import native
 from superadam.offload.statistics import OverlapStatistics
@@ -136,7 +137,7 @@ class Transfers:
 
     Attributes:
         transfer_dtype: in which gradients travel, and so are seen by norm and step; None for their own. fp64 gradients,
-            and sums that were made on the host, stay as they are. May be changed between steps.
+            and those that count unrounded, stay as they are. May be changed between steps.
         computes_norms: whether torch computes the norms of gradients before they travel, because they will be asked
             for.
         staged_numel: elements of new values that `shadows` is asked for at once; those of a bucket.
@@ -190,10 +191,11 @@ class Transfers:
             taken.in_use = True
             gradient = taken.pending
             if not device.is_host(gradient):
-                dtype = gradient.dtype if self.transfer_dtype is None else dtype_on_link(gradient, self.transfer_dtype)
+                travels_as_it_is = self.transfer_dtype is None or taken.is_unrounded
+                dtype = gradient.dtype if travels_as_it_is else dtype_on_link(gradient, self.transfer_dtype)
                 groups.setdefault((dtype, state.parameter_dtype), {})[state] = taken
                 continue
-            if not taken.is_sum:
+            if not taken.is_unrounded:
                 gradient = self.narrowed(gradient, keeps_dtype=False)
             taken.pending = state.host_gradient(gradient)
             if state in speculated and device.is_host(state.local):
@@ -308,7 +310,8 @@ class Transfers:
         groups: dict[torch.dtype, dict[ParameterState, TakenGradient]] = {}
         for state, taken in zip(states, gradients, strict=True):
             taken.in_use = True
-            dtype = dtype_on_link(taken.pending, self.transfer_dtype) if self.narrows else taken.pending.dtype
+            is_narrowed = self.narrows and not taken.is_unrounded
+            dtype = dtype_on_link(taken.pending, self.transfer_dtype) if is_narrowed else taken.pending.dtype
             groups.setdefault(dtype, {})[state] = taken
         norms: list[Tensor] = []
         packed: list[tuple[TakenGradient, Tensor]] = []
@@ -331,7 +334,7 @@ class Transfers:
         Called after packing, which makes the current stream wait for the streams that computed the gradients.
         """
         if self.computes_norms and gradients:
-            norms = torch._foreach_norm([taken.pending for taken in gradients])
+            norms = norms_of((taken.pending, taken.norm_dtype) for taken in gradients)
             for taken, norm in zip(gradients, norms, strict=True):
                 taken.norm = norm
 

@@ -16,13 +16,13 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from superadam.distributed import shards
 from superadam.distributed.verdict import Question
 from superadam.handles.gradient_handle import shared_memory, take_gradient, taken_of
-from superadam.handles.taken_gradient import TakenGradient
+from superadam.handles.taken_gradient import GradientHolder, TakenGradient
 from superadam.host.signals import deferred_signals
 from superadam.kernels import native
 from superadam.kernels.hyperparameters import Hyperparameters
 from superadam.optim import checkpoint
 from superadam.optim.arguments import check_group, check_together, checked_limit, refuse_limit_of_shard
-from superadam.optim.published_state import Overlap, PublishedState, hyper_by_row, names_of, runs_of
+from superadam.optim.published_state import GradientSource, Overlap, PublishedState, hyper_by_row, names_of, runs_of
 from superadam.state.parameter import ParameterState, check_parameter
 from superadam.step.gradients import gather
 from superadam.step.outcome import Statistics, StepKind, StepOutcome
@@ -283,7 +283,7 @@ class SpeculativeCPUAdam(Optimizer):
         for state in filter(None, asked):
             taken = None if state.row in shared else take_gradient(state.parameter, state, self._published)
             if taken is not None:
-                gradient = taken.pending if received is None else received(taken.pending)
+                gradient = taken.pending if received is None or taken.is_unrounded else received(taken.pending)
                 taken.pending, taken.in_use = state.host_gradient(gradient), True
                 gradients[state] = taken
         able = [state for state in gradients if transaction.can_speculate(state, hyper[state.row])]
@@ -301,7 +301,7 @@ class SpeculativeCPUAdam(Optimizer):
             for parameter in group["params"]:
                 taken = None if parameter.grad is None else taken_of(parameter.grad)
                 if taken is not None:
-                    taken.give_back()
+                    taken.leave_speculation()
 
     @_untracked
     def commit(self) -> None:
@@ -335,7 +335,7 @@ class SpeculativeCPUAdam(Optimizer):
         self._verdicts.limit_of_next_step = None
         super().zero_grad(set_to_none)
 
-    # ---- what a scheduler uses ---------------------------------------------------------------------------------------
+    # ---- what schedulers and sources use -----------------------------------------------------------------------------
 
     @_untracked
     def attach_overlap(self, overlap: Overlap) -> None:
@@ -353,6 +353,21 @@ class SpeculativeCPUAdam(Optimizer):
     def detach_overlap(self) -> None:
         """Work without a scheduler again; it must have nothing under way."""
         self._published.detach(self.param_groups)
+
+    @property
+    def gradient_source(self) -> GradientSource | None:
+        """What brings gradients before they are rounded to the dtype of `.grad`; kept, like a scheduler, by no copy."""
+        return self._published.source
+
+    @gradient_source.setter
+    def gradient_source(self, source: GradientSource) -> None:
+        self._published.source = source
+
+    @property
+    def gradient_holder(self) -> GradientHolder:
+        """What answers questions about gradients that were taken: the scheduler, if there is one."""
+        overlap: Any = self._published.overlap
+        return self._published if overlap is None else overlap
 
     def hyper_by_row(self) -> list[Hyperparameters]:
         """Return the present hyper-parameters of every parameter, in the order of the groups."""

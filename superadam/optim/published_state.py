@@ -78,6 +78,13 @@ class Overlap(Protocol):
         """Handle the outcome of a step: let commits begin."""
 
 
+class GradientSource(Protocol):
+    """What brings gradients to the optimizer before they are rounded to the dtype of `.grad`."""
+
+    def check(self) -> None:
+        """Called before each verdict; raises what has failed since the last one."""
+
+
 class PublishedState(GradientHolder):
     """The published dict, and the transaction over the parameters that were bound last.
 
@@ -88,11 +95,13 @@ class PublishedState(GradientHolder):
         is_exposed: whether there may be outside references to `entries` or its contents, through which it may change.
         is_flattened: whether the bound parameters are shards of FSDP1.
         ranks: over which the bound parameters are distributed.
+        source: of gradients that are not those in `.grad`; None where there is none.
     """
 
     def __init__(self, entries: defaultdict[Tensor, Any], statistics: Statistics) -> None:
         self.entries = entries
         self.overlap: Overlap | None = None
+        self.source: GradientSource | None = None
         self.is_exposed = self.is_flattened = False
         self.ranks: Ranks | None = None
         self._transaction: Transaction | None = None  # over the parameters that were bound last
@@ -116,6 +125,8 @@ class PublishedState(GradientHolder):
         """
         number = 0 if self.ranks is None else self.ranks.number
         try:
+            if self.source is not None:
+                self.source.check()
             yield
         except Exception:
             ranks = self.ranks

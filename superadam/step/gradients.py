@@ -78,7 +78,7 @@ def _meant(
         taken: TakenGradient = gradient.taken
         if taken.given is None:
             state.check_gradient(gradient)
-            if received is not None and not taken.in_use and not taken.is_sum:  # it did not travel
+            if received is not None and not taken.in_use and not taken.is_unrounded:  # it did not travel
                 taken.pending = received(state.host_gradient(taken.ready()))
             return taken
         gradient = taken.given

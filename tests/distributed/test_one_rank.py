@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW, StepKind
+from superadam.handles.gradient_handle import taken_of
+from superadam.integrations.reduced_gradients import take_reduced_gradients
 
 pytestmark = pytest.mark.slow
 
@@ -33,14 +36,23 @@ def device(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     distributed.destroy_process_group()
 
 
-def trained(device: str, dtype: torch.dtype, *, overlaps: bool, offloads: bool) -> list[Tensor]:
-    """Return all values after steps that were committed, clipped and skipped."""
+def sharded(device: str, dtype: torch.dtype, *, offloads: bool = False) -> Any:
     torch.manual_seed(0)
-    model: Any = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 32), nn.Linear(32, 8)).to(dtype)
+    model: Any = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 32), nn.Linear(32, 8)).to(torch.bfloat16).to(dtype)
     options: dict[str, Any] = {"offload_policy": CPUOffloadPolicy(pin_memory=device == "cuda")} if offloads else {}
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     wrap([*model, model], mesh=init_device_mesh(device, (1,)), mp_policy=policy, **options)
+    return model
+
+
+def trained(
+    device: str, dtype: torch.dtype, *, overlaps: bool, offloads: bool = False, is_reduced: bool = False
+) -> list[Tensor]:
+    """Return all values after steps that were committed, clipped and skipped."""
+    model = sharded(device, dtype, offloads=offloads)
     optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-2)
+    if is_reduced:
+        take_reduced_gradients(optimizer, model)
     scheduler = OffloadScheduler(optimizer, model, num_threads=1, bucket_numel=300) if overlaps else None
     kinds = set()
     for step in range(STEPS):
@@ -49,6 +61,8 @@ def trained(device: str, dtype: torch.dtype, *, overlaps: bool, offloads: bool) 
         if step == 5:
             local(next(model.parameters()).grad).view(-1)[3] = math.nan
         optimizer.max_grad_norm = 0.5 if step % 3 == 1 else None
+        if is_reduced and step % 3 == 2:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
         assert optimizer.last_outcome is not None
@@ -66,3 +80,29 @@ def test_overlap_changes_no_bit(device: str, dtype: torch.dtype, offloads: bool)
     plain, overlapped = (trained(device, dtype, overlaps=overlaps, offloads=offloads) for overlaps in (False, True))
     for one, other in zip(plain, overlapped, strict=True):
         assert same_bits(flat(one, one), flat(other, other))
+
+
+def test_overlap_changes_no_bit_of_reduced_gradients(device: str) -> None:
+    plain, overlapped = (trained(device, torch.bfloat16, overlaps=overlaps, is_reduced=True) for overlaps in (0, 1))
+    for one, other in zip(plain, overlapped, strict=True):
+        assert same_bits(flat(one, one), flat(other, other))
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_reduced_gradients_are_those_of_fp32_shards(device: str, overlaps: bool) -> None:
+    model, twin = (sharded(device, dtype) for dtype in (torch.bfloat16, torch.float32))
+    optimizer = SpeculativeCPUAdamW(model.parameters(), lr=0.0, weight_decay=0.0)
+    take_reduced_gradients(optimizer, model)
+    with OffloadScheduler(optimizer, model, num_threads=1, bucket_numel=300) if overlaps else nullcontext():
+        for step in range(4):
+            for micro in range(1 + step % 2):
+                for one in (model, twin):
+                    inputs = torch.randn(4, 16, generator=torch.Generator().manual_seed(10 * step + micro))
+                    (one(inputs.to(device, torch.bfloat16)) - 1).float().square().sum().backward()
+            for parameter, other in zip(model.parameters(), twin.parameters(), strict=True):
+                taken = taken_of(parameter.grad)
+                assert taken is not None
+                assert torch.equal(taken.exact(), local(other.grad))
+            optimizer.step()
+            optimizer.zero_grad()
+            twin.zero_grad()

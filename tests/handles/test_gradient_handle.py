@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import itertools
+import math
 import pickle
 import sys
 import threading
@@ -1221,7 +1222,7 @@ def test_tensors_do_not_grow_in_number() -> None:
 def _sum_of(first: Tensor) -> tuple[nn.Parameter, Owner, TakenGradient]:
     parameter, owner, taken = handle_for(first)
     taken.pending = taken.pending.to(torch.float32)
-    taken.is_sum = True
+    taken.is_unrounded = True
     parameter.register_post_accumulate_grad_hook(lambda p: take_gradient(p, owner) and None)
     return parameter, owner, taken
 
@@ -1241,6 +1242,13 @@ def test_sum_absorbs_what_autograd_adds() -> None:
     parameter.grad += torch.ones(8, dtype=torch.bfloat16)
     assert parameter.grad is handle
     assert taken.version == 3
+    expected = expected.add_(1).mul_(0.3)
+    before = taken.pending.clone()
+    taken.in_use, read = True, taken.pending
+    parameter.grad.mul_(0.3).add_(batches[0])
+    assert bits(taken.pending) == bits(expected + batches[0].float())
+    assert bits(read) == bits(before)
+    assert not taken.factors
 
 
 @pytest.mark.parametrize(
@@ -1251,7 +1259,6 @@ def test_sum_absorbs_what_autograd_adds() -> None:
         lambda g, x: g.add_(x.float()),
         lambda g, x: g.add_(x[:1]),
         lambda g, x: g.sub_(x),
-        lambda g, x: g.mul_(0.3).add_(x),
         lambda g, x: torch._foreach_add_([g], [x]),
         lambda g, x: g.add_(g),
     ],
@@ -1268,13 +1275,59 @@ def test_other_writes_round_the_sum(write: Callable[[Any, Tensor], Any]) -> None
     assert bits(parameter.grad) == bits(rounded)
 
 
-def test_check_for_infinity_looks_at_the_rounded_sum() -> None:
-    parameter, _owner, taken = handle_for(torch.tensor([6e4], dtype=torch.float16), GradientHolder(0))
+@pytest.mark.parametrize("counted", [None, 0])
+def test_unscaling_and_products_come_before_rounding(counted: int | None) -> None:
+    """7e4 is more than fp16 can hold."""
+    parameter, _owner, taken = handle_for(torch.tensor([6e4], dtype=torch.float16), GradientHolder(counted))
     taken.pending = torch.tensor([7e4])
-    taken.is_sum = True
+    taken.is_unrounded = True
+    assert parameter.grad is not None
+    assert parameter.grad.isinf().all()
     found = torch.zeros(())
     torch._amp_foreach_non_finite_check_and_unscale_([parameter.grad], found, torch.tensor(0.5))
-    assert found.item() == 1
+    assert found.item() == 0
+    parameter.grad.mul_(0.1)
+    assert torch.equal(taken.exact(), torch.tensor([7e4]).mul_(0.5).mul_(0.1))
+    assert torch.equal(parameter.grad, taken.exact().half())
+
+
+@pytest.mark.parametrize("is_list", [False, True])
+def test_what_arrived_unrounded_stays_so_when_it_is_zeroed(is_list: bool) -> None:
+    first = torch.tensor([1.0, 3.0], dtype=torch.bfloat16)
+    parameter, _owner, taken = _sum_of(first)
+    taken.is_reduced = taken.in_use = True
+    read, version = taken.pending, taken.version
+    other, _other_owner, ordinary = handle_for(first)
+    parameter.grad.mul_(3)
+    if is_list:
+        torch._foreach_zero_([parameter.grad, other.grad])
+    else:
+        parameter.grad.zero_()
+        other.grad.zero_()
+    assert ordinary.is_given
+    assert other.grad.tolist() == parameter.grad.tolist() == [0.0, 0.0]
+    assert taken_of(parameter.grad) is taken
+    assert read.tolist() == [1.0, 3.0]
+    assert taken.version > version
+    assert not taken.in_use
+    parameter.grad.add_(first)
+    assert taken.pending.tolist() == [1.0, 3.0]
+
+
+@pytest.mark.parametrize("order", [1.0, 2.0, math.inf])
+def test_norms_come_before_rounding(order: float) -> None:
+    """1.0035 rounds to 1, and its norm does not round to that of 1."""
+    parameter, _owner, taken = _sum_of(torch.ones(2, dtype=torch.bfloat16))
+    taken.pending += 0.0035
+    other, _other_owner, _ = handle_for(torch.ones(2, dtype=torch.bfloat16))
+    norms = torch._foreach_norm([other.grad, parameter.grad, torch.ones(2, dtype=torch.bfloat16)], order)
+    expected = [torch.linalg.vector_norm(torch.full((2,), 1.0 + more), order).bfloat16() for more in (0, 0.0035, 0)]
+    assert expected[0] < expected[1] or order != 2
+    assert bits(torch.stack(norms)) == bits(torch.stack(expected))
+    for gradient, norm in zip((other.grad, parameter.grad), expected, strict=False):
+        assert gradient is not None
+        assert torch.equal(torch.linalg.vector_norm(gradient, order), norm)
+    assert taken_of(parameter.grad) is taken
 
 
 # -- distributed tensors -----------------------------------------------------------------------------------------------

@@ -256,7 +256,7 @@ def test_sum_is_that_in_the_wider_dtype(batches: list[int], in_use: list[bool], 
     random = [torch.randn(4, 6, generator=torch.Generator().manual_seed(seed)).to(dtype) for seed in batches]
     first = irregular(4, 6, dtype=dtype)
     taken = TakenGradient(first)
-    taken.pending, taken.is_sum = transposed(first.float()), True
+    taken.pending, taken.is_unrounded = transposed(first.float()), True
     expected = first.float()
     for batch, used in zip(random, in_use, strict=False):
         before, values, version = taken.pending, taken.pending.clone(), taken.version
@@ -274,15 +274,17 @@ def test_sum_is_that_in_the_wider_dtype(batches: list[int], in_use: list[bool], 
     assert same_bits(taken.scaled(), expected)
     assert same_bits(taken.value(), expected.to(dtype))
     taken.record(Factor(MULTIPLY, 0.3))
-    assert same_bits(taken.scaled(), expected.to(dtype).mul_(0.3))
-    assert same_bits(taken.value(), expected.to(dtype).mul_(0.3))
+    assert same_bits(taken.scaled(), expected.mul_(0.3))
+    assert same_bits(taken.exact(), expected)
+    assert same_bits(taken.value(), expected.to(dtype))
+    assert taken.scale() == torch.tensor(0.3).item()
 
 
 @pytest.mark.parametrize("in_use", [False, True])
 def test_a_sum_takes_up_no_graph(in_use: bool) -> None:
     """As backward(create_graph=True) of a later micro-batch would bring one."""
     taken = TakenGradient(torch.ones(3, dtype=torch.bfloat16))
-    taken.pending, taken.is_sum, taken.in_use = torch.ones(3), True, in_use
+    taken.pending, taken.is_unrounded, taken.in_use = torch.ones(3), True, in_use
     with torch.enable_grad():
         taken.absorb(torch.ones(3, requires_grad=True) * 2)
     assert not taken.pending.requires_grad

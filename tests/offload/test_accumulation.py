@@ -358,7 +358,7 @@ def test_sums_take_no_memory_of_the_device(device: Device) -> None:
         with scheduler.accumulate(torch.float32):
             loss_of(model, 0).backward()
         taken = [taken_of(parameter.grad) for parameter in model.parameters()]
-        assert all(one is not None and one.is_sum and one.pending.dtype == torch.float32 for one in taken)
+        assert all(one is not None and one.is_unrounded and one.pending.dtype == torch.float32 for one in taken)
         if isinstance(device, SimulatedDevice):
             assert not device._blocks
 

@@ -14,13 +14,13 @@ from torch import nn
 
 from superadam.devices import PlainDevice
 from superadam.handles.gradient_handle import taken_of
-from superadam.handles.taken_gradient import TakenGradient
+from superadam.handles.taken_gradient import GradientHolder, TakenGradient
 from superadam.offload.accumulation import PAUSE_STEPS
 from superadam.offload.buckets import Bucket, Bucketer
 from superadam.state.parameter import ParameterState
 
 
-class Holder:
+class Holder(GradientHolder):
     """Passes on to the bucketer what a scheduler passes on."""
 
     bucketer: Bucketer
@@ -197,11 +197,11 @@ def test_sums_take_in_every_gradient_up_to_the_last() -> None:
     line.flush()
     assert line.rows == [[0]]
     (sum_of_first,) = line.sent[0].gradients
-    assert sum_of_first.is_sum
+    assert sum_of_first.is_unrounded
     assert sum_of_first.pending.tolist() == [4.0, 4.0]
     left = taken_of(line.parameters[1].grad)
     assert left is not None
-    assert left.is_sum
+    assert left.is_unrounded
     assert left.pending.tolist() == [2.0, 2.0]
 
 

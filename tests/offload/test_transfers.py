@@ -634,7 +634,7 @@ def test_narrowed_gradient_has_the_values_of_one_that_travelled(dtype: torch.dty
 def test_sums_that_were_made_on_the_host_are_not_narrowed(link: torch.dtype) -> None:
     transfers, _ = transfers_of(PlainDevice(), link)
     taken = TakenGradient(random(70))
-    taken.is_sum = True
+    taken.is_unrounded = True
     transfers.download(states_of(random(70)), [taken], ())
     assert torch.equal(taken.pending, random(70))
 

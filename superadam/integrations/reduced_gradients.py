@@ -1,0 +1,229 @@
+"""Gradients of `fully_shard` as the ranks have reduced them, before FSDP2 rounds them to the dtype of bf16 shards."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from superadam.distributed import shards
+from superadam.handles.gradient_handle import take_reduced
+from superadam.handles.taken_gradient import GradientHolder, TakenGradient
+from superadam.offload.hooks import Hooks
+from superadam.optim.adam import SpeculativeCPUAdam
+
+
+def take_reduced_gradients(optimizer: SpeculativeCPUAdam, model: nn.Module) -> None:
+    """Let an optimizer use the gradients of a sharded model in the dtype in which they were reduced.
+
+    Under `MixedPrecisionPolicy(reduce_dtype=torch.float32)` the gradients of bf16 and fp16 shards are reduced in fp32
+    and then rounded for `.grad`. From now on a handle takes the place of each of them. Norms and steps see the
+    unrounded gradient, with a scheduler or without; what else reads `.grad` sees it rounded. Clipping, unscaling and
+    other products with one scalar apply to the unrounded gradient. Any other write, or a reference to its memory, makes
+    `.grad` an ordinary gradient: it counts as it is, and what is added to it is rounded, until `.grad` is None.
+
+    Each backward that reduces gradients adds them to `.grad` in fp32, in this order. Those of backwards under
+    `set_requires_gradient_sync(False)` are summed by FSDP2, in its reduce dtype, before the next reduction.
+
+    Gradients that are not reduced in a wider dtype than their shards' stay as they are: those of fp32 shards, which
+    arrive unrounded, those reduced in bf16, and those of parameters that are not sharded.
+
+    Call it after `fully_shard`, once for each model. It lasts as long as the optimizer; copies and pickles have no part
+    in it. It takes the place of hooks that were set with `FSDPModule.set_all_reduce_hook`; one that is set later takes
+    its place, so that gradients of that module are rounded again.
+
+    Args:
+        optimizer: of sharded parameters; it may be in a framework's wrapper.
+        model: some of whose modules are sharded.
+
+    Raises:
+        TypeError: the optimizer is not a `SpeculativeCPUAdam`.
+        ValueError: nothing of the model or of the optimizer is sharded, shards lie in host memory and are reduced on a
+            device, or FSDP2 has no such hook for a module.
+
+    Whatever is raised, gradients arrive as before.
+    """
+    inner = getattr(optimizer, "optimizer", optimizer)
+    if not isinstance(inner, SpeculativeCPUAdam):
+        raise TypeError(f"optimizer is a {type(optimizer).__name__}, expected a SpeculativeCPUAdam; make one first")
+    groups: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
+    sharded: list[Any] = [parameter for parameter in parameters if shards.is_distributed(parameter)]
+    if not groups or not sharded:
+        raise ValueError(
+            f"{len(groups)} modules of the model and {len(sharded)} parameters of the optimizer are sharded, expected "
+            "some of both; call fully_shard() on the model, then make the optimizer"
+        )
+    if any(shards.local_of(one).is_cpu and one.device_mesh.device_type != "cpu" for one in sharded):
+        raise ValueError(
+            "shards lie in host memory (CPUOffloadPolicy) and gradients are reduced on a device, expected both in one "
+            "place; keep fp32 shards there, whose gradients arrive unrounded"
+        )
+    source = inner.gradient_source
+    if not isinstance(source, ReducedGradients):
+        source = ReducedGradients(inner)
+    announcements = [(module, _announcements.get(module) or Announcement()) for module in groups]
+    for module, announcement in announcements:
+        try:
+            module.set_all_reduce_hook(announcement)
+        except (AttributeError, ValueError) as error:
+            raise ValueError(
+                f"{type(module).__name__} cannot show its reduced gradients ({error}), expected one mesh for all "
+                "parameters of a module, and torch 2.7 or later; keep fp32 shards, whose gradients arrive unrounded"
+            ) from error
+    for module, announcement in announcements:
+        _announcements[module] = announcement
+        announcement.sources.add(source)
+    source.follow()
+    source.is_lost = False
+    inner.gradient_source = source
+
+
+class Announcement:
+    """An all-reduce hook, which shows a buffer to the sources of the module's optimizers; copies of it do nothing."""
+
+    def __init__(self) -> None:
+        self.sources: weakref.WeakSet[ReducedGradients] = weakref.WeakSet()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()
+
+    def __call__(self, buffer: Tensor) -> None:
+        """Show a reduced buffer."""
+        for source in list(self.sources):
+            source.show(buffer)
+
+
+_announcements: weakref.WeakKeyDictionary[nn.Module, Announcement] = weakref.WeakKeyDictionary()
+
+
+class _Owner:
+    """Has a parameter, so that a gradient need not keep it alive."""
+
+    def __init__(self, parameter: Tensor) -> None:
+        self.parameter = parameter
+
+
+class ReducedGradients(GradientHolder):
+    """Takes gradients of one optimizer's shards from the buffers in which they were reduced.
+
+    FSDP2 shows the buffer of a group to its hook, divides it in place, and makes a rounded copy. From that it cuts the
+    gradients of the group's parameters, and calls the hooks of each, before it goes on to the next one. So in the hook
+    of a parameter, the unrounded gradient lies in the buffer where the rounded one lies in the copy.
+    """
+
+    def __init__(self, optimizer: SpeculativeCPUAdam) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._hooks = Hooks(self._take, is_first=True)  # what other hooks write to `.grad` counts
+        self._owners: dict[int, _Owner] = {}
+        self._followed: list[int] = []  # ids of the optimizer's parameters
+        self._buffer: Tensor | None = None  # that was shown last
+        self._rounded: Tensor | None = None  # its copy, once gradients were found in it
+        self._differs: list[Tensor] = []  # whether a copy is that of another buffer
+        self.is_lost = False  # until take_reduced_gradients() is called again
+        self._error: Exception | None = None
+
+    def follow(self) -> None:
+        """Take the gradients of the optimizer's present parameters."""
+        parameters = self._parameters()
+        self._followed = [*map(id, parameters)]
+        narrow = [one for one in parameters if shards.is_distributed(one) and one.itemsize < torch.float32.itemsize]
+        self._owners = {id(one): self._owners.get(id(one)) or _Owner(one) for one in narrow}
+        self._hooks.follow(narrow)
+
+    def _parameters(self) -> list[Tensor]:
+        optimizer = self._optimizer()
+        return [] if optimizer is None else [one for group in optimizer.param_groups for one in group["params"]]
+
+    # ---- within backward, where an error would leave other ranks waiting ---------------------------------------------
+
+    def show(self, buffer: Tensor) -> None:
+        """Note the buffer of the group whose hooks are called next."""
+        if len(self._parameters()) != len(self._followed):  # a group was added
+            self.follow()
+        self._hooks.look_for_unfrozen()
+        if buffer.device.type != "cpu":  # it may be freed before the work that is enqueued here has read it
+            buffer.record_stream(torch.get_device_module(buffer.device).current_stream())
+        self._buffer, self._rounded = buffer, None
+
+    def _take(self, parameter: Tensor) -> None:
+        gradient = parameter.grad
+        local = shards.local_of(gradient)
+        if type(local) is Tensor:  # otherwise it was added to one that had been taken
+            try:
+                unrounded = self._unrounded(local)
+                if unrounded is not None:
+                    take_reduced(parameter, unrounded, self._owners[id(parameter)], self)
+            except Exception as error:
+                self._error = self._error or error
+
+    def _unrounded(self, rounded: Tensor) -> Tensor | None:
+        """Return the values from which FSDP2 has rounded a gradient; None for any other gradient."""
+        buffer, copy = self._buffer, rounded._base
+        if (
+            buffer is None
+            or copy is None
+            or copy.numel() != buffer.numel()
+            or buffer.itemsize <= rounded.itemsize
+            or buffer.device != rounded.device
+        ):
+            return None
+        found = buffer.as_strided(rounded.size(), rounded.stride(), rounded.storage_offset())
+        if copy is not self._rounded and rounded.numel():
+            differs = ((found.to(rounded.dtype) != rounded) & ~rounded.isnan()).any()
+            if rounded._version and differs:  # an ordinary gradient that FSDP2 has added to
+                return None
+            self._differs.append(differs)
+            self._rounded = copy
+        return found.to(torch.float32)
+
+    def unrounded(self, new: Tensor) -> Tensor:
+        """Return the values of a gradient that FSDP2 adds to one that was taken, from before it was rounded."""
+        try:
+            found = self._unrounded(new)
+        except Exception as error:
+            self._error = self._error or error
+            return new
+        return new if found is None else found
+
+    # ---- for the optimizer (published_state.GradientSource) ----------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise what has failed since the last verdict."""
+        self._buffer = self._rounded = None
+        if [*map(id, self._parameters())] != self._followed:
+            self.follow()
+        differs, self._differs = self._differs, []
+        if differs and torch.stack(differs).any():
+            self.is_lost = True
+        if self.is_lost:
+            raise RuntimeError(
+                "gradients in .grad are not those that were reduced last, expected every group of fully_shard to show "
+                "its own; call take_reduced_gradients() after everything else that sets all-reduce hooks, and start "
+                "again from a checkpoint"
+            )
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    # ---- for gradients that were taken (taken_gradient.GradientHolder) -----------------------------------------------
+
+    @property
+    def _holder(self) -> GradientHolder:
+        optimizer = self._optimizer()
+        return GradientHolder() if optimizer is None else optimizer.gradient_holder
+
+    def nonfinite_of(self, taken: TakenGradient) -> int | None:
+        """As the scheduler, or the optimizer."""
+        return self._holder.nonfinite_of(taken)
+
+    def norm_was_asked(self, taken: TakenGradient) -> None:
+        """As the scheduler."""
+        self._holder.norm_was_asked(taken)
+
+    def was_given_back(self, taken: TakenGradient) -> None:
+        """As the scheduler."""
+        self._holder.was_given_back(taken)

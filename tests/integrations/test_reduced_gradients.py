@@ -1,0 +1,215 @@
+"""Reduced gradients on one rank: which of them there are, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from shards import local, wrap
+from torch import distributed, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+
+from superadam import OffloadScheduler, SpeculativeCPUAdamW
+from superadam.devices.simulated import SimulatedDevice
+from superadam.handles.gradient_handle import taken_of
+from superadam.integrations.reduced_gradients import Announcement, take_reduced_gradients
+
+
+@pytest.fixture(autouse=True)
+def group() -> Iterator[None]:
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+def sharded(shard: torch.dtype = torch.bfloat16, reduced: torch.dtype | None = torch.float32) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(torch.bfloat16).to(shard)
+    param = torch.bfloat16 if shard == torch.float32 else shard
+    wrap([*model, model], mp_policy=MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduced))
+    return model
+
+
+def backward(model: Any, dtype: torch.dtype = torch.bfloat16) -> None:
+    inputs = torch.randn(3, 4, generator=torch.Generator().manual_seed(1)).to(dtype)
+    (model(inputs) - 1).float().square().sum().backward()
+
+
+@pytest.mark.parametrize("reduced", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("shard", [torch.bfloat16, torch.float16], ids=str)
+def test_gradients_are_those_of_fp32_shards(shard: torch.dtype, reduced: torch.dtype) -> None:
+    model = sharded(shard, reduced)
+    torch.manual_seed(0)
+    twin = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(torch.bfloat16).float()
+    wrap([*twin, twin], mp_policy=MixedPrecisionPolicy(param_dtype=shard, reduce_dtype=reduced))
+    optimizer = SpeculativeCPUAdamW(model.parameters())
+    take_reduced_gradients(optimizer, model)
+    for one in (model, twin):
+        backward(one, shard)
+    for parameter, other in zip(model.parameters(), twin.parameters(), strict=True):
+        taken = taken_of(parameter.grad)
+        assert taken is not None
+        assert taken.exact().dtype == torch.float32
+        assert torch.equal(taken.exact(), local(other.grad))
+        assert torch.equal(local(parameter.grad) + 0, taken.exact().to(shard))
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("shard", "reduced"),
+    [(torch.bfloat16, None), (torch.bfloat16, torch.float16), (torch.float32, torch.float32), (torch.float32, None)],
+    ids=str,
+)
+def test_gradients_that_are_not_rounded_stay(shard: torch.dtype, reduced: torch.dtype | None) -> None:
+    model = sharded(shard, reduced)
+    optimizer = SpeculativeCPUAdamW(model.parameters())
+    take_reduced_gradients(optimizer, model)
+    backward(model)
+    assert all(taken_of(parameter.grad) is None for parameter in model.parameters())
+    optimizer.step()
+    assert optimizer.statistics.committed == 1
+
+
+def test_copies_have_no_part_in_it() -> None:
+    model = sharded()
+    optimizer = SpeculativeCPUAdamW(model.parameters())
+    take_reduced_gradients(optimizer, model)
+    backward(model)
+    assert pickle.loads(pickle.dumps(optimizer)).gradient_source is None
+    assert copy.deepcopy(optimizer).gradient_source is None
+    announcement = Announcement()
+    announcement.sources.add(optimizer.gradient_source)  # type: ignore[arg-type]
+    assert not pickle.loads(pickle.dumps(announcement)).sources
+
+
+def test_it_lasts_as_long_as_the_optimizer() -> None:
+    model = sharded()
+    optimizer = SpeculativeCPUAdamW(model.parameters())
+    take_reduced_gradients(optimizer, model)
+    backward(model)
+    gone = weakref.ref(optimizer)
+    gradients = [local(parameter.grad) + 0 for parameter in model.parameters()]
+    gc.disable()
+    try:
+        del optimizer
+        assert gone() is None
+    finally:
+        gc.enable()
+    assert all(torch.equal(local(p.grad) + 0, one) for p, one in zip(model.parameters(), gradients, strict=True))
+    model.zero_grad()
+    backward(model)
+    assert all(taken_of(parameter.grad) is None for parameter in model.parameters())
+
+
+def test_it_stays_through_loading_and_in_wrappers() -> None:
+    model = sharded()
+    optimizer = SpeculativeCPUAdamW(model.parameters())
+
+    class Wrapper:
+        def __init__(self) -> None:
+            self.optimizer = optimizer
+
+    take_reduced_gradients(Wrapper(), model)  # type: ignore[arg-type]
+    for _ in range(2):
+        backward(model)
+        assert all(taken_of(parameter.grad) is not None for parameter in model.parameters())
+        source: Any = optimizer.gradient_source
+        assert source._buffer is not None
+        optimizer.step()
+        assert source._buffer is source._rounded is None  # they hold memory of the device
+        optimizer.zero_grad()
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
+def test_parameters_that_are_replaced() -> None:
+    """They are noticed by the step."""
+    model, other = sharded(), sharded()
+    optimizer = SpeculativeCPUAdamW(model.parameters())
+    for one in (model, other):
+        take_reduced_gradients(optimizer, one)
+    backward(model)
+    optimizer.step()
+    optimizer.param_groups[0]["params"] = list(other.parameters())
+    optimizer.step()
+    for one in (model, other):
+        one.zero_grad()
+        backward(one)
+        assert all((taken_of(parameter.grad) is None) is (one is model) for parameter in one.parameters())
+
+
+def test_gradients_that_were_there_before_stay_ordinary() -> None:
+    model = sharded()
+    optimizer = SpeculativeCPUAdamW(model.parameters())
+    backward(model)
+    gradients = [local(parameter.grad).clone() for parameter in model.parameters()]
+    take_reduced_gradients(optimizer, model)
+    backward(model)
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        assert taken_of(parameter.grad) is None
+        assert torch.equal(local(parameter.grad), 2 * gradient)
+    optimizer.step()
+
+
+def test_a_scheduler_that_was_there_before() -> None:
+    model = sharded()
+    optimizer = SpeculativeCPUAdamW(model.parameters())
+    with OffloadScheduler(optimizer, model, num_threads=1, bucket_numel=1) as scheduler:
+        take_reduced_gradients(optimizer, model)
+        for _ in range(3):
+            backward(model)
+            assert scheduler.statistics.buckets > 0
+            taken = [taken_of(parameter.grad) for parameter in model.parameters()]
+            assert all(one is not None and one.pending.dtype == torch.float32 and one.in_use for one in taken)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_a_scheduler_is_told_of_them() -> None:
+    model = sharded()
+    optimizer = SpeculativeCPUAdamW(model.parameters())
+    take_reduced_gradients(optimizer, model)
+    source: Any = optimizer.gradient_source
+    with OffloadScheduler(
+        optimizer, model, device=SimulatedDevice(1, 0.5), num_threads=1, bucket_numel=1, gpu_buckets=0
+    ) as scheduler:
+        backward(model)
+        gradients = [local(parameter.grad) for parameter in model.parameters()]
+        assert [source.nonfinite_of(taken_of(one)) for one in gradients] == [0] * 4
+        assert not scheduler._transfers.computes_norms
+        torch._foreach_norm(gradients)
+        assert scheduler._transfers.computes_norms
+        gradients[0].clamp_(0, 1)
+        assert scheduler.statistics.given_back_gradients == 1
+
+
+def test_nothing_that_fails_is_attached(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = sharded()
+    optimizer = SpeculativeCPUAdamW(model.parameters())
+    plain = SpeculativeCPUAdamW(nn.Linear(4, 4).parameters())
+    with pytest.raises(TypeError, match="optimizer is a SGD, expected a SpeculativeCPUAdam; make one first"):
+        take_reduced_gradients(torch.optim.SGD(model.parameters()), model)  # type: ignore[arg-type]
+    for some, of, told in [(plain, model, "3 modules .* and 0 parameters"), (optimizer, nn.Linear(4, 4), "0 modules")]:
+        with pytest.raises(ValueError, match=f"{told} .*, expected some of both; call fully_shard"):
+            take_reduced_gradients(some, of)
+    with monkeypatch.context() as patch:
+        patch.setattr(DeviceMesh, "device_type", "cuda")
+        with pytest.raises(ValueError, match=r"shards lie in host memory .*, expected both in one place; keep fp32"):
+            take_reduced_gradients(optimizer, model)
+    with monkeypatch.context() as patch:
+        patch.setattr(FSDPModule, "set_all_reduce_hook", refuse)
+        with pytest.raises(ValueError, match=r"cannot show its reduced gradients \(planted\), expected one mesh"):
+            take_reduced_gradients(optimizer, model)
+    assert optimizer.gradient_source is plain.gradient_source is None
+    backward(model)
+    assert all(taken_of(parameter.grad) is None for parameter in model.parameters())
+
+
+def refuse(*arguments: object) -> None:
+    raise ValueError("planted")
