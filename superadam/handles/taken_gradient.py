@@ -218,7 +218,7 @@ class TakenGradient:
     def absorb(self, new: Tensor) -> None:
         """Add a micro-batch's gradient to an unrounded one, in its dtype."""
         if self.factors:
-            self.pending, self.factors, self.in_use = self.scaled(), [], False
+            self.pending, self.factors, self.in_use = self.scaled(), (), False
         pending, holder = self.ready(), self.holder()
         new = (new if holder is None else holder.unrounded(new)).detach().to(pending.device, pending.dtype)
         self.pending = pending + new if self.in_use else pending.add_(new)
@@ -230,7 +230,7 @@ class TakenGradient:
         """Become zeros, in memory of their own."""
         self.pending = torch.zeros_like(self.pending)
         self.arrived = self.norm = None
-        self.factors = []
+        self.factors = ()
         self.in_use = False
         self.version += 1
 
