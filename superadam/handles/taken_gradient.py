@@ -218,7 +218,7 @@ class TakenGradient:
     def absorb(self, new: Tensor) -> None:
         """Add a micro-batch's gradient to an unrounded one, in its dtype."""
         if self.factors:
-            self.pending, self.factors, self.in_use = self.scaled(), (), False
+            self.pending, self.factors = self.scaled(), ()
         pending, holder = self.ready(), self.holder()
         new = (new if holder is None else holder.unrounded(new)).detach().to(pending.device, pending.dtype)
         self.pending = pending + new if self.in_use else pending.add_(new)

@@ -291,6 +291,22 @@ def test_a_sum_takes_up_no_graph(in_use: bool) -> None:
     assert taken.pending.tolist() == [3.0] * 3
 
 
+@pytest.mark.parametrize("in_use", [False, True])
+def test_what_arrived_unrounded_stays_so_without_speculation(in_use: bool) -> None:
+    """In memory of its own, where a commit may still read the old."""
+    taken = TakenGradient(torch.ones(3, dtype=torch.bfloat16))
+    taken.pending, taken.is_unrounded, taken.is_reduced, taken.in_use = torch.full((3,), 1.003), True, True, in_use
+    before, version = taken.pending, taken.version
+    taken.leave_speculation()
+    assert not taken.is_given
+    assert not taken.in_use
+    assert (taken.pending is before) is not in_use
+    assert (taken.version > version) is in_use
+    taken.absorb(torch.ones(3, dtype=torch.bfloat16))
+    assert not in_use or before.tolist() == torch.full((3,), 1.003).tolist()
+    assert torch.equal(taken.pending, torch.full((3,), 1.003) + 1)
+
+
 # -- giving back -------------------------------------------------------------------------------------------------------
 
 
