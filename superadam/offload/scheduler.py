@@ -27,6 +27,7 @@ from superadam.distributed import shards
 from superadam.handles.taken_gradient import GradientHolder, TakenGradient
 from superadam.kernels.hyperparameters import Hyperparameters
 from superadam.kernels.kept_step import StepsInPlace
+from superadam.kernels.torch_private import check_can_sum
 from superadam.offload.arguments import check_count, check_model, check_transfer_dtype
 from superadam.offload.autotune import Autotuner
 from superadam.offload.buckets import Bucket, Bucketer
@@ -342,7 +343,10 @@ class OffloadScheduler(GradientHolder):
 
         Raises:
             ValueError: another dtype.
+            RuntimeError: this torch lacks what sums on the host need.
         """
+        if dtype is not None:
+            check_can_sum(one for group in self.optimizer.param_groups for one in group["params"])
         self._take_waiting()
         with self._bucketer.accumulation.accumulate(dtype):
             yield

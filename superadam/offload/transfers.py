@@ -23,7 +23,7 @@ from superadam.devices import Device, Event, Stream
 from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import ChunkSums
 from superadam.handles.taken_gradient import TakenGradient
-from superadam.kernels import native
+from superadam.kernels import native, torch_private
 from superadam.offload.statistics import OverlapStatistics
 from superadam.offload.trace import Trace
 from superadam.state.delivery import STAGED_NUMEL
@@ -331,7 +331,7 @@ class Transfers:
         Called after packing, which makes the current stream wait for the streams that computed the gradients.
         """
         if self.computes_norms and gradients:
-            norms = torch._foreach_norm([taken.pending for taken in gradients])
+            norms = torch_private.foreach_norm([taken.pending for taken in gradients])
             for taken, norm in zip(gradients, norms, strict=True):
                 taken.norm = norm
 

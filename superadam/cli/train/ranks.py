@@ -22,6 +22,7 @@ from torch import Tensor, distributed, nn
 
 from superadam.cli.usage import UsageError
 from superadam.distributed.shards import local_of
+from superadam.kernels.torch_private import default_store
 
 _PATIENCE = timedelta(seconds=5)
 """Within which a rank tells of the error that others have noticed in a collective."""
@@ -180,7 +181,9 @@ def _tells(error: BaseException) -> bool:
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it as soon as one process has ended
     try:
-        store = distributed.distributed_c10d._get_default_store()
+        store = default_store()
+        if store is None:
+            return True
         if _is_consequence(error):
             with suppress(distributed.DistStoreError):  # the other one was killed
                 store.wait([_TOLD], _PATIENCE)
