@@ -128,18 +128,18 @@ class Fingerprints:
             self._versions[rows] += 1  # also where both are one tensor, as its version is added to itself
 
     def _present(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
-        """Return address, storage and version of every parameter, in one loop while each is in the cache."""
-        pointers, storages, versions = [], [], []
+        """Return address, storage and version of every parameter."""
+        pointers, storages, key_of = [], [], storage_key
         count = len(self._parameters)
         for parameter in self._parameters:
             pointers.append(parameter.data_ptr())
             try:
-                storages.append(storage_key(parameter.untyped_storage()))
+                storages.append(key_of(parameter.untyped_storage()))
             except RuntimeError:
                 storages.append(_NO_STORAGE)
-            versions.append(version_of(parameter))
+        versions = map(version_of, self._parameters)
         if self._wholes is not None:
-            versions = [*map(operator.add, versions, map(version_of, self._wholes))]
+            versions = map(operator.add, versions, map(version_of, self._wholes))
         return (
             np.fromiter(pointers, np.uint64, count),
             np.fromiter(storages, np.uint64, count),

@@ -23,6 +23,9 @@ PARTS = ("distributed.tensor.DTensor._local_tensor", "distributed.tensor.DTensor
 OF_DTENSORS = (*PARTS, "Tensor._base", "Tensor._use_count", "Tensor._version", "UntypedStorage._cdata")
 """Names without which sharded parameters are trained, too."""
 
+NONE, ALL = "none", "all"
+"""Of the names are missing."""
+
 STEPS = 8
 
 
@@ -36,13 +39,12 @@ def owner_of(path: str) -> tuple[Any, str]:
 
 
 @contextlib.contextmanager
-def hidden(path: str) -> Iterator[None]:
-    """Let `getattr` not find a name, which cannot be deleted from a class of C or is needed by torch itself."""
-    owner, name = owner_of(path)
+def hidden(places: Sequence[tuple[Any, str]]) -> Iterator[None]:
+    """Let `getattr` not find names, which cannot be deleted from a class of C or are needed by torch itself."""
     usual = getattr
 
     def blind(of: Any, what: str, *default: Any) -> Any:
-        if of is owner and what == name:
+        if any(of is owner and what == name for owner, name in places):
             if default:
                 return default[0]
             raise AttributeError(what)
@@ -71,19 +73,20 @@ def take_away_part(name: str) -> None:
     setattr(DTensor, name, property(get, slot.__set__))
 
 
-def import_without(path: str | None) -> None:
-    """Import superadam in a process in which torch lacks a name."""
-    if path in PARTS:
-        take_away_part(path.rpartition(".")[2])
-    elif path is not None:
-        owner, name = owner_of(path)
-        with contextlib.suppress(AttributeError, TypeError):
-            if "ops" not in path and path not in NEEDED_BY_TORCH:
+def import_without(*paths: str) -> None:
+    """Import superadam in a process in which torch lacks these names."""
+    for path in paths:
+        if path in PARTS:
+            take_away_part(path.rpartition(".")[2])
+    early = [path for path in paths if path not in PARTS]
+    places = [owner_of(path) for path in early]
+    for path, (owner, name) in zip(early, places, strict=True):
+        if "ops" not in path and path not in NEEDED_BY_TORCH:
+            with contextlib.suppress(AttributeError, TypeError):
                 delattr(owner, name)
-        with hidden(path):
-            from superadam.kernels import torch_private
-
-        assert not torch_private.FOUND[path]
+    with hidden(places):
+        from superadam.kernels import torch_private
+    assert not any(torch_private.FOUND[path] for path in early)
 
 
 NEEDED_BY_TORCH = (
@@ -240,9 +243,9 @@ def _names() -> dict[str, Any]:
     return {"names": [*torch_private.FOUND]}
 
 
-def _work(path: str | None, train: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
+def _work(paths: Sequence[str], train: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
     def work() -> dict[str, Any]:
-        import_without(path)
+        import_without(*paths)
         return train()
 
     return work
@@ -256,6 +259,8 @@ if __name__ == "__main__":
 
     torch.set_num_threads(1)
     names = in_fork(_names)["names"]
-    plain = {str(path): in_fork(_work(path, train_all)) for path in (None, *names)}
-    sharded = {str(path): in_fork(_work(path, train_sharded)) for path in (None, *OF_DTENSORS)}
+    plain = {path: in_fork(_work([path], train_all)) for path in names}
+    plain |= {NONE: in_fork(_work([], train_all)), ALL: in_fork(_work(names, train_all))}
+    sharded = {path: in_fork(_work([path], train_sharded)) for path in OF_DTENSORS}
+    sharded |= {NONE: in_fork(_work([], train_sharded)), ALL: in_fork(_work([*names, *PARTS], train_sharded))}
     json.dump({"plain": plain, "sharded": sharded}, sys.stdout)
