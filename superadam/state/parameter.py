@@ -237,6 +237,11 @@ class ParameterState:
         return self.host_copy(gradient, gradient.dtype)
 
     @property
+    def is_as_bound(self) -> bool:
+        """Whether the parameter has the shape and dtype it was bound with; else it is compared when it is bound again."""
+        return self.local.shape == self.shape and self.local.dtype == self.parameter_dtype
+
+    @property
     def has_state(self) -> bool:
         """Whether master and moments exist."""
         return self.exp_avg is not None and (self.is_own_master or self.master is not None)

@@ -170,7 +170,13 @@ def train(model: nn.Module, overlap: str, dtype: torch.dtype = torch.float32) ->
         scheduler.close()
     state = [optimizer.state[one] for one in parameters]
     tensors = [value for entry in state for _, value in sorted(entry.items())]
-    return _digest([*parameters, *tensors]), taken
+    digest = _digest([*parameters, *tensors])
+    if isinstance(model, Model):
+        shorter = parameters[3]
+        shorter.data, shorter.grad = shorter.data[:3].clone(), torch.ones_like(shorter.data[:3])
+        with contextlib.suppress(ValueError):  # it does not fit its state
+            optimizer.step()
+    return digest, taken
 
 
 def train_all() -> dict[str, Any]:
