@@ -238,7 +238,7 @@ class ParameterState:
 
     @property
     def is_as_bound(self) -> bool:
-        """Whether the parameter has the shape and dtype it was bound with; else it is compared when it is bound again."""
+        """Whether the parameter has the shape and dtype it was bound with; if not, it is compared when bound again."""
         return self.local.shape == self.shape and self.local.dtype == self.parameter_dtype
 
     @property
