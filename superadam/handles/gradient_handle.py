@@ -171,7 +171,7 @@ if GradientHandle not in torch_private.foreach_types:  # as torch.distributed.te
 
 # -- operations on ordinary tensors ------------------------------------------------------------------------------------
 
-_Places = list[tuple[int, str]] | None  # None: all
+_Places = list[tuple[int, str]]
 
 
 def _map(value: Any, of: Callable[[Tensor], Any]) -> Any:
@@ -223,10 +223,8 @@ def _run(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @functools.cache
 def _places(operation: Any) -> tuple[_Places, _Places]:
     """Return place and name of arguments that are written to, and of those that results may alias as well."""
-    schema = torch_private.schema_of(operation)
-    if schema is None:
-        return None, None
-    places = [(it.alias_info, (place, it.name)) for place, it in enumerate(schema.arguments)]
+    arguments = torch_private.schema_of(operation).arguments
+    places = [(it.alias_info, (place, it.name)) for place, it in enumerate(arguments)]
     is_trusted = operation.namespace in torch_private.TRUSTED_NAMESPACES  # other schemas may hide what is written to
     return (
         [where for alias, where in places if alias is not None and alias.is_write],
@@ -235,10 +233,7 @@ def _places(operation: Any) -> tuple[_Places, _Places]:
 
 
 def _handles_at(places: _Places, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[GradientHandle]:
-    if places is None:
-        values = [*args, *kwargs.values()]
-    else:
-        values = [args[place] if place < len(args) else kwargs.get(name) for place, name in places]
+    values = [args[place] if place < len(args) else kwargs.get(name) for place, name in places]
     return [tensor for tensor in _tensors(values) if isinstance(tensor, GradientHandle)]
 
 

@@ -57,7 +57,7 @@ _tracing_context: Callable[[], Any] = _find("_guards.TracingContext.try_get")
 def is_tracing() -> bool:
     """Return whether a compiler traces tensors.
 
-    Without `compiled_autograd_enabled`, compiled autograd fails with an assertion of its own where it meets a handle.
+    Without `compiled_autograd_enabled`, compiled autograd may fail an assertion of its own where it meets a handle.
     """
     compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")  # importing it takes seconds
     is_collecting = bool(getattr(compiled_autograd, "compiled_autograd_enabled", False))
@@ -82,7 +82,7 @@ version_of: Callable[[Tensor], int] = (
     operator.attrgetter("_version") if _find("Tensor._version") is not None else lambda tensor: next(_fresh)
 )
 """Returns the version counter, which counts writes. Without it: a number lower than all before, so that every tensor
-counts as written to since any earlier look, and values are compared."""
+counts as written to since any earlier look, and values are compared: writes through `.data` are seen, too."""
 
 # -- list operations ---------------------------------------------------------------------------------------------------
 
@@ -111,7 +111,10 @@ storage_use_count: Callable[[int], float] = _find("_C._storage_Use_Count")  # of
 """Count references to a gradient and to its memory, also those of C++."""
 base_of: Callable[[Tensor], Tensor | None] = operator.attrgetter("_base")
 """Returns the tensor that a view refers to, which holds its memory, too."""
-_find("Tensor._base")
+schema_of: Callable[[Any], Any] = operator.attrgetter("_schema")
+"""Returns what tells which arguments an operation writes to."""
+for _path in ("Tensor._base", "ops.aten.detach.default._schema"):
+    _find(_path)
 
 NEEDED_TO_TAKE = (
     "Tensor._make_wrapper_subclass",
@@ -122,6 +125,7 @@ NEEDED_TO_TAKE = (
     "Tensor._use_count",
     "_C._storage_Use_Count",
     "Tensor._base",
+    "ops.aten.detach.default._schema",
     "UntypedStorage._cdata",
     "multiprocessing.reductions.StorageWeakRef",
 )
@@ -144,13 +148,8 @@ if missing:
 has_internal_overlap: Callable[[Tensor], int] = _find("_debug_has_internal_overlap", lambda tensor: 1)
 """0 if no two elements share memory. Without it: gradients that are not contiguous are not taken."""
 
-schema_of: Callable[[Any], Any] = (
-    operator.attrgetter("_schema") if _find("ops.aten.detach.default._schema") is not None else lambda operation: None
-)
-"""Returns which arguments an operation writes to. Without it: all, so that any read gives a gradient back."""
-
 TRUSTED_NAMESPACES = ("aten", "_c10d_functional")
-"""Of operations whose schemas say which results alias arguments. Others, or another name: a result may alias any."""
+"""Of operations whose schemas say which results alias arguments. Under another name: any result may alias any."""
 
 foreach_norm: Any = _find("ops.aten._foreach_norm.Scalar")
 foreach_products: dict[str, dict[str, Any]] = {

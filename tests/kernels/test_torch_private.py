@@ -593,6 +593,12 @@ def test_without_a_name_sharded_training_has_the_same_bits(path: str, runs: Any)
     check_run(runs["sharded"][path], runs["sharded"][NONE], takes=takes)
 
 
+def test_what_keeps_work_from_overlapping_is_told(runs: Any) -> None:
+    for path in torch_private.FOUND:
+        told = f"nothing overlaps: torch {torch.__version__} lacks {path}"
+        assert runs["plain"][path]["told"] == ([told] * 2 if path in torch_private.NEEDED_TO_TAKE else []), path
+
+
 def test_without_a_spec_a_part_elsewhere_is_refused() -> None:
     one = SimpleNamespace(device_mesh=SimpleNamespace(device_type="cpu"))
     with pytest.raises(RuntimeError, match=r"no DTensor\._spec.* meta .* cpu devices; install"):

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import logging
 import os
 import sys
 import traceback
@@ -181,9 +182,12 @@ def train(model: nn.Module, overlap: str, dtype: torch.dtype = torch.float32) ->
 
 def train_all() -> dict[str, Any]:
     """Train alone, with `speculate()` and with a scheduler."""
+    told: list[str] = []
+    log = logging.getLogger("superadam")
+    log.addFilter(lambda record: told.append(record.getMessage()) or record.levelno < logging.WARNING)
     runs = {overlap: train(Model(), overlap) for overlap in ("alone", "speculate", "scheduler")}
     digests, taken = zip(*runs.values(), strict=True)
-    return {"digests": set(digests), "taken": taken, "refused": is_refused(Model())}
+    return {"digests": set(digests), "taken": taken, "refused": is_refused(Model()), "told": told}
 
 
 def is_refused(model: nn.Module) -> bool:
