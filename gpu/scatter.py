@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from superadam.kernels.dtypes import DTYPES
+from superadam.kernels.torch_private import foreach_copy_
 
 from .casts import VECTOR_BYTES, pointer
 from .choice import Backend, backend
@@ -83,7 +84,7 @@ def scatter_values(sources: Sequence[Tensor], tensors: Sequence[Tensor], kept: K
     parts = kept.checked(facts, lambda: _checked(sources, tensors, device))
     addresses = np.stack([checked_addresses(tensors, "tensor"), checked_addresses(sources, "source")])
     if backend(device).backend is Backend.TORCH:
-        torch._foreach_copy_([*map(in_memory_order, tensors)], [*map(in_memory_order, sources)], non_blocking=True)
+        foreach_copy_([*map(in_memory_order, tensors)], [*map(in_memory_order, sources)], non_blocking=True)
         return
     with on(device):
         for part in parts:

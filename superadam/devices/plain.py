@@ -15,6 +15,7 @@ from torch import Tensor
 
 from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import ChunkSums, Device, Event, Stream
+from superadam.kernels.torch_private import foreach_copy_
 
 
 class PassedEvent:
@@ -61,7 +62,7 @@ class PlainDevice(Device):
     def scatter(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         """Copy now, in one call."""
         if targets:  # torch takes no empty lists
-            torch._foreach_copy_([target.data for target in targets], list(sources))
+            foreach_copy_([target.data for target in targets], list(sources))
 
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return pageable memory."""

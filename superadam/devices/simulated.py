@@ -29,6 +29,7 @@ from superadam.host.signals import deferred_signals
 from superadam.kernels.hyperparameters import Coefficients
 from superadam.kernels.kept_step import KeptStep
 from superadam.kernels.storage import has_memory
+from superadam.kernels.torch_private import storage_key
 
 
 class SimulatedEvent:
@@ -157,7 +158,7 @@ class SimulatedDevice(Device):
 
     def is_host(self, tensor: Tensor) -> bool:
         """Whether the tensor lies in memory from `host_empty`; all others count as on the device."""
-        return tensor.untyped_storage()._cdata in self._host_blocks
+        return storage_key(tensor.untyped_storage()) in self._host_blocks
 
     def pack(
         self, gradients: Sequence[Tensor], layout: FlatLayout[Any], dtype: torch.dtype, norm: ChunkSums | None = None
@@ -186,7 +187,7 @@ class SimulatedDevice(Device):
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return host memory full of NaN."""
         tensor = self._allocate(numel, dtype)
-        key = tensor.untyped_storage()._cdata
+        key = storage_key(tensor.untyped_storage())
         self._host_blocks.add(key)
         weakref.finalize(tensor, self._host_blocks.discard, key)
         return tensor
@@ -220,7 +221,7 @@ class SimulatedDevice(Device):
 
     def record_stream(self, buffer: Tensor, stream: Stream) -> None:
         """Keep memory until the stream has passed its present end."""
-        self._blocks[buffer.untyped_storage()._cdata].kept_for.append((stream, self.record(stream)))
+        self._blocks[storage_key(buffer.untyped_storage())].kept_for.append((stream, self.record(stream)))
 
     def start_worker(self, idle: Work) -> SeededWorker:
         """Return a worker whose jobs run between the training thread's calls, when the seed says so."""
@@ -232,7 +233,7 @@ class SimulatedDevice(Device):
         tensor = _alias(torch.empty(max(numel, 1), dtype=dtype, device="cpu")[:numel])  # empty memory has an address
         storage = tensor.untyped_storage()
         _poison(storage)
-        key = storage._cdata  # of the storage that the block owns: an address would change when others resize it
+        key = storage_key(storage)  # of the storage that the block owns: an address would change when others resize it
         self._blocks[key] = Block(_alias(tensor).untyped_storage())
         weakref.finalize(tensor, self._free, key)
         _let_views_keep(tensor)

@@ -15,6 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from superadam.kernels import torch_private
+from superadam.kernels.torch_private import base_of, dtensor_part, storage_key, storage_use_count
+
 
 class Share(enum.IntEnum):
     """What a rank's part of a tensor is to the whole."""
@@ -35,13 +38,13 @@ def is_distributed(tensor: object) -> bool:
 
 def local_of(tensor: Any) -> Tensor:
     """Return the very tensor that holds this rank's part; an ordinary tensor itself."""
-    local: Tensor = tensor._local_tensor if is_distributed(tensor) else tensor  # to_local() may return a view of it
+    local: Tensor = dtensor_part(tensor) if is_distributed(tensor) else tensor
     return local
 
 
 def set_local(tensor: Any, local: Tensor) -> None:
     """Let a DTensor have another tensor of the same kind as this rank's part."""
-    tensor._local_tensor = local
+    torch_private.set_dtensor_part(tensor, local)
 
 
 def with_local(tensor: Any, local: Tensor) -> Tensor:
@@ -49,10 +52,7 @@ def with_local(tensor: Any, local: Tensor) -> Tensor:
 
     `DTensor.from_local` would move the part to the device of the mesh.
     """
-    if local.dtype != tensor.dtype:
-        tensor = torch.empty_like(tensor, dtype=local.dtype, device="meta", requires_grad=False)
-    whole: Tensor = type(tensor)(local, tensor._spec, requires_grad=False)
-    return whole
+    return torch_private.dtensor_like(tensor, local)
 
 
 def write(tensor: Any, values: Any) -> None:
@@ -115,17 +115,17 @@ def share_of(tensor: Any) -> Share:
 
 def shared_elsewhere(parts: Sequence[Tensor]) -> list[bool]:
     """Return of each part whether its memory is referenced by more than these parts and what they are cut from."""
-    return [any(map(operator.gt, found, _USUAL)) for found in _references(parts)]
+    return [not all(map(operator.le, found, _USUAL)) for found in _references(parts)]
 
 
-def _references(parts: Sequence[Tensor]) -> list[tuple[int, int]]:
+def _references(parts: Sequence[Tensor]) -> list[tuple[float, float]]:
     """Count the references to the memory of each part, in Python and in all, less those by parts and their bases."""
     storages = [part.untyped_storage() for part in parts]
-    ours = Counter(storage._cdata for storage in storages)
+    ours = Counter(map(storage_key, storages))
     return [
         (
-            sys.getrefcount(storage) - ours[storage._cdata],
-            torch._C._storage_Use_Count(storage._cdata) - ours[storage._cdata] - (part._base is not None),
+            sys.getrefcount(storage) - ours[storage_key(storage)],
+            storage_use_count(storage_key(storage)) - ours[storage_key(storage)] - (base_of(part) is not None),
         )
         for part, storage in zip(parts, storages, strict=True)
     ]

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._guards import TracingContext
-from torch.utils import _foreach_utils
 
 from superadam.distributed import shards
 from superadam.handles.taken_gradient import Factor, FactorKind, GradientHolder, TakenGradient, continue_version
+from superadam.kernels import torch_private
+from superadam.kernels.torch_private import is_tracing, storage_key, storage_use_count, tensor_use_count
 
 aten = torch.ops.aten
 
@@ -37,16 +37,16 @@ class GradientHandle(torch.Tensor):
     is_alias: bool
     has_memory: bool  # that of the gradient, which was given back
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # `.shape` stays fast
+    __torch_function__ = torch_private.no_torch_function  # `.shape` stays fast
 
     @staticmethod
     def __new__(cls, taken: TakenGradient, *, is_alias: bool = False) -> GradientHandle:
         """Make a handle of a gradient that was not given back."""
-        handle: GradientHandle = torch.Tensor._make_wrapper_subclass(
+        handle: GradientHandle = torch_private.make_wrapper_subclass(
             cls, taken.shape, strides=taken.strides, dtype=taken.dtype, device=taken.device
         )
         handle.taken, handle.is_alias, handle.has_memory = taken, is_alias, False
-        torch._C._set_throw_on_mutable_data_ptr(handle)  # C++ that asks for memory gets an exception, not address 0
+        torch_private.forbid_memory(handle)
         return handle
 
     @classmethod
@@ -93,7 +93,7 @@ class GradientHandle(torch.Tensor):
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """As in torch. Does not give back while a compiler traces, which must not see `.grad` change."""
-        return super().untyped_storage() if _is_tracing() else _memory(self).untyped_storage()
+        return super().untyped_storage() if is_tracing() else _memory(self).untyped_storage()
 
     def __copy__(self) -> Tensor:
         given = _memory(self)
@@ -107,13 +107,6 @@ class GradientHandle(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         whole = _memory(self) if self.taken.is_given else _copy(self)
         return whole.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-
-
-def _is_tracing() -> bool:
-    """Return whether a compiler traces tensors."""
-    compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")  # importing it takes seconds
-    is_collecting = bool(getattr(compiled_autograd, "compiled_autograd_enabled", False))
-    return is_collecting or torch.compiler.is_compiling() or TracingContext.try_get() is not None
 
 
 def _value(tensor: Tensor) -> Tensor:
@@ -173,8 +166,8 @@ for _name in ("__format__", "__repr__", "tolist"):
 for _name in ("add", "and", "floordiv", "lshift", "mod", "mul", "or", "pow", "rshift", "sub", "truediv", "xor"):
     _return_gradient_from(f"__i{_name}__")
 
-if GradientHandle not in _foreach_utils._foreach_supported_types:  # as torch.distributed.tensor does for DTensor
-    _foreach_utils._foreach_supported_types.append(GradientHandle)  # type: ignore[arg-type]
+if GradientHandle not in torch_private.foreach_types:  # as torch.distributed.tensor does for DTensor
+    torch_private.foreach_types.append(GradientHandle)
 
 # -- operations on ordinary tensors ------------------------------------------------------------------------------------
 
@@ -211,12 +204,12 @@ def _run(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             passed.setdefault(id(value), handle)
         else:
             read.append(handle)
-            memory.add(value.untyped_storage()._cdata)
+            memory.add(storage_key(value.untyped_storage()))
         return value
 
     result = operation(*_map(args, ordinary), **{name: _map(value, ordinary) for name, value in kwargs.items()})
     dense = [tensor for tensor in _tensors(result) if tensor.layout is torch.strided] if memory else []
-    if any(tensor.untyped_storage()._cdata in memory for tensor in dense):  # although the schema says otherwise
+    if any(storage_key(tensor.untyped_storage()) in memory for tensor in dense):  # although the schema says otherwise
         for handle in read:
             _memory(handle)
         return _run(operation, args, kwargs)
@@ -230,8 +223,9 @@ def _run(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @functools.cache
 def _places(operation: Any) -> tuple[_Places, _Places]:
     """Return place and name of arguments that are written to, and of those that results may alias as well."""
-    places = [(it.alias_info, (place, it.name)) for place, it in enumerate(operation._schema.arguments)]
-    is_trusted = operation.namespace in ("aten", "_c10d_functional")  # other schemas may hide what is written to
+    arguments = torch_private.schema_of(operation).arguments
+    places = [(it.alias_info, (place, it.name)) for place, it in enumerate(arguments)]
+    is_trusted = operation.namespace in torch_private.TRUSTED_NAMESPACES  # other schemas may hide what is written to
     return (
         [where for alias, where in places if alias is not None and alias.is_write],
         [where for alias, where in places if alias is not None or not is_trusted],
@@ -278,7 +272,7 @@ def _foreach_norm(operation: Any, tensors: list[Tensor], ord: Any = 2, dtype: An
         if norms[-1] is None:
             missing.append((_value(tensor), None) if taken is None else (taken.exact(), taken.norm_dtype))
     known = [norm for norm in norms if norm is not None]
-    copies = iter(torch._foreach_abs(known) if known else ())  # all at once: the caller may write to them
+    copies = iter(torch_private.foreach_abs(known) if known else ())  # all at once: the caller may write to them
     computed = iter(norms_of(missing, ord))
     return [next(computed) if norm is None else next(copies) for norm in norms]
 
@@ -293,7 +287,7 @@ def norms_of(values: Iterable[tuple[Tensor, torch.dtype | None]], ord: Any = 2) 
     for rounds in (False, True):
         places = [place for place, (_, dtype) in enumerate(pairs) if (dtype is not None) is rounds]
         if places:
-            norms |= zip(places, torch._foreach_norm([pairs[place][0] for place in places], ord), strict=True)
+            norms |= zip(places, torch_private.foreach_norm([pairs[place][0] for place in places], ord), strict=True)
     return [norms[place] if dtype is None else norms[place].to(dtype) for place, (_, dtype) in enumerate(pairs)]
 
 
@@ -385,16 +379,17 @@ _LAZY: dict[Any, Callable[..., Any]] = {
     aten.detach.default: _detach,
     aten.alias.default: _detach,
     aten.view.default: _detach,
-    aten._foreach_norm.Scalar: _foreach_norm,
     aten.linalg_vector_norm.default: _vector_norm,
-    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
+    torch_private.foreach_norm: _foreach_norm,
+    torch_private.check_and_unscale: _unscale,
     aten.add_.Tensor: _accumulate,
     aten.zero_.default: _zero,
-    aten._foreach_zero_.default: _zero,
+    torch_private.foreach_zero_: _zero,
 }
 for _kind in (FactorKind.MULTIPLY, FactorKind.DIVIDE):
-    for _operation in (getattr(aten, _kind.value), getattr(aten, f"_foreach_{_kind.value}")):
-        _LAZY[_operation.Tensor] = _LAZY[_operation.Scalar] = functools.partial(_scale, _kind)
+    _of_one = getattr(aten, _kind.value)
+    for _operation in (_of_one.Tensor, _of_one.Scalar, *torch_private.foreach_products[_kind.value].values()):
+        _LAZY[_operation] = functools.partial(_scale, _kind)
 
 # -- taking ------------------------------------------------------------------------------------------------------------
 
@@ -406,12 +401,12 @@ def taken_of(tensor: Tensor | None) -> TakenGradient | None:
     return _taken(tensor if type(tensor) is GradientHandle else shards.local_of(tensor))
 
 
-def _references(parameter: Any) -> tuple[int, ...]:
+def _references(parameter: Any) -> tuple[float, ...]:
     """Count the references to the gradient and its memory, with those of this function."""
     gradient = parameter.grad
     storage = gradient.untyped_storage()
     in_python = sys.getrefcount(gradient), sys.getrefcount(storage)
-    return *in_python, gradient._use_count(), torch._C._storage_Use_Count(storage._cdata)
+    return *in_python, tensor_use_count(gradient), storage_use_count(storage_key(storage))
 
 
 _alone = torch.empty(1, device="cpu")
@@ -427,10 +422,10 @@ def is_exclusive(parameter: Any) -> bool:
 def _is_exclusive_distributed(parameter: Any) -> bool:
     """Return the same of a gradient that may be a DTensor; the memory of its part is left to `shared_memory`."""
     gradient = parameter.grad
-    if not shards.is_distributed(gradient):
+    if not (shards.is_distributed(gradient) and torch_private.can_have_handle(gradient)):
         return False
     local: Any = shards.local_of(gradient)
-    present = sys.getrefcount(gradient), sys.getrefcount(local), gradient._use_count(), local._use_count()
+    present = sys.getrefcount(gradient), sys.getrefcount(local), tensor_use_count(gradient), tensor_use_count(local)
     return all(map(operator.le, present, (_USUAL[0], _USUAL[0], _USUAL[2], 1)))  # the attribute refers to the part
 
 
@@ -472,7 +467,7 @@ def take_gradient(parameter: Tensor, owner: Any = None, holder: GradientHolder |
         or (local is not gradient and (local.requires_grad or local.layout is not torch.strided))
         or local.is_inference()
         or local.is_neg()
-        or (not local.is_contiguous() and torch._debug_has_internal_overlap(local) != 0)
+        or (not local.is_contiguous() and torch_private.has_internal_overlap(local) != 0)
     ):
         return None
     return _leave_handle(parameter, TakenGradient(local, owner, holder))

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 from superadam.distributed import shards
+from superadam.kernels import torch_private
+from superadam.kernels.torch_private import version_of
 
 
 class GradientHolder:
@@ -45,7 +47,7 @@ class FactorKind(enum.Enum):
 
     MULTIPLY = "mul_"
     DIVIDE = "div_"
-    UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
+    UNSCALE = "unscale_"
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,9 +70,10 @@ class Factor:
         """Do to `gradient`, which is on the device of the original, what torch was called to do."""
         if self.kind is FactorKind.UNSCALE:
             found = torch.zeros((), dtype=torch.float32, device=gradient.device)
-            torch._amp_foreach_non_finite_check_and_unscale_([gradient], found, self.value)
+            torch_private.check_and_unscale([gradient], found, self.value)
         elif self.is_of_list:
-            getattr(torch, f"_foreach_{self.kind.value}")([gradient], self.value)
+            form = "Tensor" if isinstance(self.value, Tensor) else "Scalar"
+            torch_private.foreach_products[self.kind.value][form]([gradient], self.value)
         else:
             getattr(gradient, self.kind.value)(self.value)
 
@@ -272,6 +275,6 @@ class TakenGradient:
 
 def continue_version(tensor: Tensor, predecessor: Tensor) -> None:
     """Raise the version counter of `tensor` to that of the tensor that it replaces."""
-    behind = 0 if predecessor.is_inference() else predecessor._version - tensor._version
+    behind = 0 if predecessor.is_inference() else version_of(predecessor) - version_of(tensor)
     if behind > 0:
         torch.autograd.graph.increment_version([tensor] * behind)

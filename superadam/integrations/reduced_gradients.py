@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from superadam.distributed import shards
 from superadam.handles.gradient_handle import take_reduced
 from superadam.handles.taken_gradient import GradientHolder, TakenGradient
+from superadam.kernels.torch_private import base_of, check_can_take, version_of
 from superadam.offload.hooks import Hooks
 from superadam.optim.adam import SpeculativeCPUAdam
 
@@ -43,6 +44,7 @@ def take_reduced_gradients(optimizer: SpeculativeCPUAdam, model: nn.Module) -> N
         TypeError: the optimizer is not a `SpeculativeCPUAdam`.
         ValueError: nothing of the model or of the optimizer is sharded, shards lie in host memory and are reduced on a
             device, or FSDP2 has no such hook for a module.
+        RuntimeError: torch lacks what taking gradients needs.
 
     Whatever is raised, gradients arrive as before.
     """
@@ -62,6 +64,7 @@ def take_reduced_gradients(optimizer: SpeculativeCPUAdam, model: nn.Module) -> N
             "shards lie in host memory (CPUOffloadPolicy) and gradients are reduced on a device, expected both in one "
             "place; keep fp32 shards there, whose gradients arrive unrounded"
         )
+    check_can_take(sharded, "take_reduced_gradients() was called")
     source = inner.gradient_source
     if not isinstance(source, ReducedGradients):
         source = ReducedGradients(inner)
@@ -162,7 +165,7 @@ class ReducedGradients(GradientHolder):
 
     def _unrounded(self, rounded: Tensor) -> Tensor | None:
         """Return the values from which FSDP2 has rounded a gradient; None for any other gradient."""
-        buffer, copy = self._buffer, rounded._base
+        buffer, copy = self._buffer, base_of(rounded)
         if (
             buffer is None
             or copy is None
@@ -174,7 +177,7 @@ class ReducedGradients(GradientHolder):
         found = buffer.as_strided(rounded.size(), rounded.stride(), rounded.storage_offset())
         if copy is not self._rounded and rounded.numel():
             differs = ((found.to(rounded.dtype) != rounded) & ~rounded.isnan()).any()
-            if rounded._version and differs:  # an ordinary gradient that FSDP2 has added to
+            if version_of(rounded) and differs:  # an ordinary gradient that FSDP2 has added to
                 return None
             self._differs.append(differs)
             self._rounded = copy

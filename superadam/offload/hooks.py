@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
-from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
+
+from superadam.kernels.torch_private import uncompiled
 
 
 class GradientReady:
@@ -23,7 +24,7 @@ class GradientReady:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (None,)
 
-    @_disable_dynamo
+    @uncompiled
     def __call__(self, parameter: Tensor) -> None:
         """Call the method with the parameter."""
         method = self._method()

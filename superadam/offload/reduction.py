@@ -6,6 +6,7 @@ from torch import Tensor
 
 from superadam.distributed import shards
 from superadam.handles.gradient_handle import shared_memory, taken_of
+from superadam.kernels.torch_private import storage_key
 
 
 class ReducedGroups:
@@ -26,7 +27,7 @@ class ReducedGroups:
         gradient = parameter.grad
         if gradient is None or taken_of(gradient) is not None:  # a sum of micro-batches, in memory of its own
             return [*self.rest(), parameter]
-        buffer = shards.local_of(gradient).untyped_storage()._cdata
+        buffer = storage_key(shards.local_of(gradient).untyped_storage())
         complete = self.rest() if buffer != self._buffer else []
         self._buffer = buffer
         self._waiting.append(parameter)

@@ -27,6 +27,7 @@ from superadam.distributed import shards
 from superadam.handles.taken_gradient import GradientHolder, TakenGradient
 from superadam.kernels.hyperparameters import Hyperparameters
 from superadam.kernels.kept_step import StepsInPlace
+from superadam.kernels.torch_private import check_can_take, missing
 from superadam.offload.arguments import check_count, check_model, check_transfer_dtype
 from superadam.offload.autotune import Autotuner
 from superadam.offload.buckets import Bucket, Bucketer
@@ -106,6 +107,8 @@ class OffloadScheduler(GradientHolder):
         check_count("gpu_buckets", gpu_buckets, least=0)
         check_count("num_threads", num_threads)
         check_transfer_dtype(transfer_dtype)
+        if missing:
+            _logger.warning("nothing overlaps: torch %s lacks %s", torch.__version__, ", ".join(missing))
         self.optimizer = optimizer
         self.statistics, self.trace = OverlapStatistics(), Trace()
         self._counts = copy.copy(optimizer.statistics)
@@ -343,7 +346,11 @@ class OffloadScheduler(GradientHolder):
 
         Raises:
             ValueError: another dtype.
+            RuntimeError: this torch lacks what sums on the host need.
         """
+        if dtype is not None:
+            parameters = (one for group in self.optimizer.param_groups for one in group["params"])
+            check_can_take(parameters, "accumulate() got torch.float32")
         self._take_waiting()
         with self._bucketer.accumulation.accumulate(dtype):
             yield

@@ -10,7 +10,6 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from superadam.distributed import shards
@@ -18,7 +17,7 @@ from superadam.distributed.verdict import Question
 from superadam.handles.gradient_handle import shared_memory, take_gradient, taken_of
 from superadam.handles.taken_gradient import GradientHolder, TakenGradient
 from superadam.host.signals import deferred_signals
-from superadam.kernels import native
+from superadam.kernels import native, torch_private
 from superadam.kernels.hyperparameters import Hyperparameters
 from superadam.optim import checkpoint
 from superadam.optim.arguments import check_group, check_together, checked_limit, refuse_limit_of_shard
@@ -38,11 +37,11 @@ def _untracked(method: Callable[_Arguments, _Result]) -> Callable[_Arguments, _R
     def untracked(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
         # One call into C, which also restores the grad mode: a signal handler that raises inside no_grad() would leave
         # gradients disabled.
-        with torch._C._InferenceMode(False):
+        with torch_private.inference_mode(False):
             torch.set_grad_enabled(False)
             return method(*args, **kwargs)
 
-    uncompiled: Callable[_Arguments, _Result] = _disable_dynamo(untracked)  # as the methods of torch.optim
+    uncompiled: Callable[_Arguments, _Result] = torch_private.uncompiled(untracked)  # as the methods of torch.optim
     return uncompiled
 
 
@@ -243,7 +242,7 @@ class SpeculativeCPUAdam(Optimizer):
         with deferred_signals():  # a step is made wholly or not at all
             outcome = transaction.step(gradients, limit)
             self._verdicts.last_outcome, self._verdicts.limit_of_next_step = outcome, None
-            self._opt_called = True  # learning-rate schedulers warn unless step() or this was called before theirs
+            torch_private.tell_schedulers(self)  # they warn unless step() or this was called before theirs
             kind = outcome.kind.value
             setattr(self.statistics, kind, getattr(self.statistics, kind) + 1)
             self._published.conclude(outcome)

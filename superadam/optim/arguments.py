@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from superadam.kernels.hyperparameters import Hyperparameters, described, number_of
+from superadam.kernels.torch_private import are_flattened
 
 
 def check_group(group: dict[str, Any]) -> None:
@@ -44,7 +45,7 @@ def is_flattened(parameters: Iterable[Tensor]) -> bool:
     """Return whether parameters are shards of FSDP1 on several ranks, each of which judges a step by its own part."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return False
-    return torch.distributed.get_world_size() > 1 and any(hasattr(one, "_fsdp_flattened") for one in parameters)
+    return torch.distributed.get_world_size() > 1 and are_flattened(parameters)
 
 
 def refuse_limit_of_shard(limit: float | None) -> None:

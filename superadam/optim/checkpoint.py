@@ -9,6 +9,7 @@ import copy
 import itertools
 import sys
 from collections.abc import Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -40,12 +41,10 @@ def is_asked_for_template() -> bool:
 
     Its gradients, all zero, could be those of a true step, which has to count.
     """
-    frame = sys._getframe()
-    while (code := frame.f_code).co_name != "_init_optim_state" or "checkpoint" not in code.co_filename:
-        if frame.f_back is None:
-            return False
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and not str(frame.f_globals.get("__name__")).startswith("torch.distributed.checkpoint."):
         frame = frame.f_back
-    return True
+    return frame is not None
 
 
 def _kind_of(value: object) -> str:

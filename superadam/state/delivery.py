@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
+from superadam.kernels.torch_private import foreach_copy_
 from superadam.state.parameter import ParameterState, Place
 
 STAGED_NUMEL = 16 * 1024 * 1024
@@ -66,7 +66,7 @@ class SynchronousDelivery:
 
     def publish(self, states: Sequence[ParameterState], places: Sequence[Place]) -> None:
         """Copy all of them in one call."""
-        torch._foreach_copy_([state.local.data for state in states], [place.value for place in places])
+        foreach_copy_([state.local.data for state in states], [place.value for place in places])
 
     def settle(self) -> None:
         """Return at once."""

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
-_get_version = operator.attrgetter("_version")
+from superadam.kernels.torch_private import storage_key, storage_reference, version_of
+
 _DISTRUSTED = -1
 _NOWHERE = np.iinfo(np.uint64).max
 _NO_STORAGE = 0
@@ -27,16 +27,15 @@ _NO_STORAGE = 0
 def _storage_of(tensor: Tensor) -> int:
     """Return the address of a tensor's StorageImpl; for tensors that have none, always the same number."""
     try:
-        address: int = tensor.untyped_storage()._cdata
+        return storage_key(tensor.untyped_storage())
     except RuntimeError:
         return _NO_STORAGE
-    return address
 
 
-def _weak_reference(tensor: Tensor) -> StorageWeakRef | None:
+def _weak_reference(tensor: Tensor) -> Any:
     """Return a reference that reserves the address of a tensor's StorageImpl, but not its memory."""
     has_storage = _storage_of(tensor) != _NO_STORAGE
-    return StorageWeakRef(tensor.untyped_storage()) if has_storage else None  # type: ignore[no-untyped-call]
+    return storage_reference(tensor.untyped_storage()) if has_storage else None
 
 
 class Fingerprints:
@@ -82,9 +81,9 @@ class Fingerprints:
         """Return those of distinct rows whose version hints at an outside write now; addresses are left to `look`."""
         if len(rows) == len(self._parameters):
             rows = np.arange(len(rows))
-        versions = np.fromiter(map(_get_version, self._at(rows)), np.int64, len(rows))
+        versions = np.fromiter(map(version_of, self._at(rows)), np.int64, len(rows))
         if self._wholes is not None:
-            versions += [self._wholes[row]._version for row in rows]
+            versions += [version_of(self._wholes[row]) for row in rows]
         found: list[int] = rows[versions != self._versions[rows]].tolist()
         return found
 
@@ -93,8 +92,8 @@ class Fingerprints:
         return bool(self._version(row) != self._versions[row]) or self.is_moved(row)
 
     def _version(self, row: int) -> int:
-        version = self._parameters[row]._version
-        return version if self._wholes is None else version + self._wholes[row]._version
+        version = version_of(self._parameters[row])
+        return version if self._wholes is None else version + version_of(self._wholes[row])
 
     def _at(self, rows: npt.NDArray[np.int64]) -> Sequence[Tensor]:
         if len(rows) == len(self._parameters):
@@ -129,18 +128,18 @@ class Fingerprints:
             self._versions[rows] += 1  # also where both are one tensor, as its version is added to itself
 
     def _present(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
-        """Return address, storage and version of every parameter, in one loop while each is in the cache."""
-        pointers, storages, versions = [], [], []
+        """Return address, storage and version of every parameter."""
+        pointers, storages, key_of = [], [], storage_key
         count = len(self._parameters)
         for parameter in self._parameters:
             pointers.append(parameter.data_ptr())
             try:
-                storages.append(parameter.untyped_storage()._cdata)
+                storages.append(key_of(parameter.untyped_storage()))
             except RuntimeError:
                 storages.append(_NO_STORAGE)
-            versions.append(parameter._version)
+        versions = map(version_of, self._parameters)
         if self._wholes is not None:
-            versions = [*map(operator.add, versions, map(_get_version, self._wholes))]
+            versions = map(operator.add, versions, map(version_of, self._wholes))
         return (
             np.fromiter(pointers, np.uint64, count),
             np.fromiter(storages, np.uint64, count),

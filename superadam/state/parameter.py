@@ -18,6 +18,7 @@ from superadam.distributed import shards
 from superadam.handles.taken_gradient import TakenGradient
 from superadam.kernels.dtypes import DTYPES
 from superadam.kernels.hyperparameters import Hyperparameters
+from superadam.kernels.torch_private import version_of
 
 
 class Phase(enum.Enum):
@@ -239,6 +240,11 @@ class ParameterState:
         return self.host_copy(gradient, gradient.dtype)
 
     @property
+    def is_as_bound(self) -> bool:
+        """Whether the parameter has the shape and dtype it was bound with; if not, it is compared when bound again."""
+        return self.local.shape == self.shape and self.local.dtype == self.parameter_dtype
+
+    @property
     def has_state(self) -> bool:
         """Whether master and moments exist."""
         return self.exp_avg is not None and (self.is_own_master or self.master is not None)
@@ -248,11 +254,11 @@ class ParameterState:
         """Version counters of master and moments, which kernels leave alone; None if any was made in inference mode."""
         tensors = (self.master, self.exp_avg, self.exp_avg_sq, self.max_exp_avg_sq)
         try:
-            versions = tuple([tensor._version for tensor in tensors if tensor is not None])
+            versions = tuple([version_of(tensor) for tensor in tensors if tensor is not None])
         except RuntimeError:  # made in inference mode
             return None
         if self.is_distributed:  # writes to DTensors count there; those that are made in between begin at 0
-            versions += (sum([whole._version for whole in self.wholes.values()]),)
+            versions += (sum(map(version_of, self.wholes.values())),)
         return versions
 
     def create_state(self, *, with_max: bool) -> None:

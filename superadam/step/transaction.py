@@ -390,7 +390,7 @@ class Transaction:
         with self._timed("commit_seconds"):
             self._commit(self.in_phase(Phase.ACCEPTED))
             hinted = [self.table.states[row] for row in self.table.fingerprints.hints(self.table.all_rows)]
-            self._adopt([state for state in hinted if has_memory(state.local)])
+            self._adopt([state for state in hinted if has_memory(state.local) and state.is_as_bound])
 
     def commit_some(self, elements: int, num_threads: int | None = None) -> int:
         """Commit accepted gradients, oldest first, of at least this many elements; return of how many it was."""

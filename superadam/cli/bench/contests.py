@@ -17,6 +17,7 @@ from superadam.cli.bench.arrays import ADAMW_OPTIONS, PassArrays
 from superadam.cli.bench.pairs import Action, Comparison, compare
 from superadam.kernels import native
 from superadam.kernels.native import Dtype, Pass
+from superadam.kernels.torch_private import foreach_copy_
 from superadam.state.norm import GradientNorm
 from superadam.step import validation
 
@@ -129,9 +130,9 @@ def prepare_bfloat16(tensors: int, numel: int) -> tuple[Action, Action]:
     step = _torch_step(masters)
 
     def run_torch() -> None:
-        torch._foreach_copy_(gradients, arrived)
+        foreach_copy_(gradients, arrived)
         step()
-        torch._foreach_copy_(weights, values)
+        foreach_copy_(weights, values)
 
     return _our_adamw(ours).step, run_torch
 

@@ -24,6 +24,7 @@ from torch import Tensor, distributed, nn
 
 from superadam.cli.usage import UsageError
 from superadam.distributed.shards import local_of
+from superadam.kernels.torch_private import default_store
 
 TIMEOUT, LONGEST_TIMEOUT = 600.0, 86400.0
 """Seconds after which a process that does not answer is given up: by default, and at most."""
@@ -204,7 +205,9 @@ def _tells(error: BaseException) -> bool:
 def _ask_to_tell(patience: float, answers: list[bool]) -> None:
     """Append whether no other process has told of an error, nor does within `patience` seconds."""
     with suppress(RuntimeError, ValueError):
-        store = distributed.distributed_c10d._get_default_store()
+        store = default_store()
+        if store is None:
+            return
         deadline = time.monotonic() + patience
         while not (is_told := store.check([_TOLD])) and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -1,0 +1,636 @@
+"""Every private name of torch stands in one module, does what it is relied on for, and can be done without."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import signal
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import without_names
+from torch import Tensor, distributed, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from visible import parameter
+from without_names import ALL, NONE, OF_DTENSORS, PARTS
+
+import superadam
+from superadam import SpeculativeCPUAdamW
+from superadam.cli.train import ranks
+from superadam.handles.gradient_handle import GradientHandle, take_gradient
+from superadam.kernels import torch_private
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(superadam.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+
+# -- where names stand -------------------------------------------------------------------------------------------------
+
+HOME = "kernels/torch_private.py"
+ALLOWED = {
+    ("cli/train/interruption.py", "_exit"): "of the module os: its documented way to end a process at once",
+    ("optim/checkpoint.py", "_getframe"): "of the module sys: documented",
+    ("distributed/verdict.py", "_replace"): "of a named tuple: documented",
+    ("cli/bench/passes.py", "_and_"): "a part of names of ours",
+    ("devices/cuda.py", "_id"): "a part of public names of torch.cuda",
+}
+OWNERS = (
+    torch,
+    torch._C,
+    torch.Tensor,
+    torch.UntypedStorage,
+    torch.ops.aten.add_.Tensor,
+    torch.optim.Optimizer,
+    nn.Module,
+)
+OF_TORCH = {name for owner in OWNERS for name in dir(owner) if re.fullmatch("_[^_].*", name)}
+PRIVATE = re.compile(r"_[^\W_]\w*")
+
+
+def defined(trees: Iterable[ast.AST]) -> set[str]:
+    """Return the names that these files define or set on objects of their own."""
+    names: set[str] = set()
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.arg):
+            names.add(node.arg)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_own(node.value):
+            names.add(node.attr)
+    return names
+
+
+def is_own(value: ast.AST) -> bool:
+    """Whether an expression is the object or class whose method this is."""
+    return isinstance(value, ast.Name) and value.id in ("self", "cls")
+
+
+def foreign(tree: ast.AST, own: set[str]) -> set[str]:
+    """Return the private names that a file uses, but for those of the package itself."""
+    texts = {
+        node.body[0].value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+        and node.body
+        and isinstance(node.body[0], ast.Expr)
+    } | {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and PRIVATE.fullmatch(node.attr):
+            if node.attr not in own or (node.attr in OF_TORCH and not is_own(node.value)):
+                found.add(node.attr)
+        elif isinstance(node, ast.Import):
+            found |= {part for name in node.names for part in name.name.split(".") if PRIVATE.fullmatch(part)}
+        elif isinstance(node, ast.ImportFrom):
+            parts = [*(node.module or "").split("."), *(name.name for name in node.names)]
+            if not node.level and parts[0] != "superadam":
+                found |= set(filter(PRIVATE.fullmatch, parts))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in texts:
+            found |= {part for part in re.split(r"[^\w]", node.value) if PRIVATE.fullmatch(part) and part not in own}
+    return found
+
+
+TREES = {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in FILES}
+OWN = defined(TREES.values())
+
+
+def test_the_package_is_looked_at_whole() -> None:
+    assert {"gpu/scatter.py", "handles/gradient_handle.py", HOME} <= TREES.keys()
+    assert len(foreign(TREES[HOME], OWN)) > 20
+
+
+@pytest.mark.parametrize("path", sorted(TREES.keys() - {HOME}))
+def test_private_names_stand_in_one_module(path: str) -> None:
+    names = {name for name in foreign(TREES[path], OWN) if (path, name) not in ALLOWED}
+    assert not names, f"{path} uses {names}, which are private to another library; give them a place in {HOME}"
+
+
+def test_exceptions_are_needed() -> None:
+    assert [name for path, name in ALLOWED if name not in foreign(TREES[path], OWN)] == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "gradient._use_count()",
+        "torch._C.f()",
+        "parameter._version",
+        "from torch._guards import TracingContext",
+        "from torch.utils import _foreach_utils",
+        "import torch._dynamo",
+        "def f():\n    import torch._compile as it",
+        "getattr(tensor, '_base')",
+        "sys.modules['torch._dynamo.compiled_autograd']",
+        "f'_foreach_{kind}'",
+        "optimizer._opt_called = True",
+    ],
+)
+def test_private_names_are_seen(line: str) -> None:
+    assert foreign(ast.parse(line), OWN)
+    assert not foreign(ast.parse("self._device; state.parameter; '__name__'; from superadam import _kernels"), OWN)
+
+
+# -- what names do -----------------------------------------------------------------------------------------------------
+
+Check = Callable[[], bool]
+RELIED_ON: dict[str, tuple[str, Check]] = {}
+
+
+def relied_on(sentence: str, *paths: str) -> Callable[[Check], Check]:
+    """Let a function check what these names, by their paths below torch, are relied on for."""
+
+    def register(check: Check) -> Check:
+        RELIED_ON.update(dict.fromkeys(paths, (sentence, check)))
+        return check
+
+    return register
+
+
+@relied_on("ends inference mode and restores both modes", "_C._InferenceMode")
+def _() -> bool:
+    with torch.inference_mode():
+        with torch_private.inference_mode(False):
+            torch.set_grad_enabled(False)
+            inside = torch.empty(1).is_inference(), torch.is_grad_enabled()
+        after = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+    with torch_private.inference_mode(False):
+        torch.set_grad_enabled(False)
+    return (inside, after, torch.is_grad_enabled()) == ((False, False), (True, False), True)
+
+
+def compiled(work: Callable[[], object]) -> tuple[int, set[bool]]:
+    """Compile a function; return how many graphs it has, and whether torch was seen to trace meanwhile."""
+    traced: list[bool] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        traced.append(torch_private._tracing_context() is not None)
+        return graph.forward
+
+    torch.compile(work, backend=backend)()
+    torch.compiler.reset()
+    return len(traced), set(traced)
+
+
+@relied_on("lets the optimizer's step run uncompiled", "_compile._disable_dynamo")
+def _() -> bool:
+    one = parameter(3)
+    one.grad = torch.ones(3)
+    optimizer, value = SpeculativeCPUAdamW([one], lr=0.5), one.detach().clone()
+    ones, inner = torch.ones(3), []
+    note = torch_private.uncompiled(lambda: inner.append(torch.compiler.is_compiling()))
+
+    def work() -> Tensor:
+        before = ones + 1  # a graph before and one after
+        note()
+        optimizer.resolve()
+        return before * 2
+
+    graphs, _ = compiled(work)
+    return graphs == 2 and inner == [False] and not torch.equal(one, value)
+
+
+@relied_on("is None unless a compiler traces", "_guards.TracingContext.try_get")
+def _() -> bool:
+    ones = torch.ones(3)
+    return compiled(lambda: ones + 1) == (1, {True}) and torch_private._tracing_context() is None
+
+
+@relied_on("is true while compiled autograd collects", "_dynamo.compiled_autograd.compiled_autograd_enabled")
+def _() -> bool:
+    from torch._dynamo import compiled_autograd
+
+    before = torch_private.is_tracing()
+    with compiled_autograd._enable(lambda graph: graph):
+        inside = torch_private.is_tracing()
+    return (before, inside, torch_private.is_tracing()) == (False, True, False)
+
+
+@relied_on(
+    "identifies a storage, also after its memory was freed, while it is referenced weakly",
+    "UntypedStorage._cdata",
+    "multiprocessing.reductions.StorageWeakRef",
+)
+def _() -> bool:
+    one = torch.empty(8)
+    key, reference = (of(one.untyped_storage()) for of in (torch_private.storage_key, torch_private.storage_reference))
+    same = key == torch_private.storage_key(one.view(2, 4)[1].untyped_storage()) and not reference.expired()
+    del one
+    others = [torch.empty(8) for _ in range(1000)]
+    return same and reference.expired() and key not in {torch_private.storage_key(o.untyped_storage()) for o in others}
+
+
+@relied_on("rises with each write, also through a view, and with `increment_version`", "Tensor._version")
+def _() -> bool:
+    one, seen = torch.zeros(2), []
+    writes: list[Callable[[], object]] = [
+        lambda: one.add_(1),
+        lambda: one[0].fill_(2),
+        lambda: torch.autograd.graph.increment_version(one),
+        lambda: torch.autograd.graph.increment_version([one]),
+        lambda: one + 1,
+        lambda: one.data.add_(1),
+    ]
+    for write in writes:
+        before = torch_private.version_of(one)
+        write()
+        seen.append(torch_private.version_of(one) - before)
+    return seen == [1, 1, 1, 1, 0, 0]
+
+
+@relied_on("copies each tensor of a list to one of another dtype and layout", "_foreach_copy_")
+def _() -> bool:
+    sources = [torch.tensor([[1.0, 2.5], [3.0, 4.0]]), torch.tensor([5.0])]
+    targets = [torch.zeros(2, 2, dtype=torch.bfloat16).t(), torch.zeros(1)]
+    torch_private.foreach_copy_(targets, sources, non_blocking=True)
+    return all(torch.equal(target.float(), source) for target, source in zip(targets, sources, strict=True))
+
+
+@relied_on("returns new tensors", "_foreach_abs")
+def _() -> bool:
+    norms = [torch.tensor(2.0), torch.tensor(torch.nan)]
+    copies = torch_private.foreach_abs(norms)
+    copies[0].zero_()
+    return norms[0].item() == 2.0 and bool(copies[1].isnan())
+
+
+class Without(torch.Tensor):
+    """A tensor without memory, which notes the operations on it."""
+
+    called: list[Any] = []  # noqa: RUF012
+    __torch_function__ = torch_private.no_torch_function
+
+    @classmethod
+    def __torch_dispatch__(cls, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.called.append(operation)
+        return torch.ones(4, 2).t()
+
+
+def without_memory() -> Any:
+    Without.called.clear()
+    return torch_private.make_wrapper_subclass(Without, (2, 4), strides=(1, 2), dtype=torch.bfloat16, device="cpu")
+
+
+@relied_on("makes a tensor of any layout whose operations reach `__torch_dispatch__`", "Tensor._make_wrapper_subclass")
+def _() -> bool:
+    one = without_memory()
+    facts = type(one), tuple(one.shape), one.stride(), one.dtype, one.device.type
+    return (
+        facts == (Without, (2, 4), (1, 2), torch.bfloat16, "cpu") and type(one * 2) is Tensor and Without.called != []
+    )
+
+
+@relied_on("lets attributes and functions of a subclass pass by, to the dispatcher", "_C._disabled_torch_function_impl")
+def _() -> bool:
+    one = without_memory()
+    shape, result = one.shape, torch.mul(one, 2)
+    return shape == (2, 4) and Without.called == [torch.ops.aten.mul.Tensor] and type(result) is Tensor
+
+
+@relied_on("makes C++ that asks for memory raise", "_C._set_throw_on_mutable_data_ptr")
+def _() -> bool:
+    one = without_memory()
+    torch_private.forbid_memory(one)
+    try:
+        one.data_ptr()
+    except RuntimeError:
+        return True
+    return False
+
+
+@relied_on("gives a tensor without memory that of another, and leaves its version alone", "Tensor.data.__set__")
+def _() -> bool:
+    one, memory = without_memory(), torch.ones(2, 4, dtype=torch.bfloat16)
+    torch_private.forbid_memory(one)
+    version = torch_private.version_of(one)
+    with torch.inference_mode(False):
+        torch.Tensor.data.__set__(one, memory)  # type: ignore[attr-defined]
+    return bool(one.data_ptr() == memory.data_ptr()) and torch_private.version_of(one) == version
+
+
+def taken() -> Tensor:
+    """Return a parameter whose gradient was taken."""
+    one = parameter(3)
+    one.grad = torch.ones(3)
+    assert take_gradient(one) is not None
+    return one
+
+
+@relied_on("lets torch's clipping call list operations for handles", "utils._foreach_utils._foreach_supported_types")
+def _() -> bool:
+    one: Any = taken()
+    nn.utils.clip_grad_norm_([one], 0.5)
+    return type(one.grad) is GradientHandle and [factor.is_of_list for factor in one.grad.taken.factors] == [True]
+
+
+@relied_on("rises with each reference of C++ to a tensor, and not with those of Python", "Tensor._use_count")
+def _() -> bool:
+    leaf, one = torch.ones(2, requires_grad=True), torch.ones(2)
+    count = torch_private.tensor_use_count
+    counts = [count(one)]
+    again = one
+    counts.append(count(again))
+    leaf.grad = one
+    counts.append(count(one))
+    graph = torch.nn.Parameter(torch.ones(2)) * one
+    counts.append(count(one))
+    del graph
+    counts.append(count(one))
+    first = counts[0]
+    return counts[1] == first and counts[2] > first and counts[3] > counts[2] and counts[4] == counts[2]
+
+
+@relied_on("rises with each further tensor over a storage", "_C._storage_Use_Count")
+def _() -> bool:
+    one = torch.ones(4)
+
+    def count() -> float:
+        return torch_private.storage_use_count(torch_private.storage_key(one.untyped_storage()))
+
+    counts = [count()]
+    others = [one.detach()]
+    counts.append(count())
+    others.append(others[0][1:].data)
+    counts.append(count())
+    others.clear()
+    return [*counts, count()] == [counts[0], counts[0] + 1, counts[0] + 2, counts[0]]
+
+
+@relied_on("is the tensor that a view refers to, also where no graph is recorded", "Tensor._base")
+def _() -> bool:
+    one = torch.ones(4)
+    with torch.no_grad():
+        view = one[1:]
+    return torch_private.base_of(view) is one and torch_private.base_of(one) is None
+
+
+@relied_on("is 0 only where no two elements share memory", "_debug_has_internal_overlap")
+def _() -> bool:
+    of = torch_private.has_internal_overlap
+    overlapping = torch.ones(3, 1).expand(3, 2), torch.ones(9).as_strided((3, 3), (2, 1))
+    return of(torch.ones(3, 2).t()) == 0 and all(of(one) != 0 for one in overlapping)
+
+
+@relied_on(
+    "tells which arguments an operation writes to and which its results may alias", "ops.aten.detach.default._schema"
+)
+def _() -> bool:
+    aten = torch.ops.aten
+
+    def told(operation: Any) -> list[Any]:
+        arguments = torch_private.schema_of(operation).arguments
+        return [(it.name, None if it.alias_info is None else it.alias_info.is_write) for it in arguments]
+
+    return (
+        told(aten.add_.Tensor) == [("self", True), ("other", None), ("alpha", None)]
+        and told(aten.detach.default) == [("self", False)]
+        and told(aten._foreach_add_.Scalar)[0] == ("self", True)
+    )
+
+
+@relied_on("holds collectives whose schemas tell all that they write to", "ops._c10d_functional")
+def _() -> bool:
+    one = torch.ops._c10d_functional.all_reduce.default
+    arguments = torch_private.schema_of(one).arguments
+    return one.namespace in torch_private.TRUSTED_NAMESPACES and all(it.alias_info is None for it in arguments)
+
+
+class Operations(TorchDispatchMode):
+    """Notes the operations that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[Any] = set()
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.add(operation)
+        return operation(*args, **(kwargs or {}))
+
+
+def operations(work: Callable[[], object]) -> set[Any]:
+    with Operations() as mode:
+        work()
+    return mode.seen
+
+
+@relied_on("is what clipping calls", "ops.aten._foreach_norm.Scalar", "ops.aten._foreach_mul_.Tensor")
+def _() -> bool:
+    one = parameter(3)
+    one.grad = torch.ones(3)
+    called = operations(lambda: nn.utils.clip_grad_norm_([one], 0.5))
+    return {torch_private.foreach_norm, torch_private.foreach_products["mul_"]["Tensor"]} <= called
+
+
+@relied_on(
+    "is what products of lists call",
+    "ops.aten._foreach_mul_.Scalar",
+    "ops.aten._foreach_div_.Scalar",
+    "ops.aten._foreach_div_.Tensor",
+)
+def _() -> bool:
+    ones, of = [torch.ones(3)], torch_private.foreach_products
+    return (
+        operations(lambda: torch._foreach_mul_(ones, 0.5)) == {of["mul_"]["Scalar"]}
+        and operations(lambda: torch._foreach_div_(ones, 0.5)) == {of["div_"]["Scalar"]}
+        and torch_private.foreach_products["div_"]["Tensor"]
+        in operations(lambda: torch._foreach_div_(ones, torch.tensor(2.0)))
+    )
+
+
+@relied_on("is what zero_grad() calls", "ops.aten._foreach_zero_.default")
+def _() -> bool:
+    one = parameter(3)
+    one.grad = torch.ones(3)
+    optimizer = torch.optim.SGD([one], foreach=True)
+    return torch_private.foreach_zero_ in operations(lambda: optimizer.zero_grad(set_to_none=False))
+
+
+@relied_on("is what a GradScaler calls", "ops.aten._amp_foreach_non_finite_check_and_unscale_.default")
+def _() -> bool:
+    one = parameter(3)
+    one.grad = torch.ones(3)
+    optimizer, scaler = torch.optim.SGD([one]), torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(torch.ones(1))
+    return torch_private.check_and_unscale in operations(lambda: scaler.unscale_(optimizer)) and one.grad[0] == 0.5
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[None]:
+    """Make a process group of this process alone."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+def shard() -> Any:
+    """Return a DTensor of one rank."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    return distribute_tensor(torch.ones(4, 2), init_device_mesh("cpu", (1,)), [Shard(0)])
+
+
+@relied_on("is the store of the ranks", "distributed.distributed_c10d._get_default_store")
+def _() -> bool:
+    return bool(torch_private.default_store().add("once", 1) == 1)
+
+
+@relied_on("is the very part of a DTensor, which may be replaced", "distributed.tensor.DTensor._local_tensor")
+def _() -> bool:
+    one, other = shard(), torch.zeros(4, 2)
+    part = torch_private.dtensor_part(one)
+    one.fill_(3.0)
+    is_part = part[0, 0] == 3.0 and torch_private.dtensor_part(one) is part
+    torch_private.set_dtensor_part(one, other)
+    return bool(is_part and torch_private.can_have_handle(one) and one.to_local().data_ptr() == other.data_ptr())
+
+
+@relied_on("makes a DTensor over a part that lies elsewhere or has another dtype", "distributed.tensor.DTensor._spec")
+def _() -> bool:
+    one, part = shard(), torch.zeros(4, 2, dtype=torch.float64)
+    other: Any = torch_private.dtensor_like(one, part)
+    elsewhere: Any = torch_private.dtensor_like(one, torch.empty(4, 2, device="meta"))
+    same = (other.placements, other.device_mesh, other.shape) == (one.placements, one.device_mesh, one.shape)
+    return (
+        same
+        and other.dtype == part.dtype
+        and torch_private.dtensor_part(other) is part
+        and elsewhere.to_local().is_meta
+    )
+
+
+def wrapped() -> nn.Module:
+    """Return a module in FSDP1."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return distributed.fsdp.FullyShardedDataParallel(
+            nn.Linear(2, 2), use_orig_params=True, device_id=torch.device("cpu")
+        )
+
+
+@relied_on("is on parameters of FSDP1, and on no others", "distributed.fsdp._common_utils.FSDP_FLATTENED")
+def _() -> bool:
+    model = wrapped()
+    return torch_private.are_flattened(model.parameters()) and not torch_private.are_flattened([parameter(3)])
+
+
+@relied_on("keeps schedulers of learning rates quiet", "optim.Optimizer._opt_called")
+def _() -> bool:
+    one = parameter(3)
+    one.grad = torch.ones(3)
+    optimizer = SpeculativeCPUAdamW([one])
+    rates = torch.optim.lr_scheduler.LinearLR(optimizer)
+    optimizer.resolve()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rates.step()
+    return True
+
+
+@relied_on("makes steps only to get state that it can load into", "distributed.checkpoint.state_dict")
+def _() -> bool:
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    model = nn.Linear(2, 2)
+    optimizer = SpeculativeCPUAdamW(model.parameters())
+    state: Any = get_optimizer_state_dict(model, optimizer)["state"]
+    return optimizer.last_outcome is None and {int(entry["step"]) for entry in state.values()} == {0}
+
+
+def test_every_name_is_checked() -> None:
+    assert set(torch_private.FOUND) <= RELIED_ON.keys()
+
+
+@pytest.mark.parametrize("path", RELIED_ON)
+def test_torch_still_does_what_is_relied_on(path: str, group: None) -> None:
+    sentence, check = RELIED_ON[path]
+    expected = f"torch.{path} {sentence}"
+    assert torch_private.FOUND.get(path, True), f"{expected}: it is gone from torch {torch.__version__}"
+    try:
+        holds = check()
+    except Exception as error:
+        raise AssertionError(f"{expected}: it has changed in torch {torch.__version__}") from error
+    assert holds, f"{expected}: it has changed in torch {torch.__version__}"
+
+
+# -- without them ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def runs() -> Any:
+    """Return what came out of training with and without each name."""
+    command = [sys.executable, without_names.__file__]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def check_run(run: Any, usual: Any, *, takes: bool) -> None:
+    assert "error" not in run, run["error"]
+    assert run["digests"] == usual["digests"]
+    assert any(run["taken"]) is takes
+    assert run["refused"] is not takes
+
+
+def test_with_all_names_gradients_are_taken_and_overlap_changes_no_bit(runs: Any) -> None:
+    for kind, dtypes in (("plain", 1), ("sharded", 2)):
+        usual = runs[kind][NONE]
+        check_run(usual, usual, takes=True)
+        assert len(usual["digests"]) == dtypes
+    assert runs["plain"].keys() == {NONE, ALL, *torch_private.FOUND}
+
+
+@pytest.mark.parametrize("path", [*torch_private.FOUND, ALL])
+def test_without_a_name_the_bits_are_the_same(path: str, runs: Any) -> None:
+    check_run(runs["plain"][path], runs["plain"][NONE], takes=path not in (*torch_private.NEEDED_TO_TAKE, ALL))
+
+
+@pytest.mark.parametrize("path", [*OF_DTENSORS, ALL])
+def test_without_a_name_sharded_training_has_the_same_bits(path: str, runs: Any) -> None:
+    takes = path not in (*torch_private.NEEDED_TO_TAKE, *PARTS, ALL)
+    check_run(runs["sharded"][path], runs["sharded"][NONE], takes=takes)
+
+
+def test_what_keeps_work_from_overlapping_is_told(runs: Any) -> None:
+    for path in torch_private.FOUND:
+        told = f"nothing overlaps: torch {torch.__version__} lacks {path}"
+        assert runs["plain"][path]["told"] == ([told] * 2 if path in torch_private.NEEDED_TO_TAKE else []), path
+
+
+def test_without_a_spec_a_part_elsewhere_is_refused() -> None:
+    one = SimpleNamespace(device_mesh=SimpleNamespace(device_type="cpu"))
+    with pytest.raises(RuntimeError, match=r"no DTensor\._spec.* meta .* cpu devices; install"):
+        torch_private.dtensor_like(one, torch.empty(4, 2, device="meta"))
+
+
+def test_without_its_mark_fsdp1_is_seen_while_a_module_is_wrapped(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = wrapped()
+    monkeypatch.delattr(distributed.fsdp._common_utils, "FSDP_FLATTENED")
+    assert torch_private.are_flattened(model.parameters())
+
+
+def test_without_the_store_each_rank_tells_of_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(ranks, "default_store", lambda: None)
+    with pytest.raises(RuntimeError) as caught:
+        raise RuntimeError("a collective failed")
+    assert ranks._tells(caught.value)
+
+
+def test_without_the_flag_a_handle_met_by_a_compiler_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo import compiled_autograd
+
+    monkeypatch.delattr(compiled_autograd, "compiled_autograd_enabled")
+    one: Any = taken()
+    assert one.grad.untyped_storage().nbytes() == 12
+    assert one.grad.taken.is_given

@@ -1,0 +1,276 @@
+"""Trains with and without each private name of torch, in forks of this process, and prints what came out as JSON.
+
+Run as a script, in a process that has not imported superadam. `python without_names.py`.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import hashlib
+import itertools
+import json
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+PARTS = ("distributed.tensor.DTensor._local_tensor", "distributed.tensor.DTensor._spec")
+OF_DTENSORS = (*PARTS, "Tensor._base", "Tensor._use_count", "Tensor._version", "UntypedStorage._cdata")
+"""Names without which sharded parameters are trained, too."""
+
+NONE, ALL = "none", "all"
+"""Of the names are missing."""
+
+STEPS = 8
+
+
+def owner_of(path: str) -> tuple[Any, str]:
+    """Return what has the last name of a path below torch, and that name."""
+    *owners, name = path.split(".")
+    owner: Any = torch
+    for one in owners:
+        owner = getattr(owner, one)
+    return owner, name
+
+
+@contextlib.contextmanager
+def hidden(places: Sequence[tuple[Any, str]]) -> Iterator[None]:
+    """Let `getattr` not find names, which cannot be deleted from a class of C or are needed by torch itself."""
+    usual = getattr
+
+    def blind(of: Any, what: str, *default: Any) -> Any:
+        if any(of is owner and what == name for owner, name in places):
+            if default:
+                return default[0]
+            raise AttributeError(what)
+        return usual(of, what, *default)
+
+    builtins.getattr = blind
+    try:
+        yield
+    finally:
+        builtins.getattr = usual
+
+
+def take_away_part(name: str) -> None:
+    """Hide an attribute of DTensors from superadam, but not from torch."""
+    from torch.distributed.tensor import DTensor
+
+    slot: Any = getattr(DTensor, name)
+
+    def get(tensor: Any) -> Any:
+        caller = sys._getframe(1)
+        is_asked = name in caller.f_code.co_names or name in caller.f_code.co_consts  # and not the C++ that it calls
+        if is_asked and str(caller.f_globals["__name__"]).startswith("superadam"):
+            raise AttributeError(name)
+        return slot.__get__(tensor)
+
+    setattr(DTensor, name, property(get, slot.__set__))
+
+
+def import_without(*paths: str) -> None:
+    """Import superadam in a process in which torch lacks these names."""
+    for path in paths:
+        if path in PARTS:
+            take_away_part(path.rpartition(".")[2])
+    early = [path for path in paths if path not in PARTS]
+    places = [owner_of(path) for path in early]
+    for path, (owner, name) in zip(early, places, strict=True):
+        if "ops" not in path and path not in NEEDED_BY_TORCH:
+            with contextlib.suppress(AttributeError, TypeError):
+                delattr(owner, name)
+    with hidden(places):
+        from superadam.kernels import torch_private
+    assert not any(torch_private.FOUND[path] for path in early)
+
+
+NEEDED_BY_TORCH = (
+    "_C._InferenceMode",
+    "_C._disabled_torch_function_impl",
+    "_guards.TracingContext.try_get",
+    "utils._foreach_utils._foreach_supported_types",
+    "multiprocessing.reductions.StorageWeakRef",
+    "distributed.distributed_c10d._get_default_store",
+)
+"""Names that torch itself, without superadam, cannot train without."""
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    """Has bf16 and fp32 parameters, one of them not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.last = nn.Linear(6, 9), nn.Linear(9, 7).bfloat16(), nn.Linear(7, 3)
+        self.first.weight = nn.Parameter(self.first.weight.detach().t().contiguous().t())
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner: Tensor = self.second(self.first(x).relu().bfloat16())
+        return self.last(inner.float())  # type: ignore[no-any-return]
+
+
+def _digest(tensors: Sequence[Tensor]) -> str:
+    from torch.distributed.tensor import DTensor
+
+    parts = [one.full_tensor() if isinstance(one, DTensor) else one for one in tensors]
+    data = b"".join(one.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for one in parts)
+    return hashlib.sha256(data).hexdigest()
+
+
+def train(model: nn.Module, overlap: str, dtype: torch.dtype = torch.float32) -> tuple[str, int]:
+    """Return a digest of parameters and state after steps with all that may come between, and how often was taken."""
+    from superadam import OffloadScheduler, SpeculativeCPUAdamW
+    from superadam.devices.simulated import SimulatedDevice
+    from superadam.handles.gradient_handle import taken_of
+
+    parameters = [*model.parameters()]
+    optimizer = SpeculativeCPUAdamW(parameters, lr=1e-2)
+    rates = torch.optim.lr_scheduler.LinearLR(optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scheduled = overlap == "scheduler"
+    scheduler = OffloadScheduler(optimizer, model, device=SimulatedDevice(1), bucket_numel=40) if scheduled else None
+    taken = 0
+    for step in range(STEPS):
+        for micro in range(1 + step % 2):
+            inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + micro)).to(dtype)
+            loss = model(inputs).float().square().sum()
+            (scaler.scale(loss) if step == 6 else loss).backward()
+            if overlap == "speculate":
+                optimizer.speculate()
+            taken += sum(taken_of(one.grad) is not None for one in parameters)
+        first: Any = parameters[0].grad
+        assert not first.isnan().any()
+        optimizer.max_grad_norm = 0.5 if step % 3 == 1 else None
+        if step == 2:
+            torch.nn.utils.clip_grad_norm_(parameters, 0.25)
+        if step == 3:
+            first.mul_(0.5)
+            parameters[1].grad.add_(0.25)  # type: ignore[union-attr]
+        if step == 4:
+            with torch.no_grad():
+                parameters[0].mul_(0.75)
+                parameters[-1].data = parameters[-1].data.clone()
+        if step == 5:
+            torch._foreach_div_([one.grad for one in parameters if one.grad is not None], 3.0)
+        with torch.inference_mode(step == 0):
+            scaler.step(optimizer) if step == 6 else optimizer.step()
+        if step == 6:
+            scaler.update()
+        rates.step()
+        optimizer.zero_grad()
+    if scheduler is not None:
+        scheduler.close()
+    state = [optimizer.state[one] for one in parameters]
+    tensors = [value for entry in state for _, value in sorted(entry.items())]
+    digest = _digest([*parameters, *tensors])
+    if isinstance(model, Model):
+        shorter = parameters[3]
+        shorter.data, shorter.grad = shorter.data[:3].clone(), torch.ones_like(shorter.data[:3])
+        with contextlib.suppress(ValueError):  # it does not fit its state
+            optimizer.step()
+    return digest, taken
+
+
+def train_all() -> dict[str, Any]:
+    """Train alone, with `speculate()` and with a scheduler."""
+    told: list[str] = []
+    log = logging.getLogger("superadam")
+    log.addFilter(lambda record: told.append(record.getMessage()) or record.levelno < logging.WARNING)
+    runs = {overlap: train(Model(), overlap) for overlap in ("alone", "speculate", "scheduler")}
+    digests, taken = zip(*runs.values(), strict=True)
+    return {"digests": set(digests), "taken": taken, "refused": is_refused(Model()), "told": told}
+
+
+def is_refused(model: nn.Module) -> bool:
+    """Whether sums in fp32, which need gradients that are taken, are refused in one sentence; they are right if not."""
+    from superadam import OffloadScheduler, SpeculativeCPUAdamW
+
+    with OffloadScheduler(SpeculativeCPUAdamW(model.parameters()), model) as scheduler:
+        try:
+            with scheduler.accumulate(torch.float32):
+                return False
+        except RuntimeError as error:
+            return str(error).count(";") == 1
+
+
+def train_sharded() -> dict[str, Any]:
+    """The same with DTensors, on one rank."""
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,))
+    found: dict[str, Any] = {"digests": set(), "taken": []}
+    for dtype, overlap in itertools.product((torch.float32, torch.bfloat16), ("alone", "speculate", "scheduler")):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 3)).to(dtype)
+        for module in (*model, model):
+            fully_shard(module, mesh=mesh)
+        digest, taken = train(model, overlap, dtype)
+        found["digests"].add(f"{dtype} {digest}")
+        found["taken"].append(taken)
+    found["refused"] = is_refused(model)
+    distributed.destroy_process_group()
+    return found
+
+
+# -- forks -------------------------------------------------------------------------------------------------------------
+
+
+def in_fork(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return what `work` returns in a fork, or {"error": ...}."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(reading)
+        try:
+            found = work()
+        except BaseException:
+            found = {"error": traceback.format_exc()}
+        with os.fdopen(writing, "w") as pipe:
+            json.dump(found, pipe, default=sorted)
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        text = pipe.read()
+    _, status = os.waitpid(pid, 0)
+    return json.loads(text) if text else {"error": f"the process ended with {status}"}  # type: ignore[no-any-return]
+
+
+def _names() -> dict[str, Any]:
+    from superadam.kernels import torch_private
+
+    return {"names": [*torch_private.FOUND]}
+
+
+def _work(paths: Sequence[str], train: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
+    def work() -> dict[str, Any]:
+        import_without(*paths)
+        return train()
+
+    return work
+
+
+if __name__ == "__main__":
+    import cffi  # noqa: F401
+    import numpy  # noqa: F401
+    import torch._dynamo
+    import torch.distributed.fsdp
+
+    torch.set_num_threads(1)
+    names = in_fork(_names)["names"]
+    plain = {path: in_fork(_work([path], train_all)) for path in names}
+    plain |= {NONE: in_fork(_work([], train_all)), ALL: in_fork(_work(names, train_all))}
+    sharded = {path: in_fork(_work([path], train_sharded)) for path in OF_DTENSORS}
+    sharded |= {NONE: in_fork(_work([], train_sharded)), ALL: in_fork(_work([*names, *PARTS], train_sharded))}
+    json.dump({"plain": plain, "sharded": sharded}, sys.stdout)
