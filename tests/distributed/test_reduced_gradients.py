@@ -138,14 +138,16 @@ class Run:
         return outcome.kind
 
 
-@pytest.mark.parametrize(("micro_batches", "syncs"), [(1, True), (3, True), (3, False)])
-@pytest.mark.parametrize("where", DEVICES)
+@pytest.mark.parametrize(
+    ("where", "micro_batches", "syncs"),
+    [(where, 3, True) for where in DEVICES] + [("no scheduler", 1, True), ("host", 1, True), ("simulated", 3, False)],
+)
 @on_ranks(2)
 def test_training(rank: int, where: str, micro_batches: int, syncs: bool) -> None:
     run = Run(rank)
     kinds = []
     with run.at(where):
-        for step in range(8):
+        for step in range(6):
             for micro in range(micro_batches):
                 for model in (run.model, run.twin):
                     model.set_requires_gradient_sync(syncs or micro == micro_batches - 1)
@@ -161,7 +163,7 @@ def test_training(rank: int, where: str, micro_batches: int, syncs: bool) -> Non
         assert run.scheduler.statistics.given_back_gradients == 0
         assert run.scheduler.statistics.accepted_buckets > 0 or where == "kept"
         assert (run.scheduler.statistics.kept_buckets > 0) is (where == "kept")
-        assert run.scheduler.statistics.buckets <= (8 + 2 * micro_batches) * len(run.pairs)
+        assert run.scheduler.statistics.buckets <= (6 + 2 * micro_batches) * len(run.pairs)
 
 
 @pytest.mark.parametrize("mesh", ["replicate", "columns", "ignored", "host", "unsharded"])
@@ -293,7 +295,7 @@ EDITS: dict[str, Callable[[Run], object]] = {
 def test_edits(rank: int, where: str, edit: str) -> None:
     run = Run(rank)
     with run.at(where):
-        for step in range(5):
+        for step in range(4):
             run.backward(step)
             if step % 2:
                 EDITS[edit](run)

@@ -189,6 +189,22 @@ def test_a_scheduler_is_told_of_them() -> None:
         assert scheduler.statistics.given_back_gradients == 1
 
 
+def test_a_scheduler_learns_how_many_make_a_step() -> None:
+    model = sharded()
+    optimizer = SpeculativeCPUAdamW(model.parameters())
+    take_reduced_gradients(optimizer, model)
+    counts = []
+    with OffloadScheduler(optimizer, model, device=SimulatedDevice(1, 0.5), num_threads=1, bucket_numel=1) as scheduler:
+        for _ in range(3):
+            before = scheduler.statistics.buckets
+            for _ in range(3):
+                backward(model)
+            optimizer.step()
+            optimizer.zero_grad()
+            counts.append(scheduler.statistics.buckets - before)
+    assert counts == [12, 4, 4]
+
+
 def test_nothing_that_fails_is_attached(monkeypatch: pytest.MonkeyPatch) -> None:
     model = sharded()
     optimizer = SpeculativeCPUAdamW(model.parameters())
