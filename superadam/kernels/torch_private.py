@@ -241,6 +241,5 @@ def are_flattened(parameters: Iterable[Tensor]) -> bool:
     return any(issubclass(type(one), fsdp.FullyShardedDataParallel) for one in gc.get_objects())
 
 
-def tell_schedulers(optimizer: Any) -> None:
-    """Note that a step was made, for `torch.optim.lr_scheduler`. Where that looks elsewhere, it warns."""
-    optimizer._opt_called = True
+STEP_MARK = "_opt_called"
+"""The attribute of an optimizer that tells `torch.optim.lr_scheduler` of a step. Where that looks elsewhere, it warns."""

@@ -242,7 +242,7 @@ class SpeculativeCPUAdam(Optimizer):
         with deferred_signals():  # a step is made wholly or not at all
             outcome = transaction.step(gradients, limit)
             self._verdicts.last_outcome, self._verdicts.limit_of_next_step = outcome, None
-            torch_private.tell_schedulers(self)  # they warn unless step() or this was called before theirs
+            setattr(self, torch_private.STEP_MARK, True)  # resolve() counts as step() for learning-rate schedulers
             kind = outcome.kind.value
             setattr(self.statistics, kind, getattr(self.statistics, kind) + 1)
             self._published.conclude(outcome)
