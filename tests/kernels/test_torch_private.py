@@ -614,7 +614,9 @@ def test_without_its_mark_fsdp1_is_seen_while_a_module_is_wrapped(group: None, m
 def test_without_the_store_each_rank_tells_of_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(ranks, "default_store", lambda: None)
-    assert ranks._tells(RuntimeError("a collective failed"))
+    with pytest.raises(RuntimeError) as failed:
+        raise RuntimeError("on this rank")
+    assert ranks._tells(failed.value)
 
 
 def test_without_the_flag_a_handle_met_by_a_compiler_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
