@@ -242,4 +242,4 @@ def are_flattened(parameters: Iterable[Tensor]) -> bool:
 
 
 STEP_MARK = "_opt_called"
-"""The attribute of an optimizer that tells `torch.optim.lr_scheduler` of a step. Where that looks elsewhere, it warns."""
+"""The attribute of an optimizer that tells `torch.optim.lr_scheduler` of a step. Under another name: it warns."""
