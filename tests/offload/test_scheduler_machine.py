@@ -303,7 +303,7 @@ def read_sees_no_factor(monkeypatch: pytest.MonkeyPatch) -> None:
     original = TakenGradient.value
 
     def value(self: TakenGradient) -> torch.Tensor:
-        return original(self) if self.is_given else self._as_it_was(self.ready())
+        return original(self) if self.is_given else self._as_it_was(self.ready(), self.dtype)
 
     monkeypatch.setattr(TakenGradient, "value", value)
 
