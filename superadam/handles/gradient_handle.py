@@ -465,7 +465,6 @@ def take_gradient(parameter: Tensor, owner: Any = None, holder: GradientHolder |
         type(local) is not Tensor
         or gradient.requires_grad
         or (local is not gradient and (local.requires_grad or local.layout is not torch.strided))
-        or local.is_inference()
         or local.is_neg()
         or (not local.is_contiguous() and torch_private.has_internal_overlap(local) != 0)
     ):
@@ -481,13 +480,13 @@ def take_reduced(parameter: Tensor, unrounded: Tensor, owner: Any, holder: Gradi
 
 
 def _leave_handle(parameter: Tensor, taken: TakenGradient) -> TakenGradient | None:
-    """Replace `.grad` by a handle; None, and no change, if it does not fit the parameter."""
+    """Replace `.grad` by a handle; None, and no change, if it counts no versions, or does not fit the parameter."""
     gradient: Any = parameter.grad
     is_plain = type(gradient) is Tensor
     handle = GradientHandle(taken)
-    continue_version(handle, gradient if is_plain else shards.local_of(gradient))
     try:
+        continue_version(handle, gradient if is_plain else shards.local_of(gradient))
         parameter.grad = handle if is_plain else shards.with_local(gradient, handle)
-    except RuntimeError:  # the parameter has got another dtype or shape
+    except RuntimeError:  # it was made in inference mode, or the parameter has got another dtype or shape
         return None
     return taken

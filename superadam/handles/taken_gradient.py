@@ -261,11 +261,13 @@ class TakenGradient:
         parameter: Any = self.parameter
         gradient: Any = getattr(parameter, "grad", None)
         if getattr(gradient, "taken", None) is self:
-            continue_version(given, gradient)
+            with suppress(RuntimeError):
+                continue_version(given, gradient)
             with suppress(RuntimeError):  # another dtype or shape by now: the handle forwards to `given`
                 parameter.grad = given
         elif getattr(shards.local_of(gradient), "taken", None) is self:
-            continue_version(given, shards.local_of(gradient))
+            with suppress(RuntimeError):
+                continue_version(given, shards.local_of(gradient))
             shards.set_local(gradient, given)
         holder = self.holder()
         if holder is not None:
@@ -274,7 +276,10 @@ class TakenGradient:
 
 
 def continue_version(tensor: Tensor, predecessor: Tensor) -> None:
-    """Raise the version counter of `tensor` to that of the tensor that it replaces."""
-    behind = 0 if predecessor.is_inference() else version_of(predecessor) - version_of(tensor)
+    """Raise the version counter of `tensor` to that of the tensor that it replaces.
+
+    Raises RuntimeError if either was made in inference mode, and so has none.
+    """
+    behind = version_of(predecessor) - version_of(tensor)
     if behind > 0:
         torch.autograd.graph.increment_version([tensor] * behind)
