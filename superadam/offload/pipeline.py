@@ -93,7 +93,7 @@ class Pipeline:
             kept = {s: transaction.pending(s, one, hyper[s.row], is_kept=True) for s, one in ordered.items()}
             job = functools.partial(self._add_kept, transaction, kept, arrived, norms, begin)
         else:
-            transaction.table.bring_home(transaction.table.rows_of(states))
+            transaction.table.bring_home(states)
             able = {state for state in states if transaction.can_speculate(state, hyper[state.row])}
             places, arrived = self._transfers.download(states, bucket.gradients, able)
             pending = {

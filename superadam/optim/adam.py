@@ -287,7 +287,7 @@ class SpeculativeCPUAdam(Optimizer):
                 gradients[state] = taken
         able = [state for state in gradients if transaction.can_speculate(state, hyper[state.row])]
         places = dict(zip(able, table.delivery.shadows(able), strict=True))
-        table.bring_home(table.rows_of(list(gradients)))
+        table.bring_home(gradients)
         transaction.speculate(
             {s: transaction.pending(s, one, hyper[s.row], places.get(s)) for s, one in gradients.items()}
         )

@@ -164,14 +164,14 @@ class ParameterTable:
         """Whether a state is newest in its tensors on the host."""
         return self._tier is None or not self._tier.holds(state)
 
-    def bring_home(self, rows: Rows | None = None) -> None:
-        """Bring the states of these rows, by default of all, to the host; return when they are there."""
+    def bring_home(self, states: Iterable[ParameterState] | None = None) -> None:
+        """Bring these states, by default all, to the host; return when they are there."""
         if self._tier is not None:
-            self._tier.bring_home(self.states if rows is None else (self.states[row] for row in rows))
+            self._tier.bring_home(self.states if states is None else states)
 
     def _at(self, rows: Rows) -> Segments:
         if self._tier is not None:
-            self.bring_home(rows)
+            self.bring_home(self.states[row] for row in rows)
         return self._rows.copy() if rows is self.all_rows else self._rows[rows]
 
     def segments(self, rows: Rows, gradients: Sequence[Tensor]) -> Segments:

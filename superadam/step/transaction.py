@@ -459,7 +459,7 @@ class Transaction:
                     "its values in memory; bring them back before this call, or set its .grad to None"
                 )
         self._commit([state for state in states if state.phase is Phase.ACCEPTED])
-        self.table.bring_home(self.table.rows_of(states))
+        self.table.bring_home(states)
         self.table.delivery.settle()
         for state in states:
             self.distrust(state)
@@ -476,7 +476,7 @@ class Transaction:
         each = itertools.chain.from_iterable(itertools.repeat(hyper, count) for hyper, count in runs)
         for state, hyper in zip(states, each, strict=True):
             if not state.has_state or (hyper.amsgrad and state.max_exp_avg_sq is None):
-                self.table.bring_home(self.table.rows_of([state]))
+                self.table.bring_home([state])
                 state.create_state(with_max=hyper.amsgrad)
                 self.table.refresh_pointers(state)
 

@@ -341,15 +341,15 @@ def copy_is_the_gradient_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def state_is_not_brought_home(monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes on the host read and write what was the state some steps ago."""
-    monkeypatch.setattr(ParameterTable, "bring_home", lambda self, rows=None: None)
+    monkeypatch.setattr(ParameterTable, "bring_home", lambda self, states=None: None)
 
 
 def speculation_leaves_state_away(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only where a bucket is speculated on whose state is on the device; readers of state find it."""
     original = ParameterTable.bring_home
 
-    def bring_home(self: ParameterTable, rows: Any = None) -> None:
-        if rows is None:
+    def bring_home(self: ParameterTable, states: Any = None) -> None:
+        if states is None:
             original(self)
 
     monkeypatch.setattr(ParameterTable, "bring_home", bring_home)
@@ -358,9 +358,9 @@ def speculation_leaves_state_away(monkeypatch: pytest.MonkeyPatch) -> None:
 def published_state_is_stale(monkeypatch: pytest.MonkeyPatch) -> None:
     original = ParameterTable.bring_home
 
-    def bring_home(self: ParameterTable, rows: Any = None) -> None:
-        if rows is not None:
-            original(self, rows)
+    def bring_home(self: ParameterTable, states: Any = None) -> None:
+        if states is not None:
+            original(self, states)
 
     monkeypatch.setattr(ParameterTable, "bring_home", bring_home)
 
