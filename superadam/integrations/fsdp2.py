@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
+from superadam.host.memory import gigabytes
+
 FREE_SHARE = 0.8
 """Of what is free, what shards may take: the allocator's fragments need the rest."""
 
@@ -54,10 +56,10 @@ def offload_policy(
     free, _ = torch.cuda.mem_get_info(device)
     fits = needed <= FREE_SHARE * free
     _logger.info(
-        "shards lie %s: with activations they would take %.2f of the %.2f GB that are free on %s",
+        "shards lie %s: with activations they would take %s of the %s that are free on %s",
         "on the device" if fits else "in host memory",
-        needed / 1e9,
-        free / 1e9,
+        gigabytes(needed),
+        gigabytes(free),
         device,
     )
     return OffloadPolicy() if fits else CPUOffloadPolicy(pin_memory=pin_memory)

@@ -13,6 +13,7 @@ from superadam.distributed import shards
 from superadam.handles.gradient_handle import take_reduced
 from superadam.handles.taken_gradient import GradientHolder, TakenGradient
 from superadam.kernels.torch_private import base_of, check_can_take, version_of
+from superadam.offload.arguments import unwrapped
 from superadam.offload.hooks import Hooks
 from superadam.optim.adam import SpeculativeCPUAdam
 
@@ -48,9 +49,7 @@ def take_reduced_gradients(optimizer: SpeculativeCPUAdam, model: nn.Module) -> N
 
     Whatever is raised, gradients arrive as before.
     """
-    inner = getattr(optimizer, "optimizer", optimizer)
-    if not isinstance(inner, SpeculativeCPUAdam):
-        raise TypeError(f"optimizer is a {type(optimizer).__name__}, expected a SpeculativeCPUAdam; make one first")
+    inner = unwrapped(optimizer)
     groups: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
     parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
     sharded: list[Any] = [parameter for parameter in parameters if shards.is_distributed(parameter)]

@@ -13,15 +13,24 @@ from superadam.optim.adam import SpeculativeCPUAdam
 TRANSFER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def check_model(optimizer: SpeculativeCPUAdam, model: nn.Module) -> SpeculativeCPUAdam:
+def unwrapped(optimizer: SpeculativeCPUAdam) -> SpeculativeCPUAdam:
     """Return the optimizer, without the wrapper that Accelerate or Lightning may have put around it.
 
-    Raises TypeError unless it is a `SpeculativeCPUAdam` and the model an `nn.Module`; RuntimeError if a wrapper or
-    another rank would have to reduce gradients first.
+    Raises TypeError unless it is a `SpeculativeCPUAdam`.
     """
     inner = getattr(optimizer, "optimizer", optimizer)
     if not isinstance(inner, SpeculativeCPUAdam):
         raise TypeError(f"optimizer is a {type(optimizer).__name__}, expected a SpeculativeCPUAdam; make one first")
+    return inner
+
+
+def check_model(optimizer: SpeculativeCPUAdam, model: nn.Module) -> SpeculativeCPUAdam:
+    """Return the optimizer without its wrapper.
+
+    Raises TypeError unless it is a `SpeculativeCPUAdam` and the model an `nn.Module`; RuntimeError if a wrapper or
+    another rank would have to reduce gradients first.
+    """
+    inner = unwrapped(optimizer)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}, expected the nn.Module whose parameters are optimized")
     fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported, so not used; importing takes a second

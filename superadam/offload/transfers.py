@@ -55,7 +55,7 @@ class _Held:
         begin = self._holders[-1][2] if self._holders else 0
         self._holders.append((holder, begin, begin + size))
 
-    def oldest(self, number: int = 1) -> Any:
+    def oldest(self, number: int) -> Any:
         """Return the holder that came first; None where there are fewer than `number`, of which none is free."""
         return self._holders[0][0] if self.size and len(self._holders) >= number else None
 
@@ -153,10 +153,8 @@ class Transfers:
         self.computes_norms = False
         self.staged_numel = STAGED_NUMEL
         self.is_short = False
-        self._leaving = _Held(
-            operator.methodcaller("query")
-        )  # packed gradients, by the events with which they have left
-        self._reused = _Held(_is_gone)  # packed gradients, by references to the new values that replace them
+        # Packed gradients, by the events with which they have left, or by references to the values that replace them.
+        self._leaving, self._reused = _Held(operator.methodcaller("query")), _Held(_is_gone)
         self._most_packed = 0  # on the device at once
         self._travelled = self._most_travelled = 0  # packed in a step
         self._stages: collections.deque[Event] = collections.deque()

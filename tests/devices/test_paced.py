@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -62,6 +63,23 @@ def layout_of(*tensors: Tensor) -> FlatLayout:
 
 def spans(device: PacedDevice) -> list[tuple[Stream, float, float]]:
     return [(busy.stream, busy.begin, busy.end) for busy in device.busy]
+
+
+def test_own_time_is_that_of_the_main_thread_in_methods_and_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = itertools.count()
+    monkeypatch.setattr(time, "thread_time", lambda: float(next(ticks)))
+    device, _ = clocked()
+    device.record(Stream.CURRENT)
+    assert device.own_seconds == 1.0
+    device.record_stream(device.host_empty(3, torch.float32), Stream.CURRENT)  # each calls another one of them
+    assert device.own_seconds == 3.0
+    with pytest.raises(AttributeError):
+        device.wait(Stream.CURRENT, None)  # type: ignore[arg-type]
+    assert device.own_seconds == 4.0
+    thread = threading.Thread(target=device.record, args=(Stream.CURRENT,))
+    thread.start()
+    thread.join()
+    assert device.own_seconds == 4.0
 
 
 # ---- clocks ----------------------------------------------------------------------------------------------------------

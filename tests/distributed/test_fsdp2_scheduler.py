@@ -12,11 +12,9 @@ import torch
 from overlap import ThreadDevice
 from ranks import on_ranks
 from reference import flat, same_bits
-from shards import local, parts_of, wrap
+from shards import local, parts_of, ways_to_shard, wrap
 from torch import Tensor, distributed, nn
-from torch.distributed import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-from torch.distributed.tensor import Shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW, StepKind
@@ -118,13 +116,7 @@ def test_groups_are_taken_once_the_next_one_is_ready(rank: int) -> None:
 @on_ranks(2)
 def test_ways_to_shard(rank: int, mesh: str) -> None:
     """HSDP with replicas, `Shard(1)`, parameters that are left alone, and weights on the host."""
-    options: dict[str, Any] = {}
-    if mesh == "replicate":
-        options["mesh"] = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-    elif mesh == "columns":
-        options["shard_placement_fn"] = lambda parameter: Shard(parameter.dim() - 1)
-    elif mesh == "host":
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+    options = ways_to_shard(mesh)
     found = []
     for overlaps in (False, True):
         torch.manual_seed(0)

@@ -12,11 +12,9 @@ import torch
 from overlap import PlantedError, RaiseInBackward, ThreadDevice
 from ranks import on_ranks
 from reference import flat, same_bits
-from shards import Oracle, local, wrap
+from shards import Oracle, local, ways_to_shard, wrap
 from torch import Tensor, distributed, nn
-from torch.distributed import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-from torch.distributed.tensor import Shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW, StepKind
 from superadam.devices import Device
@@ -170,15 +168,9 @@ def test_training(rank: int, where: str, micro_batches: int, syncs: bool) -> Non
 @ALONE_OR_NOT
 @on_ranks(2)
 def test_ways_to_shard(rank: int, where: str, mesh: str) -> None:
-    options: dict[str, Any] = {}
-    if mesh == "replicate":
-        options["mesh"] = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-    elif mesh == "columns":
-        options["shard_placement_fn"] = lambda parameter: Shard(parameter.dim() - 1)
-    elif mesh == "ignored":
+    options = ways_to_shard(mesh)
+    if mesh == "ignored":
         options["ignores"] = True
-    elif mesh == "host":
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
     elif mesh == "unsharded":
         options["reshard_after_forward"] = False
     run = Run(rank, [(8, 8)] * 3, **options)

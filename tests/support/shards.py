@@ -10,7 +10,9 @@ import numpy as np
 import torch
 from reference import Parameter, flat, same_bits
 from torch import Tensor, distributed, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from superadam.kernels import formula
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
@@ -35,6 +37,15 @@ def wrap(modules: Iterable[nn.Module], **options: Any) -> None:
     """Shard each of these modules, from the inside outwards."""
     for module in modules:
         fully_shard(module, **options)
+
+
+def ways_to_shard(way: str) -> dict[str, Any]:
+    """Return options of `fully_shard` on two ranks: replicas, `Shard(1)`, weights on the host; none for other words."""
+    if way == "replicate":
+        return {"mesh": init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))}
+    if way == "columns":
+        return {"shard_placement_fn": lambda parameter: Shard(parameter.dim() - 1)}
+    return {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if way == "host" else {}
 
 
 class Oracle:
