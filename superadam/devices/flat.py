@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -52,7 +52,27 @@ class FlatLayout(Generic[_Member]):
             self.numel += aligned(state.shape.numel())
         self._places = [(one.shape, one.strides, offset) for one, offset in zip(self.states, self.offsets, strict=True)]
 
+    def cut(self, buffer: Tensor) -> FlatTensors:
+        """Return the members of a 1-D buffer of `numel` elements, in which nothing refers to `states`."""
+        return FlatTensors(buffer, self._places)
+
     def views(self, buffer: Tensor) -> list[Tensor]:
-        """Return one view for each member of a 1-D buffer of `numel` elements."""
-        begin, view = buffer.storage_offset(), buffer.as_strided
-        return [view(shape, strides, begin + offset) for shape, strides, offset in self._places]
+        """Return one view for each member of such a buffer."""
+        return self.cut(buffer).tensors
+
+
+class FlatTensors:
+    """Tensors in one flat buffer, all of which are made when the first is needed, by whichever thread needs it."""
+
+    def __init__(self, buffer: Tensor, places: Iterable[tuple[Sequence[int], Sequence[int], int]]) -> None:
+        self._buffer, self._places = buffer, places
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The same list of the same tensors at every call."""
+        known: list[Tensor] | None = self.__dict__.get("_tensors")
+        if known is None:
+            begin, view = self._buffer.storage_offset(), self._buffer.as_strided
+            made = [view(shape, strides, begin + offset) for shape, strides, offset in self._places]
+            known = self.__dict__.setdefault("_tensors", made)  # for all threads that were here
+        return known

@@ -34,8 +34,8 @@ class GradientHandle(torch.Tensor):
     """
 
     taken: TakenGradient
-    is_alias: bool
-    has_memory: bool  # that of the gradient, which was given back
+    is_alias = False
+    has_memory = False  # that of the gradient, which was given back
 
     __torch_function__ = torch_private.no_torch_function  # `.shape` stays fast
 
@@ -45,7 +45,9 @@ class GradientHandle(torch.Tensor):
         handle: GradientHandle = torch_private.make_wrapper_subclass(
             cls, taken.shape, strides=taken.strides, dtype=taken.dtype, device=taken.device
         )
-        handle.taken, handle.is_alias, handle.has_memory = taken, is_alias, False
+        handle.taken = taken
+        if is_alias:
+            handle.is_alias = True
         torch_private.forbid_memory(handle)
         return handle
 

@@ -100,23 +100,33 @@ def _shared(value: Any) -> Any:
 class TakenGradient:
     """One gradient that was taken from `.grad`, shared by the handle in `.grad` and its aliases."""
 
+    arrived: Any = None  # event at the end of the copy to `pending`, where it must be waited for
+    factors: tuple[Factor, ...] = ()
+    norm: Tensor | None = None  # torch's 2-norm of the gradient without factors, on its device
+    is_unrounded = False  # `pending` has a wider dtype and counts in it, as a sum of micro-batches does
+    is_reduced = False  # it arrived unrounded, so that it stays so where speculation on it is dropped
+    in_use = False  # `pending` is read by work under way, so that `absorb` must leave it as it is
+    version = 0  # counts changes of `pending` by `absorb`
+    given: Tensor | None = None  # the ordinary gradient, once it was given back
+    alias: Tensor | None = None  # its memory, as aliases made before see it
+    pending: Tensor  # the gradient, or a copy, also elsewhere or in another dtype; only `absorb` writes to it
+    _flat: Any = None  # in whose tensors `pending` is to be found, at `_position`
+
     def __init__(self, gradient: Tensor, owner: Any = None, holder: GradientHolder | None = None) -> None:
-        self.pending = gradient  # or a copy, also elsewhere or in another dtype; only `absorb` writes to it
-        self.arrived: Any = None  # event at the end of the copy to `pending`, where it must be waited for
+        self.pending = gradient
         self.shape: torch.Size = _shared(gradient.shape)
         self.strides: tuple[int, ...] = _shared(gradient.stride())
         self.dtype, self.device = gradient.dtype, gradient.device
         # The owner has the parameter, weak references to which would forbid torch.utils.swap_tensors.
         self._owner: Callable[[], Any] = (lambda: None) if owner is None else weakref.ref(owner)
         self.holder: Callable[[], GradientHolder | None] = (lambda: None) if holder is None else weakref.ref(holder)
-        self.factors: tuple[Factor, ...] = ()
-        self.norm: Tensor | None = None  # torch's 2-norm of the gradient without factors, on its device
-        self.is_unrounded = False  # `pending` has a wider dtype and counts in it, as a sum of micro-batches does
-        self.is_reduced = False  # it arrived unrounded, so that it stays so where speculation on it is dropped
-        self.in_use = False  # `pending` is read by work under way, so that `absorb` must leave it as it is
-        self.version = 0  # counts changes of `pending` by `absorb`
-        self.given: Tensor | None = None  # the ordinary gradient, once it was given back
-        self.alias: Tensor | None = None  # its memory, as aliases made before see it
+
+    def __getattr__(self, name: str) -> Any:
+        """Find `pending` when it is first needed, without a lock: all threads find the same tensor."""
+        if name != "pending" or self._flat is None:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        self.pending = self._flat.tensors[self._position]
+        return self.pending
 
     @property
     def is_given(self) -> bool:
@@ -129,6 +139,14 @@ class TakenGradient:
         return getattr(self._owner(), "parameter", None)
 
     # -- values --------------------------------------------------------------------------------------------------------
+
+    def move_to(self, flat: Any, position: int, arrived: Any) -> None:
+        """Let `pending` be at a position in `flat.tensors`, where it may be read once an event has passed.
+
+        It is looked up when it is first needed. `flat` must not lead to the parameter.
+        """
+        self.arrived, self._flat, self._position = arrived, flat, position
+        del self.pending
 
     def ready(self) -> Tensor:
         """Return `pending` once it has arrived."""
@@ -225,6 +243,7 @@ class TakenGradient:
         pending, holder = self.ready(), self.holder()
         new = (new if holder is None else holder.unrounded(new)).detach().to(pending.device, pending.dtype)
         self.pending = pending + new if self.in_use else pending.add_(new)
+        self._flat = None
         self.in_use = False
         self.norm = None
         self.version += 1
@@ -232,7 +251,7 @@ class TakenGradient:
     def zero(self) -> None:
         """Become zeros, in memory of their own."""
         self.pending = torch.zeros_like(self.pending)
-        self.arrived = self.norm = None
+        self.arrived = self.norm = self._flat = None
         self.factors = ()
         self.in_use = False
         self.version += 1
@@ -242,7 +261,7 @@ class TakenGradient:
         if not self.is_reduced:
             self.give_back()
         elif self.in_use:
-            self.pending, self.in_use = self.ready().clone(), False
+            self.pending, self.in_use, self._flat = self.ready().clone(), False, None
             self.version += 1
 
     def give_back(self) -> Tensor:
@@ -257,7 +276,7 @@ class TakenGradient:
             given = self._copy_of(value, self.dtype) if value is self.pending else value
             self.given, self.alias = given, given.detach()
         del self.pending
-        self.factors = ()
+        self.factors, self._flat = (), None
         parameter: Any = self.parameter
         gradient: Any = getattr(parameter, "grad", None)
         if getattr(gradient, "taken", None) is self:

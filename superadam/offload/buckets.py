@@ -92,7 +92,7 @@ class Bucketer:
         before = self._taken.get(key)
         is_first = before is not None and (before() is None or before() is not taken_of(parameter.grad))
         is_last = self.accumulation.is_last(key, is_first=is_first)
-        if key in self._taken and self._taken[key] is None:
+        if before is None and key in self._taken:
             del self._taken[key]  # it was given back to autograd, which has added to it
         if not is_last and self.accumulation.sum_dtype is None:
             return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 
 import torch
@@ -19,7 +19,7 @@ from superadam.offload.buckets import Bucket
 from superadam.offload.placement import BucketTimes
 from superadam.offload.statistics import OverlapStatistics
 from superadam.offload.trace import Trace
-from superadam.offload.transfers import FlatShadow, Transfers, norm_in
+from superadam.offload.transfers import FlatShadow, Sent, Transfers, norm_in
 from superadam.state.parameter import ParameterState, Pending, Phase
 from superadam.step.outcome import StepKind
 from superadam.step.transaction import Transaction
@@ -89,50 +89,50 @@ class Pipeline:
         if self._autotuner.can_keep:
             self._autotuner.add_bucket(bucket)
         if bucket.is_kept:
-            ordered, arrived, norms = self._transfers.pack_kept(states, bucket.gradients)
-            kept = {s: transaction.pending(s, one, hyper[s.row], is_kept=True) for s, one in ordered.items()}
-            job = functools.partial(self._add_kept, transaction, kept, arrived, norms, begin)
+            sent, arrived, norms = self._transfers.pack_kept(states, bucket.gradients)
+            job = functools.partial(self._add_kept, transaction, sent, hyper, arrived, norms, begin)
         else:
             transaction.table.bring_home(states)
             able = {state for state in states if transaction.can_speculate(state, hyper[state.row])}
-            places, arrived = self._transfers.download(states, bucket.gradients, able)
-            pending = {
-                state: transaction.pending(state, taken, hyper[state.row], places.get(state))
-                for state, taken in zip(states, bucket.gradients, strict=True)
-            }
-            job = functools.partial(self._speculate, transaction, pending, bucket.numel, arrived, begin)
+            sent, arrived = self._transfers.download(states, bucket.gradients, able)
+            job = functools.partial(self._speculate, transaction, sent, hyper, able, bucket.numel, arrived, begin)
         self._statistics.buckets += 1
         self._worker.submit(job)
 
     def _add_kept(
         self,
         transaction: Transaction,
-        pending: Mapping[ParameterState, Pending],
+        sent: Sequence[Sent],
+        hyper: Sequence[Hyperparameters],
         arrived: Event,
         norms: list[torch.Tensor],
-        sent: float,
+        sent_at: float,
         is_awaited: Callable[[], bool],
     ) -> None:
         """Read the norm of a kept bucket; runs in the worker."""
         self._wait_for(arrived, is_awaited)
+        pending = _records(transaction, sent, hyper, are_kept=True)
         transaction.add_pending(pending, norm_in(norms))
         self._statistics.kept_buckets += 1
         elements = sum(state.shape.numel() for state in pending)
         self._autotuner.add_times(
             BucketTimes(elements, _moved_bytes(pending, fuses=True), arrived.passed_at(), is_kept=True)
         )
-        self._trace.add("norm to host", "download", sent, time.perf_counter(), elements=elements)
+        self._trace.add("norm to host", "download", sent_at, time.perf_counter(), elements=elements)
 
     def _speculate(
         self,
         transaction: Transaction,
-        pending: Mapping[ParameterState, Pending],
+        sent: Sequence[Sent],
+        hyper: Sequence[Hyperparameters],
+        able: Set[ParameterState],
         elements: int,
         arrived: Event,
-        sent: float,
+        sent_at: float,
         is_awaited: Callable[[], bool],
     ) -> None:
         """Speculate on a bucket, which starts the upload of its new values; runs in the worker."""
+        pending = _records(transaction, sent, hyper, able)
         self._wait_for(arrived, is_awaited)
         begin = time.perf_counter()
         if not self.policy.speculates(transaction.norm_so_far(), self._limit()):
@@ -147,7 +147,7 @@ class Pipeline:
             assert isinstance(shadow, FlatShadow)
             shadow.send()
         self._statistics.waiting_buckets += not written
-        self._trace.add("gradients to host", "download", sent, begin, elements=elements)
+        self._trace.add("gradients to host", "download", sent_at, begin, elements=elements)
         self._count_work("adam" if written else "norm", begin, elements)
         if written and self._autotuner.can_keep:
             seconds, ready = time.perf_counter() - begin, arrived.passed_at()
@@ -207,6 +207,25 @@ class Pipeline:
     def close(self) -> None:
         """Finish what is under way, and end the worker."""
         self._worker.close()
+
+
+def _records(
+    transaction: Transaction,
+    sent: Sequence[Sent],
+    hyper: Sequence[Hyperparameters],
+    speculated: Set[ParameterState] = frozenset(),
+    *,
+    are_kept: bool = False,
+) -> dict[ParameterState, Pending]:
+    """Return the records of gradients that were sent, with places for those that are to be speculated on."""
+    records: dict[ParameterState, Pending] = {}
+    for one in sent:
+        places = one.places(speculated)
+        captured = zip(one.states, one.taken, one.gradients.tensors, one.versions, strict=True)
+        for state, taken, gradient, version in captured:
+            fixed = hyper[state.row], places.get(state)
+            records[state] = transaction.pending(state, taken, gradient, version, *fixed, is_kept=are_kept)
+    return records
 
 
 def _moved_bytes(pending: Mapping[ParameterState, Pending], *, fuses: bool = False) -> int:

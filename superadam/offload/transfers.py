@@ -11,8 +11,9 @@ import operator
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from superadam.devices import Device, Event, Stream
-from superadam.devices.flat import FlatLayout
+from superadam.devices.flat import FlatLayout, FlatTensors
 from superadam.devices.interface import ChunkSums
 from superadam.handles.gradient_handle import norms_of
 from superadam.handles.taken_gradient import TakenGradient
@@ -75,6 +76,49 @@ def _is_gone(reference: weakref.ref[Any]) -> bool:
     return reference() is None
 
 
+@dataclass(frozen=True, slots=True)
+class HostTensors:
+    """Gradients that did not travel."""
+
+    tensors: Sequence[Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """Gradients of one bucket and dtype, copied together, in the form in which a worker reads them.
+
+    What a worker can make of this is left to it, because the training thread has no time.
+
+    Attributes:
+        states: of their parameters.
+        taken: weak references to their records.
+        gradients: to be read once they have arrived.
+        versions: of the records when they were sent.
+        shadow: for the new values of all of them, in this order; None where none is speculated on.
+    """
+
+    states: Sequence[ParameterState]
+    taken: Sequence[weakref.ref[TakenGradient]]
+    gradients: FlatTensors | HostTensors
+    versions: Sequence[int]
+    shadow: FlatShadow | None = None
+
+    @staticmethod
+    def of(
+        group: Mapping[ParameterState, TakenGradient],
+        gradients: FlatTensors | HostTensors,
+        shadow: FlatShadow | None = None,
+    ) -> Sent:
+        """Return gradients as they are now."""
+        every = group.values()
+        return Sent([*group], [*map(weakref.ref, every)], gradients, [taken.version for taken in every], shadow)
+
+    def places(self, speculated: Set[ParameterState]) -> dict[ParameterState, Place]:
+        """Return the places of those that are speculated on."""
+        shadow, states = self.shadow, enumerate(self.states)
+        return {} if shadow is None else {one: Place(shadow, where) for where, one in states if one in speculated}
+
+
 class FlatShadow:
     """New values of parameters of one dtype in one flat buffer; a `superadam.state.parameter.Shadow`.
 
@@ -87,7 +131,8 @@ class FlatShadow:
         self._layout = layout
         self._dtype = layout.states[0].parameter_dtype
         self._memory = memory
-        self._travels = transfers.device.has_link and not transfers.device.is_host(layout.states[0].local)
+        device = transfers.device
+        self._travels = memory is not None or (device.has_link and not device.is_host(layout.states[0].local))
         self._host: list[Tensor] = []
         self._views: list[Tensor] = []
         self._arrived: Event | None = None
@@ -174,58 +219,59 @@ class Transfers:
         self,
         states: Sequence[ParameterState],
         gradients: Sequence[TakenGradient],
-        speculated: Collection[ParameterState],
-    ) -> tuple[dict[ParameterState, Place], Event]:
+        speculated: Set[ParameterState],
+    ) -> tuple[list[Sent], Event]:
         """Start the download of gradients, and find memory for the new values of the `speculated` parameters.
 
-        Afterwards each gradient's `pending` is on the host. Returns a place for each speculated parameter, and the
-        event after which the gradients may be read.
+        Afterwards each gradient's `pending` is on the host. Returns what was sent, and the event after which it may be
+        read.
         """
         device = self.device
-        places: dict[ParameterState, Place] = {}
-        local: dict[torch.dtype, list[ParameterState]] = {}
+        sent: list[Sent] = []
+        local: dict[tuple[torch.dtype, bool] | None, dict[ParameterState, TakenGradient]] = {}
         groups: dict[tuple[torch.dtype, torch.dtype], dict[ParameterState, TakenGradient]] = {}
         for state, taken in zip(states, gradients, strict=True):
             taken.in_use = True
             gradient = taken.pending
-            if not device.is_host(gradient):
+            if device.is_host(gradient):
+                if not taken.is_unrounded:
+                    gradient = self.narrowed(gradient, keeps_dtype=False)
+                taken.pending = state.host_gradient(gradient)
+                key = (state.parameter_dtype, device.is_host(state.local)) if state in speculated else None
+                local.setdefault(key, {})[state] = taken
+            else:
                 travels_as_it_is = self.transfer_dtype is None or taken.is_unrounded
                 dtype = gradient.dtype if travels_as_it_is else dtype_on_link(gradient, self.transfer_dtype)
                 groups.setdefault((dtype, state.parameter_dtype), {})[state] = taken
-                continue
-            if not taken.is_unrounded:
-                gradient = self.narrowed(gradient, keeps_dtype=False)
-            taken.pending = state.host_gradient(gradient)
-            if state in speculated and device.is_host(state.local):
-                local.setdefault(state.parameter_dtype, []).append(state)
-            elif state in speculated:
-                self._add_places(places, self._layout_of((state,)), None)
-        for some in local.values():
-            self._add_places(places, self._layout_of(tuple(some)), None)
+        for key, group in local.items():
+            shadow = None if key is None else self._shadow(self._layout_of(tuple(group)), None)
+            sent.append(Sent.of(group, HostTensors([taken.pending for taken in group.values()]), shadow))
         leaving = 0
-        packed: list[tuple[FlatLayout[ParameterState], list[TakenGradient], Tensor]] = []
+        packed: list[tuple[FlatLayout[ParameterState], dict[ParameterState, TakenGradient], Tensor, FlatShadow | None]]
+        packed = []
         for (dtype, parameter_dtype), group in groups.items():
-            layout, some_taken = self._layout_of(tuple(group)), list(group.values())
-            source = self._pack([taken.pending for taken in some_taken], layout, dtype)
-            packed.append((layout, some_taken, source))
-            memory = None
-            if any(state in speculated for state in group):
+            layout = self._layout_of(tuple(group))
+            source = self._pack([taken.pending for taken in group.values()], layout, dtype)
+            memory = shadow = None
+            if not speculated.isdisjoint(group):
                 memory = self._shadow_on_device(source, layout.numel, parameter_dtype)
-                shadow = self._add_places(places, layout, memory, speculated)
+                shadow = self._shadow(layout, memory)
                 if memory is source:
                     self._reused.add(weakref.ref(shadow), source.nbytes)
             leaving += 0 if memory is source else source.nbytes
+            packed.append((layout, group, source, shadow))
         if not packed:
-            return places, device.record(Stream.CURRENT)
-        self._compute_norms([taken for _, some_taken, _ in packed for taken in some_taken])
-        hosts, arrived = self._send_to_host([source for _, _, source in packed])
-        for (layout, some_taken, _), host in zip(packed, hosts, strict=True):
-            for taken, view in zip(some_taken, layout.views(host), strict=True):
-                taken.pending, taken.arrived = view, arrived
+            return sent, device.record(Stream.CURRENT)
+        self._compute_norms([taken for _, group, _, _ in packed for taken in group.values()])
+        hosts, arrived = self._send_to_host([source for _, _, source, _ in packed])
+        for (layout, group, _, shadow), host in zip(packed, hosts, strict=True):
+            sent.append(Sent.of(group, layout.cut(host), shadow))
+            for position, taken in enumerate(group.values()):
+                taken.move_to(sent[-1].gradients, position, arrived)
         if leaving:
             self._leaving.add(arrived, leaving)
         self._most_packed = max(self._most_packed, self._leaving.size + self._reused.size)
-        return places, arrived
+        return sent, arrived
 
     def _pack(self, gradients: Sequence[Tensor], layout: FlatLayout[ParameterState], dtype: torch.dtype) -> Tensor:
         """Return gradients in one buffer on the device, once few others wait for the link where memory is short."""
@@ -263,20 +309,11 @@ class Transfers:
         self.is_short = True
         return travelled
 
-    def _add_places(
-        self,
-        places: dict[ParameterState, Place],
-        layout: FlatLayout[ParameterState],
-        memory: Tensor | None,
-        speculated: Collection[ParameterState] | None = None,
-    ) -> FlatShadow:
-        """Add places for the `speculated` states of a layout, None for all; return what they lie in."""
+    def _shadow(self, layout: FlatLayout[ParameterState], memory: Tensor | None) -> FlatShadow:
+        """Return what new values lie in."""
         shadow = FlatShadow(self, layout, memory)
         self._shadows.add(weakref.ref(shadow), layout.numel * layout.states[0].parameter_dtype.itemsize)
         self._statistics.shadow_bytes = max(self._statistics.shadow_bytes, self._shadows.size)
-        for position, state in enumerate(layout.states):
-            if speculated is None or state in speculated:
-                places[state] = Place(shadow, position)
         return shadow
 
     def _shadow_on_device(self, packed: Tensor, numel: int, dtype: torch.dtype) -> Tensor | None:
@@ -299,10 +336,10 @@ class Transfers:
 
     def pack_kept(
         self, states: Sequence[ParameterState], gradients: Sequence[TakenGradient]
-    ) -> tuple[dict[ParameterState, TakenGradient], Event, list[Tensor]]:
+    ) -> tuple[list[Sent], Event, list[Tensor]]:
         """Copy gradients within the device, where they stay, and start the download of their norm.
 
-        Returns the gradients in the order of their norm, the event after which `norm_in` may read it, and its tensors.
+        Returns them in the order of their norm, the event after which `norm_in` may read it, and its tensors.
         """
         device = self.device
         groups: dict[torch.dtype, dict[ParameterState, TakenGradient]] = {}
@@ -312,19 +349,20 @@ class Transfers:
             dtype = dtype_on_link(taken.pending, self.transfer_dtype) if is_narrowed else taken.pending.dtype
             groups.setdefault(dtype, {})[state] = taken
         norms: list[Tensor] = []
-        packed: list[tuple[TakenGradient, Tensor]] = []
+        sent: list[Sent] = []
         for dtype, group in groups.items():
             layout = self._layout_of(tuple(group))
             chunks = sum(native.chunk_count(state.shape.numel()) for state in layout.states)
             norms.append(device.empty(2 * chunks, torch.float64, Stream.CURRENT))
-            some_taken = list(group.values())
-            buffer = device.pack([taken.pending for taken in some_taken], layout, dtype, ChunkSums.over(norms[-1]))
-            packed += zip(some_taken, layout.views(buffer), strict=True)
+            pending = [taken.pending for taken in group.values()]
+            buffer = device.pack(pending, layout, dtype, ChunkSums.over(norms[-1]))
+            sent.append(Sent.of(group, layout.cut(buffer)))
         self._compute_norms(gradients)
         hosts, arrived = self._send_to_host(norms)
-        for taken, view in packed:
-            taken.pending, taken.arrived = view, arrived
-        return {state: taken for group in groups.values() for state, taken in group.items()}, arrived, hosts
+        for group, one in zip(groups.values(), sent, strict=True):
+            for position, taken in enumerate(group.values()):
+                taken.move_to(one.gradients, position, arrived)
+        return sent, arrived, hosts
 
     def _compute_norms(self, gradients: Sequence[TakenGradient]) -> None:
         """Let torch compute the norms that will be asked for, while the gradients are on the device.
@@ -384,7 +422,8 @@ class Transfers:
             groups.setdefault(state.parameter_dtype, []).append(state)
         places: dict[ParameterState, Place] = {}
         for some in groups.values():
-            self._add_places(places, self._layout_of(tuple(some)), None)
+            shadow = self._shadow(self._layout_of(tuple(some)), None)
+            places |= {state: Place(shadow, position) for position, state in enumerate(some)}
         return [places[state] for state in states]
 
     def publish(self, states: Sequence[ParameterState], places: Sequence[Place]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -289,7 +290,10 @@ class SpeculativeCPUAdam(Optimizer):
         places = dict(zip(able, table.delivery.shadows(able), strict=True))
         table.bring_home(gradients)
         transaction.speculate(
-            {s: transaction.pending(s, one, hyper[s.row], places.get(s)) for s, one in gradients.items()}
+            {
+                s: transaction.pending(s, weakref.ref(one), one.pending, one.version, hyper[s.row], places.get(s))
+                for s, one in gradients.items()
+            }
         )
 
     @_untracked

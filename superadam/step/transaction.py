@@ -114,15 +114,17 @@ class Transaction:
     def pending(
         self,
         state: ParameterState,
-        taken: TakenGradient,
+        taken: weakref.ref[TakenGradient],
+        gradient: Tensor,
+        version: int,
         hyper: Hyperparameters,
         place: Place | None = None,
         *,
         is_kept: bool = False,
     ) -> Pending:
-        """Return the record of a gradient that was taken, as it is now, for `speculate` or `add_pending`."""
-        step, scale = int(self.table.steps[state.row]) + 1, self.expected_scale
-        return Pending(weakref.ref(taken), taken.pending, taken.version, hyper, step, scale, place, is_kept)
+        """Return the record of a gradient that was taken, for `speculate` or `add_pending`; arguments as its fields."""
+        step = int(self.table.steps[state.row]) + 1
+        return Pending(taken, gradient, version, hyper, step, self.expected_scale, place, is_kept)
 
     def speculate(self, pending: Mapping[ParameterState, Pending], num_threads: int | None = None) -> None:
         """Compute the norm of gradients that kernels can read, and the new value of those that have a place for it.
@@ -249,11 +251,12 @@ class Transaction:
             if isinstance(gradient, Tensor):
                 parts.append(_Part(state, hyper, gradient))
                 continue
-            part = _Part(state, hyper, gradient.ready(), taken=gradient)
             pending = state.pending
             if pending is not None and _waits(state, gradient):
-                part.waits, part.pending, part.gradient = True, pending, pending.gradient
+                part = _Part(state, hyper, pending.gradient, taken=gradient, waits=True, pending=pending)
                 del others[state]
+            else:
+                part = _Part(state, hyper, gradient.ready(), taken=gradient)
             if gradient.factors:
                 scale = gradient.scale()
                 if scale is None or part.pending is None:
@@ -369,11 +372,8 @@ class Transaction:
 
         Over several ranks, it is returned as it is, because they need not all have taken their gradients.
         """
-        factors = {
-            (part.taken.unscale_factor(), _clip_factor(part.taken)) if part.taken.factors else (1.0, 1.0)
-            for part in parts
-            if part.taken
-        }
+        distinct = {part.taken.factors: part.taken for part in parts if part.taken is not None}
+        factors = {(one.unscale_factor(), _clip_factor(one)) for one in distinct.values()}
         if len(factors) != 1 or not all(part.waits for part in parts):
             return outcome
         unscale, clip = factors.pop()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from hypothesis import given
@@ -87,6 +91,25 @@ def test_buffer_that_begins_inside_its_storage() -> None:
     assert first.storage_offset() == 10
     assert second.storage_offset() == 10 + ALIGNMENT
     assert torch.equal(second, torch.zeros(2, 2))
+
+
+def test_all_threads_find_the_same_tensors() -> None:
+    """In place of a gradient: what one thread has multiplied another must not take for the original."""
+    layout = FlatLayout(states_of(*(torch.randn(3) for _ in range(200))))
+    for _ in range(20):
+        flat, together = layout.cut(torch.zeros(layout.numel)), threading.Barrier(4)
+        with ThreadPoolExecutor(4) as threads:
+            found = [*threads.map(lambda _, flat=flat, together=together: (together.wait(), flat.tensors)[1], range(4))]
+        assert all(one is found[0] for one in found)
+        assert flat.tensors is found[0]
+
+
+def test_what_is_cut_keeps_memory_but_no_states() -> None:
+    (state,) = states_of(torch.randn(3))
+    gone, flat = weakref.ref(state), FlatLayout([state]).cut(torch.full((ALIGNMENT,), 2.0))
+    del state
+    assert gone() is None
+    assert flat.tensors[0].tolist() == [2.0] * 3
 
 
 def test_nothing_at_all() -> None:

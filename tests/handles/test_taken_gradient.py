@@ -244,6 +244,47 @@ def test_copy_is_waited_for_once() -> None:
     assert taken.arrived is None
 
 
+class Buffer:
+    """A flat buffer of two gradients, which counts how often they are looked up."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self._tensors, self.count = tensors, 0
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        self.count += 1
+        return self._tensors
+
+
+def test_gradient_that_was_moved_is_looked_up_once_and_not_before_it_is_needed() -> None:
+    gradient, copies = irregular(3), (irregular(3) + 1, irregular(3) + 2)
+    taken, buffer, arrival = TakenGradient(gradient), Buffer(*copies), Copy()
+    gone = weakref.ref(gradient)
+    del gradient
+    taken.move_to(buffer, 1, arrival)
+    assert gone() is None
+    assert buffer.count == arrival.waits == 0
+    assert taken.ready() is taken.pending is copies[1]
+    assert same_bits(taken.value(), copies[1])
+    assert buffer.count == arrival.waits == 1
+
+
+@pytest.mark.parametrize("change", ["absorb", "zero", "leave_speculation", "give_back"])
+def test_buffer_is_not_kept_once_the_gradient_is_elsewhere(change: str) -> None:
+    taken, buffer = TakenGradient(torch.ones(3)), Buffer(torch.full((3,), 2.0))
+    taken.move_to(buffer, 0, Copy())
+    taken.is_unrounded = taken.is_reduced = taken.in_use = True
+    taken.absorb(torch.ones(3)) if change == "absorb" else getattr(taken, change)()
+    gone = weakref.ref(buffer)
+    del buffer
+    assert gone() is None
+    if change == "give_back":
+        with pytest.raises(AttributeError, match="TakenGradient has no attribute 'pending'"):
+            taken.ready()
+    else:
+        assert taken.ready().tolist() == {"absorb": [3.0] * 3, "zero": [0.0] * 3}.get(change, [2.0] * 3)
+
+
 # -- sums --------------------------------------------------------------------------------------------------------------
 
 

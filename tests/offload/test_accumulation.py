@@ -377,6 +377,22 @@ def test_step_directly_after_a_block(device: Device) -> None:
     assert scheduler.optimizer.statistics.clipped
 
 
+def test_what_is_added_after_a_sum_was_sent_counts(device: Device) -> None:
+    """Also if the worker reads the sum only later."""
+
+    def stories(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
+        for seed in range(4):
+            optimizer.zero_grad()
+            with announced(scheduler, torch.float32):
+                loss_of(model, seed).backward()
+            loss_of(model, seed + 10).backward()
+            with announced(scheduler, torch.float32):
+                loss_of(model, seed + 20).backward()
+            optimizer.step()
+
+    both(stories, device, max_grad_norm=55.0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_norm_between_last_backward_and_step_is_that_of_the_step(dtype: torch.dtype, device: Device) -> None:
     model = mlp(dtype)

@@ -122,14 +122,13 @@ def shadow_is_sent_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
     original = Transfers.download
 
     def download(self: Transfers, *args: Any, **options: Any) -> Any:
-        places, arrived = original(self, *args, **options)
-        shadows = {id(place.shadow): cast(FlatShadow, place.shadow) for place in places.values()}
-        for shadow in shadows.values():
-            if shadow._memory is not None:
+        sent, arrived = original(self, *args, **options)
+        for shadow in (one.shadow for one in sent):
+            if shadow is not None and shadow._memory is not None:
                 assert shadow.values
                 early = shadow._memory.view(shadow._dtype)[: shadow._layout.numel]
                 self.device.copy(early, shadow._host[0], Stream.UPLOAD)
-        return places, arrived
+        return sent, arrived
 
     monkeypatch.setattr(Transfers, "download", download)
 
@@ -388,8 +387,8 @@ def _held(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Transfers, Any], Any
 
 def kept_gradient_is_freed_early(monkeypatch: pytest.MonkeyPatch) -> None:
     def spoil(transfers: Transfers, held: Any) -> Any:
-        for taken in held[0].values():
-            taken.pending = _alias(taken.pending)
+        for sent in held[0]:
+            sent.gradients._buffer = _alias(sent.gradients._buffer)
         return held
 
     _held(monkeypatch, spoil)

@@ -21,7 +21,7 @@ from superadam.kernels import native
 from superadam.offload.statistics import OverlapStatistics
 from superadam.offload.trace import Trace
 from superadam.offload.transfers import FlatShadow, Transfers, norm_in
-from superadam.state.parameter import ParameterState
+from superadam.state.parameter import ParameterState, Place
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
@@ -74,8 +74,8 @@ def download(
 ) -> tuple[list[Tensor], Event]:
     """Return the gradients on the host, and the event after which they are there."""
     taken = [TakenGradient(gradient) for gradient in gradients]
-    places, arrived = transfers.download(states, taken, (), **options)
-    assert not places
+    sent, arrived = transfers.download(states, taken, set(), **options)
+    assert all(one.shadow is None for one in sent)
     assert all(one.in_use for one in taken)
     return [one.pending for one in taken], arrived
 
@@ -287,7 +287,7 @@ def test_gradients_stay_where_they_are_if_they_cannot_leave(
     with monkeypatch.context() as patch:
         patch.setattr(device, fails, failing)
         with pytest.raises(torch.OutOfMemoryError):
-            transfers.pack_kept(states, taken) if how == "hold" else transfers.download(states, taken, states)
+            transfers.pack_kept(states, taken) if how == "hold" else transfers.download(states, taken, {*states})
     assert calls == 2
     assert all(one.pending is gradient for one, gradient in zip(taken, gradients, strict=True))
     assert statistics.downloaded_bytes == 0
@@ -298,12 +298,21 @@ def test_gradients_stay_where_they_are_if_they_cannot_leave(
 # ---- new values ------------------------------------------------------------------------------------------------------
 
 
+def speculated(
+    transfers: Transfers, states: list[ParameterState], taken: list[TakenGradient], *only: ParameterState
+) -> tuple[dict[ParameterState, Place], Event]:
+    """Bring gradients down; return the places of all new values, or of some."""
+    chosen = {*(only or states)}
+    every, arrived = transfers.download(states, taken, chosen)
+    return {state: place for one in every for state, place in one.places(chosen).items()}, arrived
+
+
 def sent(
     transfers: Transfers, states: list[ParameterState], gradients: list[Tensor], values: list[Tensor]
 ) -> tuple[list[Any], list[TakenGradient]]:
     """Bring gradients down, and send new values up as a worker does."""
     taken = [TakenGradient(gradient) for gradient in gradients]
-    places, arrived = transfers.download(states, taken, states)
+    places, arrived = speculated(transfers, states, taken)
     arrived.synchronize()
     for state, value in zip(states, values, strict=True):
         target = places[state].value
@@ -421,7 +430,7 @@ def test_values_come_up_while_backward_goes_on() -> None:
     states = states_of(torch.zeros(4), device=device)
     transfers, _ = transfers_of(device)
     taken = [TakenGradient(random(4))]
-    places, arrived = transfers.download(states, taken, states)
+    places, arrived = speculated(transfers, states, taken)
     arrived.synchronize()
     goes_on: list[Any] = []
     device._waits[Stream.CURRENT].append(SimulatedEvent(device))  # never passes
@@ -510,9 +519,9 @@ def test_nothing_is_counted_of_a_bucket_that_does_not_travel() -> None:
     device = Full(0)
     states = states_of(random(5), random(5, dtype=torch.bfloat16), device=device)
     transfers, _ = transfers_of(device)
-    for speculated in ((), states[:1], states):
+    for chosen in (set(), {states[0]}, {*states}):
         with pytest.raises(MemoryError):
-            transfers.download(states, [TakenGradient(random(5, dtype=one.dtype)) for one in states], speculated)
+            transfers.download(states, [TakenGradient(random(5, dtype=one.dtype)) for one in states], chosen)
         gc.collect()
         assert transfers._reused.size == transfers._leaving.size == transfers._shadows.size == 0
     assert transfers._most_packed == 0
@@ -552,7 +561,7 @@ def test_own_masters_and_what_is_not_speculated_on_get_no_memory(device: Device)
     states = states_of(*[torch.zeros(4, dtype=torch.bfloat16) for _ in range(3)], device=device)
     transfers, _ = transfers_of(device)
     taken = [TakenGradient(random(4, dtype=torch.bfloat16)) for _ in states]
-    places, arrived = transfers.download(states, taken, {states[1]})
+    places, arrived = speculated(transfers, states, taken, states[1])
     arrived.synchronize()
     assert list(places) == [states[1]]
 
@@ -577,12 +586,16 @@ def test_norm_of_gradients_that_stay_comes_in_their_order(link: torch.dtype | No
     gradients[0][0, 0] = float("nan")
     transfers, statistics = transfers_of(device, link)
     taken = [TakenGradient(gradient) for gradient in gradients]
-    ordered, arrived, norms = transfers.pack_kept(states, taken)
+    sent, arrived, norms = transfers.pack_kept(states, taken)
     arrived.synchronize()
     norm = norm_in(norms)
-    assert set(ordered.values()) == set(taken)
+    ordered = [
+        (state, reference()) for group in sent for state, reference in zip(group.states, group.taken, strict=True)
+    ]
+    assert dict(ordered) == dict(zip(states, taken, strict=True))
     begin = 0
-    for state, one in ordered.items():
+    for state, one in ordered:
+        assert one is not None
         gradient = gradients[state.row]
         expected = gradient if link is None or gradient.dtype == torch.float64 else gradient.to(link)
         assert torch.equal(one.pending, expected) or state.row == 0
@@ -607,7 +620,7 @@ def test_norms_for_torch_are_torchs_own_and_of_what_arrived(how: str, dtype: tor
         transfers, _ = transfers_of(device, torch.bfloat16)
         transfers.computes_norms = asks
         taken = [TakenGradient(gradient) for gradient in gradients]
-        transfers.pack_kept(states, taken) if how == "hold" else transfers.download(states, taken, ())
+        transfers.pack_kept(states, taken) if how == "hold" else transfers.download(states, taken, set())
         finish(device)
         assert all((one.norm is not None) == asks for one in taken)
         assert not asks or all(map(torch.equal, (one.norm for one in taken), expected))
@@ -635,7 +648,7 @@ def test_sums_that_were_made_on_the_host_are_not_narrowed(link: torch.dtype) -> 
     transfers, _ = transfers_of(PlainDevice(), link)
     taken = TakenGradient(random(70))
     taken.is_unrounded = True
-    transfers.download(states_of(random(70)), [taken], ())
+    transfers.download(states_of(random(70)), [taken], set())
     assert torch.equal(taken.pending, random(70))
 
 
