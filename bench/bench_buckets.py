@@ -30,29 +30,39 @@ def own_time() -> float:
 
 @pytest.mark.benchmark(timer=own_time)
 @pytest.mark.parametrize("tensors", [1, 3, 9])
-@pytest.mark.parametrize("overlapped", [False, True], ids=["alone", "buckets"])
-def test_training_thread(benchmark: BenchmarkFixture, overlapped: bool, tensors: int) -> None:
+@pytest.mark.parametrize("where", ["no buckets", "buckets that travel", "buckets that stay"])
+@pytest.mark.parametrize("part", ["backward", "step"])
+def test_training_thread(benchmark: BenchmarkFixture, part: str, where: str, tensors: int) -> None:
+    if where == "no buckets" and part == "step":
+        pytest.skip("the model alone makes no step")
     gradients = Gradients(BUCKETS * tensors, NUMEL)
     model = TimedModel(gradients)
     device = model.device = PacedDevice(PRESETS["h200"], constants=gradients.sets)
     devices.append(device)
     model.forward_seconds, model.backward_seconds = 0.0, SECONDS_OF_BACKWARD
     optimizer = SpeculativeCPUAdamW(model.parameters(), max_grad_norm=1e9)
-    options = {"bucket_numel": tensors * NUMEL, "gpu_buckets": 0, "num_threads": 1, "device": device}
-    scheduler = OffloadScheduler(optimizer, model, **options) if overlapped else contextlib.nullcontext()
+    kept = BUCKETS if where == "buckets that stay" else 0
+    options = {"bucket_numel": tensors * NUMEL, "gpu_buckets": kept, "num_threads": 1, "device": device}
+    scheduler = contextlib.nullcontext() if where == "no buckets" else OffloadScheduler(optimizer, model, **options)
 
-    def to_step() -> tuple[tuple[object], dict[str, object]]:
+    def begin() -> object:
         optimizer.zero_grad()
         device.record(Stream.CURRENT).synchronize()
-        return (model(),), {}
+        return model()
 
-    def step(loss: object) -> None:
-        loss.backward()  # type: ignore[attr-defined]
-        if overlapped:
-            optimizer.step()
+    def to_backward() -> tuple[tuple[object], dict[str, object]]:
+        optimizer.step()
+        return (begin(),), {}
 
-    benchmark.group = f"{BUCKETS} buckets of {tensors}"
+    def to_step() -> None:
+        begin().backward()  # type: ignore[attr-defined]
+
+    benchmark.group = f"{part}, {BUCKETS} buckets of {tensors}"
     with scheduler:
-        benchmark.pedantic(step, setup=to_step, rounds=ROUNDS, warmup_rounds=WARM_UPS)
+        if part == "backward":
+            how = {"target": lambda loss: loss.backward(), "setup": to_backward}
+        else:
+            how = {"target": optimizer.step, "setup": to_step}
+        benchmark.pedantic(**how, rounds=ROUNDS, warmup_rounds=WARM_UPS)
         benchmark.extra_info["us per bucket"] = 1e6 * benchmark.stats["median"] / BUCKETS
         device.constants.clear()

@@ -239,6 +239,11 @@ class ParameterState:
             return gradient.detach() if gradient.requires_grad else gradient
         return self.host_copy(gradient, gradient.dtype)
 
+    def waits_with(self, taken: TakenGradient) -> bool:
+        """Whether this gradient waits for its verdict, unchanged."""
+        pending = self.pending if self.phase is Phase.SPECULATED else None
+        return pending is not None and pending.taken() is taken and pending.version == taken.version
+
     @property
     def is_as_bound(self) -> bool:
         """Whether the parameter has the shape and dtype it was bound with; if not, it is compared when bound again."""
@@ -252,12 +257,20 @@ class ParameterState:
     @property
     def versions(self) -> tuple[int, ...] | None:
         """Version counters of master and moments, which kernels leave alone; None if any was made in inference mode."""
-        tensors = (self.master, self.exp_avg, self.exp_avg_sq, self.max_exp_avg_sq)
+        master, exp_avg, exp_avg_sq, largest = self.master, self.exp_avg, self.exp_avg_sq, self.max_exp_avg_sq
+        versions: tuple[int, ...]
         try:
-            versions = tuple([version_of(tensor) for tensor in tensors if tensor is not None])
+            versions = (
+                -1 if master is None else version_of(master),
+                -1 if exp_avg is None else version_of(exp_avg),
+                -1 if exp_avg_sq is None else version_of(exp_avg_sq),
+                -1 if largest is None else version_of(largest),
+            )
         except RuntimeError:  # made in inference mode
             return None
-        if self.is_distributed:  # writes to DTensors count there; those that are made in between begin at 0
+        if (
+            self.local is not self.parameter
+        ):  # writes to DTensors count there; those that are made in between begin at 0
             versions += (sum(map(version_of, self.wholes.values())),)
         return versions
 

@@ -77,6 +77,8 @@ def _meant(
     if type(gradient) is GradientHandle:
         taken: TakenGradient = gradient.taken
         if taken.given is None:
+            if state.waits_with(taken):  # so it was checked before
+                return taken
             state.check_gradient(gradient)
             if received is not None and not taken.in_use and not taken.is_unrounded:  # it did not travel
                 taken.pending = received(state.host_gradient(taken.ready()))

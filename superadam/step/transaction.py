@@ -252,7 +252,7 @@ class Transaction:
                 parts.append(_Part(state, hyper, gradient))
                 continue
             pending = state.pending
-            if pending is not None and _waits(state, gradient):
+            if pending is not None and state.waits_with(gradient):
                 part = _Part(state, hyper, pending.gradient, taken=gradient, waits=True, pending=pending)
                 del others[state]
             else:
@@ -425,7 +425,7 @@ class Transaction:
         """Return the number of Inf and NaN in a gradient, where they were counted."""
         with self._lock:
             state = None if taken.parameter is None else self.table.state_of(taken.parameter)
-            if state is None or not _waits(state, taken):
+            if state is None or not state.waits_with(taken):
                 return None
             return int(self.table.norm.nonfinite[self.table.chunks_of(state.row)].sum())
 
@@ -514,12 +514,6 @@ def _clip_factor(taken: TakenGradient) -> float:
         for one in taken.factors
         if one.kind is not FactorKind.UNSCALE and one.number
     )
-
-
-def _waits(state: ParameterState, taken: TakenGradient) -> bool:
-    """Whether this gradient waits for its verdict, unchanged."""
-    pending = state.pending if state.phase is Phase.SPECULATED else None
-    return pending is not None and pending.taken() is taken and pending.version == taken.version
 
 
 def _cannot_fuse(state: ParameterState, new: Pending) -> bool:

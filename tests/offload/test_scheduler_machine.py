@@ -243,7 +243,7 @@ def another_gradient_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     def waits(state: ParameterState, taken: TakenGradient) -> bool:
         return state.phase is Of.SPECULATED
 
-    monkeypatch.setattr(transaction_module, "_waits", waits)
+    monkeypatch.setattr(ParameterState, "waits_with", waits)
 
 
 def stale_speculation_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
