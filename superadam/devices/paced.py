@@ -110,7 +110,6 @@ class _Ranges(dict[int, int]):
         del self[address]
 
 
-_MAIN_THREAD = threading.main_thread().ident
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
@@ -122,7 +121,7 @@ def _counted(
 
     @functools.wraps(method)
     def counted(self: PacedDevice, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        if self._is_counting or threading.get_ident() != _MAIN_THREAD:
+        if self._is_counting or threading.current_thread() is not threading.main_thread():
             return method(self, *args, **kwargs)
         self._is_counting, begin = True, time.thread_time()
         try:

@@ -232,7 +232,8 @@ class TakenGradient:
 
     def unscale_factor(self) -> float:
         """Return the product of the factors that undo a loss scale; 1.0 without any."""
-        return math.prod(factor.number for factor in self.factors if factor.kind is FactorKind.UNSCALE)
+        unscaling = (factor.number for factor in self.factors if factor.kind is FactorKind.UNSCALE)
+        return math.prod(unscaling, start=1.0)
 
     # -- changes -------------------------------------------------------------------------------------------------------
 

@@ -19,9 +19,7 @@ class GradientReady:
     """
 
     def __init__(self, method: Callable[[Tensor], None] | None) -> None:
-        bound: Any = method  # a WeakMethod would add a call of Python's to each gradient
-        self._object: Callable[[], Any] = (lambda: None) if method is None else weakref.ref(bound.__self__)
-        self._function: Any = None if method is None else bound.__func__
+        self._method: Any = (lambda: None) if method is None else weakref.WeakMethod(method)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (None,)
@@ -29,9 +27,9 @@ class GradientReady:
     @uncompiled
     def __call__(self, parameter: Tensor) -> None:
         """Call the method with the parameter."""
-        owner = self._object()
-        if owner is not None:
-            self._function(owner, parameter)
+        method = self._method()
+        if method is not None:
+            method(parameter)
 
 
 class Hooks:

@@ -13,8 +13,8 @@ import copy
 import logging
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
@@ -46,7 +46,6 @@ from superadam.state.tiers import StateTier
 from superadam.step.outcome import StepOutcome
 from superadam.step.transaction import Transaction
 
-_NOTHING = nullcontext()
 _logger = logging.getLogger("superadam")
 
 
@@ -163,15 +162,15 @@ class OffloadScheduler(GradientHolder):
             return
         self._backward_began = self._backward_began or begin
         if self._groups is None:
-            self._take(parameter)
+            self._take((parameter,))
         else:
             try:
-                self._take(*self._groups.add(parameter))
+                self._take(self._groups.add(parameter))
             except Exception as error:
                 self._error = self._error or error
         self.statistics.hook_seconds += time.perf_counter() - begin
 
-    def _take(self, *parameters: Tensor) -> None:
+    def _take(self, parameters: Iterable[Tensor]) -> None:
         """Take the gradients of these parameters, and send buckets that are full."""
         for parameter in parameters:
             bucket = self._bucketer.add(parameter)
@@ -181,14 +180,14 @@ class OffloadScheduler(GradientHolder):
     def _take_waiting(self) -> None:
         """Take the gradients that wait for the next group's, which does not come."""
         if self._groups is not None:
-            self._take(*self._groups.rest())
+            self._take(self._groups.rest())
 
     def _send(self, bucket: Bucket) -> None:
         """Send a bucket; one that cannot be sent is left to `step()`, because its gradients are in `.grad`."""
         if self._pipeline is None or self._transaction is None:
             return
         try:
-            with torch.no_grad() if torch.is_grad_enabled() else _NOTHING:  # it is, for create_graph=True
+            with torch.no_grad():
                 self._hyper = self._hyper or self.optimizer.hyper_by_row()
                 if len(self._hyper) == len(self._transaction.table.states):  # or groups were changed since
                     self._pipeline.send(bucket, self._hyper)

@@ -115,8 +115,8 @@ class Sent:
 
     def places(self, speculated: Set[ParameterState]) -> dict[ParameterState, Place]:
         """Return the places of those that are speculated on."""
-        shadow, states = self.shadow, enumerate(self.states)
-        return {} if shadow is None else {one: Place(shadow, where) for where, one in states if one in speculated}
+        places = {} if self.shadow is None else self.shadow.places()
+        return {state: place for state, place in places.items() if state in speculated}
 
 
 class FlatShadow:
@@ -131,8 +131,7 @@ class FlatShadow:
         self._layout = layout
         self._dtype = layout.states[0].parameter_dtype
         self._memory = memory
-        device = transfers.device
-        self._travels = memory is not None or (device.has_link and not device.is_host(layout.states[0].local))
+        self._travels = transfers.device.has_link and not transfers.device.is_host(layout.states[0].local)
         self._host: list[Tensor] = []
         self._views: list[Tensor] = []
         self._arrived: Event | None = None
@@ -144,6 +143,10 @@ class FlatShadow:
             self._host = [self._transfers.device.host_empty(self._layout.numel, self._dtype)]
             self._views = self._layout.views(self._host[0])
         return self._views
+
+    def places(self) -> dict[ParameterState, Place]:
+        """Return where the value of each parameter lies."""
+        return {state: Place(self, position) for position, state in enumerate(self._layout.states)}
 
     @property
     def has_arrived(self) -> bool:
@@ -422,8 +425,7 @@ class Transfers:
             groups.setdefault(state.parameter_dtype, []).append(state)
         places: dict[ParameterState, Place] = {}
         for some in groups.values():
-            shadow = self._shadow(self._layout_of(tuple(some)), None)
-            places |= {state: Place(shadow, position) for position, state in enumerate(some)}
+            places |= self._shadow(self._layout_of(tuple(some)), None).places()
         return [places[state] for state in states]
 
     def publish(self, states: Sequence[ParameterState], places: Sequence[Place]) -> None:

@@ -89,8 +89,7 @@ class Fingerprints:
 
     def is_hinted(self, row: int) -> bool:
         """Whether version, storage or address hint at an outside write."""
-        version = version_of(self._parameters[row]) if self._wholes is None else self._version(row)
-        return bool(version != self._versions[row]) or self.is_moved(row)
+        return bool(self._version(row) != self._versions[row]) or self.is_moved(row)
 
     def _version(self, row: int) -> int:
         version = version_of(self._parameters[row])

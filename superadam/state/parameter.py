@@ -268,9 +268,7 @@ class ParameterState:
             )
         except RuntimeError:  # made in inference mode
             return None
-        if (
-            self.local is not self.parameter
-        ):  # writes to DTensors count there; those that are made in between begin at 0
+        if self.is_distributed:  # writes to DTensors count there; those that are made in between begin at 0
             versions += (sum(map(version_of, self.wholes.values())),)
         return versions
 

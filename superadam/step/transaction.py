@@ -509,11 +509,8 @@ def _columns(parts: Sequence[_Part]) -> tuple[list[ParameterState], list[Tensor]
 
 def _clip_factor(taken: TakenGradient) -> float:
     """Return the product of a gradient's factors other than unscaling."""
-    return math.prod(
-        1.0 / one.number if one.kind is FactorKind.DIVIDE else one.number
-        for one in taken.factors
-        if one.kind is not FactorKind.UNSCALE and one.number
-    )
+    factors = (one for one in taken.factors if one.kind is not FactorKind.UNSCALE and one.number)
+    return math.prod((1.0 / one.number if one.kind is FactorKind.DIVIDE else one.number for one in factors), start=1.0)
 
 
 def _cannot_fuse(state: ParameterState, new: Pending) -> bool:
