@@ -55,13 +55,6 @@ def with_local(tensor: Any, local: Tensor) -> Tensor:
     return torch_private.dtensor_like(tensor, local)
 
 
-def write(tensor: Any, values: Any) -> None:
-    """Copy values to a tensor that is distributed as they are, wherever they lie."""
-    local_of(tensor).copy_(local_of(values))
-    if is_distributed(tensor):
-        torch.autograd.graph.increment_version(tensor)
-
-
 def part_of(tensor: Any, like: Any) -> Tensor | None:
     """Return this rank's part of a tensor that is distributed as `like` is, or as little; None for any other."""
     if not is_distributed(like):

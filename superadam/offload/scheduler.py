@@ -378,7 +378,6 @@ class OffloadScheduler(GradientHolder):
         self._hooks.remove()
         try:
             self.optimizer.rollback()
-            self.optimizer.commit()
         finally:
             self._count_verdict(None)
             self.optimizer.detach_overlap()

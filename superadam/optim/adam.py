@@ -372,6 +372,11 @@ class SpeculativeCPUAdam(Optimizer):
         overlap: Any = self._published.overlap
         return self._published if overlap is None else overlap
 
+    @_untracked
+    def entries(self) -> defaultdict[Tensor, Any]:
+        """Return `state` for who only measures it: unlike reading that, this judges no writes to parameters."""
+        return self._published.unjudged(self.param_groups)
+
     def hyper_by_row(self) -> list[Hyperparameters]:
         """Return the present hyper-parameters of every parameter, in the order of the groups."""
         return hyper_by_row(self.param_groups)
@@ -441,9 +446,11 @@ class SpeculativeCPUAdam(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict()` of this class, or of torch.optim's Adam or AdamW, returned.
 
-        fp32 state stays fp32 and on the CPU, whatever the parameters are. With `master` in the state, working copies
-        become the rounded masters; without, masters are read from the parameters when they are first needed.
-        `capturable` and `differentiable` are not loaded.
+        Parameters stay as they are, as in torch: the weights are the model's, which may be loaded before or after. fp32
+        state stays fp32 and on the CPU, whatever the parameters are. When a step, or a read of the state, first needs
+        the masters, an element of `master` counts where it rounds to the parameter's; elsewhere, and without `master`,
+        the parameter counts. What others keep in a parameter's state is cast and moved as in torch. `capturable` and
+        `differentiable` are not loaded.
 
         Raises:
             ValueError: the state dict is not one of Adam over such parameters; nothing was changed.
@@ -453,15 +460,15 @@ class SpeculativeCPUAdam(Optimizer):
                 f"the state dict is a {type(state_dict).__name__}, expected a dict; "
                 "load what optimizer.state_dict() returned"
             )
-        arriving: dict[Tensor, dict[str, Tensor]] = {}
+        arriving: dict[Tensor, dict[str, Any]] = {}
 
         def take_state(optimizer: Optimizer, final: dict[str, Any]) -> dict[str, Any]:
             """Check everything and take the tensors out, so that torch neither casts nor moves them."""
             states = self._published.bound(self.param_groups).table.states
             sizes = [len(group["params"]) for group in self.param_groups]
-            groups, entries = checkpoint.read(final, states, sizes)
+            groups, entries, foreign = checkpoint.read(final, states, sizes)
             arriving.update({state.parameter: entry for state, entry in entries.items()})
-            return {"state": {}, "param_groups": groups}
+            return {"state": foreign, "param_groups": groups}
 
         handle = self.register_load_state_dict_pre_hook(take_state)  # the last one, so that it sees the users' changes
         self._arriving = arriving
@@ -477,23 +484,15 @@ class SpeculativeCPUAdam(Optimizer):
         published = values.pop("state")  # a property here: it must not land in __dict__
         super().__setstate__(values)
         arriving = self.__dict__.get("_arriving")
-        self.state = published if arriving is None else defaultdict(dict, arriving)
+        self.state = published if arriving is None else defaultdict(dict, {**arriving, **published})
         for group in self.param_groups:
             for key, value in checkpoint.LATER_GROUP_KEYS.items():
                 group.setdefault(key, value)
-        if arriving is not None:
-            self._write_masters()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what pickles and deep copies hold, committed; hooks stay behind, as in torch."""
         values = {key: self.__dict__[key] for key in ("defaults", "param_groups", "statistics", "_verdicts")}
         return {**values, "state": self._published.committed(self.param_groups)}
-
-    def _write_masters(self) -> None:
-        """Set every parameter that was loaded with a master to its rounded value."""
-        for parameter, entry in self._published.entries.items():
-            if "master" in entry:
-                shards.write(parameter, entry["master"])
 
 
 class SpeculativeCPUAdamW(SpeculativeCPUAdam):

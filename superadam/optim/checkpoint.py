@@ -23,6 +23,7 @@ from superadam.state.parameter import ParameterState
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 OPTIONAL = ("max_exp_avg_sq", "master")
+_OURS = {"step", *MOMENTS, *OPTIONAL}
 LATER_GROUP_KEYS = {
     "amsgrad": False,
     "maximize": False,
@@ -73,6 +74,11 @@ def fitted_step(value: object, count: int) -> Tensor:
     return torch.tensor(float(count), dtype=dtype, device="cpu")
 
 
+def is_of_others(entry: object) -> bool:
+    """Whether this is an entry in which only others keep something, such as a Lookahead's slow weights."""
+    return isinstance(entry, dict) and not entry.keys() & _OURS
+
+
 def _is_dense(value: object, shape: torch.Size) -> bool:
     """Whether this is a tensor of floats of this shape, in memory."""
     if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_nested:
@@ -106,14 +112,10 @@ def check_entry(entry: object, state: ParameterState) -> None:
     if not isinstance(entry, dict):
         raise ValueError(f"the state of {name} is {_kind_of(entry)}, expected a dict with step, exp_avg and exp_avg_sq")
     missing = {"step", *MOMENTS} - set(entry)
-    foreign = set(entry) - {"step", *MOMENTS, *OPTIONAL}
-    if missing or foreign:
-        wrong = [f"lacks {', '.join(sorted(missing))}"] if missing else []
-        if foreign:
-            wrong.append(f"has {', '.join(sorted(described(key) for key in foreign)[:3])}")
+    if missing:
         raise ValueError(
-            f"the state of {name} {' and '.join(wrong)}, expected step, exp_avg, exp_avg_sq and at most "
-            f"{' and '.join(OPTIONAL)}; load a checkpoint of Adam, AdamW or superadam"
+            f"the state of {name} lacks {', '.join(sorted(missing))}, expected step, exp_avg and exp_avg_sq; "
+            "load a checkpoint of Adam, AdamW or superadam"
         )
     read_step(entry["step"], name)
     for key in (*MOMENTS, *OPTIONAL):
@@ -127,13 +129,14 @@ def check_entry(entry: object, state: ParameterState) -> None:
             )
 
 
-def read(
-    state_dict: Mapping[str, Any], states: Sequence[ParameterState], sizes: Sequence[int]
-) -> tuple[list[dict[str, Any]], dict[ParameterState, dict[str, Tensor]]]:
-    """Return copies of a state dict's groups, and of the entry of every parameter that has one.
+Read = tuple[list[dict[str, Any]], dict[ParameterState, dict[str, Any]], dict[str, Any]]
 
-    `sizes` are the numbers of parameters of the optimizer's groups. Raises ValueError unless the state dict is that of
-    an Adam optimizer over such parameters.
+
+def read(state_dict: Mapping[str, Any], states: Sequence[ParameterState], sizes: Sequence[int]) -> Read:
+    """Return copies of a state dict's groups, and of the state of every parameter that has one; and all other state.
+
+    The last is what others keep under names, not for a parameter. `sizes` are the numbers of parameters of the
+    optimizer's groups. Raises ValueError unless the state dict is that of an Adam optimizer over such parameters.
     """
     try:
         return _read(state_dict, states, sizes)
@@ -146,9 +149,7 @@ def read(
         ) from error
 
 
-def _read(
-    state_dict: Mapping[str, Any], states: Sequence[ParameterState], sizes: Sequence[int]
-) -> tuple[list[dict[str, Any]], dict[ParameterState, dict[str, Tensor]]]:
+def _read(state_dict: Mapping[str, Any], states: Sequence[ParameterState], sizes: Sequence[int]) -> Read:
     if not {"state", "param_groups"} <= set(state_dict):
         raise ValueError("the state dict lacks state or param_groups; load what optimizer.state_dict() returned")
     groups, entries = state_dict["param_groups"], state_dict["state"]
@@ -175,24 +176,24 @@ def _read(
         raise ValueError("the state dict lists a parameter twice, expected each once; it is damaged")
     if not isinstance(entries, Mapping):
         raise ValueError(f"state of the state dict is {_kind_of(entries)}, expected a dict; it is damaged")
-    read = {}
+    read: dict[ParameterState, dict[str, Any]] = {}
+    foreign: dict[str, Any] = {}
     for identifier, entry in entries.items():
         state = by_identifier.get(identifier)
-        if state is None:
+        if state is not None:
+            if not is_of_others(entry):
+                entry = local_entry(entry, state) if isinstance(entry, dict) else entry
+                check_entry(entry, state)
+            if entry:
+                read[state] = copied(entry, state)
+        elif isinstance(identifier, str):
+            foreign[identifier] = entry
+        else:
             raise ValueError(
                 f"the state dict has state for parameter {described(identifier)}, which none of its groups lists; "
                 "it is damaged"
             )
-        if not isinstance(entry, dict) or entry:
-            entry = local_entry(entry, state) if isinstance(entry, dict) else entry
-            check_entry(entry, state)
-            read[state] = copied(entry, state)
-            if "master" in read[state] and not (has_memory(state.local) or state.local.is_meta):
-                raise ValueError(
-                    f"{state.name} has no data for its master to be written to, because its storage was freed; "
-                    "bring it back before loading"
-                )
-    return copies, read
+    return copies, read, foreign
 
 
 def _read_group(group: Mapping[str, Any], index: int, size: int) -> dict[str, Any]:
@@ -220,11 +221,25 @@ def fitted(tensor: Tensor, state: ParameterState) -> Tensor:
     return tensor if fits else state.host_copy(tensor, state.dtype)
 
 
-def copied(entry: Mapping[str, Any], state: ParameterState) -> dict[str, Tensor]:
-    """Return copies of a checked entry's tensors, whole: `step` 0-dim, the parts of others as kernels read them."""
-    step = fitted_step(entry["step"], read_step(entry["step"], state.name))
-    tensors = {"step": step.detach().to("cpu", copy=True).reshape(())}
-    for key in (*MOMENTS, *OPTIONAL):
-        if entry.get(key) is not None:
-            tensors[key] = state.whole(state.host_copy(entry[key], state.dtype))
-    return tensors
+def copied(entry: Mapping[str, Any], state: ParameterState) -> dict[str, Any]:
+    """Return a copy of a checked entry, its tensors whole: `step` 0-dim, those of Adam as kernels read them."""
+    copied: dict[str, Any] = {}
+    for key, value in entry.items():
+        if key == "step":
+            step = fitted_step(value, read_step(value, state.name))
+            copied[key] = step.detach().to("cpu", copy=True).reshape(())
+        elif key not in _OURS:
+            copied[key] = _cast(value, state.parameter)
+        elif value is not None:
+            copied[key] = state.whole(state.host_copy(value, state.dtype))
+    return copied
+
+
+def _cast(value: Any, parameter: Tensor) -> Any:
+    """Return what others keep, with copies of tensors that have dtype and device of the parameter, as in torch."""
+    if isinstance(value, Tensor):
+        dtype = parameter.dtype if parameter.is_floating_point() else value.dtype
+        return value.to(parameter.device, dtype, copy=True)
+    if isinstance(value, dict):
+        return {key: _cast(each, parameter) for key, each in value.items()}
+    return type(value)(_cast(each, parameter) for each in value) if type(value) in (list, tuple) else value

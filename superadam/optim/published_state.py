@@ -170,10 +170,19 @@ class PublishedState(GradientHolder):
 
         Where binding fails, it is returned unchanged: a step refuses it, and until then it can be corrected.
         """
+        return self._up_to_date(groups, adopts=True)
+
+    def unjudged(self, groups: Groups) -> defaultdict[Tensor, Any]:
+        """Return the same, with masters as before outside writes, which wait for a step or for who reads the state."""
+        return self._up_to_date(groups, adopts=False)
+
+    def _up_to_date(self, groups: Groups, *, adopts: bool) -> defaultdict[Tensor, Any]:
         self.catch_up()
         if self.has_state:
             with suppress(TypeError, ValueError):
                 self.bound(groups)
+            if adopts and self._transaction is not None:
+                self._transaction.adopt_outside_writes()
             self._publish()
         return self.entries
 
@@ -192,7 +201,7 @@ class PublishedState(GradientHolder):
 
     def detach(self, groups: Groups) -> None:
         """Reach parameters without a scheduler again; nothing may be open."""
-        self.committed(groups)
+        self.unjudged(groups)
         with deferred_signals():
             self._forget_binding()
             self.overlap = None
@@ -222,7 +231,9 @@ class PublishedState(GradientHolder):
     def commit(self, groups: Groups) -> None:
         """Fold accepted steps and outside writes into the state."""
         if self.has_state:
-            self.bound(groups).commit()
+            transaction = self.bound(groups)
+            transaction.commit()
+            transaction.adopt_outside_writes()
             if self.is_exposed:
                 self._publish()
 
@@ -238,6 +249,7 @@ class PublishedState(GradientHolder):
             self.overlap.follow(None)
 
     def _publish(self) -> None:
+        """Bring `entries` up to date with every step; what others wrote to parameters waits for who needs it."""
         if self._transaction is not None:
             self._transaction.commit()
             self._transaction.table.bring_home()
@@ -246,21 +258,13 @@ class PublishedState(GradientHolder):
     def _close(self, transaction: Transaction) -> dict[Tensor, ParameterState]:
         """Write all state to `entries`; return the states of parameters that are still as they were bound."""
         transaction.drop()  # the gradients in `.grad` still count
+        self._publish()
         table = transaction.table
-        converted = {state for state in table.states if _is_converted(state, table)}
-        try:
-            for state in converted:
-                table.fingerprints.remember(state.row)  # nothing to adopt: it is bound again, and compared then
-            for row in table.fingerprints.look():
-                table.fingerprints.distrust(row)
-            self._publish()
-        finally:
-            for state in converted:
-                table.fingerprints.forget_address(state.row)  # also when binding fails and is tried again
-        return {state.parameter: state for state in table.states if state not in converted}
+        return {state.parameter: state for state in table.states if not _is_converted(state, table)}
 
     def _bind(self, parameters: Sequence[Tensor], names: Sequence[str]) -> Transaction:
         known = {} if self._transaction is None else self._close(self._transaction)
+        written = set() if self._transaction is None else set(self._transaction.table.written())
         delivery = SynchronousDelivery() if self.overlap is None else self.overlap.delivery
         states = []
         for row, (parameter, name) in enumerate(zip(parameters, names, strict=True)):
@@ -275,6 +279,8 @@ class PublishedState(GradientHolder):
         table = ParameterTable(states, delivery, self.overlap.tier if self.overlap else None)
         for state in states:
             self._read(state, table)
+            if state in written:
+                table.fingerprints.distrust(state.row)
         self.is_flattened, self.ranks = is_flattened(parameters), ranks
         self._transaction = Transaction(table, self._statistics, ranks)
         if self.overlap is not None:
@@ -304,7 +310,7 @@ class PublishedState(GradientHolder):
         if state.has_state and not table.is_published[state.row]:
             return False
         entry = self.entries.get(state.parameter)
-        if not entry:
+        if not entry or checkpoint.is_of_others(entry):
             if all(getattr(state, key) is None for key in TENSORS):  # moments may be there without a master
                 return False
             state.master = state.exp_avg = state.exp_avg_sq = state.max_exp_avg_sq = None
@@ -350,7 +356,8 @@ class PublishedState(GradientHolder):
 def _references(published: Any) -> tuple[int, ...]:
     """Count the references to published objects: the dict, its entries, their steps and their other tensors."""
     entries = [entry for entry in published.entries.values() if isinstance(entry, dict)]
-    tensors = [(key, value) for entry in entries for key, value in entry.items() if isinstance(value, Tensor)]
+    ours = ("step", *TENSORS)
+    tensors = [(key, entry[key]) for entry in entries for key in ours if isinstance(entry.get(key), Tensor)]
     steps, others = ([value for key, value in tensors if (key == "step") is wanted] for wanted in (True, False))
     if published.ranks is not None:
         others += [shards.local_of(value) for value in others if shards.is_distributed(value)]

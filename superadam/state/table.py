@@ -127,6 +127,11 @@ class ParameterTable:
             return self.all_rows
         return np.fromiter(map(_get_row, states), np.int64, len(states))
 
+    def written(self) -> list[ParameterState]:
+        """Return the states of parameters to which others may have written."""
+        moved = self.fingerprints.look()
+        return [self.states[row] for row in {*moved, *self.fingerprints.seen_hints(self.all_rows)}]
+
     def are_ready(self, rows: Rows, *, with_max: bool) -> bool:
         """Whether these rows have everything that a step reads and writes."""
         return bool(self._is_ready[rows].all() and (not with_max or self._has_max[rows].all()))

@@ -386,11 +386,9 @@ class Transaction:
     # ---- after the verdict -------------------------------------------------------------------------------------------
 
     def commit(self) -> None:
-        """Fold every accepted gradient into the state, and every outside write into the masters."""
+        """Fold every accepted gradient into the state."""
         with self._timed("commit_seconds"):
             self._commit(self.in_phase(Phase.ACCEPTED))
-            hinted = [self.table.states[row] for row in self.table.fingerprints.hints(self.table.all_rows)]
-            self._adopt([state for state in hinted if has_memory(state.local) and state.is_as_bound])
 
     def commit_some(self, elements: int, num_threads: int | None = None) -> int:
         """Commit accepted gradients, oldest first, of at least this many elements; return of how many it was."""
@@ -444,9 +442,12 @@ class Transaction:
 
     # ---- outside writes ----------------------------------------------------------------------------------------------
 
-    def adopt_outside_writes(self, states: Sequence[ParameterState]) -> None:
-        """Compare parameters with their masters and adopt what differs."""
+    def adopt_outside_writes(self, states: Sequence[ParameterState] | None = None) -> None:
+        """Compare parameters with their masters and adopt what differs; by default where something hints at a write."""
         with self._timed("commit_seconds"):
+            if states is None:
+                hinted = [self.table.states[row] for row in self.table.fingerprints.hints(self.table.all_rows)]
+                states = [state for state in hinted if has_memory(state.local) and state.is_as_bound]
             self._adopt(states)
 
     def _adopt(self, states: Sequence[ParameterState]) -> None:
