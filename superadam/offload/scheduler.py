@@ -14,7 +14,7 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
@@ -153,6 +153,10 @@ class OffloadScheduler(GradientHolder):
             self._end()
             raise
 
+    @property
+    def _lock(self) -> AbstractContextManager[object]:
+        return self.optimizer._lock
+
     # ---- a gradient is ready -----------------------------------------------------------------------------------------
 
     def gradient_ready(self, parameter: Tensor) -> None:
@@ -160,15 +164,18 @@ class OffloadScheduler(GradientHolder):
         begin = time.perf_counter()
         if self._pipeline is None and self._bucketer.accumulation.sum_dtype is None:
             return
-        self._backward_began = self._backward_began or begin
-        if self._groups is None:
-            self._take((parameter,))
-        else:
-            try:
-                self._take(self._groups.add(parameter))
-            except Exception as error:
-                self._error = self._error or error
-        self.statistics.hook_seconds += time.perf_counter() - begin
+        with self._lock:
+            if self._closed:  # meanwhile, by another thread
+                return
+            self._backward_began = self._backward_began or begin
+            if self._groups is None:
+                self._take((parameter,))
+            else:
+                try:
+                    self._take(self._groups.add(parameter))
+                except Exception as error:
+                    self._error = self._error or error
+            self.statistics.hook_seconds += time.perf_counter() - begin
 
     def _take(self, parameters: Iterable[Tensor]) -> None:
         """Take the gradients of these parameters, and send buckets that are full."""
@@ -266,8 +273,9 @@ class OffloadScheduler(GradientHolder):
 
     def nonfinite_of(self, taken: TakenGradient) -> int | None:
         """Return the number of Inf and NaN in a gradient, where they were counted."""
-        self.catch_up()
-        return None if self._transaction is None else self._transaction.nonfinite_of(taken)
+        with self._lock:
+            self.catch_up()
+            return None if self._transaction is None else self._transaction.nonfinite_of(taken)
 
     def norm_was_asked(self, taken: TakenGradient) -> None:
         """Let torch compute norms before gradients travel, from now on."""
@@ -300,9 +308,10 @@ class OffloadScheduler(GradientHolder):
         changes: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
         for name, value in changes.items():
             check_count(name, value, least=name != "gpu_buckets", may_be_auto=False)
-        self.catch_up()
-        self._autotuner.place(replace(self.placement, **changes))
-        self._apply_placement()
+        with self._lock:
+            self.catch_up()
+            self._autotuner.place(replace(self.placement, **changes))
+            self._apply_placement()
 
     def _apply_placement(self) -> None:
         states = () if self._transaction is None else self._transaction.table.states
@@ -351,16 +360,19 @@ class OffloadScheduler(GradientHolder):
         if dtype is not None:
             parameters = (one for group in self.optimizer.param_groups for one in group["params"])
             check_can_take(parameters, "accumulate() got torch.float32")
-        self._take_waiting()
+        with self._lock:
+            self._take_waiting()
         with self._bucketer.accumulation.accumulate(dtype):
             yield
-            self._take_waiting()
+            with self._lock:
+                self._take_waiting()
 
     def synchronize(self) -> None:
         """Return when nothing is under way: buckets speculated on, accepted steps committed, values published."""
-        self.catch_up()
-        self.optimizer.commit()
-        self._transfers.settle()
+        with self._lock:
+            self.catch_up()
+            self.optimizer.commit()
+            self._transfers.settle()
 
     def export_trace(self, path: str | os.PathLike[str]) -> None:
         """Write the last steps as a Chrome trace, for chrome://tracing or ui.perfetto.dev.
@@ -372,16 +384,17 @@ class OffloadScheduler(GradientHolder):
 
     def close(self) -> None:
         """Finish what is under way, give gradients back, and leave model and optimizer as without a scheduler."""
-        if self._closed:
-            return
-        self._closed = True
-        self._hooks.remove()
-        try:
-            self.optimizer.rollback()
-        finally:
-            self._count_verdict(None)
-            self.optimizer.detach_overlap()
-            self._end()
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._hooks.remove()
+            try:
+                self.optimizer.rollback()
+            finally:
+                self._count_verdict(None)
+                self.optimizer.detach_overlap()
+                self._end()
 
     def _end(self) -> None:
         if self._pipeline is not None:

@@ -6,14 +6,14 @@ import functools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from superadam.distributed import shards
 from superadam.distributed.verdict import Question
 from superadam.handles.gradient_handle import shared_memory, take_gradient, taken_of
 from superadam.handles.taken_gradient import GradientHolder, TakenGradient
@@ -44,6 +44,17 @@ def _untracked(method: Callable[_Arguments, _Result]) -> Callable[_Arguments, _R
 
     uncompiled: Callable[_Arguments, _Result] = torch_private.uncompiled(untracked)  # as the methods of torch.optim
     return uncompiled
+
+
+def _whole(method: Callable[Concatenate[Any, _Arguments], _Result]) -> Callable[Concatenate[Any, _Arguments], _Result]:
+    """Run `_untracked`, and wholly before or after every other such call, whatever thread makes it."""
+
+    @functools.wraps(method)
+    def whole(self: Any, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        with self._lock:  # one call into C, which no signal divides from what follows
+            return method(self, *args, **kwargs)
+
+    return _untracked(whole)
 
 
 @dataclass(slots=True)
@@ -146,15 +157,16 @@ class SpeculativeCPUAdam(Optimizer):
         Raises:
             ValueError, TypeError, RuntimeError: as the constructor; the group was not added.
         """
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        try:
-            check_group(group)
-            for parameter, name in zip(group["params"], names_of(group, len(self.param_groups) - 1), strict=True):
-                check_parameter(parameter, name)
-        except Exception:
-            self.param_groups.pop()
-            raise
+        with self._lock:
+            super().add_param_group(param_group)
+            group = self.param_groups[-1]
+            try:
+                check_group(group)
+                for parameter, name in zip(group["params"], names_of(group, len(self.param_groups) - 1), strict=True):
+                    check_parameter(parameter, name)
+            except Exception:
+                self.param_groups.pop()
+                raise
 
     # ---- limits ------------------------------------------------------------------------------------------------------
 
@@ -206,16 +218,17 @@ class SpeculativeCPUAdam(Optimizer):
         """
         published = self._published
         if published.is_exposed and not published.entries and checkpoint.is_asked_for_template():
-            published.create(self.param_groups)
+            with self._lock:
+                published.create(self.param_groups)
             return None
         loss = None
-        if closure is not None:
+        if closure is not None:  # not under the lock: its backward may run hooks of the scheduler in other threads
             with torch.enable_grad():
                 loss = closure()
         self.resolve()
         return loss
 
-    @_untracked
+    @_whole
     def resolve(self) -> StepOutcome:
         """Make one step, as `step()` does, and return its outcome; raises as `step()`.
 
@@ -249,7 +262,7 @@ class SpeculativeCPUAdam(Optimizer):
             self._published.conclude(outcome)
         return outcome
 
-    @_untracked
+    @_whole
     def speculate(self, params: Iterable[Tensor] | None = None) -> None:
         """Take gradients and compute new values as if the step were good; parameters and `state` do not change.
 
@@ -296,7 +309,7 @@ class SpeculativeCPUAdam(Optimizer):
             }
         )
 
-    @_untracked
+    @_whole
     def rollback(self) -> None:
         """Drop unresolved speculation and give its gradients back to `.grad`; parameters and state did not change."""
         self._published.drop()
@@ -306,12 +319,12 @@ class SpeculativeCPUAdam(Optimizer):
                 if taken is not None:
                     taken.leave_speculation()
 
-    @_untracked
+    @_whole
     def commit(self) -> None:
         """Fold accepted steps, and what was written to parameters, into the state; reading `state` does so too."""
         self._published.commit(self.param_groups)
 
-    @_untracked
+    @_whole
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Set the limit of the global gradient norm for the coming step only, and return that norm.
 
@@ -335,12 +348,18 @@ class SpeculativeCPUAdam(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients as torch.optim does."""
-        self._verdicts.limit_of_next_step = None
-        super().zero_grad(set_to_none)
+        with self._lock:
+            self._verdicts.limit_of_next_step = None
+            super().zero_grad(set_to_none)
 
     # ---- what schedulers and sources use -----------------------------------------------------------------------------
 
-    @_untracked
+    @property
+    def _lock(self) -> AbstractContextManager[object]:
+        """Held by every public call of the optimizer and its scheduler, so that calls from other threads wait."""
+        return self._published.lock
+
+    @_whole
     def attach_overlap(self, overlap: Overlap) -> None:
         """Let a scheduler carry gradients and parameters from now on.
 
@@ -352,7 +371,7 @@ class SpeculativeCPUAdam(Optimizer):
             raise RuntimeError("the optimizer has a scheduler already; close() it before making another one")
         self._published.attach(overlap, self.param_groups)
 
-    @_untracked
+    @_whole
     def detach_overlap(self) -> None:
         """Work without a scheduler again; it must have nothing under way."""
         self._published.detach(self.param_groups)
@@ -372,7 +391,7 @@ class SpeculativeCPUAdam(Optimizer):
         overlap: Any = self._published.overlap
         return self._published if overlap is None else overlap
 
-    @_untracked
+    @_whole
     def entries(self) -> defaultdict[Tensor, Any]:
         """Return `state` for who only measures it: unlike reading that, this judges no writes to parameters."""
         return self._published.unjudged(self.param_groups)
@@ -384,7 +403,7 @@ class SpeculativeCPUAdam(Optimizer):
     # ---- state -------------------------------------------------------------------------------------------------------
 
     @property
-    @_untracked
+    @_whole
     def state(self) -> defaultdict[Tensor, Any]:
         """Per parameter `step`, `exp_avg`, `exp_avg_sq` (`max_exp_avg_sq`, `master`): the last accepted state.
 
@@ -398,11 +417,12 @@ class SpeculativeCPUAdam(Optimizer):
     @_untracked
     def state(self, value: defaultdict[Tensor, Any]) -> None:
         if "_published" in self.__dict__:
-            self._published.replace(value)
+            with self._lock:
+                self._published.replace(value)
         else:
             self._published = PublishedState(value, self.statistics)
 
-    @_untracked
+    @_whole
     def reload_masters(self, params: Iterable[Tensor] | None = None) -> None:
         """Adopt values that were written to parameters through `.data`; other writes are noticed without this.
 
@@ -417,7 +437,7 @@ class SpeculativeCPUAdam(Optimizer):
             [state for state in transaction.table.states if chosen is None or id(state.parameter) in chosen]
         )
 
-    @_untracked
+    @_whole
     def state_dict(self) -> dict[str, Any]:
         """Return groups and state as `torch.optim.Optimizer.state_dict` does, with `master` for every working copy.
 
@@ -442,7 +462,7 @@ class SpeculativeCPUAdam(Optimizer):
             entry.pop("master", None)
         return result
 
-    @_untracked
+    @_whole
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict()` of this class, or of torch.optim's Adam or AdamW, returned.
 
@@ -491,8 +511,9 @@ class SpeculativeCPUAdam(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what pickles and deep copies hold, committed; hooks stay behind, as in torch."""
-        values = {key: self.__dict__[key] for key in ("defaults", "param_groups", "statistics", "_verdicts")}
-        return {**values, "state": self._published.committed(self.param_groups)}
+        with self._lock:
+            values = {key: self.__dict__[key] for key in ("defaults", "param_groups", "statistics", "_verdicts")}
+            return {**values, "state": self._published.committed(self.param_groups)}
 
 
 class SpeculativeCPUAdamW(SpeculativeCPUAdam):

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import itertools
 import operator
+import os
 import sys
+import threading
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -106,6 +108,13 @@ class PublishedState(GradientHolder):
         self.ranks: Ranks | None = None
         self._transaction: Transaction | None = None  # over the parameters that were bound last
         self._statistics = statistics
+        self._locks: dict[int, AbstractContextManager[object]] = {}
+
+    @property
+    def lock(self) -> AbstractContextManager[object]:
+        """A reentrant lock of this process: another thread may have held its parent's when that forked."""
+        process = os.getpid()
+        return self._locks.get(process) or self._locks.setdefault(process, threading.RLock())
 
     def replace(self, entries: defaultdict[Tensor, Any]) -> None:
         """Replace the published dict, after bringing the old one up to date; gradients stay in `.grad`."""

@@ -430,7 +430,13 @@ def _with_foreign_state(optimizer: Any) -> Any:
 def _seen(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _seen(each) for key, each in value.items()}
-    return [_seen(each) for each in value] if isinstance(value, list) else bits(value) if hasattr(value, "dtype") else value
+    return (
+        [_seen(each) for each in value]
+        if isinstance(value, list)
+        else bits(value)
+        if hasattr(value, "dtype")
+        else value
+    )
 
 
 def _foreign_state(optimizer: Any, dtype: torch.dtype | None = None) -> list[Any]:

@@ -1,0 +1,223 @@
+"""Public calls from two threads: each is made wholly before or after the other, so that no step is lost or halved."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import os
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from overlap import DeferredDevice, ThreadDevice, adam, batch, mlp
+from visible import bits, parameters_of
+
+from superadam import OffloadScheduler, SpeculativeCPUAdam
+from superadam.devices.simulated import SimulatedDevice
+
+IS_DEEP = os.environ.get("SUPERADAM_DEEP") == "1"
+INTERLEAVINGS = 1000 if IS_DEEP else 2
+REPEATS = 2
+"""Calls of each thread in one interleaving."""
+
+DEVICES: dict[str, Callable[[int], Any]] = {
+    "thread": lambda seed: ThreadDevice(),
+    "deferred": lambda seed: DeferredDevice(),
+    "simulated": SimulatedDevice,
+}
+
+
+@pytest.fixture(autouse=True)
+def _switching_often() -> Iterator[None]:
+    interval, threads = sys.getswitchinterval(), torch.get_num_threads()
+    sys.setswitchinterval(1e-6)
+    torch.set_num_threads(1)
+    yield
+    sys.setswitchinterval(interval)
+    torch.set_num_threads(threads)
+
+
+class Run:
+    """A model after one step and one more backward, with a scheduler or without."""
+
+    def __init__(self, how: str, seed: int) -> None:
+        self.model = mlp(torch.bfloat16, width=8, layers=2)
+        self.optimizer: SpeculativeCPUAdam = adam(self.model)
+        self.scheduler: OffloadScheduler | None = None
+        if how in DEVICES:
+            device = DEVICES[how](seed)
+            self.scheduler = OffloadScheduler(self.optimizer, self.model, device=device, bucket_numel=70)
+        self.backward()
+        self.optimizer.step()
+        self.backward()
+
+    def backward(self, number: int = 0) -> None:
+        self.optimizer.zero_grad()
+        loss = self.model(batch(number, torch.bfloat16, 8)).float().square().mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def train(self, steps: int) -> None:
+        for number in range(steps):
+            self.backward(number)
+            self.optimizer.step()
+
+    def close(self) -> None:
+        if self.scheduler is not None:
+            self.scheduler.close()
+
+    def seen(self) -> list[Any]:
+        """Return step count, parameter and state of each parameter."""
+        every = [(p, self.optimizer.state[p]) for p in parameters_of(self.optimizer)]
+        return [
+            (int(entry["step"]), bits(p), *(bits(entry[key]) for key in ("exp_avg", "exp_avg_sq", "master")))
+            for p, entry in every
+        ]
+
+
+def _read(run: Run, path: Path) -> None:
+    for entry in list(run.optimizer.state.values()):
+        assert entry["exp_avg"].isfinite().all()
+
+
+def _place(run: Run, path: Path) -> None:
+    if run.scheduler is not None:
+        run.scheduler.place(bucket_numel=random.randrange(30, 200))
+
+
+def _look(run: Run, path: Path) -> None:
+    assert run.optimizer.statistics.steps >= 1
+    if run.scheduler is not None:
+        copy.copy(run.scheduler.statistics)
+        assert run.scheduler.placement.bucket_numel
+
+
+def _trace(run: Run, path: Path) -> None:
+    if run.scheduler is not None:
+        run.scheduler.export_trace(path / f"{threading.get_ident()}.json")
+
+
+def _synchronize(run: Run, path: Path) -> None:
+    if run.scheduler is not None:
+        run.scheduler.synchronize()
+
+
+CALLS: dict[str, Callable[[Run, Path], object]] = {
+    "step": lambda run, path: run.optimizer.step(),
+    "resolve": lambda run, path: run.optimizer.resolve(),
+    "speculate": lambda run, path: run.optimizer.speculate(),
+    "rollback": lambda run, path: run.optimizer.rollback(),
+    "commit": lambda run, path: run.optimizer.commit(),
+    "zero_grad": lambda run, path: run.optimizer.zero_grad(),
+    "norm": lambda run, path: run.optimizer.clip_grad_norm_(1e9),
+    "state": _read,
+    "state_dict": lambda run, path: run.optimizer.state_dict(),
+    "load_state_dict": lambda run, path: run.optimizer.load_state_dict(run.optimizer.state_dict()),
+    "deepcopy": lambda run, path: copy.deepcopy(run.optimizer),
+    "reload_masters": lambda run, path: run.optimizer.reload_masters(),
+    "place": _place,
+    "synchronize": _synchronize,
+    "statistics": _look,
+    "trace": _trace,
+    "close": lambda run, path: run.close(),
+}
+STEPS = {"step", "resolve"}
+
+
+@pytest.fixture(scope="module")
+def after() -> list[list[Any]]:
+    """What is seen after that many steps with one and the same gradient, the first of which every run has made."""
+    run = Run("plain", 0)
+    seen = [[]]
+    for _ in range(2 * REPEATS + 1):
+        seen.append(run.seen())
+        run.optimizer.step()
+    return seen
+
+
+def in_two_threads(first: Callable[[], object], second: Callable[[], object], seed: int) -> None:
+    """Call both, each again and again, beginning at moments that the seed draws; raise what either has raised."""
+    chance, errors, begin = random.Random(seed), [], threading.Barrier(2)
+    delays = chance.uniform(0, 3e-4), chance.uniform(0, 3e-4)
+
+    def repeat(call: Callable[[], object], delay: float) -> None:
+        try:
+            begin.wait()
+            for _ in range(REPEATS):
+                time.sleep(delay)
+                call()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=repeat, args=each) for each in zip((first, second), delays, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in threads), "the two wait for each other"
+    for error in errors:
+        raise error
+
+
+def on_devices(cases: list[Any]) -> list[tuple[Any, str]]:
+    """Return each case with every device; with one of them each, in turn, where there is little time."""
+    hows = ["plain", *DEVICES]
+    return list(itertools.product(cases, hows) if IS_DEEP else zip(cases, itertools.cycle(hows), strict=False))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("pair", "how"), on_devices(list(itertools.combinations_with_replacement(CALLS, 2))), ids=str)
+def test_every_pair_of_calls(pair: tuple[str, str], how: str, after: list[list[Any]], tmp_path: Path) -> None:
+    for seed in range(INTERLEAVINGS):
+        run = Run(how, seed)
+        in_two_threads(*(functools.partial(CALLS[name], run, tmp_path) for name in pair), seed)
+        run.close()
+        if "load_state_dict" in pair:  # of a state that may be older than the parameters by now
+            continue
+        seen = run.seen()
+        steps = {entry[0] for entry in seen}
+        assert len(steps) == 1, f"half a step with seed {seed}"
+        made = 1 + REPEATS * sum(name in STEPS for name in pair)
+        assert steps == {made} or ("zero_grad" in pair and steps <= set(range(1, made))), f"with seed {seed}"
+        assert seen == after[steps.pop()], f"with seed {seed}"
+
+
+QUESTIONS = [name for name in CALLS if name not in {*STEPS, "zero_grad", "load_state_dict", "close"}]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("call", "how"), on_devices([*QUESTIONS, "close"]), ids=str)
+def test_training_while_another_thread_calls(call: str, how: str, tmp_path: Path) -> None:
+    """As a logger, a checkpointer or a tuner does."""
+    plain = Run("plain", 0)
+    plain.train(6)
+    for seed in range(INTERLEAVINGS):
+        run = Run(how, seed)
+        errors: list[BaseException] = []
+        ended = threading.Event()
+
+        def repeat(run: Run = run, ended: threading.Event = ended, errors: list[BaseException] = errors) -> None:
+            try:
+                while not ended.is_set():
+                    CALLS[call](run, tmp_path)
+            except BaseException as raised:
+                errors.append(raised)
+
+        other = threading.Thread(target=repeat)
+        other.start()
+        run.train(6)
+        ended.set()
+        other.join(30)
+        assert not other.is_alive()
+        for error in errors:
+            raise error
+        run.close()
+        assert run.seen() == plain.seen(), f"with seed {seed}"
