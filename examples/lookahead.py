@@ -6,7 +6,6 @@
 - `optimizer.state[p]` is an ordinary dict: what a wrapper adds to it is saved and loaded along with the rest.
 - Do not keep `optimizer.state`, or anything in it, from step to step. While a program holds a part of it, each step is
   finished at once instead of in idle time. The bits are the same.
-- A step that follows a write to the weights is made in `step()`: here the one after each synchronization.
 """
 
 from __future__ import annotations

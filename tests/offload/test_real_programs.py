@@ -1008,6 +1008,30 @@ def gradual_unfreezing(run: Run) -> None:
                 run.see(loss, [group["betas"] for group in optimizer.param_groups], schedule.get_last_lr())
 
 
+class Warmup:
+    """Sets the learning rate when a step is made, after backward (Vaswani et al., https://arxiv.org/abs/1706.03762)."""
+
+    def __init__(self, optimizer: Any, steps: int) -> None:
+        self.optimizer, self.steps, self.made = optimizer, steps, 0
+
+    def step(self) -> None:
+        self.made += 1
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.02 * min(self.made / self.steps, (self.steps / self.made) ** 0.5)
+        self.optimizer.step()
+
+
+@program(speculates=False)
+def learning_rate_set_after_backward(run: Run) -> None:
+    model = run.mlp(16, 64, 16)
+    warmup = Warmup(run.adamw(model.parameters(), lr=0.0, betas=(0.9, 0.98), eps=1e-9), 3)
+    with run.overlap(warmup.optimizer, model):
+        for step in range(6):
+            model.zero_grad()
+            run.loss(model, step).backward()
+            warmup.step()
+
+
 # ---- language models ------------------------------------------------------------------------------------------------
 
 
