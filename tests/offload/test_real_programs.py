@@ -1,0 +1,1173 @@
+"""Programs of the kinds found in public repositories: with a scheduler they end in the bits of the run without one.
+
+Each program is a whole run with loops, models and wrappers of its own; those of test_programs.py are one iteration.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import io
+import itertools
+import math
+import platform
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from overlap import ThreadDevice
+from test_programs import difference, frozen, state_of
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, linear, scaled_dot_product_attention
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
+from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
+from torch.utils.checkpoint import checkpoint
+from visible import parameters_of
+
+from superadam import OffloadScheduler, SpeculativeCPUAdamW
+from superadam.devices import Device
+from superadam.devices.simulated import SimulatedDevice
+from superadam.offload import accumulation as micro_batches
+
+pytestmark = [
+    pytest.mark.timeout(240),  # a hang fails with the stack of every thread
+    pytest.mark.filterwarnings("ignore:Full backward hook is firing"),
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _light() -> Iterator[None]:
+    """Compute with one thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# ---- runs, and the table --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Run:
+    """One run of a program.
+
+    Attributes:
+        device: makes the device of a scheduler; None where it is the default one.
+        overlaps: whether there are schedulers.
+        is_torch: whether the optimizer is torch's.
+        seen: what the program has shown, as bits.
+        optimizers: all that it has made.
+    """
+
+    dtype: torch.dtype
+    overlaps: bool = False
+    device: Callable[[], Device] | None = None
+    is_torch: bool = False
+    seen: list[Any] = field(default_factory=list)
+    optimizers: list[Any] = field(default_factory=list)
+
+    def adamw(self, params: Any, **options: Any) -> Any:
+        """Return an optimizer, whose parameters and state are compared at the end."""
+        options = {"lr": 0.01, "weight_decay": 0.1, **options}
+        made = (
+            torch.optim.AdamW(params, fused=True, **options)
+            if self.is_torch
+            else SpeculativeCPUAdamW(params, **options)
+        )
+        self.optimizers.append(made)
+        return made
+
+    def overlap(self, optimizer: Any, model: nn.Module) -> AbstractContextManager[OffloadScheduler | None]:
+        """Return a scheduler, where there is to be one."""
+        if not self.overlaps:
+            return contextlib.nullcontext()
+        device = None if self.device is None else self.device()
+        return OffloadScheduler(optimizer, model, device=device, bucket_numel=1000)
+
+    def see(self, *values: Any) -> None:
+        """Show values, to be compared."""
+        self.seen.append(frozen(values))
+
+    def mlp(self, *widths: int) -> Any:
+        """Return the same small model at every call; every parameter has a multiple of 64 elements."""
+        torch.default_generator.manual_seed(7)
+        layers: list[nn.Module] = []
+        for before, after in itertools.pairwise(widths):
+            layers += [nn.Linear(before, after, bias=after % 64 == 0), nn.Tanh()]
+        return nn.Sequential(*layers[:-1]).to(self.dtype)
+
+    def data(self, seed: int, *shape: int) -> Tensor:
+        """Return inputs; those of one seed are always the same."""
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(shape or (8, 16), generator=generator).to(self.dtype)
+
+    def loss(self, model: nn.Module, seed: int) -> Tensor:
+        """Return the loss of a model with 16 inputs and outputs."""
+        return 10 * (model(self.data(seed)).float() - self.data(seed + 1000).float()).square().mean()
+
+
+Body = Callable[[Run], None]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program.
+
+    Attributes:
+        torch: whether it runs on `torch.optim.AdamW`, with the same bits.
+        speculates: whether some bf16 parameter's speculation is good as it is in some step.
+    """
+
+    body: Body
+    torch: bool = True
+    speculates: bool = True
+
+    def __str__(self) -> str:
+        return self.body.__name__
+
+
+PROGRAMS: list[Program] = []
+
+
+def program(**facts: Any) -> Callable[[Body], Body]:
+    """Add a program to the table."""
+
+    def add(body: Body) -> Body:
+        PROGRAMS.append(Program(body, **facts))
+        return body
+
+    return add
+
+
+def through_a_file(value: Any) -> Any:
+    """Return what is loaded after `value` was saved."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+# ---- adversarial networks -------------------------------------------------------------------------------------------
+
+
+@program()
+def wasserstein_gan(run: Run) -> None:
+    """Several steps of the critic, whose weights are clamped, to one of the generator."""
+    generator, critic = run.mlp(16, 64, 16), run.mlp(16, 64, 1)
+    of_generator, of_critic = run.adamw(generator.parameters()), run.adamw(critic.parameters(), betas=(0.5, 0.9))
+    with run.overlap(of_generator, generator), run.overlap(of_critic, critic):
+        for step in range(4):
+            for turn in range(2):
+                of_critic.zero_grad()
+                fake = generator(run.data(10 * step + turn)).detach()
+                distance = critic(run.data(500 + step)).float().mean() - critic(fake).float().mean()
+                (-distance).backward()
+                of_critic.step()
+                with torch.no_grad():
+                    for parameter in critic.parameters():
+                        parameter.clamp_(-0.1, 0.1)
+            of_generator.zero_grad()
+            loss = -critic(generator(run.data(10 * step + 9))).float().mean()  # leaves gradients in the critic, too
+            loss.backward()
+            of_generator.step()
+            run.see(distance, loss)
+
+
+@program()
+def gan_whose_critic_is_frozen_for_the_generator(run: Run) -> None:
+    """The critic's step is made of two backwards; its parameters ask for no gradients while the generator learns."""
+    generator, critic = run.mlp(16, 64, 16), run.mlp(16, 64, 1)
+    of_generator, of_critic = run.adamw(generator.parameters()), run.adamw(critic.parameters())
+    real, fake = torch.ones(8, 1), torch.zeros(8, 1)
+    with run.overlap(of_generator, generator), run.overlap(of_critic, critic):
+        for step in range(4):
+            made = generator(run.data(step))
+            critic.requires_grad_(True)
+            critic.zero_grad()
+            binary_cross_entropy_with_logits(critic(run.data(500 + step)).float(), real).backward()
+            binary_cross_entropy_with_logits(critic(made.detach()).float(), fake).backward()
+            of_critic.step()
+            critic.requires_grad_(False)
+            generator.zero_grad()
+            loss = binary_cross_entropy_with_logits(critic(made).float(), real)
+            loss.backward()
+            of_generator.step()
+            run.see(loss)
+
+
+# ---- optimizers around an optimizer ---------------------------------------------------------------------------------
+
+
+class SAM(Optimizer):
+    """Sharpness-aware minimization: climbs to a worse point nearby, and steps from the old one with its gradient.
+
+    Foret et al., https://arxiv.org/abs/2010.01412; with `adaptive`, Kwon et al., https://arxiv.org/abs/2102.11600.
+    """
+
+    def __init__(self, params: Any, make_base: Callable[..., Any], rho: float = 0.05, adaptive: bool = False) -> None:
+        super().__init__(params, {"rho": rho, "adaptive": adaptive})
+        self.base_optimizer = make_base(self.param_groups)
+        self.param_groups = self.base_optimizer.param_groups
+        self.defaults.update(self.base_optimizer.defaults)
+
+    def _with_gradients(self) -> list[tuple[dict[str, Any], Tensor]]:
+        return [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
+
+    @torch.no_grad()
+    def first_step(self, zero_grad: bool = False) -> None:
+        norms = [((p.abs() if group["adaptive"] else 1.0) * p.grad).norm() for group, p in self._with_gradients()]
+        norm = torch.stack(norms).norm()
+        for group, p in self._with_gradients():
+            self.state[p]["old"] = p.detach().clone()
+            scale = group["rho"] / (norm + 1e-12)
+            p.add_((p.square() if group["adaptive"] else 1.0) * p.grad * scale)
+        if zero_grad:
+            self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self, zero_grad: bool = False) -> None:
+        for _, p in self._with_gradients():
+            p.copy_(self.state[p]["old"])
+        self.base_optimizer.step()
+        if zero_grad:
+            self.zero_grad()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        closure = torch.enable_grad()(closure)
+        self.first_step(zero_grad=True)
+        closure()
+        self.second_step()
+
+
+@program(speculates=False)
+def sam_in_two_steps(run: Run) -> None:
+    model = run.mlp(16, 64, 64, 16)
+    groups = [{"params": model[:2].parameters()}, {"params": model[2:].parameters(), "rho": 0.5, "lr": 0.003}]
+    sam = SAM(groups, run.adamw, rho=0.2)
+    schedule = LambdaLR(sam.base_optimizer, lambda step: 0.8**step)
+    with run.overlap(sam.base_optimizer, model) as scheduler:
+        for step in range(4):
+            with scheduler.accumulate() if scheduler and step % 2 else contextlib.nullcontext():
+                loss = run.loss(model, step)
+                loss.backward()
+            sam.first_step(zero_grad=True)
+            run.loss(model, step).backward()
+            sam.second_step(zero_grad=True)
+            schedule.step()
+            run.see(loss)
+
+
+@program(speculates=False)
+def sam_with_a_closure(run: Run) -> None:
+    model = run.mlp(16, 64, 16)
+    sam = SAM(model.parameters(), run.adamw, rho=0.5, adaptive=True)
+    with run.overlap(sam.base_optimizer, model):
+        for step in range(4):
+
+            def closure(step: int = step) -> Tensor:
+                loss = run.loss(model, step)
+                loss.backward()
+                return loss
+
+            run.see(closure())
+            sam.step(closure)
+            sam.zero_grad()
+
+
+class Lookahead(Optimizer):
+    """Every k steps, slow weights go part of the way to the fast ones, which go back there.
+
+    Zhang et al., https://arxiv.org/abs/1907.08610. Slow weights are kept in the state of the wrapped optimizer, so that
+    its checkpoints hold them.
+    """
+
+    def __init__(self, base: Any, alpha: float = 0.5, k: int = 2) -> None:
+        self.base, self.defaults, self.state = base, base.defaults, defaultdict(dict)
+        self.param_groups = base.param_groups
+        for group in self.param_groups:
+            for key, value in {"lookahead_alpha": alpha, "lookahead_k": k, "lookahead_step": 0}.items():
+                group.setdefault(key, value)
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = self.base.step(closure)
+        for group in self.param_groups:
+            group["lookahead_step"] += 1
+            if group["lookahead_step"] % group["lookahead_k"] == 0:
+                self._meet(group)
+        return loss
+
+    @torch.no_grad()
+    def _meet(self, group: dict[str, Any]) -> None:
+        for fast in group["params"]:
+            if fast.grad is None:
+                continue
+            entry = self.base.state[fast]
+            if "lookahead_slow_buff" not in entry:
+                entry["lookahead_slow_buff"] = fast.detach().clone()
+            slow = entry["lookahead_slow_buff"]
+            slow.add_(fast - slow, alpha=group["lookahead_alpha"])
+            fast.copy_(slow)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.base.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.base.state_dict()  # type: ignore[no-any-return]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.base.load_state_dict(state_dict)
+        self.param_groups = self.base.param_groups
+
+
+def look_ahead(run: Run, model: Any, lookahead: Lookahead, steps: Iterable[int]) -> None:
+    for step in steps:
+        lookahead.zero_grad()
+        loss = run.loss(model, step)
+        loss.backward()
+        lookahead.step()
+        run.see(loss)
+
+
+@program()
+def lookahead(run: Run) -> None:
+    model = run.mlp(16, 64, 16)
+    lookahead = Lookahead(run.adamw(model.parameters()))
+    with run.overlap(lookahead.base, model):
+        look_ahead(run, model, lookahead, range(7))
+
+
+@program()
+def lookahead_saved_and_resumed(run: Run) -> None:
+    """Slow weights travel along in the checkpoint of the wrapped optimizer."""
+    model = run.mlp(16, 64, 16)
+    lookahead = Lookahead(run.adamw(model.parameters()))
+    with run.overlap(lookahead.base, model):
+        look_ahead(run, model, lookahead, range(3))
+        saved = through_a_file({"model": model.state_dict(), "optimizer": lookahead.state_dict()})
+        look_ahead(run, model, lookahead, range(3, 7))
+    resumed = run.mlp(16, 64, 16)
+    resumed.load_state_dict(saved["model"])
+    again = Lookahead(run.adamw(resumed.parameters(), lr=1.0))
+    with run.overlap(again.base, resumed):
+        again.load_state_dict(saved["optimizer"])
+        look_ahead(run, resumed, again, range(3, 7))
+    assert frozen(state_of(again.base)) == frozen(state_of(lookahead.base))
+    assert frozen(resumed.state_dict()) == frozen(model.state_dict())
+
+
+# ---- parameters that grow and shrink --------------------------------------------------------------------------------
+
+
+def gaussians(run: Run) -> nn.ParameterDict:
+    """Return the parameters of 128 points."""
+    shapes = {"means": (128, 4), "colors": (128, 2), "opacities": (128, 1)}
+    return nn.ParameterDict(
+        {key: nn.Parameter(run.data(seed, *shape)) for seed, (key, shape) in enumerate(shapes.items())}
+    )
+
+
+def rendered(run: Run, points: Any, step: int) -> Tensor:
+    """Return the loss of a picture that each point contributes to."""
+    where = run.data(900 + step, 8, 4)
+    weights = (where @ points["means"].t()).softmax(-1) * points["opacities"].squeeze(-1).sigmoid()
+    return (weights @ points["colors"]).float().sub(1).square().mean() * 100
+
+
+def replace(points: Any, optimizers: dict[str, Any], change: Callable[[str, Tensor], Tensor], state: Any) -> None:
+    """Give every optimizer changed parameters, with the state of the old ones changed likewise."""
+    for key, optimizer in optimizers.items():
+        for group in optimizer.param_groups:
+            if group.get("name", key) != key:
+                continue
+            (old,) = group["params"]
+            new = nn.Parameter(change(key, old.detach()))
+            entry = optimizer.state[old]
+            del optimizer.state[old]
+            for name in entry:
+                if name != "step":
+                    entry[name] = state(name, entry[name])
+            group["params"] = [new]
+            optimizer.state[new] = entry
+            points[key] = new
+
+
+def densify(points: Any, optimizers: dict[str, Any], sizes: Tensor) -> None:
+    """Duplicate the 64 points with the largest gradients; the copies have no history."""
+    top = sizes.argsort(descending=True, stable=True)[:64]
+    replace(
+        points,
+        optimizers,
+        lambda key, p: torch.cat([p, p[top]]),
+        lambda name, value: torch.cat([value, torch.zeros((64, *value.shape[1:]), dtype=value.dtype)]),
+    )
+
+
+def prune(points: Any, optimizers: dict[str, Any]) -> None:
+    """Drop the 64 points that are the most transparent."""
+    opaque = points["opacities"].detach().squeeze(-1).argsort(descending=True, stable=True)[:-64]
+    replace(points, optimizers, lambda key, p: p[opaque], lambda name, value: value[opaque])
+
+
+def reset_opacities(points: Any, optimizers: dict[str, Any]) -> None:
+    """Make all points rather transparent, and forget how they came to be otherwise."""
+    only = {"opacities": optimizers["opacities"]}
+    replace(points, only, lambda key, p: p.clamp(max=-1.0), lambda name, value: torch.zeros_like(value))
+
+
+def check_masters(optimizers: Iterable[Any]) -> None:
+    """Masters, which these programs know nothing of, are those of the new parameters."""
+    for optimizer in optimizers:
+        for p in parameters_of(optimizer):
+            master = optimizer.state[p].get("master", p)
+            assert frozen(master.to(p.dtype)) == frozen(p.detach())
+
+
+def splat(run: Run, points: Any, optimizers: dict[str, Any]) -> None:
+    """Train points that are duplicated, dropped and reset on the way."""
+    sizes = torch.zeros(len(points["means"]))
+    for step in range(8):
+        loss = rendered(run, points, step)
+        loss.backward()
+        with torch.no_grad():
+            sizes += points["means"].grad.float().norm(dim=-1)
+        for optimizer in set(optimizers.values()):
+            optimizer.step()
+            optimizer.zero_grad()
+        if step == 2:
+            densify(points, optimizers, sizes)
+            sizes = torch.zeros(len(points["means"]))
+        elif step == 4:
+            prune(points, optimizers)
+            sizes = torch.zeros(len(points["means"]))
+        elif step == 5:
+            reset_opacities(points, optimizers)
+        check_masters(set(optimizers.values()))
+        run.see(loss)
+    assert len(points["means"]) == 128
+
+
+@program()
+def gaussian_splatting_with_groups(run: Run) -> None:
+    points = gaussians(run)
+    groups = [{"params": [p], "lr": 0.01 * (n + 1), "name": key} for n, (key, p) in enumerate(points.items())]
+    optimizer = run.adamw(groups, eps=1e-15)
+    with run.overlap(optimizer, points):
+        splat(run, points, dict.fromkeys(points, optimizer))
+
+
+@program()
+def gaussian_splatting_with_an_optimizer_for_each_parameter(run: Run) -> None:
+    points = gaussians(run)
+    optimizers = {key: run.adamw([{"params": p, "name": key}], eps=1e-15) for key, p in points.items()}
+    with contextlib.ExitStack() as stack:
+        for optimizer in optimizers.values():
+            stack.enter_context(run.overlap(optimizer, points))
+        splat(run, points, optimizers)
+
+
+# ---- steps within backward ------------------------------------------------------------------------------------------
+
+
+def step_in_backward(run: Run, model: nn.Module, *, hooks_are_first: bool) -> None:
+    """Make one optimizer for each parameter, which a hook steps as soon as the gradient is there."""
+    optimizers = {parameter: run.adamw([parameter]) for parameter in model.parameters()}
+
+    def step_at_once(parameter: Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    with contextlib.ExitStack() as stack:
+        for when in (True, False):
+            for parameter, optimizer in optimizers.items():
+                if when is hooks_are_first:
+                    handle = parameter.register_post_accumulate_grad_hook(step_at_once)
+                    stack.callback(handle.remove)
+                else:
+                    stack.enter_context(run.overlap(optimizer, model))
+        for step in range(4):
+            loss = run.loss(model, step)
+            loss.backward()
+            run.see(loss)
+
+
+@program(speculates=False)
+def optimizers_in_backward(run: Run) -> None:
+    """Hooks of the program run before those of the schedulers, which find no gradients."""
+    step_in_backward(run, run.mlp(16, 64, 16), hooks_are_first=True)
+
+
+@program()
+def optimizers_in_backward_after_their_schedulers(run: Run) -> None:
+    step_in_backward(run, run.mlp(16, 64, 16), hooks_are_first=False)
+
+
+@pytest.mark.parametrize("device", [ThreadDevice, lambda: SimulatedDevice(3)], ids=["thread", "simulated"])
+def test_one_optimizer_with_a_scheduler_has_the_bits_of_optimizers_in_backward(device: Callable[[], Device]) -> None:
+    """So a loop that steps in backward to save memory may clip again, and keep the rest as it is."""
+    run = Run(torch.bfloat16)
+    models = run.mlp(16, 64, 16), run.mlp(16, 64, 16)
+    step_in_backward(run, models[0], hooks_are_first=True)
+    optimizer = SpeculativeCPUAdamW(models[1].parameters(), lr=0.01, weight_decay=0.1)
+    with OffloadScheduler(optimizer, models[1], device=device(), bucket_numel=1000):
+        for step in range(4):
+            run.loss(models[1], step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert frozen(models[1].state_dict()) == frozen(models[0].state_dict())
+    for position, parameter in enumerate(models[1].parameters()):
+        assert frozen(optimizer.state[parameter]) == frozen(state_of(run.optimizers[position])[0])
+
+
+# ---- reinforcement learning -----------------------------------------------------------------------------------------
+
+
+@program()
+def proximal_policy_optimization(run: Run) -> None:
+    """Several epochs over what an older policy has done; an epoch ends between backward and step if it went too far."""
+    policy, value = run.mlp(16, 64, 64), run.mlp(16, 64, 1)
+    target = copy.deepcopy(value).requires_grad_(False)
+    optimizer = run.adamw([*policy.parameters(), *value.parameters()])
+    stops = 0
+    with run.overlap(optimizer, nn.ModuleList([policy, value])):
+        for rollout in range(3):
+            old_policy = copy.deepcopy(policy)  # with the gradients of an epoch that ended early
+            with torch.no_grad():
+                states = run.data(rollout, 16, 16)
+                chances = old_policy(states).float().log_softmax(-1)
+                actions = (chances + run.data(50 + rollout, 16, 64).float()).argmax(-1, keepdim=True)
+                old = chances.gather(-1, actions).squeeze(-1)
+                rewards = actions.squeeze(-1).float() / 32 - 1
+                advantages = rewards - target(states).float().squeeze(-1)
+            for epoch in range(3):
+                order = torch.randperm(16, generator=torch.Generator().manual_seed(10 * rollout + epoch))
+                for batch in order.split(8):
+                    new = policy(states[batch]).float().log_softmax(-1).gather(-1, actions[batch]).squeeze(-1)
+                    ratio = (new - old[batch]).exp()
+                    gain = torch.minimum(ratio * advantages[batch], ratio.clamp(0.8, 1.2) * advantages[batch]).mean()
+                    error = (value(states[batch]).float().squeeze(-1) - rewards[batch]).square().mean()
+                    optimizer.zero_grad()
+                    (0.5 * error - gain).backward()
+                    norm = nn.utils.clip_grad_norm_(parameters_of(optimizer), 0.5 if rollout else 1e3)
+                    run.see(gain, error, norm)
+                    if (old[batch] - new).mean() > 0.1:
+                        stops += 1
+                        break
+                    optimizer.step()
+                else:
+                    with torch.no_grad():
+                        for slow, fast in zip(target.parameters(), value.parameters(), strict=True):
+                            slow.mul_(0.9).add_(fast, alpha=0.1)
+                    continue
+                break
+            run.see([p.detach() for p in (*target.parameters(), *old_policy.parameters())])
+    assert stops, "no epoch has ended early"
+
+
+# ---- the learning rate finder ---------------------------------------------------------------------------------------
+
+
+def find_learning_rate(run: Run, model: Any, optimizer: Any, *, optimizer_is_first: bool) -> float:
+    """Sweep the learning rate until the loss explodes; leave model and optimizer as they were."""
+    kept = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    optimizer.param_groups[0]["lr"] = 1e-5
+    schedule = LambdaLR(optimizer, lambda step: 10.0 ** (step / 2))
+    best, average, rates = math.inf, 0.0, []
+    for step in range(12):
+        optimizer.zero_grad()
+        loss = run.loss(model, 700 + step % 3)
+        average = 0.5 * average + 0.5 * loss.item()
+        smooth = average / (1 - 0.5 ** (step + 1))
+        rates.append((smooth, schedule.get_last_lr()[0]))
+        if smooth > 2 * best:
+            break
+        best = min(best, smooth)
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    if optimizer_is_first:
+        optimizer.load_state_dict(kept[1])
+        model.load_state_dict(kept[0])
+    else:
+        model.load_state_dict(kept[0])
+        optimizer.load_state_dict(kept[1])
+    optimizer.zero_grad()
+    run.see(rates)
+    return min(rates)[1] / 10
+
+
+def train_with_found_rate(run: Run, *, optimizer_is_first: bool) -> None:
+    """Find a learning rate before training, and another in the middle."""
+    model = run.mlp(16, 64, 16)
+    optimizer = run.adamw(model.parameters())
+    with run.overlap(optimizer, model):
+        for phase in range(2):
+            before = frozen([model.state_dict(), state_of(optimizer)])
+            rate = find_learning_rate(run, model, optimizer, optimizer_is_first=optimizer_is_first)
+            assert frozen([model.state_dict(), state_of(optimizer)]) == before
+            optimizer.param_groups[0]["lr"] = rate
+            for step in range(3):
+                optimizer.zero_grad()
+                run.loss(model, 10 * phase + step).backward()
+                optimizer.step()
+
+
+@program()
+def learning_rate_finder(run: Run) -> None:
+    train_with_found_rate(run, optimizer_is_first=False)
+
+
+@program()
+def learning_rate_finder_that_restores_the_optimizer_first(run: Run) -> None:
+    train_with_found_rate(run, optimizer_is_first=True)
+
+
+# ---- averaged weights -----------------------------------------------------------------------------------------------
+
+
+class ExponentialAverage:
+    """Averages of weights by name, which can be swapped into the model."""
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.model, self.decay = model, decay
+        self.averages = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        for name, p in self.model.named_parameters():
+            self.averages[name].mul_(self.decay).add_(p, alpha=1 - self.decay)
+
+    @contextlib.contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        own = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        self._copy(self.averages)
+        yield
+        self._copy(own)
+
+    @torch.no_grad()
+    def _copy(self, values: dict[str, Tensor]) -> None:
+        for name, p in self.model.named_parameters():
+            p.copy_(values[name])
+
+
+@program()
+def averages_swapped_in_for_evaluation(run: Run) -> None:
+    model = run.mlp(16, 64, 16)
+    optimizer = run.adamw(model.parameters())
+    average = ExponentialAverage(model, 0.8)
+    with run.overlap(optimizer, model):
+        for step in range(6):
+            optimizer.zero_grad()
+            run.loss(model, step).backward()
+            optimizer.step()
+            average.update()
+            if step % 2:
+                with average.swapped_in(), torch.no_grad():
+                    run.see(run.loss(model, 300))
+                run.see(through_a_file([model.state_dict(), optimizer.state_dict()["state"][0]["exp_avg"]]))
+    run.see(average.averages)
+
+
+@program()
+def stochastic_weight_averaging(run: Run) -> None:
+    """torch's own classes; the statistics of batch normalization are made for the averaged model at the end."""
+    layers = run.mlp(16, 64, 16)
+    model = nn.Sequential(layers[0], nn.BatchNorm1d(64).to(run.dtype), layers[1], layers[2])
+    optimizer = run.adamw(model.parameters())
+    swa, ema = AveragedModel(model), AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+    schedule = SWALR(optimizer, swa_lr=0.003, anneal_epochs=3)
+    with run.overlap(optimizer, model):
+        for step in range(6):
+            optimizer.zero_grad()
+            run.loss(model, step).backward()
+            optimizer.step()
+            ema.update_parameters(model)
+            if step > 2:
+                swa.update_parameters(model)
+                schedule.step()
+        update_bn([run.data(seed) for seed in range(3)], swa)
+    run.see(swa.state_dict(), ema.state_dict(), dict(model.named_buffers()))
+
+
+# ---- gradients between backward and step ----------------------------------------------------------------------------
+
+
+class Replica(nn.Module):
+    """A model that says when its gradients would not be exchanged, as DistributedDataParallel does."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module, self.exchanges = module, True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.module(x)  # type: ignore[no-any-return]
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self.exchanges = False
+        yield
+        self.exchanges = True
+
+
+@program(speculates=False)
+def accumulation_weighted_by_tokens(run: Run) -> None:
+    """Sums of losses are divided by the number of tokens of all micro-batches, which is known after the last one."""
+    model = Replica(run.mlp(16, 64, 64))
+    optimizer = run.adamw(model.parameters())
+    with run.overlap(optimizer, model):
+        for step in range(5):
+            tokens = 0
+            lengths = [(3, 8, 5), (8,), (2, 6)][step % 3]
+            for micro, length in enumerate(lengths):
+                is_last = micro == len(lengths) - 1
+                with contextlib.nullcontext() if is_last else model.no_sync():
+                    targets = torch.arange(length) * 7 % 64
+                    logits = model(run.data(10 * step + micro, length, 16)).float()
+                    cross_entropy(logits, targets, reduction="sum").backward()
+                tokens += length
+            for parameter in model.parameters():
+                parameter.grad.div_(tokens)
+            run.see(nn.utils.clip_grad_norm_(model.parameters(), 0.3))
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@program(speculates=False)
+def gradients_noised_and_clipped_by_value_and_by_norm(run: Run) -> None:
+    model = run.mlp(16, 64, 16)
+    optimizer = run.adamw(model.parameters())
+    generator = torch.Generator().manual_seed(3)
+    with run.overlap(optimizer, model):
+        for step in range(4):
+            optimizer.zero_grad()
+            for micro in range(2):
+                (run.loss(model, 10 * step + micro) / 2).backward()
+            deviation = (0.01 / (1 + step) ** 0.55) ** 0.5
+            for parameter in model.parameters():
+                noise = torch.randn(parameter.shape, generator=generator) * deviation
+                parameter.grad.add_(noise.to(parameter.dtype))
+            nn.utils.clip_grad_value_(model.parameters(), 0.1)
+            run.see(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+            optimizer.step()
+
+
+def centralized(gradient: Tensor) -> Tensor:
+    """Return the gradient less its mean over the inputs (Yong et al., https://arxiv.org/abs/2004.01461)."""
+    return gradient - gradient.mean(dim=tuple(range(1, gradient.dim())), keepdim=True)
+
+
+def centralize(run: Run, attach: Callable[[nn.Parameter], None], *, after_the_scheduler: bool = False) -> None:
+    model = run.mlp(16, 64, 64, 16)
+    optimizer = run.adamw(model.parameters())
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    for parameter in () if after_the_scheduler else matrices:
+        attach(parameter)
+    with run.overlap(optimizer, model):
+        for parameter in matrices if after_the_scheduler else ():
+            attach(parameter)
+        for step in range(4):
+            optimizer.zero_grad()
+            run.loss(model, step).backward()
+            run.see([parameter.grad.float().mean(-1) for parameter in matrices])
+            optimizer.step()
+
+
+@program()
+def gradients_centralized_in_tensor_hooks(run: Run) -> None:
+    centralize(run, lambda parameter: [parameter.register_hook(centralized)][1:] or None)
+
+
+@program()
+def gradients_centralized_through_data(run: Run) -> None:
+    def replace_data(parameter: Any) -> None:
+        parameter.grad.data = centralized(parameter.grad.data)
+
+    for late in (False, True):
+        centralize(run, lambda p: p.register_post_accumulate_grad_hook(replace_data), after_the_scheduler=late)
+
+
+@program()
+def gradients_centralized_in_place(run: Run) -> None:
+    def subtract(parameter: Any) -> None:
+        parameter.grad.sub_(parameter.grad.mean(dim=1, keepdim=True))
+
+    for late in (False, True):
+        centralize(run, lambda p: p.register_post_accumulate_grad_hook(subtract), after_the_scheduler=late)
+
+
+def norm_of_units(x: Tensor) -> Tensor:
+    return x.norm(2.0, dim=tuple(range(1, x.dim())), keepdim=True) if x.dim() > 1 else x.norm(2.0)
+
+
+@program()
+def adaptive_gradient_clipping(run: Run) -> None:
+    """Each unit's gradient is limited by the norm of its weights (Brock et al., https://arxiv.org/abs/2102.06171)."""
+    model = run.mlp(16, 64, 64, 16)
+    optimizer = run.adamw(model.parameters())
+    head = set(model[-1].parameters())
+    with run.overlap(optimizer, model):
+        for step in range(4):
+            optimizer.zero_grad()
+            run.loss(model, step).backward()
+            for parameter in model.parameters():
+                if parameter in head:
+                    continue
+                p, g = parameter.detach(), parameter.grad.detach()
+                most, norm = norm_of_units(p).clamp(min=1e-3) * 0.01, norm_of_units(g)
+                clipped = g * (most / norm.clamp(min=1e-6))
+                parameter.grad.detach().copy_(torch.where(norm < most, g, clipped))
+            optimizer.step()
+
+
+# ---- gradients made by the program ----------------------------------------------------------------------------------
+
+
+class GradientsOfSamples:
+    """Leaves the gradient of every sample in `grad_sample`, as Opacus does: from what layers saw and got back."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.seen: dict[nn.Module, Tensor] = {}
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                module.register_forward_hook(self._keep)
+                module.register_full_backward_hook(self._multiply)
+
+    def _keep(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
+        self.seen[module] = inputs[0].detach()
+
+    def _multiply(self, module: Any, _: Any, outputs: Any) -> None:
+        module.weight.grad_sample = torch.einsum("no,ni->noi", outputs[0], self.seen.pop(module))
+        if module.bias is not None:
+            module.bias.grad_sample = outputs[0].clone()
+
+
+@program(speculates=False)
+def private_gradients(run: Run) -> None:
+    """Every sample's gradient is clipped; their noised sum replaces what backward has left in `.grad`."""
+    model = run.mlp(16, 64, 16)
+    optimizer = run.adamw(model.parameters())
+    GradientsOfSamples(model)
+    generator = torch.Generator().manual_seed(3)
+    with run.overlap(optimizer, model):
+        for step in range(4):
+            optimizer.zero_grad()
+            run.loss(model, step).backward()
+            parameters: list[Any] = list(model.parameters())
+            norms = torch.stack([p.grad_sample.float().flatten(1).norm(dim=1) for p in parameters]).norm(dim=0)
+            factors = (0.05 / (norms + 1e-6)).clamp(max=1.0)
+            for p in parameters:
+                total = torch.einsum("n,n...->...", factors, p.grad_sample.float())
+                p.grad = ((total + 0.01 * torch.randn(p.shape, generator=generator)) / 8).to(p.dtype).view_as(p)
+                p.grad_sample = None
+            optimizer.step()
+            run.see(norms)
+
+
+@program(speculates=False)
+def gradients_of_torch_func(run: Run) -> None:
+    """No backward at all: gradients come from `grad` and `vmap`, and are put where the optimizer looks for them."""
+    model = run.mlp(16, 64, 16)
+    optimizer = run.adamw(model.parameters())
+
+    def loss(values: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return (functional_call(model, values, (x.unsqueeze(0),)).squeeze(0).float() - y.float()).square().mean()
+
+    with run.overlap(optimizer, model):
+        for step in range(4):
+            values = {name: parameter.detach() for name, parameter in model.named_parameters()}
+            each = vmap(grad(loss), in_dims=(None, 0, 0))(values, run.data(step), run.data(step + 1000))
+            for name, parameter in model.named_parameters():
+                parameter.grad = each[name].mean(0)
+            run.see({name: value.float().flatten(1).norm(dim=1) for name, value in each.items()})
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+# ---- learning to learn ----------------------------------------------------------------------------------------------
+
+
+@program(speculates=False)
+def meta_learning_through_the_inner_steps(run: Run) -> None:
+    """MAML: tasks add up in `.grad`, some through backward and some by hand (Finn et al., 1703.03400)."""
+    model = run.mlp(16, 64, 16)
+    optimizer = run.adamw(model.parameters())
+    with run.overlap(optimizer, model):
+        for step in range(3):
+            optimizer.zero_grad()
+            for task in range(3):
+                values = dict(model.named_parameters())
+                for inner in range(2):
+                    loss = functional_call(model, values, (run.data(task + inner),)).float().square().mean()
+                    inner_gradients = torch.autograd.grad(loss, list(values.values()), create_graph=True)
+                    pairs = zip(values.items(), inner_gradients, strict=True)
+                    values = {name: value - 0.1 * gradient for (name, value), gradient in pairs}
+                outer = functional_call(model, values, (run.data(100 * step + task),)).float().square().mean()
+                if task < 2:
+                    outer.backward()
+                else:
+                    found = torch.autograd.grad(outer, list(model.parameters()))
+                    for parameter, gradient in zip(model.parameters(), found, strict=True):
+                        parameter.grad = parameter.grad + gradient
+                run.see(outer)
+            optimizer.step()
+
+
+@program()
+def meta_learning_on_copies(run: Run) -> None:
+    """First-order MAML: a copy learns each task with an optimizer of its own; its last gradients are the outer ones."""
+    model = run.mlp(16, 64, 16)
+    optimizer = run.adamw(model.parameters())
+    with run.overlap(optimizer, model):
+        for step in range(3):
+            optimizer.zero_grad()
+            for task in range(2):
+                learner = copy.deepcopy(model)
+                learner.zero_grad()
+                inner = run.adamw(learner.parameters(), lr=0.05)
+                with run.overlap(inner, learner):
+                    for turn in range(3):
+                        inner.zero_grad()
+                        run.loss(learner, 10 * task + turn).backward()
+                        inner.step()
+                    inner.zero_grad()
+                    loss = run.loss(learner, 100 * step + task)
+                    loss.backward()
+                    for parameter, copied in zip(model.parameters(), learner.parameters(), strict=True):
+                        if parameter.grad is None:
+                            parameter.grad = torch.zeros_like(parameter)
+                        parameter.grad.add_(copied.grad, alpha=0.5)
+                run.see(loss)
+            optimizer.step()
+
+
+@program()
+def reptile(run: Run) -> None:
+    """Every task has a new network, with the meta weights and the moments that the last task's optimizer had.
+
+    What the weights have moved by is the meta gradient (Nichol et al., https://arxiv.org/abs/1803.02999).
+    """
+    meta = run.mlp(16, 64, 16)
+    optimizer = run.adamw(meta.parameters(), lr=0.1, weight_decay=0.0)
+    state: dict[str, Any] | None = None
+    with run.overlap(optimizer, meta):
+        for task in range(4):
+            network = run.mlp(16, 64, 16)
+            network.load_state_dict(meta.state_dict())
+            inner = run.adamw(network.parameters(), betas=(0.0, 0.999))
+            if state is not None:
+                inner.load_state_dict(state)
+            assert frozen(network.state_dict()) == frozen(meta.state_dict()), "loading moments has changed weights"
+            with run.overlap(inner, network):
+                for step in range(3):
+                    inner.zero_grad()
+                    run.loss(network, 10 * task + step).backward()
+                    inner.step()
+                state = copy.deepcopy(inner.state_dict())
+            for parameter, moved in zip(meta.parameters(), network.parameters(), strict=True):
+                parameter.grad = parameter.detach() - moved.detach()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+# ---- layers that are thawed -----------------------------------------------------------------------------------------
+
+
+@program()
+def gradual_unfreezing(run: Run) -> None:
+    """Layer by layer from the last, with smaller learning rates for the earlier ones, and momentum that cycles, too."""
+    model = run.mlp(16, 64, 64, 64, 16)
+    layers = [layer for layer in model if isinstance(layer, nn.Linear)]
+    model.requires_grad_(False)
+    layers[-1].requires_grad_(True)
+    optimizer = run.adamw([{"params": layers[-1].parameters(), "lr": 0.02}])
+    with run.overlap(optimizer, model):
+        for phase in range(4):
+            if phase in (1, 2):
+                layers[-1 - phase].requires_grad_(True)
+                optimizer.add_param_group({"params": list(layers[-1 - phase].parameters()), "lr": 0.02 / 2.6**phase})
+            elif phase == 3:  # the rest; and the head is frozen again
+                model.requires_grad_(True)
+                layers[-1].requires_grad_(False)
+                optimizer.add_param_group({"params": list(layers[0].parameters()), "lr": 0.001})
+            rates = [0.02 / 2.6**number for number in range(len(optimizer.param_groups))]
+            schedule = OneCycleLR(optimizer, rates, total_steps=4, base_momentum=0.6, max_momentum=0.9)
+            for step in range(4):
+                optimizer.zero_grad()
+                loss = run.loss(model, 10 * phase + step)
+                loss.backward()
+                optimizer.step()
+                if step < 3:
+                    schedule.step()
+                run.see(loss, [group["betas"] for group in optimizer.param_groups], schedule.get_last_lr())
+
+
+class Warmup:
+    """Sets the learning rate when a step is made, after backward (Vaswani et al., https://arxiv.org/abs/1706.03762)."""
+
+    def __init__(self, optimizer: Any, steps: int) -> None:
+        self.optimizer, self.steps, self.made = optimizer, steps, 0
+
+    def step(self) -> None:
+        self.made += 1
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.02 * min(self.made / self.steps, (self.steps / self.made) ** 0.5)
+        self.optimizer.step()
+
+
+@program(speculates=False)
+def learning_rate_set_after_backward(run: Run) -> None:
+    model = run.mlp(16, 64, 16)
+    warmup = Warmup(run.adamw(model.parameters(), lr=0.0, betas=(0.9, 0.98), eps=1e-9), 3)
+    with run.overlap(warmup.optimizer, model):
+        for step in range(6):
+            model.zero_grad()
+            run.loss(model, step).backward()
+            warmup.step()
+
+
+# ---- language models ------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """A decoder's block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(64), nn.Linear(64, 192, bias=False), nn.Linear(64, 64, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (2, 32)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1))
+        return x + self.out(scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class Decoder(nn.Module):
+    """A language model whose blocks are computed again in backward; the head is tied to the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.default_generator.manual_seed(7)
+        self.embedding, self.blocks = nn.Embedding(64, 64), nn.ModuleList([Block(), Block()])
+        self.norm = nn.LayerNorm(64)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return linear(self.norm(x), self.embedding.weight)
+
+
+class Pretraining:
+    """A loop in the manner of nanoGPT and LitGPT, which can be saved and resumed after any step."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.step = run, 0
+        self.model = Decoder().to(run.dtype)
+        matrices = [p for p in self.model.parameters() if p.dim() > 1]
+        vectors = [p for p in self.model.parameters() if p.dim() < 2]
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+        self.optimizer = run.adamw(groups, lr=0.0, betas=(0.9, 0.95))
+        self.generator = torch.Generator().manual_seed(5)
+
+    def loss(self) -> Tensor:
+        tokens = torch.randint(64, (2, 9), generator=self.generator)
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = self.model(tokens[:, :-1])
+        return cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+
+    def train(self, until: int) -> None:
+        while self.step < until:
+            rate = 0.01 * min((self.step + 1) / 2, 0.55 + 0.45 * math.cos(math.pi * self.step / 8))
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            for _ in range(2):
+                (self.loss() / 2).backward()
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), 15.0)
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            self.step += 1
+            self.run.see(norm)
+            if self.step % 3 == 0:
+                self.evaluate()
+
+    @torch.no_grad()
+    def evaluate(self) -> None:
+        kept = self.generator.get_state()
+        self.model.eval()
+        self.run.see([self.loss() for _ in range(2)])
+        self.model.train()
+        self.generator.set_state(kept)
+
+    def state_dict(self) -> dict[str, Any]:
+        parts = {name: getattr(self, name).state_dict() for name in ("model", "optimizer")}
+        return {**parts, "step": self.step, "generator": self.generator.get_state()}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        for name in ("model", "optimizer"):
+            getattr(self, name).load_state_dict(saved[name])
+        self.step = saved["step"]
+        self.generator.set_state(saved["generator"])
+
+
+@program()
+def pretraining_saved_and_resumed(run: Run) -> None:
+    first = Pretraining(run)
+    with run.overlap(first.optimizer, first.model):
+        first.train(3)
+        saved = through_a_file(first.state_dict())
+        first.train(6)
+    second = Pretraining(run)
+    with run.overlap(second.optimizer, second.model):
+        second.load_state_dict(saved)
+        second.train(6)
+    assert frozen(second.model.state_dict()) == frozen(first.model.state_dict())
+    assert frozen(state_of(second.optimizer)) == frozen(state_of(first.optimizer))
+
+
+# ---- settings -------------------------------------------------------------------------------------------------------
+
+SETTINGS: dict[str, tuple[torch.dtype, Callable[[], Device] | None]] = {
+    "fp32-host": (torch.float32, None),
+    "bf16-thread": (torch.bfloat16, ThreadDevice),
+    "bf16-simulated": (torch.bfloat16, lambda: SimulatedDevice(1)),
+    "fp32-simulated": (torch.float32, lambda: SimulatedDevice(2)),
+}
+"""Parameters in fp32 on the host are never speculated on, those in fp32 on a simulated device are."""
+
+
+def results(one: Program, run: Run) -> list[Any]:
+    """Run a program; return what it has shown, and parameters and state of each of its optimizers, as bits."""
+    one.body(run)
+    ends = [frozen([parameters_of(optimizer), state_of(optimizer)]) for optimizer in run.optimizers]
+    return [run.seen, ends]
+
+
+@functools.cache
+def expected(one: Program, dtype: torch.dtype) -> list[Any]:
+    """Return what the run without schedulers gives."""
+    return results(one, Run(dtype))
+
+
+@pytest.mark.parametrize("one", PROGRAMS, ids=str)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_program_has_the_bits_of_the_plain_run(one: Program, setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(micro_batches, "PAUSE_STEPS", 0)
+    dtype, device = SETTINGS[setting]
+    run = Run(dtype, overlaps=True, device=device)
+    found = difference(results(one, run), expected(one, dtype))
+    assert found is None
+    if one.speculates and setting == "bf16-thread":
+        assert sum(optimizer.statistics.accepted for optimizer in run.optimizers) > 0
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="torch's fused kernel rounds differently elsewhere")
+@pytest.mark.parametrize("one", [one for one in PROGRAMS if one.torch], ids=str)
+def test_plain_run_has_the_bits_of_torch(one: Program) -> None:
+    found = difference(results(one, Run(torch.float32, is_torch=True)), expected(one, torch.float32))
+    assert found is None
