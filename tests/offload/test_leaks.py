@@ -52,7 +52,7 @@ def scheduler_for(
 
 
 def census() -> Counter[str]:
-    """Count objects by type, and what containers hold, but for caches of scalars, which take thousands of steps to fill."""
+    """Count objects by type, and what containers hold; caches of scalars, which take long to fill, are emptied."""
     Coefficients.at_step.cache_clear()
     beta_power.cache_clear()
     gc.collect()
