@@ -188,7 +188,7 @@ for _name in ("add", "and", "floordiv", "lshift", "mod", "mul", "or", "pow", "rs
 for _module in (torch, torch.utils.dlpack):
     _give_back_before(_module, "to_dlpack")
 
-ForkingPickler.register(GradientHandle, lambda handle: reduce_tensor(_memory(handle)))  # which shares memory
+ForkingPickler.register(GradientHandle, lambda handle: reduce_tensor(_memory(handle)))  # type: ignore[no-untyped-call]
 
 if GradientHandle not in torch_private.foreach_types:  # as torch.distributed.tensor does for DTensor
     torch_private.foreach_types.append(GradientHandle)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import errno
 import json
 import math
@@ -12,7 +14,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from overlap import ThreadDevice, adam, mlp, train
 
+from superadam import OffloadScheduler
 from superadam.offload import trace
 from superadam.offload.trace import TRACKS, Trace
 
@@ -89,6 +93,49 @@ def test_the_oldest_spans_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None
     for i in range(5):
         one.add(str(i), "worker", i, i + 1)
     assert [span.name for span in one.spans] == ["2", "3", "4"]
+
+
+def test_spans_are_looked_at_while_others_come() -> None:
+    one = Trace()
+    for number in range(3):
+        one.add(str(number), "worker", number, number + 1)
+    seen = []
+    for span in one.spans:
+        one.add("another", "worker", 3, 4)  # as the worker does
+        seen.append(span.name)
+    assert seen == ["0", "1", "2"]
+    assert len(one.spans) == 6
+    one.spans.clear()
+    assert len(one.spans) == 6
+
+
+@pytest.mark.slow
+def test_trace_and_statistics_are_looked_at_from_other_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While backward, steps and the worker add to them, with a full trace, from which each span drops another."""
+    monkeypatch.setattr(trace, "SPANS_KEPT", 50)
+    model = mlp()
+    optimizer, errors, stop = adam(model), [], threading.Event()
+    with OffloadScheduler(optimizer, model, bucket_numel=16, device=ThreadDevice()) as scheduler:
+
+        def look() -> None:
+            path = tmp_path / f"{threading.get_ident()}.json"
+            try:
+                while not stop.is_set():
+                    assert sum(span.end >= span.begin for span in scheduler.trace.spans) <= 50
+                    assert 0 <= copy.copy(scheduler.statistics).hidden_share <= 1
+                    dataclasses.asdict(scheduler.statistics)
+                    scheduler.export_trace(path)
+            except Exception as error:
+                errors.append(error)
+
+        readers = [threading.Thread(target=look) for _ in range(2)]
+        for reader in readers:
+            reader.start()
+        train(model, optimizer, range(20))
+        stop.set()
+        for reader in readers:
+            reader.join()
+    assert errors == []
 
 
 def test_written_beside_recording(tmp_path: Path) -> None:
