@@ -8,6 +8,7 @@ import errno
 import json
 import math
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -112,23 +113,27 @@ def test_spans_are_looked_at_while_others_come() -> None:
 @pytest.mark.slow
 def test_trace_and_statistics_are_looked_at_from_other_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While backward, steps and the worker add to them, with a full trace, from which each span drops another."""
-    monkeypatch.setattr(trace, "SPANS_KEPT", 50)
+    monkeypatch.setattr(trace, "SPANS_KEPT", 2000)
     model = mlp()
     optimizer, errors, stop = adam(model), [], threading.Event()
     with OffloadScheduler(optimizer, model, bucket_numel=16, device=ThreadDevice()) as scheduler:
+        for number in range(2000):
+            scheduler.trace.add("before", "model", number, number + 1)
 
-        def look() -> None:
-            path = tmp_path / f"{threading.get_ident()}.json"
+        def look_again(look: Callable[[], object]) -> None:
             try:
                 while not stop.is_set():
-                    assert sum(span.end >= span.begin for span in scheduler.trace.spans) <= 50
-                    assert 0 <= copy.copy(scheduler.statistics).hidden_share <= 1
-                    dataclasses.asdict(scheduler.statistics)
-                    scheduler.export_trace(path)
+                    look()
             except Exception as error:
                 errors.append(error)
 
-        readers = [threading.Thread(target=look) for _ in range(2)]
+        def look_at_each() -> None:
+            assert sum(span.end >= span.begin for span in scheduler.trace.spans) == 2000
+            assert 0 <= copy.copy(scheduler.statistics).hidden_share <= 1
+            dataclasses.asdict(scheduler.statistics)
+
+        looks = [look_at_each, lambda: scheduler.export_trace(tmp_path / "trace.json")]
+        readers = [threading.Thread(target=look_again, args=(look,)) for look in looks]
         for reader in readers:
             reader.start()
         train(model, optimizer, range(20))
