@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import signal
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,10 @@ hypothesis.settings.register_profile(
 )
 DEEP = os.environ.get("SUPERADAM_DEEP") == "1"
 hypothesis.settings.load_profile("deep" if DEEP else "default")
+
+# A shell's background jobs ignore Ctrl-C and let all that they start ignore it, but tests send it to both.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -7,8 +7,11 @@ a function from the parsed arguments to the exit status.
 from __future__ import annotations
 
 import argparse
+import codecs
 import importlib
+import io
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -23,11 +26,24 @@ COMMANDS = ("superadam.cli.train.command", "superadam.cli.doctor.command", "supe
 USAGE_STATUS = 2
 """Exit status for input that has to be corrected first, as in argparse."""
 
-PIPE_STATUS = 1
-"""Exit status when the reader of the output has gone, as in `| head -1`; Python's own and rich's."""
+PIPE_STATUS = 128 + signal.SIGPIPE
+"""Exit status when the reader of the output has gone, as in `| head -1`: that of a tool which SIGPIPE ends."""
 
 INTERRUPTED_STATUS = 130
 """Exit status after Ctrl-C, as shells count: 128 and the number of SIGINT."""
+
+
+_ANY_TEXT = "superadam.any_text"
+
+
+def _as_it_can_be(error: UnicodeError) -> tuple[str | bytes, int]:
+    """Write a byte of a file's name as it is, and a mark for a character that the encoding of the output lacks."""
+    assert isinstance(error, UnicodeEncodeError)
+    number = ord(error.object[error.start])
+    return bytes([number - 0xDC00]) if 0xDC80 <= number <= 0xDCFF else b"?", error.start + 1
+
+
+codecs.register_error(_ANY_TEXT, _as_it_can_be)
 
 
 class Parser(argparse.ArgumentParser):
@@ -60,6 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - for as long as the process lives
+    if isinstance(sys.stdout, io.TextIOWrapper):  # stderr never fails for a character
+        sys.stdout.reconfigure(errors=_ANY_TEXT)
     try:
         parsed = build_parser().parse_args(arguments)
         status = int(parsed.run(parsed))
@@ -69,14 +87,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _failed(str(error), USAGE_STATUS)
     except KeyboardInterrupt:
         return _failed("interrupted", INTERRUPTED_STATUS)
-    except BrokenPipeError:
-        _abandon(sys.stdout)
-        return PIPE_STATUS
     except OSError as error:
         _abandon(sys.stdout)
+        notes, has_no_reader = getattr(error, "__notes__", []), isinstance(error, BrokenPipeError)
+        if has_no_reader and not notes:
+            return PIPE_STATUS
         subject = "write the output" if error.filename is None else f"use {error.filename}"
-        words = f"cannot {subject}: {error.strerror or error}; free some space or choose another place"
-        return _failed(words, USAGE_STATUS)
+        ending = "; ".join(notes) or "free some space or choose another place"
+        words = f"cannot {subject}: {error.strerror or error}; {ending}"
+        return _failed(words, PIPE_STATUS if has_no_reader else USAGE_STATUS)
 
 
 def _failed(sentence: str, status: int) -> int:

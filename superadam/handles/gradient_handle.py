@@ -13,10 +13,13 @@ import operator
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
+import torch.utils.dlpack
 from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
 
 from superadam.distributed import shards
 from superadam.handles.taken_gradient import Factor, FactorKind, GradientHolder, TakenGradient, continue_version
@@ -161,12 +164,31 @@ def _return_gradient_from(name: str) -> None:
     setattr(GradientHandle, name, method)
 
 
-for _name in ("__dlpack__", "data_ptr", "numpy", "share_memory_"):
+def _give_back_before(module: Any, name: str) -> None:
+    """Let a function in C++ that neither dispatches nor asks a tensor's class find memory."""
+    ordinary: Callable[..., Any] = getattr(module, name)
+
+    @functools.wraps(ordinary)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        for one in _tensors([*args, *kwargs.values()]):
+            if isinstance(one, GradientHandle):
+                _memory(one)
+        return ordinary(*args, **kwargs)
+
+    setattr(module, name, function)
+
+
+for _name in ("__dlpack__", "apply_", "data_ptr", "map2_", "map_", "numpy", "share_memory_"):
     _forward(_name, _memory)
 for _name in ("__format__", "__repr__", "tolist"):
     _forward(_name, _value)
 for _name in ("add", "and", "floordiv", "lshift", "mod", "mul", "or", "pow", "rshift", "sub", "truediv", "xor"):
     _return_gradient_from(f"__i{_name}__")
+
+for _module in (torch, torch.utils.dlpack):
+    _give_back_before(_module, "to_dlpack")
+
+ForkingPickler.register(GradientHandle, lambda handle: reduce_tensor(_memory(handle)))  # type: ignore[no-untyped-call]
 
 if GradientHandle not in torch_private.foreach_types:  # as torch.distributed.tensor does for DTensor
     torch_private.foreach_types.append(GradientHandle)

@@ -73,7 +73,7 @@ class Autotuner:
             self.placement = self._checked(replace(self.placement, gpu_buckets=gpu_buckets))
         self.order: list[Tensor] = []
         self._orders: collections.deque[list[Tensor]] = collections.deque(maxlen=REMEMBERED_STEPS)
-        self._ready: dict[bool, list[Tensor]] = {False: [], True: []}  # of this step, by whether they stay
+        self._ready: dict[bool, dict[int, Tensor]] = {False: {}, True: {}}  # of this step, by whether they stay
         self._buckets = 0  # of this step
         self._step: list[BucketTimes] = []  # times of this step
         self._rated: collections.deque[BucketTimes] = collections.deque(maxlen=RATED_BUCKETS)
@@ -82,8 +82,12 @@ class Autotuner:
         self._is_automatic = isinstance(gpu_buckets, str) and can_keep and threads > 0
 
     def add_bucket(self, bucket: Bucket) -> None:
-        """Record a bucket of this step that is ready."""
-        self._ready[bucket.is_kept] += [state.local for state in bucket.states]
+        """Record a bucket of this step that is ready; programs may make any number of backwards before a step."""
+        ready = self._ready[bucket.is_kept]
+        for state in bucket.states:
+            if ready.pop(id(state.local), None) is not None:
+                self._step = []  # its buckets are still counted, so that nothing is chosen by some of them
+            ready[id(state.local)] = state.local
         self._buckets += 1
 
     def add_times(self, times: BucketTimes) -> None:
@@ -93,7 +97,8 @@ class Autotuner:
     def end_step(self) -> bool:
         """Return whether there is a new placement from now on, or a new order that it applies to."""
         times, self._step = self._step, []
-        ready, self._ready = self._ready[False] + self._ready[True], {False: [], True: []}
+        ready = [*self._ready[False].values(), *self._ready[True].values()]
+        self._ready = {False: {}, True: {}}
         buckets, self._buckets = self._buckets, 0
         if not ready:
             return False

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-SPANS_KEPT = 100_000  # beyond which the oldest are dropped: about 20 MB
+SPANS_KEPT = 100_000  # beyond which the oldest are dropped: about 35 MB
 TRACKS = ("training", "worker", "download", "upload", "model")  # from top to bottom
 
 
@@ -29,18 +29,23 @@ class Span(NamedTuple):
 
 
 class Trace:
-    """Spans in the order in which they ended."""
+    """Spans in the order in which they ended; any thread may add to it and look at it."""
 
     def __init__(self) -> None:
-        self.spans: collections.deque[Span] = collections.deque(maxlen=SPANS_KEPT)
+        self._spans: collections.deque[Span] = collections.deque(maxlen=SPANS_KEPT)
+
+    @property
+    def spans(self) -> list[Span]:
+        """A copy of what there is now, made by one call into C, between whose parts no other thread adds."""
+        return list(self._spans)
 
     def add(self, name: str, track: str, begin: float, end: float, **details: Any) -> None:
         """Record a span."""
-        self.spans.append(Span(name, track, begin, end, details))
+        self._spans.append(Span(name, track, begin, end, details))
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write everything recorded so far as Chrome trace JSON; the file is replaced whole or not at all."""
-        spans = [*self.spans.copy()]  # in one call, because the worker goes on recording
+        spans = self.spans
         spans += _idle(spans)
         zero = min((span.begin for span in spans), default=0.0)
         events: list[dict[str, Any]] = [

@@ -1,8 +1,13 @@
-"""`superadam.cli.main`: output that nothing takes is one sentence; without a reader, commands end quietly."""
+"""`superadam.cli.main`: output that nothing takes is one sentence; without a reader, commands end quietly.
+
+What was trained until then is saved.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +15,10 @@ from typing import IO
 
 import pytest
 from training_runs import OPTIONS, write_text
+
+from superadam.cli.main import PIPE_STATUS, main
+from superadam.cli.train import display
+from superadam.cli.train.history import StepRecord
 
 TRAIN = ["train", *OPTIONS, "--text", "sentences.txt", "--out", "run"]
 BENCH = ["bench", "passes", "--numel", "4096", "--pairs", "1", "--dtype", "f32", "--threads", "1"]
@@ -41,7 +50,69 @@ def test_output_that_nobody_reads_ends_quietly(words: list[str], unbuffered: str
         done = run(words, tmp_path, stdout=writer, unbuffered=unbuffered)
     finally:
         os.close(writer)
-    assert (done.returncode, done.stderr) == (1, "")
+    assert (done.returncode, done.stderr) == (PIPE_STATUS, "")
+    assert not (tmp_path / "run").exists()
+
+
+def test_training_without_a_reader_stops_and_is_saved(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "superadam", *TRAIN, "--steps", "100000"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        stderr = process.stderr.read()
+    assert process.returncode == PIPE_STATUS
+    stopped = re.fullmatch(
+        r"superadam: cannot write the output: Broken pipe; stopped after step (\d+) of 100000; "
+        r"go on with: superadam train --resume run\n",
+        stderr,
+    )
+    assert stopped is not None, stderr
+    further = run(["train", "--resume", "run", "--stop-at", str(int(stopped[1]) + 1)], tmp_path)
+    assert further.returncode == 0, further.stderr
+
+
+@pytest.mark.parametrize(
+    ("fails_at", "ending"), [(3, "; stopped after step 3 of 8; go on with: "), (8, "; free some ")]
+)
+def test_training_whose_output_fails_is_saved(
+    fails_at: int, ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    show = display.StepProgress.show
+
+    def fill_the_disk(progress: display.StepProgress, number: int, record: StepRecord) -> None:
+        if number == fails_at:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        show(progress, number, record)
+
+    monkeypatch.setattr(display.StepProgress, "show", fill_the_disk)
+    monkeypatch.chdir(tmp_path)
+    assert main(TRAIN) == 2
+    stderr = capsys.readouterr().err
+    assert stderr.startswith(f"superadam: cannot write the output: No space left on device{ending}")
+    assert stderr.count("\n") == 1
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"checkpoint.pt", "training.png"}
+    if fails_at < 8:
+        assert main(["train", "--resume", "run"]) == 0
+
+
+@pytest.mark.parametrize("looks", ["as on a terminal", "otherwise"])
+@pytest.mark.parametrize("encoding", ["C locale", "ascii", "utf-8"])
+def test_any_text_can_be_printed(encoding: str, looks: str, tmp_path: Path) -> None:
+    name = os.fsdecode(b"\xff") if encoding == "utf-8" else "l\u00e4ufe"
+    text = (tmp_path / "sentences.txt").rename(tmp_path / f"{name}.txt")
+    extra = {"PYTHONIOENCODING": encoding}
+    if encoding == "C locale":
+        extra = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    if looks == "as on a terminal":
+        extra["FORCE_COLOR"] = "1"
+    words = [*TRAIN, "--text", text.name, "--out", name, "--report", f"{name}/report.json"]
+    command = [sys.executable, "-m", "superadam", *words]
+    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, **extra}, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    shown = b"l?ufe" if encoding == "ascii" else os.fsencode(name)
+    assert b"wrote %b/checkpoint.pt" % shown in done.stdout
 
 
 @pytest.mark.parametrize("words", [["fly"], ["train", "--steps", "0"], ["--help"]], ids=" ".join)

@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 from typing import Any
 
@@ -954,6 +955,11 @@ def test_memory_is_the_gradient_itself() -> None:
         lambda g: g.numpy().__array_interface__["data"][0],
         lambda g: np.asarray(g).__array_interface__["data"][0],
         lambda g: torch.from_dlpack(g).data_ptr(),
+        lambda g: torch.from_dlpack(g.__dlpack__()).data_ptr(),
+        lambda g: torch.from_dlpack(torch.utils.dlpack.to_dlpack(g)).data_ptr(),
+        lambda g: torch.from_dlpack(torch.to_dlpack(g)).data_ptr(),
+        lambda g: torch.as_tensor(np.asarray(g)).data_ptr(),
+        lambda g: torch.asarray(g, copy=False).data_ptr(),
         lambda g: np.from_dlpack(g).__array_interface__["data"][0],
         lambda g: g.data.data_ptr(),
         lambda g: g.share_memory_().data_ptr(),
@@ -965,6 +971,35 @@ def test_memory_is_the_gradient_itself() -> None:
         assert address == parameter.grad.data_ptr() != 0
         assert address == parameter.grad.data_ptr() == handle.data_ptr()
         assert parameter.grad.tolist() == [1.0, 2.0]
+
+
+def test_functions_of_python_write_to_the_gradient() -> None:
+    other = torch.tensor([3.0, 4.0])
+    for use in (
+        lambda g: g.apply_(lambda a: a + 1),
+        lambda g: g.map_(other, lambda a, b: a + b),
+        lambda g: g.map2_(other, other, lambda a, b, c: a + b + c),
+    ):
+        parameter, _owner, _taken = handle_for(torch.tensor([1.0, 2.0]))
+        handle: Any = parameter.grad
+        expected = use(torch.tensor([1.0, 2.0]))
+        assert bits(use(handle)) == bits(parameter.grad) == bits(handle) == bits(expected)
+
+
+def test_processes_share_the_gradient_itself() -> None:
+    parameter, _owner, _taken = handle_for(torch.tensor([1.0, 2.0]))
+    received = pickle.loads(ForkingPickler.dumps(parameter.grad))
+    assert type(received) is Tensor
+    received.add_(1)
+    assert parameter.grad is not None
+    assert parameter.grad.tolist() == [2.0, 3.0]
+
+
+def test_dlpack_of_other_tensors_is_that_of_torch() -> None:
+    tensor = torch.tensor([1.0, 2.0])
+    assert torch.from_dlpack(torch.utils.dlpack.to_dlpack(tensor)).data_ptr() == tensor.data_ptr()
+    with pytest.raises(TypeError):
+        torch.utils.dlpack.to_dlpack([1.0, 2.0])
 
 
 def test_code_in_cpp_that_wants_memory_gets_an_error() -> None:

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam
+from superadam.integrations.reduced_gradients import take_reduced_gradients
 from superadam.offload.arguments import TRANSFER_DTYPES, check_count, check_model, check_transfer_dtype
 
 
@@ -184,6 +185,41 @@ def test_optimizers_in_wrappers(wrapper: Any) -> None:
     optimizer = adam(model)
     with OffloadScheduler(wrapper(optimizer), model) as scheduler:
         assert scheduler.optimizer is optimizer
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Has another optimizer as an attribute, as SAM, Lookahead and others have theirs."""
+
+    def __init__(self, name: str, inner: Any) -> None:
+        super().__init__(inner.param_groups, {})
+        self.itself = self  # no reason to search for ever
+        setattr(self, name, inner)
+
+
+@pytest.mark.parametrize("name", ["base_optimizer", "_base_optimizer", "_optimizer", "inner_optimizer", "fast", "opt"])
+def test_an_optimizer_in_another_wrapper_is_told_by_name(name: str) -> None:
+    model = mlp()
+    wrapped = Wrapper(name, adam(model))
+    told = f"^optimizer is a Wrapper, expected a SpeculativeCPUAdam; pass its .{name}$"
+    refused(TypeError, told, OffloadScheduler, wrapped, model)
+    refused(TypeError, told, take_reduced_gradients, wrapped, model)
+    OffloadScheduler(getattr(wrapped, name), model).close()
+
+
+@pytest.mark.parametrize(
+    "outer", [lambda inner: Wrapper("optimizer", inner), lambda inner: SimpleNamespace(optim=inner)]
+)
+def test_an_optimizer_in_two_wrappers_is_told_by_the_way_there(outer: Any) -> None:
+    model = mlp()
+    wrapped = outer(Wrapper("base_optimizer", adam(model)))
+    (name,) = vars(wrapped).keys() & {"optimizer", "optim"}
+    refused(TypeError, rf"; pass its \.{name}\.base_optimizer$", OffloadScheduler, wrapped, model)
+
+
+def test_a_wrapper_of_another_optimizer_is_told_to_make_one() -> None:
+    model = mlp()
+    wrapped = Wrapper("base_optimizer", torch.optim.AdamW(model.parameters()))
+    refused(TypeError, "; make one first$", OffloadScheduler, wrapped, model)
 
 
 def test_one_rank_alone_needs_no_sharding() -> None:

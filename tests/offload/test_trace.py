@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import errno
 import json
 import math
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from overlap import ThreadDevice, adam, mlp, train
 
+from superadam import OffloadScheduler
 from superadam.offload import trace
 from superadam.offload.trace import TRACKS, Trace
 
@@ -89,6 +94,53 @@ def test_the_oldest_spans_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None
     for i in range(5):
         one.add(str(i), "worker", i, i + 1)
     assert [span.name for span in one.spans] == ["2", "3", "4"]
+
+
+def test_spans_are_looked_at_while_others_come() -> None:
+    one = Trace()
+    for number in range(3):
+        one.add(str(number), "worker", number, number + 1)
+    seen = []
+    for span in one.spans:
+        one.add("another", "worker", 3, 4)  # as the worker does
+        seen.append(span.name)
+    assert seen == ["0", "1", "2"]
+    assert len(one.spans) == 6
+    one.spans.clear()
+    assert len(one.spans) == 6
+
+
+@pytest.mark.slow
+def test_trace_and_statistics_are_looked_at_from_other_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While backward, steps and the worker add to them, with a full trace, from which each span drops another."""
+    monkeypatch.setattr(trace, "SPANS_KEPT", 2000)
+    model = mlp()
+    optimizer, errors, stop = adam(model), [], threading.Event()
+    with OffloadScheduler(optimizer, model, bucket_numel=16, device=ThreadDevice()) as scheduler:
+        for number in range(2000):
+            scheduler.trace.add("before", "model", number, number + 1)
+
+        def look_again(look: Callable[[], object]) -> None:
+            try:
+                while not stop.is_set():
+                    look()
+            except Exception as error:
+                errors.append(error)
+
+        def look_at_each() -> None:
+            assert sum(span.end >= span.begin for span in scheduler.trace.spans) == 2000
+            assert 0 <= copy.copy(scheduler.statistics).hidden_share <= 1
+            dataclasses.asdict(scheduler.statistics)
+
+        looks = [look_at_each, lambda: scheduler.export_trace(tmp_path / "trace.json")]
+        readers = [threading.Thread(target=look_again, args=(look,)) for look in looks]
+        for reader in readers:
+            reader.start()
+        train(model, optimizer, range(20))
+        stop.set()
+        for reader in readers:
+            reader.join()
+    assert errors == []
 
 
 def test_written_beside_recording(tmp_path: Path) -> None:

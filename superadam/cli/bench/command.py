@@ -118,9 +118,8 @@ def run(arguments: argparse.Namespace) -> int:
         UsageError: an option has a value that cannot be measured, or a module is not installed.
     """
     require_modules("bench", "rich", *["matplotlib"] * (arguments.what == "pace"))
-    from rich.console import Console
-
     from superadam.cli.bench import contests, overlap, passes, report
+    from superadam.cli.console import Console
 
     for option in ("numel", "pairs", "small_tensors", "small_numel", "tokens", "rounds", "parameters", "layers"):
         value = getattr(arguments, option)
@@ -176,9 +175,8 @@ def run_pace(arguments: argparse.Namespace, threads: int) -> int:
     Raises:
         UsageError: an option has a value that cannot be measured.
     """
-    from rich.console import Console
-
     from superadam.cli.bench import pace, pace_report, report
+    from superadam.cli.console import Console
     from superadam.devices import paced
 
     if not all(0.0 < ratio < math.inf for ratio in arguments.ratios):

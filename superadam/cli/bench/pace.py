@@ -110,13 +110,13 @@ class Side:
     def _look_back(self, scheduler: OffloadScheduler, since: float) -> None:
         """Record queue depths and trace of the turn."""
         self.trace = Trace()
-        for span in list(scheduler.trace.spans):
+        for span in scheduler.trace.spans:
             if span.begin >= since and span.track in ("training", "worker"):
-                self.trace.spans.append(span)
+                self.trace.add(span.name, span.track, span.begin, span.end, **span.details)
         for busy in list(self.model.device.busy):
             if busy.begin >= since:
                 self.trace.add(busy.name, _TRACKS[busy.stream], busy.begin, busy.end)
-        spans = list(scheduler.trace.spans)
+        spans = scheduler.trace.spans
         done = sorted(span.end for span in spans if span.end >= since and span.name in ("adam", "norm", "norm to host"))
         arrived = sorted(span.end for span in self.trace.spans if span.track == "download")
         self.depths += [1 + index - bisect.bisect_right(done, at) for index, at in enumerate(arrived)]

@@ -35,8 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
         UsageError: rich is not installed.
     """
     require_modules("doctor", "rich")
-    from rich.console import Console
-
+    from superadam.cli.console import Console
     from superadam.cli.doctor import report
     from superadam.cli.doctor.diagnosis import diagnose
     from superadam.cli.doctor.finding import Status

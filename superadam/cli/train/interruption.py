@@ -22,7 +22,7 @@ SIGNAL_STATUS = 128
 class Interruption(ExitStack):
     """A context in which SIGINT and SIGTERM are remembered instead of raised, and the second of them ends the process.
 
-    `signal_number` is the signal that arrived, or None.
+    `signal_number` is the signal that arrived, or by whose number the loop is to stop; None until then.
     """
 
     signal_number: int | None = None

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-
+from superadam.cli.console import Console
 from superadam.cli.train import checkpoint, display, files, picture
 from superadam.cli.train.interruption import SIGNAL_STATUS, Interruption
 from superadam.cli.train.loop import Trainer
@@ -57,22 +56,33 @@ class Session:
 
         Raises:
             UsageError: writing a file failed.
+            OSError: nothing takes the output; what was trained until then is saved, as after a signal.
         """
         ranks = self.trainer.ranks
         console = Console(quiet=not ranks.is_first)
         reference = self.trainer.verify() if self.is_verified else None
         console.print(display.introduction(self.trainer), highlight=False, soft_wrap=True)
+        lost: OSError | None = None
         with Interruption() as interruption, self.trainer:
             with display.StepProgress(
                 console, len(self.trainer.history.steps), self.trainer.settings.steps
             ) as progress:
                 for number in self._numbers(interruption):
-                    progress.show(number, self.trainer.step(inject_nan=number in self.nan_steps))
+                    record = self.trainer.step(inject_nan=number in self.nan_steps)
+                    try:
+                        progress.show(number, record)
+                    except OSError as error:
+                        lost, console.quiet = error, True
+                        interruption.signal_number = interruption.signal_number or signal.SIGPIPE
                     if self.save_every is not None and number % self.save_every == 0:
                         checkpoint.save(self.trainer, self.out)
             report = Report.of(self.trainer, None if reference is None else reference.compare())
             written = self._write(report)
         signal_number = ranks.largest(interruption.signal_number or 0)  # returned only once all of them have ended well
+        if lost is not None:
+            if report.steps < self.trainer.settings.steps:
+                lost.add_note(self._stopped(report))
+            raise lost
         self._tell(console, report, written, signal_number)
         if report.is_failed:
             return FAILED_STATUS
@@ -112,11 +122,13 @@ class Session:
         if self.is_verified:
             console.print(display.verdict(report), soft_wrap=True)
         console.print("wrote " + ", ".join(map(str, written)), highlight=False, soft_wrap=True)
-        steps = self.trainer.settings.steps
-        if report.steps < steps:
+        if report.steps < self.trainer.settings.steps:
             cause = "" if not signal_number else f" by {signal.Signals(signal_number).name}"
-            words = f"stopped{cause} after step {report.steps} of {steps}"
-            if self.is_saved:
-                command = "torchrun ... -m superadam" if self.trainer.ranks.are_several else "superadam"
-                words += f"; go on with: {command} train --resume {self.out}"
-            console.print(words, highlight=False, soft_wrap=True)
+            console.print(self._stopped(report, cause), highlight=False, soft_wrap=True)
+
+    def _stopped(self, report: Report, cause: str = "") -> str:
+        words = f"stopped{cause} after step {report.steps} of {self.trainer.settings.steps}"
+        if self.is_saved:
+            command = "torchrun ... -m superadam" if self.trainer.ranks.are_several else "superadam"
+            words += f"; go on with: {command} train --resume {self.out}"
+        return words

@@ -1,0 +1,183 @@
+"""Long runs and many schedulers: neither objects nor memory grow in number, and no thread stays."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import os
+import threading
+from collections import Counter, deque
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from overlap import DeferredDevice, ThreadDevice, adam, mlp
+from torch import Tensor, nn
+
+from superadam import OffloadScheduler, SpeculativeCPUAdam
+from superadam.devices import Device, PlainDevice
+from superadam.devices.simulated import SimulatedDevice
+from superadam.kernels.hyperparameters import Coefficients, beta_power
+from superadam.offload import trace
+
+DEEP = os.environ.get("SUPERADAM_DEEP") == "1"
+STEPS = 20_000 if DEEP else 240
+WARM_UP = 2_000 if DEEP else 40
+CREATED = 500 if DEEP else 50
+SLACK_BYTES = 4_000_000
+"""By which the memory of the process may differ between two moments: the allocator keeps some."""
+
+INPUTS = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
+
+DEVICES: dict[str, Callable[[], Device] | None] = {
+    "no scheduler": None,
+    "host": PlainDevice,
+    "thread": ThreadDevice,
+    "deferred": DeferredDevice,
+    "simulated": lambda: SimulatedDevice(0, eagerness=0.7),
+    "simulated, kept": lambda: SimulatedDevice(1, eagerness=0.7),
+}
+"""The simulated ones are so eager that copies do not pile up where nothing waits for them."""
+
+
+def scheduler_for(
+    device: str, optimizer: SpeculativeCPUAdam, model: nn.Module
+) -> contextlib.AbstractContextManager[OffloadScheduler | None]:
+    make, kept = DEVICES[device], int(device.endswith("kept"))
+    if make is None:
+        return contextlib.nullcontext()
+    return OffloadScheduler(optimizer, model, bucket_numel=16, device=make(), gpu_buckets=kept)
+
+
+def census() -> Counter[str]:
+    """Count objects by type, and what containers hold; caches of scalars, which take long to fill, are emptied."""
+    Coefficients.at_step.cache_clear()
+    beta_power.cache_clear()
+    gc.collect()
+    count: Counter[str] = Counter()
+    for one in gc.get_objects():
+        count[type(one).__qualname__] += 1
+        if type(one) in (list, dict, set, deque):
+            count[f"in a {type(one).__qualname__}"] += len(one)
+    return count
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def backward(model: nn.Module) -> None:
+    loss: Tensor = 30 * (model(INPUTS) - 1).square().mean()
+    loss.backward()
+
+
+def one_of_each(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
+    """Make a step of each kind: micro-batches, clipped, skipped, dropped, edited, read and rolled back ones."""
+    for dtype in (None, torch.float32):
+        with contextlib.nullcontext() if scheduler is None else scheduler.accumulate(dtype):
+            backward(model)
+        backward(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    backward(model)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+    backward(model)
+    optimizer.clip_grad_norm_(0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+    backward(model)
+    next(model.parameters()).grad[0, 0] = math.inf  # type: ignore[index]
+    optimizer.step()
+    optimizer.zero_grad()
+    backward(model)
+    optimizer.zero_grad()  # and no step
+    backward(model)
+    optimizer.step()
+    optimizer.rollback()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    backward(model)
+    optimizer.step()
+    if scheduler is not None:
+        scheduler.synchronize()
+    optimizer.zero_grad()
+
+
+def ordinary(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
+    backward(model)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def without_steps(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
+    """Compute gradients that nothing is made of."""
+    backward(model)
+    optimizer.zero_grad()
+
+
+def check_growth(work: Callable[[], object], warm_up: int, count: int, settle: Callable[[], object] = bool) -> None:
+    """Check that calls from `warm_up` to `count` leave less than an object each, and no memory of the process."""
+    for _ in range(warm_up):
+        work()
+    settle()
+    before, bytes_before = census(), resident_bytes()
+    for _ in range(count - warm_up):
+        work()
+    settle()
+    after, bytes_after = census(), resident_bytes()
+    assert after.total() - before.total() < 0.8 * (count - warm_up), (after - before).most_common(9)
+    assert bytes_after - bytes_before <= SLACK_BYTES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [ordinary, one_of_each, without_steps])
+@pytest.mark.parametrize("device", DEVICES)
+def test_long_runs_do_not_grow(
+    device: str,
+    make: Callable[[nn.Module, SpeculativeCPUAdam, OffloadScheduler | None], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(trace, "SPANS_KEPT", 20)
+    model = mlp(width=4, layers=2)
+    optimizer = adam(model, max_grad_norm=None if make is without_steps else 20.0)
+    warm_up, count = (WARM_UP // 8, STEPS // 8) if make is one_of_each else (WARM_UP, STEPS)
+    with scheduler_for(device, optimizer, model) as scheduler:
+        ordinary(model, optimizer, scheduler)
+        settle = bool if scheduler is None else scheduler.synchronize
+        check_growth(lambda: make(model, optimizer, scheduler), warm_up, count, settle)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
+def test_schedulers_and_optimizers_go(device: str) -> None:
+    threads = threading.active_count()
+
+    def train() -> None:
+        model = mlp(width=4, layers=2)
+        optimizer = adam(model)
+        with scheduler_for(device, optimizer, model) as scheduler:
+            for _ in range(2):
+                ordinary(model, optimizer, scheduler)
+
+    check_growth(train, CREATED // 5, CREATED)
+    assert threading.active_count() == threads
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
+def test_schedulers_of_one_optimizer_go(device: str) -> None:
+    threads = threading.active_count()
+    model = mlp(width=4, layers=2)
+    optimizer = adam(model)
+
+    def train() -> None:
+        with scheduler_for(device, optimizer, model) as scheduler:
+            for _ in range(2):
+                ordinary(model, optimizer, scheduler)
+
+    check_growth(train, CREATED // 5, CREATED)
+    assert threading.active_count() == threads
