@@ -1,0 +1,142 @@
+"""Samples of working copies find outside writes that left no hint: through `.data`, numpy or shared memory.
+
+In each step, blocks of adjacent elements at fixed places of each working copy are compared with the rounded master:
+the first elements, the last ones, and one block for each 4096 elements in between, up to 64. A program that writes past
+version counters as a rule writes to many parameters, and to few elements of each where it clamps or masks. So one
+sample that differs makes the step compare every element of every working copy, and so do the `FULL_STEPS` steps that
+follow each finding: from the first one on, such a program has the bits that it would have with counted writes. Only
+programs that write so pay for this.
+
+Never reports a difference that we made: rows are compared between commit and verdict, when a working copy is the
+rounded master unless others have written to either. A master that others wrote to is left as it is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from superadam.kernels import native
+from superadam.kernels.storage import has_memory
+from superadam.state.outside_writes import differing
+from superadam.state.parameter import ParameterState
+from superadam.state.table import ParameterTable, Rows
+
+FULL_STEPS = 100
+"""Steps after a finding that compare everything: a clamp may leave its samples alone for a while."""
+
+_logger = logging.getLogger("superadam")
+
+
+class Samples:
+    """Compares the working copies of one table with their masters.
+
+    Nothing may be accepted and uncommitted on the rows that are compared, and hinted ones were adopted before.
+    """
+
+    def __init__(self, table: ParameterTable) -> None:
+        self._table = table
+        self._full_steps = 0
+        self._has_warned = False
+
+    def find_written(self, rows: Rows) -> list[int]:
+        """Return those rows that were written to without a hint, as far as samples show that there are any."""
+        if not self._full_steps and not self._differing(rows, everything=False):
+            return []
+        found = self._differing(rows, everything=True)
+        self._full_steps = FULL_STEPS if found else max(0, self._full_steps - 1)
+        if found and not self._has_warned:
+            self._has_warned = True
+            _logger.warning(
+                "%s was written to past its version counter, as through .data, numpy or shared memory: superadam now "
+                "compares all parameters with their masters in this and the next %d steps, which takes time; call "
+                "optimizer.reload_masters() right after such writes, or write under torch.no_grad() without .data",
+                self._table.states[found[0]].name,
+                FULL_STEPS,
+            )
+        return found
+
+    def _differing(self, rows: Rows, *, everything: bool) -> list[int]:
+        table = self._table
+        found: list[int] = table.differing(rows, everything=everything).tolist()
+        staged = [table.states[row] for row in table.staged_rows(rows)]
+        if staged:
+            found += self._written(staged) if everything else self._sampled(staged)
+        if everything:
+            for row in set(rows.tolist()).difference(found):
+                table.remember_master(table.states[row])
+        return [row for row in found if not table.is_master_edited(table.states[row])]
+
+    # ---- parameters that kernels cannot read --------------------------------------------------------------------------
+
+    def _written(self, states: Sequence[ParameterState]) -> list[int]:
+        """Return rows that differ in any element."""
+        found = []
+        for state in states:
+            master = self._table.newest_master(state)
+            if master is None or not _is_readable(state):
+                continue
+            rounded = master.cpu().as_strided(state.shape, state.strides).to(state.local.dtype)
+            if differing(state.local.detach().cpu(), rounded).any():
+                found.append(state.row)
+        return found
+
+    def _sampled(self, states: Sequence[ParameterState]) -> list[int]:
+        """Return rows of which samples differ, after one copy to the host for each kind of parameter.
+
+        The copy follows on the current stream what was published there, so that nothing else has to be waited for.
+        """
+        kinds = defaultdict[object, list[tuple[int, Tensor, Tensor]]](list)
+        for state in states:
+            master = self._table.newest_master(state)
+            if master is None or not _is_readable(state):
+                continue
+            blocks = blocks_of(state.local.numel())
+            samples = self._samples_of(state, blocks), _cut(master, blocks)
+            kinds[blocks[1], state.local.dtype, state.local.device, master.device].append((state.row, *samples))
+        found: list[int] = []
+        for group in kinds.values():
+            rows, parameters, masters = zip(*group, strict=True)
+            present, rounded = torch.cat(parameters).cpu(), torch.cat(masters).cpu().to(parameters[0].dtype)
+            where = differing(present, rounded).any(dim=1).numpy()
+            if where.any():
+                owners = np.repeat(np.array(rows), [len(one) for one in masters])
+                found += np.unique(owners[where]).tolist()
+        return found
+
+    def _samples_of(self, state: ParameterState, blocks: tuple[int, int, int]) -> Tensor:
+        local = state.local.detach()
+        if local.stride() == state.strides:
+            return _cut(local, blocks)
+        count, width, distance = blocks
+        places = distance * np.arange(count)[:, None] + np.arange(width)
+        layout = zip(state.strides, local.shape, local.stride(), strict=True)
+        offsets = sum((places // dense % size * stride for dense, size, stride in layout), np.zeros_like(places))
+        flat = local.as_strided((int(offsets.max()) + 1,), (1,))
+        return flat[torch.from_numpy(offsets).to(local.device)]
+
+
+def blocks_of(length: int) -> tuple[int, int, int]:
+    """Return number, width and distance of the blocks that are compared of so many elements, as `cpu/samples.c`."""
+    width = min(length, native.SAMPLE_WIDTH)
+    count = min(max(native.chunk_count(length), 2), native.SAMPLE_BLOCKS) if length > width else 1
+    return count, width, (length - width) // (count - 1) if count > 1 else 0
+
+
+def _cut(tensor: Tensor, blocks: tuple[int, int, int]) -> Tensor:
+    """Return the blocks of a dense tensor, in the order of its memory."""
+    count, width, distance = blocks
+    return tensor.as_strided((count, width), (distance, 1))
+
+
+def _is_readable(state: ParameterState) -> bool:
+    """Whether a parameter has elements in memory; others, and tensors without a storage, are left alone."""
+    try:
+        return bool(state.local.numel()) and has_memory(state.local)
+    except RuntimeError:
+        return False
