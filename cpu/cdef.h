@@ -88,7 +88,7 @@ int superadam_run(int isa, int pass, const superadam_segment *segments, int64_t 
                   const superadam_coefficients *coefficients, int64_t coefficient_count, int threads);
 
 /* Samples of a working copy are blocks of this many adjacent elements, which a cache line holds, ... */
-#define SUPERADAM_SAMPLE_WIDTH 16
+#define SUPERADAM_SAMPLE_WIDTH 8
 /* ... at even distances from the first elements to the last: as many as it has chunks, but at least 2 and at most ... */
 #define SUPERADAM_SAMPLE_BLOCKS 64
 

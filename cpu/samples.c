@@ -54,6 +54,16 @@ static int block_differs(int dtype, const uint16_t *parameter, const float *mast
                : block_differs_of(SUPERADAM_BFLOAT16, parameter, master, count);
 }
 
+static inline void prefetch_ends(const superadam_segment *segment, const void *parameter)
+{
+    const int64_t last = segment->length > SUPERADAM_SAMPLE_WIDTH ? segment->length - SUPERADAM_SAMPLE_WIDTH : 0;
+    const uintptr_t copy = (uintptr_t)parameter, master = (uintptr_t)segment->master; /* either may be null */
+    __builtin_prefetch((const void *)copy);
+    __builtin_prefetch((const void *)(copy + 2 * (uintptr_t)last));
+    __builtin_prefetch((const void *)master);
+    __builtin_prefetch((const void *)(master + 4 * (uintptr_t)last));
+}
+
 static int samples_differ(const superadam_segment *segment, const uint16_t *parameter)
 {
     const int64_t length = segment->length, width = SUPERADAM_SAMPLE_WIDTH;
@@ -95,10 +105,8 @@ int64_t superadam_differing(const superadam_segment *segments, const void *const
     const uint64_t saved = float_control_enter();
     int64_t number = 0;
     for (int64_t i = 0; i < count; i++) {
-        if (i + ROWS_AHEAD < count) {
-            __builtin_prefetch(parameters[rows[i + ROWS_AHEAD]]);
-            __builtin_prefetch(segments[rows[i + ROWS_AHEAD]].master);
-        }
+        if (i + ROWS_AHEAD < count)
+            prefetch_ends(&segments[rows[i + ROWS_AHEAD]], parameters[rows[i + ROWS_AHEAD]]);
         const superadam_segment *segment = &segments[rows[i]];
         const uint16_t *parameter = parameters[rows[i]];
         if (!parameter || !segment->master || segment->length <= 0 ||

@@ -1,7 +1,7 @@
 """Samples of working copies find outside writes that left no hint: through `.data`, numpy or shared memory.
 
-In each step, blocks of adjacent elements at fixed places of each working copy are compared with the rounded master:
-the first elements, the last ones, and one block for each 4096 elements in between, up to 64. A program that writes past
+In each step, blocks of 8 adjacent elements at fixed places of each working copy are compared with the rounded master:
+the first elements, the last ones, and about one block for each 4096 elements in between, up to 64. A program that writes past
 version counters as a rule writes to many parameters, and to few elements of each where it clamps or masks. So one
 sample that differs makes the step compare every element of every working copy, and so do the `FULL_STEPS` steps that
 follow each finding: from the first one on, such a program has the bits that it would have with counted writes. Only
@@ -22,13 +22,16 @@ import torch
 from torch import Tensor
 
 from superadam.kernels import native
-from superadam.kernels.storage import has_memory
 from superadam.state.outside_writes import differing
 from superadam.state.parameter import ParameterState
 from superadam.state.table import ParameterTable, Rows
 
 FULL_STEPS = 100
 """Steps after a finding that compare everything: a clamp may leave its samples alone for a while."""
+
+STAGED_ROWS = 64
+"""Parameters that kernels on the CPU cannot read and that are looked at in one step: others have their turn in the next
+one, because torch takes microseconds for each."""
 
 _logger = logging.getLogger("superadam")
 
@@ -43,6 +46,8 @@ class Samples:
         self._table = table
         self._full_steps = 0
         self._has_warned = False
+        self._blocks = [blocks_of(state.local.numel()) for state in table.states]
+        self._cut_masters: dict[int, tuple[Tensor, Tensor]] = {}
 
     def find_written(self, rows: Rows) -> list[int]:
         """Return those rows that were written to without a hint, as far as samples show that there are any."""
@@ -64,9 +69,13 @@ class Samples:
     def _differing(self, rows: Rows, *, everything: bool) -> list[int]:
         table = self._table
         found: list[int] = table.differing(rows, everything=everything).tolist()
-        staged = [table.states[row] for row in table.staged_rows(rows)]
-        if staged:
-            found += self._written(staged) if everything else self._sampled(staged)
+        staged = table.staged_rows(rows)
+        if len(staged):
+            if not everything and len(staged) > STAGED_ROWS:
+                begin = STAGED_ROWS * int(table.steps[staged].max()) % len(staged)
+                staged = np.roll(staged, -begin)[:STAGED_ROWS]
+            states = [table.states[row] for row in staged[table.fingerprints.had_memory(staged)].tolist()]
+            found += self._written(states) if everything else self._sampled(states)
         if everything:
             for row in set(rows.tolist()).difference(found):
                 table.remember_master(table.states[row])
@@ -79,7 +88,7 @@ class Samples:
         found = []
         for state in states:
             master = self._table.newest_master(state)
-            if master is None or not _is_readable(state):
+            if master is None:
                 continue
             rounded = master.cpu().as_strided(state.shape, state.strides).to(state.local.dtype)
             if differing(state.local.detach().cpu(), rounded).any():
@@ -94,11 +103,13 @@ class Samples:
         kinds = defaultdict[object, list[tuple[int, Tensor, Tensor]]](list)
         for state in states:
             master = self._table.newest_master(state)
-            if master is None or not _is_readable(state):
+            if master is None:
                 continue
-            blocks = blocks_of(state.local.numel())
-            samples = self._samples_of(state, blocks), _cut(master, blocks)
-            kinds[blocks[1], state.local.dtype, state.local.device, master.device].append((state.row, *samples))
+            local, blocks = state.local, self._blocks[state.row]
+            samples = _cut(local, blocks) if local.stride() == state.strides else _cut_sparse(state, blocks)
+            kinds[blocks[1], state.parameter_dtype, local.device, master.device].append(
+                (state.row, samples, self._cut_master(state, master))
+            )
         found: list[int] = []
         for group in kinds.values():
             rows, parameters, masters = zip(*group, strict=True)
@@ -109,16 +120,14 @@ class Samples:
                 found += np.unique(owners[where]).tolist()
         return found
 
-    def _samples_of(self, state: ParameterState, blocks: tuple[int, int, int]) -> Tensor:
-        local = state.local.detach()
-        if local.stride() == state.strides:
-            return _cut(local, blocks)
-        count, width, distance = blocks
-        places = distance * np.arange(count)[:, None] + np.arange(width)
-        layout = zip(state.strides, local.shape, local.stride(), strict=True)
-        offsets = sum((places // dense % size * stride for dense, size, stride in layout), np.zeros_like(places))
-        flat = local.as_strided((int(offsets.max()) + 1,), (1,))
-        return flat[torch.from_numpy(offsets).to(local.device)]
+    def _cut_master(self, state: ParameterState, master: Tensor) -> Tensor:
+        """Return the blocks of a master; of one on the host, the same tensor in each step."""
+        if master is not state.master:
+            return _cut(master, self._blocks[state.row])
+        kept = self._cut_masters.get(state.row)
+        if kept is None or kept[0] is not master:
+            kept = self._cut_masters[state.row] = master, _cut(master, self._blocks[state.row])
+        return kept[1]
 
 
 def blocks_of(length: int) -> tuple[int, int, int]:
@@ -134,9 +143,11 @@ def _cut(tensor: Tensor, blocks: tuple[int, int, int]) -> Tensor:
     return tensor.as_strided((count, width), (distance, 1))
 
 
-def _is_readable(state: ParameterState) -> bool:
-    """Whether a parameter has elements in memory; others, and tensors without a storage, are left alone."""
-    try:
-        return bool(state.local.numel()) and has_memory(state.local)
-    except RuntimeError:
-        return False
+def _cut_sparse(state: ParameterState, blocks: tuple[int, int, int]) -> Tensor:
+    """Return the blocks of a parameter that is not dense, in the order of its state's memory."""
+    count, width, distance = blocks
+    places = distance * np.arange(count)[:, None] + np.arange(width)
+    layout = zip(state.strides, state.local.shape, state.local.stride(), strict=True)
+    offsets = sum((places // dense % size * stride for dense, size, stride in layout), np.zeros_like(places))
+    flat = state.local.as_strided((int(offsets.max()) + 1,), (1,))
+    return flat[torch.from_numpy(offsets).to(flat.device)]
