@@ -7,6 +7,7 @@ Each line is the ratio of such a step to one that looks at version counters alon
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -84,17 +85,17 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     native.set_num_threads(arguments.threads)
-    print(f"{arguments.threads} threads, {arguments.pairs} pairs")
+    sys.stdout.write(f"{arguments.threads} threads, {arguments.pairs} pairs\n")
     for kind in arguments.kinds:
         with optimizer_of(kind) as optimizer:
             plain = step_with(optimizer, _NoSamples)
             for name, other in (("samples", Samples), ("everything", _AllSamples), ("itself", _NoSamples)):
                 found = compare(step_with(optimizer, other), plain, arguments.pairs, clock=time.process_time)
                 ratio = found.ratio
-                print(
-                    f"{kind:30} {name:10} {1e3 * found.first.median:8.2f} ms against {1e3 * found.second.median:8.2f} ms"
-                    f"  ratio {ratio.median:.3f}  quartiles {ratio.lower:.3f} {ratio.upper:.3f}"
-                )
+                first, second = (f"{1e3 * one.median:8.2f} ms" for one in (found.first, found.second))
+                quartiles = f"{ratio.lower:.3f} {ratio.upper:.3f}"
+                sys.stdout.write(f"{kind:30}{name:10}{first} / {second}  {ratio.median:.3f}  quartiles {quartiles}\n")
+                sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -87,9 +87,9 @@ int superadam_isa_status(int isa);
 int superadam_run(int isa, int pass, const superadam_segment *segments, int64_t segment_count,
                   const superadam_coefficients *coefficients, int64_t coefficient_count, int threads);
 
-/* Samples of a working copy are blocks of this many adjacent elements, which a cache line holds, ... */
+/* Samples of a working copy are blocks of this many adjacent elements, ... */
 #define SUPERADAM_SAMPLE_WIDTH 8
-/* ... at even distances from the first elements to the last: as many as it has chunks, but at least 2 and at most ... */
+/* ... at even distances from the first elements to the last: one for each chunk, but at least 2, at most this many. */
 #define SUPERADAM_SAMPLE_BLOCKS 64
 
 /* Finds working copies in host memory, BFLOAT16 or FLOAT16, that are not the rounded master: NaN equals NaN, +0 and -0

@@ -1,11 +1,21 @@
 """Samples of working copies find outside writes that left no hint: through `.data`, numpy or shared memory.
 
 In each step, blocks of 8 adjacent elements at fixed places of each working copy are compared with the rounded master:
-the first elements, the last ones, and about one block for each 4096 elements in between, up to 64. A program that writes past
-version counters as a rule writes to many parameters, and to few elements of each where it clamps or masks. So one
-sample that differs makes the step compare every element of every working copy, and so do the `FULL_STEPS` steps that
-follow each finding: from the first one on, such a program has the bits that it would have with counted writes. Only
-programs that write so pay for this.
+the first elements, the last ones, and about one block for each 4096 elements in between, up to 64. One sample that
+differs makes the step compare every element of every working copy, and so do the `FULL_STEPS` steps that follow each
+finding. A program that writes past version counters as a rule writes to many parameters, and where it clamps or masks,
+to few elements of each: so it has the bits of counted writes from the first finding on, and it alone pays for that.
+
+| write, without a version                                      | found                                             |
+|---------------------------------------------------------------|---------------------------------------------------|
+| Lookahead, averages that stay, initialisation (again), ActNorm | at once: nearly all elements change              |
+| pruning masks, by half; WGAN's clamp of the usual weights      | at once: very likely some sample changes         |
+| averages swapped in and out again                              | nothing to find                                   |
+| a clamp that few elements reach                                | from the first step on in which a sample changes |
+| first or last row of an embedding                              | at once                                           |
+| few other elements                                             | not; `reload_masters()`                           |
+
+Tensors that kernels cannot read, as those on a device, are looked at in turns, `STAGED_ROWS` in each step.
 
 Never reports a difference that we made: rows are compared between commit and verdict, when a working copy is the
 rounded master unless others have written to either. A master that others wrote to is left as it is.
@@ -47,7 +57,6 @@ class Samples:
         self._full_steps = 0
         self._has_warned = False
         self._blocks = [blocks_of(state.local.numel()) for state in table.states]
-        self._cut_masters: dict[int, tuple[Tensor, Tensor]] = {}
 
     def find_written(self, rows: Rows) -> list[int]:
         """Return those rows that were written to without a hint, as far as samples show that there are any."""
@@ -69,6 +78,8 @@ class Samples:
     def _differing(self, rows: Rows, *, everything: bool) -> list[int]:
         table = self._table
         found: list[int] = table.differing(rows, everything=everything).tolist()
+        if found:
+            found = [row for row in found if table.is_home(table.states[row])]
         staged = table.staged_rows(rows)
         if len(staged):
             if not everything and len(staged) > STAGED_ROWS:
@@ -79,9 +90,9 @@ class Samples:
         if everything:
             for row in set(rows.tolist()).difference(found):
                 table.remember_master(table.states[row])
-        return [row for row in found if not table.is_master_edited(table.states[row])]
+        return [row for row in found if not table.is_master_edited(table.states[row])] if found else found
 
-    # ---- parameters that kernels cannot read --------------------------------------------------------------------------
+    # ---- parameters that kernels cannot read -------------------------------------------------------------------------
 
     def _written(self, states: Sequence[ParameterState]) -> list[int]:
         """Return rows that differ in any element."""
@@ -108,7 +119,7 @@ class Samples:
             local, blocks = state.local, self._blocks[state.row]
             samples = _cut(local, blocks) if local.stride() == state.strides else _cut_sparse(state, blocks)
             kinds[blocks[1], state.parameter_dtype, local.device, master.device].append(
-                (state.row, samples, self._cut_master(state, master))
+                (state.row, samples, _cut(master, blocks))
             )
         found: list[int] = []
         for group in kinds.values():
@@ -119,15 +130,6 @@ class Samples:
                 owners = np.repeat(np.array(rows), [len(one) for one in masters])
                 found += np.unique(owners[where]).tolist()
         return found
-
-    def _cut_master(self, state: ParameterState, master: Tensor) -> Tensor:
-        """Return the blocks of a master; of one on the host, the same tensor in each step."""
-        if master is not state.master:
-            return _cut(master, self._blocks[state.row])
-        kept = self._cut_masters.get(state.row)
-        if kept is None or kept[0] is not master:
-            kept = self._cut_masters[state.row] = master, _cut(master, self._blocks[state.row])
-        return kept[1]
 
 
 def blocks_of(length: int) -> tuple[int, int, int]:

@@ -192,7 +192,8 @@ class ParameterTable:
 
     def staged_rows(self, rows: Rows) -> Rows:
         """Return those rows whose parameter kernels cannot read."""
-        return rows[self._is_staged[rows]]
+        staged: Rows = rows[self._is_staged[rows]]
+        return staged
 
     def differing(self, rows: Rows, *, everything: bool) -> Rows:
         """Return those rows whose parameter, in host memory, is not the rounded master, in samples or at all."""
