@@ -87,6 +87,18 @@ int superadam_isa_status(int isa);
 int superadam_run(int isa, int pass, const superadam_segment *segments, int64_t segment_count,
                   const superadam_coefficients *coefficients, int64_t coefficient_count, int threads);
 
+/* Samples of a working copy are blocks of this many adjacent elements, ... */
+#define SUPERADAM_SAMPLE_WIDTH 8
+/* ... at even distances from the first elements to the last: one for each chunk, but at least 2, at most this many. */
+#define SUPERADAM_SAMPLE_BLOCKS 64
+
+/* Finds working copies in host memory, BFLOAT16 or FLOAT16, that are not the rounded master: NaN equals NaN, +0 and -0
+ * differ. Looks at parameters[row] and segments[row], of which master, length and out_dtype count, for each of `rows`;
+ * skips rows of other dtypes and those that lack an array. Compares samples, or every element on at most `threads`
+ * threads. Writes the rows that differ to `found`, of `count` entries, and returns their number. */
+int64_t superadam_differing(const superadam_segment *segments, const void *const *parameters, const int64_t *rows,
+                            int64_t count, int everything, int threads, int64_t *found);
+
 /* values[0] + values[1] + ..., in this order. */
 double superadam_sum(const double *values, int64_t count);
 

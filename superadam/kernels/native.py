@@ -18,6 +18,10 @@ from superadam._kernels import ffi, lib
 CHUNK: int = lib.SUPERADAM_CHUNK
 """Consecutive elements whose squares are summed together; see `superadam_segment.sums` in `cpu/cdef.h`."""
 
+SAMPLE_WIDTH: int = lib.SUPERADAM_SAMPLE_WIDTH
+SAMPLE_BLOCKS: int = lib.SUPERADAM_SAMPLE_BLOCKS
+"""Adjacent elements of a block that is compared with the master, and the most blocks of one parameter."""
+
 
 class Dtype(enum.IntEnum):
     """Element types that the kernels read and write."""
@@ -270,6 +274,36 @@ def move_like(
     if code != lib.SUPERADAM_OK:
         raise ValueError(f"superadam: {_ERRORS[code]}")
     return int(checksum[0])
+
+
+def differing(
+    segments: npt.NDArray[Any],
+    parameters: npt.NDArray[np.uint64],
+    rows: npt.NDArray[np.int64],
+    *,
+    everything: bool = False,
+    threads: int | None = None,
+) -> npt.NDArray[np.int64]:
+    """Return those of `rows` whose working copy, in host memory, is not the rounded master; see `cpu/cdef.h`.
+
+    Args:
+        segments: 1-D C-contiguous array of dtype `SEGMENT`; rows without a master are passed over.
+        parameters: address of the working copy of each row; 0 where it is to be passed over.
+        rows: which to look at.
+        everything: compare every element, not only samples.
+        threads: the largest number of threads; default `get_num_threads()`.
+    """
+    found = np.empty(len(rows), np.int64)
+    number = lib.superadam_differing(
+        ffi.from_buffer("superadam_segment[]", segments),
+        ffi.from_buffer("void *[]", parameters),
+        ffi.from_buffer("int64_t[]", rows),
+        len(rows),
+        everything,
+        get_num_threads() if threads is None else threads,
+        ffi.from_buffer("int64_t[]", found),
+    )
+    return found[:number]
 
 
 def ordered_sum(values: npt.NDArray[np.float64]) -> float:

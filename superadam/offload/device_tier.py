@@ -69,6 +69,10 @@ class DeviceTier(StateTier):
         for parameter, values in delivered:
             parameter.copy_(values)
 
+    def master_of(self, state: ParameterState) -> Tensor | None:
+        """Return the master on the device, flat."""
+        return self._held[state].get("master")
+
     def bring_home(self, states: Iterable[ParameterState]) -> None:
         """Copy these states to the host and free their memory on the device."""
         leaving = [state for state in states if state in self._held] if self._held else []

@@ -72,6 +72,11 @@ class Fingerprints:
         hinted: list[int] = rows[self._seen_versions[rows] != self._versions[rows]].tolist()
         return hinted
 
+    def had_memory(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Return of each of these rows whether it had memory in the last `look`, or when it was remembered since."""
+        found: npt.NDArray[np.bool_] = (self._pointers[rows] != 0) & (self._storages[rows] != _NO_STORAGE)
+        return found
+
     def is_moved(self, row: int) -> bool:
         """Whether a parameter has moved now or in an earlier look."""
         parameter = self._parameters[row]

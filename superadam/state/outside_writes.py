@@ -1,7 +1,8 @@
 """Adopts outside writes to parameters: loaded weights, swapped-in EMA weights, in-place edits.
 
-Fingerprints only hint at such a write; the values decide. An element that still holds the bits we last wrote keeps its
-fp32 master, and only a differing element is adopted, so loading the same weights again changes nothing.
+Fingerprints only hint at such a write, and so do samples (`superadam.state.samples`); the values decide. An element
+that still holds the bits we last wrote keeps its fp32 master, and only a differing element is adopted, so loading the
+same weights again changes nothing.
 """
 
 from __future__ import annotations

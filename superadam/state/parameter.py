@@ -272,6 +272,15 @@ class ParameterState:
             versions += (sum(map(version_of, self.wholes.values())),)
         return versions
 
+    @property
+    def master_version(self) -> int:
+        """Version counter of the master, which kernels leave alone; -1 where none is counted."""
+        whole = self.wholes.get("master")
+        try:
+            return -1 if self.master is None else version_of(self.master) + (0 if whole is None else version_of(whole))
+        except RuntimeError:  # made in inference mode
+            return -1
+
     def create_state(self, *, with_max: bool) -> None:
         """Create what a step reads and writes: zero moments, and the master from the parameter's present value."""
         if self.exp_avg is None:

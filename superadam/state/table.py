@@ -97,6 +97,7 @@ class ParameterTable:
         self._parameter_pointers = np.zeros(len(self.states), np.uint64)
         self._is_staged = np.array([state.is_staged for state in self.states], bool)
         self._owned: list[list[torch.UntypedStorage]] = [[] for _ in self.states]  # memory that passes work on
+        self._known_masters = [(0, 0)] * len(self.states)  # version, and the step count from which it is as rounded
         for state in self.states:
             self.refresh_pointers(state)
 
@@ -116,6 +117,7 @@ class ParameterTable:
         self._is_ready[state.row] = state.has_state
         self._has_max[state.row] = state.max_exp_avg_sq is not None
         self._parameter_pointers[state.row] = 0 if state.is_staged else state.local.data_ptr()
+        self.remember_master(state)
 
     def state_of(self, parameter: Tensor) -> ParameterState | None:
         """Return the state of a parameter; None if it has no row."""
@@ -172,7 +174,35 @@ class ParameterTable:
     def bring_home(self, states: Iterable[ParameterState] | None = None) -> None:
         """Bring these states, by default all, to the host; return when they are there."""
         if self._tier is not None:
-            self._tier.bring_home(self.states if states is None else states)
+            leaving = [state for state in (self.states if states is None else states) if self._tier.holds(state)]
+            self._tier.bring_home(leaving)
+            for state in leaving:
+                self.remember_master(state)
+
+    def newest_master(self, state: ParameterState) -> Tensor | None:
+        """Return the newest master, on the host or flat on the device; None where a tier holds and does not show it."""
+        return state.master if self._tier is None or self.is_home(state) else self._tier.master_of(state)
+
+    def remember_master(self, state: ParameterState) -> None:
+        """Take a working copy for its rounded master, until the master is written to."""
+        self._known_masters[state.row] = state.master_version, 0
+
+    def is_master_edited(self, state: ParameterState) -> bool:
+        """Whether others have written to a master since the parameter's last step, so that it is not the older one."""
+        version, first_step = self._known_masters[state.row]
+        if state.master_version != version:
+            self._known_masters[state.row] = state.master_version, int(self.steps[state.row]) + 1
+            return True
+        return bool(self.steps[state.row] < first_step)
+
+    def staged_rows(self, rows: Rows) -> Rows:
+        """Return those rows whose parameter kernels cannot read."""
+        staged: Rows = rows[self._is_staged[rows]]
+        return staged
+
+    def differing(self, rows: Rows, *, everything: bool) -> Rows:
+        """Return those rows whose parameter, in host memory, is not the rounded master, in samples or at all."""
+        return native.differing(self._rows, self._parameter_pointers, rows, everything=everything)
 
     def _at(self, rows: Rows) -> Segments:
         if self._tier is not None:

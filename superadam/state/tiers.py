@@ -31,6 +31,13 @@ class StateTier(abc.ABC):
             states: any states; those that are not held here are left alone.
         """
 
+    def master_of(self, state: ParameterState) -> Tensor | None:
+        """Return the master of a state that is held here, to be read in the order of its memory on the current stream.
+
+        It is compared with the parameter, to find writes that leave no hint. By default None: then it is left out.
+        """
+        return None
+
     @abc.abstractmethod
     def update(
         self,

@@ -30,6 +30,7 @@ from superadam.kernels.storage import has_memory
 from superadam.state.norm import GradientNorm
 from superadam.state.outside_writes import adopt_outside_write
 from superadam.state.parameter import ParameterState, Pending, Phase, Place
+from superadam.state.samples import Samples
 from superadam.state.table import CoefficientTable, ParameterTable, Segments
 from superadam.step.gradients import StepGradients
 from superadam.step.outcome import Statistics, StepKind, StepOutcome
@@ -81,6 +82,7 @@ class Transaction:
         self.expected_scale = 1.0
         self.ranks = ranks
         self._shares = None if ranks is None else table.each_chunk([share_of(one) for one in table.parameters])
+        self._samples = Samples(table)
         self._lock = threading.RLock()
         self._members: dict[Phase, dict[ParameterState, None]] = {phase: {} for phase in Phase}
         for state in table.states:
@@ -205,9 +207,12 @@ class Transaction:
             begin = time.perf_counter()
             if self._members[Phase.ACCEPTED]:
                 self._commit([state for state in gradients.states if state.phase is Phase.ACCEPTED])
-            hinted = self.table.fingerprints.seen_hints(self.table.rows_of(gradients.states))  # bound() has just looked
+            rows = self.table.rows_of(gradients.states)
+            hinted = self.table.fingerprints.seen_hints(rows)  # bound() has just looked
             if hinted:
                 self._adopt([self.table.states[row] for row in hinted])
+            if written := self._samples.find_written(rows):
+                self._adopt([self.table.states[row] for row in written])
             begin = self._spent("commit_seconds", begin)
             if gradients.segments is not None:
                 return self._step_in_place(gradients, gradients.segments, max_norm, begin)

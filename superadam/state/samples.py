@@ -1,0 +1,155 @@
+"""Samples of working copies find outside writes that left no hint: through `.data`, numpy or shared memory.
+
+In each step, blocks of 8 adjacent elements at fixed places of each working copy are compared with the rounded master:
+the first elements, the last ones, and about one block for each 4096 elements in between, up to 64. One sample that
+differs makes the step compare every element of every working copy, and so do the `FULL_STEPS` steps that follow each
+finding. A program that writes past version counters as a rule writes to many parameters, and where it clamps or masks,
+to few elements of each: so it has the bits of counted writes from the first finding on, and it alone pays for that.
+
+| write, without a version                                      | found                                             |
+|---------------------------------------------------------------|---------------------------------------------------|
+| Lookahead, averages that stay, initialisation (again), ActNorm | at once: nearly all elements change              |
+| pruning masks, by half; WGAN's clamp of the usual weights      | at once: very likely some sample changes         |
+| averages swapped in and out again                              | nothing to find                                   |
+| a clamp that few elements reach                                | from the first step on in which a sample changes |
+| first or last row of an embedding                              | at once                                           |
+| few other elements                                             | not; `reload_masters()`                           |
+
+Tensors that kernels cannot read, as those on a device, are looked at in turns, `STAGED_ROWS` in each step.
+
+Never reports a difference that we made: rows are compared between commit and verdict, when a working copy is the
+rounded master unless others have written to either. A master that others wrote to is left as it is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from superadam.kernels import native
+from superadam.state.outside_writes import differing
+from superadam.state.parameter import ParameterState
+from superadam.state.table import ParameterTable, Rows
+
+FULL_STEPS = 100
+"""Steps after a finding that compare everything: a clamp may leave its samples alone for a while."""
+
+STAGED_ROWS = 64
+"""Parameters that kernels on the CPU cannot read and that are looked at in one step: others have their turn in the next
+one, because torch takes microseconds for each."""
+
+_logger = logging.getLogger("superadam")
+
+
+class Samples:
+    """Compares the working copies of one table with their masters.
+
+    Nothing may be accepted and uncommitted on the rows that are compared, and hinted ones were adopted before.
+    """
+
+    def __init__(self, table: ParameterTable) -> None:
+        self._table = table
+        self._full_steps = 0
+        self._has_warned = False
+        self._blocks = [blocks_of(state.local.numel()) for state in table.states]
+
+    def find_written(self, rows: Rows) -> list[int]:
+        """Return those rows that were written to without a hint, as far as samples show that there are any."""
+        if not self._full_steps and not self._differing(rows, everything=False):
+            return []
+        found = self._differing(rows, everything=True)
+        self._full_steps = FULL_STEPS if found else max(0, self._full_steps - 1)
+        if found and not self._has_warned:
+            self._has_warned = True
+            _logger.warning(
+                "%s was written to past its version counter, as through .data, numpy or shared memory: superadam now "
+                "compares all parameters with their masters in this and the next %d steps, which takes time; call "
+                "optimizer.reload_masters() right after such writes, or write under torch.no_grad() without .data",
+                self._table.states[found[0]].name,
+                FULL_STEPS,
+            )
+        return found
+
+    def _differing(self, rows: Rows, *, everything: bool) -> list[int]:
+        table = self._table
+        found: list[int] = table.differing(rows, everything=everything).tolist()
+        if found:
+            found = [row for row in found if table.is_home(table.states[row])]
+        staged = table.staged_rows(rows)
+        if len(staged):
+            if not everything and len(staged) > STAGED_ROWS:
+                begin = STAGED_ROWS * int(table.steps[staged].max()) % len(staged)
+                staged = np.roll(staged, -begin)[:STAGED_ROWS]
+            states = [table.states[row] for row in staged[table.fingerprints.had_memory(staged)].tolist()]
+            found += self._written(states) if everything else self._sampled(states)
+        if everything:
+            for row in set(rows.tolist()).difference(found):
+                table.remember_master(table.states[row])
+        return [row for row in found if not table.is_master_edited(table.states[row])] if found else found
+
+    # ---- parameters that kernels cannot read -------------------------------------------------------------------------
+
+    def _written(self, states: Sequence[ParameterState]) -> list[int]:
+        """Return rows that differ in any element."""
+        found = []
+        for state in states:
+            master = self._table.newest_master(state)
+            if master is None:
+                continue
+            rounded = master.cpu().as_strided(state.shape, state.strides).to(state.local.dtype)
+            if differing(state.local.detach().cpu(), rounded).any():
+                found.append(state.row)
+        return found
+
+    def _sampled(self, states: Sequence[ParameterState]) -> list[int]:
+        """Return rows of which samples differ, after one copy to the host for each kind of parameter.
+
+        The copy follows on the current stream what was published there, so that nothing else has to be waited for.
+        """
+        kinds = defaultdict[object, list[tuple[int, Tensor, Tensor]]](list)
+        for state in states:
+            master = self._table.newest_master(state)
+            if master is None:
+                continue
+            local, blocks = state.local, self._blocks[state.row]
+            samples = _cut(local, blocks) if local.stride() == state.strides else _cut_sparse(state, blocks)
+            kinds[blocks[1], state.parameter_dtype, local.device, master.device].append(
+                (state.row, samples, _cut(master, blocks))
+            )
+        found: list[int] = []
+        for group in kinds.values():
+            rows, parameters, masters = zip(*group, strict=True)
+            present, rounded = torch.cat(parameters).cpu(), torch.cat(masters).cpu().to(parameters[0].dtype)
+            where = differing(present, rounded).any(dim=1).numpy()
+            if where.any():
+                owners = np.repeat(np.array(rows), [len(one) for one in masters])
+                found += np.unique(owners[where]).tolist()
+        return found
+
+
+def blocks_of(length: int) -> tuple[int, int, int]:
+    """Return number, width and distance of the blocks that are compared of so many elements, as `cpu/samples.c`."""
+    width = min(length, native.SAMPLE_WIDTH)
+    count = min(max(native.chunk_count(length), 2), native.SAMPLE_BLOCKS) if length > width else 1
+    return count, width, (length - width) // (count - 1) if count > 1 else 0
+
+
+def _cut(tensor: Tensor, blocks: tuple[int, int, int]) -> Tensor:
+    """Return the blocks of a dense tensor, in the order of its memory."""
+    count, width, distance = blocks
+    return tensor.as_strided((count, width), (distance, 1))
+
+
+def _cut_sparse(state: ParameterState, blocks: tuple[int, int, int]) -> Tensor:
+    """Return the blocks of a parameter that is not dense, in the order of its state's memory."""
+    count, width, distance = blocks
+    places = distance * np.arange(count)[:, None] + np.arange(width)
+    layout = zip(state.strides, state.local.shape, state.local.stride(), strict=True)
+    offsets = sum((places // dense % size * stride for dense, size, stride in layout), np.zeros_like(places))
+    flat = state.local.as_strided((int(offsets.max()) + 1,), (1,))
+    return flat[torch.from_numpy(offsets).to(flat.device)]

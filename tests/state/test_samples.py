@@ -1,0 +1,499 @@
+"""Writes that leave no hint are found by samples of each working copy, and nothing is found where nobody wrote."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from overlap import ImmediateDevice, ThreadDevice, everything
+from torch import Tensor, nn
+from visible import give_gradients, parameter, parameters_of, state_bits, train
+
+from superadam import OffloadScheduler, SpeculativeCPUAdam
+from superadam.devices import Device
+from superadam.devices.simulated import SimulatedDevice
+from superadam.kernels import native
+from superadam.kernels.dtypes import DTYPES
+from superadam.state.samples import FULL_STEPS, STAGED_ROWS, Samples, blocks_of
+
+STEPS = 5
+
+
+@pytest.fixture
+def finds(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Return a list that gets what each search has found."""
+    found: list[list[int]] = []
+    find_written = Samples.find_written
+
+    def noted(self: Samples, rows: Any) -> list[int]:
+        found.append(find_written(self, rows))
+        return found[-1]
+
+    monkeypatch.setattr(Samples, "find_written", noted)
+    return found
+
+
+def sampled_places(length: int) -> list[int]:
+    count, width, distance = blocks_of(length)
+    return sorted({distance * block + i for block in range(count) for i in range(width)})
+
+
+# ---- what is looked at ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@given(length=st.one_of(st.integers(1, 40), st.integers(1, 300_000)), data=st.data())
+def test_kernels_look_at_the_same_places(dtype: torch.dtype, length: int, data: st.DataObject) -> None:
+    """A difference is found exactly where `blocks_of` says, and anywhere when everything is compared."""
+    master = torch.linspace(-1, 1, length)
+    copy = master.to(dtype)
+    segment = np.zeros(1, native.SEGMENT)
+    segment["length"], segment["master"], segment["out_dtype"] = length, master.data_ptr(), DTYPES[dtype]
+    pointers, rows = np.array([copy.data_ptr()], np.uint64), np.zeros(1, np.int64)
+
+    def found(*, everything: bool) -> int:
+        return len(native.differing(segment, pointers, rows, everything=everything))
+
+    assert not found(everything=False)
+    assert not found(everything=True)
+    places = sampled_places(length)
+    place = data.draw(st.one_of(st.sampled_from(places), st.integers(0, length - 1)))
+    copy[place] += 1
+    assert found(everything=False) == (place in places)
+    assert found(everything=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_pair_of_bit_patterns_differs_as_bits_do(dtype: torch.dtype) -> None:
+    """NaN equals NaN, +0 and -0 differ, and masters are rounded as torch rounds them."""
+    every = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+    between = torch.nextafter(every.float(), torch.tensor(0.0))
+    for masters in (every.float(), between, every.float() * 1.0001):
+        rounded = masters.to(dtype)
+        for copies, expected in ((rounded, rounded), (-rounded, rounded), (every, rounded)):
+            same = (copies.view(torch.int16) == expected.view(torch.int16)) | (copies.isnan() & expected.isnan())
+            segments = np.zeros(len(every), native.SEGMENT)
+            segments["length"], segments["out_dtype"] = 1, DTYPES[dtype]
+            segments["master"] = masters.data_ptr() + 4 * np.arange(len(every))
+            pointers = (copies.contiguous().data_ptr() + 2 * np.arange(len(every))).astype(np.uint64)
+            for whole in (False, True):
+                found = native.differing(segments, pointers, np.arange(len(every)), everything=whole)
+                assert found.tolist() == np.flatnonzero(~same.numpy()).tolist()
+
+
+def test_large_parameters_are_compared_by_several_threads() -> None:
+    length = 100 * native.CHUNK + 5
+    master = torch.ones(length)
+    copy = master.to(torch.bfloat16)
+    segment = np.zeros(1, native.SEGMENT)
+    segment["length"], segment["master"], segment["out_dtype"] = length, master.data_ptr(), native.Dtype.BFLOAT16
+    pointers, rows = np.array([copy.data_ptr()], np.uint64), np.zeros(1, np.int64)
+    assert not len(native.differing(segment, pointers, rows, everything=True, threads=2))
+    for place in (0, 77_777, length - 1):
+        copy[place] = 2
+        assert len(native.differing(segment, pointers, rows, everything=True, threads=2))
+        copy[place] = 1
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda values: values.clone(),
+    "transposed": lambda values: values.t().clone(memory_format=torch.contiguous_format).t(),
+    "sliced": lambda values: torch.stack([values.t(), values.t()], dim=-1)[..., 0].t(),
+}
+
+
+def in_memory_order(values: Tensor) -> Tensor:
+    """Return a view with the elements in the order of their memory."""
+    order = sorted(range(values.dim()), key=lambda dim: -values.stride(dim))
+    return values.permute(order)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@given(data=st.data())
+def test_a_write_to_a_sampled_element_of_any_working_copy_is_found(
+    dtype: torch.dtype, layout: str, data: st.DataObject
+) -> None:
+    shapes = data.draw(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 80)), min_size=1, max_size=3))
+    ones = [LAYOUTS[layout](parameter(*shape, seed=i).detach().to(dtype)) for i, shape in enumerate(shapes)]
+    optimizer = SpeculativeCPUAdam([nn.Parameter(one) for one in ones], lr=0.01)
+    twin = SpeculativeCPUAdam([nn.Parameter(LAYOUTS[layout](one)) for one in ones], lr=0.01)
+    row = data.draw(st.integers(0, len(shapes) - 1))
+    place = data.draw(st.sampled_from(sampled_places(math.prod(shapes[row]))))
+    for one in (optimizer, twin):
+        train(one, 1, speculative=one is optimizer)
+        memory = in_memory_order(parameters_of(one)[row].data if one is optimizer else parameters_of(one)[row].detach())
+        memory[np.unravel_index(place, tuple(memory.shape))] += 1
+        train(one, 2, speculative=one is optimizer)
+    assert state_bits(optimizer) == state_bits(twin)
+
+
+# ---- nothing is found where nobody wrote ----------------------------------------------------------------------------
+
+
+class Odd(nn.Module):
+    """Parameters of all kinds; the loss reaches all of them but the empty one."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.default_generator.manual_seed(3)
+        self.weight = nn.Parameter(torch.randn(70, 70).to(dtype))
+        self.sliced = nn.Parameter(torch.randn(70, 2).to(dtype)[:, 0])
+        self.transposed = nn.Parameter(torch.randn(5, 70).to(dtype).t())
+        self.scale = nn.Parameter(torch.ones((), dtype=dtype))
+        self.empty = nn.Parameter(torch.zeros(0, dtype=dtype))
+        self.nan = nn.Parameter(torch.full((20,), math.nan, dtype=dtype))
+        self.other = nn.Parameter(torch.randn(9, dtype=torch.float16))
+
+    def forward(self, seed: int, size: float) -> Tensor:
+        x = torch.randn(4, 70, generator=torch.Generator().manual_seed(seed)).to(self.weight.dtype)
+        x = (x @ self.weight + self.sliced) @ self.transposed * self.scale
+        ignored = self.nan.nan_to_num().sum() + self.empty.sum()
+        return size * (x.square().mean() + self.other.to(x.dtype).sum()) + ignored
+
+
+DEVICES: dict[str, Callable[[], Device] | None] = {
+    "no scheduler": None,
+    "thread": ThreadDevice,
+    "immediate": ImmediateDevice,
+    "simulated": lambda: SimulatedDevice(5),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("where", [*DEVICES, "kept", "some kept"])
+def test_nothing_is_found_where_nobody_wrote(dtype: torch.dtype, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In accepted, clipped, skipped and rolled back steps, and in those that follow them; early commits and late."""
+    finds: list[list[int]] = []
+
+    def find_written(self: Samples, rows: Any) -> list[int]:
+        finds.extend(self._differing(rows, everything=everything) for everything in (False, True))
+        return []
+
+    monkeypatch.setattr(Samples, "find_written", find_written)
+    model = Odd(dtype)
+    optimizer = SpeculativeCPUAdam(model.parameters(), lr=0.05, max_grad_norm=1e4, amsgrad=where == "simulated")
+    with optional_scheduler(optimizer, model, where):
+        for seed, size in enumerate([1.0, 1.0, 1e6, 1.0, math.inf, 1.0, 1.0, 1.0, math.nan, 1.0, 1.0]):
+            optimizer.zero_grad()
+            model(seed, size).backward()
+            if seed == 6:
+                optimizer.rollback()
+            if seed == 7:
+                model.scale.grad = None
+            optimizer.step()
+            if seed == 9:
+                optimizer.load_state_dict(optimizer.state_dict())
+    assert len(finds) == 22
+    assert not any(finds)
+
+
+def optional_scheduler(
+    optimizer: SpeculativeCPUAdam, model: nn.Module, where: str
+) -> contextlib.AbstractContextManager[object]:
+    """Return a context in which a scheduler runs, as named in `DEVICES` or with buckets that stay on the device."""
+    if where == "no scheduler":
+        return contextlib.nullcontext()
+    make = DEVICES.get(where) or DEVICES["simulated"]
+    assert make is not None
+    kept = {"kept": 1000, "some kept": 2}.get(where, 0)
+    return OffloadScheduler(optimizer, model, device=make(), bucket_numel=100, gpu_buckets=kept)
+
+
+@pytest.mark.parametrize("where", ["no scheduler", "immediate"])
+def test_edits_of_masters_count(where: str) -> None:
+    """In a working copy that nobody wrote to, also if a skipped step lies in between."""
+
+    def run(*, samples: bool) -> tuple[dict[str, Any], list[list[int]]]:
+        model = nn.Linear(40, 40, dtype=torch.bfloat16)
+        counted(model.weight, parameter(40, 40).detach().to(torch.bfloat16))
+        counted(model.bias, torch.zeros(40, dtype=torch.bfloat16))
+        optimizer = SpeculativeCPUAdam(model.parameters(), lr=0.01)
+        with pytest.MonkeyPatch.context() as patch, optional_scheduler(optimizer, model, where):
+            found = [[]] if samples else []
+            if not samples:
+                patch.setattr(Samples, "find_written", lambda self, rows: [])
+            for seed, size in enumerate([1.0, 1.0, math.nan, 1.0, 1.0]):
+                if seed == 2:
+                    optimizer.state[model.weight]["master"].add_(1)
+                give_gradients(optimizer, seed, size)
+                optimizer.step()
+                optimizer.zero_grad()
+            if samples:
+                through_data(model.weight, model.weight.detach() + 1)  # a later write is found
+            else:
+                counted(model.weight, model.weight.detach() + 1)
+            for seed in (7, 8):
+                give_gradients(optimizer, seed)
+                optimizer.step()
+            return everything(model, optimizer), found
+
+    assert run(samples=True)[0] == run(samples=False)[0]
+
+
+def finding(*lengths: int) -> tuple[SpeculativeCPUAdam, list[Tensor]]:
+    """Return an optimizer after its first step, and its parameters."""
+    ones = [parameter(length, dtype=torch.bfloat16, seed=length) for length in lengths]
+    optimizer = SpeculativeCPUAdam(ones, lr=0.01)
+    train(optimizer, 0)
+    return optimizer, list(ones)
+
+
+def test_after_a_finding_every_element_is_compared_for_a_while(
+    finds: list[list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    optimizer, (one, other) = finding(1000, 2000)
+    hidden = 500
+    assert hidden not in sampled_places(1000)
+    one.data[hidden] = 7.0
+    train(optimizer, 1)
+    assert finds[-1] == []
+    assert one[hidden].item() < 6
+    one.data[hidden] = 7.0
+    other.data[0] = 7.0
+    with caplog.at_level(logging.WARNING, "superadam"):
+        train(optimizer, 2)
+        assert finds[-1] == [0, 1]
+        assert one[hidden].item() > 6
+        for seed in range(FULL_STEPS - 1):
+            train(optimizer, seed)
+        one.data[hidden] = 7.0
+        train(optimizer, 3)
+        assert finds[-1] == [0]
+        for seed in range(FULL_STEPS):
+            train(optimizer, seed)
+        one.data[hidden] = 7.0
+        train(optimizer, 4)
+    assert finds[-1] == []
+    (record,) = caplog.records
+    assert "parameter 0 of group 0 was written to past its version counter" in record.getMessage()
+    assert "optimizer.reload_masters()" in record.getMessage()
+
+
+def test_a_finding_keeps_masters_and_speculation_of_what_was_not_written(finds: list[list[int]]) -> None:
+    optimizer, (one, other) = finding(1000, 2000)
+    twin, (its_one, _) = finding(1000, 2000)
+    through_data(one, one.detach() + 1)
+    counted(its_one, its_one.detach() + 1)
+    before = optimizer.statistics.accepted
+    for each in (optimizer, twin):
+        train(each, 1, speculative=True)
+    assert finds == [[], [0], []] or finds[-2:] == [[0], []]
+    assert optimizer.statistics.accepted == before + 1
+    assert state_bits(optimizer) == state_bits(twin)
+    assert (optimizer.state[other]["master"] != other.float()).any()
+
+
+def test_parameters_that_kernels_cannot_read_take_turns(finds: list[list[int]]) -> None:
+    count = 2 * STAGED_ROWS + 5
+    ones = [parameter(4, 2, dtype=torch.bfloat16, seed=seed) for seed in range(count)]
+    optimizer = SpeculativeCPUAdam([nn.Parameter(one.detach()[:, 0]) for one in ones], lr=0.01)
+    train(optimizer, 0)
+    last = parameters_of(optimizer)[-1]
+    turns = []
+    for seed in range(3):
+        last.data += 1
+        train(optimizer, seed)
+        turns.append(finds[-1])
+    assert [count - 1] in turns
+    assert turns[0] == []
+
+
+# ---- programs -------------------------------------------------------------------------------------------------------
+
+Write = Callable[[Tensor, Tensor], None]
+
+
+def counted(parameter: Tensor, values: Tensor) -> None:
+    with torch.no_grad():
+        parameter.copy_(values)
+
+
+def through_data(parameter: Tensor, values: Tensor) -> None:
+    parameter.data.copy_(values)
+
+
+def memory_of(parameter: Tensor) -> np.ndarray[Any, Any]:
+    return parameter.detach().view(torch.int16).numpy()
+
+
+def through_numpy(parameter: Tensor, values: Tensor) -> None:
+    memory_of(parameter)[...] = memory_of(values)
+
+
+def from_another_process(parameter: Tensor, values: Tensor) -> None:
+    target, source = memory_of(parameter), memory_of(values)
+    child = os.fork()
+    if not child:
+        target[...] = source
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+@dataclass
+class Run:
+    """One run of a program: its model, how it writes, and what it keeps from step to step."""
+
+    model: Any
+    write: Write
+    kept: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def parameters(self) -> Sequence[Tensor]:
+        return list(self.model.parameters())
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.default_generator.manual_seed(7)
+        self.words = nn.Embedding(50, 16)
+        self.layers = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16))
+        self.to(torch.bfloat16)
+
+    def forward(self, seed: int) -> Tensor:
+        words = torch.randint(0, 50, (8,), generator=torch.Generator().manual_seed(seed))
+        return (self.layers(self.words(words)) - 1).float().square().sum()
+
+
+def lookahead(run: Run, step: int) -> None:
+    """Every second step goes back half of the way to the slow weights."""
+    slow = run.kept.setdefault("slow", [p.detach().clone() for p in run.parameters])
+    if step % 2:
+        for mine, p in zip(slow, run.parameters, strict=True):
+            mine.add_(p.detach() - mine, alpha=0.5)
+            run.write(p, mine)
+
+
+def clamp(run: Run, step: int) -> None:
+    """WGAN."""
+    for p in run.parameters:
+        run.write(p, p.detach().clamp(-0.1, 0.1))
+
+
+def clamp_of_few(run: Run, step: int) -> None:
+    """A clamp that reaches few elements: some step reaches a sample, and later ones lose nothing."""
+    for p in run.parameters:
+        run.write(p, p.detach().clamp(-2.2, 2.2))
+
+
+def data_dependent_initialisation(run: Run, step: int) -> None:
+    """ActNorm, of layers that come to their first batch after the first step."""
+    if step == 1:
+        for p in run.model.layers.parameters():
+            run.write(p, (p.detach() - p.detach().mean()) / p.detach().float().std().to(p.dtype))
+
+
+def averages_swapped_in_and_out(run: Run, step: int) -> None:
+    averages = run.kept.setdefault("averages", [p.detach().clone() for p in run.parameters])
+    for average, p in zip(averages, run.parameters, strict=True):
+        average.lerp_(p.detach(), 0.25)
+        kept = p.detach().clone()
+        run.write(p, average)
+        run.write(p, kept)
+
+
+def averages_kept(run: Run, step: int) -> None:
+    """Training goes on from the averages."""
+    averages = run.kept.setdefault("averages", [p.detach().clone() for p in run.parameters])
+    for average, p in zip(averages, run.parameters, strict=True):
+        average.lerp_(p.detach(), 0.25)
+        if step == 2:
+            run.write(p, average)
+
+
+def initialised_again(run: Run, step: int) -> None:
+    if step == 2:
+        for p in run.parameters:
+            if p.dim() > 1:
+                values = torch.empty_like(p, requires_grad=False)
+                run.write(p, nn.init.xavier_normal_(values, generator=torch.Generator().manual_seed(1)))
+
+
+def pruned(run: Run, step: int) -> None:
+    for index, p in enumerate(run.parameters):
+        generator = torch.Generator().manual_seed(index)
+        run.write(p, p.detach() * (torch.rand(p.shape, generator=generator) > 0.3))
+
+
+def padding_row(run: Run, step: int) -> None:
+    """The first row of an embedding stays 0."""
+    values = run.model.words.weight.detach().clone()
+    values[0] = 0
+    run.write(run.model.words.weight, values)
+
+
+def row_in_the_middle(run: Run, step: int) -> None:
+    values = run.model.words.weight.detach().clone()
+    values[20] = 0
+    run.write(run.model.words.weight, values)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program of the table, and whether samples save it: fully, from some step on, or not at all."""
+
+    body: Callable[[Run, int], None]
+    write: Write = through_data
+    is_saved: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.body.__name__} {self.write.__name__}"
+
+
+PROGRAMS = [
+    Program(lookahead),
+    Program(clamp),
+    Program(clamp_of_few, is_saved=False),
+    Program(data_dependent_initialisation),
+    Program(averages_swapped_in_and_out),
+    Program(averages_kept),
+    Program(lookahead, through_numpy),
+    Program(lookahead, from_another_process),
+    Program(initialised_again),
+    Program(pruned),
+    Program(padding_row),
+    Program(row_in_the_middle, is_saved=False),
+]
+
+
+def run_of(program: Program, where: str, write: Write, *, reloads: bool = False) -> tuple[dict[str, Any], Run]:
+    model = Net()
+    if write is from_another_process:
+        model.share_memory()
+    run = Run(model, write)
+    optimizer = SpeculativeCPUAdam(model.parameters(), lr=0.02, max_grad_norm=50.0)
+    with optional_scheduler(optimizer, model, where):
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            model(step).backward()
+            optimizer.step()
+            program.body(run, step)
+            if reloads:
+                optimizer.reload_masters()
+        optimizer.zero_grad()
+        model(STEPS).backward()
+        optimizer.step()
+    return everything(model, optimizer), run
+
+
+@pytest.mark.parametrize("where", [*DEVICES, "kept"])
+@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+def test_program(program: Program, where: str) -> None:
+    """Programs end in the bits of counted writes, or need `reload_masters()` for that."""
+    expected, _ = run_of(program, where, counted)
+    found, _ = run_of(program, where, program.write)
+    assert (found == expected) is program.is_saved
+    if not program.is_saved:
+        assert run_of(program, where, program.write, reloads=True)[0] == expected
