@@ -13,7 +13,8 @@ import copy
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from types import TracebackType
@@ -47,6 +48,19 @@ from superadam.step.outcome import StepOutcome
 from superadam.step.transaction import Transaction
 
 _logger = logging.getLogger("superadam")
+
+
+def _limit_of(optimizer: weakref.ref[SpeculativeCPUAdam]) -> Callable[[], float | None]:
+    """Return what tells the present limit of an optimizer's gradient norm, while that lives."""
+    return lambda: None if (one := optimizer()) is None else one.max_grad_norm
+
+
+def _end(pipeline: Pipeline | None, device: Device | None) -> None:
+    """End the worker, and release what the scheduler's own device holds."""
+    if pipeline is not None:
+        pipeline.close()
+    if device is not None:
+        device.close()
 
 
 class OffloadScheduler(GradientHolder):
@@ -115,7 +129,7 @@ class OffloadScheduler(GradientHolder):
         self._backward_began: float | None = None
         parameters = [shards.local_of(parameter) for group in optimizer.param_groups for parameter in group["params"]]
         self._device = device or device_for(parameters)
-        self._owns_device = device is None
+        owned_device = self._device if device is None else None
         if tier is None and isinstance(self._device, StepsInPlace) and self._device.can_update:
             tier = DeviceTier(self._device, self._device)
         self.tier = tier
@@ -145,13 +159,16 @@ class OffloadScheduler(GradientHolder):
                     self._autotuner,
                     self.statistics,
                     self.trace,
-                    lambda: optimizer.max_grad_norm,
+                    _limit_of(weakref.ref(optimizer)),
                 )
             optimizer.attach_overlap(self)
         except BaseException:
             self._hooks.remove()
-            self._end()
+            _end(self._pipeline, owned_device)
             raise
+        # The worker's thread keeps neither optimizer nor scheduler alive: frameworks drop them without closing.
+        self._end = weakref.finalize(self, _end, self._pipeline, owned_device)
+        self._end.atexit = False
 
     @property
     def _lock(self) -> AbstractContextManager[object]:
@@ -395,12 +412,6 @@ class OffloadScheduler(GradientHolder):
                 self._count_verdict(None)
                 self.optimizer.detach_overlap()
                 self._end()
-
-    def _end(self) -> None:
-        if self._pipeline is not None:
-            self._pipeline.close()
-        if self._owns_device:
-            self._device.close()
 
     def __enter__(self) -> Self:
         return self

@@ -6,14 +6,7 @@ differs makes the step compare every element of every working copy, and so do th
 finding. A program that writes past version counters as a rule writes to many parameters, and where it clamps or masks,
 to few elements of each: so it has the bits of counted writes from the first finding on, and it alone pays for that.
 
-| write, without a version                                      | found                                             |
-|---------------------------------------------------------------|---------------------------------------------------|
-| Lookahead, averages that stay, initialisation (again), ActNorm | at once: nearly all elements change              |
-| pruning masks, by half; WGAN's clamp of the usual weights      | at once: very likely some sample changes         |
-| averages swapped in and out again                              | nothing to find                                   |
-| a clamp that few elements reach                                | from the first step on in which a sample changes |
-| first or last row of an embedding                              | at once                                           |
-| few other elements                                             | not; `reload_masters()`                           |
+`docs/design.md` says which programs that finds.
 
 Tensors that kernels cannot read, as those on a device, are looked at in turns, `STAGED_ROWS` in each step.
 

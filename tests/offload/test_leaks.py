@@ -7,6 +7,7 @@ import gc
 import math
 import os
 import threading
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
@@ -181,3 +182,24 @@ def test_schedulers_of_one_optimizer_go(device: str) -> None:
 
     check_growth(train, CREATED // 5, CREATED)
     assert threading.active_count() == threads
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("steps", [0, 3])
+def test_an_optimizer_that_is_dropped_with_an_open_scheduler_is_freed(device: str, steps: int) -> None:
+    """As by a framework that makes another one; the gradient that was taken last stays readable."""
+    model, threads = mlp(torch.bfloat16, 4, 2), threading.active_count()
+    optimizer = adam(model)
+    scheduler = scheduler_for(device, optimizer, model).__enter__()
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(INPUTS.bfloat16()).float().square().sum().backward()
+        optimizer.step()
+    model(INPUTS.bfloat16()).float().square().sum().backward()
+    expected = [one.grad.clone() for one in model.parameters()]
+    reference = weakref.ref(optimizer)
+    del optimizer, scheduler
+    gc.collect()
+    assert reference() is None
+    assert threading.active_count() == threads
+    assert all(torch.equal(one.grad, before) for one, before in zip(model.parameters(), expected, strict=True))
