@@ -267,6 +267,7 @@ class ParameterTable:
         positions = _parts(np.flatnonzero(is_staged), segments["length"], self.delivery.staged_numel)
         parts = [([self.states[row] for row in rows[part]], segments[part]) for part in positions]
         stage = self.delivery.stage([states for states, _ in parts]) if parts else iter(())
+        count = self.prepared_count(rows)
 
         def run() -> None:
             if len(direct):
@@ -277,7 +278,7 @@ class ParameterTable:
                     out[position] = place.value.data_ptr()
                 native.run(Pass.UPDATE, staged, table)
                 self.delivery.publish(states, places)
-            self.count_step(rows)
+            count()
 
         return run
 
@@ -286,14 +287,20 @@ class ParameterTable:
     ) -> None:
         """Make one step in place in the tier, to which state that is still on the host moves."""
         assert self._tier is not None
+        count = self.prepared_count(rows)
         self._tier.update([self.states[row] for row in rows], gradients, indices, coefficients.sets)
-        self.count_step(rows)
+        count()
 
-    def count_step(self, rows: Rows) -> None:
-        """Count a step of parameters that have just got their new values."""
-        self.fingerprints.bump(rows)
-        self.steps[rows] += 1
-        self.is_published[rows] = False
+    def prepared_count(self, rows: Rows) -> Callable[[], None]:
+        """Return what counts a step of parameters once they have their new values; it needs no memory of its own."""
+        bump, steps = self.fingerprints.prepared_bump(rows), self.steps[rows] + 1
+
+        def count() -> None:
+            bump()
+            self.steps[rows] = steps
+            self.is_published[rows] = False
+
+        return count
 
     def indices_of_next_step(
         self, rows: Rows, runs: Iterable[tuple[Hyperparameters, int]], scale: float, coefficients: CoefficientTable

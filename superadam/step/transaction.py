@@ -316,16 +316,17 @@ class Transaction:
                 record = _pending_of(part.state)
                 self.statistics.respeculated += record.place is not None
                 record.place = None
+        count = self.table.prepared_count(self.table.rows_of([part.state for part in accepted]))
         if rest:
             self._update(rest, clip)
-        if accepted:
-            self._publish(accepted)
+        if accepted:  # nothing may fail from here on
+            self._publish(accepted, count)
 
-    def _publish(self, parts: Sequence[_Part]) -> None:
+    def _publish(self, parts: Sequence[_Part], count: Callable[[], None]) -> None:
         states = [part.state for part in parts]
         records = [_pending_of(state) for state in states]
         self.table.delivery.publish(states, [record.place for record in records if record.place])
-        self.table.count_step(self.table.rows_of(states))
+        count()
         self.statistics.accepted += len(states)
         for state, record in zip(states, records, strict=True):
             record.place = None
