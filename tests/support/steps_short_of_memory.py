@@ -124,6 +124,7 @@ class Case:
         speculates: by hand, without a scheduler.
         micro: batches of a step.
         layers, width: of the model; numpy keeps memory for small arrays, and the kernels need none for few parameters.
+        holds_state: the program has `optimizer.state`, so that each step is published at once.
         has_first: whether allocations of a first step are tried, too.
     """
 
@@ -136,6 +137,7 @@ class Case:
     layers: int = 6
     width: int = 8
     has_first: bool = True
+    holds_state: bool = False
     sum_dtype: torch.dtype | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -152,6 +154,8 @@ CASES = {
     "plain fp32": Case(torch.float32),
     "plain bf16": Case(amsgrad=True),
     "plain not dense": Case(is_dense=False),
+    "plain, state is held": Case(holds_state=True),
+    "simulated, kept, state is held": Case(device=_full, holds_state=True, options={"gpu_buckets": 2}),
     "by hand": Case(speculates=True),
     "by hand, not dense, amsgrad": Case(is_dense=False, speculates=True, amsgrad=True),
     "thread": Case(device=ThreadDevice),
@@ -199,6 +203,7 @@ class Training:
             )
         else:
             self.optimizer._published.bound(self.optimizer.param_groups).table.delivery.staged_numel = 200
+        self.held = self.optimizer.state if case.holds_state else None
 
     def backward(self, number: int, factor: float) -> None:
         self.optimizer.zero_grad()
