@@ -111,9 +111,7 @@ static void run_segments(run *r, int64_t *first_chunk, int threads)
 int superadam_run(int isa, int pass, const superadam_segment *segments, int64_t segment_count,
                   const superadam_coefficients *coefficients, int64_t coefficient_count, int threads)
 {
-    run r = {.kernel = dispatch_kernel(isa),
-             .pass = pass,
-             .coefficients = coefficients};
+    run r = {.kernel = dispatch_kernel(isa), .pass = pass, .coefficients = coefficients};
     if (!r.kernel)
         return SUPERADAM_BAD_ISA;
     if (pass < SUPERADAM_NORM || pass > SUPERADAM_UPDATE)

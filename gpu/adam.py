@@ -243,7 +243,8 @@ def update(steps: Sequence[KeptStep], sets: Sequence[Coefficients], kept: Kept[l
     with on(device):
         table_of_sets = upload(np.array([k.row()[:9] for k in sets], np.float64).reshape(-1), device)
         launches = [(part.variant, part.table, columns[part.positions].T) for part in parts if part.table.blocks]
-        tables = [table.entries(rows) for _, table, rows in launches]  # memory for all of them, before anything is written
+        # Memory for all tables, before anything is written.
+        tables = [table.entries(rows) for _, table, rows in launches]
         for (variant, table, rows), entries in zip(launches, tables, strict=True):
             adam_kernel[(table.blocks,)](
                 entries,

@@ -32,6 +32,7 @@ def _copy_in_pieces(target: Tensor, source: Tensor, non_blocking: bool) -> None:
     except Exception as error:
         if not is_short_of_memory(error) or target.numel() <= 1:
             raise
-        outermost = max(range(target.dim()), key=lambda one: (target.size(one) > 1, target.stride(one)))
-        for index in range(target.size(outermost)):
+        sizes, strides = target.shape, target.stride()
+        outermost = max(range(target.dim()), key=lambda one: (sizes[one] > 1, strides[one]))
+        for index in range(sizes[outermost]):
             _copy_in_pieces(target.select(outermost, index), source.select(outermost, index), non_blocking)

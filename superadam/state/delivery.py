@@ -116,6 +116,8 @@ class SynchronousDelivery:
 
 def _places(states: Sequence[ParameterState], layouts: Layouts, memory: Tensor) -> list[Place]:
     pairs = [*zip(layouts, buffers_in(memory, layouts), strict=True)]
-    values = {state: view for layout, buffer in pairs for state, view in zip(layout.states, layout.views(buffer), strict=True)}
+    values = {
+        state: view for layout, buffer in pairs for state, view in zip(layout.states, layout.views(buffer), strict=True)
+    }
     shadow = HostShadow([values[state] for state in states])
     return [Place(shadow, position) for position in range(len(states))]

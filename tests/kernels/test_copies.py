@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from superadam.kernels import native
 from superadam.kernels.copies import copy_each
 from superadam.kernels.torch_private import is_short_of_memory
 
@@ -65,7 +64,3 @@ def test_errors_of_torchs_host_memory_are_told_by_their_words() -> None:
     assert is_short_of_memory(caught.value)
     assert not is_short_of_memory(RuntimeError("a word about memory"))
     assert not is_short_of_memory(ValueError("CUDA error: out of memory"))
-
-
-def test_passes_take_no_error_for_want_of_memory() -> None:
-    assert not any("MEMORY" in name for name in dir(native.lib))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
 import shutil
@@ -33,6 +34,6 @@ def test_step_whose_memory_runs_out_is_made_wholly_or_not_at_all(tmp_path: Path)
     reports = [json.loads(line) for line in made.stdout.splitlines()]
     assert {name: faults for name, _, _, _, _, faults in reports if faults} == {}
     for name, tried, raised, most, errors, _ in reports:
-        print(f"{name}: {tried} tried of up to {most} in a step, {raised} raised {', '.join(errors)}")
+        logging.info("%s: %d tried, of up to %d in a step; %d raised %s", name, tried, most, raised, ", ".join(errors))
         assert tried >= raised
         assert tried > 0

@@ -507,6 +507,8 @@ def test_parts_of_a_step_do_not_pile_up() -> None:
         transfers.publish(states, places)
         under_way = sum(not arrived.query() for arrived, _, _ in transfers._untold)
         assert under_way == min(part + 1, 2)
+    transfers.stage([states])  # of the next step
+    assert all(arrived.query() for arrived, _, _ in transfers._untold)
 
 
 def test_nothing_is_counted_of_a_bucket_that_does_not_travel() -> None:

@@ -1,4 +1,5 @@
-/* Preloaded: lets chosen allocations of tensors, of numpy arrays and of the kernels fail, as where memory has run out. */
+/* Preloaded: lets chosen allocations of tensors, of numpy arrays and of the kernels fail, as where memory has run out.
+ */
 
 #define _GNU_SOURCE
 #include <errno.h>
@@ -44,8 +45,7 @@ static int fails(void *caller, size_t size)
     if (!is_armed)
         return 0;
     for (int i = 0; i < range_count; i++)
-        if ((uintptr_t)caller >= ranges[i].begin && (uintptr_t)caller < ranges[i].end &&
-            size >= ranges[i].least) {
+        if ((uintptr_t)caller >= ranges[i].begin && (uintptr_t)caller < ranges[i].end && size >= ranges[i].least) {
             const long number = seen++;
             return number >= first && number < last;
         }
