@@ -23,10 +23,11 @@ def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor], *, non_block
         if not is_short_of_memory(error):
             raise
         for target, source in zip(targets, sources, strict=True):
-            _copy_in_pieces(target, source, non_blocking)
+            copy_one(target, source, non_blocking)
 
 
-def _copy_in_pieces(target: Tensor, source: Tensor, non_blocking: bool) -> None:
+def copy_one(target: Tensor, source: Tensor, non_blocking: bool = False) -> None:
+    """Copy a source into its target, of the same shape and dtype, in pieces if need be, as `copy_each`."""
     try:
         target.copy_(source, non_blocking=non_blocking)
     except Exception as error:
@@ -35,4 +36,4 @@ def _copy_in_pieces(target: Tensor, source: Tensor, non_blocking: bool) -> None:
         sizes, strides = target.shape, target.stride()
         outermost = max(range(target.dim()), key=lambda one: (sizes[one] > 1, strides[one]))
         for index in range(sizes[outermost]):
-            _copy_in_pieces(target.select(outermost, index), source.select(outermost, index), non_blocking)
+            copy_one(target.select(outermost, index), source.select(outermost, index), non_blocking)
