@@ -23,7 +23,7 @@ PACKAGE = str(Path(superadam.__file__).parent)
 
 MOST: dict[str, tuple[Callable[[], Device], int, int]] = {
     "step": (DeferredDevice, 110, 16),
-    "worker": (ThreadDevice, 200, 24),
+    "worker": (ThreadDevice, 200, 25),
 }
 """Device, and the most calls and files in the thread that trains; the worker's calls run in parallel."""
 
