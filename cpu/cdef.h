@@ -40,7 +40,6 @@
 #define SUPERADAM_BAD_LENGTH 4
 #define SUPERADAM_BAD_POINTER 5
 #define SUPERADAM_BAD_COEFFICIENTS 6
-#define SUPERADAM_NO_MEMORY 7
 
 /* Scalars of one step, computed in double and already rounded to the type the formula runs in; names as in
  * adam_formula.h. */

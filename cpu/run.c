@@ -12,13 +12,15 @@ enum { CHUNKS_PER_THREAD = 16 };
 enum { LARGEST_GRAIN = 64 };
 /* From this many elements on, `out` is written past the caches, which could not hold it anyway. */
 enum { STREAM_FROM = 1 << 22 };
+/* Segments of one job where memory for a table of all of them is missing: a pass never fails for that. */
+enum { SEGMENTS_WITHOUT_MEMORY = 255 };
 
 typedef struct {
     superadam_kernel *kernel;
     int pass, stream;
     const superadam_segment *segments;
     const superadam_coefficients *coefficients;
-    const int64_t *first_chunk; /* of each segment, counted over the whole list; one more entry than segments */
+    const int64_t *first_chunk; /* of each segment, counted over all of them; one more entry than segments */
     int64_t segment_count;
 } run;
 
@@ -88,14 +90,28 @@ static int check_segment(int pass, const superadam_segment *s, const superadam_c
     return SUPERADAM_OK;
 }
 
+/* Runs the segments as one parallel job; `first_chunk` has room for one entry more than there are. */
+static void run_segments(run *r, int64_t *first_chunk, int threads)
+{
+    int64_t chunks = 0;
+    for (int64_t i = 0; i < r->segment_count; i++) {
+        first_chunk[i] = chunks;
+        chunks += chunk_count(r->segments[i].length);
+    }
+    first_chunk[r->segment_count] = chunks;
+    r->first_chunk = first_chunk;
+
+    if (threads > chunks / CHUNKS_PER_THREAD)
+        threads = (int)(chunks / CHUNKS_PER_THREAD);
+    int64_t grain = threads > 1 ? chunks / ((int64_t)threads * 8) : chunks;
+    grain = grain < 1 ? 1 : grain > LARGEST_GRAIN ? LARGEST_GRAIN : grain;
+    threads_run(threads, chunks, grain, run_units, r);
+}
+
 int superadam_run(int isa, int pass, const superadam_segment *segments, int64_t segment_count,
                   const superadam_coefficients *coefficients, int64_t coefficient_count, int threads)
 {
-    run r = {.kernel = dispatch_kernel(isa),
-             .pass = pass,
-             .segments = segments,
-             .coefficients = coefficients,
-             .segment_count = segment_count};
+    run r = {.kernel = dispatch_kernel(isa), .pass = pass, .coefficients = coefficients};
     if (!r.kernel)
         return SUPERADAM_BAD_ISA;
     if (pass < SUPERADAM_NORM || pass > SUPERADAM_UPDATE)
@@ -103,30 +119,24 @@ int superadam_run(int isa, int pass, const superadam_segment *segments, int64_t 
     if (segment_count < 0)
         return SUPERADAM_BAD_LENGTH;
 
-    int64_t *first_chunk = malloc(((size_t)segment_count + 1) * sizeof *first_chunk);
-    if (!first_chunk)
-        return SUPERADAM_NO_MEMORY;
-    int64_t chunks = 0, elements = 0;
+    int64_t elements = 0;
     for (int64_t i = 0; i < segment_count; i++) {
         const int code = check_segment(pass, &segments[i], coefficients, coefficient_count);
-        if (code != SUPERADAM_OK) {
-            free(first_chunk);
+        if (code != SUPERADAM_OK)
             return code;
-        }
-        first_chunk[i] = chunks;
-        chunks += chunk_count(segments[i].length);
         elements += segments[i].length;
     }
-    first_chunk[segment_count] = chunks;
-    r.first_chunk = first_chunk;
     r.stream = elements >= STREAM_FROM;
 
-    if (threads > chunks / CHUNKS_PER_THREAD)
-        threads = (int)(chunks / CHUNKS_PER_THREAD);
-    int64_t grain = threads > 1 ? chunks / ((int64_t)threads * 8) : chunks;
-    grain = grain < 1 ? 1 : grain > LARGEST_GRAIN ? LARGEST_GRAIN : grain;
-    threads_run(threads, chunks, grain, run_units, &r);
-    free(first_chunk);
+    int64_t few[SEGMENTS_WITHOUT_MEMORY + 1];
+    int64_t *all = segment_count > SEGMENTS_WITHOUT_MEMORY ? malloc(((size_t)segment_count + 1) * sizeof *all) : NULL;
+    const int64_t most = all ? segment_count : SEGMENTS_WITHOUT_MEMORY;
+    for (int64_t begin = 0; begin < segment_count; begin += most) {
+        r.segments = &segments[begin];
+        r.segment_count = segment_count - begin < most ? segment_count - begin : most;
+        run_segments(&r, all ? all : few, threads);
+    }
+    free(all);
     return SUPERADAM_OK;
 }
 

@@ -242,12 +242,12 @@ def update(steps: Sequence[KeptStep], sets: Sequence[Coefficients], kept: Kept[l
     columns = np.column_stack([addresses.reshape(len(steps), len(ARRAYS)), np.array(indices, np.int64)])
     with on(device):
         table_of_sets = upload(np.array([k.row()[:9] for k in sets], np.float64).reshape(-1), device)
-        for part in parts:
-            variant, table, rows = part.variant, part.table, columns[part.positions].T
-            if table.blocks == 0:
-                continue
+        launches = [(part.variant, part.table, columns[part.positions].T) for part in parts if part.table.blocks]
+        # Memory for all tables, before anything is written.
+        tables = [table.entries(rows) for _, table, rows in launches]
+        for (variant, table, rows), entries in zip(launches, tables, strict=True):
             adam_kernel[(table.blocks,)](
-                table.entries(rows),
+                entries,
                 table.tensors,
                 table.steps,
                 table_of_sets,

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from superadam.kernels.copies import copy_each
 from superadam.kernels.dtypes import DTYPES
-from superadam.kernels.torch_private import foreach_copy_
+from superadam.kernels.torch_private import is_short_of_memory
 
 from .casts import VECTOR_BYTES, pointer
 from .choice import Backend, backend
@@ -58,7 +59,7 @@ def scatter_values(sources: Sequence[Tensor], tensors: Sequence[Tensor], kept: K
     """Copy each source into the tensor of the same position, past version counters.
 
     Enqueued to the current stream, one launch for each dtype; sources from outside torch's allocator must be kept until
-    that has run.
+    that has run. Where memory for the table of a launch is missing, they are copied one after another.
 
     Args:
         sources: dense, each with the dtype and the number of elements of its tensor, on the device of the tensors or in
@@ -77,6 +78,19 @@ def scatter_values(sources: Sequence[Tensor], tensors: Sequence[Tensor], kept: K
         raise ValueError(f"there are {len(sources)} sources for {len(tensors)} tensors; give one for each tensor")
     if not tensors:
         return
+    try:
+        _scatter(sources, tensors, kept)
+    except Exception as error:
+        if not is_short_of_memory(error):
+            raise
+        _copy(sources, tensors)
+
+
+def _copy(sources: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    copy_each([*map(in_memory_order, tensors)], [*map(in_memory_order, sources)], non_blocking=True)
+
+
+def _scatter(sources: Sequence[Tensor], tensors: Sequence[Tensor], kept: Kept[list[Part]] | None) -> None:
     device = tensors[0].device
     if kept is None or any(source.device != device for source in sources):  # pinned memory is looked at
         kept = Kept()
@@ -84,7 +98,7 @@ def scatter_values(sources: Sequence[Tensor], tensors: Sequence[Tensor], kept: K
     parts = kept.checked(facts, lambda: _checked(sources, tensors, device))
     addresses = np.stack([checked_addresses(tensors, "tensor"), checked_addresses(sources, "source")])
     if backend(device).backend is Backend.TORCH:
-        foreach_copy_([*map(in_memory_order, tensors)], [*map(in_memory_order, sources)], non_blocking=True)
+        _copy(sources, tensors)
         return
     with on(device):
         for part in parts:

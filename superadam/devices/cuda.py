@@ -23,6 +23,7 @@ from superadam.gpu import Backend, Kept, backend, pack_gradients, scatter_values
 from superadam.host import cores
 from superadam.host.machine import Host
 from superadam.host.memory import HostMemory, HostNeeds
+from superadam.kernels.copies import copy_one
 from superadam.kernels.hyperparameters import Coefficients
 from superadam.kernels.kept_step import KeptStep
 
@@ -160,7 +161,7 @@ class CudaDevice(Device):
             (alike if is_alike and self._reaches(source, target) else others).append((source, target))
         scatter_values([source for source, _ in alike], [target for _, target in alike], self._scatters)
         for source, target in others:
-            target.copy_(source, non_blocking=not self.is_host(target))
+            copy_one(target, source, non_blocking=not self.is_host(target))
 
     def _reaches(self, source: Tensor, target: Tensor) -> bool:
         """Whether kernels reach both; host memory beyond what was reserved is not pinned."""

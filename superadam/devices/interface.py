@@ -109,7 +109,8 @@ class Device(abc.ABC):
     def scatter(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         """Enqueue copies of each source into its target to the current stream, past version counters.
 
-        The caller waits for what fills a source on another stream, and records its memory for the current stream.
+        The caller waits for what fills a source on another stream, and records its memory for the current stream. This
+        must not fail for want of memory, because the state has changed by then (`superadam.kernels.copies`).
 
         Args:
             sources: dense, each of the shape of its target, on the device or in memory from `host_empty`.

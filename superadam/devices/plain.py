@@ -15,7 +15,7 @@ from torch import Tensor
 
 from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import ChunkSums, Device, Event, Stream
-from superadam.kernels.torch_private import foreach_copy_
+from superadam.kernels.copies import copy_each
 
 
 class PassedEvent:
@@ -61,8 +61,7 @@ class PlainDevice(Device):
     @torch.no_grad()
     def scatter(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         """Copy now, in one call."""
-        if targets:  # torch takes no empty lists
-            foreach_copy_([target.data for target in targets], list(sources))
+        copy_each([target.data for target in targets], sources)
 
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return pageable memory."""

@@ -208,7 +208,6 @@ def run(
 
     Raises:
         ValueError: the table does not fit the pass; nothing was read or written.
-        MemoryError: no memory for the job's own table; nothing was read or written.
     """
     if segments.dtype != SEGMENT or coefficients.dtype != COEFFICIENTS:
         raise ValueError("superadam.kernels.native.run takes tables of dtype SEGMENT and COEFFICIENTS")
@@ -221,8 +220,6 @@ def run(
         len(coefficients),
         get_num_threads() if threads is None else threads,
     )
-    if code == lib.SUPERADAM_NO_MEMORY:
-        raise MemoryError(f"superadam: no memory for a job of {len(segments)} segments; free some and call again")
     if code != lib.SUPERADAM_OK:
         raise ValueError(f"superadam: {_ERRORS[code]}")
 

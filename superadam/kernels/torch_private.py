@@ -64,6 +64,27 @@ def is_tracing() -> bool:
     return is_collecting or torch.compiler.is_compiling() or _tracing_context() is not None
 
 
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+_MEMORY_RAN_OUT = (
+    "DefaultCPUAllocator: can't allocate memory",
+    "DefaultCPUAllocator: not enough memory",
+    "CUDA error: out of memory",  # pinned memory
+    "HIP error: out of memory",
+    "Triton Error [CUDA]: out of memory",
+)
+
+
+def is_short_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that memory ran out, on the host or on a device.
+
+    Some have no class of their own, and are told by their words. Under other words: as any other RuntimeError.
+    """
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _MEMORY_RAN_OUT)
+
+
 # -- storages and versions ---------------------------------------------------------------------------------------------
 
 _WeakReference: Any = _find("multiprocessing.reductions.StorageWeakRef")

@@ -28,7 +28,7 @@ from superadam.distributed import shards
 from superadam.handles.taken_gradient import GradientHolder, TakenGradient
 from superadam.kernels.hyperparameters import Hyperparameters
 from superadam.kernels.kept_step import StepsInPlace
-from superadam.kernels.torch_private import check_can_take, missing
+from superadam.kernels.torch_private import check_can_take, is_short_of_memory, missing
 from superadam.offload.arguments import check_count, check_model, check_transfer_dtype
 from superadam.offload.autotune import Autotuner
 from superadam.offload.buckets import Bucket, Bucketer
@@ -215,7 +215,9 @@ class OffloadScheduler(GradientHolder):
                 self._hyper = self._hyper or self.optimizer.hyper_by_row()
                 if len(self._hyper) == len(self._transaction.table.states):  # or groups were changed since
                     self._pipeline.send(bucket, self._hyper)
-        except (ValueError, torch.OutOfMemoryError, MemoryError) as error:
+        except Exception as error:
+            if not isinstance(error, ValueError) and not is_short_of_memory(error):
+                raise
             _logger.debug("a bucket is left to step(): %s", error)
             for taken in bucket.gradients:
                 taken.in_use = False

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
 import operator
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -26,9 +27,10 @@ from superadam.devices.interface import ChunkSums
 from superadam.handles.gradient_handle import norms_of
 from superadam.handles.taken_gradient import TakenGradient
 from superadam.kernels import native
+from superadam.kernels.torch_private import is_short_of_memory
 from superadam.offload.statistics import OverlapStatistics
 from superadam.offload.trace import Trace
-from superadam.state.delivery import STAGED_NUMEL
+from superadam.state.delivery import STAGED_NUMEL, Layouts, buffers_in, groups_of, size_of
 from superadam.state.norm import GradientNorm
 from superadam.state.parameter import ParameterState, Place
 
@@ -122,25 +124,34 @@ class Sent:
 class FlatShadow:
     """New values of parameters of one dtype in one flat buffer; a `superadam.state.parameter.Shadow`.
 
-    `memory` is a flat buffer on the device to which the values travel as soon as they are written; None where they stay
-    on the host until they are published.
+    Args:
+        memory: a flat buffer on the device to which the values travel as soon as they are written; None where they stay
+            on the host until they are published.
+        host: a flat buffer on the host for them, and what it is a part of; without, one is allocated when it is first
+            needed.
     """
 
-    def __init__(self, transfers: Transfers, layout: FlatLayout[ParameterState], memory: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        transfers: Transfers,
+        layout: FlatLayout[ParameterState],
+        memory: Tensor | None = None,
+        host: Sequence[Tensor] = (),
+    ) -> None:
         self._transfers = transfers
         self._layout = layout
         self._dtype = layout.states[0].parameter_dtype
         self._memory = memory
         self._travels = transfers.device.has_link and not transfers.device.is_host(layout.states[0].local)
-        self._host: list[Tensor] = []
+        self._host = [*host]
         self._views: list[Tensor] = []
         self._arrived: Event | None = None
 
     @property
     def values(self) -> list[Tensor]:
-        """One host tensor for each parameter, in memory that is allocated at the first call."""
+        """One host tensor for each parameter, in memory that is allocated at the first call at the latest."""
         if not self._views:
-            self._host = [self._transfers.device.host_empty(self._layout.numel, self._dtype)]
+            self._host = self._host or [self._transfers.device.host_empty(self._layout.numel, self._dtype)]
             self._views = self._layout.views(self._host[0])
         return self._views
 
@@ -188,7 +199,7 @@ class Transfers:
             and those that count unrounded, stay as they are. May be changed between steps.
         computes_norms: whether torch computes the norms of gradients before they travel, because they will be asked
             for.
-        staged_numel: elements of new values that `shadows` is asked for at once; those of a bucket.
+        staged_numel: elements of new values that are staged at once; those of a bucket.
         is_short: whether the device has no memory for the new values of a step. They then wait on the host, packed
             gradients only take memory until they have left, and the host waits instead of packing far ahead of that.
     """
@@ -205,7 +216,7 @@ class Transfers:
         self._leaving, self._reused = _Held(operator.methodcaller("query")), _Held(_is_gone)
         self._most_packed = 0  # on the device at once
         self._travelled = self._most_travelled = 0  # packed in a step
-        self._stages: collections.deque[Event] = collections.deque()
+        self._staged: Event | None = None  # after which what was staged last has left the host
         self._statistics, self._trace = statistics, trace
         self._lock = threading.Lock()  # the worker uploads while the training thread publishes
         self._untold: collections.deque[tuple[Event, float, int]] = collections.deque()  # uploads not seen to arrive
@@ -282,9 +293,9 @@ class Transfers:
             self._let_leave(PACKED_UNDER_WAY)
         try:
             packed = self.device.pack(gradients, layout, dtype)
-        except torch.OutOfMemoryError:
-            self.is_short = True
-            if not self._leaving.size:
+        except Exception as error:
+            self.is_short = self.is_short or is_short_of_memory(error)
+            if not is_short_of_memory(error) or not self._leaving.size:
                 raise
             self._let_leave(0)
             packed = self.device.pack(gradients, layout, dtype)
@@ -312,9 +323,11 @@ class Transfers:
         self.is_short = True
         return travelled
 
-    def _shadow(self, layout: FlatLayout[ParameterState], memory: Tensor | None) -> FlatShadow:
+    def _shadow(
+        self, layout: FlatLayout[ParameterState], memory: Tensor | None, host: Sequence[Tensor] = ()
+    ) -> FlatShadow:
         """Return what new values lie in."""
-        shadow = FlatShadow(self, layout, memory)
+        shadow = FlatShadow(self, layout, memory, host)
         self._shadows.add(weakref.ref(shadow), layout.numel * layout.states[0].parameter_dtype.itemsize)
         self._statistics.shadow_bytes = max(self._statistics.shadow_bytes, self._shadows.size)
         return shadow
@@ -334,7 +347,9 @@ class Transfers:
         """Return memory on the device, or None where it has none."""
         try:
             return self.device.empty(numel, dtype, Stream.CURRENT)
-        except torch.OutOfMemoryError:
+        except Exception as error:
+            if not is_short_of_memory(error):
+                raise
             return None
 
     def pack_kept(
@@ -413,20 +428,42 @@ class Transfers:
         return self.device.is_host(parameter)
 
     def shadows(self, states: Sequence[ParameterState]) -> list[Place]:
-        """Return memory for new values that are about to be published, once at most one earlier part is under way.
+        """Return memory of the host."""
+        shadows = [self._shadow(self._layout_of(group), None) for group in groups_of(states)]
+        return _places(states, shadows)
 
-        That is as much as host memory was reserved for.
+    def stage(self, parts: Sequence[Sequence[ParameterState]]) -> Iterator[list[Place]]:
+        """Return memory of the host, in turn one of two pieces, each of which holds the largest part.
+
+        That is as much as host memory was reserved for. Where there is only one, it serves alone.
         """
-        self._stages.append(self.device.record(Stream.CURRENT))
-        if len(self._stages) > 1:
-            self._stages.popleft().synchronize()
-        groups: dict[torch.dtype, list[ParameterState]] = {}
-        for state in states:
-            groups.setdefault(state.parameter_dtype, []).append(state)
-        places: dict[ParameterState, Place] = {}
-        for some in groups.values():
-            places |= self._shadow(self._layout_of(tuple(some)), None).places()
-        return [places[state] for state in states]
+        if self._staged is not None:
+            self._staged.synchronize()
+        layouts = [[*map(self._layout_of, groups_of(states))] for states in parts]
+        size = max(map(size_of, layouts))
+        pieces = [self.device.host_empty(size, torch.uint8)]
+        if len(parts) > 1:
+            try:
+                pieces.append(self.device.host_empty(size, torch.uint8))
+            except Exception as error:
+                if not is_short_of_memory(error):
+                    raise
+        return self._places_in_turn(parts, layouts, pieces)
+
+    def _places_in_turn(
+        self, parts: Sequence[Sequence[ParameterState]], layouts: Sequence[Layouts], pieces: Sequence[Tensor]
+    ) -> Iterator[list[Place]]:
+        """Yield places in the next piece of memory, once what was published from there before has left it."""
+        published: collections.deque[Event] = collections.deque()
+        for states, some, piece in zip(parts, layouts, itertools.cycle(pieces), strict=False):
+            if len(published) == len(pieces):
+                published.popleft().synchronize()
+            hosts = buffers_in(piece, some)
+            shadows = [self._shadow(layout, None, [host, piece]) for layout, host in zip(some, hosts, strict=True)]
+            yield _places(states, shadows)
+            del shadows
+            self._staged = self.device.record(Stream.CURRENT)
+            published.append(self._staged)
 
     def publish(self, states: Sequence[ParameterState], places: Sequence[Place]) -> None:
         """Copy new values into their parameters on the current stream, in a launch for those that are there already.
@@ -478,6 +515,12 @@ class Transfers:
             while self._untold and self._untold[0][0].query():
                 _, begin, elements = self._untold.popleft()
                 self._trace.add("parameters to device", "upload", begin, time.perf_counter(), elements=elements)
+
+
+def _places(states: Sequence[ParameterState], shadows: Sequence[FlatShadow]) -> list[Place]:
+    """Return the place of each of these parameters in one of the shadows."""
+    places = {state: place for shadow in shadows for state, place in shadow.places().items()}
+    return [places[state] for state in states]
 
 
 def norm_in(hosts: Sequence[Tensor]) -> GradientNorm:

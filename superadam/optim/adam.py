@@ -210,6 +210,7 @@ class SpeculativeCPUAdam(Optimizer):
                 know.
             RuntimeError: there is a limit under FSDP1, on several ranks; or, with DTensor parameters, another rank
                 failed, ended, or is not at the same point.
+            MemoryError, torch.OutOfMemoryError, RuntimeError: memory ran out; call this again to make the step.
 
         Whatever is raised, nothing was changed.
 

@@ -24,6 +24,7 @@ from superadam.distributed.verdict import Question, Ranks, ranks_of
 from superadam.handles.taken_gradient import GradientHolder, TakenGradient
 from superadam.host.signals import deferred_signals
 from superadam.kernels.hyperparameters import Hyperparameters
+from superadam.kernels.torch_private import is_short_of_memory
 from superadam.optim import checkpoint
 from superadam.optim.arguments import is_flattened
 from superadam.state.delivery import Delivery, SynchronousDelivery
@@ -228,7 +229,11 @@ class PublishedState(GradientHolder):
     def conclude(self, outcome: StepOutcome) -> None:
         """After a step, bring exposed entries up to date, and let the scheduler's commits begin."""
         if self.is_exposed:
-            self._publish()
+            try:
+                self._publish()
+            except Exception as error:  # the step was made; what is missing follows with the next, or when it is read
+                if not is_short_of_memory(error):
+                    raise
         if self.overlap is not None:
             self.overlap.conclude(outcome)
 

@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from superadam.kernels.torch_private import foreach_copy_
+from superadam.devices.flat import FlatLayout
+from superadam.kernels.copies import copy_each
 from superadam.state.parameter import ParameterState, Place
 
 STAGED_NUMEL = 16 * 1024 * 1024
@@ -23,7 +25,7 @@ class Delivery(Protocol):
 
     @property
     def staged_numel(self) -> int:
-        """About how many elements of new values `shadows` is asked for at once."""
+        """About how many elements of new values a part for `stage` has."""
 
     @property
     def received(self) -> Callable[[Tensor], Tensor] | None:
@@ -35,18 +37,53 @@ class Delivery(Protocol):
     def shadows(self, states: Sequence[ParameterState]) -> list[Place]:
         """Return memory for one new value of each of these parameters."""
 
+    def stage(self, parts: Sequence[Sequence[ParameterState]]) -> Iterator[list[Place]]:
+        """Return memory for the new values of one part after another; there is at least one.
+
+        All of it is allocated when this returns. The next part may take the same memory, so that the values of each are
+        to be published before it is asked for.
+        """
+
     def publish(self, states: Sequence[ParameterState], places: Sequence[Place]) -> None:
-        """Copy new values into their parameters, past version counters, before anything later on the current stream."""
+        """Copy new values into their parameters, past version counters, before anything later on the current stream.
+
+        Does not fail for want of memory, because the state has changed by then.
+        """
 
     def settle(self) -> None:
         """Return when everything that was published has arrived, so that the host can read parameters."""
 
 
+Layouts = Sequence[FlatLayout[ParameterState]]  # of new values, one for each dtype
+
+
+def groups_of(states: Sequence[ParameterState]) -> list[tuple[ParameterState, ...]]:
+    """Return the states of each dtype, whose new values lie in one flat buffer."""
+    groups: dict[torch.dtype, list[ParameterState]] = {}
+    for state in states:
+        groups.setdefault(state.parameter_dtype, []).append(state)
+    return [*map(tuple, groups.values())]
+
+
+def size_of(layouts: Layouts) -> int:
+    """Return the bytes of the buffers of these layouts."""
+    return sum(layout.numel * layout.states[0].parameter_dtype.itemsize for layout in layouts)
+
+
+def buffers_in(memory: Tensor, layouts: Layouts) -> Iterator[Tensor]:
+    """Yield the buffer of each layout, one after another in memory of at least `size_of` bytes."""
+    begin = 0
+    for layout in layouts:
+        end = begin + size_of([layout])
+        yield memory[begin:end].view(layout.states[0].parameter_dtype)
+        begin = end
+
+
 class HostShadow:
     """New values in pageable memory, one tensor for each parameter."""
 
-    def __init__(self, states: Sequence[ParameterState]) -> None:
-        self.values = [state.empty(state.parameter_dtype) for state in states]
+    def __init__(self, values: list[Tensor]) -> None:
+        self.values = values
 
 
 class SynchronousDelivery:
@@ -61,12 +98,26 @@ class SynchronousDelivery:
 
     def shadows(self, states: Sequence[ParameterState]) -> list[Place]:
         """Return pageable memory."""
-        shadow = HostShadow(states)
-        return [Place(shadow, position) for position in range(len(states))]
+        return next(self.stage([states]))
+
+    def stage(self, parts: Sequence[Sequence[ParameterState]]) -> Iterator[list[Place]]:
+        """Return pageable memory, the same for all parts."""
+        layouts = [[*map(FlatLayout, groups_of(states))] for states in parts]
+        memory = torch.empty(max(map(size_of, layouts)), dtype=torch.uint8, device="cpu")
+        return (_places(states, some, memory) for states, some in zip(parts, layouts, strict=True))
 
     def publish(self, states: Sequence[ParameterState], places: Sequence[Place]) -> None:
         """Copy all of them in one call."""
-        foreach_copy_([state.local.data for state in states], [place.value for place in places])
+        copy_each([state.local.data for state in states], [place.value for place in places])
 
     def settle(self) -> None:
         """Return at once."""
+
+
+def _places(states: Sequence[ParameterState], layouts: Layouts, memory: Tensor) -> list[Place]:
+    pairs = [*zip(layouts, buffers_in(memory, layouts), strict=True)]
+    values = {
+        state: view for layout, buffer in pairs for state, view in zip(layout.states, layout.views(buffer), strict=True)
+    }
+    shadow = HostShadow([values[state] for state in states])
+    return [Place(shadow, position) for position in range(len(states))]

@@ -9,7 +9,7 @@ looks, and gets the same address again.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -125,12 +125,20 @@ class Fingerprints:
 
     def bump(self, rows: npt.NDArray[np.int64]) -> None:
         """Increment versions for a write of ours, now or later; an outside write in between is still noticed."""
-        torch.autograd.graph.increment_version(self._at(rows))
-        self._versions[rows] += 1
+        self.prepared_bump(rows)()
+
+    def prepared_bump(self, rows: npt.NDArray[np.int64]) -> Callable[[], None]:
+        """Return what does as `bump`, once, and does not fail for want of memory."""
+        bumped, versions = [*self._at(rows)], self._versions[rows] + 1
         if self._wholes is not None:
-            wholes = [self._wholes[row] for row in rows if self._wholes[row] is not self._parameters[row]]
-            torch.autograd.graph.increment_version(wholes)
-            self._versions[rows] += 1  # also where both are one tensor, as its version is added to itself
+            bumped += [self._wholes[row] for row in rows if self._wholes[row] is not self._parameters[row]]
+            versions += 1  # also where both are one tensor, as its version is added to itself
+
+        def bump() -> None:
+            torch.autograd.graph.increment_version(bumped)
+            self._versions[rows] = versions
+
+        return bump
 
     def _present(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
         """Return address, storage and version of every parameter."""

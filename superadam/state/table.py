@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -285,6 +285,12 @@ class ParameterTable:
 
     def update(self, rows: Rows, segments: Segments, coefficients: CoefficientTable, indices: Indices) -> None:
         """Make one step in place: state, own masters, working copies and step counts; the job is overwritten."""
+        self.prepared_update(rows, segments, coefficients, indices)()
+
+    def prepared_update(
+        self, rows: Rows, segments: Segments, coefficients: CoefficientTable, indices: Indices
+    ) -> Callable[[], None]:
+        """Return what does as `update`, once; its memory is allocated now, so that it does not fail for want of it."""
         for column in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master"):  # may have been created since
             segments[column] = self._rows[column][rows]
         segments["coefficients"] = indices
@@ -292,29 +298,44 @@ class ParameterTable:
         segments["out_dtype"] = np.where(self._is_own_master[rows], Dtype.NONE, segments["out_dtype"])
         segments["out"] = self._parameter_pointers[rows]
         is_staged, table = self._is_staged[rows], coefficients.array()
-        if not is_staged.all():
-            native.run(Pass.UPDATE, segments[~is_staged] if is_staged.any() else segments, table)
-        for part in _parts(np.flatnonzero(is_staged), segments["length"], self.delivery.staged_numel):
-            states = [self.states[row] for row in rows[part]]
-            places, staged = self.delivery.shadows(states), segments[part]
-            staged["out"] = [place.value.data_ptr() for place in places]
-            native.run(Pass.UPDATE, staged, table)
-            self.delivery.publish(states, places)
-        self.count_step(rows)
+        direct = segments[~is_staged] if is_staged.any() else segments
+        positions = _parts(np.flatnonzero(is_staged), segments["length"], self.delivery.staged_numel)
+        parts = [([self.states[row] for row in rows[part]], segments[part]) for part in positions]
+        stage = self.delivery.stage([states for states, _ in parts]) if parts else iter(())
+        count = self.prepared_count(rows)
+
+        def run() -> None:
+            if len(direct):
+                native.run(Pass.UPDATE, direct, table)
+            for places, (states, staged) in zip(stage, parts, strict=True):
+                out = staged["out"]
+                for position, place in enumerate(places):
+                    out[position] = place.value.data_ptr()
+                native.run(Pass.UPDATE, staged, table)
+                self.delivery.publish(states, places)
+            count()
+
+        return run
 
     def update_in_tier(
         self, rows: Rows, gradients: Sequence[Tensor], coefficients: CoefficientTable, indices: Sequence[int]
     ) -> None:
         """Make one step in place in the tier, to which state that is still on the host moves."""
         assert self._tier is not None
+        count = self.prepared_count(rows)
         self._tier.update([self.states[row] for row in rows], gradients, indices, coefficients.sets)
-        self.count_step(rows)
+        count()
 
-    def count_step(self, rows: Rows) -> None:
-        """Count a step of parameters that have just got their new values."""
-        self.fingerprints.bump(rows)
-        self.steps[rows] += 1
-        self.is_published[rows] = False
+    def prepared_count(self, rows: Rows) -> Callable[[], None]:
+        """Return what counts a step of parameters once they have their new values; it needs no memory of its own."""
+        bump, steps = self.fingerprints.prepared_bump(rows), self.steps[rows] + 1
+
+        def count() -> None:
+            bump()
+            self.steps[rows] = steps
+            self.is_published[rows] = False
+
+        return count
 
     def indices_of_next_step(
         self, rows: Rows, runs: Iterable[tuple[Hyperparameters, int]], scale: float, coefficients: CoefficientTable

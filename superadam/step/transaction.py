@@ -13,7 +13,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -27,6 +27,7 @@ from superadam.host.signals import deferred_signals
 from superadam.kernels import native
 from superadam.kernels.hyperparameters import Hyperparameters
 from superadam.kernels.storage import has_memory
+from superadam.kernels.torch_private import is_short_of_memory
 from superadam.state.norm import GradientNorm
 from superadam.state.outside_writes import adopt_outside_write
 from superadam.state.parameter import ParameterState, Pending, Phase, Place
@@ -320,16 +321,17 @@ class Transaction:
                 record = _pending_of(part.state)
                 self.statistics.respeculated += record.place is not None
                 record.place = None
+        count = self.table.prepared_count(self.table.rows_of([part.state for part in accepted]))
         if rest:
             self._update(rest, clip)
-        if accepted:
-            self._publish(accepted)
+        if accepted:  # nothing may fail from here on
+            self._publish(accepted, count)
 
-    def _publish(self, parts: Sequence[_Part]) -> None:
+    def _publish(self, parts: Sequence[_Part], count: Callable[[], None]) -> None:
         states = [part.state for part in parts]
         records = [_pending_of(state) for state in states]
         self.table.delivery.publish(states, [record.place for record in records if record.place])
-        self.table.count_step(self.table.rows_of(states))
+        count()
         self.statistics.accepted += len(states)
         for state, record in zip(states, records, strict=True):
             record.place = None
@@ -339,26 +341,36 @@ class Transaction:
         """Update parameters in place, so that nothing is left to commit."""
         with_max = any(part.hyper.amsgrad for part in parts)
         self._make_ready([part.state for part in parts], ((part.hyper, 1) for part in parts), with_max=with_max)
-        # The device first: it works while the host does, and if its memory is short, nothing was changed yet.
         kept = [part for part in parts if part.is_kept]
         here = [part for part in parts if not part.is_kept]
+        update_here = self._prepared(here, clip)  # whose memory is there before anything is changed
         if kept:
             states, gradients = _columns(kept)
             coefficients, indices = self._coefficients(kept, clip)
-            try:
+            try:  # first: the device works while the host does
                 self.table.update_in_tier(self.table.rows_of(states), gradients, coefficients, indices)
-            except torch.OutOfMemoryError:  # nothing was changed; the host has room
-                for part in kept:
+            except Exception as error:
+                if not is_short_of_memory(error):
+                    raise
+                for part in kept:  # nothing was changed; the host has room
                     part.gradient = part.state.host_gradient(part.gradient)
-                here += kept
+                update_here = None  # which frees its memory
+                update_here = self._prepared([*here, *kept], clip)
                 self.statistics.displaced += len(kept)
-        if here:
-            states, gradients = _columns(here)
-            coefficients, indices = self._coefficients(here, clip)
-            self.table.update(self.table.rows_of(states), self._segments(states, gradients), coefficients, indices)
+        if update_here is not None:
+            update_here()
         for part in parts:
             if part.state.phase is not Phase.CLEAN:
                 self._move(part.state, Phase.CLEAN, None)
+
+    def _prepared(self, parts: Sequence[_Part], clip: float) -> Callable[[], None] | None:
+        """Return what updates parameters on the host; None without any."""
+        if not parts:
+            return None
+        states, gradients = _columns(parts)
+        coefficients, indices = self._coefficients(parts, clip)
+        rows = self.table.rows_of(states)
+        return self.table.prepared_update(rows, self._segments(states, gradients), coefficients, indices)
 
     def _coefficients(self, parts: Sequence[_Part], clip: float) -> tuple[CoefficientTable, list[int]]:
         table = CoefficientTable()
@@ -483,8 +495,10 @@ class Transaction:
         for state, hyper in zip(states, each, strict=True):
             if not state.has_state or (hyper.amsgrad and state.max_exp_avg_sq is None):
                 self.table.bring_home([state])
-                state.create_state(with_max=hyper.amsgrad)
-                self.table.refresh_pointers(state)
+                try:
+                    state.create_state(with_max=hyper.amsgrad)
+                finally:
+                    self.table.refresh_pointers(state)  # of what was created before memory ran out
 
     def _segments(self, states: Sequence[ParameterState], gradients: Sequence[Tensor]) -> Segments:
         return self.table.segments(self.table.rows_of(states), gradients)

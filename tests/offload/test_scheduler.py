@@ -1842,11 +1842,11 @@ def test_memory_for_new_values_does_not_grow_with_the_model(
     empty, host_empty = asynchronous.empty, asynchronous.host_empty
 
     def measured(numel: int, dtype: torch.dtype, stream: Stream) -> Tensor:
-        sizes.append(numel)
+        sizes.append(numel * dtype.itemsize // torch.float32.itemsize)
         return empty(numel, dtype, stream)
 
     def measured_on_host(numel: int, dtype: torch.dtype) -> Tensor:
-        sizes.append(numel)
+        sizes.append(numel * dtype.itemsize // torch.float32.itemsize)
         return host_empty(numel, dtype)
 
     def steps(model: nn.Module, optimizer: SpeculativeCPUAdam) -> None:

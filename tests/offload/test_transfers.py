@@ -501,12 +501,14 @@ def test_parts_of_a_step_do_not_pile_up() -> None:
     device.scatter = lambda sources, targets: None  # type: ignore[method-assign]  # nor does it wait
     states = states_of(torch.zeros(4), device=device)
     transfers, _ = transfers_of(device)
-    for part in range(5):
-        places = transfers.shadows(states)
+    stage = transfers.stage([states] * 5)
+    for part, places in enumerate(stage):
         places[0].value.fill_(1.0)
         transfers.publish(states, places)
         under_way = sum(not arrived.query() for arrived, _, _ in transfers._untold)
         assert under_way == min(part + 1, 2)
+    transfers.stage([states])  # of the next step
+    assert all(arrived.query() for arrived, _, _ in transfers._untold)
 
 
 def test_nothing_is_counted_of_a_bucket_that_does_not_travel() -> None:

@@ -1,0 +1,66 @@
+"""Copies are made also where torch finds no memory for them, and other errors are raised."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from superadam.kernels.copies import copy_each
+from superadam.kernels.torch_private import is_short_of_memory
+
+
+class Full(TorchDispatchMode):
+    """Refuses copies for which torch would need memory between host and device: of elements that lie differently."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten._foreach_copy_.default:
+            raise self.error
+        if function is torch.ops.aten.copy_.default and not _lie_alike(*args[:2]):
+            raise self.error
+        return function(*args, **(kwargs or {}))
+
+
+def _lie_alike(target: Tensor, source: Tensor) -> bool:
+    """Whether both are dense with the same strides."""
+    return target.is_contiguous() and source.is_contiguous()
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), torch.OutOfMemoryError("planted"), RuntimeError("CUDA error: out of memory")], ids=repr
+)
+def test_copies_without_memory_arrive(error: Exception) -> None:
+    targets = [
+        torch.zeros(5, 6)[:, ::2],
+        torch.zeros(4, 3).t(),
+        torch.zeros(2, 3, 4, 2)[..., 0],
+        torch.zeros(7),
+        torch.zeros(()),
+        torch.zeros(0, 2),
+        torch.zeros(3, 1, 2)[..., 0],
+    ]
+    sources = [torch.randn(one.shape) for one in targets]
+    with Full(error):
+        copy_each(targets, sources)
+    assert all(map(torch.equal, targets, sources))
+
+
+def test_other_errors_of_copies_are_raised() -> None:
+    with Full(RuntimeError("another")), pytest.raises(RuntimeError, match="another"):
+        copy_each([torch.zeros(3)], [torch.ones(3)])
+
+
+def test_errors_of_torchs_host_memory_are_told_by_their_words() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 60, dtype=torch.uint8)
+    assert not isinstance(caught.value, MemoryError)
+    assert is_short_of_memory(caught.value)
+    assert not is_short_of_memory(RuntimeError("a word about memory"))
+    assert not is_short_of_memory(ValueError("CUDA error: out of memory"))

@@ -1,0 +1,39 @@
+"""Where memory runs out in a step, the step is made wholly or not at all, and can be made by calling it again."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SUPPORT = Path(__file__).parents[1] / "support"
+DEEP = os.environ.get("SUPERADAM_DEEP") == "1"
+STRIDE = 1 if DEEP else 40
+"""Of the allocations of a step, one of this many fails in each way of training."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200 if DEEP else 300)
+@pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc" or shutil.which("cc") is None, reason="needs glibc and a C compiler"
+)
+def test_step_whose_memory_runs_out_is_made_wholly_or_not_at_all(tmp_path: Path) -> None:
+    library = tmp_path / "failing_allocations.so"
+    source = SUPPORT / "failing_allocations.c"
+    subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", library, source], check=True)
+    environment = {**os.environ, "LD_PRELOAD": str(library), "PYTHONPATH": str(SUPPORT)}
+    program = [sys.executable, str(SUPPORT / "steps_short_of_memory.py"), "--stride", str(STRIDE)]
+    made = subprocess.run(program, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    reports = [json.loads(line) for line in made.stdout.splitlines()]
+    assert {name: faults for name, _, _, _, _, faults in reports if faults} == {}
+    for name, tried, raised, most, errors, _ in reports:
+        logging.info("%s: %d tried, of up to %d in a step; %d raised %s", name, tried, most, raised, ", ".join(errors))
+        assert tried >= raised
+        assert tried > 0

@@ -1,0 +1,39 @@
+"""A step for which memory runs out while state is created can be made afterwards, also with other hyper-parameters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from visible import give_gradients, parameter, state_bits
+
+from superadam import SpeculativeCPUAdam
+from superadam.state.parameter import ParameterState
+
+
+@pytest.mark.parametrize("failing", range(6))
+def test_state_that_was_created_in_part_serves_the_next_step(failing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, plain = (
+        SpeculativeCPUAdam([parameter(3, 5, dtype=torch.bfloat16), parameter(4, dtype=torch.bfloat16)], amsgrad=amsgrad)
+        for amsgrad in (True, False)
+    )
+    created = 0
+    zeros = ParameterState.zeros
+
+    def short(state: ParameterState) -> Tensor:
+        nonlocal created
+        created += 1
+        if created == failing + 1:
+            raise MemoryError("planted")
+        return zeros(state)
+
+    for one in (ours, plain):
+        give_gradients(one, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(ParameterState, "zeros", short)
+        with pytest.raises(MemoryError, match="planted"):
+            ours.step()
+    ours.param_groups[0]["amsgrad"] = False
+    for one in (ours, plain):
+        one.step()
+    assert state_bits(ours, without=["max_exp_avg_sq"]) == state_bits(plain)

@@ -1,0 +1,401 @@
+"""A program: lets one allocation after another fail while steps are made, and prints what each of them left behind.
+
+It is started with `failing_allocations.c` preloaded, which lets torch, numpy and the kernels find no memory. What is
+counted are allocations for tensors, of the kernels, and of numpy from `NUMPY_BYTES` on: numpy does not survive that
+some of its smaller ones fail. A simulated device answers with torch's error of a device, and what it runs late counts
+as memory-free.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from overlap import DeferredDevice, ImmediateDevice, ThreadDevice, batch
+from torch import Tensor, nn
+from visible import shown, state_bits
+
+from superadam import OffloadScheduler, SpeculativeCPUAdam
+from superadam.devices import Device
+from superadam.devices.simulated import SimulatedDevice
+from superadam.devices.worker import WorkerError
+from superadam.kernels.torch_private import is_short_of_memory
+from superadam.offload.pipeline import Pipeline
+
+NUMPY_BYTES = 128
+LIBRARIES = {"libc10.so": 0, "_multiarray_umath": NUMPY_BYTES, "superadam/_kernels": 0}
+"""Parts of paths, and the least bytes that count."""
+FOREVER = 1 << 40
+LATER = 4
+"""Steps before those whose allocations fail."""
+
+
+class Allocations:
+    """The preloaded library."""
+
+    def __init__(self) -> None:
+        self._library = ctypes.CDLL(None)
+        self._library.allocations_watch.argtypes = [ctypes.c_size_t] * 3
+        self._library.allocations_fail.argtypes = [ctypes.c_long] * 2
+        self._library.allocations_seen.restype = ctypes.c_long
+        self._is_armed = False
+        found = set()
+        with open("/proc/self/maps") as file:
+            for words in map(str.split, file):
+                for name, least in LIBRARIES.items():
+                    if "x" in words[1] and len(words) > 5 and name in words[5]:
+                        begin, end = (int(word, 16) for word in words[0].split("-"))
+                        self._library.allocations_watch(begin, end, least)
+                        found.add(name)
+        assert found == set(LIBRARIES), found
+
+    def fail(self, first: int, count: int) -> None:
+        """Let that many allocations fail, from that one on, of those that are counted from now on."""
+        self._library.allocations_fail(first, first + count)
+
+    @property
+    def seen(self) -> int:
+        """Allocations that were counted."""
+        return int(self._library.allocations_seen())
+
+    @contextmanager
+    def counted(self, armed: bool = True) -> Iterator[None]:
+        """Count inside, or not."""
+        before, self._is_armed = self._is_armed, armed
+        self._library.allocations_arm(armed)
+        try:
+            yield
+        finally:
+            self._is_armed = before
+            self._library.allocations_arm(before)
+
+
+allocations = Allocations()
+
+
+@contextmanager
+def _as_of_device() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise torch.OutOfMemoryError("planted: the device has no memory") from error
+
+
+class FullDevice(SimulatedDevice):
+    """A simulated device whose allocations fail as others do."""
+
+    def _run_one(self) -> bool:
+        with allocations.counted(False):
+            return super()._run_one()
+
+    def empty(self, *arguments: Any) -> Tensor:
+        with _as_of_device():
+            return super().empty(*arguments)
+
+    def pack(self, *arguments: Any) -> Tensor:
+        with _as_of_device():
+            return super().pack(*arguments)
+
+    def idle_cores(self) -> int:
+        return 1
+
+
+class DeferredFullDevice(FullDevice):
+    """One without a core for a worker."""
+
+    def idle_cores(self) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way of training.
+
+    Attributes:
+        device: makes the scheduler's; None for no scheduler.
+        is_dense: whether weights are; others are staged everywhere.
+        speculates: by hand, without a scheduler.
+        micro: batches of a step.
+        layers, width: of the model; numpy keeps memory for small arrays, and the kernels need none for few parameters.
+        holds_state: the program has `optimizer.state`, so that each step is published at once.
+        has_first: whether allocations of a first step are tried, too.
+    """
+
+    dtype: torch.dtype = torch.bfloat16
+    device: Callable[[], Device] | None = None
+    is_dense: bool = True
+    speculates: bool = False
+    amsgrad: bool = False
+    micro: int = 1
+    layers: int = 6
+    width: int = 8
+    has_first: bool = True
+    holds_state: bool = False
+    sum_dtype: torch.dtype | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def _full() -> FullDevice:
+    return FullDevice(7)
+
+
+MANY: dict[str, Any] = {"layers": 130, "width": 2, "has_first": False}
+
+CASES = {
+    "many": Case(**MANY),
+    "many, by hand, not dense": Case(is_dense=False, speculates=True, **MANY),
+    "plain fp32": Case(torch.float32),
+    "plain bf16": Case(amsgrad=True),
+    "plain not dense": Case(is_dense=False),
+    "plain, state is held": Case(holds_state=True),
+    "simulated, kept, state is held": Case(device=_full, holds_state=True, options={"gpu_buckets": 2}),
+    "by hand": Case(speculates=True),
+    "by hand, not dense, amsgrad": Case(is_dense=False, speculates=True, amsgrad=True),
+    "thread": Case(device=ThreadDevice),
+    "immediate, not dense": Case(device=ImmediateDevice, is_dense=False),
+    "deferred, fp32": Case(torch.float32, DeferredDevice),
+    "simulated": Case(device=_full),
+    "simulated, fp32, amsgrad": Case(torch.float32, _full, amsgrad=True),
+    "simulated, not dense": Case(device=_full, is_dense=False),
+    "simulated, all in step()": Case(device=lambda: DeferredFullDevice(7)),
+    "simulated, narrow link": Case(torch.float32, _full, options={"transfer_dtype": torch.bfloat16}),
+    "simulated, kept": Case(device=_full, options={"gpu_buckets": 2}),
+    "simulated, kept, not dense, amsgrad": Case(device=_full, is_dense=False, amsgrad=True, options={"gpu_buckets": 2}),
+    "simulated, all kept": Case(device=_full, options={"gpu_buckets": 100}),
+    "accumulated": Case(device=_full, micro=2),
+    "accumulated in fp32": Case(device=_full, micro=2, sum_dtype=torch.float32),
+    "accumulated in fp32, immediate": Case(device=ImmediateDevice, micro=2, sum_dtype=torch.float32),
+}
+
+
+def _layer(width: int) -> tuple[nn.Module, nn.Module]:
+    return nn.Linear(width, width), nn.Tanh()
+
+
+class Training:
+    """A small model and its optimizer; every step is made of the same batches for the same number."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        torch.default_generator.manual_seed(5)
+        blocks: list[nn.Module] = [block for _ in range(case.layers) for block in _layer(case.width)]
+        self.model = nn.Sequential(*blocks).to(case.dtype)
+        if not case.is_dense:
+            for one in self.model:
+                if isinstance(one, nn.Linear):
+                    one.weight = nn.Parameter(torch.stack([one.weight.detach()] * 2, -1)[..., 0])
+        self.optimizer = SpeculativeCPUAdam(self.model.parameters(), lr=0.05, max_grad_norm=20.0, amsgrad=case.amsgrad)
+        self.scheduler: OffloadScheduler | None = None
+        self._open = ExitStack()
+        if case.device is not None:
+            options = {"bucket_numel": 200, "gpu_buckets": 0, **case.options}
+            self.scheduler = self._open.enter_context(
+                OffloadScheduler(self.optimizer, self.model, device=case.device(), **options)
+            )
+        else:
+            self.optimizer._published.bound(self.optimizer.param_groups).table.delivery.staged_numel = 200
+        self.held = self.optimizer.state if case.holds_state else None
+
+    def backward(self, number: int, factor: float) -> None:
+        self.optimizer.zero_grad()
+        if self.scheduler is None:  # which does not look at where gradients come from
+            generator = torch.Generator().manual_seed(number)
+            for one in self.model.parameters():
+                one.grad = (torch.randn(one.shape, generator=generator) * factor).to(one.dtype)
+            return
+        if "gpu_buckets" in self.case.options:
+            self.scheduler.place(gpu_buckets=self.case.options["gpu_buckets"])  # fewer after a failure
+        if number % 2:
+            self.scheduler._transfers.is_short = False
+        for micro in range(self.case.micro):
+            is_last = micro == self.case.micro - 1
+            context = nullcontext() if is_last else self.scheduler.accumulate(self.case.sum_dtype)
+            with context:
+                x = batch(10 * number + micro, self.case.dtype, self.case.width)
+                ((self.model(x) - 1).float().square().mean() * factor).backward()  # type: ignore[no-untyped-call]
+
+    def step(self) -> None:
+        if self.case.speculates:
+            self.optimizer.speculate()
+        self.optimizer.step()
+
+    def step_of(self, number: int, factor: float) -> None:
+        self.backward(number, factor)
+        self.step()
+
+    def close(self) -> None:
+        self._open.close()
+
+
+_send = Pipeline.send
+
+
+def _counted_send(pipeline: Pipeline, *arguments: Any) -> None:
+    with allocations.counted(bool(_is_disturbed)):
+        _send(pipeline, *arguments)
+
+
+Pipeline.send = _counted_send  # type: ignore[method-assign]
+_is_disturbed: list[bool] = []
+
+OFTEN = {"accepted": 0.5, "clipped": 500.0}
+"""Factors on the loss."""
+
+
+@dataclass
+class Report:
+    """What was found of one case."""
+
+    tried: int = 0
+    raised: int = 0
+    most: int = 0
+    errors: set[str] = field(default_factory=set)
+    faults: list[str] = field(default_factory=list)
+
+
+class Recorded:
+    """The bits of the first steps of an undisturbed training."""
+
+    def __init__(self, case: Case) -> None:
+        training, self.bits = Training(case), []
+        for number in range(2):
+            training.step_of(number, OFTEN["accepted"])
+            self.bits.append((shown(training.optimizer), state_bits(training.optimizer)))
+        training.close()
+
+
+class Twins:
+    """A training that is disturbed, and one that is not, or what was recorded of that."""
+
+    def __init__(self, case: Case, report: Report, recorded: Recorded | None = None) -> None:
+        self.report, self._recorded = report, recorded
+        self._ours = Training(case)
+        self._other = None if recorded else Training(case)
+        self.number = 0
+
+    def calm(self, factor: float = OFTEN["accepted"]) -> None:
+        """Make an ordinary step."""
+        for one in filter(None, (self._ours, self._other)):
+            one.step_of(self.number, factor)
+        self.number += 1
+
+    def disturbed(self, first: int, count: int, factor: float) -> bool:
+        """Make a step in which allocations fail; return whether any did."""
+        ours = self._ours
+        if self._other is not None:
+            self._other.step_of(self.number, factor)
+        before = shown(ours.optimizer)
+        allocations.fail(first, count)
+        _is_disturbed.append(True)
+        raised: Exception | None = None
+        has_gradients = False
+        try:
+            ours.backward(self.number, factor)
+            has_gradients = True
+            with allocations.counted():
+                ours.step()
+        except Exception as error:
+            raised = error
+        finally:
+            _is_disturbed.clear()
+        is_failing = allocations.seen > first
+        self.report.tried += is_failing
+        self.report.most = max(self.report.most, allocations.seen)
+        what = f"allocations {first} to {first + count}, factor {factor}, step {self.number}"
+        if raised is not None:
+            self.report.raised += 1
+            self.report.errors.add(type(raised).__name__)
+            cause = raised.__cause__ if isinstance(raised, WorkerError) else raised
+            if cause is None or not is_short_of_memory(cause) or not (is_failing and has_gradients):
+                self.report.faults.append(f"{what}: {raised!r}")
+            if shown(ours.optimizer) != before:
+                self.report.faults.append(f"{what}: parameters had changed when {raised!r} was raised")
+            try:
+                ours.step()
+            except Exception as error:
+                self.report.faults.append(f"{what}: after {raised!r}, {error!r}")
+        self.number += 1
+        return is_failing
+
+    def are_equal(self, *, wholly: bool) -> bool:
+        """Whether the bits are those of the undisturbed training: parameters, or everything, which commits it."""
+        if self._recorded is not None:
+            return bool(self._recorded.bits[self.number - 1][wholly] == _look(self._ours, wholly=wholly))
+        assert self._other is not None
+        return bool(_look(self._ours, wholly=wholly) == _look(self._other, wholly=wholly))
+
+    def close(self) -> None:
+        """End both."""
+        for one in filter(None, (self._ours, self._other)):
+            one.close()
+
+
+def _look(training: Training, *, wholly: bool) -> Any:
+    return state_bits(training.optimizer) if wholly else shown(training.optimizer)
+
+
+def examined(case: Case, stride: int, offset: int) -> Report:
+    """Return what came of every allocation of a first and of later steps, or of one in `stride`."""
+    report, undisturbed = Report(), Recorded(case)
+    counts = [1, FOREVER]
+    for count in counts if stride == 1 else [counts[offset % 2]]:
+        first, is_failing = offset, case.has_first
+        while is_failing:  # the first step
+            twins = Twins(case, report, undisturbed)
+            is_failing = twins.disturbed(first, count, OFTEN["accepted"])
+            check(twins, f"first step, {first}, {count}")
+            twins.calm()
+            check(twins, f"after first step, {first}, {count}")
+            twins.close()
+            first += stride
+        for kind, factor in OFTEN.items():
+            first, is_failing = offset, True
+            twins: Twins | None = None
+            while is_failing:
+                if twins is None:
+                    twins = Twins(case, report)
+                    for _ in range(LATER):
+                        twins.calm()
+                is_failing = twins.disturbed(first, count, factor)
+                is_good = check(twins, f"{kind}, {first}, {count}", wholly=twins.number % 5 == 0)
+                for _ in range(2 if kind == "clipped" else 0):
+                    twins.calm()
+                if not is_good:
+                    twins.close()
+                    twins = None
+                first += stride
+            if twins is not None:
+                check(twins, f"{kind}, at the end")
+                twins.close()
+    return report
+
+
+def check(twins: Twins, when: str, *, wholly: bool = True) -> bool:
+    is_good = twins.are_equal(wholly=wholly)
+    if not is_good:
+        twins.report.faults.append(f"{when}: other bits than undisturbed")
+    return is_good
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--stride", type=int, default=1)
+    parser.add_argument("--cases", nargs="*", default=list(CASES))
+    chosen = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    for index, name in enumerate(chosen.cases):
+        report = examined(CASES[name], chosen.stride, index % chosen.stride)
+        found = [name, report.tried, report.raised, report.most, sorted(report.errors), report.faults]
+        sys.stdout.write(json.dumps(found) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
