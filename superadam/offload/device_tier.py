@@ -1,6 +1,7 @@
 """Device tier: state of kept buckets in the device's memory.
 
-Everything runs on the current stream of the calling thread, which must be the one that the model computes on.
+Steps run on the current stream of the calling thread, which must be the one that the model computes on. State may be
+brought home by any thread.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from superadam.devices import Device, Stream
+from superadam.devices import Device, Event, Stream
 from superadam.kernels.hyperparameters import Coefficients
 from superadam.kernels.kept_step import KeptStep, StepsInPlace
 from superadam.state.parameter import ParameterState
@@ -25,6 +26,7 @@ class DeviceTier(StateTier):
         self._device = device
         self._stepper = stepper
         self._held: dict[ParameterState, dict[str, Tensor]] = {}  # flat tensors, by name
+        self._updated: Event | None = None  # after the last step
 
     def holds(self, state: ParameterState) -> bool:
         """Return whether a parameter's state is newer on the device than on the host."""
@@ -62,6 +64,7 @@ class DeviceTier(StateTier):
                 for tensor in (tensor for state in arrived for tensor in self._held[state].values()):
                     self._device.record_stream(tensor, Stream.CURRENT)
             self._stepper.update(steps, sets)
+            self._updated = self._device.record(Stream.CURRENT)
         except BaseException:
             for state in arrived:
                 del self._held[state]  # the host's tensors are as new, and may be dropped
@@ -78,6 +81,8 @@ class DeviceTier(StateTier):
         leaving = [state for state in states if state in self._held] if self._held else []
         if not leaving:
             return
+        if self._updated is not None:  # perhaps on the current stream of another thread
+            self._device.wait(Stream.CURRENT, self._updated)
         for state in leaving:
             for name, distant in self._held[state].items():
                 self._device.copy(_flat(getattr(state, name)), distant, Stream.CURRENT)

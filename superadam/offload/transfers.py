@@ -217,6 +217,7 @@ class Transfers:
         self._most_packed = 0  # on the device at once
         self._travelled = self._most_travelled = 0  # packed in a step
         self._staged: Event | None = None  # after which what was staged last has left the host
+        self._published: Event | None = None  # after which all new values have arrived
         self._statistics, self._trace = statistics, trace
         self._lock = threading.Lock()  # the worker uploads while the training thread publishes
         self._untold: collections.deque[tuple[Event, float, int]] = collections.deque()  # uploads not seen to arrive
@@ -490,6 +491,7 @@ class Transfers:
                 self.device.scatter(sources, parameters)
             for shadow in shadows:
                 shadow.keep_published()
+        self._published = self.device.record(Stream.CURRENT)
 
     def upload(self, host: Tensor, distant: Tensor) -> Event:
         """Start the upload of new values; return the event after which they may be read on the device."""
@@ -507,6 +509,8 @@ class Transfers:
     def settle(self) -> None:
         """Return when everything that was published has arrived."""
         self.device.record(Stream.CURRENT).synchronize()
+        if self._published is not None:  # perhaps on the current stream of another thread
+            self._published.synchronize()
         self.trace_arrived()
 
     def trace_arrived(self) -> None:

@@ -279,6 +279,21 @@ def test_host_is_not_written_before_state_comes_home(device: Device) -> None:
     house.check_home()
 
 
+def test_state_comes_home_after_a_step_on_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that reads the state has a current stream of its own, which has to wait for that of the step."""
+    device = SimulatedDevice(3, 0.0)
+    house = Household(tensors(), device)
+    recorded, waited = [], []
+    record, wait = device.record, device.wait
+    monkeypatch.setattr(device, "record", lambda stream: [recorded.append(record(stream)), recorded[-1]][1])
+    monkeypatch.setattr(device, "wait", lambda stream, event: [waited.append((stream, event)), wait(stream, event)][1])
+    house.step()
+    last = recorded[-1]
+    house.tier.bring_home(house.states)
+    assert (Stream.CURRENT, last) in waited
+    house.check_home()
+
+
 def test_moments_that_came_without_a_master(device: Device) -> None:
     """As after loading what torch saved."""
     house = Household(tensors(), device)
