@@ -22,8 +22,8 @@ PACKAGE = str(Path(superadam.__file__).parent)
 
 
 MOST: dict[str, tuple[Callable[[], Device], int, int]] = {
-    "step": (DeferredDevice, 110, 17),
-    "worker": (ThreadDevice, 200, 26),
+    "step": (DeferredDevice, 120, 17),
+    "worker": (ThreadDevice, 220, 26),
 }
 """Device, and the most calls and files in the thread that trains; the worker's calls run in parallel."""
 
