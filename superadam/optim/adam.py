@@ -425,7 +425,9 @@ class SpeculativeCPUAdam(Optimizer):
 
     @_whole
     def reload_masters(self, params: Iterable[Tensor] | None = None) -> None:
-        """Adopt values that were written to parameters through `.data`; other writes are noticed without this.
+        """Adopt values that were written to parameters past their version counters, as through `.data`.
+
+        `step()` finds most of these writes by itself, and all others.
 
         An element that equals its rounded master keeps that master.
 
