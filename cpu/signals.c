@@ -10,7 +10,7 @@
 #include <Python.h>
 #include <signal.h>
 
-enum { TRIES = 100 }; /* a second one needs a signal between two calls in a row */
+enum { TRIES = 100 }; /* more than there are signals */
 
 static PyObject *getsignal, *setsignal; /* those of Python's module signal, but in C */
 static PyObject *note;
@@ -35,13 +35,19 @@ static void keep_error(PyObject **error)
     Py_XDECREF(before);
 }
 
+/* Calls what is due, also after one of them has raised: CPython 3.11 would wait with the others for another signal. */
+static void call_pending(PyObject **error)
+{
+    for (int i = 0; i < TRIES && PyErr_CheckSignals() < 0; i++)
+        keep_error(error);
+}
+
 /* Sets a Python handler where the present one is `from`, or, without it, any function. Returns the one before. */
 static PyObject *replace(int number, PyObject *from, PyObject *to, PyObject **error)
 {
     for (int i = 0; i < TRIES; i++) {
         struct sigaction action;
-        if (PyErr_CheckSignals() < 0)
-            keep_error(error);
+        call_pending(error);
         PyObject *present = PyObject_CallFunction(getsignal, "i", number);
         if (present && (from ? present != from : !PyCallable_Check(present))) {
             Py_DECREF(present);
