@@ -21,6 +21,7 @@ def deferred_signals() -> AbstractContextManager[None]:
     """Return a context inside which no handler runs; those that are due run at its end.
 
     Whatever they raise, all of them run; the last exception is raised, with the others as its context. Inside another
-    one, it does nothing until the outer one ends; nor does it in threads other than the main one, where no handler runs.
+    context, they wait for the end of that one. In other threads than the main one, where no handler runs, it does
+    nothing.
     """
     return _SECTION if threading.current_thread() is threading.main_thread() else _NOTHING
