@@ -76,7 +76,8 @@ class Interruptions:
 
 
 @pytest.fixture
-def interruptions() -> Iterator[Interruptions]:
+def interruptions(monkeypatch: pytest.MonkeyPatch) -> Iterator[Interruptions]:
+    monkeypatch.setattr(sys, "unraisablehook", bool)  # a signal may meet a finalizer, and another one pytest's hook
     one = Interruptions()
     handle = one.handle
     before, threads = (
@@ -158,7 +159,6 @@ class Training:
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a signal may meet a finalizer
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("how", ["plain", *SCHEDULED])
 def test_a_step_is_made_wholly_or_not_at_all(how: str, dtype: torch.dtype, interruptions: Interruptions) -> None:
