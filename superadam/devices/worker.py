@@ -15,9 +15,11 @@ import sys
 import threading
 from collections.abc import Callable
 
+from superadam.host.signals import deferred_signals
+
 _logger = logging.getLogger("superadam")
 
-_LOOK_SECONDS = 1.0
+_LOOK_SECONDS = 0.25
 """How often a thread that waits for the worker's thread checks that it is still alive."""
 
 Job = Callable[[Callable[[], bool]], object]
@@ -80,7 +82,8 @@ class Worker(abc.ABC):
 class ThreadWorker(Worker):
     """A daemon thread that sleeps while it has nothing to do.
 
-    Its queue and locks are acquired by single calls into C, which a signal handler that raises cannot leave half done.
+    Its queue and locks are acquired by single calls into C, which a signal handler that raises cannot leave half done;
+    methods of `threading.Thread` can be, so signals are deferred around them.
     """
 
     def __init__(self, idle: Work) -> None:
@@ -91,15 +94,17 @@ class ThreadWorker(Worker):
         self._is_awaited = False
         self._process = os.getpid()
         self._thread = threading.Thread(target=self._loop, name="superadam-worker", daemon=True)
-        self._thread.start()
-        atexit.register(self._end_with_interpreter)  # which would kill the thread inside C++, and abort
+        with deferred_signals():
+            self._thread.start()
+            atexit.register(self._end_with_interpreter)  # which would kill the thread inside C++, and abort
 
     def submit(self, job: Job) -> None:
         """Add a job, unless an earlier one has failed; raises RuntimeError when closed, or in a forked process."""
         _refuse_fork(self._process)
         if self._is_closed:
             raise RuntimeError("the scheduler's worker is closed; make a new OffloadScheduler")
-        self._calls.put(functools.partial(self._finish, job))
+        if not self._has_ended:
+            self._calls.put(functools.partial(self._finish, job))
         self._submitted += 1
 
     @property
@@ -110,30 +115,49 @@ class ThreadWorker(Worker):
     def drain(self) -> None:
         """Wait for every submitted job; raises WorkerError where one failed, and RuntimeError in a forked process."""
         _refuse_fork(self._process)
-        passed = threading.Lock()
-        passed.acquire()
         self._is_awaited = True
         try:
-            self._calls.put(passed.release)
-            while not self._has_ended and not passed.acquire(timeout=_LOOK_SECONDS):
-                pass
+            self._wait()
         finally:
             self._is_awaited = False
-        if self._has_ended and not self.is_idle:  # not is_alive(): interrupted, that takes a thread for dead
+        if self._has_ended and not self.is_idle:
             self._error = self._error or RuntimeError("its thread has ended; make a new OffloadScheduler")
             self._finished = self._submitted
         self._raise_error()
 
+    def _wait(self) -> None:
+        """Return when everything in the queue was run, or the thread has ended."""
+        if self._has_ended:
+            return
+        passed = threading.Lock()
+        passed.acquire()
+        self._calls.put(passed.release)
+        while not self._has_ended and not passed.acquire(timeout=_LOOK_SECONDS):
+            self._look()
+
+    def _look(self) -> None:
+        """Notice that the thread has ended, however it did, and forget what it was to do."""
+        with deferred_signals():
+            self._has_ended = not self._thread.is_alive()
+        while self._has_ended and not self._calls.empty():
+            self._calls.get()
+
     def wake(self) -> None:
         """Signal that idle work may be available."""
-        self._calls.put(bool)
+        if not self._has_ended:
+            self._calls.put(bool)
 
     def close(self) -> None:
         """Let the thread finish its jobs and wait for it."""
         self._is_closed = True
-        self._calls.put(sys.exit)
         if self._thread is not threading.current_thread():
-            self._thread.join()
+            self._look()
+            self._wait()
+        self._calls.put(sys.exit)
+        while self._thread is not threading.current_thread() and not self._has_ended:
+            with deferred_signals():
+                self._thread.join(_LOOK_SECONDS)
+            self._look()
         atexit.unregister(self._end_with_interpreter)
 
     def _end_with_interpreter(self) -> None:
@@ -149,8 +173,8 @@ class ThreadWorker(Worker):
         try:
             return bool(work())
         except BaseException as error:
-            _logger.debug("the scheduler's worker failed", exc_info=True)
             self._error = error
+            _logger.debug("the scheduler's worker failed", exc_info=True)
             return False
 
     def _finish(self, job: Job) -> None:
@@ -168,4 +192,6 @@ class ThreadWorker(Worker):
                 else:
                     may_idle = True
         except SystemExit:
-            self._has_ended = True
+            pass
+        except BaseException as error:
+            self._error = self._error or error

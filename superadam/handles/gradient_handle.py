@@ -138,7 +138,7 @@ def _memory(handle: GradientHandle) -> Tensor:
 
 def _set_memory(handle: GradientHandle, memory: Tensor) -> Tensor:
     """Give the handle itself the memory of an ordinary tensor, and return another tensor with that memory."""
-    with torch.inference_mode(False):  # within the dispatcher, only this lets the setter reach autograd
+    with torch_private.inference_mode(False):  # within the dispatcher, only this lets the setter reach autograd
         given = memory.detach()
         torch.Tensor.data.__set__(handle, given)  # type: ignore[attr-defined]
     handle.has_memory = True

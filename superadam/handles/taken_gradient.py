@@ -272,7 +272,7 @@ class TakenGradient:
         """
         if self.given is not None:
             return self.given
-        with torch.inference_mode(False):  # inference tensors have no version counters
+        with torch_private.inference_mode(False):  # inference tensors have no version counters
             value = self.value()
             given = self._copy_of(value, self.dtype) if value is self.pending else value
             self.given, self.alias = given, given.detach()

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
+import torch
 from children import exit_code_of_child
-from overlap import PlantedError, end_thread
+from overlap import PlantedError, ThreadDevice, adam, end_thread, loss_of, mlp
 
+from superadam import OffloadScheduler
+from superadam.devices import worker as worker_module
 from superadam.devices.worker import ThreadWorker, WorkerError
 
 pytestmark = pytest.mark.timeout(240)  # a hang fails with the stack of every thread
@@ -254,3 +260,137 @@ def test_forked_child_is_refused_even_while_a_job_runs(worker: ThreadWorker) -> 
     assert exit_code_of_child(in_child, seconds=60) == 0
     gate.set()
     worker.drain()
+
+
+class FailingQueue:
+    """Raises at one `get`."""
+
+    def __init__(self, queue: Any, error: BaseException) -> None:
+        self._queue, self._errors = queue, [error]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._queue, name)
+
+    def get(self, block: bool = True) -> Any:
+        found = self._queue.get(block)
+        if self._errors:
+            raise self._errors.pop()
+        return found
+
+
+def fail_in_queue(worker: ThreadWorker, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    queue, worker._calls = worker._calls, FailingQueue(worker._calls, error)  # type: ignore[assignment]
+    queue.put(bool)
+
+
+def fail_at_finish(worker: ThreadWorker, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    def finish(job: object) -> None:
+        raise error
+
+    worker._finish = finish  # type: ignore[method-assign]
+
+
+def fail_in_logging(worker: ThreadWorker, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    def debug(*args: object, **options: object) -> None:
+        if threading.current_thread() is worker._thread:
+            raise error
+
+    monkeypatch.setattr(worker_module._logger, "debug", debug)
+    worker._idle = lambda: 1 / 0  # type: ignore[assignment,return-value]
+    worker.wake()
+
+
+def fail_anywhere(worker: ThreadWorker, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    thread = worker._thread.ident
+    assert thread is not None
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(type(error)))
+    worker.wake()
+
+
+def say_nothing(worker: ThreadWorker, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    end_thread(worker)
+
+
+ENDS = [fail_in_queue, fail_at_finish, fail_in_logging, fail_anywhere, say_nothing]
+ERRORS = [SystemExit(), KeyboardInterrupt(), MemoryError()]
+LATEST_SECONDS = 2.0
+"""A second for a thread that is gone, and one for the call's own work on a machine with little time."""
+
+
+def in_time(call: Callable[[], object]) -> bool:
+    """Call, and return whether WorkerError was raised; fail where that takes long."""
+    begin, failed = time.monotonic(), False
+    try:
+        call()
+    except WorkerError:
+        failed = True
+    assert time.monotonic() - begin < LATEST_SECONDS
+    return failed
+
+
+@pytest.mark.slow
+@pytest.mark.covering
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("late", [0.0, 0.001, 0.01])
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("end", ENDS)
+def test_no_call_waits_for_a_thread_that_is_gone(
+    end: Callable[..., None], error: BaseException, late: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each returns or raises WorkerError; steps that are made have the bits of training without a worker."""
+    plain_model, model = mlp(), mlp()
+    plain, optimizer = adam(plain_model), adam(model)
+    scheduler = OffloadScheduler(optimizer, model, device=ThreadDevice(), bucket_numel=50)
+    worker = scheduler._pipeline._worker
+    calls: list[Callable[[], object]] = [
+        optimizer.speculate,
+        optimizer.rollback,
+        lambda: optimizer.state,
+        optimizer.state_dict,
+        lambda: optimizer.load_state_dict(optimizer.state_dict()),
+        lambda: scheduler.place(num_threads=1),
+        scheduler.synchronize,
+        lambda: scheduler.statistics,
+        lambda: optimizer.clip_grad_norm_(20.0),
+    ]
+    for number in range(len(calls) + 4):
+        for one in (plain_model, model):
+            one.zero_grad()
+            if number == 2 and one is model:
+                timer = threading.Timer(late, end, (worker, error, monkeypatch))
+                timer.start()
+            loss_of(one, number).backward()
+        if number == 2:
+            timer.join()
+        plain.step()
+        if 2 <= number < 2 + len(calls):
+            in_time(calls[number - 2])
+        for _ in range(3):
+            if not in_time(optimizer.resolve if number % 2 else optimizer.step):
+                break
+        else:
+            pytest.fail("no step was made")
+        if number == 2 + len(calls):
+            in_time(scheduler.close)
+            in_time(scheduler.close)
+            assert not worker._thread.is_alive()
+        assert all(map(torch.equal, plain_model.parameters(), model.parameters())), number
+
+
+def test_a_thread_that_cannot_start_leaves_training_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    plain_model, model = mlp(), mlp()
+    plain, optimizer = adam(plain_model), adam(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        with pytest.raises(RuntimeError, match="can't start"):
+            OffloadScheduler(optimizer, model, device=ThreadDevice(), bucket_numel=50)
+    for make in (lambda: nullcontext(), lambda: OffloadScheduler(optimizer, model, device=ThreadDevice())):
+        with make():
+            for one, its in ((plain_model, plain), (model, optimizer)):
+                one.zero_grad()
+                loss_of(one, 1).backward()
+                its.step()
+        assert all(map(torch.equal, plain_model.parameters(), model.parameters()))

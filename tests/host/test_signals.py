@@ -2,22 +2,145 @@
 
 from __future__ import annotations
 
+import _thread
+import ctypes
+import faulthandler
+import mmap
+import operator
+import os
+import random
 import signal
+import socket
+import sys
+import tempfile
 import threading
-from collections.abc import Iterator
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import FrameType
+from typing import Any
 
 import pytest
+from children import exit_code_of_child
 
+from superadam.host import signals
 from superadam.host.signals import deferred_signals
+
+DEEP = os.environ.get("SUPERADAM_DEEP") == "1"
+LIBRARY = ctypes.CDLL(None)
+CAUGHT = sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
+SOME = (signal.SIGINT, signal.SIGTERM, signal.SIGVTALRM, signal.SIGPROF, signal.SIGXCPU)
+
+
+class PlantedError(Exception):
+    """What handlers raise; its argument is the signal's number."""
 
 
 @pytest.fixture(autouse=True)
 def usual_handlers() -> Iterator[None]:
     inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored in a shell's background
-    before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    others = set(CAUGHT) - {signal.SIGALRM}  # which the limit of a test's time uses
+    before = {one: signal.getsignal(one) for one in others}
     yield
-    assert {one: signal.getsignal(one) for one in before} == before
+    assert {one: signal.getsignal(one) for one in others} == before
     signal.signal(signal.SIGINT, inherited)
+
+
+class Handlers:
+    """A context in which the handlers of some signals are its own; counts their calls.
+
+    Attributes:
+        seen: number of each signal whose handler was called, in order.
+        inside: whether a section is under way, in which none may be called.
+        then: what a handler does; by default it raises.
+        armed: how many errors `fail_inside` will raise.
+    """
+
+    def __init__(self, numbers: Any = SOME, then: Callable[[int], object] | None = None) -> None:
+        self.numbers, self.seen, self.inside, self.then = numbers, [], False, then or self.fail
+        self.armed = self.begun = self.ended = 0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Handlers:
+        self._before = {number: signal.signal(number, self.handle) for number in self.numbers}
+        self._actions = [action_of(number) for number in self.numbers]
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.check()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def check(self) -> None:
+        """Check that all is as it was."""
+        assert {number: signal.getsignal(number) for number in self.numbers} == dict.fromkeys(self.numbers, self.handle)
+        assert [action_of(number) for number in self.numbers] == self._actions
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        assert not self.inside
+        self.seen.append(number)
+        self.frame = frame
+        self.then(number)
+
+    def fail(self, number: int) -> None:
+        raise PlantedError(number)
+
+    def fail_inside(self, number: int) -> None:
+        """Raise where the signal has come in or below `many_sections`."""
+        frame = self.frame
+        while self.armed and frame is not None and frame.f_code is not Handlers.many_sections.__code__:
+            frame = frame.f_back
+        if self.armed and frame is not None:
+            self.armed -= 1
+            raise PlantedError(number)
+
+    def many_sections(self) -> None:
+        for _ in range(20):
+            with deferred_signals():
+                self.inside = True
+                self.begun += 1
+                sum(range(200))
+                self.ended += 1
+                self.inside = False
+
+
+def action_of(number: int) -> bytes:
+    """Return what the system does at a signal: of C's `struct sigaction` function, mask and flags."""
+    action = ctypes.create_string_buffer(152)
+    LIBRARY.sigaction(int(number), None, action)
+    return action.raw[:16] + action.raw[136:140]
+
+
+def at_once(*calls: Callable[[], object]) -> None:
+    """Call C functions without an instruction of Python in between, at which handlers would run."""
+    list(map(operator.call, calls))
+
+
+def mark(*numbers: int) -> list[Callable[[], object]]:
+    """Return what lets handlers be due, as signals do."""
+    return [partial(_thread.interrupt_main, number) for number in numbers]
+
+
+def shielded(work: Callable[[], object], depth: int = 20) -> None:
+    """Call it, and let so many planted errors pass that are raised by it or afterwards."""
+    if depth == 0:
+        work()
+        return
+    try:
+        shielded(work, depth - 1)
+        time.sleep(0)  # after a call, what is due comes
+    except PlantedError:
+        pass
+
+
+def chain(error: BaseException | None) -> list[Any]:
+    """Return the numbers of planted errors, and other errors, from the last to the first."""
+    found: list[Any] = []
+    while error is not None:
+        found.append(error.args[0] if isinstance(error, PlantedError) else error)
+        error = error.__context__
+    return found
 
 
 def interrupted(reached: list[str], *, depth: int = 1, error: Exception | None = None) -> None:
@@ -32,14 +155,9 @@ def interrupted(reached: list[str], *, depth: int = 1, error: Exception | None =
             raise error
 
 
-def test_an_interruption_of_its_beginning_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(number: int, handler: object) -> None:
-        monkeypatch.undo()
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(signal, "signal", interrupt)
-    with pytest.raises(KeyboardInterrupt), deferred_signals():
-        pytest.fail("nothing is to be done inside")
+def in_section(work: Callable[[], object]) -> None:
+    with deferred_signals():
+        work()
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -51,18 +169,24 @@ def test_ctrl_c_comes_after_the_outermost_context(depth: int) -> None:
         assert reached == ["the end"] * depth
 
 
-def test_every_signal_comes_in_its_order() -> None:
-    seen: list[int] = []
-    before = [signal.signal(one, lambda number, frame: seen.append(number)) for one in (signal.SIGTERM, signal.SIGUSR1)]
-    try:
-        with deferred_signals():
-            signal.raise_signal(signal.SIGUSR1)
-            signal.raise_signal(signal.SIGTERM)
-            assert seen == []
-        assert seen == [signal.SIGUSR1, signal.SIGTERM]
-    finally:
-        signal.signal(signal.SIGTERM, before[0])
-        signal.signal(signal.SIGUSR1, before[1])
+@pytest.mark.parametrize("send", [signal.raise_signal, _thread.interrupt_main], ids=["a signal", "interrupt_main"])
+def test_every_signal_comes_in_its_order_and_all_their_errors_are_told(send: Callable[[int], None]) -> None:
+    order = random.Random(0).sample(CAUGHT, len(CAUGHT)) + [signal.SIGINT] * 3
+    with Handlers(CAUGHT) as handlers:
+
+        def send_all() -> None:
+            for number in order:
+                send(number)
+            assert handlers.seen == []
+
+        with pytest.raises(PlantedError) as caught:
+            in_section(send_all)
+        assert handlers.seen == order
+        assert chain(caught.value) == order[::-1]
+        handlers.check()
+        with pytest.raises(PlantedError) as caught:
+            interrupted([], error=(body := ValueError("inside")))
+        assert chain(caught.value) == [signal.SIGINT, body]
 
 
 def test_an_error_inside_is_not_lost() -> None:
@@ -73,11 +197,232 @@ def test_an_error_inside_is_not_lost() -> None:
         raise ValueError("inside")
 
 
+@pytest.mark.parametrize("marked", [SOME[:1], SOME[:2], SOME])
+def test_what_was_due_before_comes_before(marked: tuple[int, ...]) -> None:
+    """All of it; where it raises, nothing has begun."""
+    section = deferred_signals()
+    with Handlers() as handlers:
+        shielded(lambda: at_once(*mark(*marked), section.__enter__, partial(pytest.fail, "it has begun")))
+        assert Counter(handlers.seen) == dict.fromkeys(marked, 1)
+        handlers.check()
+        handlers.then = lambda number: None
+        at_once(*mark(*marked), section.__enter__)
+        handlers.inside = True
+        at_once(*mark(*marked))
+        handlers.inside = False
+        handlers.then = handlers.fail
+        with pytest.raises(PlantedError) as caught:
+            at_once(*mark(*marked), partial(section.__exit__, None, None, None))
+        assert Counter(handlers.seen) == dict.fromkeys(marked, 4)
+        assert Counter(chain(caught.value)) == dict.fromkeys(marked, 2)
+
+
+def test_a_handler_may_do_as_it_likes() -> None:
+    """Enter contexts of its own, raise and get signals, set handlers: also while another context begins or ends."""
+    left = 5
+
+    def act(number: int) -> None:
+        nonlocal left
+        with deferred_signals():
+            before = len(handlers.seen)
+            if left:
+                left -= 1
+                at_once(*mark(*SOME))
+            assert len(handlers.seen) == before
+        signal.signal(signal.SIGTERM, handlers.handle)
+        raise PlantedError(number)
+
+    with Handlers(then=act) as handlers:
+        with pytest.raises(PlantedError):
+            at_once(*mark(*SOME), deferred_signals().__enter__)
+        assert (left, set(handlers.seen)) == (0, set(SOME))
+        handlers.check()
+        left, handlers.seen[:] = 5, []
+        with pytest.raises(PlantedError):
+            in_section(lambda: (at_once(*mark(*SOME)), handlers.seen and pytest.fail("it came inside")))
+        assert (left, set(handlers.seen)) == (0, set(SOME))
+
+
+def test_a_handler_that_was_replaced_is_not_called() -> None:
+    """By another one at the first signal, which is to get the second; or inside, after which it stays."""
+    second: list[int] = []
+    with Handlers(then=lambda number: signal.signal(number, lambda number, frame: second.append(number))) as handlers:
+        with deferred_signals():
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
+        assert (handlers.seen, second) == ([signal.SIGTERM], [signal.SIGTERM])
+        with deferred_signals():
+            signal.raise_signal(signal.SIGXCPU)
+            signal.signal(signal.SIGXCPU, signal.SIG_IGN)
+        assert signal.getsignal(signal.SIGXCPU) is signal.SIG_IGN
+        for number in (signal.SIGTERM, signal.SIGXCPU):
+            signal.signal(number, handlers.handle)
+
+
+def test_a_second_signal_may_end_the_process() -> None:
+    def twice() -> None:
+        signal.signal(signal.SIGINT, lambda number, frame: signal.signal(number, signal.SIG_DFL))
+        with deferred_signals():
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+
+    assert exit_code_of_child(twice) == -signal.SIGINT
+
+
+def lines_of_a_section(at: int, do: Callable[[], None], body: list[int]) -> bool:
+    """Go through a section; do something at one line or return of it, and return whether there is such a line."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal count
+        if frame.f_code.co_filename != signals.__file__ and frame.f_code is not section.__code__:
+            return None
+        count += 1
+        if count == at + 1:
+            sys.settrace(None)
+            do()
+        return trace
+
+    def section() -> None:
+        with deferred_signals():
+            body.append(1)
+            body.append(2)
+            body.append(3)
+
+    sys.settrace(trace)
+    try:
+        section()
+    finally:
+        sys.settrace(None)
+    return count > at
+
+
+@pytest.mark.parametrize("more", [(), (signal.SIGTERM,), SOME[1:]], ids=len)
+def test_a_section_is_whole_whichever_line_is_interrupted(more: tuple[int, ...]) -> None:
+    """Also where other signals come while the first one's exception makes its way."""
+
+    def act(number: int) -> None:
+        if number == signal.SIGINT:
+            at_once(*mark(*more))
+        raise PlantedError(number)
+
+    def attempt() -> None:
+        was_there.append(lines_of_a_section(at, partial(signal.raise_signal, signal.SIGINT), body))
+
+    bodies = set()
+    was_there: list[bool] = []
+    at = 0
+    with Handlers(then=act) as handlers:
+        while not was_there:
+            body: list[int] = []
+            shielded(attempt)
+            assert body in ([], [1, 2, 3])
+            bodies.add(len(body))
+            if not was_there:
+                assert Counter(handlers.seen) == dict.fromkeys((signal.SIGINT, *more), 1)
+            handlers.check()
+            handlers.seen.clear()
+            shielded(partial(interrupted, reached := []))
+            assert reached == ["the end"]  # usable as before
+            handlers.seen.clear()
+            at += 1
+    assert was_there == [False]
+    assert at > 5
+    assert bodies == {0, 3}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("errors", [0, 3])
+def test_each_signal_of_another_process_comes_once(errors: int) -> None:
+    """At whichever instruction of the C functions: each is sent when the one before has been seen."""
+    count = 2_000 if DEEP else 40
+    numbers = memoryview(mmap.mmap(-1, 8)).cast("Q")
+    process = os.getpid()
+
+    def send() -> None:
+        chance = random.Random(3)
+        for i in range(count):
+            os.kill(process, chance.choice(SOME))
+            while numbers[0] == i and os.getppid() == process:
+                os.sched_yield()
+            for _ in range(chance.randrange(60)):
+                pass
+
+    def seen(number: int) -> None:
+        numbers[0] += 1
+        handlers.fail_inside(number)
+
+    with Handlers(then=seen) as handlers:
+        child = os.fork()
+        if child == 0:
+            send()
+            os._exit(0)
+        while numbers[0] < count:
+            handlers.armed = errors
+            shielded(handlers.many_sections)
+            handlers.check()
+        os.waitpid(child, 0)
+        assert len(handlers.seen) == count
+
+
+@pytest.mark.parametrize("errors", [0, 3])
+def test_storms_of_every_timer(errors: int) -> None:
+    """At intervals about as long as a section."""
+    timers = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
+    numbers = (signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF)
+    with Handlers(numbers) as handlers:
+        handlers.then = handlers.fail_inside
+        for timer in timers:
+            signal.setitimer(timer, 2e-4, 7e-5)
+        until = time.monotonic() + (20 if DEEP else 0.4)
+        while time.monotonic() < until:
+            handlers.armed = errors
+            shielded(handlers.many_sections)
+            handlers.check()
+            assert handlers.begun == handlers.ended
+        for timer in timers:
+            signal.setitimer(timer, 0)
+        time.sleep(0)
+    assert set(handlers.seen) == set(numbers)
+
+
+def test_a_wakeup_fd_gets_each_signal_at_once_and_once() -> None:
+    reader, writer = socket.socketpair()
+    with reader, writer, Handlers(then=lambda number: None):
+        reader.setblocking(False)
+        writer.setblocking(False)
+        before = signal.set_wakeup_fd(writer.fileno())
+        try:
+            with deferred_signals():
+                for number in SOME:
+                    signal.raise_signal(number)
+                assert reader.recv(100) == bytes(SOME)
+            with pytest.raises(BlockingIOError):
+                reader.recv(100)
+        finally:
+            signal.set_wakeup_fd(before)
+
+
+def test_an_action_of_the_system_stays_as_it_was() -> None:
+    """Flags that Python did not set, and functions in C that call Python's."""
+    with Handlers((signal.SIGUSR1, signal.SIGUSR2), lambda number: None), tempfile.TemporaryFile() as file:
+        signal.siginterrupt(signal.SIGUSR1, False)
+        faulthandler.register(signal.SIGUSR2, file=file, chain=True)
+        actions = [action_of(number) for number in CAUGHT]
+        with deferred_signals():
+            assert [action_of(number) for number in CAUGHT] == actions
+            signal.raise_signal(signal.SIGUSR2)
+        assert [action_of(number) for number in CAUGHT] == actions
+        faulthandler.unregister(signal.SIGUSR2)
+        signal.siginterrupt(signal.SIGUSR1, True)
+
+
 def test_a_default_action_is_left_alone() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with deferred_signals():
             assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+            assert signal.getsignal(signal.SIGXCPU) is signal.SIG_DFL
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -88,7 +433,37 @@ def test_other_threads_have_nothing_to_defer() -> None:
             handlers.append(signal.getsignal(signal.SIGINT))
 
     handlers: list[object] = []
-    thread = threading.Thread(target=enter)
+    in_thread(enter)
+    assert handlers == [signal.getsignal(signal.SIGINT)]
+
+
+def in_thread(work: Callable[[], object]) -> None:
+    thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert handlers == [signal.getsignal(signal.SIGINT)]
+
+
+@pytest.mark.parametrize("by", [in_thread, operator.call], ids=["another thread", "itself"])
+def test_a_child_that_is_forked_inside_has_its_handlers(by: Callable[[Callable[[], object]], None]) -> None:
+    codes = []
+
+    def in_child() -> None:
+        handlers.check()
+        assert not handlers.seen  # what came before the fork is the parent's
+        for _ in range(2):
+            with pytest.raises(PlantedError):
+                signal.raise_signal(signal.SIGINT)
+            with pytest.raises(PlantedError):
+                interrupted([])
+        assert handlers.seen == [signal.SIGINT] * 4
+
+    def fork_inside() -> None:
+        signal.raise_signal(signal.SIGTERM)
+        by(lambda: codes.append(exit_code_of_child(in_child)))
+        assert handlers.seen == []
+
+    with Handlers() as handlers:
+        with pytest.raises(PlantedError):
+            in_section(lambda: in_section(fork_inside))
+        assert handlers.seen == [signal.SIGTERM]
+    assert codes == [0]

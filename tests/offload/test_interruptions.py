@@ -1,12 +1,13 @@
-"""Ctrl-C at random moments: a step is made wholly or not at all, nothing hangs, and training goes on as before."""
+"""Signals at random moments: a step is made wholly or not at all, nothing hangs, and training goes on as before."""
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
-from collections.abc import Iterator
-from contextlib import ExitStack
+import sys
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -16,12 +17,14 @@ from overlap import DeferredDevice, ImmediateDevice, ThreadDevice, adam, batch, 
 from torch import Tensor
 from visible import state_bits
 
+import superadam
 from superadam import OffloadScheduler, SpeculativeCPUAdam
 from superadam.devices.simulated import SimulatedDevice
 
-INTERRUPTIONS = 1000 if os.environ.get("SUPERADAM_DEEP") == "1" else 60
+DEEP = os.environ.get("SUPERADAM_DEEP") == "1"
+INTERRUPTIONS = 1000 if DEEP else 25
 STEPS = 40
-LATEST_SECONDS = 0.003
+LATEST_SECONDS = 0.004
 """After the beginning of an iteration, which takes about as long; decides where interruptions fall, and no result."""
 
 SCHEDULED = {
@@ -30,20 +33,64 @@ SCHEDULED = {
     "immediate": ImmediateDevice,
     "simulated": lambda: SimulatedDevice(5),
 }
+TIMERS = {
+    signal.SIGALRM: signal.ITIMER_REAL,
+    signal.SIGVTALRM: signal.ITIMER_VIRTUAL,
+    signal.SIGPROF: signal.ITIMER_PROF,
+}
 
 
-@pytest.fixture(autouse=True)
-def interruptions() -> Iterator[None]:
-    """Let an alarm be what Ctrl-C is."""
+class Interrupted(BaseException):
+    """What handlers raise, as that of Ctrl-C does."""
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
 
-    before, threads = signal.signal(signal.SIGALRM, interrupt), torch.get_num_threads()
+class Interruptions:
+    """Handlers of Ctrl-C and timers that raise where the training is, and often bring the next signal along."""
+
+    def __init__(self) -> None:
+        self.chance = random.Random(0)
+        self.count = self.left = 0
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        while self.left and frame is not None and frame.f_code is not Training.attempt.__code__:
+            frame = frame.f_back
+        if not self.left or frame is None:
+            return
+        self.left -= 1
+        self.count += 1
+        if self.left:
+            if self.chance.random() < 0.5:
+                self.start()  # another one soon
+            else:
+                signal.raise_signal(signal.SIGINT)  # another one now
+        raise Interrupted
+
+    def start(self) -> None:
+        timer = TIMERS[self.chance.choice(list(TIMERS))]
+        signal.setitimer(timer, self.chance.uniform(1e-5, LATEST_SECONDS))
+
+    def stop(self) -> None:
+        self.left = 0
+        for timer in TIMERS.values():
+            signal.setitimer(timer, 0)
+
+
+@pytest.fixture
+def interruptions(monkeypatch: pytest.MonkeyPatch) -> Iterator[Interruptions]:
+    monkeypatch.setattr(sys, "unraisablehook", bool)  # a signal may meet a finalizer, and another one pytest's hook
+    one = Interruptions()
+    handle = one.handle
+    before, threads = (
+        {number: signal.signal(number, handle) for number in (signal.SIGINT, *TIMERS)},
+        torch.get_num_threads(),
+    )
     torch.set_num_threads(1)
-    yield
+    yield one
+    assert all(signal.getsignal(number) is handle for number in before)
+    one.stop()
     torch.set_num_threads(threads)
-    signal.signal(signal.SIGALRM, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 class Training:
@@ -53,66 +100,134 @@ class Training:
         self._own = ["master"] if dtype == torch.float32 else []  # which has masters on the simulated device only
         self.model = mlp(dtype, width=16, layers=4)
         self.optimizer: SpeculativeCPUAdam = adam(self.model)
-        self._open = ExitStack()
+        self._schedulers: list[OffloadScheduler] = []
         if how in SCHEDULED:
             device = SCHEDULED[how]()
-            self._open.enter_context(OffloadScheduler(self.optimizer, self.model, device=device, bucket_numel=300))
+            self._schedulers.append(OffloadScheduler(self.optimizer, self.model, device=device, bucket_numel=300))
 
     def loss(self, number: int) -> Tensor:
         dtype = next(self.model.parameters()).dtype
         loss: Tensor = 30 * (self.model(batch(number, dtype, 16)) - 1).float().square().mean()
         return loss
 
-    def step(self, number: int) -> None:
+    def backward(self, number: int) -> None:
         self.optimizer.zero_grad()
         self.loss(number).backward()  # type: ignore[no-untyped-call]
-        self.optimizer.step()
+
+    def step(self, number: int) -> None:
+        """Make a step after what changes nothing."""
+        optimizer = self.optimizer
+        self.backward(number)
+        if number % 4 == 1:
+            optimizer.speculate()
+        elif number % 4 == 2:
+            optimizer.speculate()
+            optimizer.rollback()
+        elif number % 4 == 3:
+            optimizer.load_state_dict(optimizer.state_dict())
+            self.backward(number)
+        (optimizer.resolve if number % 2 else optimizer.step)()
+
+    def attempt(self, number: int) -> None:
+        if number < STEPS:
+            self.step(number)
+        else:
+            self.close()
+
+    def is_interrupted(self, number: int, interruptions: Interruptions, depth: int = 4) -> bool:
+        """Try to make a step; return whether it was interrupted."""
+        try:
+            if depth:
+                return self.is_interrupted(number, interruptions, depth - 1)
+            interruptions.left = interruptions.chance.randint(1, 3)
+            interruptions.start()
+            self.attempt(number)
+        except Interrupted:
+            return True
+        finally:
+            interruptions.stop()
+        return False
 
     def seen(self) -> dict[str, Any]:
         self.optimizer.zero_grad()
         return state_bits(self.optimizer, without=self._own)
 
     def close(self) -> None:
-        self._open.close()
-
-
-def is_interrupted(training: Training, number: int, seconds: float) -> bool:
-    """Try to make a step; return whether it was interrupted."""
-    try:
-        try:
-            signal.setitimer(signal.ITIMER_REAL, seconds)
-            training.step(number)
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-    except KeyboardInterrupt:
-        return True
-    return False
+        for scheduler in self._schedulers:
+            scheduler.close()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # an alarm may meet a finalizer
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("how", ["plain", *SCHEDULED])
-def test_a_step_is_made_wholly_or_not_at_all(how: str, dtype: torch.dtype) -> None:
+def test_a_step_is_made_wholly_or_not_at_all(how: str, dtype: torch.dtype, interruptions: Interruptions) -> None:
     plain = Training(dtype, "plain")
     expected = [plain.seen()]
     for number in range(STEPS):
         plain.step(number)
         expected.append(plain.seen())
-    chance, count, number = random.Random(0), 0, STEPS
+    number = STEPS
     training = plain
-    while count < INTERRUPTIONS:
+    while interruptions.count < INTERRUPTIONS:
         if number == STEPS:
+            training.is_interrupted(number, interruptions)
             training.close()
+            assert training.seen() == expected[number]
             training, number = Training(dtype, how), 0
-        interrupted = is_interrupted(training, number, chance.uniform(1e-5, LATEST_SECONDS))
-        count += interrupted
-        seen = training.seen()
+        interrupted = training.is_interrupted(number, interruptions)
         assert torch.is_grad_enabled()
+        seen = training.seen()
         number += seen == expected[number + 1]
-        assert seen == expected[number], (count, number, interrupted)
+        assert seen == expected[number], (interruptions.count, number, interrupted)
     training.close()
+
+
+def interrupted_at(at: int, work: Callable[[], object]) -> bool:
+    """Call, and raise at one of the lines of superadam that are run; return whether there are so many."""
+    folders, count = (os.path.dirname(superadam.__file__), torch.autograd.grad_mode.__file__), 0
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal count
+        if not frame.f_code.co_filename.startswith(folders):
+            return None
+        count += 1
+        if count == at + 1:
+            raise Interrupted
+        return trace
+
+    sys.settrace(trace)
+    try:
+        work()
+    except Interrupted:
+        pass
+    finally:
+        sys.settrace(None)
+    return count > at
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("name", ["rollback", "give back"])
+def test_modes_are_as_before_whichever_line_raises(name: str, enabled: bool) -> None:
+    """Also after what the exception held is gone."""
+    at, was_there = 0, True
+    while was_there:
+        model = mlp(torch.bfloat16)
+        optimizer = adam(model)
+        model(batch(1, torch.bfloat16)).float().sum().backward()
+        optimizer.speculate()
+        handle = next(model.parameters()).grad
+        assert handle is not None
+        work: Callable[[], object] = optimizer.rollback if name == "rollback" else handle.data_ptr
+        with torch.set_grad_enabled(enabled):
+            was_there = interrupted_at(at, work)
+            assert (torch.is_grad_enabled(), torch.is_inference_mode_enabled()) == (enabled, False), at
+            del handle, work, model, optimizer
+            gc.collect(0)
+            assert (torch.is_grad_enabled(), torch.is_inference_mode_enabled()) == (enabled, False), at
+        at += 1 if DEEP else 3
+    assert at > 20
 
 
 def test_guard_of_the_optimizers_methods_puts_the_grad_mode_back() -> None:
