@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from superadam.devices import Device, device_for
 from superadam.distributed import shards
 from superadam.handles.taken_gradient import GradientHolder, TakenGradient
+from superadam.kernels import torch_private
 from superadam.kernels.hyperparameters import Hyperparameters
 from superadam.kernels.kept_step import StepsInPlace
 from superadam.kernels.torch_private import check_can_take, is_short_of_memory, missing
@@ -211,7 +212,8 @@ class OffloadScheduler(GradientHolder):
         if self._pipeline is None or self._transaction is None:
             return
         try:
-            with torch.no_grad():
+            with torch_private.inference_mode(False):  # which, unlike no_grad(), no interrupt leaves behind
+                torch.set_grad_enabled(False)
                 self._hyper = self._hyper or self.optimizer.hyper_by_row()
                 if len(self._hyper) == len(self._transaction.table.states):  # or groups were changed since
                     self._pipeline.send(bucket, self._hyper)
