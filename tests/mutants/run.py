@@ -37,15 +37,16 @@ sys.meta_path[:] = [finder for finder in sys.meta_path if "Scikit" not in type(f
 
 
 class FirstFailure:
-    """Lets Hypothesis fail at once, and notes which test failed."""
+    """Lets Hypothesis fail at once, of few examples where that is to be quick, and notes which test failed."""
 
-    def __init__(self, note: Path) -> None:
-        self.note = note
+    def __init__(self, note: Path, is_quick: bool) -> None:
+        self.note, self.is_quick = note, is_quick
 
     @pytest.hookimpl(trylast=True)
     def pytest_configure(self) -> None:
         phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
-        hypothesis.settings.register_profile("mutants", hypothesis.settings(), phases=phases)
+        examples = 10 if self.is_quick else hypothesis.settings().max_examples
+        hypothesis.settings.register_profile("mutants", hypothesis.settings(), phases=phases, max_examples=examples)
         hypothesis.settings.load_profile("mutants")
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
@@ -56,18 +57,19 @@ class FirstFailure:
             self.note.write_text(report.nodeid)
 
 
-def in_fork(tests: list[str], note: Path) -> None:
+def in_fork(tests: list[str], note: Path, is_quick: bool) -> None:
     os.setsid()
     os.dup2(os.open(os.devnull, os.O_RDWR), 1)
     os.dup2(1, 2)
     options = ["-xq", "-pno:cacheprovider", "-pno:xdist", "--timeout=60", "--timeout-method=thread"]
-    os._exit(pytest.main([*options, *tests], [FirstFailure(note)]))
+    code = pytest.main([*options, *(["-mnot slow"] if is_quick else []), *tests], [FirstFailure(note, is_quick)])
+    os._exit(0 if is_quick and code == pytest.ExitCode.NO_TESTS_COLLECTED else code)
 
 
-def passes(tests: list[str], note: Path, limit: float | None = None) -> bool:
-    """Whether all of these tests pass; those of a file that failed come first the next time."""
+def passes(tests: list[str], note: Path, limit: float | None = None, *, is_quick: bool = False) -> bool:
+    """Whether all of these tests pass, or all quick ones; those of a file that failed come first the next time."""
     note.unlink(missing_ok=True)
-    process = multiprocessing.get_context("fork").Process(target=in_fork, args=(tests, note))
+    process = multiprocessing.get_context("fork").Process(target=in_fork, args=(tests, note, is_quick))
     process.start()
     process.join(limit)
     assert process.pid is not None
@@ -123,7 +125,8 @@ class Copy:
         assert not fresh or passes(fresh, self.note), f"{self.note.read_text()} fails without a fault"
         self.sound.update(tests)
         try:
-            return self.write(name, source.replace(fault["old"], fault["new"])) and not passes(tests, self.note, 400)
+            assert self.write(name, source.replace(fault["old"], fault["new"])), f"{fault} does not compile"
+            return not (passes(tests, self.note, 400, is_quick=True) and passes(tests, self.note, 400))
         finally:
             assert self.write(name, source), "the unchanged sources do not compile"
 
