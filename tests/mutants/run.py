@@ -24,7 +24,7 @@ from typing import Any
 
 import hypothesis
 import pytest
-import torch  # noqa: F401  once for all tests
+import torch._dynamo  # noqa: F401  once for all tests: the first step of an optimizer of torch would import it
 
 ROOT = Path(__file__).resolve().parents[2]
 LIST = tomllib.loads(Path(__file__).with_name("mutants.toml").read_text())
