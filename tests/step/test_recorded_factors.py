@@ -63,6 +63,31 @@ def test_factors_of_some_gradients_are_not_told_as_those_of_all() -> None:
     assert (optimizer.last_outcome.kind, optimizer.last_outcome.clip_coefficient) == (StepKind.COMMITTED, 1.0)
 
 
+@pytest.mark.parametrize("change", [lambda g: g.mul_(0.25), lambda g: g.div_(4.0)], ids=["multiplied", "divided"])
+def test_factors_of_all_gradients_are_told(change: Callable[[Tensor], Tensor]) -> None:
+    optimizer = SpeculativeCPUAdam([parameter(70, dtype=torch.bfloat16), parameter(4, 5, dtype=torch.bfloat16)])
+    give_gradients(optimizer, 1)
+    optimizer.speculate()
+    for one in parameters_of(optimizer):
+        assert one.grad is not None
+        change(one.grad)
+    optimizer.step()
+    assert optimizer.last_outcome is not None
+    assert (optimizer.last_outcome.kind, optimizer.last_outcome.clip_coefficient) == (StepKind.CLIPPED, 0.25)
+
+
+def test_the_norm_so_far_is_of_gradients_as_they_will_be_unscaled() -> None:
+    optimizer = SpeculativeCPUAdam([parameter(70, dtype=torch.bfloat16)])
+    give_gradients(optimizer, 1)
+    optimizer.speculate()
+    transaction = optimizer._published._transaction
+    assert transaction is not None
+    norm = transaction.norm_so_far()
+    assert norm > 0.0
+    transaction.expected_scale = 0.5
+    assert transaction.norm_so_far() == 0.5 * norm
+
+
 def test_memory_of_new_values_is_released_once_they_are_published() -> None:
     optimizer = SpeculativeCPUAdam([parameter(70, dtype=torch.bfloat16)])
     train(optimizer, 1)

@@ -10,6 +10,7 @@ from visible import give_gradients, parameter, parameters_of, train, visible
 
 from superadam import SpeculativeCPUAdam
 from superadam.handles.gradient_handle import taken_of
+from superadam.state.parameter import Phase
 
 
 @pytest.mark.parametrize("how", ["in place", "in place, without a version", "replaced"])
@@ -55,6 +56,27 @@ def test_an_accepted_step_is_kept_where_the_next_gradient_only_waits() -> None:
         optimizer.step()
         shown.append(visible(optimizer))
     assert shown[0] == shown[1]
+
+
+def test_speculation_goes_on_after_a_write_was_adopted() -> None:
+    optimizer = SpeculativeCPUAdam([parameter(70, dtype=torch.bfloat16)])
+    train(optimizer, 1)
+    with torch.no_grad():
+        parameters_of(optimizer)[0].add_(1)
+    train(optimizer, 2, speculative=True)
+    assert optimizer.statistics.accepted == 0
+    train(optimizer, 3, speculative=True)
+    assert optimizer.statistics.accepted == 1
+
+
+def test_as_much_is_committed_as_was_asked_for() -> None:
+    optimizer = SpeculativeCPUAdam([parameter(70, dtype=torch.bfloat16, seed=seed) for seed in range(3)])
+    train(optimizer, 1)
+    train(optimizer, 2, speculative=True)
+    transaction = optimizer._published._transaction
+    assert transaction is not None
+    assert transaction.commit_some(71) == 140
+    assert transaction.in_phase(Phase.ACCEPTED) == transaction.table.states[2:]
 
 
 def test_masters_read_again_are_those_of_the_accepted_step() -> None:
