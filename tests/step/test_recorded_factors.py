@@ -43,9 +43,7 @@ def _denormal(gradient: Tensor) -> None:
 @pytest.mark.parametrize("factor", [0.5, 0.3], ids=str)
 @pytest.mark.parametrize("limit", [math.inf, 1e9, 0.9 * 0.5 * 2.0], ids=["no limit", "within", "clipped"])
 @pytest.mark.parametrize("fill", [lambda gradient: None, _denormal], ids=["usual", "denormal"])
-def test_bits_and_norm_are_those_of_the_product(
-    fill: Callable[[Tensor], None], limit: float, factor: float
-) -> None:
+def test_bits_and_norm_are_those_of_the_product(fill: Callable[[Tensor], None], limit: float, factor: float) -> None:
     expected, found = (_shown(fill, factor, limit, is_speculative=speculative) for speculative in (False, True))
     assert found == expected
 
@@ -54,7 +52,7 @@ def test_factors_of_some_gradients_are_not_told_as_those_of_all() -> None:
     optimizer = SpeculativeCPUAdam([parameter(70, dtype=torch.bfloat16), parameter(4, 5, dtype=torch.bfloat16)])
     train(optimizer, 1)
     give_gradients(optimizer, 2)
-    first, second = parameters_of(optimizer)
+    first, _ = parameters_of(optimizer)
     optimizer.speculate([first])
     assert first.grad is not None
     first.grad.mul_(0.5)
