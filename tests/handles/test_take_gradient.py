@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import io
+import math
 
+import pytest
 import torch
+from torch import Tensor
 
-from superadam.handles.gradient_handle import take_gradient, taken_of
+from superadam.handles.gradient_handle import GradientHandle, take_gradient, take_reduced, taken_of
+from superadam.handles.taken_gradient import Factor, FactorKind, GradientHolder, TakenGradient
 from superadam.state.parameter import ParameterState
 
 
@@ -47,3 +52,60 @@ def test_the_version_goes_on_where_memory_is_replaced() -> None:
         versions.append(parameter.grad._version)
         assert type(parameter.grad) is torch.Tensor
     assert versions == [2, 2]
+
+
+def _taken() -> tuple[torch.nn.Parameter, TakenGradient, ParameterState]:
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    parameter.grad = torch.ones(3)
+    state = ParameterState(parameter, 0, "weight")
+    taken = take_gradient(parameter, state)
+    assert taken is not None
+    return parameter, taken, state
+
+
+def test_a_deep_copy_has_memory_of_its_own() -> None:
+    parameter, taken, _state = _taken()
+    copied = copy.deepcopy(parameter.grad)
+    assert copied is not None
+    copied.add_(1)
+    assert taken.value().tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize("inference", [True, False])
+def test_an_operation_in_place_returns_the_tensor_that_it_was_called_on(inference: bool) -> None:
+    parameter, _, _state = _taken()
+    handle = parameter.grad
+    assert isinstance(handle, GradientHandle)
+    with torch.inference_mode(inference):
+        assert handle.add_(1) is handle
+        assert torch.ops.aten.add_.Tensor(handle, 1) is handle
+
+
+def test_an_operation_whose_schema_may_hide_writes_gives_back() -> None:
+    library = torch.library.Library("superadam_hides", "DEF")
+    library.define("write(Tensor x) -> Tensor")
+    library.impl("write", lambda x: x.add_(1).sum(), "CPU")
+    parameter, taken, _state = _taken()
+    assert torch.ops.superadam_hides.write(parameter.grad) == 6.0
+    assert taken.is_given
+    assert isinstance(parameter.grad, Tensor)
+    assert parameter.grad.tolist() == [2.0] * 3
+
+
+def test_a_reduced_gradient_stays_unrounded_when_speculation_is_dropped() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+    parameter.grad = torch.full((3,), 0.1, dtype=torch.bfloat16)
+    holder = GradientHolder()
+    take_reduced(parameter, torch.full((3,), 0.1), ParameterState(parameter, 0, "weight"), holder)
+    taken = taken_of(parameter.grad)
+    assert taken is not None
+    taken.leave_speculation()
+    assert taken_of(parameter.grad) is taken
+    assert taken.exact().dtype is torch.float32
+
+
+def test_zeros_have_no_factors() -> None:
+    _parameter, taken, _state = _taken()
+    taken.record(Factor(FactorKind.MULTIPLY, math.inf))
+    taken.zero()
+    assert taken.value().tolist() == [0.0] * 3
