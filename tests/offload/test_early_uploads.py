@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from overlap import adam, loss_of, mlp, train
+from torch import Tensor
 
 from superadam import OffloadScheduler
+from superadam.devices import Stream
 from superadam.devices.paced import PacedDevice, Rates
 from superadam.devices.simulated import SimulatedDevice
 
@@ -31,3 +34,21 @@ def test_synchronize_waits_for_what_was_published() -> None:
         scheduler.synchronize()
         (published,) = [one for one in device.busy if one.name == "publish"][-1:]
         assert published.end <= device.now()
+
+
+@pytest.mark.parametrize("is_short", [False, True], ids=["on the device", "on the host"])
+def test_memory_of_what_is_published_is_kept_for_the_stream_that_reads_it(
+    is_short: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, device, recorded = mlp(torch.bfloat16), SimulatedDevice(1), []
+    optimizer, record_stream = adam(model, max_grad_norm=None), device.record_stream
+
+    def noted(buffer: Tensor, stream: Stream) -> None:
+        recorded.append((device.is_host(buffer), stream))
+        record_stream(buffer, stream)
+
+    monkeypatch.setattr(device, "record_stream", noted)
+    with OffloadScheduler(optimizer, model, device=device, bucket_numel=64, num_threads=1) as scheduler:
+        scheduler._transfers.is_short = is_short
+        train(model, optimizer, range(3))
+    assert {is_host for is_host, stream in recorded if stream is Stream.CURRENT} == ({True} if is_short else {False})
