@@ -23,6 +23,7 @@ def test_new_values_go_up_before_the_verdict() -> None:
         scheduler.catch_up()
         padded = sum(2 * 64 * -(-one.numel() // 64) for one in model.parameters())
         assert scheduler.statistics.uploaded_bytes - before == padded
+        assert scheduler._transfers._reused.size == padded  # of the gradients' memory, until the values are published
 
 
 def test_synchronize_waits_for_what_was_published() -> None:
@@ -51,4 +52,5 @@ def test_memory_of_what_is_published_is_kept_for_the_stream_that_reads_it(
     with OffloadScheduler(optimizer, model, device=device, bucket_numel=64, num_threads=1) as scheduler:
         scheduler._transfers.is_short = is_short
         train(model, optimizer, range(3))
-    assert {is_host for is_host, stream in recorded if stream is Stream.CURRENT} == ({True} if is_short else {False})
+    assert {is_host for is_host, stream in recorded if stream is Stream.CURRENT} == {is_short}
+    assert ((False, Stream.UPLOAD) in recorded) is not is_short  # should the step be dropped
