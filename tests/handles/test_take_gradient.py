@@ -6,11 +6,10 @@ import copy
 import io
 import math
 
-import pytest
 import torch
 from torch import Tensor
 
-from superadam.handles.gradient_handle import GradientHandle, take_gradient, take_reduced, taken_of
+from superadam.handles.gradient_handle import take_gradient, take_reduced, taken_of
 from superadam.handles.taken_gradient import Factor, FactorKind, GradientHolder, TakenGradient
 from superadam.state.parameter import ParameterState
 
@@ -69,16 +68,6 @@ def test_a_deep_copy_has_memory_of_its_own() -> None:
     assert copied is not None
     copied.add_(1)
     assert taken.value().tolist() == [1.0] * 3
-
-
-@pytest.mark.parametrize("inference", [True, False])
-def test_an_operation_in_place_returns_the_tensor_that_it_was_called_on(inference: bool) -> None:
-    parameter, _, _state = _taken()
-    handle = parameter.grad
-    assert isinstance(handle, GradientHandle)
-    with torch.inference_mode(inference):
-        assert handle.add_(1) is handle
-        assert torch.ops.aten.add_.Tensor(handle, 1) is handle
 
 
 def test_an_operation_whose_schema_may_hide_writes_gives_back() -> None:
