@@ -29,10 +29,9 @@ test-quick: $(VENV)/test-tools
 test-deep: $(VENV)/test-tools
 	SUPERADAM_DEEP=1 $(BIN)/python -m pytest $(IN_PARALLEL) --timeout 7200 tests
 
-# FILES=superadam/step/validation.py takes that file alone, SAMPLE=20 so many mutants of each file.
+# FILES=superadam/step takes the faults of those files, SAMPLE=500 so many of them, drawn anew each time.
 test-mutants: $(VENV)/test-tools
-	$(PIP) --group mutants
-	$(BIN)/python tests/mutants/run.py $(FILES)
+	SAMPLE=$(or $(SAMPLE),20) $(BIN)/python tests/mutants/run.py $(FILES)
 
 arm-test: $(VENV)/test-tools
 	tests/arm/run $(BIN)/python

@@ -404,3 +404,10 @@ def test_last_bucket_that_travels_does_not_wait_for_more() -> None:
         ([0, 1, 2, 3], False),
         ([4, 5], True),
     ]
+
+
+def test_what_was_begun_is_not_sent_once_others_are_followed() -> None:
+    line = Line([3, 3], 100)
+    line.arrive(0)
+    line.bucketer.follow(line.states[1:])
+    assert line.bucketer.rest() == []

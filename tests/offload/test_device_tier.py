@@ -416,3 +416,14 @@ def test_state_made_for_a_step_that_fails_can_be_made_anew(device: Device, monke
     house.step()
     house.tier.bring_home(house.states)
     house.check_home()
+
+
+def test_state_goes_up_on_the_stream_whose_memory_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is recorded for the one that steps, so that an allocator with streams keeps it."""
+    house, streams, recorded = Household(tensors()[:3]), [], []
+    copy, record_stream = house.device.copy, house.device.record_stream
+    monkeypatch.setattr(house.device, "copy", lambda *args: (streams.append(args[2]), copy(*args)))
+    monkeypatch.setattr(house.device, "record_stream", lambda *args: (recorded.append(args), record_stream(*args)))
+    house.step()
+    assert set(streams) == {Stream.UPLOAD}
+    assert {id(tensor) for tensor, stream in recorded if stream is Stream.CURRENT} == set(map(id, house.on_device))

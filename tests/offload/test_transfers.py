@@ -684,3 +684,18 @@ def test_upload_is_told_of_once_it_was_seen_to_arrive() -> None:
     transfers.settle()
     assert told() == [ALIGNMENT, 2 * ALIGNMENT]
     assert all(span.end >= span.begin for span in trace.spans)
+
+
+@pytest.mark.parametrize("how", ["download", "hold"])
+def test_gradients_that_count_unrounded_travel_so_and_have_rounded_norms(how: str) -> None:
+    device = lazy()
+    states = states_of(random(70, dtype=torch.bfloat16), device=device)
+    transfers, _ = transfers_of(device, torch.float16)
+    transfers.computes_norms = True
+    taken = TakenGradient(random(70, dtype=torch.bfloat16))
+    taken.pending, taken.is_unrounded = random(70), True
+    transfers.pack_kept(states, [taken]) if how == "hold" else transfers.download(states, [taken], set())
+    assert taken.norm is not None
+    assert torch.equal(taken.norm, random(70).norm().to(torch.bfloat16))
+    finish(device)
+    assert torch.equal(taken.ready(), random(70))

@@ -299,3 +299,13 @@ def test_staged_fp32_parameter_has_a_master() -> None:
     master = optimizer.state[one]["master"]
     assert bits(master) == bits(one)
     assert master.data_ptr() != one.data_ptr()
+
+
+def test_moments_that_came_without_a_master_stay() -> None:
+    state = ParameterState(torch.zeros(3, dtype=torch.bfloat16), 0, "weight")
+    state.create_state(with_max=True)
+    before = state.exp_avg, state.exp_avg_sq, state.max_exp_avg_sq
+    state.master = None
+    state.create_state(with_max=True)
+    assert state.master is not None
+    assert all(map(operator.is_, (state.exp_avg, state.exp_avg_sq, state.max_exp_avg_sq), before))

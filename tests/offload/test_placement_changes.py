@@ -1,0 +1,36 @@
+"""What is under way when the placement changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from overlap import adam, loss_of, mlp, train
+
+from superadam import OffloadScheduler
+from superadam.devices.simulated import SimulatedDevice
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_nothing_is_under_way_where_the_placement_is_changed(seed: int) -> None:
+    model = mlp(torch.bfloat16)
+    optimizer = adam(model)
+    device = SimulatedDevice(seed)
+    with OffloadScheduler(optimizer, model, device=device, bucket_numel=64, gpu_buckets=2, num_threads=1) as scheduler:
+        train(model, optimizer, range(2))
+        loss_of(model, 2).backward()
+        scheduler.place(gpu_buckets=1)
+        assert scheduler._pipeline is not None
+        assert scheduler._pipeline._worker.is_idle
+        assert scheduler._bucketer.rest() == []
+
+
+def test_less_is_kept_once_the_device_has_no_room(caplog: pytest.LogCaptureFixture) -> None:
+    model = mlp(torch.bfloat16)
+    optimizer = adam(model)
+    device = SimulatedDevice(1)
+    with OffloadScheduler(optimizer, model, device=device, bucket_numel=64, gpu_buckets=2, num_threads=1) as scheduler:
+        train(model, optimizer, range(2))
+        before = scheduler._bucketer.kept
+        scheduler._make_room()
+        assert scheduler._bucketer.kept < before
+    assert "1 are kept from now on" in caplog.text

@@ -1,0 +1,58 @@
+"""Rows of parameters: the coefficients of each row's own step, versions, and memory that rows point to."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from visible import parameter, train
+
+from superadam import SpeculativeCPUAdam
+from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
+from superadam.kernels.torch_private import storage_key, storage_use_count
+from superadam.state.delivery import SynchronousDelivery
+from superadam.state.parameter import ParameterState
+from superadam.state.table import CoefficientTable, ParameterTable
+
+HYPERS = [Hyperparameters(lr, 0.9, 0.99, 1e-8, 0.0, False, False, False) for lr in (0.1, 0.2)]
+ROWS = st.lists(st.tuples(st.integers(0, 2), st.sampled_from([torch.float32, torch.float64])), max_size=5)
+
+
+@given(groups=st.tuples(ROWS, ROWS))
+def test_each_row_has_the_coefficients_of_its_own_step(groups: tuple[list[tuple[int, torch.dtype]], ...]) -> None:
+    kinds = [kind for group in groups for kind in group]
+    states = [ParameterState(torch.zeros(2, dtype=dtype), row, f"p{row}") for row, (_, dtype) in enumerate(kinds)]
+    table, coefficients = ParameterTable(states, SynchronousDelivery()), CoefficientTable()
+    table.steps[:] = [step for step, _ in kinds]
+    runs = [(hyper, len(group)) for hyper, group in zip(HYPERS, groups, strict=True)]
+    indices = table.indices_of_next_step(table.all_rows, runs, 0.5, coefficients)
+    assert [coefficients.sets[index] for index in indices] == [
+        Coefficients.at_step(hyper, step + 1, 0.5, double=dtype == torch.float64)
+        for hyper, group in zip(HYPERS, groups, strict=True)
+        for step, dtype in group
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_each_step_is_a_new_version_of_its_parameter(dtype: torch.dtype) -> None:
+    one = parameter(70, dtype=dtype)
+    optimizer, versions = SpeculativeCPUAdam([one]), [one._version]
+    for seed, is_speculative in enumerate((False, True, False, True)):
+        train(optimizer, seed, speculative=is_speculative)
+        versions.append(one._version)
+    assert versions == [versions[0] + count for count in range(5)]
+
+
+def test_memory_that_rows_point_to_outlives_its_tensors() -> None:
+    """Which users may give other memory by `.data`."""
+    state = ParameterState(torch.zeros(2, dtype=torch.bfloat16), 0, "weight")
+    state.create_state(with_max=True)
+    table = ParameterTable([state], SynchronousDelivery())
+    keys = []
+    for name in ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
+        tensor = getattr(state, name)
+        keys.append(storage_key(tensor.untyped_storage()))
+        tensor.data = torch.ones(2)
+    assert [storage_use_count(key) for key in keys] == [1] * 4
+    del table

@@ -1,0 +1,106 @@
+"""Speculation on state that was changed before the verdict is not published, and one that is dropped loses no step."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from visible import give_gradients, parameter, parameters_of, train, visible
+
+from superadam import SpeculativeCPUAdam
+from superadam.handles.gradient_handle import taken_of
+from superadam.state.parameter import Phase
+
+
+@pytest.mark.parametrize("how", ["in place", "in place, without a version", "replaced"])
+@pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master", "step"])
+def test_a_write_to_state_after_speculation_counts(key: str, how: str) -> None:
+    shown = []
+    for is_speculative in (False, True):
+        optimizer = SpeculativeCPUAdam([parameter(70, dtype=torch.bfloat16)], amsgrad=True)
+        train(optimizer, 1)
+        entry = optimizer.state[parameters_of(optimizer)[0]]
+        if how == "in place, without a version":
+            with torch.inference_mode():
+                entry[key] = entry[key].clone()
+            train(optimizer, 2)
+        give_gradients(optimizer, 3)
+        if is_speculative:
+            optimizer.speculate()
+        if how == "replaced":
+            entry[key] = entry[key] * 2
+        else:
+            with torch.inference_mode():
+                entry[key].mul_(2)
+        optimizer.step()
+        shown.append(visible(optimizer))
+        assert optimizer.statistics.accepted == 0
+        assert optimizer.statistics.respeculated == is_speculative
+    assert shown[0] == shown[1]
+
+
+def test_an_accepted_step_is_kept_where_the_next_gradient_only_waits() -> None:
+    """As it does where the parameter was written to."""
+    shown = []
+    for is_speculative in (False, True):
+        optimizer = SpeculativeCPUAdam([parameter(70, dtype=torch.bfloat16)])
+        train(optimizer, 1)
+        train(optimizer, 2, speculative=is_speculative)
+        assert optimizer.statistics.accepted == is_speculative
+        with torch.no_grad():
+            parameters_of(optimizer)[0][:9].add_(1)
+        give_gradients(optimizer, 3)
+        if is_speculative:
+            optimizer.speculate()
+        optimizer.step()
+        shown.append(visible(optimizer))
+    assert shown[0] == shown[1]
+
+
+def test_speculation_goes_on_after_a_write_was_adopted() -> None:
+    optimizer = SpeculativeCPUAdam([parameter(70, dtype=torch.bfloat16)])
+    train(optimizer, 1)
+    with torch.no_grad():
+        parameters_of(optimizer)[0].add_(1)
+    train(optimizer, 2, speculative=True)
+    assert optimizer.statistics.accepted == 0
+    train(optimizer, 3, speculative=True)
+    assert optimizer.statistics.accepted == 1
+
+
+def test_as_much_is_committed_as_was_asked_for() -> None:
+    optimizer = SpeculativeCPUAdam([parameter(70, dtype=torch.bfloat16, seed=seed) for seed in range(3)])
+    train(optimizer, 1)
+    train(optimizer, 2, speculative=True)
+    transaction = optimizer._published._transaction
+    assert transaction is not None
+    assert transaction.commit_some(71) == 140
+    assert transaction.in_phase(Phase.ACCEPTED) == transaction.table.states[2:]
+
+
+def test_masters_read_again_are_those_of_the_accepted_step() -> None:
+    shown = []
+    for is_speculative in (False, True):
+        optimizer = SpeculativeCPUAdam([parameter(70, dtype=torch.bfloat16)])
+        train(optimizer, 1)
+        train(optimizer, 2, speculative=is_speculative)
+        assert optimizer.statistics.accepted == is_speculative
+        optimizer.reload_masters()
+        shown.append(visible(optimizer))
+    assert shown[0] == shown[1]
+
+
+def test_what_was_counted_is_of_the_gradient_that_waits() -> None:
+    optimizer = SpeculativeCPUAdam([parameter(70, dtype=torch.bfloat16)])
+    give_gradients(optimizer, 1)
+    (one,) = parameters_of(optimizer)
+    assert one.grad is not None
+    one.grad[:3] = math.nan
+    optimizer.speculate()
+    taken, transaction = taken_of(one.grad), optimizer._published._transaction
+    assert taken is not None
+    assert transaction is not None
+    assert transaction.nonfinite_of(taken) == 3
+    taken.version += 1
+    assert transaction.nonfinite_of(taken) is None
