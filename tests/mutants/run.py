@@ -85,13 +85,15 @@ class Copy:
     """A copy of the package with the kernels that are installed, and of the C sources, in a folder of its own."""
 
     def __init__(self, folder: Path) -> None:
-        where = "import superadam._kernels as kernels; print(kernels.__file__)"
-        kernels = subprocess.run([sys.executable, "-c", where], check=True, capture_output=True, text=True).stdout
+        where = "import superadam._kernels as a, superadam.host._signals as b; print(a.__file__, b.__file__)"
+        found = subprocess.run([sys.executable, "-c", where], check=True, capture_output=True, text=True).stdout
+        kernels, signals = found.split()
         self.folder, self.site, self.note, self._time = folder, folder / "site", folder / "failed", 0
         self.sound: set[str] = set()  # tests that pass without a fault
         for source, target in (("superadam", "superadam"), ("gpu", "superadam/gpu")):
             shutil.copytree(ROOT / source, self.site / target, ignore=shutil.ignore_patterns("__pycache__"))
-        shutil.copy(kernels.strip(), self.site / "superadam")
+        shutil.copy(kernels, self.site / "superadam")
+        shutil.copy(signals, self.site / "superadam" / "host")
         (self.site / "sitecustomize.py").write_text(WITHOUT_EDITABLE)
         exec(WITHOUT_EDITABLE, {})
         sys.path.insert(0, str(self.site))
