@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from superadam.kernels import torch_private
 from superadam.state.parameter import ParameterState
 
 
@@ -27,4 +28,5 @@ def adopt_outside_write(state: ParameterState) -> None:
     present = state.local.detach().cpu()
     where = differing(present, state.master.to(present.dtype))
     if where.any():
-        state.master[where] = present[where].to(state.dtype)
+        with torch_private.inference_mode(state.master.is_inference()):  # where alone such a master can be written to
+            state.master[where] = present[where].to(state.dtype)

@@ -367,3 +367,15 @@ def test_state_that_was_made_in_inference_mode_counts_as_it_is_at_the_step() -> 
         return one.tolist(), optimizer.statistics.accepted
 
     assert moments(speculative=True) == moments(speculative=False)
+
+
+def test_a_write_is_adopted_in_a_master_that_was_made_in_inference_mode() -> None:
+    optimizer, twin = make(), make()
+    for one in (optimizer, twin):
+        train(one, 1)
+        (p,) = parameters_of(one)
+        with torch.inference_mode(one is optimizer):
+            one.state[p] = {key: value.clone() for key, value in one.state[p].items()}
+        write(one)
+        train(one, 2)
+    assert state_bits(optimizer) == state_bits(twin)
