@@ -13,7 +13,7 @@ import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
-from superadam.cli.bench.timed_model import Gradients, TimedModel
+from superadam.cli.bench.timed_model import Gradients, TimedModel, without_samples
 from superadam.devices import Stream
 from superadam.devices.paced import PRESETS, PacedDevice
 
@@ -57,7 +57,7 @@ def test_training_thread(benchmark: BenchmarkFixture, part: str, where: str, ten
         begin().backward()  # type: ignore[attr-defined]
 
     benchmark.group = f"{part}, {BUCKETS} buckets of {tensors}"
-    with scheduler:
+    with without_samples(), scheduler:
         if part == "backward":
             how = {"target": lambda loss: loss.backward(), "setup": to_backward}
         else:

@@ -224,15 +224,13 @@ def fitted(tensor: Tensor, state: ParameterState) -> Tensor:
 def copied(entry: Mapping[str, Any], state: ParameterState) -> dict[str, Any]:
     """Return a copy of a checked entry, its tensors whole: `step` 0-dim, those of Adam as kernels read them."""
     copied: dict[str, Any] = {}
-    for key, value in entry.items():
-        if key == "step":
-            step = fitted_step(value, read_step(value, state.name))
-            copied[key] = step.detach().to("cpu", copy=True).reshape(())
-        elif key not in _OURS:
-            copied[key] = _cast(value, state.parameter)
-        elif value is not None:
-            copied[key] = state.whole(state.host_copy(value, state.dtype))
-    return copied
+    if "step" in entry:
+        step = fitted_step(entry["step"], read_step(entry["step"], state.name))
+        copied["step"] = step.detach().to("cpu", copy=True).reshape(())
+    for key in (*MOMENTS, *OPTIONAL):
+        if entry.get(key) is not None:
+            copied[key] = state.whole(state.host_copy(entry[key], state.dtype))
+    return copied | {key: _cast(value, state.parameter) for key, value in entry.items() if key not in _OURS}
 
 
 def _cast(value: Any, parameter: Tensor) -> Any:

@@ -22,7 +22,7 @@ from visible import bits, state_bits
 from superadam import OffloadScheduler, StepKind
 from superadam.cli.bench import pace
 from superadam.cli.bench.arrays import HYPERPARAMETERS
-from superadam.cli.bench.timed_model import Gradients, TimedModel
+from superadam.cli.bench.timed_model import Gradients, TimedModel, without_samples
 from superadam.devices import Stream
 from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import ChunkSums
@@ -373,9 +373,12 @@ def test_constants_give_the_state_of_plain_steps(kept: int) -> None:
     optimizer, twin = pace._optimizer(model), pace._optimizer(plain)
     model.device = plain.device = PacedDevice(SWIFT, constants=gradients.sets)
     before = [one.clone() for one in gradients.sets]
-    with OffloadScheduler(
-        optimizer, model, bucket_numel=5000, gpu_buckets=kept, num_threads=2, device=model.device
-    ) as scheduler:
+    with (
+        without_samples(),
+        OffloadScheduler(
+            optimizer, model, bucket_numel=5000, gpu_buckets=kept, num_threads=2, device=model.device
+        ) as scheduler,
+    ):
         side = pace.Side("", model, functools.partial(pace._step, model, optimizer), scheduler)
         clipped = [side.iterate() for _ in range(2 * pace.CLIP_EVERY + 3)]
         shown = [bits(weight) for weight in model.weights]

@@ -55,13 +55,14 @@ def _one_torch_thread() -> Any:
 def test_overlapped_run_is_the_plain_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """And not because nothing was speculated on."""
     counts: collections.Counter[str] = collections.Counter()
-    original = OffloadScheduler._end
+    original = OffloadScheduler.close
 
-    def end(self: OffloadScheduler) -> None:
-        original(self)
-        counts.update({name: int(count) for name, count in asdict(self.statistics).items()})
+    def close(self: OffloadScheduler) -> None:
+        if not self._closed:
+            original(self)
+            counts.update({name: int(count) for name, count in asdict(self.statistics).items()})
 
-    monkeypatch.setattr(OffloadScheduler, "_end", end)
+    monkeypatch.setattr(OffloadScheduler, "close", close)
     run_state_machine_as_test(OverlappedRun, settings=MACHINE)
     schedules = MACHINE.max_examples
     for name in ("kept", "waiting", "accepted", "respeculated", "dropped"):

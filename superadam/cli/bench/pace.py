@@ -21,7 +21,7 @@ from superadam import OffloadScheduler, SpeculativeCPUAdamW
 from superadam.cli.bench.arrays import ADAMW_OPTIONS
 from superadam.cli.bench.contests import MAX_GRAD_NORM, prepare_bfloat16
 from superadam.cli.bench.pairs import Action, Spread
-from superadam.cli.bench.timed_model import Gradients, TimedModel
+from superadam.cli.bench.timed_model import Gradients, TimedModel, without_samples
 from superadam.devices import Stream
 from superadam.devices.paced import PacedDevice, Rates
 from superadam.kernels import native
@@ -205,7 +205,9 @@ def measure(
         optimizers = [_optimizer(model) for model in models[:2]]
         plain_steps = prepare_bfloat16(layers, gradients.numel)
         for ratio in ratios:
-            yield _row(gradients, models, optimizers, plain_steps, ratio, rates, threads, rounds, free_share)
+            with without_samples():
+                row = _row(gradients, models, optimizers, plain_steps, ratio, rates, threads, rounds, free_share)
+            yield row
             gc.collect()  # schedulers are in cycles, which hold gigabytes
     finally:
         torch.set_num_threads(before[0])
