@@ -396,9 +396,7 @@ def test_parameters_that_differ_from_their_sources_are_copied_one_by_one(cuda: F
 
 
 @pytest.mark.parametrize("is_pinned", [False, True])
-def test_kernels_are_given_no_pageable_memory(
-    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, is_pinned: bool
-) -> None:
+def test_kernels_are_given_no_pageable_memory(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, is_pinned: bool) -> None:
     device = FakeDevice(cuda)
     device.device = torch.device("meta")
     given: list[Tensor] = []
