@@ -24,6 +24,7 @@ from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 from overlapped_run import OverlappedRun
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from visible import bits, state_bits
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam, StepKind
@@ -31,8 +32,11 @@ from superadam.devices import CudaDevice, Device, Stream
 from superadam.devices.cuda import ANCHOR_SECONDS, EventClock
 from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import ChunkSums
+from superadam.devices.registration import CudaRegistrar
 from superadam.devices.simulated import SimulatedDevice
-from superadam.gpu import scatter_values
+from superadam.devices.slab import PinningError, Slab
+from superadam.gpu import pack, scatter_values
+from superadam.gpu.tables import KEPT
 from superadam.host.machine import Host
 from superadam.host.memory import HostNeeds
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
@@ -391,6 +395,17 @@ def test_parameters_that_differ_from_their_sources_are_copied_one_by_one(cuda: F
         assert target.tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
+@pytest.mark.parametrize("is_pinned", [False, True])
+def test_kernels_are_given_no_pageable_memory(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, is_pinned: bool) -> None:
+    device = FakeDevice(cuda)
+    device.device = torch.device("meta")
+    given: list[Tensor] = []
+    monkeypatch.setattr("superadam.devices.cuda.scatter_values", lambda sources, *_: given.extend(sources))
+    monkeypatch.setattr(Tensor, "is_pinned", lambda _: is_pinned)
+    device.scatter([torch.ones(3)], [torch.empty(3, device="meta")])
+    assert len(given) == is_pinned
+
+
 def test_host_memory_does_not_follow_the_default_device(cuda: FakeCuda) -> None:
     device = FakeDevice(cuda)
     device.reserve(HostNeeds(pending=1 << 16, largest=1 << 12))
@@ -417,6 +432,23 @@ def test_gradients_made_on_another_stream_are_packed_behind_it(cuda: FakeCuda, m
     device.pack([random(9)], layout, torch.float32)
     assert ("wait for stream", "current", "branch") in cuda.log
     assert kept == ["current"]
+
+
+def test_gradients_of_many_buckets_are_checked_once(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FakeDevice(cuda)
+    layouts = [layout_of([torch.zeros(numel)], device) for numel in range(1, 2 * KEPT)]
+    checked: list[object] = []
+    check = pack._checked
+
+    def noted(*arguments: Any) -> Any:
+        checked.append(arguments)
+        return check(*arguments)
+
+    monkeypatch.setattr(pack, "_checked", noted)
+    for _ in range(3):
+        for layout in layouts:
+            device.pack([random(layout.states[0].shape.numel())], layout, torch.float32)
+    assert len(checked) == len(layouts)
 
 
 def test_kept_gradients_that_were_packed_on_another_stream_are_stepped_behind_it(
@@ -563,6 +595,22 @@ TWO_NODES = {
     "/sys/devices/system/node/node0/cpulist": "0-1",
     "/sys/devices/system/node/node1/cpulist": "2-7",
 }
+
+
+def test_refusal_is_forgotten_before_torch_meets_it(cuda: FakeCuda) -> None:
+    """The runtime keeps it, and torch raises it after its next kernel."""
+    cuda.refuses = True
+    kept = ["out of memory"]
+
+    class Kernels(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if kept:
+                raise RuntimeError(kept.pop())
+            return function(*args, **(kwargs or {}))
+
+    with Kernels(), pytest.raises(PinningError, match="the driver refused to pin"):
+        CudaRegistrar(torch.device("meta")).register(0, 1 << 16)
+    assert kept == []
 
 
 def test_cores_near_the_device_but_two_are_idle(cuda: FakeCuda, tmp_path: Path) -> None:
@@ -725,9 +773,6 @@ def test_kernels_read_pinned_memory_of_the_host_and_no_other(gpu: str) -> None:
 
 @where_there_are("gpu", GPUS)
 def test_a_refusal_of_the_driver_is_forgotten(gpu: str) -> None:
-    from superadam.devices.registration import CudaRegistrar
-    from superadam.devices.slab import PinningError, Slab
-
     registrar = CudaRegistrar(torch.device(gpu))
     slab = Slab(1 << 16, registrar)
     with pytest.raises(PinningError, match="the driver refused to pin"):

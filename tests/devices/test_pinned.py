@@ -6,6 +6,7 @@ import gc
 import logging
 import threading
 import weakref
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -67,6 +68,7 @@ def test_gaps_are_what_is_not_taken(actions: list[tuple[bool, int, int]]) -> Non
     free = [n for n in range(40) if not any(begin <= n < begin + taken[begin] for begin in taken)]
     assert [n for begin, end in gaps.ranges for n in range(begin, end)] == free
     assert all(end < begin for (_, end), (begin, _) in zip(gaps.ranges, gaps.ranges[1:], strict=False))
+    assert all(begin < end for begin, end in gaps.ranges)
 
 
 def test_nothing_is_free_of_nothing() -> None:
@@ -202,6 +204,25 @@ def test_two_threads_get_memory_of_their_own() -> None:
     assert page_of(take(memory, 8), memory._registrar) == 0  # type: ignore[arg-type]
 
 
+def test_threads_ask_for_memory_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, _ = pinned()
+    meeting, met = threading.Barrier(2), []
+    original = Gaps.allocate
+
+    def waiting(gaps: Gaps, size: int) -> int | None:
+        with suppress(threading.BrokenBarrierError):
+            met.append(meeting.wait(timeout=0.2))
+        return original(gaps, size)
+
+    monkeypatch.setattr(Gaps, "allocate", waiting)
+    threads = [threading.Thread(target=take, args=(memory, 1)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert met == []
+
+
 # ---- what does not fit -----------------------------------------------------------------------------------------------
 
 
@@ -264,6 +285,14 @@ def test_much_memory_is_pinned_in_several_slabs(monkeypatch: pytest.MonkeyPatch)
     buffers = [take(memory, 3) for _ in range(3)]
     assert memory.pageable_bytes == 0
     del buffers
+
+
+def test_slabs_count_as_the_whole_pages_that_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinned_module, "SLAB_BYTES", 3 * PAGE_BYTES // 2)
+    registrar = RecordingRegistrar()
+    memory = PinnedMemory(registrar)
+    memory.grow(3 * PAGE_BYTES, 1)
+    assert list(registrar.registered.values()) == [2 * PAGE_BYTES] * 2
 
 
 def test_memory_is_at_least_one_buffer() -> None:

@@ -132,16 +132,23 @@ def test_idle_is_who_has_neither_a_job_nor_one_under_way(worker: ThreadWorker) -
     assert worker.is_idle
 
 
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize("with_job", [False, True], ids=["asleep", "at a job"])
 def test_thread_that_has_ended_is_noticed_instead_of_waited_for(worker: ThreadWorker, with_job: bool) -> None:
     """Every time that it is waited for; what it was to do is forgotten."""
     end_thread(worker, with_job=with_job)
     ran: list[int] = []
+    held = Idle()
+    is_held = weakref.ref(held)
+    worker.submit(lambda _, held=held: ran.append(held.asked))  # type: ignore[misc]
+    del held
     for _ in range(2):
         worker.submit(lambda _: ran.append(1))
         with pytest.raises(WorkerError, match="its thread has ended; make a new OffloadScheduler"):
             worker.drain()
         worker.drain()  # nothing is asked of it
+    gc.collect()
+    assert is_held() is None
     worker.wake()
     worker.close()
     assert not ran

@@ -13,10 +13,13 @@ import torch
 from reference import flat, same_bits
 from shards import local, parts_of, wrap
 from torch import Tensor, distributed, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Shard
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW, StepKind
+from superadam.distributed import shards
 from superadam.handles.gradient_handle import taken_of
 from superadam.integrations.reduced_gradients import take_reduced_gradients
 
@@ -106,3 +109,11 @@ def test_reduced_gradients_are_those_of_fp32_shards(device: str, overlaps: bool)
             optimizer.step()
             optimizer.zero_grad()
             twin.zero_grad()
+
+
+def test_result_of_a_collective_that_is_under_way_is_waited_for(device: str) -> None:
+    like = DTensor.from_local(torch.zeros(4, device=device), init_device_mesh(device, (1,)), [Shard(0)])
+    under_way = AsyncCollectiveTensor(torch.ones(4, device=device))
+    part = shards.part_of(shards.with_local(like, under_way), like)
+    assert type(part) is Tensor
+    assert part.tolist() == [1.0] * 4

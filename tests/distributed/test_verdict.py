@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from visible import bits
 
 from superadam import SpeculativeCPUAdam, SpeculativeCPUAdamW, StepKind
+from superadam.distributed.verdict import Question, Ranks
 from superadam.state.parameter import ParameterState
 
 
@@ -93,6 +94,20 @@ def test_the_norm_is_that_of_all_ranks(rank: int) -> None:
     assert outcome.clip_coefficient == torch.tensor(1.5 / (asked + 1e-6), dtype=torch.float64).float().item()
     optimizer.step()
     assert optimizer.last_outcome.clip_coefficient == torch.tensor(2.0 / (asked + 1e-6), dtype=torch.float64).float()
+
+
+def test_parts_add_in_the_order_of_ranks_and_ordinary_parameters_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(None, list(range(9)))
+    owned = [1.0] + [2.0**-53] * 8  # which add to the first only together
+    monkeypatch.setattr(ranks, "_exchange", lambda mine: [mine._replace(owned=one) for one in owned])
+    assert ranks.norm(Question.STEP, None, 0, 0.0, 0.0).total == 1.0
+    assert ranks.norm(Question.STEP, None, 0, 0.0, 8.0).total == 3.0
+
+
+def test_ordinary_gradients_that_differ_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(None, [0, 1])
+    monkeypatch.setattr(ranks, "_exchange", lambda mine: [mine._replace(plain=one) for one in (1.0, 2.0)])
+    raises(RuntimeError, "differ between ranks 0 and 1", lambda: ranks.norm(Question.STEP, None, 0, 0.0, 1.0))
 
 
 @on_ranks(2)

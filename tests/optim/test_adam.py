@@ -966,3 +966,12 @@ def test_bad_hyperparameter_is_refused(key: str, value: object) -> None:
     train(twin, 1)
     train(twin, 2)
     assert state_bits(optimizer) == state_bits(twin)
+
+
+def test_norm_may_be_limited_to_zero_in_one_step() -> None:
+    optimizer = SpeculativeCPUAdam([one := parameter(3)], max_grad_norm=5.0)
+    one.grad = torch.ones(3)
+    optimizer.clip_grad_norm_(0.0)
+    optimizer.step()
+    assert optimizer.last_outcome is not None
+    assert optimizer.last_outcome.clip_coefficient == 0.0

@@ -22,6 +22,7 @@ from visible import are_taken, bits, give_gradients, parameter, parameters_of, r
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam, SpeculativeCPUAdamW
 from superadam.optim import checkpoint
+from superadam.state.parameter import ParameterState
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
@@ -755,3 +756,11 @@ def test_limits_are_no_group_keys_and_survive_foreign_checkpoints() -> None:
     assert not {"max_grad_norm", "on_nonfinite"} & set(optimizer.param_groups[0])
     optimizer.load_state_dict(trained(make(cls=torch.optim.AdamW)).state_dict())
     assert (optimizer.max_grad_norm, optimizer.on_nonfinite) == (2.0, "raise")
+
+
+def test_tensors_of_other_strides_are_copied_for_kernels() -> None:
+    state = ParameterState(parameter(4, 3), 0, "p", is_on_host=True)
+    other = torch.arange(12.0).view(3, 4).t()
+    found = checkpoint.fitted(other, state)
+    assert found.stride() == state.strides
+    assert torch.equal(found, other)

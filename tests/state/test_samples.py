@@ -310,6 +310,17 @@ def test_parameters_that_kernels_cannot_read_take_turns(finds: list[list[int]]) 
     assert turns[0] == []
 
 
+def test_an_edited_master_hides_no_write_to_another_parameter(finds: list[list[int]]) -> None:
+    ones = [parameter(4, 2, dtype=torch.bfloat16, seed=seed) for seed in range(2)]
+    optimizer = SpeculativeCPUAdam([nn.Parameter(one.detach()[:, 0]) for one in ones], lr=0.01)
+    train(optimizer, 0)
+    edited, written = parameters_of(optimizer)
+    optimizer.state[edited]["master"].add_(0)  # an edit that rounds to the same working copy
+    written.data += 1
+    train(optimizer, 1)
+    assert finds[-1] == [1]
+
+
 # ---- programs -------------------------------------------------------------------------------------------------------
 
 Write = Callable[[Tensor, Tensor], None]
