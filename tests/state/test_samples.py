@@ -80,7 +80,7 @@ def test_every_pair_of_bit_patterns_differs_as_bits_do(dtype: torch.dtype) -> No
     between = torch.nextafter(every.float(), torch.tensor(0.0))
     for masters in (every.float(), between, every.float() * 1.0001):
         rounded = masters.to(dtype)
-        for copies, expected in ((rounded, rounded), (-rounded, rounded), (every, rounded)):
+        for copies, expected in ((rounded, rounded), (-rounded, rounded), (every, rounded), (rounded.flip(0), rounded)):
             same = (copies.view(torch.int16) == expected.view(torch.int16)) | (copies.isnan() & expected.isnan())
             segments = np.zeros(len(every), native.SEGMENT)
             segments["length"], segments["out_dtype"] = 1, DTYPES[dtype]
