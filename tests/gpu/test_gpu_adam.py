@@ -106,6 +106,18 @@ def test_steps_alike_take_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sorted(launches.grids) == [(1,), (1 + 1 + 2 + 2 + 1,)]
 
 
+@needs_triton
+def test_wide_accesses_are_for_arrays_that_are_all_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU another address would end the program; the interpreter takes any."""
+    aligned: list[bool] = []
+    monkeypatch.setattr(adam, "adam_kernel", {(1,): lambda *arguments, **more: aligned.append(more["IS_ALIGNED"])})
+    sets = [Coefficients.at_step(replace(HYPER, amsgrad=True), 1)]
+    for odd in range(-1, 6):
+        arrays = [Placed(np.ones(8, np.float32), torch.float32, int(number == odd)).tensor for number in range(6)]
+        gpu.update([KeptStep(*arrays, 0)], sets)
+    assert aligned == [True] + [False] * 6
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 

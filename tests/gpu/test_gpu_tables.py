@@ -93,6 +93,41 @@ def test_launches_after_others_write_and_refuse_the_same(name: str, calls: list[
 
 
 @needs_triton
+def test_updates_after_others_have_flags_and_dtypes_of_their_own() -> None:
+    """Although their tensors, or all but the dtypes, are alike."""
+    kept = gpu.Kept[Any]()
+
+    def written(hyper: Hyperparameters, dtype: torch.dtype, kept: Any) -> list[Any]:
+        state = [ramp(12, begin=float(number)) for number in range(4)]
+        step = KeptStep(*state, ramp(12, dtype), ramp(12, dtype), 0)
+        gpu.update([step], [Coefficients.at_step(hyper, 1)], kept)
+        return [tensor.double().tolist() for tensor in (*state, step.parameter)]
+
+    for hyper, dtype in ((HYPER, torch.bfloat16), (LARGEST, torch.bfloat16), (LARGEST, torch.float16)):
+        assert written(hyper, dtype, kept) == written(hyper, dtype, None)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("offset", "dtype", "length"),
+    [(3, torch.float32, 20), (0, torch.float64, 20), (0, torch.float32, 11)],
+    ids=["offset", "dtype", "length"],
+)
+def test_a_pack_after_another_is_checked_for_its_own_buffer(offset: int, dtype: torch.dtype, length: int) -> None:
+    """Although its gradients are alike."""
+
+    def packed(offset: int, dtype: torch.dtype, length: int, kept: Any) -> list[Tensor]:
+        buffer = torch.zeros(length, dtype=dtype, device=DEVICE)
+        gpu.pack_gradients([ramp(12)], [offset], buffer, kept=kept)
+        return [buffer]
+
+    kept = gpu.Kept[Any]()
+    packed(0, torch.float32, 20, kept)
+    expected = outcome(lambda _, kept: packed(offset, dtype, length, kept), [], None)
+    assert outcome(lambda _, kept: packed(offset, dtype, length, kept), [], kept) == expected
+
+
+@needs_triton
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_only_what_is_new_is_checked_and_uploaded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     checks: list[Tensor] = []

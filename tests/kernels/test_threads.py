@@ -78,18 +78,20 @@ def processor_nanoseconds() -> np.ndarray:
 
 
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this kernel does not tell")
-def test_no_more_threads_work_than_a_job_was_given() -> None:
+def test_as_many_threads_work_as_a_job_was_given() -> None:
     """A thread that works takes a 64th of this job at the least; one that wakes in vain takes microseconds."""
 
     def work() -> None:
         make_job(*lengths_for(7)).run("scalar", threads=7)
         job = make_job(1 << 18, which=Pass.NORM)
         table = np.repeat(job.table(), 256)
-        before = processor_nanoseconds()
-        native.run(Pass.NORM, table, isa="scalar", threads=2)
-        ran = processor_nanoseconds() - before
-        assert len(ran) == 7
-        assert sum(one > ran.sum() / 128 for one in ran) <= 2
+        for threads in (2, 5):
+            before = processor_nanoseconds()
+            native.run(Pass.NORM, table, isa="scalar", threads=threads)
+            ran = processor_nanoseconds() - before
+            assert len(ran) == 7
+            working = sum(one > ran.sum() / 128 for one in ran)
+            assert min(threads, 3) <= working <= threads  # a busy machine may let the others come too late
 
     assert exit_code_of_child(work) == 0
 

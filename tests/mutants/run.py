@@ -115,7 +115,8 @@ class Copy:
         for command in ([*cmake, "-S", self.folder, "-B", build, *quickly], [*cmake, "--build", build, "-j2"]):
             if subprocess.run(command, check=False, capture_output=True).returncode:
                 return False
-        shutil.copy(build / "_kernels.abi3.so", self.site / "superadam")
+        for library, target in (("_kernels", "superadam"), ("_signals", "superadam/host")):
+            shutil.copy(build / f"{library}.abi3.so", self.site / target)
         return True
 
     def is_noticed(self, fault: dict[str, Any]) -> bool:
