@@ -975,3 +975,23 @@ def test_norm_may_be_limited_to_zero_in_one_step() -> None:
     optimizer.step()
     assert optimizer.last_outcome is not None
     assert optimizer.last_outcome.clip_coefficient == 0.0
+
+
+def test_a_limit_is_for_one_step_only() -> None:
+    optimizer = SpeculativeCPUAdam([one := parameter(3)])
+    one.grad = torch.ones(3)
+    optimizer.clip_grad_norm_(0.5)
+    kinds = [optimizer.resolve().kind for _ in range(2)]
+    assert kinds == [StepKind.CLIPPED, StepKind.COMMITTED]
+
+
+def test_saving_a_state_that_is_held_does_not_end_that_edits_count() -> None:
+    optimizer, twin = make(), make()
+    for one in (optimizer, twin):
+        train(one, 1)
+        entry = one.state[parameters_of(one)[0]]
+        if one is optimizer:
+            one.state_dict()
+        entry["exp_avg"] = torch.full((70,), 0.5)
+        train(one, 2)
+    assert visible(optimizer) == visible(twin)
