@@ -117,3 +117,47 @@ def test_result_of_a_collective_that_is_under_way_is_waited_for(device: str) -> 
     part = shards.part_of(shards.with_local(like, under_way), like)
     assert type(part) is Tensor
     assert part.tolist() == [1.0] * 4
+
+
+def one_step(optimizer: SpeculativeCPUAdamW, model: Any, seed: int, *, speculates: bool = False) -> None:
+    inputs = torch.randn(4, 16, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
+    optimizer.zero_grad()
+    (model(inputs) - 1).float().square().sum().backward()
+    if speculates:
+        optimizer.speculate()
+
+
+@pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq", "master"])
+def test_state_that_is_written_to_after_speculation_counts(device: str, key: str) -> None:
+    """Writes to a DTensor count in its own version, not in that of its part."""
+    shown = []
+    for speculates in (True, False):
+        model = sharded(device, torch.bfloat16)
+        optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-2)
+        one_step(optimizer, model, 1)
+        optimizer.step()
+        entry = optimizer.state[next(model.parameters())]
+        one_step(optimizer, model, 2, speculates=speculates)
+        entry[key].mul_(1.5)
+        optimizer.step()
+        shown.append(parts_of(model, optimizer))
+    for one, other in zip(*shown, strict=True):
+        assert same_bits(flat(one, one), flat(other, other))
+
+
+def test_state_that_was_cleared_is_shown_as_it_is_made_again(device: str) -> None:
+    model = sharded(device, torch.bfloat16)
+    optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-2)
+    for seed in range(2):
+        one_step(optimizer, model, seed)
+        optimizer.step()
+        before = {p: entry["exp_avg"] for p, entry in optimizer.state.items()}
+        optimizer.state.clear()
+    one_step(optimizer, model, 1)
+    optimizer.step()
+    for p, entry in optimizer.state.items():
+        assert entry["step"] == 1
+        assert entry["exp_avg"] is not before[p]
+        assert torch.equal(
+            local(entry["exp_avg"]), optimizer._published.bound(optimizer.param_groups).table.state_of(p).exp_avg
+        )
