@@ -151,6 +151,7 @@ class SpeculativeCPUAdam(Optimizer):
         self.statistics = Statistics()
         super().__init__(params, defaults)
 
+    @torch_private.uncompiled
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as torch.optim does.
 
@@ -347,6 +348,7 @@ class SpeculativeCPUAdam(Optimizer):
         self._verdicts.limit_of_next_step = limit
         return torch.tensor(norm, dtype=torch.float64, device="cpu")
 
+    @torch_private.uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients as torch.optim does."""
         with self._lock:

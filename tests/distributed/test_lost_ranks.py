@@ -76,7 +76,7 @@ PLACES: dict[str, tuple[Any, str, int, bool]] = {
     "in the verdict": (distributed, "all_gather", 1, False),
     "after the verdict": (Ranks, "_exchange", 1, True),
     "publishing": (Transfers, "publish", 1, True),
-    "updating": (ParameterTable, "update", 1, True),
+    "updating": (ParameterTable, "prepared_update", 1, True),
     "committing": (ParameterTable, "commit", 1, True),
     "saving": (checkpoint_folder, "sha256", 1, False),
 }
