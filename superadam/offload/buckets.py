@@ -71,8 +71,7 @@ class Bucketer:
         self._holder = holder
         self.bucket_numel = bucket_numel
         self._states: dict[int, ParameterState] = {}  # by the parameter's id: tensors take long to hash
-        # By whether they are kept. Backwards may run in several threads, and a handler may raise anywhere, which could
-        # leave a lock taken. There is none: a gradient that misses its bucket is left to step().
+        # By whether they are kept. A handler may raise anywhere: a gradient that misses its bucket is left to step().
         self._filling: dict[bool, _Filling] = {}
         # The latest one of each parameter in this step; None once it was given back, when we may not reference it.
         self._taken: dict[int, weakref.ref[TakenGradient] | None] = {}

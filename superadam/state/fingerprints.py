@@ -119,10 +119,6 @@ class Fingerprints:
         """Make the next look compare values: the master was replaced, so it is unknown who wrote the parameter last."""
         self._versions[row] = _DISTRUSTED
 
-    def forget_address(self, row: int) -> None:
-        """Count a parameter as moved until it is remembered again."""
-        self._pointers[row] = _NOWHERE
-
     def bump(self, rows: npt.NDArray[np.int64]) -> None:
         """Increment versions for a write of ours, now or later; an outside write in between is still noticed."""
         self.prepared_bump(rows)()

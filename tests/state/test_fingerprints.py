@@ -71,8 +71,6 @@ def test_other_data_is_moved_until_it_is_noted() -> None:
     assert fingerprints.is_hinted(0)
     fingerprints.remember(0)
     assert fingerprints.look() == []
-    fingerprints.forget_address(0)
-    assert fingerprints.look() == [0]
 
 
 def test_our_own_write_is_no_hint_but_hides_none() -> None:
