@@ -43,7 +43,7 @@ BYTES_OF_STATE = needs_of(torch.empty(1, device="meta"), is_on_host=False).state
 
 def needs_of_run(optimizer: SpeculativeCPUAdam, device: Device, placement: Placement) -> HostNeeds:
     """Return what an optimizer with a scheduler takes on the host, for the parameters that are trained at present."""
-    run, entries = HostNeeds(), optimizer.entries()
+    run, entries = HostNeeds(), optimizer._entries()
     leaving = elements = widest = 0
     for group in optimizer.param_groups:
         for parameter in (one for one in group["params"] if one.requires_grad):

@@ -395,7 +395,7 @@ class SpeculativeCPUAdam(Optimizer):
         return self._published if overlap is None else overlap
 
     @_whole
-    def entries(self) -> defaultdict[Tensor, Any]:
+    def _entries(self) -> defaultdict[Tensor, Any]:
         """Return `state` for who only measures it: unlike reading that, this judges no writes to parameters."""
         return self._published.unjudged(self.param_groups)
 
