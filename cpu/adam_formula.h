@@ -9,8 +9,9 @@ typedef struct {
     int flags;
 } adam_scalars;
 
-/* Advances m, v (and vmax, with AMSGRAD) by one step in place and returns the new parameter. */
-static inline vec adam_formula(const adam_scalars *k, vec g, vec *m, vec *v, vec *vmax, vec p)
+/* Advances m, v (and vmax, with AMSGRAD) by one step in place and returns the new parameter: p, decayed, plus the
+ * update `q` of denominator `d`. */
+static inline vec adam_formula(const adam_scalars *k, vec g, vec *m, vec *v, vec *vmax, vec p, vec *d, vec *q)
 {
     if (k->flags & SUPERADAM_SCALE)
         g = vec_mul(g, vec_set(k->s));
@@ -31,6 +32,7 @@ static inline vec adam_formula(const adam_scalars *k, vec g, vec *m, vec *v, vec
     vec second = *v;
     if (k->flags & SUPERADAM_AMSGRAD)
         second = *vmax = vec_max(*vmax, *v);
-    vec d = vec_add(vec_div(vec_sqrt(second), vec_set(k->bc2s)), vec_set(k->eps));
-    return vec_add(p, vec_div(vec_mul(vec_set(k->nss), *m), d));
+    *d = vec_add(vec_div(vec_sqrt(second), vec_set(k->bc2s)), vec_set(k->eps));
+    *q = vec_div(vec_mul(vec_set(k->nss), *m), *d);
+    return vec_add(p, *q);
 }

@@ -12,6 +12,9 @@
  *   vec_load(dtype, base, index, count)             elements index .. index + count - 1, widened; zeros above count
  *   vec_store(dtype, base, index, value, count, stream)    rounded to nearest even; not one byte above count
  *   vec_prefetch(dtype, base, index), vec_stream_fence()
+ *   for interval.h, in fp32: vec_abs, vec_min(a, b): a where it is smaller, else b; vec_round_bfloat16, vec_round_float16:
+ *   rounded as stored; vec_bits_plus(a, n): the number whose representation is n larger; vec_less(a, b), a vec_mask;
+ *   vec_both(mask, mask); vec_flags(to, mask): a byte for each element, 0 where the mask holds, else 1
  *   squares, squares_zero(sums), squares_add(sums, lane, value), squares_lanes(sums, double[16])
  *
  * `count` is at most VEC_WIDTH, and equals it everywhere but in a segment's tail. */
@@ -44,12 +47,14 @@ static int64_t count_nonfinite(int dtype, const void *gradient, int64_t begin, i
     return found;
 }
 
+/* `flags`, of the elements from i on, is null unless the interval test is wanted. */
 static inline __attribute__((always_inline)) void
 run_vector(int pass, int gradient_dtype, int out_dtype, const superadam_segment *segment, const adam_scalars *accepted,
-           const adam_scalars *current, int64_t i, int count, int stream, int with_norm, int lane, squares *sums)
+           const adam_scalars *current, const interval_scalars *interval, int64_t i, int count, int stream,
+           int with_norm, int lane, squares *sums, uint8_t *flags)
 {
     const int writes_state = pass == SUPERADAM_COMMIT || pass == SUPERADAM_UPDATE;
-    vec g, m, v, p, vmax = vec_set(0);
+    vec g, m, v, p, d, q, vmax = vec_set(0);
 
     g = vec_load(gradient_dtype, segment->gradient, i, count);
     if (with_norm)
@@ -65,14 +70,15 @@ run_vector(int pass, int gradient_dtype, int out_dtype, const superadam_segment 
 
     if (pass == SUPERADAM_COMMIT_AND_SPECULATE) {
         vec older = vec_load(gradient_dtype, segment->accepted_gradient, i, count);
-        p = adam_formula(accepted, older, &m, &v, &vmax, p);
+        p = adam_formula(accepted, older, &m, &v, &vmax, p, &d, &q);
         vec_store(REAL_DTYPE, segment->master, i, p, count, 0);
         vec_store(REAL_DTYPE, segment->exp_avg, i, m, count, 0);
         vec_store(REAL_DTYPE, segment->exp_avg_sq, i, v, count, 0);
         if (accepted->flags & SUPERADAM_AMSGRAD)
             vec_store(REAL_DTYPE, segment->max_exp_avg_sq, i, vmax, count, 0);
     }
-    p = adam_formula(current, g, &m, &v, &vmax, p);
+    vec v_before = v;
+    p = adam_formula(current, g, &m, &v, &vmax, p, &d, &q);
     if (writes_state) {
         vec_store(REAL_DTYPE, segment->master, i, p, count, 0);
         vec_store(REAL_DTYPE, segment->exp_avg, i, m, count, 0);
@@ -82,6 +88,8 @@ run_vector(int pass, int gradient_dtype, int out_dtype, const superadam_segment 
     }
     if (out_dtype != SUPERADAM_NONE)
         vec_store(out_dtype, segment->out, i, p, count, stream);
+    if (flags)
+        vec_flags(flags, interval_is_certain(out_dtype, interval, g, v_before, d, q, p));
 }
 
 static inline __attribute__((always_inline)) void run_prefetch(int pass, int gradient_dtype,
@@ -101,16 +109,17 @@ static inline __attribute__((always_inline)) void run_prefetch(int pass, int gra
         vec_prefetch(REAL_DTYPE, segment->max_exp_avg_sq, i);
 }
 
-static inline __attribute__((always_inline)) void run_chunk(int pass, int gradient_dtype, int out_dtype,
+static inline __attribute__((always_inline)) void run_chunk(int pass, int gradient_dtype, int out_dtype, int lists,
                                                             const superadam_segment *segment,
                                                             const adam_scalars *accepted, const adam_scalars *current,
-                                                            int64_t chunk, int stream)
+                                                            const interval_scalars *interval, int64_t chunk, int stream)
 {
     const int64_t begin = chunk * SUPERADAM_CHUNK;
     const int64_t rest = segment->length - begin;
     const int64_t end = begin + (rest < SUPERADAM_CHUNK ? rest : SUPERADAM_CHUNK);
     const int64_t whole = end - (end - begin) % SUPERADAM_LANES;
     const int with_norm = segment->sums != 0;
+    uint8_t flags[SUPERADAM_CHUNK + SUPERADAM_LANES]; /* of the interval test */
     squares sums;
     squares_zero(&sums);
 
@@ -118,16 +127,19 @@ static inline __attribute__((always_inline)) void run_chunk(int pass, int gradie
         run_prefetch(pass, gradient_dtype, segment, accepted, current, i + PREFETCH_AHEAD);
 #pragma GCC unroll VEC_UNROLL
         for (int lane = 0; lane < SUPERADAM_LANES; lane += VEC_WIDTH)
-            run_vector(pass, gradient_dtype, out_dtype, segment, accepted, current, i + lane, VEC_WIDTH, stream,
-                       with_norm, lane, &sums);
+            run_vector(pass, gradient_dtype, out_dtype, segment, accepted, current, interval, i + lane, VEC_WIDTH,
+                       stream, with_norm, lane, &sums, lists ? flags + (i + lane - begin) : 0);
     }
 #pragma GCC unroll VEC_UNROLL
     for (int lane = 0; lane < SUPERADAM_LANES; lane += VEC_WIDTH) {
         const int64_t left = end - whole - lane;
         if (left > 0)
-            run_vector(pass, gradient_dtype, out_dtype, segment, accepted, current, whole + lane,
-                       left < VEC_WIDTH ? (int)left : VEC_WIDTH, 0, with_norm, lane, &sums);
+            run_vector(pass, gradient_dtype, out_dtype, segment, accepted, current, interval, whole + lane,
+                       left < VEC_WIDTH ? (int)left : VEC_WIDTH, 0, with_norm, lane, &sums,
+                       lists ? flags + (whole + lane - begin) : 0);
     }
+    if (lists)
+        interval_list(segment, begin, end, flags);
     if (with_norm) {
         double lanes[SUPERADAM_LANES];
         squares_lanes(&sums, lanes);

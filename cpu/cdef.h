@@ -53,8 +53,27 @@ typedef struct {
     double negative_step_size;    /* nss = -(lr / bc1) */
     double sqrt_bias_correction2; /* bc2s */
     double eps;
+    double interval_spread; /* of the interval test (interval.h), whose names these are: ... */
+    double interval_slope;
+    double interval_kappa;
+    double interval_least;
+    double interval_slack;
     int64_t flags;
 } superadam_coefficients;
+
+/* The elements of a segment whose rounded new value may depend on the factor of their gradient, in any order; arrays of
+ * `capacity` entries, with the state as it is after the pass. `count` is 0 before the pass. Where it ends above the
+ * capacity, the list is not complete, but `count` is right. */
+typedef struct {
+    int64_t capacity;
+    int64_t count;
+    uint32_t *index; /* position in the segment */
+    void *gradient;  /* of gradient_dtype */
+    float *master;
+    float *exp_avg;
+    float *exp_avg_sq;
+    float *max_exp_avg_sq; /* null unless the segment has that array */
+} superadam_uncertain;
 
 /* One run of elements of one parameter. Arrays must not overlap; one that a pass does not use may be null. `sums` and
  * `nonfinite` have one entry per chunk, ceil(length / 4096). */
@@ -64,13 +83,17 @@ typedef struct {
     void *master;                  /* float, or double when gradient_dtype is FLOAT64; so are the moments */
     void *exp_avg;
     void *exp_avg_sq;
-    void *max_exp_avg_sq;          /* null unless a coefficient set has AMSGRAD */
-    void *out;                     /* the working copy, of out_dtype */
-    double *sums;                  /* sum of gradient squared per chunk, before any scaling; null: no norm */
-    int64_t *nonfinite;            /* count of Inf and NaN gradients per chunk; null exactly when sums is */
-    int64_t length;                /* elements */
-    int32_t coefficients;          /* index of the coefficient set for gradient */
-    int32_t accepted_coefficients; /* ... for accepted_gradient */
+    void *max_exp_avg_sq;           /* null unless a coefficient set has AMSGRAD */
+    void *out;                      /* the working copy, of out_dtype */
+    double *sums;                   /* sum of gradient squared per chunk, before any scaling; null: no norm */
+    int64_t *nonfinite;             /* count of Inf and NaN gradients per chunk; null exactly when sums is */
+    superadam_uncertain *uncertain; /* of SPECULATE and COMMIT_AND_SPECULATE into a narrower out: the pass lists what is
+                                     * not certain in the interval of its coefficients; null: it does not look */
+    const uint32_t *index;          /* where SPECULATE also copies each element of a narrower out ... */
+    void *target;                   /* ... in this array of out_dtype; null: nowhere */
+    int64_t length;                 /* elements */
+    int32_t coefficients;           /* index of the coefficient set for gradient */
+    int32_t accepted_coefficients;  /* ... for accepted_gradient */
     int32_t gradient_dtype;
     int32_t out_dtype;
 } superadam_segment;

@@ -12,6 +12,8 @@ enum { CHUNKS_PER_THREAD = 16 };
 enum { LARGEST_GRAIN = 64 };
 /* From this many elements on, `out` is written past the caches, which could not hold it anyway. */
 enum { STREAM_FROM = 1 << 22 };
+/* Values between the one that is scattered and the one whose place is prefetched. */
+enum { SCATTERED_AHEAD = 32 };
 /* Segments of one job where memory for a table of all of them is missing: a pass never fails for that. */
 enum { SEGMENTS_WITHOUT_MEMORY = 255 };
 
@@ -40,6 +42,19 @@ static int64_t find_segment(const run *r, int64_t chunk)
     return low;
 }
 
+/* Copies the values of the chunks [first, last) to their places in the target. */
+static void scatter(const superadam_segment *segment, int64_t first, int64_t last)
+{
+    const uint16_t *values = segment->out;
+    uint16_t *target = segment->target;
+    const int64_t end = last * SUPERADAM_CHUNK < segment->length ? last * SUPERADAM_CHUNK : segment->length;
+    for (int64_t i = first * SUPERADAM_CHUNK; i < end; i++) {
+        if (i + SCATTERED_AHEAD < end)
+            __builtin_prefetch(&target[segment->index[i + SCATTERED_AHEAD]], 1);
+        target[segment->index[i]] = values[i];
+    }
+}
+
 static void run_units(void *context, int64_t first, int64_t last)
 {
     const run *r = context;
@@ -50,24 +65,45 @@ static void run_units(void *context, int64_t first, int64_t last)
         superadam_kernel *kernel = segment->gradient_dtype == SUPERADAM_FLOAT64 ? superadam_kernel_float64 : r->kernel;
         kernel(r->pass, segment, r->coefficients, begin - offset, end - offset,
                r->stream && (uintptr_t)segment->out % 64 == 0);
+        if (r->pass == SUPERADAM_SPECULATE && segment->target)
+            scatter(segment, begin - offset, end - offset);
     }
 }
 
 static int is_dtype(int dtype) { return dtype >= SUPERADAM_FLOAT32 && dtype <= SUPERADAM_FLOAT64; }
+
+static int is_narrower(const superadam_segment *s)
+{
+    return s->out_dtype == SUPERADAM_BFLOAT16 || s->out_dtype == SUPERADAM_FLOAT16;
+}
+
+/* Whether a segment's list of uncertain elements can be filled. */
+static int check_list(const superadam_segment *s, int amsgrad)
+{
+    const superadam_uncertain *list = s->uncertain;
+    if (!is_narrower(s))
+        return SUPERADAM_BAD_DTYPE;
+    if (list->capacity < 0 || s->length > UINT32_MAX)
+        return SUPERADAM_BAD_LENGTH;
+    if (list->capacity && (!list->index || !list->gradient || !list->master || !list->exp_avg || !list->exp_avg_sq ||
+                           (amsgrad && !list->max_exp_avg_sq)))
+        return SUPERADAM_BAD_POINTER;
+    return SUPERADAM_OK;
+}
 
 static int check_segment(int pass, const superadam_segment *s, const superadam_coefficients *coefficients,
                          int64_t coefficient_count)
 {
     const int reads_state = pass != SUPERADAM_NORM;
     const int fuses = pass == SUPERADAM_COMMIT_AND_SPECULATE;
-    const int needs_out = pass == SUPERADAM_SPECULATE || fuses;
+    const int speculates = pass == SUPERADAM_SPECULATE || fuses;
     int amsgrad = 0;
 
     if (s->length < 0)
         return SUPERADAM_BAD_LENGTH;
     if (!is_dtype(s->gradient_dtype))
         return SUPERADAM_BAD_DTYPE;
-    if (needs_out || (pass == SUPERADAM_UPDATE && s->out_dtype != SUPERADAM_NONE)) {
+    if (speculates || (pass == SUPERADAM_UPDATE && s->out_dtype != SUPERADAM_NONE)) {
         if (!is_dtype(s->out_dtype) || (s->out_dtype == SUPERADAM_FLOAT64) != (s->gradient_dtype == SUPERADAM_FLOAT64))
             return SUPERADAM_BAD_DTYPE;
         if (s->length && !s->out)
@@ -87,7 +123,13 @@ static int check_segment(int pass, const superadam_segment *s, const superadam_c
     if (s->length && (!s->gradient || (fuses && !s->accepted_gradient) || (amsgrad && !s->max_exp_avg_sq) ||
                       (reads_state && (!s->master || !s->exp_avg || !s->exp_avg_sq))))
         return SUPERADAM_BAD_POINTER;
-    return SUPERADAM_OK;
+    if (pass == SUPERADAM_SPECULATE && s->target) {
+        if (!is_narrower(s))
+            return SUPERADAM_BAD_DTYPE;
+        if (s->length && !s->index)
+            return SUPERADAM_BAD_POINTER;
+    }
+    return speculates && s->uncertain ? check_list(s, amsgrad) : SUPERADAM_OK;
 }
 
 /* Runs the segments as one parallel job; `first_chunk` has room for one entry more than there are. */

@@ -1,5 +1,6 @@
-/* Every combination of pass and dtypes as a function of its own, and the kernel that picks one. Included once per
- * instruction set, after adam_loop.h, with KERNEL naming the function to define. */
+/* Every combination of pass and dtypes, and of whether uncertain elements are listed, as a function of its own, and the
+ * kernel that picks one. Included once per instruction set, after adam_loop.h, with KERNEL naming the function to
+ * define. */
 
 static adam_scalars adam_scalars_of(const superadam_coefficients *c)
 {
@@ -16,7 +17,14 @@ static adam_scalars adam_scalars_of(const superadam_coefficients *c)
     return k;
 }
 
-static inline __attribute__((always_inline)) void run_chunks(int pass, int gradient_dtype, int out_dtype,
+static interval_scalars interval_scalars_of(const superadam_coefficients *c)
+{
+    interval_scalars k = {(real)c->interval_spread, (real)c->interval_slope, (real)c->interval_kappa,
+                          (real)c->interval_least,  (real)c->interval_slack, (int)c->flags & SUPERADAM_L2};
+    return k;
+}
+
+static inline __attribute__((always_inline)) void run_chunks(int pass, int gradient_dtype, int out_dtype, int lists,
                                                              const superadam_segment *segment,
                                                              const superadam_coefficients *coefficients, int64_t first,
                                                              int64_t last, int stream)
@@ -24,43 +32,52 @@ static inline __attribute__((always_inline)) void run_chunks(int pass, int gradi
     /* Local copies whose address does not escape: the compiler can keep them in registers across the stores. */
     const superadam_segment here = *segment;
     adam_scalars current = {0}, accepted = {0};
+    interval_scalars interval = {0};
     if (pass != SUPERADAM_NORM)
         current = adam_scalars_of(&coefficients[here.coefficients]);
+    if (lists)
+        interval = interval_scalars_of(&coefficients[here.coefficients]);
     if (pass == SUPERADAM_COMMIT_AND_SPECULATE)
         accepted = adam_scalars_of(&coefficients[here.accepted_coefficients]);
     for (int64_t chunk = first; chunk < last; chunk++)
-        run_chunk(pass, gradient_dtype, out_dtype, &here, &accepted, &current, chunk, stream);
+        run_chunk(pass, gradient_dtype, out_dtype, lists, &here, &accepted, &current, &interval, chunk, stream);
     if (stream)
         vec_stream_fence();
 }
 
-#define VARIANT(PASS, GRADIENT, OUT)                                                                                  \
-    static __attribute__((noinline)) void run_##PASS##_##GRADIENT##_##OUT(const superadam_segment *segment,           \
-                                                                          const superadam_coefficients *coefficients, \
-                                                                          int64_t first, int64_t last, int stream)    \
-    {                                                                                                                 \
-        run_chunks(SUPERADAM_##PASS, SUPERADAM_##GRADIENT, SUPERADAM_##OUT, segment, coefficients, first, last,       \
-                   stream);                                                                                           \
+#define VARIANT(PASS, GRADIENT, OUT, LISTS)                                                                            \
+    static __attribute__((noinline)) void run_##PASS##_##GRADIENT##_##OUT##_##LISTS(                                   \
+        const superadam_segment *segment, const superadam_coefficients *coefficients, int64_t first, int64_t last,     \
+        int stream)                                                                                                    \
+    {                                                                                                                  \
+        run_chunks(SUPERADAM_##PASS, SUPERADAM_##GRADIENT, SUPERADAM_##OUT, LISTS, segment, coefficients, first, last, \
+                   stream);                                                                                            \
     }
-#define CASE(PASS, GRADIENT, OUT)                                                    \
-    case SUPERADAM_##PASS * 64 + SUPERADAM_##GRADIENT * 8 + SUPERADAM_##OUT:         \
-        run_##PASS##_##GRADIENT##_##OUT(segment, coefficients, first, last, stream); \
+#define CASE(PASS, GRADIENT, OUT, LISTS)                                                       \
+    case ((LISTS * 8 + SUPERADAM_##PASS) * 8 + SUPERADAM_##GRADIENT) * 8 + SUPERADAM_##OUT:    \
+        run_##PASS##_##GRADIENT##_##OUT##_##LISTS(segment, coefficients, first, last, stream); \
         break;
 
-#define EACH_OUT(X, PASS, GRADIENT) X(PASS, GRADIENT, FLOAT32) X(PASS, GRADIENT, BFLOAT16) X(PASS, GRADIENT, FLOAT16)
+#define EACH_OUT(X, PASS, GRADIENT) \
+    X(PASS, GRADIENT, FLOAT32, 0) X(PASS, GRADIENT, BFLOAT16, 0) X(PASS, GRADIENT, FLOAT16, 0)
+#define EACH_LIST(X, PASS, GRADIENT) X(PASS, GRADIENT, BFLOAT16, 1) X(PASS, GRADIENT, FLOAT16, 1)
 #define EACH_GRADIENT(X) EACH_OF_GRADIENT(X, FLOAT32) EACH_OF_GRADIENT(X, BFLOAT16) EACH_OF_GRADIENT(X, FLOAT16)
-#define EACH_OF_GRADIENT(X, GRADIENT) \
-    X(NORM, GRADIENT, NONE)           \
-    X(COMMIT, GRADIENT, NONE)         \
-    X(UPDATE, GRADIENT, NONE)         \
-    EACH_OUT(X, SPECULATE, GRADIENT) EACH_OUT(X, COMMIT_AND_SPECULATE, GRADIENT) EACH_OUT(X, UPDATE, GRADIENT)
-#define EACH_DOUBLE(X)                        \
-    X(NORM, FLOAT64, NONE)                    \
-    X(COMMIT, FLOAT64, NONE)                  \
-    X(UPDATE, FLOAT64, NONE)                  \
-    X(SPECULATE, FLOAT64, FLOAT64)            \
-    X(COMMIT_AND_SPECULATE, FLOAT64, FLOAT64) \
-    X(UPDATE, FLOAT64, FLOAT64)
+#define EACH_OF_GRADIENT(X, GRADIENT)           \
+    X(NORM, GRADIENT, NONE, 0)                  \
+    X(COMMIT, GRADIENT, NONE, 0)                \
+    X(UPDATE, GRADIENT, NONE, 0)                \
+    EACH_OUT(X, SPECULATE, GRADIENT)            \
+    EACH_OUT(X, COMMIT_AND_SPECULATE, GRADIENT) \
+    EACH_OUT(X, UPDATE, GRADIENT)               \
+    EACH_LIST(X, SPECULATE, GRADIENT)           \
+    EACH_LIST(X, COMMIT_AND_SPECULATE, GRADIENT)
+#define EACH_DOUBLE(X)                           \
+    X(NORM, FLOAT64, NONE, 0)                    \
+    X(COMMIT, FLOAT64, NONE, 0)                  \
+    X(UPDATE, FLOAT64, NONE, 0)                  \
+    X(SPECULATE, FLOAT64, FLOAT64, 0)            \
+    X(COMMIT_AND_SPECULATE, FLOAT64, FLOAT64, 0) \
+    X(UPDATE, FLOAT64, FLOAT64, 0)
 
 #if REAL_DTYPE == SUPERADAM_FLOAT64
 EACH_DOUBLE(VARIANT)
@@ -72,7 +89,9 @@ void KERNEL(int pass, const superadam_segment *segment, const superadam_coeffici
             int64_t last, int stream)
 {
     const int out = pass == SUPERADAM_NORM || pass == SUPERADAM_COMMIT ? SUPERADAM_NONE : segment->out_dtype;
-    switch (pass * 64 + segment->gradient_dtype * 8 + out) {
+    const int may_list = pass == SUPERADAM_SPECULATE || pass == SUPERADAM_COMMIT_AND_SPECULATE;
+    const int lists = may_list && segment->uncertain != 0;
+    switch (((lists * 8 + pass) * 8 + segment->gradient_dtype) * 8 + out) {
 #if REAL_DTYPE == SUPERADAM_FLOAT64
         EACH_DOUBLE(CASE)
 #else

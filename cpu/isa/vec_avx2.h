@@ -6,6 +6,7 @@
 
 typedef float real;
 typedef __m256 vec;
+typedef __m256 vec_mask;
 enum { VEC_WIDTH = 8, VEC_UNROLL = 2 };
 
 static inline vec vec_set(float value) { return _mm256_set1_ps(value); }
@@ -21,6 +22,21 @@ static inline vec vec_max(vec a, vec b)
 {
     vec take_b = _mm256_or_ps(_mm256_cmp_ps(a, b, _CMP_LT_OQ), _mm256_cmp_ps(b, b, _CMP_UNORD_Q));
     return _mm256_blendv_ps(a, b, take_b);
+}
+
+static inline vec vec_min(vec a, vec b) { return _mm256_min_ps(a, b); } /* b where a comparison is unordered */
+static inline vec vec_abs(vec a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
+static inline vec vec_bits_plus(vec a, int32_t n)
+{
+    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a), _mm256_set1_epi32(n)));
+}
+static inline vec_mask vec_less(vec a, vec b) { return _mm256_cmp_ps(a, b, _CMP_LT_OQ); }
+static inline vec_mask vec_both(vec_mask a, vec_mask b) { return _mm256_and_ps(a, b); }
+static inline void vec_flags(uint8_t *to, vec_mask mask)
+{
+    __m256i words = _mm256_castps_si256(mask);
+    __m128i halves = _mm_packs_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+    _mm_storel_epi64((__m128i *)to, _mm_add_epi8(_mm_packs_epi16(halves, halves), _mm_set1_epi8(1))); /* -1 -> 0 */
 }
 
 static inline vec vec_load_float32(const void *from) { return _mm256_loadu_ps((const float *)from); }
@@ -47,15 +63,25 @@ static inline vec vec_load_bfloat16(const void *from)
     return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
 }
 
-static inline void vec_store_bfloat16(void *to, vec value, int stream)
+static inline __m256i to_bfloat16(vec value)
 {
     __m256i bits = _mm256_castps_si256(value), high = _mm256_srli_epi32(bits, 16);
     __m256i odd = _mm256_and_si256(high, _mm256_set1_epi32(1));
     __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFF)), odd), 16);
     __m256i quiet = _mm256_or_si256(high, _mm256_set1_epi32(0x40));
     __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
-    __m256i words = _mm256_blendv_epi8(rounded, quiet, is_nan);
+    return _mm256_blendv_epi8(rounded, quiet, is_nan);
+}
+
+static inline void vec_store_bfloat16(void *to, vec value, int stream)
+{
+    __m256i words = to_bfloat16(value);
     store_halves(to, _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)), stream);
+}
+
+static inline vec vec_round_bfloat16(vec value)
+{
+    return _mm256_castsi256_ps(_mm256_slli_epi32(to_bfloat16(value), 16));
 }
 
 static inline vec vec_load_float16(const void *from) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from)); }
@@ -63,6 +89,11 @@ static inline vec vec_load_float16(const void *from) { return _mm256_cvtph_ps(_m
 static inline void vec_store_float16(void *to, vec value, int stream)
 {
     store_halves(to, _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), stream);
+}
+
+static inline vec vec_round_float16(vec value)
+{
+    return _mm256_cvtph_ps(_mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 
 static inline void vec_stream_fence(void) { _mm_sfence(); }

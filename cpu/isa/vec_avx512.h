@@ -6,6 +6,7 @@
 
 typedef float real;
 typedef __m512 vec;
+typedef __mmask16 vec_mask;
 enum { VEC_WIDTH = 16, VEC_UNROLL = 1 };
 
 static inline vec vec_set(float value) { return _mm512_set1_ps(value); }
@@ -21,6 +22,19 @@ static inline vec vec_max(vec a, vec b)
 {
     __mmask16 take_b = _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ) | _mm512_cmp_ps_mask(b, b, _CMP_UNORD_Q);
     return _mm512_mask_blend_ps(take_b, a, b);
+}
+
+static inline vec vec_min(vec a, vec b) { return _mm512_min_ps(a, b); } /* b where a comparison is unordered */
+static inline vec vec_abs(vec a) { return _mm512_abs_ps(a); }
+static inline vec vec_bits_plus(vec a, int32_t n)
+{
+    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(a), _mm512_set1_epi32(n)));
+}
+static inline vec_mask vec_less(vec a, vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
+static inline vec_mask vec_both(vec_mask a, vec_mask b) { return _kand_mask16(a, b); }
+static inline void vec_flags(uint8_t *to, vec_mask mask)
+{
+    _mm_storeu_si128((__m128i *)to, _mm_maskz_set1_epi8(_knot_mask16(mask), 1));
 }
 
 static inline vec vec_load_float32(const void *from) { return _mm512_loadu_ps(from); }
@@ -47,14 +61,23 @@ static inline vec vec_load_bfloat16(const void *from)
     return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
 }
 
-static inline void vec_store_bfloat16(void *to, vec value, int stream)
+static inline __m512i to_bfloat16(vec value)
 {
     __m512i bits = _mm512_castps_si512(value), high = _mm512_srli_epi32(bits, 16);
     __m512i odd = _mm512_and_si512(high, _mm512_set1_epi32(1));
     __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7FFF)), odd), 16);
     __mmask16 is_nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
-    __m512i words = _mm512_mask_or_epi32(rounded, is_nan, high, _mm512_set1_epi32(0x40));
-    store_halves(to, _mm512_cvtepi32_epi16(words), stream);
+    return _mm512_mask_or_epi32(rounded, is_nan, high, _mm512_set1_epi32(0x40));
+}
+
+static inline void vec_store_bfloat16(void *to, vec value, int stream)
+{
+    store_halves(to, _mm512_cvtepi32_epi16(to_bfloat16(value)), stream);
+}
+
+static inline vec vec_round_bfloat16(vec value)
+{
+    return _mm512_castsi512_ps(_mm512_slli_epi32(to_bfloat16(value), 16));
 }
 
 static inline vec vec_load_float16(const void *from)
@@ -65,6 +88,11 @@ static inline vec vec_load_float16(const void *from)
 static inline void vec_store_float16(void *to, vec value, int stream)
 {
     store_halves(to, _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), stream);
+}
+
+static inline vec vec_round_float16(vec value)
+{
+    return _mm512_cvtph_ps(_mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 
 static inline void vec_stream_fence(void) { _mm_sfence(); }

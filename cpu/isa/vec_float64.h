@@ -8,6 +8,7 @@
 
 typedef double real;
 typedef double vec;
+typedef int vec_mask;
 enum { VEC_WIDTH = 1, VEC_UNROLL = 1 };
 
 static inline vec vec_set(double value) { return value; }
@@ -19,6 +20,16 @@ static inline vec vec_fma(vec a, vec b, vec c) { return fma(a, b, c); }
 static inline vec vec_sqrt(vec a) { return sqrt(a); }
 static inline vec vec_neg(vec a) { return -a; }
 static inline vec vec_max(vec a, vec b) { return a < b || b != b ? b : a; }
+
+/* For interval.h, which is compiled with the loop and never reached: nothing is narrower than its state here. */
+static inline vec vec_min(vec a, vec b) { return a < b ? a : b; }
+static inline vec vec_abs(vec a) { return fabs(a); }
+static inline vec vec_round_bfloat16(vec value) { return value; }
+static inline vec vec_round_float16(vec value) { return value; }
+static inline vec vec_bits_plus(vec a, int32_t n) { return a + n; }
+static inline vec_mask vec_less(vec a, vec b) { return a < b; }
+static inline vec_mask vec_both(vec_mask a, vec_mask b) { return a & b; }
+static inline void vec_flags(uint8_t *to, vec_mask mask) { *to = !mask; }
 
 static inline vec vec_load(int dtype, const void *base, int64_t index, int count)
 {

@@ -5,9 +5,11 @@
 
 #include <arm_neon.h>
 #include <stdint.h>
+#include <string.h>
 
 typedef float real;
 typedef float32x4_t vec;
+typedef uint32x4_t vec_mask;
 enum { VEC_WIDTH = 4, VEC_UNROLL = 4 };
 
 static inline vec vec_set(float value) { return vdupq_n_f32(value); }
@@ -26,6 +28,22 @@ static inline vec vec_max(vec a, vec b)
     return vbslq_f32(take_a, a, b);
 }
 
+static inline vec vec_min(vec a, vec b) { return vbslq_f32(vcltq_f32(a, b), a, b); }
+static inline vec vec_abs(vec a) { return vabsq_f32(a); }
+static inline vec vec_bits_plus(vec a, int32_t n)
+{
+    return vreinterpretq_f32_s32(vaddq_s32(vreinterpretq_s32_f32(a), vdupq_n_s32(n)));
+}
+static inline vec_mask vec_less(vec a, vec b) { return vcltq_f32(a, b); }
+static inline vec_mask vec_both(vec_mask a, vec_mask b) { return vandq_u32(a, b); }
+static inline void vec_flags(uint8_t *to, vec_mask mask)
+{
+    uint16x4_t halves = vmovn_u32(mask);
+    uint8x8_t bytes = vadd_u8(vmovn_u16(vcombine_u16(halves, halves)), vdup_n_u8(1)); /* 255 -> 0 */
+    const uint32_t four = vget_lane_u32(vreinterpret_u32_u8(bytes), 0);
+    memcpy(to, &four, sizeof four);
+}
+
 static inline vec vec_load_float32(const void *from) { return vld1q_f32((const float *)from); }
 
 static inline void vec_store_float32(void *to, vec value, int stream)
@@ -39,15 +57,22 @@ static inline vec vec_load_bfloat16(const void *from)
     return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16((const uint16_t *)from), 16));
 }
 
-static inline void vec_store_bfloat16(void *to, vec value, int stream)
+static inline uint16x4_t to_bfloat16(vec value)
 {
-    (void)stream;
     uint32x4_t bits = vreinterpretq_u32_f32(value), odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
     uint16x4_t rounded = vaddhn_u32(bits, vaddq_u32(odd, vdupq_n_u32(0x7FFF))); /* the high halves of the sums */
     uint16x4_t quiet = vorr_u16(vshrn_n_u32(bits, 16), vdup_n_u16(0x40));
     uint16x4_t is_number = vmovn_u32(vceqq_f32(value, value));
-    vst1_u16((uint16_t *)to, vbsl_u16(is_number, rounded, quiet));
+    return vbsl_u16(is_number, rounded, quiet);
 }
+
+static inline void vec_store_bfloat16(void *to, vec value, int stream)
+{
+    (void)stream;
+    vst1_u16((uint16_t *)to, to_bfloat16(value));
+}
+
+static inline vec vec_round_bfloat16(vec value) { return vreinterpretq_f32_u32(vshll_n_u16(to_bfloat16(value), 16)); }
 
 static inline vec vec_load_float16(const void *from)
 {
@@ -59,6 +84,8 @@ static inline void vec_store_float16(void *to, vec value, int stream)
     (void)stream;
     vst1_u16((uint16_t *)to, vreinterpret_u16_f16(vcvt_f16_f32(value)));
 }
+
+static inline vec vec_round_float16(vec value) { return vcvt_f32_f16(vcvt_f16_f32(value)); }
 
 static inline void vec_stream_fence(void) {}
 

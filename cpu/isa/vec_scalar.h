@@ -6,6 +6,7 @@
 
 typedef float real;
 typedef float vec;
+typedef int vec_mask;
 enum { VEC_WIDTH = 1, VEC_UNROLL = 1 };
 
 static inline uint32_t bits_of(float value)
@@ -31,6 +32,12 @@ static inline vec vec_fma(vec a, vec b, vec c) { return fmaf(a, b, c); }
 static inline vec vec_sqrt(vec a) { return sqrtf(a); }
 static inline vec vec_neg(vec a) { return -a; }
 static inline vec vec_max(vec a, vec b) { return a < b || b != b ? b : a; }
+static inline vec vec_min(vec a, vec b) { return a < b ? a : b; }
+static inline vec vec_abs(vec a) { return fabsf(a); }
+static inline vec vec_bits_plus(vec a, int32_t n) { return float_of(bits_of(a) + (uint32_t)n); }
+static inline vec_mask vec_less(vec a, vec b) { return a < b; }
+static inline vec_mask vec_both(vec_mask a, vec_mask b) { return a & b; }
+static inline void vec_flags(uint8_t *to, vec_mask mask) { *to = !mask; }
 
 static inline vec vec_load_float32(const void *from)
 {
@@ -52,14 +59,21 @@ static inline vec vec_load_bfloat16(const void *from)
     return float_of((uint32_t)half << 16);
 }
 
+static inline uint16_t to_bfloat16(vec value)
+{
+    const uint32_t bits = bits_of(value);
+    const uint32_t rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+    return (uint16_t)(value != value ? bits >> 16 | 0x40 : rounded);
+}
+
 static inline void vec_store_bfloat16(void *to, vec value, int stream)
 {
     (void)stream;
-    const uint32_t bits = bits_of(value);
-    const uint32_t rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
-    const uint16_t half = (uint16_t)(value != value ? bits >> 16 | 0x40 : rounded);
+    const uint16_t half = to_bfloat16(value);
     memcpy(to, &half, sizeof half);
 }
+
+static inline vec vec_round_bfloat16(vec value) { return float_of((uint32_t)to_bfloat16(value) << 16); }
 
 static inline vec vec_load_float16(const void *from)
 {
@@ -88,6 +102,13 @@ static inline void vec_store_float16(void *to, vec value, int stream)
         half = (magnitude - (112u << 23) + 0xFFF + (magnitude >> 13 & 1)) >> 13;
     const uint16_t result = (uint16_t)(sign | half);
     memcpy(to, &result, sizeof result);
+}
+
+static inline vec vec_round_float16(vec value)
+{
+    uint16_t half;
+    vec_store_float16(&half, value, 0);
+    return vec_load_float16(&half);
 }
 
 static inline void vec_stream_fence(void) {}

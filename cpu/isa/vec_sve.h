@@ -11,6 +11,7 @@
 
 typedef float real;
 typedef svfloat32_t vec;
+typedef svbool_t vec_mask;
 #define VEC_WIDTH vec_width()
 enum { VEC_UNROLL = 1 };
 
@@ -39,6 +40,19 @@ static inline vec vec_max(vec a, vec b)
     return svsel(take_b, b, a);
 }
 
+static inline vec vec_min(vec a, vec b) { return svsel(svcmplt(svptrue_b32(), a, b), a, b); }
+static inline vec vec_abs(vec a) { return svabs_x(svptrue_b32(), a); }
+static inline vec vec_bits_plus(vec a, int32_t n)
+{
+    return svreinterpret_f32(svadd_x(svptrue_b32(), svreinterpret_s32(a), n));
+}
+static inline vec_mask vec_less(vec a, vec b) { return svcmplt(svptrue_b32(), a, b); }
+static inline vec_mask vec_both(vec_mask a, vec_mask b) { return svand_z(svptrue_b32(), a, b); }
+static inline void vec_flags(uint8_t *to, vec_mask mask)
+{
+    svst1b(lanes_below(VEC_WIDTH), to, svdup_u32_z(svnot_z(svptrue_b32(), mask), 1));
+}
+
 static inline svuint32_t round_to_bfloat16(vec value)
 {
     svbool_t all = svptrue_b32();
@@ -51,6 +65,13 @@ static inline svuint32_t round_to_bfloat16(vec value)
     return svsel(svcmpuo(all, value, value), svorr_x(all, high, 0x40), rounded);
 #endif
 }
+
+static inline vec vec_round_bfloat16(vec value)
+{
+    return svreinterpret_f32(svlsl_x(svptrue_b32(), round_to_bfloat16(value), 16));
+}
+
+static inline vec vec_round_float16(vec value) { return svcvt_f32_x(svptrue_b32(), svcvt_f16_x(svptrue_b32(), value)); }
 
 static inline __attribute__((always_inline)) vec vec_load(int dtype, const void *base, int64_t index, int count)
 {

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from superadam.kernels.hyperparameters import Coefficients
-from superadam.kernels.native import Flag
+from superadam.kernels.native import Dtype, Flag
 
 Array = npt.NDArray[Any]
 """A float32 or float64 array or numpy scalar."""
@@ -36,6 +36,13 @@ def adam_formula(
     Loshchilov & Hutter, arXiv 1711.05101; the order of operations is that of torch.optim's fused CPU kernel. All arrays
     have the dtype and shape of `p`; for fp64 arrays `k` holds fp64 scalars.
     """
+    return _formula(k, g, m, v, vmax, p)[:4]
+
+
+def _formula(
+    k: Coefficients, g: Array, m: Array, v: Array, vmax: Array, p: Array
+) -> tuple[Array, Array, Array, Array, Array, Array]:
+    """Return what `adam_formula` does, the denominator and the update."""
     real = p.dtype.type
     s, decay, wd, w, b2, c2, nss, bc2s, eps = map(real, (k.s, k.decay, k.wd, k.w, k.b2, k.c2, k.nss, k.bc2s, k.eps))
     with np.errstate(all="ignore"):
@@ -56,7 +63,51 @@ def adam_formula(
         if Flag.AMSGRAD in k.flags:
             second = vmax = larger_or_nan(vmax, v)
         d = np.sqrt(second) / bc2s + eps
-        return p + (nss * m) / d, m, v, vmax
+        q = (nss * m) / d
+        return p + q, m, v, vmax, d, q
+
+
+def is_certain(k: Coefficients, dtype: Dtype, g: Array, m: Array, v: Array, vmax: Array, p: Array) -> Array:
+    """Return which new values, rounded to `dtype`, bf16 or fp16, the interval test of `cpu/interval.h` calls certain.
+
+    All arrays are fp32; `k` has the scalars of the interval.
+    """
+    real = np.float32
+    spread, slope, kappa, least, slack = map(real, k.interval)
+    new, _, _, _, d, q = _formula(k, g, m, v, vmax, p)
+    with np.errstate(all="ignore"):
+        low, high = _cell(new, dtype)
+        a, aq = np.abs(new), np.abs(q)
+        room = smaller(a - low, high - a)
+        roundings = fma(a, real(2**-22), fma(aq, real(2**-19), slack))
+        t = np.abs(g) * spread
+        d_low = fma(-kappa, t, d)
+        change = t * fma(kappa, aq, slope)
+        certain = (
+            (change < (room - roundings) * d_low) & (least < d_low) & (d_low < real(2**60)) & (v > real(-(2**-149)))
+        )
+        if Flag.L2 in k.flags:
+            certain &= d * real(0.25) < d_low
+    return certain
+
+
+def _cell(p: Array, dtype: Dtype) -> tuple[Array, Array]:
+    """Return the least and the largest magnitude that round as |p| does, or less apart; NaN for more than the largest."""
+
+    def plus(values: Array, units: int) -> Array:
+        return (values.view(np.int32) + np.int32(units)).view(np.float32)
+
+    if dtype is Dtype.BFLOAT16:
+        nearest = np.abs(widen_bfloat16(narrow_bfloat16(p)))
+        return plus(nearest, -0x8000), plus(nearest, 0x8000)
+    nearest, half = np.abs(widen_float16(narrow_float16(p))), np.float32(2**-25)
+    low = larger_or_nan(np.float32(0), smaller(plus(nearest, -0x1000), nearest - half))
+    return low, larger_or_nan(nearest + half, plus(nearest, 0x1000))
+
+
+def smaller(a: Array, b: Array) -> Array:
+    """Return a where it is smaller, else b."""
+    return np.where(a < b, a, b)
 
 
 def larger_or_nan(a: Array, b: Array) -> Array:

@@ -13,8 +13,8 @@ import operator
 import reprlib
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -23,6 +23,7 @@ from superadam.kernels.native import Flag
 
 _POWER_CONTEXT = decimal.Context(prec=60)
 _SMALLEST_NORMAL_FLOAT32 = 2.0**-126
+_PRODUCT_IN_BFLOAT16 = 2.0**-8  # of two products that are rounded to bf16, the relative error together
 _NUMBERS = ("lr", "betas[0]", "betas[1]", "eps", "weight_decay")
 _FLAGS = ("amsgrad", "maximize", "decoupled_weight_decay")
 _others = operator.itemgetter("lr", "eps", "weight_decay", *_FLAGS)
@@ -111,6 +112,30 @@ def beta_power(beta: float, step: int) -> float:
     return float(_POWER_CONTEXT.power(decimal.Decimal(beta), step))
 
 
+class Interval(NamedTuple):
+    """Factors of a gradient from `low` to `high`, both included; fp32 numbers."""
+
+    low: float
+    high: float
+
+    def holds(self, factor: float) -> bool:
+        """Whether a factor, as kernels round it, lies in the interval."""
+        return self.low <= factor <= self.high
+
+
+class IntervalScalars(NamedTuple):
+    """The scalars of the interval test, named as in `interval.h`; each is a fp32 number, and rounded up."""
+
+    spread: float = 0.0
+    slope: float = 0.0
+    kappa: float = 0.0
+    least: float = 0.0
+    slack: float = 0.0
+
+
+_NO_INTERVAL = IntervalScalars()
+
+
 @dataclass(frozen=True, slots=True)
 class Coefficients:
     """The scalars of one step of one group, named as in `adam_formula.h`, each rounded to the state's precision."""
@@ -125,6 +150,7 @@ class Coefficients:
     bc2s: float
     eps: float
     flags: Flag
+    interval: IntervalScalars = _NO_INTERVAL
 
     @staticmethod
     @functools.lru_cache(maxsize=1024)
@@ -166,6 +192,39 @@ class Coefficients:
                 flags=flags,
             )
 
+    def over(self, interval: Interval) -> Coefficients | None:
+        """Return these scalars with those of the interval test; None where its proof does not hold.
+
+        It covers products with the gradient that are rounded to bf16, and those that are not. `s` lies in the interval.
+        """
+        low, high = interval
+        is_covered = (
+            0.0 < low <= self.s <= high < math.inf
+            and self.s <= 4.0 * low
+            and abs(self.nss) <= 2.0**10
+            and 0.0 < self.bc2s <= 1.0
+            and self.c2 > 0.0
+            and 0.0 < self.w <= 1.0
+        )
+        if not is_covered:
+            return None
+        distance = max(high - self.s, self.s - low) + _PRODUCT_IN_BFLOAT16 * high
+        slope, kappa = _rounded_up(abs(self.nss) * self.w), _rounded_up(math.sqrt(self.c2) / self.bc2s)
+        scalars = IntervalScalars(
+            spread=_rounded_up(max(distance, 2.0**-6 * high) * (1.0 + 2.0**-9)),
+            slope=slope,
+            kappa=kappa,
+            least=_rounded_up(2.0**-40 / self.bc2s),
+            slack=_rounded_up(2.0**-68 + (2.0**-18 * slope / kappa if Flag.L2 in self.flags else 0.0)),
+        )
+        return replace(self, interval=scalars)
+
     def row(self) -> tuple[float, ...]:
         """Return the values in the order of `superadam.kernels.native.COEFFICIENTS`."""
-        return (self.s, self.decay, self.wd, self.w, self.b2, self.c2, self.nss, self.bc2s, self.eps, int(self.flags))
+        formula = (self.s, self.decay, self.wd, self.w, self.b2, self.c2, self.nss, self.bc2s, self.eps)
+        return (*formula, *self.interval, int(self.flags))
+
+
+def _rounded_up(value: float) -> float:
+    """Return a normal fp32 number above a number of at least 0: a denormal could be flushed to 0."""
+    return max(float(np.nextafter(np.float32(value), np.float32(np.inf))), _SMALLEST_NORMAL_FLOAT32)

@@ -71,6 +71,9 @@ def _table_dtype(struct: str) -> np.dtype[np.void]:
 SEGMENT = _table_dtype("superadam_segment")
 """numpy record of one run of elements; a table of them is a job. Fields as in `cpu/cdef.h`, pointers as addresses."""
 
+UNCERTAIN = _table_dtype("superadam_uncertain")
+"""numpy record of a list of elements, to whose address `uncertain` of a segment points. Fields as in `cpu/cdef.h`."""
+
 COEFFICIENTS = _table_dtype("superadam_coefficients")
 """numpy record of the scalars of one step. Fields as in `cpu/cdef.h`."""
 

@@ -1,0 +1,84 @@
+/* The interval test: whether the new value of an element, rounded to the dtype of the working copy, is the same for
+ * every gradient factor in an interval. docs/clipping.md has the proof; superadam/kernels/interval.py computes the
+ * scalars, and superadam/kernels/formula.py has the same test. It may call an element uncertain that is not, never the
+ * other way round. Included after adam_formula.h by instruction sets in fp32. */
+
+#include <string.h>
+
+typedef struct {
+    real spread, slope, kappa, least, slack;
+    int l2;
+} interval_scalars;
+
+/* The least and the largest magnitude that round as |p| does, or less apart; NaN for more than the largest. */
+static inline __attribute__((always_inline)) void interval_cell(int out_dtype, vec p, vec *low, vec *high)
+{
+    if (out_dtype == SUPERADAM_BFLOAT16) {
+        vec nearest = vec_abs(vec_round_bfloat16(p));
+        *low = vec_bits_plus(nearest, -0x8000);
+        *high = vec_bits_plus(nearest, 0x8000);
+    } else { /* denormals are 2^-24 apart; the cell of zero ends at zero, so that no sign changes */
+        vec nearest = vec_abs(vec_round_float16(p)), half = vec_set(0x1p-25f);
+        *low = vec_max(vec_set(0), vec_min(vec_bits_plus(nearest, -0x1000), vec_sub(nearest, half)));
+        *high = vec_max(vec_add(nearest, half), vec_bits_plus(nearest, 0x1000));
+    }
+}
+
+/* `g` before it is scaled, `v` the second moment before the step, and what the formula made of them with the factor for
+ * which the value is published: denominator `d`, update `q`, new value `p`. A NaN is uncertain. */
+static inline __attribute__((always_inline)) vec_mask interval_is_certain(int out_dtype, const interval_scalars *k,
+                                                                          vec g, vec v, vec d, vec q, vec p)
+{
+    vec low, high, a = vec_abs(p), aq = vec_abs(q);
+    interval_cell(out_dtype, p, &low, &high);
+    vec room = vec_min(vec_sub(a, low), vec_sub(high, a));
+    vec roundings = vec_fma(a, vec_set(0x1p-22f), vec_fma(aq, vec_set(0x1p-19f), vec_set(k->slack)));
+
+    vec t = vec_mul(vec_abs(g), vec_set(k->spread));
+    vec d_low = vec_fma(vec_set(-k->kappa), t, d);
+    vec change = vec_mul(t, vec_fma(vec_set(k->kappa), aq, vec_set(k->slope))); /* times d_low: without a division */
+    vec_mask certain = vec_less(change, vec_mul(vec_sub(room, roundings), d_low));
+    certain = vec_both(certain, vec_less(vec_set(k->least), d_low));
+    certain = vec_both(certain, vec_less(d_low, vec_set(0x1p60f)));
+    certain = vec_both(certain, vec_less(vec_set(-0x1p-149f), v));
+    if (k->l2)
+        certain = vec_both(certain, vec_less(vec_mul(d, vec_set(0.25f)), d_low));
+    return certain;
+}
+
+/* Copies the elements begin + i whose flags[i] is 1, with their state as it is now, to the segment's list. `flags` has
+ * room for 8 more than there are. A branch for each vector, while divisions are under way, would cost more than this.
+ */
+static void interval_list(const superadam_segment *segment, int64_t begin, int64_t end, uint8_t *flags)
+{
+    superadam_uncertain *list = segment->uncertain;
+    uint16_t found[SUPERADAM_CHUNK + 8];
+    int64_t count = 0;
+    memset(flags + (end - begin), 0, 8);
+    for (int64_t i = 0; i < end - begin; i += 8) {
+        uint64_t eight;
+        memcpy(&eight, flags + i, sizeof eight);
+        if (!eight)
+            continue;
+        for (int k = 0; k < 8; k++) {
+            found[count] = (uint16_t)(i + k);
+            count += flags[i + k];
+        }
+    }
+    const int64_t first = __atomic_fetch_add(&list->count, count, __ATOMIC_RELAXED);
+    if (first + count > list->capacity)
+        return;
+    for (int64_t j = 0; j < count; j++) {
+        const int64_t from = begin + found[j], to = first + j;
+        list->index[to] = (uint32_t)from;
+        list->master[to] = ((const float *)segment->master)[from];
+        list->exp_avg[to] = ((const float *)segment->exp_avg)[from];
+        list->exp_avg_sq[to] = ((const float *)segment->exp_avg_sq)[from];
+        if (list->max_exp_avg_sq)
+            list->max_exp_avg_sq[to] = ((const float *)segment->max_exp_avg_sq)[from];
+        if (segment->gradient_dtype == SUPERADAM_FLOAT32)
+            ((uint32_t *)list->gradient)[to] = ((const uint32_t *)segment->gradient)[from];
+        else
+            ((uint16_t *)list->gradient)[to] = ((const uint16_t *)segment->gradient)[from];
+    }
+}

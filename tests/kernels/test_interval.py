@@ -1,0 +1,245 @@
+"""The interval test: what it calls certain rounds alike for every factor; every instruction set lists the others."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from intervals import Case, cases, factors
+from kernel_arrays import Job, Placed, coefficient_table, differing, make_segment, narrow, widen
+
+from superadam.kernels import formula, native
+from superadam.kernels.hyperparameters import Coefficients, Hyperparameters, Interval
+from superadam.kernels.native import Dtype, Flag, Pass
+
+HALVES = (Dtype.BFLOAT16, Dtype.FLOAT16)
+ORDINARY = Hyperparameters(1e-5, 0.9, 0.999, 1e-8, 0.1, amsgrad=False, maximize=False, decoupled_weight_decay=True)
+EACH_HALF = pytest.mark.parametrize("dtype", HALVES, ids=lambda dtype: dtype.name)
+
+
+def at_factor(k: Coefficients, factor: float) -> Coefficients:
+    flags = k.flags | Flag.SCALE if factor != 1.0 else k.flags & ~Flag.SCALE
+    return dataclasses.replace(k, s=factor, flags=flags)
+
+
+def rounded_at(case: Case, factor: float, dtype: Dtype, *, rounds: bool) -> np.ndarray:
+    """Return the new values with this factor, as they are stored."""
+    g, *state = case.elements
+    if rounds:  # torch's product of a bf16 gradient and a number
+        with np.errstate(all="ignore"):
+            g = formula.widen_bfloat16(formula.narrow_bfloat16(g * np.float32(factor)))
+        factor = 1.0
+    return narrow(formula.adam_formula(at_factor(case.k, factor), g, *state)[0], dtype)
+
+
+@EACH_HALF
+@given(case=cases(), seed=st.integers(0, 2**32 - 1), is_bfloat16=st.booleans())
+def test_what_is_certain_rounds_alike_for_every_factor(case: Case, seed: int, is_bfloat16: bool, dtype: Dtype) -> None:
+    if is_bfloat16:
+        case = dataclasses.replace(
+            case, elements=(formula.widen_bfloat16(formula.narrow_bfloat16(case.elements[0])), *case.elements[1:])
+        )
+    certain = formula.is_certain(case.k, dtype, *case.elements)
+    published = widen(rounded_at(case, case.k.s, dtype, rounds=False), dtype)[certain]
+    for factor in factors(case.interval, np.random.default_rng(seed)):
+        for rounds in {False, is_bfloat16}:
+            other = widen(rounded_at(case, factor, dtype, rounds=rounds), dtype)[certain]
+            assert differing(published, other) == 0, (factor, rounds)
+
+
+LISTED = ("gradient", "master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+
+
+class Listing:
+    """A pass over one segment that lists its uncertain elements, between canary bytes."""
+
+    def __init__(self, which: Pass, case: Case, gradient: Dtype, out: Dtype, length: int, capacity: int) -> None:
+        self.segment = segment = make_segment(length, length, gradient, out, norm=True)
+        before = ("gradient", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master")
+        for name, values in zip(before, case.elements, strict=True):
+            stored = np.resize(narrow(values, gradient) if name == "gradient" else values, length)
+            segment.arrays[name] = Placed(stored)
+        segment.arrays["accepted_gradient"] = Placed(segment.arrays["gradient"].view.copy())
+        if Flag.AMSGRAD not in case.k.flags:
+            del segment.arrays["max_exp_avg_sq"]
+        self.job = Job(which, [segment], [case.k, at_factor(case.k, 0.75)])
+        segment.accepted_coefficients = 1
+        kinds = {"index": np.uint32, "gradient": segment.arrays["gradient"].view.dtype}
+        names = ["index", *(name for name in LISTED if name in segment.arrays)]
+        self.arrays = {name: Placed(np.zeros(capacity, kinds.get(name, np.float32))) for name in names}
+        self.record = np.zeros(1, native.UNCERTAIN)
+        self.record["capacity"] = capacity
+        for name, placed in self.arrays.items():
+            self.record[name] = placed.address
+
+    def run(self, isa: str, threads: int = 1) -> dict[str, np.ndarray]:
+        """Check everything but the list against the oracle; return the list that the oracle expects."""
+        expected = self.job.expected()
+        table = self.job.table()
+        table["uncertain"] = self.record.ctypes.data
+        native.run(self.job.which, table, coefficient_table(self.job.sets), isa=isa, threads=threads)
+        self.job.check(expected)
+        now = {name: placed.view.copy() for name, placed in self.segment.arrays.items()}
+        vmax = now.get("max_exp_avg_sq", now["exp_avg_sq"])
+        wide = widen(now["gradient"], self.segment.gradient_dtype)
+        state = now["exp_avg"], now["exp_avg_sq"], vmax, now["master"]
+        certain = formula.is_certain(self.job.sets[0], self.segment.out_dtype, wide, *state)
+        index = np.flatnonzero(~certain)
+        assert all(placed.outside_is_unchanged() for placed in self.arrays.values())
+        return {"index": index.astype(np.uint32), **{name: now[name][index] for name in LISTED if name in now}}
+
+    @property
+    def count(self) -> int:
+        return int(self.record["count"][0])
+
+    def listed(self) -> dict[str, np.ndarray]:
+        """Return what is listed, in the order of the elements."""
+        order = np.argsort(self.arrays["index"].view[: self.count])
+        return {name: placed.view[: self.count][order] for name, placed in self.arrays.items()}
+
+
+EACH_PASS = pytest.mark.parametrize(
+    "which", [Pass.SPECULATE, Pass.COMMIT_AND_SPECULATE], ids=lambda which: which.name.lower()
+)
+LENGTHS = st.one_of(st.integers(0, 70), st.sampled_from([native.CHUNK - 1, native.CHUNK + 3, 2 * native.CHUNK + 21]))
+
+
+@EACH_PASS
+@given(
+    case=cases(),
+    gradient=st.sampled_from((Dtype.FLOAT32, *HALVES)),
+    out=st.sampled_from(HALVES),
+    length=LENGTHS,
+)
+def test_every_instruction_set_lists_what_the_oracle_does(
+    isa: str, which: Pass, case: Case, gradient: Dtype, out: Dtype, length: int
+) -> None:
+    listing = Listing(which, case, gradient, out, length, capacity=length)
+    expected = listing.run(isa)
+    assert listing.count == len(expected["index"])
+    for name, actual in listing.listed().items():
+        assert differing(actual, expected[name]) == 0, name
+
+
+def training_case(count: int, factor: float = 0.5) -> Case:
+    """Elements as in fine-tuning, of which about one in a hundred is uncertain."""
+    rng = np.random.default_rng(7)
+    scale = np.exp(rng.normal(0, 1.2, count)) * 1e-6
+    g, m = scale * rng.standard_t(4, count) / factor, scale * rng.normal(0, 0.3, count)
+    v, p = scale**2, rng.normal(0, 0.02, count)
+    interval = Interval(factor / 1.25, factor * 1.25)
+    k = Coefficients.at_step(ORDINARY, 500, factor).over(interval)
+    assert k is not None
+    return Case(k, interval, tuple(one.astype(np.float32) for one in (g, m, v, v, p)))  # type: ignore[arg-type]
+
+
+@EACH_PASS
+def test_threads_fill_one_list(isa: str, which: Pass) -> None:
+    listing = Listing(which, training_case(1 << 18), Dtype.BFLOAT16, Dtype.BFLOAT16, 1 << 18, 1 << 13)
+    expected = listing.run(isa, threads=3)
+    assert 1 << 10 < listing.count == len(expected["index"]) < 1 << 13
+    for name, actual in listing.listed().items():
+        assert differing(actual, expected[name]) == 0, name
+
+
+def test_a_list_that_is_too_short_says_how_long_it_would_be(isa: str) -> None:
+    listing = Listing(Pass.SPECULATE, training_case(1 << 16), Dtype.BFLOAT16, Dtype.BFLOAT16, 1 << 16, capacity=100)
+    expected = listing.run(isa)
+    assert listing.count == len(expected["index"]) > 100
+
+
+@EACH_HALF
+def test_listed_elements_are_patched_with_another_factor(isa: str, dtype: Dtype) -> None:
+    """A pass over the list, with the verdict's factor, makes the published values those of that factor."""
+    case = training_case(1 << 16)
+    listing = Listing(Pass.SPECULATE, case, Dtype.BFLOAT16, dtype, 1 << 16, capacity=1 << 16)
+    listing.run(isa)
+    exact = at_factor(case.k, case.interval.high)
+    reference = listing.segment.expected(Pass.SPECULATE, [exact])["out"]
+    published = listing.segment.arrays["out"].view
+    assert differing(published, reference) > 0
+    values, row = np.zeros(listing.count, np.uint16), np.zeros(1, native.SEGMENT)
+    for name in LISTED:
+        row[name] = listing.record[name]
+    row["out"], row["target"], row["index"] = values.ctypes.data, published.ctypes.data, listing.record["index"]
+    row["length"], row["gradient_dtype"], row["out_dtype"] = listing.count, Dtype.BFLOAT16, dtype
+    native.run(Pass.SPECULATE, row, coefficient_table([exact]), isa=isa)
+    assert differing(published, reference) == 0
+    assert differing(values, reference[listing.arrays["index"].view[: listing.count]]) == 0
+
+
+def test_few_elements_are_uncertain_in_fine_tuning() -> None:
+    """A test that called everything uncertain would be right, and of no use."""
+    case = training_case(1 << 18)
+    uncertain = {dtype: np.mean(~formula.is_certain(case.k, dtype, *case.elements)) for dtype in HALVES}
+    assert uncertain[Dtype.BFLOAT16] < 0.02
+    assert uncertain[Dtype.FLOAT16] < 0.12
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"out_dtype": Dtype.FLOAT32}, "dtypes"),
+        ({"length": 1 << 33}, "length"),
+        ({"capacity": -1}, "length"),
+        ({"index": 0}, "lacks an array"),
+        ({"gradient": 0}, "lacks an array"),
+        ({"exp_avg_sq": 0}, "lacks an array"),
+    ],
+    ids=str,
+)
+def test_a_list_that_cannot_be_filled_is_refused(change: dict[str, int], message: str) -> None:
+    listing = Listing(Pass.SPECULATE, training_case(64), Dtype.BFLOAT16, Dtype.BFLOAT16, 64, capacity=64)
+    table = listing.job.table()
+    table["uncertain"] = listing.record.ctypes.data
+    for name, value in change.items():
+        (listing.record if name in (native.UNCERTAIN.names or ()) else table)[name] = value
+    with pytest.raises(ValueError, match=message):
+        native.run(Pass.SPECULATE, table, coefficient_table(listing.job.sets))
+    assert listing.segment.arrays["out"].is_unchanged()
+
+
+def test_a_target_without_an_index_is_refused() -> None:
+    job = Job(Pass.SPECULATE, [make_segment(1, 8, Dtype.FLOAT32, Dtype.BFLOAT16)], [training_case(1).k])
+    table = job.table()
+    table["target"] = job.segments[0].arrays["out"].address
+    with pytest.raises(ValueError, match="lacks an array"):
+        native.run(Pass.SPECULATE, table, coefficient_table(job.sets))
+    table["index"], table["out_dtype"] = table["target"], Dtype.FLOAT32
+    with pytest.raises(ValueError, match="dtypes"):
+        native.run(Pass.SPECULATE, table, coefficient_table(job.sets))
+
+
+@pytest.mark.parametrize(
+    ("hyper", "step", "factor", "interval"),
+    [
+        (ORDINARY, 5, 0.5, Interval(0.0, 0.5)),
+        (ORDINARY, 5, 0.5, Interval(0.1, 0.5)),
+        (ORDINARY, 5, 0.5, Interval(0.4, np.inf)),
+        (ORDINARY, 5, 0.5, Interval(0.6, 0.7)),
+        (ORDINARY, 5, 0.5, Interval(0.3, 0.4)),
+        (ORDINARY, 5, 0.5, Interval(0.4, np.nan)),
+        (dataclasses.replace(ORDINARY, lr=1e4), 1, 0.5, Interval(0.4, 0.6)),
+        (dataclasses.replace(ORDINARY, lr=1e39), 5, 0.5, Interval(0.4, 0.6)),
+    ],
+)
+def test_intervals_that_the_proof_does_not_cover_are_refused(
+    hyper: Hyperparameters, step: int, factor: float, interval: Interval
+) -> None:
+    assert Coefficients.at_step(hyper, step, factor).over(interval) is None
+
+
+def test_scalars_of_the_test_are_rounded_up() -> None:
+    for factor, width in ((0.5, 1.0), (0.3, 1.5), (1e-5, 3.9), (1.0, 1.25)):
+        k = Coefficients.at_step(ORDINARY, 5, factor)
+        low, high = float(np.float32(factor / width)), float(np.float32(factor * width))
+        over = k.over(Interval(low, high))
+        assert over is not None
+        assert over.interval.spread > max(high - k.s, k.s - low) + 2.0**-8 * high
+        assert over.interval.spread > 2.0**-6 * high
+        assert over.interval.slope > -k.nss * k.w
+        assert over.interval.kappa > k.c2**0.5 / k.bc2s
+        assert all(float(np.float32(one)) == one for one in over.interval)
