@@ -14,7 +14,7 @@
  *   vec_prefetch(dtype, base, index), vec_stream_fence()
  *   for interval.h, in fp32: vec_abs, vec_min(a, b): a where it is smaller, else b; vec_round_bfloat16, vec_round_float16:
  *   rounded as stored; vec_bits_plus(a, n): the number whose representation is n larger; vec_less(a, b), a vec_mask;
- *   vec_both(mask, mask); vec_flags(to, mask): a byte for each element, 0 where the mask holds, else 1
+ *   vec_both(mask, mask); vec_lanes(mask), a number whose bit i is lane i
  *   squares, squares_zero(sums), squares_add(sums, lane, value), squares_lanes(sums, double[16])
  *
  * `count` is at most VEC_WIDTH, and equals it everywhere but in a segment's tail. */
@@ -22,6 +22,7 @@
 
 /* Elements between the one that is computed and the one that is prefetched: 2 KiB of fp32. */
 enum { PREFETCH_AHEAD = 512 };
+enum { ALL_LANES = (1 << SUPERADAM_LANES) - 1 };
 
 /* Pairwise: lane i and i + 8, then i and i + 4, ... */
 static double lanes_total(double *lanes)
@@ -47,11 +48,11 @@ static int64_t count_nonfinite(int dtype, const void *gradient, int64_t begin, i
     return found;
 }
 
-/* `flags`, of the elements from i on, is null unless the interval test is wanted. */
+/* The lanes of `uncertain` from `lane` on become those that the interval test calls so; null: there is no test. */
 static inline __attribute__((always_inline)) void
 run_vector(int pass, int gradient_dtype, int out_dtype, const superadam_segment *segment, const adam_scalars *accepted,
            const adam_scalars *current, const interval_scalars *interval, int64_t i, int count, int stream,
-           int with_norm, int lane, squares *sums, uint8_t *flags)
+           int with_norm, int lane, squares *sums, unsigned *uncertain)
 {
     const int writes_state = pass == SUPERADAM_COMMIT || pass == SUPERADAM_UPDATE;
     vec g, m, v, p, d, q, vmax = vec_set(0);
@@ -88,8 +89,8 @@ run_vector(int pass, int gradient_dtype, int out_dtype, const superadam_segment 
     }
     if (out_dtype != SUPERADAM_NONE)
         vec_store(out_dtype, segment->out, i, p, count, stream);
-    if (flags)
-        vec_flags(flags, interval_is_certain(out_dtype, interval, g, v_before, d, q, p));
+    if (uncertain)
+        *uncertain ^= vec_lanes(interval_is_certain(out_dtype, interval, g, v_before, d, q, p)) << lane;
 }
 
 static inline __attribute__((always_inline)) void run_prefetch(int pass, int gradient_dtype,
@@ -119,27 +120,33 @@ static inline __attribute__((always_inline)) void run_chunk(int pass, int gradie
     const int64_t end = begin + (rest < SUPERADAM_CHUNK ? rest : SUPERADAM_CHUNK);
     const int64_t whole = end - (end - begin) % SUPERADAM_LANES;
     const int with_norm = segment->sums != 0;
-    uint8_t flags[SUPERADAM_CHUNK + SUPERADAM_LANES]; /* of the interval test */
+    uint16_t uncertain[SUPERADAM_CHUNK / SUPERADAM_LANES] = {0}; /* a bit for each element */
     squares sums;
     squares_zero(&sums);
 
     for (int64_t i = begin; i < whole; i += SUPERADAM_LANES) {
+        unsigned lanes = ALL_LANES;
         run_prefetch(pass, gradient_dtype, segment, accepted, current, i + PREFETCH_AHEAD);
 #pragma GCC unroll VEC_UNROLL
         for (int lane = 0; lane < SUPERADAM_LANES; lane += VEC_WIDTH)
             run_vector(pass, gradient_dtype, out_dtype, segment, accepted, current, interval, i + lane, VEC_WIDTH,
-                       stream, with_norm, lane, &sums, lists ? flags + (i + lane - begin) : 0);
+                       stream, with_norm, lane, &sums, lists ? &lanes : 0);
+        if (lists)
+            uncertain[(i - begin) / SUPERADAM_LANES] = (uint16_t)lanes;
     }
+    unsigned lanes = (1u << (end - whole)) - 1;
 #pragma GCC unroll VEC_UNROLL
     for (int lane = 0; lane < SUPERADAM_LANES; lane += VEC_WIDTH) {
         const int64_t left = end - whole - lane;
         if (left > 0)
             run_vector(pass, gradient_dtype, out_dtype, segment, accepted, current, interval, whole + lane,
-                       left < VEC_WIDTH ? (int)left : VEC_WIDTH, 0, with_norm, lane, &sums,
-                       lists ? flags + (whole + lane - begin) : 0);
+                       left < VEC_WIDTH ? (int)left : VEC_WIDTH, 0, with_norm, lane, &sums, lists ? &lanes : 0);
     }
-    if (lists)
-        interval_list(segment, begin, end, flags);
+    if (lists) {
+        if (whole < end)
+            uncertain[(whole - begin) / SUPERADAM_LANES] = (uint16_t)(lanes & ((1u << (end - whole)) - 1));
+        interval_list(segment, begin, uncertain);
+    }
     if (with_norm) {
         double lanes[SUPERADAM_LANES];
         squares_lanes(&sums, lanes);

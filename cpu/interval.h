@@ -3,8 +3,6 @@
  * scalars, and superadam/kernels/formula.py has the same test. It may call an element uncertain that is not, never the
  * other way round. Included after adam_formula.h by instruction sets in fp32. */
 
-#include <string.h>
-
 typedef struct {
     real spread, slope, kappa, least, slack;
     int l2;
@@ -46,24 +44,18 @@ static inline __attribute__((always_inline)) vec_mask interval_is_certain(int ou
     return certain;
 }
 
-/* Copies the elements begin + i whose flags[i] is 1, with their state as it is now, to the segment's list. `flags` has
- * room for 8 more than there are. A branch for each vector, while divisions are under way, would cost more than this.
- */
-static void interval_list(const superadam_segment *segment, int64_t begin, int64_t end, uint8_t *flags)
+/* Copies the elements of a chunk whose bits are set, with their state as it is now, to the segment's list. A branch for
+ * each vector, while divisions are under way, would cost more than a second loop. */
+static void interval_list(const superadam_segment *segment, int64_t begin, const uint16_t *uncertain)
 {
     superadam_uncertain *list = segment->uncertain;
-    uint16_t found[SUPERADAM_CHUNK + 8];
+    uint16_t found[SUPERADAM_CHUNK];
     int64_t count = 0;
-    memset(flags + (end - begin), 0, 8);
-    for (int64_t i = 0; i < end - begin; i += 8) {
-        uint64_t eight;
-        memcpy(&eight, flags + i, sizeof eight);
-        if (!eight)
-            continue;
-        for (int k = 0; k < 8; k++) {
-            found[count] = (uint16_t)(i + k);
-            count += flags[i + k];
-        }
+    for (int i = 0; i < SUPERADAM_CHUNK; i += 64) {
+        const uint16_t *four = &uncertain[i / 16];
+        uint64_t bits = four[0] | (uint64_t)four[1] << 16 | (uint64_t)four[2] << 32 | (uint64_t)four[3] << 48;
+        for (; bits; bits &= bits - 1)
+            found[count++] = (uint16_t)(i + __builtin_ctzll(bits));
     }
     const int64_t first = __atomic_fetch_add(&list->count, count, __ATOMIC_RELAXED);
     if (first + count > list->capacity)

@@ -32,12 +32,7 @@ static inline vec vec_bits_plus(vec a, int32_t n)
 }
 static inline vec_mask vec_less(vec a, vec b) { return _mm256_cmp_ps(a, b, _CMP_LT_OQ); }
 static inline vec_mask vec_both(vec_mask a, vec_mask b) { return _mm256_and_ps(a, b); }
-static inline void vec_flags(uint8_t *to, vec_mask mask)
-{
-    __m256i words = _mm256_castps_si256(mask);
-    __m128i halves = _mm_packs_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
-    _mm_storel_epi64((__m128i *)to, _mm_add_epi8(_mm_packs_epi16(halves, halves), _mm_set1_epi8(1))); /* -1 -> 0 */
-}
+static inline unsigned vec_lanes(vec_mask mask) { return (unsigned)_mm256_movemask_ps(mask); }
 
 static inline vec vec_load_float32(const void *from) { return _mm256_loadu_ps((const float *)from); }
 

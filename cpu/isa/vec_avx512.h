@@ -32,10 +32,7 @@ static inline vec vec_bits_plus(vec a, int32_t n)
 }
 static inline vec_mask vec_less(vec a, vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
 static inline vec_mask vec_both(vec_mask a, vec_mask b) { return _kand_mask16(a, b); }
-static inline void vec_flags(uint8_t *to, vec_mask mask)
-{
-    _mm_storeu_si128((__m128i *)to, _mm_maskz_set1_epi8(_knot_mask16(mask), 1));
-}
+static inline unsigned vec_lanes(vec_mask mask) { return mask; }
 
 static inline vec vec_load_float32(const void *from) { return _mm512_loadu_ps(from); }
 

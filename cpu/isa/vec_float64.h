@@ -29,7 +29,7 @@ static inline vec vec_round_float16(vec value) { return value; }
 static inline vec vec_bits_plus(vec a, int32_t n) { return a + n; }
 static inline vec_mask vec_less(vec a, vec b) { return a < b; }
 static inline vec_mask vec_both(vec_mask a, vec_mask b) { return a & b; }
-static inline void vec_flags(uint8_t *to, vec_mask mask) { *to = !mask; }
+static inline unsigned vec_lanes(vec_mask mask) { return (unsigned)mask; }
 
 static inline vec vec_load(int dtype, const void *base, int64_t index, int count)
 {

@@ -5,7 +5,6 @@
 
 #include <arm_neon.h>
 #include <stdint.h>
-#include <string.h>
 
 typedef float real;
 typedef float32x4_t vec;
@@ -36,12 +35,10 @@ static inline vec vec_bits_plus(vec a, int32_t n)
 }
 static inline vec_mask vec_less(vec a, vec b) { return vcltq_f32(a, b); }
 static inline vec_mask vec_both(vec_mask a, vec_mask b) { return vandq_u32(a, b); }
-static inline void vec_flags(uint8_t *to, vec_mask mask)
+static inline unsigned vec_lanes(vec_mask mask)
 {
-    uint16x4_t halves = vmovn_u32(mask);
-    uint8x8_t bytes = vadd_u8(vmovn_u16(vcombine_u16(halves, halves)), vdup_n_u8(1)); /* 255 -> 0 */
-    const uint32_t four = vget_lane_u32(vreinterpret_u32_u8(bytes), 0);
-    memcpy(to, &four, sizeof four);
+    const uint32x4_t bits = {1, 2, 4, 8};
+    return vaddvq_u32(vandq_u32(mask, bits));
 }
 
 static inline vec vec_load_float32(const void *from) { return vld1q_f32((const float *)from); }

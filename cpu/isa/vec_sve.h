@@ -48,9 +48,10 @@ static inline vec vec_bits_plus(vec a, int32_t n)
 }
 static inline vec_mask vec_less(vec a, vec b) { return svcmplt(svptrue_b32(), a, b); }
 static inline vec_mask vec_both(vec_mask a, vec_mask b) { return svand_z(svptrue_b32(), a, b); }
-static inline void vec_flags(uint8_t *to, vec_mask mask)
+static inline unsigned vec_lanes(vec_mask mask)
 {
-    svst1b(lanes_below(VEC_WIDTH), to, svdup_u32_z(svnot_z(svptrue_b32(), mask), 1));
+    svuint32_t bits = svlsl_x(svptrue_b32(), svdup_u32(1), svindex_u32(0, 1));
+    return (unsigned)svaddv(svand_z(svptrue_b32(), mask, lanes_below(VEC_WIDTH)), bits);
 }
 
 static inline svuint32_t round_to_bfloat16(vec value)

@@ -92,7 +92,7 @@ def is_certain(k: Coefficients, dtype: Dtype, g: Array, m: Array, v: Array, vmax
 
 
 def _cell(p: Array, dtype: Dtype) -> tuple[Array, Array]:
-    """Return the least and the largest magnitude that round as |p| does, or less apart; NaN for more than the largest."""
+    """Return the least and the largest magnitude that round as |p| does, or less apart; NaN above the largest."""
 
     def plus(values: Array, units: int) -> Array:
         return (values.view(np.int32) + np.int32(units)).view(np.float32)
