@@ -12,8 +12,11 @@ typedef struct {
 /* Advances m, v (and vmax, with AMSGRAD) by one step in place and returns the new parameter. */
 static inline vec adam_formula(const adam_scalars *k, vec g, vec *m, vec *v, vec *vmax, vec p)
 {
-    if (k->flags & SUPERADAM_SCALE)
+    if (k->flags & SUPERADAM_SCALE) {
         g = vec_mul(g, vec_set(k->s));
+        if (k->flags & SUPERADAM_ROUND)
+            g = vec_round_bfloat16(g);
+    }
     if (k->flags & SUPERADAM_MAXIMIZE)
         g = vec_neg(g);
     if (k->flags & SUPERADAM_DECOUPLED)

@@ -47,14 +47,25 @@ static inline vec vec_load_bfloat16(const void *from)
     return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
 }
 
-static inline void vec_store_bfloat16(void *to, vec value, int stream)
+/* Each in the low half of its 32 bits. */
+static inline __m256i to_bfloat16(vec value)
 {
     __m256i bits = _mm256_castps_si256(value), high = _mm256_srli_epi32(bits, 16);
     __m256i odd = _mm256_and_si256(high, _mm256_set1_epi32(1));
     __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7FFF)), odd), 16);
     __m256i quiet = _mm256_or_si256(high, _mm256_set1_epi32(0x40));
     __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
-    __m256i words = _mm256_blendv_epi8(rounded, quiet, is_nan);
+    return _mm256_blendv_epi8(rounded, quiet, is_nan);
+}
+
+static inline vec vec_round_bfloat16(vec value)
+{
+    return _mm256_castsi256_ps(_mm256_slli_epi32(to_bfloat16(value), 16));
+}
+
+static inline void vec_store_bfloat16(void *to, vec value, int stream)
+{
+    __m256i words = to_bfloat16(value);
     store_halves(to, _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)), stream);
 }
 

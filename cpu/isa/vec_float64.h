@@ -19,6 +19,7 @@ static inline vec vec_fma(vec a, vec b, vec c) { return fma(a, b, c); }
 static inline vec vec_sqrt(vec a) { return sqrt(a); }
 static inline vec vec_neg(vec a) { return -a; }
 static inline vec vec_max(vec a, vec b) { return a < b || b != b ? b : a; }
+static inline vec vec_round_bfloat16(vec value) { return value; } /* no gradient here is bf16 */
 
 static inline vec vec_load(int dtype, const void *base, int64_t index, int count)
 {

@@ -39,14 +39,21 @@ static inline vec vec_load_bfloat16(const void *from)
     return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16((const uint16_t *)from), 16));
 }
 
-static inline void vec_store_bfloat16(void *to, vec value, int stream)
+static inline uint16x4_t to_bfloat16(vec value)
 {
-    (void)stream;
     uint32x4_t bits = vreinterpretq_u32_f32(value), odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
     uint16x4_t rounded = vaddhn_u32(bits, vaddq_u32(odd, vdupq_n_u32(0x7FFF))); /* the high halves of the sums */
     uint16x4_t quiet = vorr_u16(vshrn_n_u32(bits, 16), vdup_n_u16(0x40));
     uint16x4_t is_number = vmovn_u32(vceqq_f32(value, value));
-    vst1_u16((uint16_t *)to, vbsl_u16(is_number, rounded, quiet));
+    return vbsl_u16(is_number, rounded, quiet);
+}
+
+static inline vec vec_round_bfloat16(vec value) { return vreinterpretq_f32_u32(vshll_n_u16(to_bfloat16(value), 16)); }
+
+static inline void vec_store_bfloat16(void *to, vec value, int stream)
+{
+    (void)stream;
+    vst1_u16((uint16_t *)to, to_bfloat16(value));
 }
 
 static inline vec vec_load_float16(const void *from)

@@ -52,12 +52,19 @@ static inline vec vec_load_bfloat16(const void *from)
     return float_of((uint32_t)half << 16);
 }
 
+static inline uint16_t to_bfloat16(vec value)
+{
+    const uint32_t bits = bits_of(value);
+    const uint32_t rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+    return (uint16_t)(value != value ? bits >> 16 | 0x40 : rounded);
+}
+
+static inline vec vec_round_bfloat16(vec value) { return float_of((uint32_t)to_bfloat16(value) << 16); }
+
 static inline void vec_store_bfloat16(void *to, vec value, int stream)
 {
     (void)stream;
-    const uint32_t bits = bits_of(value);
-    const uint32_t rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
-    const uint16_t half = (uint16_t)(value != value ? bits >> 16 | 0x40 : rounded);
+    const uint16_t half = to_bfloat16(value);
     memcpy(to, &half, sizeof half);
 }
 
