@@ -13,8 +13,11 @@ typedef struct {
  * update `q` of denominator `d`. */
 static inline vec adam_formula(const adam_scalars *k, vec g, vec *m, vec *v, vec *vmax, vec p, vec *d, vec *q)
 {
-    if (k->flags & SUPERADAM_SCALE)
+    if (k->flags & SUPERADAM_SCALE) {
         g = vec_mul(g, vec_set(k->s));
+        if (k->flags & SUPERADAM_ROUND)
+            g = vec_round_bfloat16(g);
+    }
     if (k->flags & SUPERADAM_MAXIMIZE)
         g = vec_neg(g);
     if (k->flags & SUPERADAM_DECOUPLED)

@@ -9,6 +9,7 @@
  *
  *   vec_set, vec_add, vec_sub, vec_mul, vec_fma, vec_div, vec_sqrt, vec_neg
  *   vec_max(a, b)                                   b where it is larger or NaN, else a
+ *   vec_round_bfloat16(a)                           rounded to the nearest bf16, ties to even; a itself in double
  *   vec_load(dtype, base, index, count)             elements index .. index + count - 1, widened; zeros above count
  *   vec_store(dtype, base, index, value, count, stream)    rounded to nearest even; not one byte above count
  *   vec_prefetch(dtype, base, index), vec_stream_fence()

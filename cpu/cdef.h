@@ -26,6 +26,7 @@
 #define SUPERADAM_DECOUPLED 4 /* weight decay on the parameter (AdamW) */
 #define SUPERADAM_L2 8        /* weight decay added to the gradient (Adam) */
 #define SUPERADAM_AMSGRAD 16  /* divide by the largest second moment so far */
+#define SUPERADAM_ROUND 32    /* with SCALE, round that product to bf16; nothing in double */
 
 /* Whether an instruction set can be used. */
 #define SUPERADAM_RUNNABLE 0

@@ -19,7 +19,7 @@ from superadam.kernels.hyperparameters import Coefficients
 from superadam.kernels.kept_step import KeptStep
 from superadam.kernels.native import Flag
 
-from .casts import FLOAT64, VECTOR_BYTES, narrow, pointer, widen
+from .casts import BFLOAT16, FLOAT64, VECTOR_BYTES, narrow, pointer, widen
 from .choice import Backend, backend
 from .language import constant, jit, on, tl, warp_size
 from .steps import ARRAYS, Variant, arrays_of, checked_step
@@ -32,8 +32,8 @@ BLOCK = 1024
 THREADS = BLOCK // 4
 """Threads of a program. Each has four elements, so that halves and floats are laid out alike over threads."""
 
-SCALE, MAXIMIZE, DECOUPLED, L2, AMSGRAD = (
-    constant(int(flag)) for flag in (Flag.SCALE, Flag.MAXIMIZE, Flag.DECOUPLED, Flag.L2, Flag.AMSGRAD)
+SCALE, MAXIMIZE, DECOUPLED, L2, AMSGRAD, ROUND = (
+    constant(int(flag)) for flag in (Flag.SCALE, Flag.MAXIMIZE, Flag.DECOUPLED, Flag.L2, Flag.AMSGRAD, Flag.ROUND)
 )
 
 
@@ -64,6 +64,8 @@ def adam_formula(k, g, m, v, vmax, p, FLAGS: tl.constexpr):
     s, decay, wd, w, b2, c2, nss, bc2s, eps = k
     if SCALE & FLAGS:
         g = g * s
+        if ROUND & FLAGS and g.dtype == tl.float32:
+            g = widen(narrow(g, BFLOAT16), BFLOAT16)
     if MAXIMIZE & FLAGS:
         g = g * -1.0  # some versions of Triton make 0 - g of -g, which loses the sign of zero
     if DECOUPLED & FLAGS:

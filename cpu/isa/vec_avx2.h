@@ -58,6 +58,7 @@ static inline vec vec_load_bfloat16(const void *from)
     return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
 }
 
+/* Each in the low half of its 32 bits. */
 static inline __m256i to_bfloat16(vec value)
 {
     __m256i bits = _mm256_castps_si256(value), high = _mm256_srli_epi32(bits, 16);
@@ -68,15 +69,15 @@ static inline __m256i to_bfloat16(vec value)
     return _mm256_blendv_epi8(rounded, quiet, is_nan);
 }
 
+static inline vec vec_round_bfloat16(vec value)
+{
+    return _mm256_castsi256_ps(_mm256_slli_epi32(to_bfloat16(value), 16));
+}
+
 static inline void vec_store_bfloat16(void *to, vec value, int stream)
 {
     __m256i words = to_bfloat16(value);
     store_halves(to, _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)), stream);
-}
-
-static inline vec vec_round_bfloat16(vec value)
-{
-    return _mm256_castsi256_ps(_mm256_slli_epi32(to_bfloat16(value), 16));
 }
 
 static inline vec vec_load_float16(const void *from) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from)); }

@@ -58,6 +58,7 @@ static inline vec vec_load_bfloat16(const void *from)
     return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
 }
 
+/* Each in the low half of its 32 bits. */
 static inline __m512i to_bfloat16(vec value)
 {
     __m512i bits = _mm512_castps_si512(value), high = _mm512_srli_epi32(bits, 16);
@@ -67,14 +68,14 @@ static inline __m512i to_bfloat16(vec value)
     return _mm512_mask_or_epi32(rounded, is_nan, high, _mm512_set1_epi32(0x40));
 }
 
-static inline void vec_store_bfloat16(void *to, vec value, int stream)
-{
-    store_halves(to, _mm512_cvtepi32_epi16(to_bfloat16(value)), stream);
-}
-
 static inline vec vec_round_bfloat16(vec value)
 {
     return _mm512_castsi512_ps(_mm512_slli_epi32(to_bfloat16(value), 16));
+}
+
+static inline void vec_store_bfloat16(void *to, vec value, int stream)
+{
+    store_halves(to, _mm512_cvtepi32_epi16(to_bfloat16(value)), stream);
 }
 
 static inline vec vec_load_float16(const void *from)

@@ -20,11 +20,11 @@ static inline vec vec_fma(vec a, vec b, vec c) { return fma(a, b, c); }
 static inline vec vec_sqrt(vec a) { return sqrt(a); }
 static inline vec vec_neg(vec a) { return -a; }
 static inline vec vec_max(vec a, vec b) { return a < b || b != b ? b : a; }
+static inline vec vec_round_bfloat16(vec value) { return value; } /* no gradient here is bf16 */
 
 /* For interval.h, which is compiled with the loop and never reached: nothing is narrower than its state here. */
 static inline vec vec_min(vec a, vec b) { return a < b ? a : b; }
 static inline vec vec_abs(vec a) { return fabs(a); }
-static inline vec vec_round_bfloat16(vec value) { return value; }
 static inline vec vec_round_float16(vec value) { return value; }
 static inline vec vec_bits_plus(vec a, int32_t n) { return a + n; }
 static inline vec_mask vec_less(vec a, vec b) { return a < b; }

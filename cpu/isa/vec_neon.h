@@ -63,13 +63,13 @@ static inline uint16x4_t to_bfloat16(vec value)
     return vbsl_u16(is_number, rounded, quiet);
 }
 
+static inline vec vec_round_bfloat16(vec value) { return vreinterpretq_f32_u32(vshll_n_u16(to_bfloat16(value), 16)); }
+
 static inline void vec_store_bfloat16(void *to, vec value, int stream)
 {
     (void)stream;
     vst1_u16((uint16_t *)to, to_bfloat16(value));
 }
-
-static inline vec vec_round_bfloat16(vec value) { return vreinterpretq_f32_u32(vshll_n_u16(to_bfloat16(value), 16)); }
 
 static inline vec vec_load_float16(const void *from)
 {

@@ -66,14 +66,14 @@ static inline uint16_t to_bfloat16(vec value)
     return (uint16_t)(value != value ? bits >> 16 | 0x40 : rounded);
 }
 
+static inline vec vec_round_bfloat16(vec value) { return float_of((uint32_t)to_bfloat16(value) << 16); }
+
 static inline void vec_store_bfloat16(void *to, vec value, int stream)
 {
     (void)stream;
     const uint16_t half = to_bfloat16(value);
     memcpy(to, &half, sizeof half);
 }
-
-static inline vec vec_round_bfloat16(vec value) { return float_of((uint32_t)to_bfloat16(value) << 16); }
 
 static inline vec vec_load_float16(const void *from)
 {

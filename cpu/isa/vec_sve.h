@@ -54,11 +54,12 @@ static inline unsigned vec_lanes(vec_mask mask)
     return (unsigned)svaddv(svand_z(svptrue_b32(), mask, lanes_below(VEC_WIDTH)), bits);
 }
 
-static inline svuint32_t round_to_bfloat16(vec value)
+/* Each in the low half of its 32 bits. */
+static inline svuint32_t to_bfloat16(vec value)
 {
     svbool_t all = svptrue_b32();
 #ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
-    return svreinterpret_u32(svcvt_bf16_x(all, value)); /* each in the low half of its 32 bits */
+    return svreinterpret_u32(svcvt_bf16_x(all, value));
 #else
     svuint32_t bits = svreinterpret_u32(value), high = svlsr_x(all, bits, 16);
     svuint32_t odd = svand_x(all, high, 1);
@@ -69,7 +70,7 @@ static inline svuint32_t round_to_bfloat16(vec value)
 
 static inline vec vec_round_bfloat16(vec value)
 {
-    return svreinterpret_f32(svlsl_x(svptrue_b32(), round_to_bfloat16(value), 16));
+    return svreinterpret_f32(svlsl_x(svptrue_b32(), to_bfloat16(value), 16));
 }
 
 static inline vec vec_round_float16(vec value) { return svcvt_f32_x(svptrue_b32(), svcvt_f16_x(svptrue_b32(), value)); }
@@ -95,7 +96,7 @@ static inline __attribute__((always_inline)) void vec_store(int dtype, void *bas
     float *words = (float *)base + index;
     switch (dtype) {
     case SUPERADAM_BFLOAT16:
-        svst1h(lanes_below(count), halves, round_to_bfloat16(value));
+        svst1h(lanes_below(count), halves, to_bfloat16(value));
         break;
     case SUPERADAM_FLOAT16:
         svst1h(lanes_below(count), halves, svreinterpret_u32(svcvt_f16_x(svptrue_b32(), value)));

@@ -66,6 +66,22 @@ class Factor:
         """`value` as a Python float; waits for the device that holds it."""
         return float(self.value)
 
+    def number_for(self, dtype: torch.dtype, *, on_cpu: bool) -> float:
+        """Return `number` as torch rounds it before it multiplies, or divides, a gradient of this dtype there."""
+        if dtype == torch.float64:
+            return self.number
+        if on_cpu:
+            is_narrowed = self.is_of_list and self.kind is FactorKind.MULTIPLY and not isinstance(self.value, Tensor)
+        else:
+            is_narrowed = self._is_narrowed_on_gpu
+        number = ctypes.c_float(self.number).value
+        return float(torch.tensor(number, dtype=dtype, device="cpu")) if is_narrowed else number
+
+    @property
+    def _is_narrowed_on_gpu(self) -> bool:
+        """Whether a GPU rounds the scalar, in its memory, to the gradient's dtype first; not so the loss scale."""
+        return isinstance(self.value, Tensor) and not self.value.is_cpu and self.kind is not FactorKind.UNSCALE
+
     def apply(self, gradient: Tensor) -> None:
         """Do to `gradient`, which is on the device of the original, what torch was called to do."""
         if self.kind is FactorKind.UNSCALE:
@@ -80,15 +96,14 @@ class Factor:
     def apply_on_host(self, gradient: Tensor) -> None:
         """Do to a copy on the CPU what a GPU does to a gradient there, with the same rounding."""
         if isinstance(self.value, Tensor) and not self.value.is_cpu:
-            # A GPU rounds a scalar in its own memory to the gradient's dtype first. It does not round the loss scale.
-            dtype = self.value.dtype if self.kind is FactorKind.UNSCALE else gradient.dtype
+            dtype = gradient.dtype if self._is_narrowed_on_gpu else self.value.dtype
             replace(self, value=self.value.to("cpu", dtype)).apply(gradient)
         elif self.kind is FactorKind.DIVIDE and not self.is_of_list:
             # A GPU divides by a scalar of the host through its inverse, in the precision it computes in.
             precision = torch.promote_types(gradient.dtype, torch.float32)
             gradient.mul_((1.0 / torch.tensor(self.number, dtype=precision, device="cpu")).item())
-        else:
-            self.apply(gradient)
+        else:  # torch.mul_, because for lists the CPU rounds a number to the gradient's dtype first
+            replace(self, is_of_list=self.is_of_list and self.kind is FactorKind.DIVIDE).apply(gradient)
 
 
 @lru_cache(maxsize=8192, typed=True)
@@ -211,19 +226,20 @@ class TakenGradient:
     def scale(self) -> float | None:
         """Return the one number that the gradient is multiplied with; None where one product would round differently.
 
-        That is 1.0 without factors, else a single finite factor of at most 1 on a gradient that counts in fp32 or fp64,
-        rounded as torch rounds it: to that dtype. Reads factors from their device.
+        That is 1.0 without factors, else a single finite factor of at most 1 on a gradient that does not count in fp16,
+        rounded as torch rounds it. The product is then rounded to `exact_dtype`. Reads factors from their device.
         """
         factors = [factor for factor in self.factors if factor.number != 1.0]
         if not factors:
             return 1.0
         dtype = self.exact_dtype
-        if len(factors) > 1 or dtype not in (torch.float32, torch.float64):
+        if len(factors) > 1 or dtype == torch.float16:
             return None
         factor = factors[0]
-        if not self.shape and isinstance(factor.value, Tensor) and factor.value.dtype.itemsize > dtype.itemsize:
+        is_promoted = isinstance(factor.value, Tensor) and factor.kind is not FactorKind.UNSCALE
+        if not self.shape and is_promoted and factor.value.dtype.itemsize > dtype.itemsize:
             return None  # torch computes in the wider dtype where neither has dimensions
-        scale = factor.number if dtype == torch.float64 else ctypes.c_float(factor.number).value
+        scale = factor.number_for(dtype, on_cpu=self.device.type == "cpu")
         if factor.kind is FactorKind.DIVIDE:
             if not math.isfinite(scale) or abs(math.frexp(scale)[0]) != 0.5:
                 return None

@@ -48,6 +48,8 @@ def _formula(
     with np.errstate(all="ignore"):
         if Flag.SCALE in k.flags:
             g = g * s
+            if Flag.ROUND in k.flags and real is np.float32:
+                g = widen_bfloat16(narrow_bfloat16(g))
         if Flag.MAXIMIZE in k.flags:
             g = -g
         if Flag.DECOUPLED in k.flags:

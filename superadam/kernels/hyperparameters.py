@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from superadam.kernels.native import Flag
@@ -136,6 +137,18 @@ class IntervalScalars(NamedTuple):
 _NO_INTERVAL = IntervalScalars()
 
 
+class Scale(NamedTuple):
+    """A factor on a gradient; `rounds`: whether the product is rounded to bf16, as torch does that writes it back."""
+
+    factor: float = 1.0
+    rounds: bool = False
+
+    @staticmethod
+    def recorded(factor: float, dtype: torch.dtype) -> Scale:
+        """Return the scale by which torch would have multiplied a gradient of this dtype."""
+        return Scale(factor, dtype == torch.bfloat16 and factor != 1.0)
+
+
 @dataclass(frozen=True, slots=True)
 class Coefficients:
     """The scalars of one step of one group, named as in `adam_formula.h`, each rounded to the state's precision."""
@@ -154,10 +167,12 @@ class Coefficients:
 
     @staticmethod
     @functools.lru_cache(maxsize=1024)
-    def at_step(hyper: Hyperparameters, step: int, scale: float = 1.0, *, double: bool = False) -> Coefficients:
+    def at_step(
+        hyper: Hyperparameters, step: int, scale: float = 1.0, *, rounds: bool = False, double: bool = False
+    ) -> Coefficients:
         """Return the scalars of step `step`, counted from 1, rounded to fp32; `double`: to fp64, for fp64 parameters.
 
-        `scale` multiplies the gradient: the clip coefficient times the unscale factor.
+        `scale` multiplies the gradient, and `rounds` says whether the product is rounded to bf16, as in `Scale`.
         """
 
         def rounded(value: float) -> float:
@@ -171,7 +186,7 @@ class Coefficients:
         flags = Flag(0)
         s = rounded(scale)
         if s != 1.0:
-            flags |= Flag.SCALE
+            flags |= Flag.SCALE | (Flag.ROUND if rounds else Flag(0))
         if hyper.maximize:
             flags |= Flag.MAXIMIZE
         if hyper.weight_decay != 0.0:

@@ -51,6 +51,7 @@ class Flag(enum.IntFlag):
     DECOUPLED = lib.SUPERADAM_DECOUPLED
     L2 = lib.SUPERADAM_L2
     AMSGRAD = lib.SUPERADAM_AMSGRAD
+    ROUND = lib.SUPERADAM_ROUND
 
 
 def _table_dtype(struct: str) -> np.dtype[np.void]:

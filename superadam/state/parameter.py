@@ -17,7 +17,7 @@ from torch import Tensor
 from superadam.distributed import shards
 from superadam.handles.taken_gradient import TakenGradient
 from superadam.kernels.dtypes import DTYPES
-from superadam.kernels.hyperparameters import Hyperparameters
+from superadam.kernels.hyperparameters import Hyperparameters, Scale
 from superadam.kernels.torch_private import version_of
 
 
@@ -75,7 +75,7 @@ class Pending:
     version: int
     hyper: Hyperparameters
     step: int
-    scale: float
+    scale: Scale
     place: Place | None = None
     is_kept: bool = False
     versions: tuple[int, ...] | None = None

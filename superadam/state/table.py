@@ -12,7 +12,7 @@ from torch import Tensor
 
 from superadam.kernels import native
 from superadam.kernels.dtypes import DTYPES
-from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
+from superadam.kernels.hyperparameters import Coefficients, Hyperparameters, Scale
 from superadam.kernels.native import Dtype, Pass
 from superadam.state.delivery import Delivery
 from superadam.state.fingerprints import Fingerprints
@@ -32,14 +32,14 @@ class CoefficientTable:
 
     def __init__(self) -> None:
         self._index: dict[Coefficients, int] = {}
-        self._known: dict[tuple[int, int, float, bool], int] = {}
+        self._known: dict[tuple[int, int, Scale, bool], int] = {}
         self._alive: list[Hyperparameters] = []  # so that no id in _known is reused
 
-    def index(self, hyper: Hyperparameters, step: int, scale: float, *, double: bool) -> int:
+    def index(self, hyper: Hyperparameters, step: int, scale: Scale, *, double: bool) -> int:
         """Return the index of the coefficients of this step, with gradients multiplied by `scale`."""
         key = (id(hyper), step, scale, double)
         if key not in self._known:
-            coefficients = Coefficients.at_step(hyper, step, scale, double=double)
+            coefficients = Coefficients.at_step(hyper, step, scale.factor, rounds=scale.rounds, double=double)
             self._known[key] = self._index.setdefault(coefficients, len(self._index))
             self._alive.append(hyper)
         return self._known[key]
@@ -338,7 +338,7 @@ class ParameterTable:
         return count
 
     def indices_of_next_step(
-        self, rows: Rows, runs: Iterable[tuple[Hyperparameters, int]], scale: float, coefficients: CoefficientTable
+        self, rows: Rows, runs: Iterable[tuple[Hyperparameters, int]], scale: Scale, coefficients: CoefficientTable
     ) -> Indices:
         """Return the coefficients that each row's next step has, after adding them to the table.
 

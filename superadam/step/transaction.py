@@ -15,7 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from superadam.distributed.verdict import Question, Ranks, RanksNorm
 from superadam.handles.taken_gradient import FactorKind, TakenGradient
 from superadam.host.signals import deferred_signals
 from superadam.kernels import native
-from superadam.kernels.hyperparameters import Hyperparameters
+from superadam.kernels.hyperparameters import Hyperparameters, Scale
 from superadam.kernels.storage import has_memory
 from superadam.kernels.torch_private import is_short_of_memory
 from superadam.state.norm import GradientNorm
@@ -44,7 +44,7 @@ class _Part:
 
     Attributes:
         gradient: as kernels read it, on the device where `is_kept`; neither scaled nor clipped.
-        scale: factor on the gradient that was recorded on its handle.
+        scale: by which this step multiplies the gradient: that which was recorded on its handle, or the clipping.
         taken: whose gradient it is, if it was taken.
         waits: whether `taken` waits for this verdict, unchanged since its norm was computed.
         pending: its record, while that still describes `gradient`: its norm is known.
@@ -53,7 +53,7 @@ class _Part:
     state: ParameterState
     hyper: Hyperparameters
     gradient: Tensor
-    scale: float = 1.0
+    scale: Scale = field(default_factory=Scale)
     taken: TakenGradient | None = None
     waits: bool = False
     pending: Pending | None = None
@@ -67,7 +67,7 @@ class _Part:
         """Replace the gradient by torch's product with its factors, where kernels would round differently."""
         assert self.taken is not None
         self.gradient = self.state.host_gradient(self.taken.scaled())
-        self.scale, self.pending = 1.0, None
+        self.scale, self.pending = Scale(), None
 
 
 class Transaction:
@@ -126,8 +126,9 @@ class Transaction:
         is_kept: bool = False,
     ) -> Pending:
         """Return the record of a gradient that was taken, for `speculate` or `add_pending`; arguments as its fields."""
-        step = int(self.table.steps[state.row]) + 1
-        return Pending(taken, gradient, version, hyper, step, self.expected_scale, place, is_kept)
+        step, one = int(self.table.steps[state.row]) + 1, taken()
+        scale = Scale.recorded(self.expected_scale, gradient.dtype if one is None or one.is_unrounded else one.dtype)
+        return Pending(taken, gradient, version, hyper, step, scale, place, is_kept)
 
     def speculate(self, pending: Mapping[ParameterState, Pending], num_threads: int | None = None) -> None:
         """Compute the norm of gradients that kernels can read, and the new value of those that have a place for it.
@@ -245,7 +246,8 @@ class Transaction:
             with_max = any(hyper.amsgrad for hyper, _ in gradients.runs)
             self._make_ready(gradients.states, gradients.runs, with_max=with_max)
             rows, coefficients = self.table.rows_of(gradients.states), CoefficientTable()
-            indices = self.table.indices_of_next_step(rows, gradients.runs, outcome.clip_coefficient, coefficients)
+            scale = Scale(outcome.clip_coefficient)
+            indices = self.table.indices_of_next_step(rows, gradients.runs, scale, coefficients)
             self.table.update(rows, segments, coefficients, indices)
             self._spent("update_seconds", begin)
         return outcome
@@ -268,7 +270,7 @@ class Transaction:
                 if scale is None or part.pending is None:
                     part.apply_factors()
                 else:
-                    part.scale = scale
+                    part.scale = Scale.recorded(scale, gradient.exact_dtype)
             elif part.pending is None:
                 part.gradient = state.host_gradient(part.gradient)
             parts.append(part)
@@ -283,14 +285,15 @@ class Transaction:
         """
         if max_norm is not None and not math.isinf(max_norm):
             for part in parts:  # scaling a norm rounds differently from scaling its gradients, but for powers of two
-                if part.scale != 1.0 and math.frexp(part.scale)[0] != 0.5:
+                if part.scale.factor != 1.0 and math.frexp(part.scale.factor)[0] != 0.5:
                     part.apply_factors()
         uncounted = [part for part in parts if part.pending is None]
         if uncounted:
             self.table.compute_norm(self._segments(*_columns(uncounted)), norm)
         for part in parts:
-            if part.scale != 1.0:
-                norm.sums[self.table.chunks_of(part.state.row)] *= part.scale * part.scale
+            factor = part.scale.factor
+            if factor != 1.0:
+                norm.sums[self.table.chunks_of(part.state.row)] *= factor * factor
         return judge(self._over_ranks(question, norm, max_norm), max_norm)
 
     def _over_ranks(self, question: Question, norm: GradientNorm, max_norm: float | None) -> GradientNorm | RanksNorm:
@@ -305,13 +308,15 @@ class Transaction:
         accepted: list[_Part] = []
         rest: list[_Part] = []
         for part in parts:
-            if clip != 1.0 and part.scale != 1.0:
-                part.apply_factors()
+            if clip != 1.0:
+                if part.scale.factor != 1.0:
+                    part.apply_factors()
+                part.scale = Scale(clip)
             pending = part.pending
             is_right = (
                 pending is not None
                 and pending.place is not None
-                and pending.scale == clip * part.scale
+                and pending.scale == part.scale
                 and pending.hyper == part.hyper
                 and pending.versions is not None
                 and pending.versions == part.state.versions
@@ -323,7 +328,7 @@ class Transaction:
                 record.place = None
         count = self.table.prepared_count(self.table.rows_of([part.state for part in accepted]))
         if rest:
-            self._update(rest, clip)
+            self._update(rest)
         if accepted:  # nothing may fail from here on
             self._publish(accepted, count)
 
@@ -337,16 +342,16 @@ class Transaction:
             record.place = None
             self._move(state, Phase.ACCEPTED, record)
 
-    def _update(self, parts: Sequence[_Part], clip: float) -> None:
+    def _update(self, parts: Sequence[_Part]) -> None:
         """Update parameters in place, so that nothing is left to commit."""
         with_max = any(part.hyper.amsgrad for part in parts)
         self._make_ready([part.state for part in parts], ((part.hyper, 1) for part in parts), with_max=with_max)
         kept = [part for part in parts if part.is_kept]
         here = [part for part in parts if not part.is_kept]
-        update_here = self._prepared(here, clip)  # whose memory is there before anything is changed
+        update_here = self._prepared(here)  # whose memory is there before anything is changed
         if kept:
             states, gradients = _columns(kept)
-            coefficients, indices = self._coefficients(kept, clip)
+            coefficients, indices = self._coefficients(kept)
             try:  # first: the device works while the host does
                 self.table.update_in_tier(self.table.rows_of(states), gradients, coefficients, indices)
             except Exception as error:
@@ -355,7 +360,7 @@ class Transaction:
                 for part in kept:  # nothing was changed; the host has room
                     part.gradient = part.state.host_gradient(part.gradient)
                 update_here = None  # which frees its memory
-                update_here = self._prepared([*here, *kept], clip)
+                update_here = self._prepared([*here, *kept])
                 self.statistics.displaced += len(kept)
         if update_here is not None:
             update_here()
@@ -363,23 +368,20 @@ class Transaction:
             if part.state.phase is not Phase.CLEAN:
                 self._move(part.state, Phase.CLEAN, None)
 
-    def _prepared(self, parts: Sequence[_Part], clip: float) -> Callable[[], None] | None:
+    def _prepared(self, parts: Sequence[_Part]) -> Callable[[], None] | None:
         """Return what updates parameters on the host; None without any."""
         if not parts:
             return None
         states, gradients = _columns(parts)
-        coefficients, indices = self._coefficients(parts, clip)
+        coefficients, indices = self._coefficients(parts)
         rows = self.table.rows_of(states)
         return self.table.prepared_update(rows, self._segments(states, gradients), coefficients, indices)
 
-    def _coefficients(self, parts: Sequence[_Part], clip: float) -> tuple[CoefficientTable, list[int]]:
-        table = CoefficientTable()
+    def _coefficients(self, parts: Sequence[_Part]) -> tuple[CoefficientTable, list[int]]:
+        table, steps = CoefficientTable(), self.table.steps
         return table, [
             table.index(
-                part.hyper,
-                int(self.table.steps[part.state.row]) + 1,
-                clip * part.scale,
-                double=part.state.dtype == torch.float64,
+                part.hyper, int(steps[part.state.row]) + 1, part.scale, double=part.state.dtype == torch.float64
             )
             for part in parts
         ]

@@ -71,11 +71,11 @@ def test_updates_have_the_bits_of_the_cpu(data: st.DataObject) -> None:
 @needs_triton
 @pytest.mark.parametrize("double", [False, True], ids=["fp32", "fp64"])
 def test_every_configuration_in_one_call(double: bool) -> None:
-    """All 32 sets of flags, on both sides of beta1 = 0.5, each on segments of its own."""
+    """All 64 sets of flags, those of even and odd size on the two sides of beta1 = 0.5, each on segments of its own."""
     dtype = Dtype.FLOAT64 if double else Dtype.FLOAT32
     sets, segments = [], []
     for number in range(64):
-        flags, beta1 = Flag(number % 32), (0.9, 0.3)[number // 32]
+        flags, beta1 = Flag(number), (0.9, 0.3)[number.bit_count() % 2]
         hyper = Hyperparameters(1e-2, beta1, 0.99, 1e-8, 0.1, False, False, False)
         sets.append(replace(Coefficients.at_step(hyper, 1 + number, 0.3, double=double), flags=flags))
         for kinds in ([Magnitudes.SPECIAL], [list(Magnitudes)[number % len(Magnitudes)], Magnitudes.ORDINARY]):

@@ -164,7 +164,7 @@ def check_single(code: Code) -> None:
 @needs_compilers
 @pytest.mark.covering
 @cases(
-    "gradient parameter scale maximize decoupled l2 amsgrad aligned",
+    "gradient parameter scale maximize decoupled l2 amsgrad round aligned",
     ((gradient, parameter, *(flag in flags for flag in Flag), aligned) for gradient, parameter, flags, aligned in ADAM),
 )
 def test_adam_kernel(
@@ -177,6 +177,7 @@ def test_adam_kernel(
     decoupled: bool,
     l2: bool,
     amsgrad: bool,
+    round: bool,
     aligned: bool,
 ) -> None:
     state = torch.float64 if parameter == torch.float64 else torch.float32

@@ -7,6 +7,7 @@ import math
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -90,15 +91,15 @@ FORMS = st.sampled_from([None, *DTYPES])
 
 
 @given(
-    factors=st.lists(st.tuples(KINDS, NUMBERS, FORMS), max_size=4),
+    factors=st.lists(st.tuples(KINDS, NUMBERS, FORMS, st.booleans()), max_size=4),
     dtype=st.sampled_from(DTYPES),
-    shape=st.sampled_from([(5, 7), (1, 40)]),
+    shape=st.sampled_from([(5, 7), (1, 40), ()]),
     elsewhere=st.booleans(),
 )
 def test_values_are_those_of_torch(
-    factors: list[tuple[FactorKind, float, torch.dtype | None]],
+    factors: list[tuple[FactorKind, float, torch.dtype | None, bool]],
     dtype: torch.dtype,
-    shape: tuple[int, int],
+    shape: tuple[int, ...],
     elsewhere: bool,
 ) -> None:
     gradient = irregular(*shape, dtype=dtype)
@@ -106,16 +107,18 @@ def test_values_are_those_of_torch(
     pending = transposed(gradient) if elsewhere else gradient.clone()
     taken = TakenGradient(gradient)
     taken.pending = pending
-    for kind, number, form in factors:
+    for kind, number, form, is_of_list in factors:
         value: Any = number if form is None else torch.tensor(number, dtype=form)
         if kind is UNSCALE:
             value = torch.tensor(number, dtype=torch.float32)
             torch._amp_foreach_non_finite_check_and_unscale_([expected], torch.zeros(()), value)
+        elif is_of_list:
+            (torch._foreach_div_ if kind is DIVIDE else torch._foreach_mul_)([expected], value)
         elif kind is DIVIDE:
             expected.div_(value)
         else:
             expected.mul_(value)
-        taken.record(Factor(kind, value))
+        taken.record(Factor(kind, value, is_of_list))
     assert same_bits(taken.value().nan_to_num(7), expected.nan_to_num(7))
     assert taken.value().stride() == gradient.stride()
     assert same_bits(taken.scaled().nan_to_num(7), expected.nan_to_num(7))
@@ -124,7 +127,8 @@ def test_values_are_those_of_torch(
     scale = taken.scale()
     if scale is not None:
         assert abs(scale) <= 1
-        assert same_bits((gradient * scale).nan_to_num(7), expected.nan_to_num(7))
+        wide = gradient.double() if dtype == torch.float64 else gradient.float()  # as kernels do
+        assert same_bits((wide * torch.tensor(scale, dtype=wide.dtype)).to(dtype).nan_to_num(7), expected.nan_to_num(7))
 
 
 @pytest.mark.parametrize(
@@ -139,7 +143,11 @@ def test_values_are_those_of_torch(
         (MULTIPLY, 0, torch.float32, 0.0),
         (MULTIPLY, torch.tensor(1.0), torch.bfloat16, 1.0),
         (MULTIPLY, True, torch.bfloat16, 1.0),
-        (MULTIPLY, 0.3, torch.bfloat16, None),
+        (MULTIPLY, 0.3, torch.bfloat16, torch.tensor(0.3).item()),
+        (MULTIPLY, torch.tensor(0.3, dtype=torch.float64), torch.bfloat16, torch.tensor(0.3).item()),
+        (UNSCALE, torch.tensor(0.3), torch.bfloat16, torch.tensor(0.3).item()),
+        (DIVIDE, 2**7, torch.bfloat16, 2**-7),
+        (DIVIDE, 3, torch.bfloat16, None),
         (MULTIPLY, 0.5, torch.float16, None),
         (MULTIPLY, 2.0, torch.float32, None),
         (MULTIPLY, math.nan, torch.float32, None),
@@ -173,6 +181,39 @@ def test_scale_of_a_gradient_without_dimensions() -> None:
     taken = TakenGradient(torch.tensor(1 / 3))
     taken.record(Factor(MULTIPLY, 0.3))
     assert taken.scale() == torch.tensor(0.3).item()
+
+
+def test_scale_of_a_bf16_gradient_without_dimensions() -> None:
+    for value, scale in ((torch.tensor(0.3), None), (torch.tensor(0.3, dtype=torch.bfloat16), 0.30078125)):
+        taken = TakenGradient(torch.tensor(1.0, dtype=torch.bfloat16))
+        taken.record(Factor(MULTIPLY, value))
+        assert taken.scale() == scale  # torch multiplies by a wider tensor in the wider dtype
+    taken = TakenGradient(torch.tensor(1.0, dtype=torch.bfloat16))
+    taken.record(Factor(UNSCALE, torch.tensor(0.3)))
+    assert taken.scale() == torch.tensor(0.3).item()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_where_torch_rounds_a_scalar_to_the_dtype_of_the_gradient_first(dtype: torch.dtype) -> None:
+    """On the CPU numbers for lists, on a GPU scalars in its memory; not the loss scale."""
+    exact, narrowed = torch.tensor(0.3).item(), torch.tensor(0.3, dtype=dtype).item()
+    there = mock.Mock(spec=Tensor, is_cpu=False, __float__=lambda self: 0.3)
+    for value, kind, is_of_list, on_cpu, number in (
+        (0.3, MULTIPLY, False, True, exact),
+        (0.3, MULTIPLY, True, True, narrowed),
+        (0.3, DIVIDE, True, True, exact),
+        (torch.tensor(0.3), MULTIPLY, True, True, exact),
+        (torch.tensor(0.3), UNSCALE, False, True, exact),
+        (0.3, MULTIPLY, False, False, exact),
+        (0.3, MULTIPLY, True, False, exact),
+        (torch.tensor(0.3), MULTIPLY, True, False, exact),
+        (there, MULTIPLY, False, False, narrowed),
+        (there, MULTIPLY, True, False, narrowed),
+        (there, DIVIDE, False, False, narrowed),
+        (there, UNSCALE, False, False, exact),
+    ):
+        assert Factor(kind, value, is_of_list).number_for(dtype, on_cpu=on_cpu) == number
+        assert Factor(kind, value, is_of_list).number_for(torch.float64, on_cpu=on_cpu) == float(value)
 
 
 def test_unscaling_is_told_apart() -> None:
@@ -210,6 +251,8 @@ def test_a_gpu_rounds_scalars_of_its_own_memory_first(dtype: torch.dtype) -> Non
     for number in (0.3, 3.0, 0.77):
         on_host = gradient.clone()
         Factor(MULTIPLY, number).apply_on_host(on_host)
+        assert same_bits(on_host, gradient.clone().mul_(number))
+        Factor(MULTIPLY, number, is_of_list=True).apply_on_host(on_host := gradient.clone())
         assert same_bits(on_host, gradient.clone().mul_(number))
         Factor(UNSCALE, torch.tensor(number)).apply_on_host(on_host := gradient.clone())
         assert same_bits(on_host, gradient.clone().mul_(torch.tensor(number).item()))

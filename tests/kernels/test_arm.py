@@ -64,7 +64,8 @@ def random_coefficients(rng: np.random.Generator, *, double: bool) -> Coefficien
         maximize=bool(rng.integers(2)),
         decoupled_weight_decay=bool(rng.integers(2)),
     )
-    return Coefficients.at_step(hyper, int(rng.integers(1, 100)), float(rng.choice([1.0, 0.37])), double=double)
+    step, scale, rounds = int(rng.integers(1, 100)), float(rng.choice([1.0, 0.37])), bool(rng.integers(2))
+    return Coefficients.at_step(hyper, step, scale, rounds=rounds, double=double)
 
 
 def random_job(rng: np.random.Generator, which: Pass, gradient: Dtype, out: Dtype, lengths: list[int]) -> Job:

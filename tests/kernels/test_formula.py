@@ -8,6 +8,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import Magnitudes, hyperparameters, lengths, random_array
@@ -177,6 +178,21 @@ def test_scaling_multiplies_the_gradient_once(hyper: Hyperparameters, scale: flo
     scaled = formula.adam_formula(Coefficients.at_step(hyper, 4, scale), g, m, v, vmax, p)
     before = formula.adam_formula(Coefficients.at_step(hyper, 4), g * np.float32(scale), m, v, vmax, p)
     assert all(same_bits(a, b) for a, b in zip(scaled, before, strict=True))
+
+
+@given(hyper=hyperparameters(), scale=st.floats(-1.0, 1.0, width=32), seed=SEEDS)
+def test_a_rounded_product_is_that_of_torch(hyper: Hyperparameters, scale: float, seed: int) -> None:
+    """But for fp64, whose gradients are never bf16."""
+    rng = np.random.default_rng(seed)
+    g, m, v, vmax, p = (np.abs(random_array(rng, 50, Magnitudes.WIDE, np.float32)) for _ in range(5))
+    half = torch.from_numpy(g).bfloat16()
+    k = Coefficients.at_step(hyper, 4, scale, rounds=True)
+    rounded = formula.adam_formula(k, half.float().numpy(), m, v, vmax, p)
+    before = formula.adam_formula(Coefficients.at_step(hyper, 4), half.mul_(scale).float().numpy(), m, v, vmax, p)
+    assert all(same_bits(a, b) for a, b in zip(rounded, before, strict=True))
+    doubles = [array[:5].astype(np.float64) for array in (g, m, v, vmax, p)]
+    sets = [Coefficients.at_step(hyper, 4, scale, rounds=rounds, double=True) for rounds in (False, True)]
+    assert all(same_bits(a, b) for a, b in zip(*(formula.adam_formula(k, *doubles) for k in sets), strict=True))
 
 
 def test_no_inverse_restores_the_state() -> None:

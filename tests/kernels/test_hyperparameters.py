@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from strategies import hyperparameters, scales
 
 from superadam.kernels import native
-from superadam.kernels.hyperparameters import Coefficients, Hyperparameters, beta_power
+from superadam.kernels.dtypes import DTYPES
+from superadam.kernels.hyperparameters import Coefficients, Hyperparameters, Scale, beta_power
 from superadam.kernels.native import Flag
 from superadam.state.table import CoefficientTable
 
@@ -53,10 +54,11 @@ def test_coefficients_are_rounded_once(hyper: Hyperparameters, step: int, scale:
         assert math.copysign(1.0, ours) == math.copysign(1.0, rounded), name
 
 
-@given(hyperparameters(), scales())
-def test_flags_switch_on_what_acts(hyper: Hyperparameters, scale: float) -> None:
-    flags = Coefficients.at_step(hyper, 1, scale).flags
+@given(hyperparameters(), scales(), st.booleans())
+def test_flags_switch_on_what_acts(hyper: Hyperparameters, scale: float, rounds: bool) -> None:
+    flags = Coefficients.at_step(hyper, 1, scale, rounds=rounds).flags
     assert (Flag.SCALE in flags) == (np.float32(scale) != 1.0)
+    assert (Flag.ROUND in flags) == (rounds and Flag.SCALE in flags)
     assert (Flag.MAXIMIZE in flags) == hyper.maximize
     assert (Flag.AMSGRAD in flags) == hyper.amsgrad
     assert (Flag.DECOUPLED in flags) == (hyper.weight_decay != 0 and hyper.decoupled_weight_decay)
@@ -66,6 +68,12 @@ def test_flags_switch_on_what_acts(hyper: Hyperparameters, scale: float) -> None
 def test_a_scale_that_rounds_to_one_is_none() -> None:
     assert Flag.SCALE not in Coefficients.at_step(USUAL, 1, 1.0 - 2.0**-30).flags
     assert Flag.SCALE in Coefficients.at_step(USUAL, 1, 1.0 - 2.0**-30, double=True).flags
+
+
+def test_only_products_of_bf16_gradients_are_rounded() -> None:
+    rounding = [dtype for dtype in DTYPES if Scale.recorded(0.3, dtype).rounds]
+    assert rounding == [torch.bfloat16]
+    assert {Scale.recorded(1.0, dtype) for dtype in DTYPES} == {Scale()} == {Scale(1.0, rounds=False)}
 
 
 def test_denormals_are_rounded_while_they_are_flushed() -> None:
@@ -157,5 +165,5 @@ def test_table_tells_hyperparameters_apart_that_did_not_live_together() -> None:
     """More than a cache keeps all of them, and the later ones would be where earlier ones were in memory."""
     table = CoefficientTable()
     rates = [float(rate) for rate in range(1, 3001)]
-    indices = [table.index(dataclasses.replace(USUAL, lr=rate), 1, 1.0, double=False) for rate in rates]
+    indices = [table.index(dataclasses.replace(USUAL, lr=rate), 1, Scale(), double=False) for rate in rates]
     assert indices == list(range(3000))

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from superadam.devices import Device, PlainDevice, Stream
 from superadam.devices.simulated import SimulatedDevice
 from superadam.kernels import formula
-from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
+from superadam.kernels.hyperparameters import Coefficients, Hyperparameters, Scale
 from superadam.kernels.kept_step import KeptStep
 from superadam.offload.device_tier import DeviceTier
 from superadam.state.parameter import ParameterState
@@ -114,7 +114,7 @@ class Household:
             gradients.append(torch.empty_strided(state.shape, state.strides, dtype=state.parameter_dtype))
             gradients[-1].copy_(torch.from_numpy(random).reshape(state.shape))
             step = self.reference.parameters[row].step + 1
-            indices.append(table.index(hyper, step, 1.0, double=state.dtype == torch.float64))
+            indices.append(table.index(hyper, step, Scale(), double=state.dtype == torch.float64))
         self.made += 1
         return states, gradients, indices, table.sets
 

@@ -22,6 +22,7 @@ from superadam.devices.simulated import SimulatedDevice, SimulatedEvent, _alias
 from superadam.handles import gradient_handle
 from superadam.handles.taken_gradient import TakenGradient
 from superadam.kernels import native
+from superadam.kernels.hyperparameters import Scale
 from superadam.offload.device_tier import DeviceTier
 from superadam.offload.scheduler import OffloadScheduler
 from superadam.offload.transfers import FlatShadow, Transfers
@@ -182,9 +183,9 @@ def sum_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
 def redo_forgets_one(monkeypatch: pytest.MonkeyPatch) -> None:
     original = Transaction._update
 
-    def update(self: Transaction, parts: Sequence[Any], clip: float) -> None:
+    def update(self: Transaction, parts: Sequence[Any]) -> None:
         again = [part for part in parts if part.taken is not None and not part.is_kept]
-        original(self, [part for part in parts if not again or part is not again[-1]], clip)
+        original(self, [part for part in parts if not again or part is not again[-1]])
 
     monkeypatch.setattr(Transaction, "_update", update)
 
@@ -195,7 +196,7 @@ def clipped_step_is_published(monkeypatch: pytest.MonkeyPatch) -> None:
     def apply(self: Transaction, parts: Sequence[Any], clip: float) -> None:
         for part in parts:
             if _is_speculated(part):
-                part.pending = replace(part.pending, scale=clip * part.scale)
+                part.pending = replace(part.pending, scale=part.scale if clip == 1.0 else Scale(clip))
         original(self, parts, clip)
 
     monkeypatch.setattr(Transaction, "_apply", apply)
@@ -280,13 +281,7 @@ def factor_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def factors_are_not_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each product in place rounds to the gradient's dtype; one product in fp32 does not."""
-    original = TakenGradient.scale
-
-    def scale(self: TakenGradient) -> float | None:
-        exact = original(self)
-        return self.unscale_factor() if exact is None and self.dtype == torch.bfloat16 else exact
-
-    monkeypatch.setattr(TakenGradient, "scale", scale)
+    monkeypatch.setattr(Scale, "recorded", lambda factor, dtype: Scale(factor))
 
 
 def factor_is_applied_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,7 +289,7 @@ def factor_is_applied_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def change(part: Any) -> None:
         if part.taken is not None and part.taken.factors and part.pending is None:
-            part.scale = part.taken.scale() or 1.0
+            part.scale = Scale.recorded(part.taken.scale() or 1.0, part.taken.exact_dtype)
 
     _change_parts(monkeypatch, change)
 
@@ -406,8 +401,8 @@ def kept_step_has_another_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if it had been made with the coefficients of speculation: before it was known that the step is clipped."""
     original = Transaction._coefficients
 
-    def unclipped(self: Transaction, parts: Any, clip: float) -> Any:
-        return original(self, parts, 1.0 if parts[0].is_kept else clip)
+    def unclipped(self: Transaction, parts: Any) -> Any:
+        return original(self, [replace(part, scale=Scale()) if part.is_kept else part for part in parts])
 
     monkeypatch.setattr(Transaction, "_coefficients", unclipped)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from visible import parameter, train
 
 from superadam import SpeculativeCPUAdam
-from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
+from superadam.kernels.hyperparameters import Coefficients, Hyperparameters, Scale
 from superadam.kernels.torch_private import storage_key, storage_use_count
 from superadam.state.delivery import SynchronousDelivery
 from superadam.state.parameter import ParameterState
@@ -26,9 +26,9 @@ def test_each_row_has_the_coefficients_of_its_own_step(groups: tuple[list[tuple[
     table, coefficients = ParameterTable(states, SynchronousDelivery()), CoefficientTable()
     table.steps[:] = [step for step, _ in kinds]
     runs = [(hyper, len(group)) for hyper, group in zip(HYPERS, groups, strict=True)]
-    indices = table.indices_of_next_step(table.all_rows, runs, 0.5, coefficients)
+    indices = table.indices_of_next_step(table.all_rows, runs, Scale(0.5, rounds=True), coefficients)
     assert [coefficients.sets[index] for index in indices] == [
-        Coefficients.at_step(hyper, step + 1, 0.5, double=dtype == torch.float64)
+        Coefficients.at_step(hyper, step + 1, 0.5, rounds=True, double=dtype == torch.float64)
         for hyper, group in zip(HYPERS, groups, strict=True)
         for step, dtype in group
     ]

@@ -66,8 +66,8 @@ def _coefficients() -> dict[Flag, Coefficients]:
     choices = [(False, True) if field.type == "bool" else (0.0, 0.5) for field in fields(Hyperparameters)]
     found = {}
     for values in itertools.product(*choices):
-        for scale in (1.0, 0.5):
-            coefficients = Coefficients.at_step(Hyperparameters(*values), 1, scale)
+        for scale, rounds in ((1.0, False), (0.5, False), (0.5, True)):
+            coefficients = Coefficients.at_step(Hyperparameters(*values), 1, scale, rounds=rounds)
             found[coefficients.flags] = coefficients
     return dict(sorted(found.items()))
 

@@ -88,7 +88,9 @@ def scales() -> st.SearchStrategy[float]:
 def coefficients(*, double: bool = False) -> st.SearchStrategy[Coefficients]:
     """The scalars of one step."""
     steps = st.one_of(st.integers(1, 5), st.integers(1, 1_000_000))
-    return st.builds(Coefficients.at_step, hyperparameters(), steps, scales(), double=st.just(double))
+    return st.builds(
+        Coefficients.at_step, hyperparameters(), steps, scales(), rounds=st.booleans(), double=st.just(double)
+    )
 
 
 def magnitudes() -> st.SearchStrategy[Magnitudes]:
