@@ -117,6 +117,15 @@ class Device(abc.ABC):
             targets: distinct tensors, of any strides.
         """
 
+    def put(self, buffer: Tensor, index: Tensor, values: Tensor) -> None:
+        """Enqueue `buffer[index] = values` to the current stream, for flat tensors on the device.
+
+        Args:
+            buffer, values: of one dtype.
+            index: int64, each at most once.
+        """
+        buffer.index_copy_(0, index, values)
+
     @abc.abstractmethod
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a flat buffer in host memory that the device copies from and to directly."""

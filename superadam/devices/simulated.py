@@ -184,6 +184,12 @@ class SimulatedDevice(Device):
         self.record(Stream.CURRENT).synchronize()
         _copy([target.data for target in targets], sources)
 
+    def put(self, buffer: Tensor, index: Tensor, values: Tensor) -> None:
+        """Run at once, as everything that the model computes: but after what is under way on its stream."""
+        self.record(Stream.CURRENT).synchronize()
+        if all(map(has_memory, (buffer, index, values))):
+            super().put(buffer, index, values)
+
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return host memory full of NaN."""
         tensor = self._allocate(numel, dtype)

@@ -74,23 +74,29 @@ def is_certain(k: Coefficients, dtype: Dtype, g: Array, m: Array, v: Array, vmax
 
     All arrays are fp32; `k` has the scalars of the interval.
     """
-    real = np.float32
-    spread, slope, kappa, least, slack = map(real, k.interval)
+    spread, slope, kappa, least, slack = map(_single, k.interval)
     new, _, _, _, d, q = _formula(k, g, m, v, vmax, p)
     with np.errstate(all="ignore"):
         low, high = _cell(new, dtype)
         a, aq = np.abs(new), np.abs(q)
         room = smaller(a - low, high - a)
-        roundings = fma(a, real(2**-22), fma(aq, real(2**-19), slack))
+        roundings = fma(a, _single(2**-22), fma(aq, _single(2**-19), slack))
         t = np.abs(g) * spread
         d_low = fma(-kappa, t, d)
         change = t * fma(kappa, aq, slope)
         certain = (
-            (change < (room - roundings) * d_low) & (least < d_low) & (d_low < real(2**60)) & (v > real(-(2**-149)))
+            (change < (room - roundings) * d_low)
+            & (least < d_low)
+            & (d_low < _single(2**60))
+            & (v > _single(-(2**-149)))
         )
         if Flag.L2 in k.flags:
-            certain &= d * real(0.25) < d_low
+            certain &= d * _single(0.25) < d_low
     return certain
+
+
+def _single(value: float) -> Array:
+    return np.array(value, np.float32)
 
 
 def _cell(p: Array, dtype: Dtype) -> tuple[Array, Array]:
@@ -103,7 +109,7 @@ def _cell(p: Array, dtype: Dtype) -> tuple[Array, Array]:
         nearest = np.abs(widen_bfloat16(narrow_bfloat16(p)))
         return plus(nearest, -0x8000), plus(nearest, 0x8000)
     nearest, half = np.abs(widen_float16(narrow_float16(p))), np.float32(2**-25)
-    low = larger_or_nan(np.float32(0), smaller(plus(nearest, -0x1000), nearest - half))
+    low = larger_or_nan(_single(0.0), smaller(plus(nearest, -0x1000), nearest - half))
     return low, larger_or_nan(nearest + half, plus(nearest, 0x1000))
 
 

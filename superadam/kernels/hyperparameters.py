@@ -207,6 +207,11 @@ class Coefficients:
                 flags=flags,
             )
 
+    @property
+    def covers_interval(self) -> bool:
+        """Whether these are the scalars of an interval."""
+        return self.interval is not _NO_INTERVAL
+
     def over(self, interval: Interval) -> Coefficients | None:
         """Return these scalars with those of the interval test; None where its proof does not hold.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
@@ -17,40 +16,12 @@ from superadam.kernels.hyperparameters import Hyperparameters
 from superadam.offload.autotune import Autotuner
 from superadam.offload.buckets import Bucket
 from superadam.offload.placement import BucketTimes
+from superadam.offload.prediction import Prediction, Predictor
 from superadam.offload.statistics import OverlapStatistics
 from superadam.offload.trace import Trace
 from superadam.offload.transfers import FlatShadow, Sent, Transfers, norm_in
 from superadam.state.parameter import ParameterState, Pending, Phase
-from superadam.step.outcome import StepKind
 from superadam.step.transaction import Transaction
-
-_MEMORY = 0.9  # weight of the past in the share of clipped steps: about the last ten count
-_LIMIT = 0.5  # from this share on, speculating costs more than waiting: a redo reads as much as the speculation did
-
-
-class SpeculationPolicy:
-    """Whether to speculate at all: a clipped step has to be speculated twice.
-
-    Decides from the exponentially weighted share of clipped steps, and within a step from the norm so far. Its answer
-    changes when work is done, never the result.
-    """
-
-    def __init__(self) -> None:
-        self.clipped_share = 0.0
-
-    def add_verdict(self, kind: StepKind) -> None:
-        """Update the share of clipped steps; skipped steps say nothing about clipping."""
-        if kind is not StepKind.SKIPPED:
-            self.clipped_share = _MEMORY * self.clipped_share + (1 - _MEMORY) * (kind is StepKind.CLIPPED)
-
-    def speculates(self, norm_so_far: float, max_norm: float | None) -> bool:
-        """Whether the next bucket is worth speculating on.
-
-        `norm_so_far` is the norm of the gradients that have arrived in this step, unscaled: a lower bound of the whole
-        norm. A `max_norm` of None or inf is no limit.
-        """
-        is_within = max_norm is None or math.isinf(max_norm) or norm_so_far <= max_norm  # NaN is not
-        return self.clipped_share < _LIMIT and is_within
 
 
 class Pipeline:
@@ -70,7 +41,7 @@ class Pipeline:
         limit: Callable[[], float | None],
     ) -> None:
         self.transaction: Transaction | None = None
-        self.policy = SpeculationPolicy()
+        self.predictor = Predictor()
         self._device = device
         self._transfers = transfers
         self._autotuner = autotuner
@@ -115,6 +86,7 @@ class Pipeline:
         transaction.add_pending(pending, norm_in(norms))
         self._statistics.kept_buckets += 1
         elements = sum(state.shape.numel() for state in pending)
+        self.predictor.add_arrived(elements)
         self._autotuner.add_times(
             BucketTimes(elements, _moved_bytes(pending, fuses=True), arrived.passed_at(), is_kept=True)
         )
@@ -135,14 +107,20 @@ class Pipeline:
         pending = _records(transaction, sent, hyper, able)
         self._wait_for(arrived, is_awaited)
         begin = time.perf_counter()
-        if not self.policy.speculates(transaction.norm_so_far(), self._limit()):
-            for record in pending.values():
+        limit = self._limit() if transaction.ranks is None else None
+        prediction = self.predictor.predict(elements, transaction.norm_so_far(), transaction.expected_scale, limit)
+        for state, record in pending.items():
+            if prediction is None or (prediction.interval is not None and self.predictor.leaves_out(state)):
                 record.place = None
+            else:
+                record.expect(*prediction)
         written = {id(one.place.shadow): one.place.shadow for one in pending.values() if one.place is not None}
         is_hidden = not is_awaited()
         moved = _moved_bytes(pending) if self._autotuner.can_keep else 0
         with torch.no_grad():
             transaction.speculate(pending, self._num_threads() if is_hidden else None)
+        if prediction is not None and prediction.interval is not None:
+            self._count_lists(pending, prediction)
         for shadow in written.values():
             assert isinstance(shadow, FlatShadow)
             shadow.send()
@@ -152,6 +130,16 @@ class Pipeline:
         if written and self._autotuner.can_keep:
             seconds, ready = time.perf_counter() - begin, arrived.passed_at()
             self._autotuner.add_times(BucketTimes(elements, moved, ready, seconds, is_hidden))
+
+    def _count_lists(self, pending: Mapping[ParameterState, Pending], prediction: Prediction) -> None:
+        """Learn from the lists of uncertain elements, and count them."""
+        self.predictor.add_lists(pending, prediction)
+        for state, record in pending.items():
+            if record.listed is not None:
+                self._statistics.interval_elements += state.shape.numel()
+                self._statistics.uncertain_elements += record.listed.count
+        now = time.perf_counter()
+        self._trace.add("predicted factor", "worker", now, now, factor=prediction.factor)
 
     def _wait_for(self, arrived: Event, is_awaited: Callable[[], bool]) -> None:
         """Wait for a copy, and commit meanwhile: the host may have enqueued this bucket long before backward."""

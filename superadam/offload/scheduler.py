@@ -273,7 +273,7 @@ class OffloadScheduler(GradientHolder):
         self._hooks.look_for_unfrozen()
         if self._pipeline is None:
             return
-        self._pipeline.policy.add_verdict(outcome.kind)
+        self._pipeline.predictor.add_verdict(None if self._transaction is None else self._transaction.applied)
         if self._autotuner.can_keep and self._autotuner.end_step():
             self._apply_placement()
         if is_full:

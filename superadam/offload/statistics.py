@@ -19,13 +19,16 @@ class OverlapStatistics:
         kept_buckets: whose gradients and state are on the device, where the step is made with the verdict.
         waiting_buckets: only summed when they arrived, and stepped with the verdict: because clipping was likely, their
             parameters had no state yet or were written to by others, or because they are their own masters.
-        accepted_buckets: speculated on, and published unchanged.
-        respeculated_buckets: speculated on in a step that was then clipped, or whose hyper-parameters were changed.
+        accepted_buckets: speculated on, and published, in a clipped step perhaps with few elements computed again.
+        respeculated_buckets: speculated on in a step whose clip coefficient or hyper-parameters were others, so that
+            most parameters were updated again.
         dropped_buckets: speculated on, after which their gradients were dropped, edited or added to, or the step was
             skipped or rolled back; or never speculated on, because the worker failed.
         given_back_gradients: written to or added to after they had been taken.
         shadow_bytes: most memory that new values took while they waited for a verdict.
         downloaded_bytes, uploaded_bytes: moved between host and device; 0 for models in host memory.
+        interval_elements: speculated on for an interval of clip coefficients.
+        uncertain_elements: of those, elements whose new value the verdict's coefficient decides.
         hook_seconds: time that taking gradients cost the thread that runs backward.
         worker_seconds: time in which the worker worked.
         waited_seconds: of that, time in which the training thread waited for it, in `step()` and in readers of state.
@@ -41,15 +44,18 @@ class OverlapStatistics:
     shadow_bytes: int = 0
     downloaded_bytes: int = 0
     uploaded_bytes: int = 0
+    interval_elements: int = 0
+    uncertain_elements: int = 0
     hook_seconds: float = 0.0
     worker_seconds: float = 0.0
     waited_seconds: float = 0.0
 
     def count_open(self, now: Statistics, before: Statistics) -> None:
         """Count the open buckets by the optimizer's counts for their step."""
-        if now.respeculated > before.respeculated:
+        accepted, redone = now.accepted - before.accepted, now.respeculated - before.respeculated
+        if redone > accepted:
             self.respeculated_buckets += self.open_buckets
-        elif now.accepted > before.accepted:
+        elif accepted:
             self.accepted_buckets += self.open_buckets
         else:
             self.dropped_buckets += self.open_buckets

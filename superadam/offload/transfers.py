@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -33,6 +34,7 @@ from superadam.offload.trace import Trace
 from superadam.state.delivery import STAGED_NUMEL, Layouts, buffers_in, groups_of, size_of
 from superadam.state.norm import GradientNorm
 from superadam.state.parameter import ParameterState, Place
+from superadam.state.uncertain import HostPatch, Patch
 
 LAYOUTS_KEPT = 8192
 """Buckets whose layout is kept from step to step: more than a model has, unless their composition keeps changing."""
@@ -146,6 +148,7 @@ class FlatShadow:
         self._host = [*host]
         self._views: list[Tensor] = []
         self._arrived: Event | None = None
+        self._patches: list[_SentPatch] = []
 
     @property
     def values(self) -> list[Tensor]:
@@ -171,6 +174,16 @@ class FlatShadow:
             self._arrived = self._transfers.upload(self._host[0], distant)
             self._host, self._views = [], self._layout.views(distant)
 
+    def patch(self, positions: Sequence[int], counts: Sequence[int]) -> Patch:
+        """Return what is put into the values, or follows them to the device."""
+        if self._arrived is None:
+            return HostPatch([self.values[position] for position in positions], counts)
+        return _SentPatch(self._transfers, self, [self._layout.offsets[one] for one in positions], counts, self._dtype)
+
+    def add_patch(self, patch: _SentPatch) -> None:
+        """Put these values in before anything is published."""
+        self._patches.append(patch)
+
     def sources(self) -> list[Tensor]:
         """Return what to publish, which the current stream may read: on the device where that has room for it."""
         device = self._transfers.device
@@ -183,12 +196,53 @@ class FlatShadow:
             device.wait(Stream.CURRENT, self._arrived)
             assert self._memory is not None
             device.record_stream(self._memory, Stream.CURRENT)
+            for patch in self._patches:
+                patch.put(self._memory.view(self._dtype)[: self._layout.numel])
+            self._patches = []
         return self._views
 
     def keep_published(self) -> None:
         """Keep memory of the host, which a copy under way may read, until the current stream has passed that."""
         if self._travels and self._arrived is None:
             self._transfers.device.record_stream(self._host[0], Stream.CURRENT)
+
+
+class _SentPatch:
+    """A `superadam.state.uncertain.Patch` of values that are on the device already, or on their way."""
+
+    def __init__(
+        self,
+        transfers: Transfers,
+        shadow: FlatShadow,
+        offsets: Sequence[int],
+        counts: Sequence[int],
+        dtype: torch.dtype,
+    ) -> None:
+        device, total = transfers.device, sum(counts)
+        self._transfers, self._shadow, self._offsets = transfers, shadow, offsets
+        self._host = [device.host_empty(total, one) for one in (torch.int64, dtype)]
+        self._distant = [device.empty(total, one, Stream.CURRENT) for one in (torch.int64, dtype)]
+        self.values: Sequence[Tensor] = torch.split(self._host[1], [*counts])
+        self.targets: Sequence[Tensor | None] = [None] * len(counts)
+
+    def send(self, indices: Sequence[npt.NDArray[np.uint32]]) -> None:
+        """Start the upload of the values and of where they go."""
+        np.concatenate(
+            [index.astype(np.int64) + offset for index, offset in zip(indices, self._offsets, strict=True)],
+            out=self._host[0].numpy(),
+        )
+        device = self._transfers.device
+        device.wait(Stream.UPLOAD, device.record(Stream.CURRENT))  # which may use this memory until then
+        self._arrived = [self._transfers.upload(*pair) for pair in zip(self._host, self._distant, strict=True)][-1]
+        self._shadow.add_patch(self)
+
+    def put(self, buffer: Tensor) -> None:
+        """Put the values into a shadow's memory on the device, on the current stream."""
+        device = self._transfers.device
+        device.wait(Stream.CURRENT, self._arrived)
+        for distant in self._distant:
+            device.record_stream(distant, Stream.CURRENT)
+        device.put(buffer, *self._distant)
 
 
 class Transfers:

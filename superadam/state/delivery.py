@@ -14,6 +14,7 @@ from torch import Tensor
 from superadam.devices.flat import FlatLayout
 from superadam.kernels.copies import copy_each
 from superadam.state.parameter import ParameterState, Place
+from superadam.state.uncertain import HostPatch, Patch
 
 STAGED_NUMEL = 16 * 1024 * 1024
 """Elements of new values that are made at once where each has to be copied, so that their memory does not grow with the
@@ -84,6 +85,10 @@ class HostShadow:
 
     def __init__(self, values: list[Tensor]) -> None:
         self.values = values
+
+    def patch(self, positions: Sequence[int], counts: Sequence[int]) -> Patch:
+        """Return what is put into them."""
+        return HostPatch([self.values[position] for position in positions], counts)
 
 
 class SynchronousDelivery:

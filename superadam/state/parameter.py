@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -17,8 +18,9 @@ from torch import Tensor
 from superadam.distributed import shards
 from superadam.handles.taken_gradient import TakenGradient
 from superadam.kernels.dtypes import DTYPES
-from superadam.kernels.hyperparameters import Hyperparameters, Scale
+from superadam.kernels.hyperparameters import Hyperparameters, Interval, Scale
 from superadam.kernels.torch_private import version_of
+from superadam.state.uncertain import Listed, Patch
 
 
 class Phase(enum.Enum):
@@ -41,6 +43,9 @@ class Shadow(Protocol):
     def values(self) -> list[Tensor]:
         """One host tensor for each parameter, of its dtype and in the layout of its state, for kernels to write."""
 
+    def patch(self, positions: Sequence[int], counts: Sequence[int]) -> Patch:
+        """Return memory for new values of so many elements of the parameters at these positions."""
+
 
 class Place(NamedTuple):
     """Where the new value of one parameter lies."""
@@ -58,7 +63,7 @@ class Place(NamedTuple):
 class Pending:
     """A gradient that waits for its verdict or its commit, with everything that its step depends on, captured by value.
 
-    Only `place` and `versions` change.
+    Only `place`, `versions` and what tells for which factors the speculated value is right change.
 
     Attributes:
         taken: the record of the gradient; weak, so that nothing here keeps a gradient that was given back.
@@ -68,6 +73,9 @@ class Pending:
         scale: factor on the gradient in the speculated value.
         place: of the speculated value; None where only the norm was computed, and once the value is not needed.
         versions: of the state's tensors that speculation has read; None where the speculated value is stale.
+        interval: factors for which all elements that are not listed have the same speculated value; None for `scale`
+            alone.
+        listed: the others.
     """
 
     taken: weakref.ref[TakenGradient]
@@ -79,6 +87,19 @@ class Pending:
     place: Place | None = None
     is_kept: bool = False
     versions: tuple[int, ...] | None = None
+    interval: Interval | None = None
+    listed: Listed | None = None
+
+    def expect(self, factor: float, interval: Interval | None) -> None:
+        """Let speculation be for another factor than that of the last step's unscaling, and for an interval."""
+        if factor != self.scale.factor:
+            self.scale = Scale(factor)
+        self.interval = interval
+
+    def can_be_patched(self, scale: Scale) -> bool:
+        """Whether new values of the listed elements alone make the speculated value that of another factor."""
+        covers = self.interval is not None and self.interval.holds(scale.factor)
+        return covers and self.listed is not None and self.listed.is_complete
 
 
 def check_parameter(parameter: Tensor, name: str) -> None:

@@ -12,13 +12,14 @@ from torch import Tensor
 
 from superadam.kernels import native
 from superadam.kernels.dtypes import DTYPES
-from superadam.kernels.hyperparameters import Coefficients, Hyperparameters, Scale
+from superadam.kernels.hyperparameters import Coefficients, Hyperparameters, Interval, Scale
 from superadam.kernels.native import Dtype, Pass
 from superadam.state.delivery import Delivery
 from superadam.state.fingerprints import Fingerprints
 from superadam.state.norm import GradientNorm
-from superadam.state.parameter import ParameterState
+from superadam.state.parameter import ParameterState, Pending, Shadow
 from superadam.state.tiers import StateTier
+from superadam.state.uncertain import Listed, Patch
 
 Rows = npt.NDArray[np.int64]  # of a `ParameterTable`, in the order in which a job visits them
 _STRIDED = torch.strided
@@ -32,14 +33,21 @@ class CoefficientTable:
 
     def __init__(self) -> None:
         self._index: dict[Coefficients, int] = {}
-        self._known: dict[tuple[int, int, Scale, bool], int] = {}
+        self._known: dict[tuple[int, int, Scale, bool, Interval | None], int] = {}
         self._alive: list[Hyperparameters] = []  # so that no id in _known is reused
 
-    def index(self, hyper: Hyperparameters, step: int, scale: Scale, *, double: bool) -> int:
-        """Return the index of the coefficients of this step, with gradients multiplied by `scale`."""
-        key = (id(hyper), step, scale, double)
+    def index(
+        self, hyper: Hyperparameters, step: int, scale: Scale, *, double: bool, interval: Interval | None = None
+    ) -> int:
+        """Return the index of the coefficients of this step, with gradients multiplied by `scale`.
+
+        With those of the interval test over `interval`, where its proof holds.
+        """
+        key = (id(hyper), step, scale, double, interval)
         if key not in self._known:
             coefficients = Coefficients.at_step(hyper, step, scale.factor, rounds=scale.rounds, double=double)
+            if interval is not None:
+                coefficients = coefficients.over(interval) or coefficients
             self._known[key] = self._index.setdefault(coefficients, len(self._index))
             self._alive.append(hyper)
         return self._known[key]
@@ -253,14 +261,18 @@ class ParameterTable:
         indices: Indices,
         accepted: tuple[Sequence[Tensor], Indices] | None = None,
         num_threads: int | None = None,
+        lists: Sequence[int] | None = None,
     ) -> None:
         """Write new values to `outs` as if these gradients were a step, and sum their squares.
 
         The same pass folds `accepted`, the gradients of the step before and the indices of their coefficients, into the
-        state; without them the state stays as it is. `num_threads` is a maximum; None for all.
+        state; without them the state stays as it is. `num_threads` is a maximum; None for all. `lists` has the address
+        of the record in which each row's uncertain elements are listed, 0 for none.
         """
         segments = self.segments(rows, gradients)
         segments["coefficients"] = indices
+        if lists is not None:
+            segments["uncertain"] = lists
         segments["out"] = [out.data_ptr() for out in outs]
         which = Pass.SPECULATE
         if accepted is not None:
@@ -268,6 +280,46 @@ class ParameterTable:
             segments["accepted_gradient"] = [gradient.data_ptr() for gradient in accepted[0]]
             segments["accepted_coefficients"] = accepted[1]
         native.run(which, segments, coefficients.array(), threads=num_threads)
+
+    def prepared_patch(
+        self,
+        rows: Rows,
+        pending: Sequence[Pending],
+        coefficients: CoefficientTable,
+        indices: Indices,
+    ) -> Callable[[], int]:
+        """Return what gives listed elements the values of these coefficients, and returns how many; state stays.
+
+        Its memory is allocated now, so that it does not fail for want of it.
+        """
+        by_shadow: dict[Shadow, list[int]] = {}
+        for number, record in enumerate(pending):
+            assert record.place is not None
+            by_shadow.setdefault(record.place.shadow, []).append(number)
+        segments = np.zeros(len(rows), native.SEGMENT)
+        segments["coefficients"], segments["out_dtype"] = indices, self._rows["out_dtype"][rows]
+        segments["gradient_dtype"] = [DTYPES[record.gradient.dtype] for record in pending]
+        patches: list[tuple[Patch, list[Listed]]] = []
+        for shadow, numbers in by_shadow.items():
+            listed = [record.listed for record in (pending[number] for number in numbers) if record.listed is not None]
+            positions = [record.place.position for record in (pending[number] for number in numbers) if record.place]
+            patch = shadow.patch(positions, [one.count for one in listed])
+            patches.append((patch, listed))
+            for number, one, values, target in zip(numbers, listed, patch.values, patch.targets, strict=True):
+                row, source = segments[number], one.record
+                for name in ("gradient", "master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "index"):
+                    row[name] = source[name]
+                row["length"], row["out"] = one.count, values.data_ptr()
+                row["target"] = 0 if target is None else target.data_ptr()
+        table, count = coefficients.array(), int(segments["length"].sum())
+
+        def run() -> int:
+            native.run(Pass.SPECULATE, segments, table)
+            for patch, listed in patches:
+                patch.send([one.index for one in listed])
+            return count
+
+        return run
 
     def commit(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 class StepKind(enum.Enum):
@@ -39,13 +40,29 @@ class StepOutcome:
     nonfinite: int = 0
 
 
+class Applied(NamedTuple):
+    """What a step did to the gradients that were taken.
+
+    Attributes:
+        norm: of them on this rank, as they arrived.
+        factor: by which all were multiplied; None where they were not multiplied by one number.
+        unscaling: what `factor` is without clipping.
+    """
+
+    norm: float
+    factor: float | None
+    unscaling: float
+
+
 @dataclass(slots=True)
 class Statistics:
     """Counts and times since the optimizer was made.
 
     Attributes:
         committed, clipped, skipped: steps by kind.
-        accepted: parameters whose speculated value was published unchanged.
+        accepted: parameters whose speculated value was published.
+        patched: of these, parameters whose uncertain elements were computed again with the verdict's factor.
+        patched_elements: how many elements that were.
         respeculated: parameters that were speculated on but updated again with the verdict, because the step was
             clipped, a hyper-parameter had changed, or the parameter had been written to.
         dropped: parameters whose speculation was discarded, because the step was skipped or rolled back, or because
@@ -61,6 +78,8 @@ class Statistics:
     clipped: int = 0
     skipped: int = 0
     accepted: int = 0
+    patched: int = 0
+    patched_elements: int = 0
     respeculated: int = 0
     dropped: int = 0
     displaced: int = 0

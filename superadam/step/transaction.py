@@ -33,9 +33,12 @@ from superadam.state.outside_writes import adopt_outside_write
 from superadam.state.parameter import ParameterState, Pending, Phase, Place
 from superadam.state.samples import Samples
 from superadam.state.table import CoefficientTable, ParameterTable, Segments
+from superadam.state.uncertain import Listed, UncertainLists
 from superadam.step.gradients import StepGradients
-from superadam.step.outcome import Statistics, StepKind, StepOutcome
+from superadam.step.outcome import Applied, Statistics, StepKind, StepOutcome
 from superadam.step.validation import judge
+
+_NARROWER = (torch.bfloat16, torch.float16)  # than their masters: what the interval test is for
 
 
 @dataclass(slots=True)
@@ -74,6 +77,7 @@ class Transaction:
     """Phases and passes over the parameters of one `ParameterTable`.
 
     `expected_scale` is the factor by which the last step's gradients were unscaled; speculation multiplies by it.
+    `applied` is what the last step did to gradients that were taken; None where none was, or it was skipped.
     `ranks` are those that make each step together; None where every parameter is an ordinary tensor.
     """
 
@@ -83,6 +87,7 @@ class Transaction:
         self.expected_scale = 1.0
         self.ranks = ranks
         self._shares = None if ranks is None else table.each_chunk([share_of(one) for one in table.parameters])
+        self.applied: Applied | None = None
         self._samples = Samples(table)
         self._lock = threading.RLock()
         self._members: dict[Phase, dict[ParameterState, None]] = {phase: {} for phase in Phase}
@@ -161,15 +166,38 @@ class Transaction:
         if fuses:
             old = [_pending_of(state) for state in states]
             accepted = [one.gradient for one in old], _indices(coefficients, states, old)
+        indices = _indices(coefficients, states, pending)
+        lists = self._lists(states, pending, [coefficients.sets[index].covers_interval for index in indices])
         self.table.speculate(
             self.table.rows_of(states),
             [record.gradient for record in pending],
             [record.place.value for record in pending if record.place],
             coefficients,
-            _indices(coefficients, states, pending),
+            indices,
             accepted,
             num_threads,
+            lists,
         )
+
+    def _lists(
+        self, states: Sequence[ParameterState], pending: Sequence[Pending], covered: Sequence[bool]
+    ) -> list[int] | None:
+        """Return the addresses of the lists for uncertain elements, 0 where the interval test is not covered."""
+        for state, record, is_covered in zip(states, pending, covered, strict=True):
+            if not is_covered or state.parameter_dtype not in _NARROWER:
+                record.interval = None
+        over = [number for number, record in enumerate(pending) if record.interval is not None]
+        if not over:
+            return None
+        amsgrad = any(pending[number].hyper.amsgrad for number in over)
+        lists, addresses = (
+            UncertainLists([states[one].local.numel() for one in over], amsgrad=amsgrad),
+            [0] * len(states),
+        )
+        for position, number in enumerate(over):
+            pending[number].listed = Listed(lists, position)
+            addresses[number] = lists.address(position)
+        return addresses
 
     def add_pending(self, pending: Mapping[ParameterState, Pending], norm: GradientNorm) -> None:
         """Let gradients that stay on the device wait for the verdict; `norm` is theirs, in this order."""
@@ -206,7 +234,7 @@ class Transaction:
         updated in place. Whatever else waits for a verdict is dropped. A `max_norm` of None or inf is no limit.
         """
         with deferred_signals(), self._lock:
-            begin = time.perf_counter()
+            begin, self.applied = time.perf_counter(), None
             if self._members[Phase.ACCEPTED]:
                 self._commit([state for state in gradients.states if state.phase is Phase.ACCEPTED])
             rows = self.table.rows_of(gradients.states)
@@ -227,6 +255,9 @@ class Transaction:
                 self._drop(self.in_phase(Phase.SPECULATED))
             else:
                 self._apply(parts, outcome.clip_coefficient)
+                factors = {None if part.pending is None else part.scale.factor for part in parts}
+                factor = factors.pop() if len(factors) == 1 else None
+                self.applied = Applied(self.table.norm.total, factor, self.expected_scale)
             self.table.norm.clear()
             self._spent("resolve_seconds", begin)
             return told
@@ -306,6 +337,7 @@ class Transaction:
     def _apply(self, parts: Sequence[_Part], clip: float) -> None:
         """Make a step whose verdict is known."""
         accepted: list[_Part] = []
+        near: list[_Part] = []
         rest: list[_Part] = []
         for part in parts:
             if clip != 1.0:
@@ -313,16 +345,22 @@ class Transaction:
                     part.apply_factors()
                 part.scale = Scale(clip)
             pending = part.pending
-            is_right = (
+            is_fresh = (
                 pending is not None
                 and pending.place is not None
-                and pending.scale == part.scale
                 and pending.hyper == part.hyper
                 and pending.versions is not None
                 and pending.versions == part.state.versions
             )
-            (accepted if is_right else rest).append(part)
-            if part.waits and not is_right:
+            if pending is None or not is_fresh:
+                rest.append(part)
+            elif pending.scale == part.scale:
+                accepted.append(part)
+            else:
+                (near if pending.can_be_patched(part.scale) else rest).append(part)
+        (accepted if self._patch(near) else rest).extend(near)
+        for part in rest:
+            if part.waits:
                 record = _pending_of(part.state)
                 self.statistics.respeculated += record.place is not None
                 record.place = None
@@ -332,6 +370,32 @@ class Transaction:
         if accepted:  # nothing may fail from here on
             self._publish(accepted, count)
 
+    def _patch(self, parts: Sequence[_Part]) -> bool:
+        """Make speculated values those of this step's factor; return whether there was memory for that."""
+        if not parts:
+            return True
+        states, records = [part.state for part in parts], [_pending_of(part.state) for part in parts]
+        coefficients, indices = self._coefficients(parts)
+        try:
+            patch = self.table.prepared_patch(self.table.rows_of(states), records, coefficients, indices)
+        except Exception as error:
+            if not is_short_of_memory(error):
+                raise
+            return False
+        versions = [record.versions for record in records]
+        for record in records:
+            record.versions = None  # stale, until all is done
+        try:
+            self.statistics.patched_elements += patch()
+        except Exception as error:
+            if not is_short_of_memory(error):
+                raise
+            return False
+        for part, record, before in zip(parts, records, versions, strict=True):
+            record.scale, record.versions = part.scale, before
+        self.statistics.patched += len(parts)
+        return True
+
     def _publish(self, parts: Sequence[_Part], count: Callable[[], None]) -> None:
         states = [part.state for part in parts]
         records = [_pending_of(state) for state in states]
@@ -339,7 +403,7 @@ class Transaction:
         count()
         self.statistics.accepted += len(states)
         for state, record in zip(states, records, strict=True):
-            record.place = None
+            record.place = record.interval = record.listed = None
             self._move(state, Phase.ACCEPTED, record)
 
     def _update(self, parts: Sequence[_Part]) -> None:
@@ -434,9 +498,9 @@ class Transaction:
     # ---- questions ---------------------------------------------------------------------------------------------------
 
     def norm_so_far(self) -> float:
-        """Return the norm of the gradients that wait for a verdict, with the expected unscaling."""
+        """Return the norm of the gradients that wait for a verdict, as they arrived."""
         with self._lock:
-            return self.table.norm.total * self.expected_scale if self.is_open else 0.0
+            return self.table.norm.total if self.is_open else 0.0
 
     def nonfinite_of(self, taken: TakenGradient) -> int | None:
         """Return the number of Inf and NaN in a gradient, where they were counted."""
@@ -547,6 +611,8 @@ def _pending_of(state: ParameterState) -> Pending:
 
 def _indices(coefficients: CoefficientTable, states: Sequence[ParameterState], pending: Sequence[Pending]) -> list[int]:
     return [
-        coefficients.index(record.hyper, record.step, record.scale, double=state.dtype == torch.float64)
+        coefficients.index(
+            record.hyper, record.step, record.scale, double=state.dtype == torch.float64, interval=record.interval
+        )
         for state, record in zip(states, pending, strict=True)
     ]

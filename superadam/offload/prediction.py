@@ -1,0 +1,189 @@
+"""Which factor the next verdict will put on the gradients, and for how wide an interval around it to speculate.
+
+Gradient norms drift from step to step: the next one is predicted from the last eight, and from those gradients of this
+step that have arrived. Everything here decides when work is done, never the result.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+import statistics
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from superadam.kernels.hyperparameters import Interval
+from superadam.state.parameter import ParameterState, Pending
+from superadam.state.uncertain import LISTED_SHARE
+from superadam.step.outcome import Applied
+
+REMEMBERED_STEPS = 8  # whose norms predict the next one
+JUDGED_PREDICTIONS = 64  # whose errors choose the width
+WIDTHS = (1.1, 1.25, 1.5, 2.0)  # an interval holds factors from the predicted one divided by this, to it times this
+LEAST_SEEN = 0.12  # share of the elements that must have arrived before their norm corrects the prediction
+LEAST_HITS = 0.5  # share of predictions that must hold: a miss costs a pass over the state after backward
+PATCH_COST = 6.0  # of one element, in passes over one element: it is found, copied, and computed again
+FIRST_UNCERTAIN = 0.05  # uncertain share of the elements for a spread as large as the factor, before it is measured
+FIRST_LEFT_OUT, MOST_LEFT_OUT = 8, 128  # steps in which a parameter that has too many uncertain elements is left out
+
+
+class Prediction(NamedTuple):
+    """For which factor new values are computed, and for which others they are to hold; None for no others."""
+
+    factor: float
+    interval: Interval | None = None
+
+
+class _Made(NamedTuple):
+    """A prediction, before it is known whether it holds."""
+
+    norm: float  # predicted
+    elements: int  # that had arrived, ...
+    seen: float  # ... and their norm
+
+
+class Predictor:
+    """Predicts the factor of each step, bucket by bucket."""
+
+    def __init__(self) -> None:
+        self._norms: collections.deque[float] = collections.deque(maxlen=REMEMBERED_STEPS)
+        self._seen: collections.deque[dict[int, float]] = collections.deque(maxlen=REMEMBERED_STEPS)
+        self._limits: collections.deque[float] = collections.deque(maxlen=REMEMBERED_STEPS)  # norms after clipping
+        self._errors: collections.deque[float] = collections.deque(maxlen=JUDGED_PREDICTIONS)
+        self._made: list[_Made] = []  # in this step
+        self._arrived = 0  # elements, in this step
+        self._elements = 0  # of a whole step
+        self._uncertain = FIRST_UNCERTAIN
+        self._steps = 0
+        self._left_out: dict[ParameterState, tuple[int, int]] = {}  # until which step, and for how many
+
+    # ---- learning ----------------------------------------------------------------------------------------------------
+
+    def add_verdict(self, applied: Applied | None) -> None:
+        """Learn from the end of a step; None where nothing was speculated on, or it was skipped."""
+        made, self._made, self._arrived = self._made, [], 0
+        if applied is None:
+            return
+        norm, factor, unscaling = applied
+        self._steps += 1
+        if not made or not 0.0 < norm < math.inf:
+            return
+        is_clipped = factor is None or factor < unscaling
+        if factor is not None and is_clipped:
+            self._limits.append(factor * norm)
+        if is_clipped and self._norms:  # where nothing is clipped, predictions cost nothing and need not hold
+            limit = self._limit(None)
+            for one in made:
+                error = math.inf if factor is None else abs(math.log(min(unscaling, limit / one.norm) / factor))
+                self._errors.append(error)
+        self._norms.append(norm)
+        self._seen.append({one.elements: one.seen for one in made})
+        self._elements = max(one.elements for one in made)
+
+    def add_lists(self, pending: Mapping[ParameterState, Pending], prediction: Prediction) -> None:
+        """Learn how many elements are uncertain in an interval."""
+        listed = {state: one.listed for state, one in pending.items() if one.listed is not None}
+        if prediction.interval is None or not listed:
+            return
+        spread, narrowest = _spread(prediction), _spread(_around(1.0, WIDTHS[0]))
+        elements = uncertain = 0
+        for state, one in listed.items():
+            numel = state.shape.numel()
+            if one.is_complete:
+                self._left_out.pop(state, None)
+            elif one.count * narrowest * LISTED_SHARE > numel * spread:  # so would be its narrowest list
+                steps = min(MOST_LEFT_OUT, 2 * self._left_out.get(state, (0, FIRST_LEFT_OUT // 2))[1])
+                self._left_out[state] = self._steps + steps, steps
+                continue
+            elements, uncertain = elements + numel, uncertain + one.count
+        if elements:
+            self._uncertain += 0.25 * (uncertain / (elements * spread) - self._uncertain)
+
+    # ---- predicting --------------------------------------------------------------------------------------------------
+
+    def leaves_out(self, state: ParameterState) -> bool:
+        """Whether nearly all of a parameter is uncertain: it is near zero, or its updates are large."""
+        return self._left_out.get(state, (0, 0))[0] > self._steps
+
+    def add_arrived(self, elements: int) -> None:
+        """Count elements of this step whose norm is known."""
+        self._arrived += elements
+
+    def predict(self, elements: int, seen: float, unscaling: float, limit: float | None) -> Prediction | None:
+        """Return what to speculate for; None for not at all.
+
+        Args:
+            elements: number of those that have now arrived, whose norm is not known.
+            seen: norm of those that arrived in this step before them.
+            unscaling: factor without clipping.
+            limit: of the norm of all ranks, where it is known to apply to `seen`; None where it is not.
+        """
+        before = self._arrived
+        self.add_arrived(elements)
+        if not math.isfinite(seen):
+            return None
+        norm = max(self._norm(before, seen), seen)
+        self._made.append(_Made(max(norm, 1e-300), before, seen))
+        limit = self._limit(limit)
+        width = self._width()
+        if norm * (width or WIDTHS[-1]) * unscaling <= limit:
+            return Prediction(unscaling)  # clipping is unlikely
+        if width is None:
+            return None if norm * unscaling > limit else Prediction(unscaling)
+        centre = limit / norm
+        low, high = _float32(centre / width), _float32(min(unscaling, centre * width))
+        if seen > 0.0:
+            high = max(_float32(centre), min(high, _float32(limit / seen)))
+        factor = _float32(unscaling) if centre >= unscaling else _float32((low + high) / 2)
+        low, high = min(low, factor), max(high, factor)
+        return Prediction(factor, Interval(max(low, _float32(factor / 3.9)), high))
+
+    def _norm(self, elements: int, seen: float) -> float:
+        """Return the norm that this step is likely to have."""
+        if not self._norms:
+            return 0.0
+        usual = statistics.median(self._norms)
+        if elements < LEAST_SEEN * self._elements:
+            return usual
+        before = zip(self._norms, self._seen, strict=True)
+        shares = [norm / past[elements] for norm, past in before if past.get(elements, 0.0) > 0.0]
+        return seen * statistics.median(shares) if shares else usual
+
+    def _limit(self, known: float | None) -> float:
+        """Return the limit of the norm, as far as it is known or was seen to be applied."""
+        if known is not None and math.isfinite(known):
+            return known
+        return statistics.median(self._limits) if self._limits else math.inf
+
+    def _width(self) -> float | None:
+        """Return the width of the least expected cost; None where too few predictions hold."""
+        if not self._errors:
+            return WIDTHS[1]
+        best: tuple[float, float] | None = None
+        for width in WIDTHS:
+            hits = sum(error <= math.log(width) for error in self._errors) / len(self._errors)
+            uncertain = self._uncertain * _spread(_around(1.0, width))
+            if hits < LEAST_HITS or uncertain * LISTED_SHARE > 1.0:
+                continue
+            cost = 1.0 - hits + hits * uncertain * PATCH_COST
+            if best is None or cost < best[0]:
+                best = cost, width
+        return None if best is None else best[1]
+
+
+def _around(factor: float, width: float) -> Prediction:
+    low, high = factor / width, factor * width
+    return Prediction((low + high) / 2, Interval(low, high))
+
+
+def _spread(prediction: Prediction) -> float:
+    """Return how far an interval reaches from its factor, in units of that."""
+    assert prediction.interval is not None
+    low, high = prediction.interval
+    return max(high - prediction.factor, prediction.factor - low) / prediction.factor + 2.0**-8
+
+
+def _float32(value: float) -> float:
+    return float(np.float32(value))
