@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
@@ -83,10 +84,11 @@ class Pipeline:
         """Read the norm of a kept bucket; runs in the worker."""
         self._wait_for(arrived, is_awaited)
         pending = _records(transaction, sent, hyper, are_kept=True)
+        seen = transaction.norm_so_far()
         transaction.add_pending(pending, norm_in(norms))
         self._statistics.kept_buckets += 1
         elements = sum(state.shape.numel() for state in pending)
-        self.predictor.add_arrived(elements)
+        self.predictor.add_arrived(elements, seen)
         self._autotuner.add_times(
             BucketTimes(elements, _moved_bytes(pending, fuses=True), arrived.passed_at(), is_kept=True)
         )
@@ -107,7 +109,7 @@ class Pipeline:
         pending = _records(transaction, sent, hyper, able)
         self._wait_for(arrived, is_awaited)
         begin = time.perf_counter()
-        limit = self._limit() if transaction.ranks is None else None
+        limit = None if transaction.ranks is not None else math.inf if (limit := self._limit()) is None else limit
         prediction = self.predictor.predict(elements, transaction.norm_so_far(), transaction.expected_scale, limit)
         for state, record in pending.items():
             if prediction is None or (prediction.interval is not None and self.predictor.leaves_out(state)):

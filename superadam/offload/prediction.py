@@ -39,7 +39,7 @@ class Prediction(NamedTuple):
 class _Made(NamedTuple):
     """A prediction, before it is known whether it holds."""
 
-    norm: float  # predicted
+    factor: float
     elements: int  # that had arrived, ...
     seen: float  # ... and their norm
 
@@ -50,7 +50,8 @@ class Predictor:
     def __init__(self) -> None:
         self._norms: collections.deque[float] = collections.deque(maxlen=REMEMBERED_STEPS)
         self._seen: collections.deque[dict[int, float]] = collections.deque(maxlen=REMEMBERED_STEPS)
-        self._limits: collections.deque[float] = collections.deque(maxlen=REMEMBERED_STEPS)  # norms after clipping
+        self._seen_limit = math.inf  # of the norm, that was applied; 0.0 for what is not clipping by one factor
+        self._is_own = False  # whether it was the optimizer's
         self._errors: collections.deque[float] = collections.deque(maxlen=JUDGED_PREDICTIONS)
         self._made: list[_Made] = []  # in this step
         self._arrived = 0  # elements, in this step
@@ -63,21 +64,22 @@ class Predictor:
 
     def add_verdict(self, applied: Applied | None) -> None:
         """Learn from the end of a step; None where nothing was speculated on, or it was skipped."""
-        made, self._made, self._arrived = self._made, [], 0
+        made, self._made = self._made, []
         if applied is None:
             return
-        norm, factor, unscaling = applied
+        norm, factor, unscaling, self._is_own = applied
         self._steps += 1
         if not made or not 0.0 < norm < math.inf:
             return
         is_clipped = factor is None or factor < unscaling
-        if factor is not None and is_clipped:
-            self._limits.append(factor * norm)
+        if is_clipped:
+            self._seen_limit = 0.0 if factor is None else factor * norm
+        elif norm * unscaling > self._seen_limit:
+            self._seen_limit = math.inf  # it was lifted
         if is_clipped and self._norms:  # where nothing is clipped, predictions cost nothing and need not hold
-            limit = self._limit(None)
             for one in made:
-                error = math.inf if factor is None else abs(math.log(min(unscaling, limit / one.norm) / factor))
-                self._errors.append(error)
+                is_wrong = factor is None or one.factor == 0.0
+                self._errors.append(math.inf if is_wrong else abs(math.log(one.factor / (factor or 1.0))))
         self._norms.append(norm)
         self._seen.append({one.elements: one.seen for one in made})
         self._elements = max(one.elements for one in made)
@@ -107,9 +109,12 @@ class Predictor:
         """Whether nearly all of a parameter is uncertain: it is near zero, or its updates are large."""
         return self._left_out.get(state, (0, 0))[0] > self._steps
 
-    def add_arrived(self, elements: int) -> None:
-        """Count elements of this step whose norm is known."""
+    def add_arrived(self, elements: int, seen: float) -> int:
+        """Count elements that have arrived in this step; return how many there were before, whose norm is `seen`."""
+        if seen == 0.0:  # the first ones
+            self._made, self._arrived = [], 0
         self._arrived += elements
+        return self._arrived - elements
 
     def predict(self, elements: int, seen: float, unscaling: float, limit: float | None) -> Prediction | None:
         """Return what to speculate for; None for not at all.
@@ -118,21 +123,20 @@ class Predictor:
             elements: number of those that have now arrived, whose norm is not known.
             seen: norm of those that arrived in this step before them.
             unscaling: factor without clipping.
-            limit: of the norm of all ranks, where it is known to apply to `seen`; None where it is not.
+            limit: the optimizer's, inf for none; None where it applies to more than these gradients.
         """
-        before = self._arrived
-        self.add_arrived(elements)
+        before = self.add_arrived(elements, seen)
         if not math.isfinite(seen):
             return None
         norm = max(self._norm(before, seen), seen)
-        self._made.append(_Made(max(norm, 1e-300), before, seen))
         limit = self._limit(limit)
+        centre = limit / norm if norm > 0.0 else math.inf
+        self._made.append(_Made(min(unscaling, centre), before, seen))
         width = self._width()
         if norm * (width or WIDTHS[-1]) * unscaling <= limit:
             return Prediction(unscaling)  # clipping is unlikely
-        if width is None:
+        if width is None or limit == 0.0:
             return None if norm * unscaling > limit else Prediction(unscaling)
-        centre = limit / norm
         low, high = _float32(centre / width), _float32(min(unscaling, centre * width))
         if seen > 0.0:
             high = max(_float32(centre), min(high, _float32(limit / seen)))
@@ -153,9 +157,9 @@ class Predictor:
 
     def _limit(self, known: float | None) -> float:
         """Return the limit of the norm, as far as it is known or was seen to be applied."""
-        if known is not None and math.isfinite(known):
-            return known
-        return statistics.median(self._limits) if self._limits else math.inf
+        if known is None or (math.isinf(known) and not self._is_own):
+            return self._seen_limit
+        return known
 
     def _width(self) -> float | None:
         """Return the width of the least expected cost; None where too few predictions hold."""

@@ -45,13 +45,15 @@ class Applied(NamedTuple):
 
     Attributes:
         norm: of them on this rank, as they arrived.
-        factor: by which all were multiplied; None where they were not multiplied by one number.
+        factor: by which most were multiplied; None where that was not one number.
         unscaling: what `factor` is without clipping.
+        is_own: whether the optimizer clipped, by its own limit.
     """
 
     norm: float
     factor: float | None
     unscaling: float
+    is_own: bool = False
 
 
 @dataclass(slots=True)

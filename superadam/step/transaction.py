@@ -8,6 +8,7 @@ the parameter's next gradient arrives and share its pass. This module decides wh
 
 from __future__ import annotations
 
+import collections
 import itertools
 import math
 import threading
@@ -255,9 +256,7 @@ class Transaction:
                 self._drop(self.in_phase(Phase.SPECULATED))
             else:
                 self._apply(parts, outcome.clip_coefficient)
-                factors = {None if part.pending is None else part.scale.factor for part in parts}
-                factor = factors.pop() if len(factors) == 1 else None
-                self.applied = Applied(self.table.norm.total, factor, self.expected_scale)
+                self.applied = self._applied(parts, is_own=outcome.kind is StepKind.CLIPPED)
             self.table.norm.clear()
             self._spent("resolve_seconds", begin)
             return told
@@ -369,6 +368,16 @@ class Transaction:
             self._update(rest)
         if accepted:  # nothing may fail from here on
             self._publish(accepted, count)
+
+    def _applied(self, parts: Sequence[_Part], *, is_own: bool) -> Applied | None:
+        """Return what this step does to those gradients that wait for it; the factor is that of most elements."""
+        elements: collections.Counter[float | None] = collections.Counter()
+        for part in parts:
+            if part.waits:
+                elements[None if part.pending is None else part.scale.factor] += part.state.shape.numel()
+        if not elements:
+            return None
+        return Applied(self.table.norm.total, elements.most_common(1)[0][0], self.expected_scale, is_own)
 
     def _patch(self, parts: Sequence[_Part]) -> bool:
         """Make speculated values those of this step's factor; return whether there was memory for that."""

@@ -1320,28 +1320,26 @@ def test_statistics_of_overlap(dtype: torch.dtype) -> None:
     assert statistics.waited_seconds >= 0.0
 
 
-def test_frequent_clipping_makes_buckets_wait() -> None:
-    """The early verdict within a step, then the policy over steps; neither changes a bit."""
-    limits = [1e-3] * 13 + [math.inf] * 12
+def test_clipping_that_cannot_be_predicted_makes_buckets_wait() -> None:
+    """Limits that jump: speculation ends, and begins again where they no longer do; neither changes a bit."""
+    limits = [1e-3, 1.0] * 20 + [math.inf] * 12
 
     def clipped(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
         waiting = []
         for seed, limit in enumerate(limits):
-            optimizer.max_grad_norm = limit
             optimizer.zero_grad()
-            loss_of(model, seed).backward()
+            (1e4 * loss_of(model, seed)).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
             optimizer.step()
             if scheduler is not None:
                 waiting.append(scheduler.statistics.waiting_buckets)
         if scheduler is not None:
             assert waiting[0] == 6  # there is no state yet
-            assert waiting[1] - waiting[0] == 5  # all but the first, whose norm was over the limit at once
-            assert waiting[12] - waiting[11] == 6  # not even that one, after enough clipped steps
-            assert waiting[13] - waiting[12] == 6  # without a limit nothing is clipped, but the policy has to see that
-            assert waiting[-1] == waiting[-5]
+            assert waiting[39] - waiting[29] == 10 * 6
+            assert waiting[-1] == waiting[-8]
 
     scheduler = both(clipped, lambda: mlp(torch.bfloat16))
-    assert scheduler.statistics.waiting_buckets + scheduler.statistics.speculated_buckets == 25 * 6
+    assert scheduler.statistics.waiting_buckets + scheduler.statistics.speculated_buckets == len(limits) * 6
 
 
 @pytest.mark.parametrize("poison", [False, True])

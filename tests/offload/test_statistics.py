@@ -238,14 +238,13 @@ def test_fates_add_up_after_each_verdict(bucket_numel: int, device: Device) -> N
             elif event in ("lr", "limit", "written"):
                 assert respeculated > 0 == waiting == accepted == dropped, event
             else:
-                assert waiting + respeculated > 0 == accepted == dropped, event
+                assert waiting + accepted + respeculated > 0 == dropped, event
         for _ in range(8):  # in which the policy forgets
             one_step("plain", model, optimizer, scheduler)
         before = fates(scheduler.statistics)
         one_step("plain", model, optimizer, scheduler)
         assert fates(scheduler.statistics)[0] == before[0] < scheduler.statistics.buckets
         assert fates(scheduler.statistics)[1] > before[1]
-    assert scheduler.statistics.waiting_buckets >= 12 - 7
 
 
 @pytest.mark.parametrize("device_class", [ImmediateDevice, ThreadDevice])

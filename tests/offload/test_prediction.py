@@ -1,0 +1,215 @@
+"""The predicted factor, the width of its interval, and what is left out."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from superadam.kernels.hyperparameters import Interval
+from superadam.offload.prediction import MOST_LEFT_OUT, REMEMBERED_STEPS, WIDTHS, Prediction, Predictor
+from superadam.state.uncertain import LISTED_SHARE
+from superadam.step.outcome import Applied
+
+
+def one_step(
+    predictor: Predictor, parts: list[float], limit: float | None = 1.0, *, known: bool = True, unscaling: float = 1.0
+) -> list[Prediction | None]:
+    """Let a bucket of 100 elements arrive for each of these norms, and clip; return what was predicted for each."""
+    predictions, seen = [], 0.0
+    known_limit = None if not known else math.inf if limit is None else limit
+    for norm in parts:
+        predictions.append(predictor.predict(100, math.sqrt(seen), unscaling, known_limit))
+        seen += norm * norm
+    norm = math.sqrt(seen)
+    factor = unscaling if limit is None else min(unscaling, limit / norm)
+    predictor.add_verdict(Applied(norm, factor, unscaling))
+    return predictions
+
+
+def trained(norm: float, steps: int = 12, **options: Any) -> Predictor:
+    predictor = Predictor()
+    for _ in range(steps):
+        one_step(predictor, [norm / 2] * 4, **options)
+    return predictor
+
+
+def test_without_clipping_values_are_published_for_no_factor_but_that() -> None:
+    predictor = trained(5.0, limit=None)
+    assert one_step(predictor, [2.5] * 4, None) == [Prediction(1.0)] * 4
+    assert one_step(trained(0.3), [0.15] * 4) == [Prediction(1.0)] * 4
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("unscaling", [1.0, 2.0**-8])
+def test_clipped_steps_are_predicted_from_those_before(known: bool, unscaling: float) -> None:
+    raw = 10.0 / unscaling
+    predictor = trained(raw, known=known, unscaling=unscaling)
+    for prediction in one_step(predictor, [raw / 2] * 4, known=known, unscaling=unscaling):
+        assert prediction is not None
+        assert prediction.interval is not None
+        assert prediction.interval.holds(1.0 / raw)
+        assert prediction.interval.holds(prediction.factor)
+        assert prediction.interval.high < prediction.interval.low * 1.3  # as narrow as steady norms allow
+
+
+def test_the_norm_of_what_has_arrived_corrects_the_prediction() -> None:
+    predictor = trained(10.0)
+    first, second, third, fourth = one_step(predictor, [50.0] * 4)
+    assert first is not None
+    assert first.interval is not None
+    assert not first.interval.holds(0.01)
+    for prediction in (second, third, fourth):
+        assert prediction is not None
+        assert prediction.interval is not None
+        assert prediction.interval.holds(0.01)
+
+
+def test_no_interval_reaches_beyond_what_the_norm_so_far_allows() -> None:
+    predictor = trained(10.0)
+    for prediction, seen in zip(one_step(predictor, [9.5, 3.0, 3.0, 3.0])[1:], (9.5, 9.96, 10.4), strict=True):
+        assert prediction is not None
+        assert prediction.interval is not None
+        assert prediction.interval.high <= 1.001 / seen
+
+
+def test_near_the_limit_values_are_published_unclipped_and_hold_for_some_clipping() -> None:
+    predictor = trained(0.95)
+    for _ in range(3):
+        one_step(predictor, [0.55] * 4)
+    prediction = one_step(predictor, [0.475] * 4)[0]
+    assert prediction is not None
+    assert prediction.factor == 1.0
+    assert prediction.interval is not None
+    assert prediction.interval.low < 1.0 == prediction.interval.high
+
+
+def test_norms_that_jump_widen_the_interval() -> None:
+    steady, jumping = trained(10.0), Predictor()
+    for step in range(40):
+        one_step(jumping, [10.0 * (1.6 if step % 4 == 0 else 1.0)])
+    narrow, wide = (one_step(one, [5.0] * 4)[0] for one in (steady, jumping))
+    assert narrow is not None
+    assert wide is not None
+    assert narrow.interval is not None
+    assert wide.interval is not None
+    assert wide.interval.high / wide.interval.low > narrow.interval.high / narrow.interval.low
+
+
+def test_norms_that_cannot_be_predicted_end_speculation_until_they_can() -> None:
+    predictor = Predictor()
+    for step in range(40):
+        one_step(predictor, [10.0 * (30.0 if step % 2 else 1.0)])
+    assert one_step(predictor, [10.0]) == [None]
+    for _ in range(80):
+        one_step(predictor, [10.0])
+    assert one_step(predictor, [10.0]) != [None]
+
+
+def test_what_is_not_one_factor_ends_speculation_until_it_is() -> None:
+    predictor = trained(10.0, limit=None)
+    for _ in range(12):
+        predictor.predict(100, 0.0, 1.0, None)
+        predictor.add_verdict(Applied(10.0, None, 1.0))
+    assert predictor.predict(100, 0.0, 1.0, None) is None
+    predictor.add_verdict(Applied(10.0, 1.0, 1.0))
+    assert predictor.predict(100, 0.0, 1.0, None) == Prediction(1.0)
+
+
+def test_the_optimizers_own_limit_is_forgotten_at_once() -> None:
+    predictor = trained(10.0, limit=None)
+    predictor.predict(100, 0.0, 1.0, math.inf)
+    predictor.add_verdict(Applied(10.0, 1e-4, 1.0, is_own=True))
+    assert predictor.predict(100, 0.0, 1.0, math.inf) == Prediction(1.0)
+    assert predictor.predict(100, 0.0, 1.0, None) is None
+
+
+def test_a_limit_that_is_lifted_is_forgotten() -> None:
+    predictor = trained(10.0, known=False)
+    one_step(predictor, [10.0], None, known=False)
+    assert one_step(predictor, [10.0], None, known=False) == [Prediction(1.0)]
+
+
+@pytest.mark.parametrize("norm", [math.nan, math.inf])
+def test_a_norm_that_is_not_finite_is_no_reason_to_write(norm: float) -> None:
+    assert Predictor().predict(100, norm, 1.0, 1.0) is None
+
+
+def test_a_dropped_step_leaves_nothing_behind() -> None:
+    predictor = trained(10.0)
+    predictor.predict(100, 0.0, 1.0, 1.0)
+    predictor.predict(100, 77.0, 1.0, 1.0)
+    predictor.add_verdict(None)
+    assert one_step(predictor, [5.0] * 4) == one_step(trained(10.0), [5.0] * 4)
+
+
+NORMS = st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=5)
+
+
+@given(st.lists(NORMS, max_size=30), st.one_of(st.none(), st.floats(1e-3, 1e3)), st.booleans())
+def test_every_prediction_can_be_speculated_for(steps: list[list[float]], limit: float | None, known: bool) -> None:
+    predictor = Predictor()
+    for step in steps:
+        for prediction in one_step(predictor, step, limit, known=known):
+            if prediction is None or prediction.interval is None:
+                assert prediction in (None, Prediction(1.0))
+                continue
+            low, high = prediction.interval
+            assert 0.0 < low <= prediction.factor <= high <= 1.0
+            assert prediction.factor <= 4.0 * low
+            assert all(float(torch.tensor(one, dtype=torch.float32)) == one for one in (low, prediction.factor, high))
+
+
+def listed(numel: int, count: int) -> tuple[Any, Any]:
+    """Return a parameter and a record whose list has room for one element in `LISTED_SHARE`."""
+    state = SimpleNamespace(shape=torch.Size([numel]))
+    key: Any = type("State", (), {"shape": state.shape})()
+    listed = SimpleNamespace(count=count, is_complete=count <= numel // LISTED_SHARE)
+    return key, SimpleNamespace(listed=listed)
+
+
+def test_parameters_that_are_uncertain_everywhere_are_left_out_for_longer_and_longer() -> None:
+    predictor, prediction = trained(10.0), Prediction(0.1, Interval(0.08, 0.12))
+    hopeless, record = listed(3200, 3000)
+    fine, other = listed(3200, 30)
+    waits = []
+    for _ in range(7):
+        predictor.add_lists({hopeless: record, fine: other}, prediction)
+        steps = 0
+        while predictor.leaves_out(hopeless):
+            one_step(predictor, [5.0] * 4)
+            steps += 1
+        assert not predictor.leaves_out(fine)
+        waits.append(steps)
+    assert waits == [8, 16, 32, 64, MOST_LEFT_OUT, MOST_LEFT_OUT, MOST_LEFT_OUT]
+    predictor.add_lists({hopeless: listed(3200, 50)[1]}, prediction)
+    predictor.add_lists({hopeless: record}, prediction)
+    assert predictor.leaves_out(hopeless)
+
+
+def test_many_uncertain_elements_narrow_the_interval_before_speculation_ends() -> None:
+    predictor = Predictor()
+    for step in range(40):
+        one_step(predictor, [10.0 * (1.6 if step % 4 == 0 else 1.0)])
+    before = one_step(predictor, [10.0])[0]
+    assert before is not None
+    assert before.interval is not None
+    state, record = listed(32000, 1200)
+    for _ in range(12):
+        predictor.add_lists({state: record}, before)
+    assert not predictor.leaves_out(state)
+    after = one_step(predictor, [10.0])[0]
+    assert after is None or (
+        after.interval is not None
+        and after.interval.high / after.interval.low < before.interval.high / before.interval.low
+    )
+
+
+def test_widths_are_within_what_the_proof_covers() -> None:
+    assert max(WIDTHS) ** 2 <= 4.0
+    assert REMEMBERED_STEPS == 8
