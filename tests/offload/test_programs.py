@@ -1872,14 +1872,31 @@ def state_of(optimizer: Any) -> dict[int, dict[str, Any]]:
     return {i: entry for i, entry in state.items() if entry}
 
 
+class Near:
+    """A number that equals those within this share of it; NaN equals NaN."""
+
+    def __init__(self, number: float, share: float) -> None:
+        self.number, self.share = number, share
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Near) or not math.isfinite(self.number):
+            return isinstance(other, Near) and frozen(self.number) == frozen(other.number)
+        return abs(self.number - other.number) <= self.share * self.number
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"{self.number!r} within {self.share:.1g}"
+
+
 def record(model: nn.Module, optimizer: Any, value: Any, *, looks: bool) -> dict[str, Any]:
     """Return what can be seen after a step, as bits."""
     outcome = getattr(optimizer, "last_outcome", None)
     norm = outcome and outcome.grad_norm
     if norm and optimizer.max_grad_norm is None:
         # Nothing is judged by it then: the norm of products that were recorded is computed from the norm before them,
-        # without reading the gradients again, and each of n elements was rounded by at most 2**-24 of itself.
-        norm = float(f"{norm:.5g}")
+        # without reading the gradients again, and torch rounds each product by at most this share of itself.
+        norm = Near(norm, torch.finfo(dtype_of(model)).eps / 2)
     seen = {
         "parameters": [bits(parameter) for parameter in model.parameters()],
         "value": frozen(value),

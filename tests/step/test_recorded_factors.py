@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
-from visible import give_gradients, parameter, parameters_of, train, visible
+from visible import give_gradients, parameter, parameters_of, state_bits, train, visible
 
 from superadam import SpeculativeCPUAdam, StepKind
+from superadam.handles.taken_gradient import TakenGradient
+from superadam.kernels.torch_private import check_and_unscale
 
-TINY = 2.0**-149
+TINY = {torch.float32: 2.0**-149, torch.bfloat16: 2.0**-133}
 
 
 def _working_copy(values: Tensor) -> torch.nn.Parameter:
-    """Return a parameter whose gradient is fp32 and whose master is another tensor."""
+    """Return a parameter whose master is another tensor, also where its gradient is fp32."""
     return torch.nn.Parameter(torch.stack([values.detach()] * 2, dim=-1)[..., 0])
 
 
-def _shown(fill: Callable[[Tensor], None], factor: float, limit: float, *, is_speculative: bool) -> object:
-    optimizer = SpeculativeCPUAdam([_working_copy(parameter(300))], betas=(0.0, 0.99))
+def _shown(
+    fill: Callable[[Tensor], None], dtype: torch.dtype, factor: float, limit: float, *, is_speculative: bool
+) -> object:
+    optimizer = SpeculativeCPUAdam([_working_copy(parameter(300, dtype=dtype))], betas=(0.0, 0.99))
     train(optimizer, 1)
     give_gradients(optimizer, 2)
     (one,) = parameters_of(optimizer)
@@ -36,16 +41,94 @@ def _shown(fill: Callable[[Tensor], None], factor: float, limit: float, *, is_sp
 
 
 def _denormal(gradient: Tensor) -> None:
-    gradient.copy_(TINY * (2 * torch.arange(300, dtype=torch.float64) + 1))
+    gradient.copy_(TINY[gradient.dtype] * (2 * torch.arange(300, dtype=torch.float64) + 1))
     gradient[0] = 2.0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("factor", [0.5, 0.3], ids=str)
 @pytest.mark.parametrize("limit", [math.inf, 1e9, 0.9 * 0.5 * 2.0], ids=["no limit", "within", "clipped"])
 @pytest.mark.parametrize("fill", [lambda gradient: None, _denormal], ids=["usual", "denormal"])
-def test_bits_and_norm_are_those_of_the_product(fill: Callable[[Tensor], None], limit: float, factor: float) -> None:
-    expected, found = (_shown(fill, factor, limit, is_speculative=speculative) for speculative in (False, True))
+def test_bits_and_norm_are_those_of_the_product(
+    fill: Callable[[Tensor], None], limit: float, factor: float, dtype: torch.dtype
+) -> None:
+    expected, found = (_shown(fill, dtype, factor, limit, is_speculative=speculative) for speculative in (False, True))
     assert found == expected
+
+
+PRODUCTS: dict[str, Callable[[list[Tensor]], object]] = {
+    "by a number": lambda gradients: [one.mul_(0.3) for one in gradients],
+    "by a tensor": lambda gradients: [one.mul_(torch.tensor(0.3)) for one in gradients],
+    "of a list by a number": lambda gradients: torch._foreach_mul_(gradients, 0.3),
+    "of a list by a tensor": lambda gradients: torch._foreach_mul_(gradients, torch.tensor(0.3)),
+    "divided": lambda gradients: torch._foreach_div_(gradients, 4.0),
+    "unscaled": lambda gradients: check_and_unscale(gradients, torch.zeros(()), torch.tensor(0.3)),
+}
+
+
+@pytest.mark.parametrize("limit", [None, 1e-3], ids=["no limit", "clipped"])
+@pytest.mark.parametrize(
+    ("dtype", "product"),
+    [
+        *itertools.product([torch.float32, torch.bfloat16], PRODUCTS),
+        *((torch.float16, product) for product in PRODUCTS if product != "unscaled"),  # which torch refuses to do
+    ],
+    ids=str,
+)
+def test_no_product_is_made_over_gradients_that_kernels_can_scale(
+    dtype: torch.dtype, limit: float | None, product: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have its bits all the same. A limit of the optimizer's own is a second product."""
+    products: list[TakenGradient] = []
+    scaled = TakenGradient.scaled
+    monkeypatch.setattr(TakenGradient, "scaled", lambda self: products.append(self) or scaled(self))
+    optimizer, twin = (
+        SpeculativeCPUAdam([_working_copy(parameter(64, dtype=dtype)), _working_copy(parameter(3, 7, dtype=dtype))])
+        for _ in range(2)
+    )
+    for one in (optimizer, twin):
+        one.max_grad_norm = limit
+        train(one, 1)
+        give_gradients(one, 2)
+    optimizer.speculate()
+    for one in (optimizer, twin):
+        PRODUCTS[product]([p.grad for p in parameters_of(one) if p.grad is not None])
+        one.step()
+    assert state_bits(optimizer) == state_bits(twin)
+    assert len(products) == (2 if dtype == torch.float16 or limit is not None else 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("inverse", [2.0**-10, 0.3], ids=str)
+def test_a_loss_scale_that_stays_is_speculated_on(inverse: float, dtype: torch.dtype) -> None:
+    optimizer, twin = (SpeculativeCPUAdam([_working_copy(parameter(70, dtype=dtype))]) for _ in range(2))
+    for one in (optimizer, twin):
+        train(one, 1)
+        for seed in range(2, 5):
+            give_gradients(one, seed, 1 / inverse)
+            if one is optimizer:
+                one.speculate()
+            gradients = [p.grad for p in parameters_of(one) if p.grad is not None]
+            check_and_unscale(gradients, torch.zeros(()), torch.tensor(inverse))
+            one.step()
+            one.zero_grad()
+    assert state_bits(optimizer) == state_bits(twin)
+    assert (optimizer.statistics.accepted, optimizer.statistics.respeculated) == (2, 1)
+
+
+@pytest.mark.parametrize("factor", [0.5, 0.3], ids=str)
+def test_norm_without_a_limit_is_that_of_products_before_they_are_rounded(factor: float) -> None:
+    optimizer = SpeculativeCPUAdam([parameter(70, dtype=torch.bfloat16), parameter(4, 5, dtype=torch.bfloat16)])
+    give_gradients(optimizer, 1)
+    gradients = [p.grad.double() for p in parameters_of(optimizer) if p.grad is not None]
+    optimizer.speculate([parameters_of(optimizer)[0]])
+    torch._foreach_mul_([p.grad for p in parameters_of(optimizer)], torch.tensor(factor))
+    optimizer.step()
+    assert optimizer.last_outcome is not None
+    exact = gradients[0].mul(torch.tensor(factor).double())
+    products = [exact, gradients[1].mul(torch.tensor(factor)).bfloat16().double()]  # that one was not taken
+    norm = float(torch.cat([one.flatten() for one in products]).norm())
+    assert optimizer.last_outcome.grad_norm == pytest.approx(norm, rel=1e-12)  # sums in fp64, in another order
 
 
 def test_factors_of_some_gradients_are_not_told_as_those_of_all() -> None:
