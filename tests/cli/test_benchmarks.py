@@ -640,6 +640,22 @@ def test_at_the_end_parameters_are_what_their_masters_say(monkeypatch: pytest.Mo
             assert torch.equal(parameter, optimizer.state[parameter]["master"].bfloat16())
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_placement")
+def test_gradients_change_between_turns_when_no_step_is_owed(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[Any] = []
+    scale_to, run_deferred = Gradients.scale_to, paced.PacedDevice.run_deferred
+    monkeypatch.setattr(Gradients, "scale_to", lambda self, norms: log.append(norms) or scale_to(self, norms))
+    monkeypatch.setattr(paced.PacedDevice, "run_deferred", lambda self: log.append(id(self)) or run_deferred(self))
+    settings = pace.Settings(paced.PRESETS["h200"], 1, 2, 0.5, 1e-5, 0.5)
+    assert len(list(pace.measure(4096, 4, [0.01], settings))) == 1
+    changes = [index for index, entry in enumerate(log) if isinstance(entry, list)]
+    assert [log[index] for index in changes] == pace.norms_of_turns(0.5, 2)
+    devices = set(log[:3])
+    assert len(devices) == 3
+    assert all(set(log[index - 3 : index]) == devices for index in changes)
+
+
 def test_steps_after_backward_hide_nothing() -> None:
     """The whole step, and both ways, come after the device's work, and before its next."""
     clock = Clock()
