@@ -31,6 +31,7 @@ from superadam.devices.interface import ChunkSums, Event, Stream
 from superadam.devices.pinned import PinnedMemory
 from superadam.devices.plain import PlainDevice
 from superadam.host.memory import HostNeeds
+from superadam.kernels import native
 from superadam.kernels.hyperparameters import Coefficients
 from superadam.kernels.kept_step import KeptStep
 
@@ -139,12 +140,13 @@ class PacedDevice(PlainDevice):
     A GPU copies and computes without the CPU. With `constants`, so does this device where it costs no exactness: packed
     gradients are views of them, a download points the host's tensor at them, and steps on the device are computed only
     when the host copies their result. New values do not reach the parameters: empty the list, and the next step
-    publishes them all.
+    publishes them all. Before constants change, call `run_deferred`, and write their norms to `norms`.
 
     Args:
         rates: of copies and kernels.
         free_bytes: memory that `empty` takes from; None where that is unknown.
-        constants: memory of gradients that never change.
+        constants: memory of gradients that do not change while work is under way.
+        norms: of such gradients, as far as they are known, by address and elements; what is missing is added.
         now: clock in seconds; that of `time.perf_counter` where other threads use both.
         sleep: sleeps for the given seconds.
 
@@ -162,6 +164,7 @@ class PacedDevice(PlainDevice):
         *,
         free_bytes: int | None = None,
         constants: Sequence[Tensor] = (),
+        norms: dict[tuple[int, int], ChunkSums] | None = None,
         now: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
@@ -174,7 +177,7 @@ class PacedDevice(PlainDevice):
         self._ends = dict.fromkeys(Stream, 0.0)
         self._ranges = _Ranges()
         self._pinned = PinnedMemory(self._ranges)
-        self._norms: dict[tuple[int, ...], ChunkSums] = {}  # of constants, by where they lie
+        self.norms = {} if norms is None else norms
         self._deferred: list[Callable[[], None]] = []
         self.own_seconds = 0.0
         self._is_counting = False
@@ -220,15 +223,10 @@ class PacedDevice(PlainDevice):
             packed = super().pack(gradients, layout, dtype)
         self.spend(Stream.CURRENT, (_nbytes(gradients) + packed.nbytes) / self.rates.memory, "pack")
         if norm is not None:
-            key = packed.data_ptr(), *layout.offsets, layout.numel
-            known = self._norms.get(key) if is_constant else None
-            if known is None:
-                stand_in.take_norm(layout.views(packed), norm)
-                if is_constant:
-                    self._norms[key] = ChunkSums(norm.sums.clone(), norm.nonfinite.clone())
+            if is_constant:
+                self._read_norms(gradients, norm)
             else:
-                norm.sums.copy_(known.sums)
-                norm.nonfinite.copy_(known.nonfinite)
+                stand_in.take_norm(layout.views(packed), norm)
         return packed
 
     @_counted
@@ -240,9 +238,10 @@ class PacedDevice(PlainDevice):
         self.spend(Stream.CURRENT, moved / self.rates.memory, "adam")
         self._deferred.append(functools.partial(stand_in.update, list(steps), list(sets)))
         if not self.constants:
-            self._run_deferred()
+            self.run_deferred()
 
-    def _run_deferred(self) -> None:
+    def run_deferred(self) -> None:
+        """Compute the steps that are owed."""
         while self._deferred:
             self._deferred.pop(0)()
 
@@ -283,7 +282,7 @@ class PacedDevice(PlainDevice):
             destination.set_(_over(source.data_ptr(), source.numel(), source.dtype, [source, slab]))  # type: ignore[call-overload]
         elif not self.constants or stream is not Stream.UPLOAD or not self.is_host(source):  # state is to arrive
             if stream is Stream.CURRENT:  # of state, which may lack deferred steps
-                self._run_deferred()
+                self.run_deferred()
             super().copy(destination, source, stream)
 
     @_counted
@@ -307,6 +306,22 @@ class PacedDevice(PlainDevice):
             and {one.dtype for one in gradients} == {dtype}
             and [one.stride() for one in gradients] == [state.strides for state in layout.states]
         )
+
+    def _read_norms(self, gradients: Sequence[Tensor], norm: ChunkSums) -> None:
+        """Write the norm of constants, which is computed once."""
+        begin = 0
+        for gradient in gradients:
+            end = begin + native.chunk_count(gradient.numel())
+            part = ChunkSums(norm.sums[begin:end], norm.nonfinite[begin:end])
+            key = gradient.data_ptr(), gradient.numel()
+            known = self.norms.get(key)
+            if known is None:
+                stand_in.take_norm([gradient], part)
+                self.norms[key] = ChunkSums(part.sums.clone(), part.nonfinite.clone())
+            else:
+                part.sums.copy_(known.sums)
+                part.nonfinite.copy_(known.nonfinite)
+            begin = end
 
     # ---- memory and cores --------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from superadam.cli.bench.arrays import HYPERPARAMETERS
 from superadam.cli.usage import UsageError, require_modules
 from superadam.kernels import native
 from superadam.kernels.native import Dtype
@@ -74,6 +75,14 @@ def add_parser(subparsers: Any) -> None:
     pace.add_argument(
         "--free-share", type=float, default=0.5, metavar="X", help="of the state that the device has room for (0.5)"
     )
+    pace.add_argument(
+        "--clipped",
+        type=float,
+        metavar="SHARE",
+        help="of the steps, 0 to 1: gradients then have norms that vary as in fine-tuning, with a limit of 1, and "
+        "clipped steps count as the others do (norms that do not vary, one step in 10 clipped and left out)",
+    )
+    pace.add_argument("--lr", type=float, default=HYPERPARAMETERS.lr, metavar="X", help="learning rate (%(default)s)")
     pace.add_argument("--rounds", type=int, default=3, metavar="N", help="turns of each side (%(default)s)")
     parser.set_defaults(run=run)
 
@@ -183,22 +192,32 @@ def run_pace(arguments: argparse.Namespace, threads: int) -> int:
         raise UsageError(f"--ratios are {arguments.ratios}; expected numbers above 0")
     if not 0.0 <= arguments.free_share <= 1.0:
         raise UsageError(f"--free-share is {arguments.free_share}; expected 0 to 1")
-    rates, console, rows = paced.PRESETS[arguments.preset], Console(), []
+    if arguments.clipped is not None and not 0.0 <= arguments.clipped <= 1.0:
+        raise UsageError(f"--clipped is {arguments.clipped}; expected 0 to 1")
+    if not 0.0 <= arguments.lr < math.inf:
+        raise UsageError(f"--lr is {arguments.lr}; expected a number of at least 0")
+    settings = pace.Settings(
+        paced.PRESETS[arguments.preset],
+        threads,
+        arguments.rounds,
+        arguments.free_share,
+        arguments.lr,
+        arguments.clipped,
+    )
+    console, rows = Console(), []
     with Console(stderr=True).status("warming up") as status:
         for parameters in arguments.parameters:
             for layers in arguments.layers:
-                for row in pace.measure(
-                    parameters, layers, arguments.ratios, rates, threads, arguments.rounds, arguments.free_share
-                ):
+                for row in pace.measure(parameters, layers, arguments.ratios, settings):
                     rows.append(row)
                     status.update(f"{row.parameters:,} parameters, {layers} layers, {row.ratio:g} x Adam")
     environment = report.Environment.here()
     title = f"superadam on a clock with the rates of {arguments.preset}, {threads} threads of {environment.processor}"
     console.print(title, highlight=False)
-    console.print(pace_report.to_table(rows))
-    for line in pace_report.notes(rows, rates, arguments.rounds):
+    console.print(pace_report.to_table(rows, settings))
+    for line in pace_report.notes(rows, settings):
         console.print(line, style="dim", highlight=False)
     if arguments.json is not None:
-        found = pace_report.to_json(environment, rates, rows)
+        found = pace_report.to_json(environment, settings, rows)
         pace_report.write(arguments.json, json.dumps(found, indent=1) + "\n", rows, title)
     return 0

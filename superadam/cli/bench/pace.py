@@ -8,6 +8,7 @@ from __future__ import annotations
 import bisect
 import functools
 import gc
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,11 +16,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import nn
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
 from superadam.cli.bench.arrays import ADAMW_OPTIONS
-from superadam.cli.bench.contests import MAX_GRAD_NORM, prepare_bfloat16
+from superadam.cli.bench.contests import prepare_bfloat16
+from superadam.cli.bench.gradient_norms import MAX_NORM, gradient_norms
 from superadam.cli.bench.pairs import Action, Spread
 from superadam.cli.bench.timed_model import Gradients, TimedModel, without_samples
 from superadam.devices import Stream
@@ -31,19 +32,25 @@ from superadam.offload.trace import Trace
 from superadam.step.outcome import StepKind
 
 CLIP_EVERY = 10
-"""Interval of clipped steps."""
+"""Interval of clipped steps where no share is asked for."""
+
+WITHIN, BEYOND = 0.9, 1.1
+"""Norms of the other steps and of these, over the limit."""
 
 FORWARD_SHARE = 0.5
 """Forward's time as a share of backward's."""
 
-SETTLING = 24
-"""Iterations in which "auto" measures and chooses, with some in reserve."""
+SETTLING = 4
+"""Turns in which "auto" measures and chooses, with some in reserve."""
 
 WARM_UPS = 2
 """Untimed iterations at the beginning of a turn, because the turn before committed every accepted step."""
 
 TIMED = 4
 """Timed iterations of a turn."""
+
+SEEDS = 50
+"""Tried, to have the wanted share of clipped steps also in a run's few steps, and in the fewer that are timed."""
 
 _TRACKS = {Stream.DOWNLOAD: "download", Stream.UPLOAD: "upload", Stream.CURRENT: "model"}
 
@@ -54,11 +61,14 @@ class Side:
 
     Attributes:
         step: runs after backward; returns whether the step was clipped.
+        optimizer: of the scheduler.
         placement: applied before each turn; None leaves the scheduler's.
         seconds: of iterations, by whether they were clipped.
         python: CPU seconds of the training thread, without the device's own, in each iteration that was not clipped: a
             clipped one runs kernels.
         waited: seconds in which the training thread waited for the worker.
+        buckets: handed to the worker.
+        accepted, redone: tensors whose speculation was published, and those that were updated again with the verdict.
         depths: number of arrived buckets that were not done, at each arrival.
         trace: of the last turn.
     """
@@ -67,11 +77,14 @@ class Side:
     model: TimedModel
     step: Callable[[], bool]
     scheduler: OffloadScheduler | None = None
+    optimizer: SpeculativeCPUAdamW | None = None
     placement: Placement | None = None
     seconds: dict[bool, list[float]] = field(default_factory=lambda: {False: [], True: []})
     python: list[float] = field(default_factory=list)
     waited: float = 0.0
     buckets: int = 0
+    accepted: int = 0
+    redone: int = 0
     depths: list[int] = field(default_factory=list)
     trace: Trace = field(default_factory=Trace)
 
@@ -80,9 +93,18 @@ class Side:
         self.model().backward()
         return self.step()
 
+    def settle(self) -> None:
+        """Run the iterations of a turn untimed."""
+        self.model.step = 0
+        for _ in range(WARM_UPS + TIMED):
+            self.iterate()
+        if self.scheduler is not None:
+            self.scheduler.synchronize()
+
     def turn(self, timed: int) -> None:
         """Run some iterations untimed, and then some timed."""
-        device, scheduler = self.model.device, self.scheduler
+        device, scheduler, optimizer = self.model.device, self.scheduler, self.optimizer
+        self.model.step = 0
         if scheduler is not None and self.placement is not None:
             place = self.placement
             scheduler.place(
@@ -91,6 +113,7 @@ class Side:
         for _ in range(WARM_UPS):
             self.iterate()
         before = replace(scheduler.statistics) if scheduler is not None else None
+        steps_before = replace(optimizer.statistics) if optimizer is not None else None
         begin = end = device.record(Stream.CURRENT).passed_at()
         for _ in range(timed):
             last, python = end, time.thread_time() - device.own_seconds
@@ -104,6 +127,9 @@ class Side:
             now = scheduler.statistics
             self.waited += now.waited_seconds - before.waited_seconds
             self.buckets += now.buckets - before.buckets
+            if optimizer is not None and steps_before is not None:
+                self.accepted += optimizer.statistics.accepted - steps_before.accepted
+                self.redone += optimizer.statistics.respeculated - steps_before.respeculated
             self._look_back(scheduler, begin)
             scheduler.synchronize()  # or its worker would run in another side's turn
 
@@ -127,26 +153,34 @@ class SideResult:
     """Measurements of one side of a row, per iteration.
 
     Attributes:
-        seconds: of iterations whose step was not clipped.
+        seconds: of iterations whose step was not clipped; None without any.
         clipped_seconds: median of the others; None without any.
-        over_clock: median time over the clock's.
-        hidden_share: share of the CPU's Adam time by which iterations are not longer than the clock's.
-        waited_seconds, python_seconds: in which the training thread waited for the worker, and of its CPU time, without
-            what the device takes of it.
-        bucket_seconds: CPU time of the training thread for each bucket, in hooks and in the step: what it takes longer
-            than with the clock.
+        typical_seconds: median of iterations whose step was not clipped. Where a share was asked for, the mean of both
+            medians, weighted by the number of iterations.
+        over_clock: typical time over the clock's.
+        hidden_share: share of the CPU's Adam time by which iterations are not longer than the clock's. What a clipped
+            step computes again counts as not hidden, as far as it takes the iteration longer.
+        accepted, redone: shares of the tensors of all timed steps: those whose speculation was published, and those
+            that were speculated on but updated again with the verdict. All others were updated once, with the verdict.
+        waited_seconds: in which the training thread waited for the worker, in all steps.
+        python_seconds: of its CPU time in steps that were not clipped, without what the device takes of it; None
+            without any.
+        bucket_seconds: of that, for each bucket, in hooks and in the step: what it takes longer than with the clock.
         queue_depth, deepest_queue: mean and maximum of arrived buckets that were not done.
     """
 
     name: str
     placement: str
-    seconds: Spread
+    seconds: Spread | None
     clipped_seconds: float | None
+    typical_seconds: float
     over_clock: float
     hidden_share: float
+    accepted: float
+    redone: float
     waited_seconds: float
-    python_seconds: float
-    bucket_seconds: float
+    python_seconds: float | None
+    bucket_seconds: float | None
     queue_depth: float
     deepest_queue: int
 
@@ -160,6 +194,9 @@ class Row:
         ratio: of backward's time to the CPU's Adam time.
         adam_seconds: of a plain step on all threads, measured before the row.
         backward_seconds, forward_seconds: of the device.
+        lr: learning rate.
+        clipped_share: of the timed steps.
+        lowest_norm, highest_norm: of the gradients of timed steps; the limit is `gradient_norms.MAX_NORM`.
         placements: sides with fixed placements.
         trace: of a turn of "auto".
     """
@@ -170,6 +207,10 @@ class Row:
     adam_seconds: float
     backward_seconds: float
     forward_seconds: float
+    lr: float
+    clipped_share: float
+    lowest_norm: float
+    highest_norm: float
     clock: SideResult
     auto: SideResult
     placements: list[SideResult]
@@ -180,33 +221,50 @@ class Row:
     @property
     def best(self) -> SideResult:
         """The fastest fixed placement."""
-        return min(self.placements, key=lambda side: side.seconds.median)
+        return min(self.placements, key=lambda side: side.typical_seconds)
 
 
-def measure(
-    parameters: int, layers: int, ratios: Sequence[float], rates: Rates, threads: int, rounds: int, free_share: float
-) -> Iterator[Row]:
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What is the same in all rows.
+
+    Attributes:
+        rates: of the device.
+        threads: of the CPU.
+        rounds: turns of each side.
+        free_share: share of the parameters whose state "auto" may keep on the device.
+        lr: learning rate.
+        clipped: share of clipped steps; None for one in `CLIP_EVERY`, whose times do not count.
+    """
+
+    rates: Rates
+    threads: int
+    rounds: int
+    free_share: float
+    lr: float
+    clipped: float | None = None
+
+
+def measure(parameters: int, layers: int, ratios: Sequence[float], settings: Settings) -> Iterator[Row]:
     """Yield one row for each ratio; thread counts are restored at the end.
 
     Args:
         parameters, layers: of the model; a layer has one tensor of a multiple of 64 elements.
         ratios: of backward's time to the CPU's Adam time.
-        rates: of the device.
-        threads: of the CPU.
-        rounds: turns of each side.
-        free_share: share of the parameters whose state "auto" may keep on the device.
+        settings: all else.
     """
     before = torch.get_num_threads(), native.get_num_threads()
-    torch.set_num_threads(threads)
-    native.set_num_threads(threads)
+    torch.set_num_threads(settings.threads)
+    native.set_num_threads(settings.threads)
     try:
-        gradients = Gradients(layers, max(64, parameters // layers // 64 * 64))
+        gradients = Gradients(layers, max(64, parameters // layers // 64 * 64), WARM_UPS + TIMED)
+        norms = norms_of_turns(settings.clipped, settings.rounds)
         models = [TimedModel(gradients) for _ in range(3)]
-        optimizers = [_optimizer(model) for model in models[:2]]
+        optimizers = [_optimizer(model, settings.lr, norms) for model in models[:2]]
         plain_steps = prepare_bfloat16(layers, gradients.numel)
         for ratio in ratios:
             with without_samples():
-                row = _row(gradients, models, optimizers, plain_steps, ratio, rates, threads, rounds, free_share)
+                row = _row(gradients, models, optimizers, plain_steps, norms, ratio, settings)
             yield row
             gc.collect()  # schedulers are in cycles, which hold gigabytes
     finally:
@@ -214,23 +272,57 @@ def measure(
         native.set_num_threads(before[1])
 
 
+def norms_of_turns(clipped: float | None, rounds: int) -> list[list[float]]:
+    """Return the norms of each turn's gradients, of `SETTLING` untimed turns and of `rounds` timed ones."""
+    length = WARM_UPS + TIMED
+    count = (SETTLING + rounds) * length
+    if clipped is None:
+        norms = [BEYOND * MAX_NORM if step % CLIP_EVERY == 0 else WITHIN * MAX_NORM for step in range(count)]
+        return _cut(norms, length)
+    tried = [_cut(gradient_norms(clipped, count, seed), length) for seed in range(SEEDS)]
+
+    def missed(turns: Sequence[Sequence[float]]) -> float:
+        every = [norm for turn in turns for norm in turn]
+        return abs(_clipped_share(timed_norms(turns)) - clipped) + abs(_clipped_share(every) - clipped)
+
+    return min(tried, key=missed)
+
+
+def timed_norms(turns: Sequence[Sequence[float]]) -> list[float]:
+    """Return the norms of the steps that are timed."""
+    return [norm for turn in turns[SETTLING:] for norm in turn[WARM_UPS:]]
+
+
+def _cut(norms: Sequence[float], length: int) -> list[list[float]]:
+    return [list(norms[begin : begin + length]) for begin in range(0, len(norms), length)]
+
+
+def _clipped_share(norms: Sequence[float]) -> float:
+    return statistics.fmean(norm > MAX_NORM for norm in norms)
+
+
 def _row(
     gradients: Gradients,
     models: Sequence[TimedModel],
     optimizers: Sequence[SpeculativeCPUAdamW],
     plain_steps: Sequence[Action],
+    norms: Sequence[Sequence[float]],
     ratio: float,
-    rates: Rates,
-    threads: int,
-    rounds: int,
-    free_share: float,
+    settings: Settings,
 ) -> Row:
+    rates, threads = settings.rates, settings.threads
     total = gradients.layers * gradients.numel
     adam = _seconds_of(plain_steps[0])
-    free_bytes = int(free_share * total * BYTES_PER_ELEMENT / FREE_SHARE) + BYTES_PER_ELEMENT
+    free_bytes = int(settings.free_share * total * BYTES_PER_ELEMENT / FREE_SHARE) + BYTES_PER_ELEMENT
     for model in models:
-        model.device = PacedDevice(rates, free_bytes=free_bytes, constants=gradients.sets)
+        model.device = PacedDevice(rates, free_bytes=free_bytes, constants=gradients.sets, norms=gradients.sums)
         model.backward_seconds, model.forward_seconds = ratio * adam, FORWARD_SHARE * ratio * adam
+
+    def begin_turn(number: int) -> None:
+        for model in models:
+            model.device.run_deferred()  # of the turn before, with its gradients
+        gradients.scale_to(norms[number])
+
     with ExitStack() as stack:
 
         def overlapped(which: int, buckets: int | str) -> tuple[Side, OffloadScheduler]:
@@ -238,15 +330,16 @@ def _row(
             scheduler = stack.enter_context(
                 OffloadScheduler(optimizer, model, gpu_buckets=buckets, num_threads=threads, device=model.device)
             )
-            return Side("auto", model, functools.partial(_step, model, optimizer), scheduler), scheduler
+            return Side("auto", model, functools.partial(_step, model, optimizer), scheduler, optimizer), scheduler
 
         (auto, _), (first, scheduler) = overlapped(0, "auto"), overlapped(1, 0)
-        for _ in range(SETTLING):
-            auto.iterate()
-        first.iterate()
+        for number in range(SETTLING):
+            begin_turn(number)
+            auto.settle()
+            first.settle()
         fixed = [
-            Side("fixed", first.model, first.step, scheduler, placement)
-            for placement in sweep(scheduler.placement, total, free_share)
+            Side("fixed", first.model, first.step, scheduler, first.optimizer, placement)
+            for placement in sweep(scheduler.placement, total, settings.free_share)
         ]
         clock, *after = (
             Side(name, models[2], functools.partial(step, models[2]))
@@ -257,13 +350,15 @@ def _row(
             )
         )
         sides = [clock, auto, *fixed, *after]
-        for turn in range(rounds):
+        for turn in range(settings.rounds):
+            begin_turn(SETTLING + turn)  # for all sides, so that they train with the same norms
             for side in sides if turn % 2 == 0 else reversed(sides):
                 side.turn(TIMED)
         for side in (auto, first):
             side.model.device.constants.clear()
             side.iterate()  # publishes, before another scheduler compares parameters with masters
-        result = functools.partial(_result, clock=clock, adam=adam)
+        result = functools.partial(_result, clock=clock, adam=adam, counts_clipped=settings.clipped is not None)
+        timed = timed_norms(norms)
         return Row(
             parameters=total,
             layers=gradients.layers,
@@ -271,6 +366,10 @@ def _row(
             adam_seconds=adam,
             backward_seconds=clock.model.backward_seconds,
             forward_seconds=clock.model.forward_seconds,
+            lr=settings.lr,
+            clipped_share=_clipped_share(timed),
+            lowest_norm=min(timed),
+            highest_norm=max(timed),
             clock=result(clock),
             auto=result(auto),
             placements=[result(side) for side in fixed],
@@ -290,17 +389,21 @@ def sweep(default: Placement, total: int, free_share: float) -> list[Placement]:
     return [*(replace(default, gpu_buckets=buckets) for buckets in kept), *sizes, *fewer]
 
 
-def _optimizer(model: nn.Module) -> SpeculativeCPUAdamW:
-    return SpeculativeCPUAdamW(
-        model.parameters(),
-        **ADAMW_OPTIONS,
-    )
+def _optimizer(model: TimedModel, lr: float, norms: Sequence[Sequence[float]]) -> SpeculativeCPUAdamW:
+    """Return an optimizer whose state is that of training for long with such norms, and set the weights accordingly."""
+    options = ADAMW_OPTIONS | {"lr": lr, "max_grad_norm": MAX_NORM}
+    optimizer = SpeculativeCPUAdamW(model.parameters(), **options)
+    applied = math.sqrt(statistics.fmean(min(norm, MAX_NORM) ** 2 for turn in norms for norm in turn))
+    for weight in model.weights:
+        state = model.gradients.steady_state(applied)
+        weight.data.copy_(state["master"])
+        optimizer.state[weight] = state
+    return optimizer
 
 
 def _step(model: TimedModel, optimizer: SpeculativeCPUAdamW) -> bool:
     """Make a step; return whether it was clipped."""
-    is_clipped = model.step % CLIP_EVERY == 0
-    optimizer.max_grad_norm = 0.9 * model.gradients.norm if is_clipped else MAX_GRAD_NORM
+    is_clipped = model.norm > MAX_NORM
     optimizer.step()
     optimizer.zero_grad()
     outcome = optimizer.last_outcome
@@ -336,26 +439,38 @@ def _seconds_of(action: Action, clock: Callable[[], float] = time.perf_counter) 
     return min(seconds[WARM_UPS:])
 
 
-def _result(side: Side, clock: Side, adam: float) -> SideResult:
+def _result(side: Side, clock: Side, adam: float, *, counts_clipped: bool) -> SideResult:
     usual, clipped = side.seconds[False], side.seconds[True]
     count = len(usual) + len(clipped)
     placement = side.scheduler.placement if side.scheduler is not None and side.placement is None else side.placement
-    python, of_clock = statistics.median(side.python), statistics.median(clock.python)
-    alone = statistics.median(clock.seconds[False])
-    spread = Spread.of(usual)
+    python, of_clock = (statistics.median(one.python) if one.python else None for one in (side, clock))
+    bucket = 0.0 if python is not None else None
+    if python is not None and of_clock is not None and side.buckets:
+        bucket = (python - of_clock) * count / side.buckets
+    alone, typical = statistics.median(clock.seconds[False]), _typical(usual, clipped if counts_clipped else [])
+    tensors = count * side.model.gradients.layers
     return SideResult(
         name=side.name,
         placement="" if placement is None else words_of(placement),
-        seconds=spread,
+        seconds=Spread.of(usual) if usual else None,
         clipped_seconds=statistics.median(clipped) if clipped else None,
-        over_clock=spread.median / alone,
-        hidden_share=max(0.0, 1.0 - max(0.0, spread.median - alone) / adam),
+        typical_seconds=typical,
+        over_clock=typical / alone,
+        hidden_share=max(0.0, 1.0 - max(0.0, typical - alone) / adam),
+        accepted=side.accepted / tensors,
+        redone=side.redone / tensors,
         waited_seconds=side.waited / count,
         python_seconds=python,
-        bucket_seconds=(python - of_clock) * count / side.buckets if side.buckets else 0.0,
+        bucket_seconds=bucket,
         queue_depth=statistics.fmean(side.depths) if side.depths else 0.0,
         deepest_queue=max(side.depths, default=0),
     )
+
+
+def _typical(usual: Sequence[float], clipped: Sequence[float]) -> float:
+    """Return the mean of the medians of both kinds of iterations, weighted by their number."""
+    kinds = [kind for kind in (usual, clipped) if kind]
+    return sum(len(kind) * statistics.median(kind) for kind in kinds) / sum(map(len, kinds))
 
 
 def words_of(placement: Placement) -> str:

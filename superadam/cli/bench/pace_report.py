@@ -14,9 +14,9 @@ from matplotlib.ticker import NullLocator, PercentFormatter
 from rich import box
 from rich.table import Table
 
-from superadam.cli.bench.pace import CLIP_EVERY, Row, SideResult
+from superadam.cli.bench.gradient_norms import MAX_NORM
+from superadam.cli.bench.pace import CLIP_EVERY, Row, Settings, SideResult
 from superadam.cli.bench.report import Environment
-from superadam.devices.paced import Rates
 
 # A colour-blind safe set: Okabe & Ito, "Color Universal Design", 2008.
 _SIDES = {"auto": "#0072B2", "best": "#009E73", "after_backward": "#E69F00", "torch": "#D55E00"}
@@ -35,12 +35,16 @@ LIMITS = (
 )
 
 
-def to_table(rows: Sequence[Row]) -> Table:
-    """Return the table: for each row the clock, "auto", the best fixed placement, and the sides without overlap."""
+def to_table(rows: Sequence[Row], settings: Settings) -> Table:
+    """Return the table: for each row the clock, "auto", the best fixed placement, and the sides without overlap.
+
+    Where a share of clipped steps was asked for, it shows what became of speculation instead of Python's time.
+    """
+    last = ("accepted", "redone") if settings.clipped is not None else ("Python", "us/b.", "queue")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     table.add_column("side", no_wrap=True)
     table.add_column("placement", no_wrap=True, style="dim")
-    for name in ("ms", "/clock", "hidden", "waited", "Python", "us/b.", "queue"):
+    for name in ("ms", "/clock", "hidden", "waited", *last):
         table.add_column(name, justify="right", no_wrap=True, style="bold" if name == "/clock" else "")
     size = None
     for row in rows:
@@ -49,33 +53,61 @@ def to_table(rows: Sequence[Row]) -> Table:
             table.add_row(f"[bold]{row.parameters / 1e6:.0f} M / {row.layers}")
         table.add_row(f"[bold]{row.ratio:g} x {1e3 * row.adam_seconds:.0f} ms")
         for name in ("clock", *_SIDES):
-            table.add_row(f"  {_NAMES[name]}", *_columns(getattr(row, name)))
+            table.add_row(f"  {_NAMES[name]}", *_columns(getattr(row, name), settings))
     return table
 
 
-def _columns(side: SideResult) -> list[str]:
-    waited, python = f"{1e3 * side.waited_seconds:.1f}", f"{1e3 * side.python_seconds:.1f}"
-    bucket, queue = f"{1e6 * side.bucket_seconds:.0f}", str(side.deepest_queue)
+def _columns(side: SideResult, settings: Settings) -> list[str]:
+    waited = f"{1e3 * side.waited_seconds:.1f}"
+    python = "" if side.python_seconds is None else f"{1e3 * side.python_seconds:.1f}"
+    if settings.clipped is not None:
+        last = [waited, f"{side.accepted:.0%}", f"{side.redone:.0%}"] if side.placement else [""] * 3
+    elif side.placement:
+        bucket = "" if side.bucket_seconds is None else f"{1e6 * side.bucket_seconds:.0f}"
+        last = [waited, python, bucket, str(side.deepest_queue)]
+    else:
+        last = ["", python, "", ""]
     return [
         side.placement,
-        f"{1e3 * side.seconds.median:.1f}",
+        f"{1e3 * side.typical_seconds:.1f}",
         f"{side.over_clock:.2f}",
         f"{side.hidden_share:.0%}",
-        *((waited, python, bucket, queue) if side.placement else ("", python, "", "")),
+        *last,
     ]
 
 
-def notes(rows: Sequence[Row], rates: Rates, rounds: int) -> list[str]:
+def steps_in_words(row: Row) -> str:
+    """Return how many steps were clipped, their norms, and the learning rate: the same in all rows of a run."""
+    return (
+        f"{row.clipped_share:.0%} of the steps clipped, norms {row.lowest_norm:.3g} to {row.highest_norm:.3g}, limit "
+        f"{MAX_NORM:g}, learning rate {row.lr:g}"
+    )
+
+
+def notes(rows: Sequence[Row], settings: Settings) -> list[str]:
     """Return explanations of the table."""
+    rates = settings.rates
+    if settings.clipped is None:
+        times = f"without the clipped steps, one in {CLIP_EVERY}"
+        more = (
+            "Python: of its CPU time, without the device's own; us/b.: of that, what each bucket takes in hooks and in "
+            "the step; queue: the most buckets that had arrived and were not done"
+        )
+    else:
+        times = "of steps that are clipped and of others, weighted by their number"
+        more = (
+            "accepted: of all tensors, those whose speculation was published; redone: those updated again with the "
+            "verdict; the others were updated once, with the verdict"
+        )
     return [
+        f"{steps_in_words(rows[0])}.",
         "Sections: parameters / layers, and backward's time as a multiple of the CPU's Adam time, which is that of a "
         "plain step on all threads. Sides: the device alone; the scheduler; its best fixed placement; superadam's and "
         "torch's step, with gradients and new values travelling after backward.",
         f"Gradients travel at {rates.download / 1e9:g} GB/s, new values at {rates.upload / 1e9:g}; the device's memory "
-        f"has {rates.memory / 1e12:g} TB/s. Medians of {rounds} interleaved turns without the clipped steps, one in "
-        f"{CLIP_EVERY}. hidden: of Adam's time, what an iteration does not take longer than the clock. waited: ms of "
-        "the training thread for the worker; Python: of its CPU time, without the device's own; us/b.: of that, what "
-        "each bucket takes in hooks and in the step; queue: the most buckets that had arrived and were not done.",
+        f"has {rates.memory / 1e12:g} TB/s. Medians of {settings.rounds} interleaved turns {times}. hidden: of Adam's "
+        "time, what an iteration does not take longer than the clock. waited: ms of the training thread for the "
+        f"worker; {more}.",
         "Placements: buckets kept on the device, elements of a bucket, threads; fixed were "
         + "; ".join(dict.fromkeys(side.placement for row in rows for side in row.placements))
         + ".",
@@ -83,12 +115,13 @@ def notes(rows: Sequence[Row], rates: Rates, rounds: int) -> list[str]:
     ]
 
 
-def to_json(environment: Environment, rates: Rates, rows: Sequence[Row]) -> dict[str, Any]:
+def to_json(environment: Environment, settings: Settings, rows: Sequence[Row]) -> dict[str, Any]:
     """Return all results as plain values in seconds, bytes per second and elements."""
     plain = {field.name for field in dataclasses.fields(Row)} - {"trace"}
     return {
         "environment": dataclasses.asdict(environment),
-        "rates": dataclasses.asdict(rates),
+        "rates": dataclasses.asdict(settings.rates),
+        "clipped": settings.clipped,
         "rows": [
             {name: _plain(getattr(row, name)) for name in sorted(plain)} | {"best": row.best.placement} for row in rows
         ],

@@ -1,19 +1,23 @@
 """A model whose layers take time on a device made of time, and compute nothing.
 
-Its gradients are constants, handed over at once: the host runs ahead of the device, as with CUDA.
+Its gradients are constants, handed over at once: the host runs ahead of the device, as with CUDA. They are made, and
+scaled to other norms, between measurements.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from superadam.devices import Stream
+from superadam.devices import Stream, stand_in
+from superadam.devices.interface import ChunkSums
 from superadam.devices.paced import PacedDevice, constant
+from superadam.kernels import native
 from superadam.state.samples import Samples
 
 
@@ -28,20 +32,82 @@ def without_samples() -> Iterator[None]:
         Samples.find_written = original  # type: ignore[method-assign]
 
 
-class Gradients:
-    """Constant bf16 gradients of layers of `numel` elements: two sets, because two steps are pending at once."""
+BLOCK = 1 << 20
+"""Elements of a layer after which its values repeat."""
 
-    def __init__(self, layers: int, numel: int) -> None:
+
+class Gradients:
+    """Constant bf16 gradients of layers of `numel` elements: at least two sets, because two steps are pending at once.
+
+    Elements have Student's t distribution with 4 degrees of freedom, and a scale of their own, which is log-normal.
+
+    Attributes:
+        sets: flat tensors, each with the layers in the order of backward.
+        norms: the 2-norm of each set.
+        sums: of each layer in each set, by address and elements; see `PacedDevice.norms`.
+    """
+
+    def __init__(self, layers: int, numel: int, sets: int = 2) -> None:
         generator = torch.Generator().manual_seed(0)
         self.layers, self.numel = layers, numel
-        self.sets = [torch.empty(layers * numel, dtype=torch.bfloat16, device="cpu") for _ in range(2)]
+        scale = torch.empty(min(numel, BLOCK), device="cpu").normal_(0.0, 1.2, generator=generator).exp_()
+        mean_square = float(scale.square().mean()) * layers * numel  # of all elements, where blocks are whole
+        self._scale = scale / math.sqrt(mean_square)
+        self.sets = [torch.empty(layers * numel, dtype=torch.bfloat16, device="cpu") for _ in range(sets)]
+        self.norms = [0.0] * sets
+        self.sums: dict[tuple[int, int], ChunkSums] = {}
         for one in self.sets:
-            one.normal_(0.0, 1e-3, generator=generator)
-        self.norm = float(torch.linalg.vector_norm(self.sets[0], dtype=torch.float32))
+            normal, *others = torch.empty(5, len(scale), device="cpu").normal_(generator=generator)
+            student = normal / torch.stack(others).square().sum(0).div(2.0).sqrt()  # variance 1
+            _repeat(student * self._scale, one.view(layers, numel))
+        self._take_norms()
+
+    def scale_to(self, norms: Sequence[float]) -> None:
+        """Give each set another norm, up to the rounding of its elements; no device may use them meanwhile."""
+        for one, now, wanted in zip(self.sets, self.norms, norms, strict=True):
+            one.mul_(wanted / now)
+        self._take_norms()
+
+    def _take_norms(self) -> None:
+        chunks = native.chunk_count(self.numel)
+        for index, one in enumerate(self.sets):
+            found = ChunkSums.over(torch.empty(2 * self.layers * chunks, dtype=torch.float64, device="cpu"))
+            layers = one.view(self.layers, self.numel)
+            stand_in.take_norm(list(layers), found)
+            for layer, begin in zip(layers, range(0, self.layers * chunks, chunks), strict=True):
+                part = slice(begin, begin + chunks)
+                self.sums[layer.data_ptr(), self.numel] = ChunkSums(found.sums[part], found.nonfinite[part])
+            self.norms[index] = math.sqrt(float(found.sums.sum()))
 
     def of(self, step: int, layer: int) -> Tensor:
         """Return the gradient of a layer; gradients lie in the order of backward."""
-        return constant(self.sets[step % 2], (self.layers - 1 - layer) * self.numel, self.numel)
+        return constant(self.sets[step % len(self.sets)], (self.layers - 1 - layer) * self.numel, self.numel)
+
+    def steady_state(self, norm: float) -> dict[str, Tensor]:
+        """Return a layer's optimizer state after a thousand steps whose gradients had this norm when they were applied.
+
+        Weights are N(0, 0.02), and lie anywhere between the values of bf16; `exp_avg_sq` is off by the log-normal
+        factor that its memory leaves, and `exp_avg` is what remains of gradients that do not agree.
+        """
+        generator = torch.Generator().manual_seed(1)
+        scale = norm * self._scale
+        master, average, factor = torch.empty(3, len(scale), device="cpu").normal_(generator=generator)
+        squares = scale.square() * (0.4 * factor).exp()
+        blocks = {"master": 0.02 * master, "exp_avg": 0.3 * average * scale, "exp_avg_sq": squares}
+        state = {"step": torch.tensor(1000.0, device="cpu")}
+        for name, block in blocks.items():
+            state[name] = torch.empty(self.numel, device="cpu")
+            _repeat(block, state[name].view(1, -1))
+        return state
+
+
+def _repeat(block: Tensor, rows: Tensor) -> None:
+    """Fill each row with a block, again and again."""
+    length = len(block)
+    whole = rows.shape[1] // length * length
+    for begin in range(0, whole, length):
+        rows[:, begin : begin + length].copy_(block)
+    rows[:, whole:].copy_(block[: rows.shape[1] - whole])
 
 
 class _Layer(torch.autograd.Function):
@@ -57,7 +123,7 @@ class _Layer(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
         model: TimedModel = ctx.model
         model.device.spend(Stream.CURRENT, model.backward_seconds / model.gradients.layers, "backward")
-        return gradients[0], model.gradients.of(model.step, ctx.layer), None, None
+        return gradients[0], model.gradients.of(model.step - 1, ctx.layer), None, None
 
 
 class TimedModel(nn.Module):
@@ -65,7 +131,7 @@ class TimedModel(nn.Module):
 
     Attributes:
         forward_seconds, backward_seconds: of all layers; to be set, as is `device`.
-        step: number of forwards.
+        step: number of forwards; the sets of gradients take turns.
     """
 
     device: PacedDevice
@@ -78,6 +144,11 @@ class TimedModel(nn.Module):
         self.weights = nn.ParameterList(
             torch.zeros(gradients.numel, dtype=torch.bfloat16, device="cpu") for _ in range(gradients.layers)
         )
+
+    @property
+    def norm(self) -> float:
+        """Of the gradients of the last backward."""
+        return self.gradients.norms[(self.step - 1) % len(self.gradients.norms)]
 
     def forward(self) -> Tensor:
         """Return what backward begins from."""
