@@ -69,12 +69,12 @@ class Predictor:
             return
         norm, factor, unscaling, self._is_own = applied
         self._steps += 1
-        if not made or not 0.0 < norm < math.inf:
+        if not made or not norm < math.inf:
             return
         is_clipped = factor is None or factor < unscaling
         if is_clipped:
             self._seen_limit = 0.0 if factor is None else factor * norm
-        elif norm * unscaling > self._seen_limit:
+        elif norm * unscaling >= self._seen_limit:
             self._seen_limit = math.inf  # it was lifted
         if is_clipped and self._norms:  # where nothing is clipped, predictions cost nothing and need not hold
             for one in made:
