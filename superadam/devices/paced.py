@@ -264,6 +264,15 @@ class PacedDevice(PlainDevice):
             super().scatter(sources, targets)
 
     @_counted
+    def put(self, buffer: Tensor, index: Tensor, values: Tensor) -> None:
+        """Take the time to read both and to write scattered values; what was uploaded is not there."""
+        self.spend(
+            Stream.CURRENT,
+            _nbytes([index, values]) / self.rates.memory + values.numel() * 32 / self.rates.memory,
+            "patch",
+        )
+
+    @_counted
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return pinned memory as far as it was reserved, and pageable memory beyond, which copies as fast here."""
         memory = self._pinned.empty(numel, dtype)

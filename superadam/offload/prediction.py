@@ -50,7 +50,8 @@ class Predictor:
     def __init__(self) -> None:
         self._norms: collections.deque[float] = collections.deque(maxlen=REMEMBERED_STEPS)
         self._seen: collections.deque[dict[int, float]] = collections.deque(maxlen=REMEMBERED_STEPS)
-        self._seen_limit = math.inf  # of the norm, that was applied; 0.0 for what is not clipping by one factor
+        # Limits of the norm as they were applied; 0.0 for what is not clipping by one factor, inf where none was.
+        self._limits: collections.deque[float] = collections.deque(maxlen=REMEMBERED_STEPS)
         self._is_own = False  # whether it was the optimizer's
         self._errors: collections.deque[float] = collections.deque(maxlen=JUDGED_PREDICTIONS)
         self._made: list[_Made] = []  # in this step
@@ -72,10 +73,11 @@ class Predictor:
         if not made or not norm < math.inf:
             return
         is_clipped = factor is None or factor < unscaling
+        usual = self._usual_limit
         if is_clipped:
-            self._seen_limit = 0.0 if factor is None else factor * norm
-        elif norm * unscaling >= self._seen_limit:
-            self._seen_limit = math.inf  # it was lifted
+            self._limits.append(0.0 if factor is None else factor * norm)
+        else:
+            self._limits.append(usual if norm * unscaling < usual else math.inf)
         if is_clipped and self._norms:  # where nothing is clipped, predictions cost nothing and need not hold
             for one in made:
                 is_wrong = factor is None or one.factor == 0.0
@@ -158,8 +160,13 @@ class Predictor:
     def _limit(self, known: float | None) -> float:
         """Return the limit of the norm, as far as it is known or was seen to be applied."""
         if known is None or (math.isinf(known) and not self._is_own):
-            return self._seen_limit
+            return self._usual_limit
         return known
+
+    @property
+    def _usual_limit(self) -> float:
+        """The limit that was applied in more than half of the last steps; inf for none."""
+        return statistics.median_high(self._limits) if self._limits else math.inf
 
     def _width(self) -> float | None:
         """Return the width of the least expected cost; None where too few predictions hold."""

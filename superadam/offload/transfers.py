@@ -148,7 +148,6 @@ class FlatShadow:
         self._host = [*host]
         self._views: list[Tensor] = []
         self._arrived: Event | None = None
-        self._patches: list[_SentPatch] = []
 
     @property
     def values(self) -> list[Tensor]:
@@ -180,9 +179,16 @@ class FlatShadow:
             return HostPatch([self.values[position] for position in positions], counts)
         return _SentPatch(self._transfers, self, [self._layout.offsets[one] for one in positions], counts, self._dtype)
 
-    def add_patch(self, patch: _SentPatch) -> None:
-        """Put these values in before anything is published."""
-        self._patches.append(patch)
+    def put(self, index: Tensor, values: Tensor, arrived: Event) -> None:
+        """Replace values on the device by others, behind the event and everything that writes them."""
+        device = self._transfers.device
+        assert self._memory is not None
+        assert self._arrived is not None
+        for event in (self._arrived, arrived):
+            device.wait(Stream.CURRENT, event)
+        for buffer in (self._memory, index, values):
+            device.record_stream(buffer, Stream.CURRENT)
+        device.put(self._memory.view(self._dtype)[: self._layout.numel], index, values)
 
     def sources(self) -> list[Tensor]:
         """Return what to publish, which the current stream may read: on the device where that has room for it."""
@@ -196,9 +202,6 @@ class FlatShadow:
             device.wait(Stream.CURRENT, self._arrived)
             assert self._memory is not None
             device.record_stream(self._memory, Stream.CURRENT)
-            for patch in self._patches:
-                patch.put(self._memory.view(self._dtype)[: self._layout.numel])
-            self._patches = []
         return self._views
 
     def keep_published(self) -> None:
@@ -226,23 +229,15 @@ class _SentPatch:
         self.targets: Sequence[Tensor | None] = [None] * len(counts)
 
     def send(self, indices: Sequence[npt.NDArray[np.uint32]]) -> None:
-        """Start the upload of the values and of where they go."""
+        """Let the values and where they go travel to the device, and replace what is there."""
         np.concatenate(
             [index.astype(np.int64) + offset for index, offset in zip(indices, self._offsets, strict=True)],
             out=self._host[0].numpy(),
         )
         device = self._transfers.device
         device.wait(Stream.UPLOAD, device.record(Stream.CURRENT))  # which may use this memory until then
-        self._arrived = [self._transfers.upload(*pair) for pair in zip(self._host, self._distant, strict=True)][-1]
-        self._shadow.add_patch(self)
-
-    def put(self, buffer: Tensor) -> None:
-        """Put the values into a shadow's memory on the device, on the current stream."""
-        device = self._transfers.device
-        device.wait(Stream.CURRENT, self._arrived)
-        for distant in self._distant:
-            device.record_stream(distant, Stream.CURRENT)
-        device.put(buffer, *self._distant)
+        arrived = [self._transfers.upload(*pair) for pair in zip(self._host, self._distant, strict=True)][-1]
+        self._shadow.put(self._distant[0], self._distant[1], arrived)
 
 
 class Transfers:

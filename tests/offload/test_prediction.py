@@ -113,25 +113,33 @@ def test_norms_that_cannot_be_predicted_end_speculation_until_they_can() -> None
 
 def test_what_is_not_one_factor_ends_speculation_until_it_is() -> None:
     predictor = trained(10.0, limit=None)
-    for _ in range(12):
+    for factor in [None] * 12 + [1.0] * 4:
+        if factor is not None:
+            assert predictor.predict(100, 0.0, 1.0, None) is None
         predictor.predict(100, 0.0, 1.0, None)
-        predictor.add_verdict(Applied(10.0, None, 1.0))
-    assert predictor.predict(100, 0.0, 1.0, None) is None
-    predictor.add_verdict(Applied(10.0, 1.0, 1.0))
+        predictor.add_verdict(Applied(10.0, factor, 1.0))
     assert predictor.predict(100, 0.0, 1.0, None) == Prediction(1.0)
 
 
 def test_the_optimizers_own_limit_is_forgotten_at_once() -> None:
     predictor = trained(10.0, limit=None)
-    predictor.predict(100, 0.0, 1.0, math.inf)
-    predictor.add_verdict(Applied(10.0, 1e-4, 1.0, is_own=True))
+    for _ in range(REMEMBERED_STEPS):
+        predictor.predict(100, 0.0, 1.0, math.inf)
+        predictor.add_verdict(Applied(10.0, 1e-4, 1.0, is_own=True))
     assert predictor.predict(100, 0.0, 1.0, math.inf) == Prediction(1.0)
     assert predictor.predict(100, 0.0, 1.0, None) is None
 
 
+def test_one_clipped_step_changes_nothing() -> None:
+    predictor = trained(10.0, limit=None)
+    one_step(predictor, [10.0], 1e-4, known=False)
+    assert one_step(predictor, [10.0], None, known=False) == [Prediction(1.0)]
+
+
 def test_a_limit_that_is_lifted_is_forgotten() -> None:
     predictor = trained(10.0, known=False)
-    one_step(predictor, [10.0], None, known=False)
+    for _ in range(REMEMBERED_STEPS // 2):
+        one_step(predictor, [10.0], None, known=False)
     assert one_step(predictor, [10.0], None, known=False) == [Prediction(1.0)]
 
 
