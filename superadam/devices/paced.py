@@ -37,6 +37,9 @@ from superadam.kernels.kept_step import KeptStep
 
 _nbytes_of = operator.attrgetter("nbytes")
 
+SECTOR_BYTES = 32
+"""What a GPU's memory reads and writes at least."""
+
 BUSY_KEPT = 20_000
 """Length of `PacedDevice.busy`, beyond which the oldest entries are dropped."""
 
@@ -265,12 +268,11 @@ class PacedDevice(PlainDevice):
 
     @_counted
     def put(self, buffer: Tensor, index: Tensor, values: Tensor) -> None:
-        """Take the time to read both and to write scattered values; what was uploaded is not there."""
-        self.spend(
-            Stream.CURRENT,
-            _nbytes([index, values]) / self.rates.memory + values.numel() * 32 / self.rates.memory,
-            "patch",
-        )
+        """Replace values; each is written in a sector of the memory of its own."""
+        moved = _nbytes([index, values]) + 2 * SECTOR_BYTES * values.numel()
+        self.spend(Stream.CURRENT, moved / self.rates.memory, "publish")
+        if not self.constants:
+            super().put(buffer, index, values)
 
     @_counted
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
