@@ -13,6 +13,9 @@ from torch import Tensor
 
 from superadam.kernels import native
 
+NARROWER = (torch.bfloat16, torch.float16)
+"""Dtypes of working copies that have lists: new values are rounded to them."""
+
 LISTED_SHARE = 32
 """A list has room for one element in this many; a parameter that has more uncertain ones is not worth patching."""
 

@@ -34,12 +34,10 @@ from superadam.state.outside_writes import adopt_outside_write
 from superadam.state.parameter import ParameterState, Pending, Phase, Place
 from superadam.state.samples import Samples
 from superadam.state.table import CoefficientTable, ParameterTable, Segments
-from superadam.state.uncertain import Listed, UncertainLists
+from superadam.state.uncertain import NARROWER, Listed, UncertainLists
 from superadam.step.gradients import StepGradients
 from superadam.step.outcome import Applied, Statistics, StepKind, StepOutcome
 from superadam.step.validation import judge
-
-_NARROWER = (torch.bfloat16, torch.float16)  # than their masters: what the interval test is for
 
 
 @dataclass(slots=True)
@@ -185,7 +183,7 @@ class Transaction:
     ) -> list[int] | None:
         """Return the addresses of the lists for uncertain elements, 0 where the interval test is not covered."""
         for state, record, is_covered in zip(states, pending, covered, strict=True):
-            if not is_covered or state.parameter_dtype not in _NARROWER:
+            if not is_covered or state.parameter_dtype not in NARROWER:
                 record.interval = None
         over = [number for number, record in enumerate(pending) if record.interval is not None]
         if not over:
