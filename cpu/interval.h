@@ -66,7 +66,7 @@ static void interval_list(const superadam_segment *segment, int64_t begin, const
         list->master[to] = ((const float *)segment->master)[from];
         list->exp_avg[to] = ((const float *)segment->exp_avg)[from];
         list->exp_avg_sq[to] = ((const float *)segment->exp_avg_sq)[from];
-        if (list->max_exp_avg_sq)
+        if (list->max_exp_avg_sq && segment->max_exp_avg_sq)
             list->max_exp_avg_sq[to] = ((const float *)segment->max_exp_avg_sq)[from];
         if (segment->gradient_dtype == SUPERADAM_FLOAT32)
             ((uint32_t *)list->gradient)[to] = ((const uint32_t *)segment->gradient)[from];

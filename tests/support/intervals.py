@@ -99,7 +99,11 @@ KINDS = ("training", "training", "training", "wide", "cancelling", "small", "spe
 @st.composite
 def cases(draw: st.DrawFn, count: int = 4096) -> Case:
     """Cases on both sides of each condition of the test; those whose coefficients it refuses are not drawn."""
-    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    return drawn_case(np.random.default_rng(draw(st.integers(0, 2**32 - 1))), count)
+
+
+def drawn_case(rng: np.random.Generator, count: int = 4096) -> Case:
+    """Draw one such case."""
     while True:
         hyper = Hyperparameters(
             lr=float(10 ** rng.uniform(-8, 0.5)),
