@@ -254,7 +254,7 @@ def test_a_section_defers_all_although_handlers_had_their_own_while_it_began() -
         if left:
             left -= 1
             marking = map(operator.call, mark(signal.SIGTERM))
-            [*marking]  # unlike a call, this lets the handler return before another one runs
+            _ = [*marking]  # unlike a call, this lets the handler return before another one runs
 
     section = deferred_signals()
     with Handlers(then=act) as handlers:
@@ -292,7 +292,7 @@ def test_a_handler_that_was_replaced_inside_is_not_called_while_the_section_ends
         if left:
             left -= 1
             marking = map(operator.call, mark(signal.SIGXCPU, number))
-            [*marking]  # unlike a call, this lets the handler return before another one runs
+            _ = [*marking]  # unlike a call, this lets the handler return before another one runs
 
     section = deferred_signals()
     with Handlers(then=lambda number: None) as handlers:
