@@ -93,6 +93,22 @@ def test_a_rollback_leaves_them_unrounded() -> None:
         assert all(torch.equal(before, one) for one in after)
 
 
+def test_adding_to_them_after_a_step_leaves_what_is_to_be_committed() -> None:
+    shown = []
+    for speculates in (False, True):
+        model = sharded()
+        optimizer = SpeculativeCPUAdamW(model.parameters())
+        take_reduced_gradients(optimizer, model)
+        for _ in range(3):
+            backward(model)
+            if speculates:
+                optimizer.speculate()
+            optimizer.step()
+            backward(model)
+        shown.append([local(optimizer.state[parameter]["exp_avg"]) for parameter in model.parameters()])
+    assert all(map(torch.equal, *shown))
+
+
 def test_copies_have_no_part_in_it() -> None:
     model = sharded()
     optimizer = SpeculativeCPUAdamW(model.parameters())
