@@ -577,6 +577,17 @@ def test_settling_waits_for_what_was_published_on_another_stream(monkeypatch: py
     assert recorded[-1].has_passed
 
 
+def test_settling_waits_for_steps_that_were_made_on_the_device() -> None:
+    """Nothing is published of them."""
+    device = lazy()
+    transfers, _ = transfers_of(device)
+    parameter = torch.zeros(3)
+    device.copy(parameter, torch.ones(3), Stream.CURRENT)
+    assert not parameter.any()
+    transfers.settle()
+    assert parameter.all()
+
+
 def test_own_masters_and_what_is_not_speculated_on_get_no_memory(device: Device) -> None:
     states = states_of(*[torch.zeros(4, dtype=torch.bfloat16) for _ in range(3)], device=device)
     transfers, _ = transfers_of(device)
