@@ -271,6 +271,11 @@ class ParameterState:
         return self.local.shape == self.shape and self.local.dtype == self.parameter_dtype
 
     @property
+    def is_narrow(self) -> bool:
+        """Whether the parameter's dtype is narrower than its master's, so that new values of many factors are one."""
+        return self.parameter_dtype in (torch.bfloat16, torch.float16)
+
+    @property
     def has_state(self) -> bool:
         """Whether master and moments exist."""
         return self.exp_avg is not None and (self.is_own_master or self.master is not None)
