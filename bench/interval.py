@@ -44,7 +44,7 @@ class Arrays:
             "nonfinite": np.zeros(native.chunk_count(numel), np.int64),
         }
         self.arrays["accepted_gradient"] = self.arrays["gradient"].copy()
-        self.lists = UncertainLists([numel], amsgrad=False)
+        self.lists = UncertainLists([numel], [False])
         self.listed = Listed(self.lists, 0)
         self.plain = np.zeros(1, native.SEGMENT)
         for name, array in self.arrays.items():

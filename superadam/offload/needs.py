@@ -34,7 +34,7 @@ def needs_of(
         gradients=size * numel if is_on_host else 0,
         pending=0 if is_on_host else on_link * aligned(numel),
         shadows=0 if is_own_master else size * numel,
-        lists=list_bytes(numel, amsgrad=amsgrad) if parameter.dtype in NARROWER else 0,
+        lists=list_bytes(numel, with_max=amsgrad) if parameter.dtype in NARROWER else 0,
         largest=0 if is_on_host else max(size, on_link) * aligned(numel),
     )
 

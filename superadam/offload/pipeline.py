@@ -112,7 +112,7 @@ class Pipeline:
         limit = None if transaction.ranks is not None else math.inf if (limit := self._limit()) is None else limit
         prediction = self.predictor.predict(elements, transaction.norm_so_far(), transaction.expected_scale, limit)
         for state, record in pending.items():
-            if prediction is None or (prediction.interval is not None and self.predictor.leaves_out(state)):
+            if prediction is None or self.predictor.leaves_out(state, prediction, transaction.expected_scale):
                 record.place = None
             else:
                 record.expect(*prediction)

@@ -132,6 +132,7 @@ def test_few_elements_are_uncertain_in_fine_tuning() -> None:
         ({"index": 0}, "lacks an array"),
         ({"gradient": 0}, "lacks an array"),
         ({"exp_avg_sq": 0}, "lacks an array"),
+        ({"max_exp_avg_sq": 64}, "lacks an array"),
     ],
     ids=str,
 )

@@ -94,9 +94,9 @@ def test_one_large_parameter_takes_what_many_small_ones_do(
 
 
 @given(st.integers(0, 1 << 20), st.booleans())
-def test_lists_take_what_is_allocated_for_them(numel: int, amsgrad: bool) -> None:
-    lists = UncertainLists([numel, 5], amsgrad=amsgrad)
-    assert lists._memory.nbytes == list_bytes(numel, amsgrad=amsgrad) + list_bytes(5, amsgrad=amsgrad)
+def test_lists_take_what_is_allocated_for_them(numel: int, with_max: bool) -> None:
+    lists = UncertainLists([numel, 5], [with_max, False])
+    assert lists._memory.nbytes == list_bytes(numel, with_max=with_max) + list_bytes(5)
     assert numel <= LISTED_SHARE * int(lists.records["capacity"][0]) < numel + LISTED_SHARE * 16
 
 
