@@ -24,7 +24,7 @@ from superadam.kernels.native import Flag
 
 _POWER_CONTEXT = decimal.Context(prec=60)
 _SMALLEST_NORMAL_FLOAT32 = 2.0**-126
-_PRODUCT_IN_BFLOAT16 = 2.0**-8  # of two products that are rounded to bf16, the relative error together
+_PRODUCT_IN_BFLOAT16 = 2.0**-8  # relative error of a product that is rounded to bf16
 _NUMBERS = ("lr", "betas[0]", "betas[1]", "eps", "weight_decay")
 _FLAGS = ("amsgrad", "maximize", "decoupled_weight_decay")
 _others = operator.itemgetter("lr", "eps", "weight_decay", *_FLAGS)
@@ -228,7 +228,8 @@ class Coefficients:
         )
         if not is_covered:
             return None
-        distance = max(high - self.s, self.s - low) + _PRODUCT_IN_BFLOAT16 * high
+        rounded = high + (self.s if Flag.ROUND in self.flags else 0.0)  # the verdict's product, and the published one
+        distance = max(high - self.s, self.s - low) + _PRODUCT_IN_BFLOAT16 * rounded
         slope, kappa = _rounded_up(abs(self.nss) * self.w), _rounded_up(math.sqrt(self.c2) / self.bc2s)
         scalars = IntervalScalars(
             spread=_rounded_up(max(distance, 2.0**-6 * high) * (1.0 + 2.0**-9)),

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 from arm import emulation
 from arm.emulation import Cpu, EmulatedJob
-from intervals import drawn_case
+from intervals import HALVES, drawn_case
 from kernel_arrays import READS_STATE, Job, differing, differing_stored, make_segment, variants
-from listing import HALVES, Listing
+from listing import Listing
 from strategies import Magnitudes
 
 from superadam.kernels import formula

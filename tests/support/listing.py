@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
-from intervals import Case
+from intervals import Case, at_factor
 from kernel_arrays import Job, Placed, coefficient_table, make_segment, narrow, widen
 
 from superadam.kernels import formula, native
-from superadam.kernels.hyperparameters import Coefficients
 from superadam.kernels.native import Dtype, Flag, Pass
 
-
-def at_factor(k: Coefficients, factor: float) -> Coefficients:
-    flags = k.flags | Flag.SCALE if factor != 1.0 else k.flags & ~Flag.SCALE
-    return dataclasses.replace(k, s=factor, flags=flags)
-
-
-HALVES = (Dtype.BFLOAT16, Dtype.FLOAT16)
 LISTED = ("gradient", "master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
