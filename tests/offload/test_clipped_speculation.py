@@ -20,7 +20,7 @@ import pytest
 import torch
 from overlap import DeferredDevice, FullDevice, ImmediateDevice, ThreadDevice
 from torch import Tensor, nn
-from visible import state_bits
+from visible import bits, state_bits
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam, SpeculativeCPUAdamW
 from superadam.devices import Device
@@ -28,6 +28,7 @@ from superadam.devices.simulated import SimulatedDevice
 from superadam.kernels.hyperparameters import Interval
 from superadam.offload.prediction import Prediction, Predictor
 from superadam.state import uncertain
+from superadam.state.table import ParameterTable
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -152,7 +153,7 @@ class Training:
     """A model and its optimizer; a scheduler or none."""
 
     def __init__(self, recipe: Recipe, device: Device | None, **options: Any) -> None:
-        self.recipe = recipe
+        self.recipe, self.device = recipe, device
         self.model = Net(recipe.dtype)
         parameters = list(self.model.parameters())
         groups = [{"params": parameters[i::2], **one} for i, one in enumerate(recipe.groups)]
@@ -547,3 +548,128 @@ def test_amsgrad_that_is_switched_off_after_an_accepted_step() -> None:
             training.scheduler.close()
     assert training.optimizer.statistics.patched == PATCHED * 5
     assert seen[0] == seen[1]
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
+
+
+class Failing:
+    """Lets one call of a function raise, of those that are made while it is armed."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, owner: Any, name: str, at: int, error: BaseException) -> None:
+        self.is_armed, self.count = False, 0
+        original = getattr(owner, name)
+
+        def failing(*arguments: Any, **options: Any) -> Any:
+            self.count += self.is_armed
+            if self.is_armed and self.count == at + 1:
+                raise error
+            return original(*arguments, **options)
+
+        patch.setattr(owner, name, failing)
+
+
+PLACES: dict[str, tuple[str, Callable[[Training], tuple[Any, str]]]] = {
+    "values on the host": ("immediate", lambda _: (uncertain.HostPatch, "__init__")),
+    "after the pass": ("immediate", lambda _: (uncertain.HostPatch, "send")),
+    "values of a device that is full": ("short of memory", lambda _: (uncertain.HostPatch, "__init__")),
+    "buffers of the host": ("usual", lambda training: (training.device, "host_empty")),
+    "buffers of the device": ("usual", lambda training: (training.device, "empty")),
+    "uploads": ("usual", lambda training: (training.device, "copy")),
+    "what is put": ("usual", lambda training: (training.device, "put")),
+    "positions": ("usual", lambda _: (np, "concatenate")),
+    "the job": ("usual", lambda _: (ParameterTable, "prepared_patch")),
+    "publication": ("usual", lambda training: (training.device, "scatter")),
+    "publication on the host": ("immediate", lambda training: (training.device, "scatter")),
+}
+"""Where something fails in `step()`: on which device, and whose method."""
+
+
+class PlantedSignal(BaseException):
+    """What a handler of a signal raises."""
+
+
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize(
+    "error", [MemoryError, torch.OutOfMemoryError, ValueError, PlantedSignal], ids=lambda e: e.__name__
+)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_patch_that_fails(place: str, error: type[BaseException], at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without memory for it the update is made again; any other error is raised, and the step can be made after it."""
+    device, where = PLACES[place]
+    plain = Training(RECIPES["always"], None)
+    made = DEVICES[device]()
+    options: dict[str, Any] = {"gpu_buckets": 0} if isinstance(made, SimulatedDevice) else {}
+    ours = Training(RECIPES["always"], made, bucket_numel=1000, **options)
+    with ours.scheduler or contextlib.nullcontext():
+        if isinstance(made, FullDevice):
+            made.has_no_room = ours.scheduler._transfers.is_short = True  # type: ignore[union-attr]
+        plain.run(range(5))
+        ours.run(range(5))
+        failing = Failing(monkeypatch, *where(ours), at, error("planted"))
+        before = ours.optimizer.statistics.patched
+        for one in (plain, ours):
+            one.backward(5)
+            if one.scheduler is not None:
+                one.scheduler.catch_up()
+        failing.is_armed = True
+        shown = [bits(one) for one in ours.model.parameters()]
+        plain.step()
+        is_raised = place.startswith("publication") or not issubclass(error, MemoryError | torch.OutOfMemoryError)
+        with contextlib.suppress(error):
+            ours.step()
+            assert failing.count <= at or not is_raised
+        if failing.count > at and is_raised:
+            assert [bits(one) for one in ours.model.parameters()] == shown
+            failing.is_armed = False
+            ours.step()
+        failing.is_armed = False
+        assert failing.count > at or place in ("the job", "publication", "publication on the host")
+        assert ours.seen() == plain.seen()
+        for one in (plain, ours):
+            one.run(range(6, 9))
+        assert ours.seen() == plain.seen()
+        assert ours.optimizer.statistics.patched > before
+
+
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("device", ["immediate", "thread", "usual"])
+def test_training_goes_on_where_lists_have_no_memory(device: str, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = DEVICES[device]()
+    options: dict[str, Any] = {"gpu_buckets": 0} if isinstance(made, SimulatedDevice) else {}
+    ours = Training(RECIPES["always"], made, bucket_numel=1000, **options)
+    failing = Failing(monkeypatch, uncertain.UncertainLists, "__init__", 2 * 3 + at, MemoryError("planted"))
+    with ours.scheduler or contextlib.nullcontext():
+        failing.is_armed = True
+        ours.run()
+        assert failing.count > 2 * 3 + at
+        assert ours.seen() == expected_of("always")
+        assert 0 < ours.optimizer.statistics.respeculated < PATCHED
+        assert ours.optimizer.statistics.patched == PATCHED * (STEPS - 1) - ours.optimizer.statistics.respeculated
+
+
+@pytest.mark.parametrize("device", ["immediate", "usual"])
+def test_a_value_whose_patch_failed_is_not_that_of_the_predicted_factor(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, made = Training(RECIPES["always"], None), DEVICES[device]()
+    options: dict[str, Any] = {"gpu_buckets": 0} if isinstance(made, SimulatedDevice) else {}
+    ours = Training(RECIPES["always"], made, bucket_numel=1, **options)
+    sent = (uncertain.HostPatch, "send") if device == "immediate" else (made, "put")
+    with ours.scheduler or contextlib.nullcontext():
+        monkeypatch.setattr(Predictor, "predict", lambda *_: Prediction(1.0, Interval(0.75, 1.0)))
+        monkeypatch.setattr(Predictor, "add_lists", lambda *_: None)
+        for one in (plain, ours):
+            one.run(range(3))
+            one.backward(3)
+        ours.scheduler.catch_up()  # type: ignore[union-attr]
+        before = ours.optimizer.statistics.respeculated
+        with monkeypatch.context() as patch, pytest.raises(ValueError, match="planted"):
+            Failing(patch, *sent, 1, ValueError("planted")).is_armed = True
+            ours.optimizer.max_grad_norm = 4.5
+            ours.step()
+        for one in (plain, ours):
+            one.optimizer.max_grad_norm = None
+            one.step()
+        assert ours.optimizer.statistics.respeculated > before
+        assert ours.seen() == plain.seen()
