@@ -195,9 +195,7 @@ class Transaction:
         except Exception as error:
             if not is_short_of_memory(error):
                 raise
-            for number in over:
-                pending[number].interval = None
-            return None
+            return None  # without its list, a value is for one factor
         for position, number in enumerate(over):
             pending[number].listed = Listed(lists, position)
             addresses[number] = lists.address(position)
