@@ -60,7 +60,7 @@ def test_verified_run_leaves_its_files_and_figures(
     if dtype == "bf16":
         assert 0 < report["respeculated"] <= report["clipped"] * tensors
         assert 1 <= report["dropped"] <= 2 * tensors
-        assert min(report["respeculated_buckets"], report["dropped_buckets"]) >= 1
+        assert report["dropped_buckets"] >= 1
         assert 2 * parameters <= report["shadow_bytes"] < 2 * (parameters + 64 * tensors)  # each tensor is aligned
     else:  # own masters are only summed during backward
         assert (report["respeculated"], report["dropped"], report["shadow_bytes"]) == (0, 0, 0)

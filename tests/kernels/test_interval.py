@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from intervals import HALVES, Case, at_factor, cases, factors
+from intervals import HALVES, Case, at_factor, beside_midpoints, cases, decayed, elements, factors
 from kernel_arrays import Job, coefficient_table, differing, make_segment, narrow, widen
 from listing import LISTED, Listing
 
 from superadam.kernels import formula, native
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters, Interval
-from superadam.kernels.native import Dtype, Pass
+from superadam.kernels.native import Dtype, Flag, Pass
 
 ORDINARY = Hyperparameters(1e-5, 0.9, 0.999, 1e-8, 0.1, amsgrad=False, maximize=False, decoupled_weight_decay=True)
 EACH_HALF = pytest.mark.parametrize("dtype", HALVES, ids=lambda dtype: dtype.name)
@@ -25,9 +25,7 @@ def rounded_at(case: Case, factor: float, dtype: Dtype, *, rounds: bool) -> np.n
     return narrow(formula.adam_formula(at_factor(case.k, factor, rounds=rounds), *case.elements)[0], dtype)
 
 
-@EACH_HALF
-@given(case=cases(), seed=st.integers(0, 2**32 - 1))
-def test_what_is_certain_rounds_alike_for_every_factor(case: Case, seed: int, dtype: Dtype) -> None:
+def check_certain(case: Case, dtype: Dtype, seed: int) -> None:
     """Products with bf16 gradients may be rounded, in what is published and in what the verdict asks for."""
     for publishes_rounded in {False, case.is_bfloat16}:
         k = at_factor(case.k, case.k.s, rounds=publishes_rounded).over(case.interval)
@@ -38,6 +36,23 @@ def test_what_is_certain_rounds_alike_for_every_factor(case: Case, seed: int, dt
             for rounds in {False, case.is_bfloat16}:
                 other = widen(rounded_at(case, factor, dtype, rounds=rounds), dtype)[certain]
                 assert differing(published, other) == 0, (factor, rounds)
+
+
+@EACH_HALF
+@given(case=cases(), seed=st.integers(0, 2**32 - 1))
+def test_what_is_certain_rounds_alike_for_every_factor(case: Case, seed: int, dtype: Dtype) -> None:
+    check_certain(case, dtype, seed)
+
+
+@given(seed=st.integers(0, 2**32 - 1), lr=st.floats(1e-4, 1.0))
+def test_sums_with_decay_are_rounded_for_every_factor(seed: int, lr: float) -> None:
+    """The gradient changes the last bits of a sum that decides about both moments."""
+    hyper = dataclasses.replace(ORDINARY, lr=lr, eps=0.0, beta2=0.95, decoupled_weight_decay=False)
+    k, rng = Coefficients.at_step(hyper, 1, 0.5).over(Interval(0.25, 0.75)), np.random.default_rng(seed)
+    assert k is not None
+    case = Case(k, Interval(0.25, 0.75), elements(rng, 4096, k, every=[decayed]))
+    case = dataclasses.replace(case, elements=beside_midpoints(rng, case, Dtype.BFLOAT16))
+    check_certain(case, Dtype.BFLOAT16, seed)
 
 
 EACH_PASS = pytest.mark.parametrize(
@@ -157,6 +172,7 @@ def test_a_target_without_an_index_is_refused() -> None:
     ("hyper", "step", "factor", "interval"),
     [
         (ORDINARY, 5, 0.5, Interval(0.0, 0.5)),
+        (ORDINARY, 5, 0.0, Interval(0.0, 0.5)),
         (ORDINARY, 5, 0.5, Interval(0.1, 0.5)),
         (ORDINARY, 5, 0.5, Interval(0.4, np.inf)),
         (ORDINARY, 5, 0.5, Interval(0.6, 0.7)),
@@ -172,14 +188,18 @@ def test_intervals_that_the_proof_does_not_cover_are_refused(
     assert Coefficients.at_step(hyper, step, factor).over(interval) is None
 
 
-def test_scalars_of_the_test_are_rounded_up() -> None:
-    for factor, width in ((0.5, 1.0), (0.3, 1.5), (1e-5, 3.9), (1.0, 1.25)):
-        k = Coefficients.at_step(ORDINARY, 5, factor)
-        low, high = float(np.float32(factor / width)), float(np.float32(factor * width))
+@given(lr=st.floats(1e-8, 1.0), step=st.integers(1, 10**6), factor=st.floats(1e-6, 1.0), rounds=st.booleans())
+def test_scalars_of_the_test_are_rounded_up(lr: float, step: int, factor: float, rounds: bool) -> None:
+    k = Coefficients.at_step(dataclasses.replace(ORDINARY, lr=lr), step, factor, rounds=rounds)
+    for width in (1.0, 1.01, 1.5, 3.9):
+        low, high = float(np.float32(k.s / width)), float(np.float32(k.s * width))
         over = k.over(Interval(low, high))
         assert over is not None
-        assert over.interval.spread > max(high - k.s, k.s - low) + 2.0**-8 * high
+        products = high + k.s if Flag.ROUND in k.flags else high
+        assert over.interval.spread > max(high - k.s, k.s - low) + 2.0**-8 * products
         assert over.interval.spread > 2.0**-6 * high
-        assert over.interval.slope > -k.nss * k.w
+        assert over.interval.slope > -k.nss * k.w  # a product that is exact in double
         assert over.interval.kappa > k.c2**0.5 / k.bc2s
+        assert over.interval.least > 2.0**-40 / k.bc2s
+        assert over.interval.slack > 2.0**-68
         assert all(float(np.float32(one)) == one for one in over.interval)

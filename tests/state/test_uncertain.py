@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 
 import numpy as np
 import pytest
 
-from superadam.state.uncertain import LISTED_SHARE, UncertainLists, list_bytes
+from superadam.kernels import native
+from superadam.state.uncertain import LISTED_SHARE, Listed, UncertainLists, list_bytes
 
+NUMELS = [0, 1, LISTED_SHARE * 16, LISTED_SHARE * 16 + 1, 100_000]
 NAMES = ("index", "master", "exp_avg", "exp_avg_sq", "gradient", "max_exp_avg_sq")
 
 
@@ -30,3 +33,27 @@ def test_arrays_of_all_lists_are_apart_and_within_the_memory(with_max: tuple[boo
             assert first % 64 == 0
             taken[first : first + 4 * int(record["capacity"])] += 1
     assert (taken == 1).all()
+
+
+def test_each_list_is_found_at_its_address() -> None:
+    numels = [0, 1, LISTED_SHARE * 16, LISTED_SHARE * 16 + 1, 100_000]
+    lists = UncertainLists(numels, [False] * len(numels))
+    for position, numel in enumerate(numels):
+        memory = (ctypes.c_uint8 * native.UNCERTAIN.itemsize).from_address(lists.address(position))
+        np.ctypeslib.as_array(memory).view(native.UNCERTAIN)["count"] = position
+        capacity = int(lists.records["capacity"][position])
+        assert lists.records["count"][position] == position
+        values = (ctypes.c_uint32 * capacity).from_address(int(lists.records["index"][position]))
+        values[:] = [numel + one for one in range(capacity)]
+    for position, numel in enumerate(numels[1:], 1):
+        listed = Listed(lists, position)
+        assert listed.count == position
+        assert listed.index.tolist() == [numel + one for one in range(position)]
+
+
+def test_a_list_is_complete_up_to_its_last_entry() -> None:
+    lists = UncertainLists([LISTED_SHARE * 16], [False])
+    listed = Listed(lists, 0)
+    for count, is_complete in ((0, True), (15, True), (16, True), (17, False), (400, False)):
+        lists.records["count"] = count
+        assert (listed.count, listed.is_complete) == (count, is_complete)

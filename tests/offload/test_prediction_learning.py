@@ -1,0 +1,108 @@
+"""What predictions learn from verdicts and lists, and what they do not."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from superadam.kernels.hyperparameters import Interval
+from superadam.offload.prediction import FIRST_LEFT_OUT, Prediction, Predictor
+from superadam.step.outcome import Applied
+
+
+def step(predictor: Predictor, norm: float, limit: float | None = 1.0, *, is_known: bool = True) -> Prediction | None:
+    """Let a bucket with this norm arrive, and clip; return what was predicted."""
+    prediction = predictor.predict(100, 0.0, 1.0, (math.inf if limit is None else limit) if is_known else None)
+    predictor.add_verdict(Applied(norm, 1.0 if limit is None else min(1.0, limit / norm), 1.0))
+    return prediction
+
+
+def trained(norms: list[float], **options: Any) -> Predictor:
+    predictor = Predictor()
+    for norm in norms:
+        step(predictor, norm, **options)
+    return predictor
+
+
+def width(prediction: Prediction | None) -> float:
+    """Return how far an interval reaches."""
+    assert prediction is not None
+    assert prediction.interval is not None
+    return prediction.interval.high / prediction.interval.low
+
+
+def test_the_norm_is_no_less_than_what_has_arrived() -> None:
+    predictor = trained([10.0] * 12)
+    for _ in range(8):
+        predictor.predict(100, 0.0, 1.0, 1.0)
+        predictor.predict(900, 3.0, 1.0, 1.0)
+        predictor.predict(100, 9.0, 1.0, 1.0)
+        predictor.add_verdict(Applied(10.0, 0.1, 1.0))
+    predictor.predict(10, 0.0, 1.0, 1.0)
+    prediction = predictor.predict(900, 50.0, 1.0, 1.0)  # too few elements for another prediction
+    assert prediction is not None
+    assert prediction.factor <= 1.0 / 50.0
+
+
+def test_no_interval_reaches_beyond_the_factor_of_what_has_arrived() -> None:
+    predictor = Predictor()
+    for _ in range(12):
+        predictor.predict(100, 0.0, 1.0, 1.0)
+        last = predictor.predict(100, 9.9, 1.0, 1.0)
+        predictor.add_verdict(Applied(10.0, 0.1, 1.0))
+    assert last is not None
+    assert last.interval is not None
+    assert last.interval.high == pytest.approx(1.0 / 9.9, rel=1e-6)  # rounded to fp32
+    assert last.interval.low < 0.1
+
+
+def test_steps_whose_factors_differ_are_wrong_predictions() -> None:
+    predictor = trained([10.0] * 12, limit=None)
+    for _ in range(3):
+        predictor.predict(100, 0.0, 1.0, None)
+        predictor.add_verdict(Applied(10.0, None, 1.0))
+    assert predictor.predict(100, 0.0, 1.0, 1.0) is None
+
+
+def test_rare_jumps_are_not_worth_a_wide_interval() -> None:
+    """One step in 10 is missed; holding for that as well would make several times as many elements uncertain."""
+    predictor = trained([16.0 if number % 10 == 9 else 10.0 for number in range(60)])
+    assert width(step(predictor, 10.0)) < 1.25
+
+
+def test_steps_within_the_limit_do_not_end_it() -> None:
+    predictor = trained([3.0] * 12 + [0.3] * 4 + [3.0] * 4, is_known=False)
+    assert step(predictor, 3.0, is_known=False) != Prediction(1.0)
+
+
+def test_a_step_of_which_nothing_was_predicted_teaches_nothing() -> None:
+    predictor, other = trained([10.0] * 12), trained([10.0] * 12)
+    for _ in range(12):
+        predictor.add_verdict(Applied(500.0, 0.002, 1.0))
+    assert step(predictor, 10.0) == step(other, 10.0)
+
+
+@pytest.mark.parametrize("norm", [math.inf, math.nan])
+def test_norms_that_are_not_finite_teach_nothing(norm: float) -> None:
+    predictor, other = trained([10.0] * 12), trained([10.0] * 12)
+    for _ in range(6):
+        predictor.predict(100, 0.0, 1.0, 1.0)
+        predictor.add_verdict(Applied(norm, 0.0, 1.0))
+    assert step(predictor, 10.0) == step(other, 10.0)
+
+
+def test_a_list_that_is_complete_ends_the_leaving_out() -> None:
+    predictor, prediction = trained([10.0] * 12), Prediction(0.1, Interval(0.08, 0.12))
+    state: Any = type("State", (), {"shape": torch.Size([3200])})()
+    for count, steps in ((3000, FIRST_LEFT_OUT), (3000, 2 * FIRST_LEFT_OUT), (50, 0), (3000, FIRST_LEFT_OUT)):
+        record: Any = SimpleNamespace(listed=SimpleNamespace(count=count, is_complete=count <= 100))
+        predictor.add_lists({state: record}, prediction)
+        waited = 0
+        while predictor.leaves_out(state) and waited < 100:
+            step(predictor, 10.0)
+            waited += 1
+        assert waited == steps
