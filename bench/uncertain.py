@@ -1,8 +1,8 @@
 """How many elements the interval test calls uncertain, by learning rate and by the width of the interval.
 
 State is synthetic, as in fine-tuning: weights N(0, 0.02), second moments log-normal, heavy-tailed bf16 gradients, the
-first moment a third of the gradients' size, beta2 0.999, weight decay 0.01, step 500. An interval of width w reaches from
-the predicted clip coefficient divided by w to the coefficient times w.
+first moment a third of the gradients' size, beta2 0.999, weight decay 0.01, step 500. An interval of width w reaches
+from the predicted clip coefficient divided by w to the coefficient times w.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ typedef struct {
     float *master;
     float *exp_avg;
     float *exp_avg_sq;
-    float *max_exp_avg_sq; /* null unless the segment has that array */
+    float *max_exp_avg_sq; /* filled where the segment has that array, too */
 } superadam_uncertain;
 
 /* One run of elements of one parameter. Arrays must not overlap; one that a pass does not use may be null. `sums` and

@@ -44,6 +44,17 @@ static inline __attribute__((always_inline)) vec_mask interval_is_certain(int ou
     return certain;
 }
 
+/* Copies from[at[0]], from[at[1]], ..., elements of `size` bytes, 2 or 4. */
+static inline __attribute__((always_inline)) void interval_copy(int size, void *restrict to, const void *restrict from,
+                                                                const uint16_t *restrict at, int64_t count)
+{
+    for (int64_t j = 0; j < count; j++)
+        if (size == 4)
+            ((uint32_t *)to)[j] = ((const uint32_t *)from)[at[j]];
+        else
+            ((uint16_t *)to)[j] = ((const uint16_t *)from)[at[j]];
+}
+
 /* Copies the elements of a chunk whose bits are set, with their state as it is now, to the segment's list. A branch for
  * each vector, while divisions are under way, would cost more than a second loop. */
 static void interval_list(const superadam_segment *segment, int64_t begin, const uint16_t *uncertain)
@@ -60,17 +71,15 @@ static void interval_list(const superadam_segment *segment, int64_t begin, const
     const int64_t first = __atomic_fetch_add(&list->count, count, __ATOMIC_RELAXED);
     if (first + count > list->capacity)
         return;
-    for (int64_t j = 0; j < count; j++) {
-        const int64_t from = begin + found[j], to = first + j;
-        list->index[to] = (uint32_t)from;
-        list->master[to] = ((const float *)segment->master)[from];
-        list->exp_avg[to] = ((const float *)segment->exp_avg)[from];
-        list->exp_avg_sq[to] = ((const float *)segment->exp_avg_sq)[from];
-        if (list->max_exp_avg_sq)
-            list->max_exp_avg_sq[to] = ((const float *)segment->max_exp_avg_sq)[from];
-        if (segment->gradient_dtype == SUPERADAM_FLOAT32)
-            ((uint32_t *)list->gradient)[to] = ((const uint32_t *)segment->gradient)[from];
-        else
-            ((uint16_t *)list->gradient)[to] = ((const uint16_t *)segment->gradient)[from];
-    }
+    for (int64_t j = 0; j < count; j++)
+        list->index[first + j] = (uint32_t)(begin + found[j]);
+    interval_copy(4, &list->master[first], (const float *)segment->master + begin, found, count);
+    interval_copy(4, &list->exp_avg[first], (const float *)segment->exp_avg + begin, found, count);
+    interval_copy(4, &list->exp_avg_sq[first], (const float *)segment->exp_avg_sq + begin, found, count);
+    if (list->max_exp_avg_sq && segment->max_exp_avg_sq)
+        interval_copy(4, &list->max_exp_avg_sq[first], (const float *)segment->max_exp_avg_sq + begin, found, count);
+    if (segment->gradient_dtype == SUPERADAM_FLOAT32)
+        interval_copy(4, (float *)list->gradient + first, (const float *)segment->gradient + begin, found, count);
+    else
+        interval_copy(2, (uint16_t *)list->gradient + first, (const uint16_t *)segment->gradient + begin, found, count);
 }

@@ -86,7 +86,7 @@ static int check_list(const superadam_segment *s, int amsgrad)
     if (list->capacity < 0 || s->length > UINT32_MAX)
         return SUPERADAM_BAD_LENGTH;
     if (list->capacity && (!list->index || !list->gradient || !list->master || !list->exp_avg || !list->exp_avg_sq ||
-                           (amsgrad && !list->max_exp_avg_sq)))
+                           (amsgrad && !list->max_exp_avg_sq) || (list->max_exp_avg_sq && !s->max_exp_avg_sq)))
         return SUPERADAM_BAD_POINTER;
     return SUPERADAM_OK;
 }

@@ -50,6 +50,7 @@ class HostNeeds:
         gradients: of one step, where backward leaves them in host memory.
         pending: gradients of one step that are copied to the host, and stay there together.
         shadows: new values that wait on the host for the verdict.
+        lists: elements whose new value may change with the verdict.
         largest: the largest buffer that is copied, in either direction.
         present: what of all this is allocated already.
     """
@@ -58,6 +59,7 @@ class HostNeeds:
     gradients: int = 0
     pending: int = 0
     shadows: int = 0
+    lists: int = 0
     largest: int = 0
     present: int = 0
 
@@ -68,6 +70,7 @@ class HostNeeds:
             self.gradients + other.gradients,
             self.pending + other.pending,
             self.shadows + other.shadows,
+            self.lists + other.lists,
             max(self.largest, other.largest),
             self.present + other.present,
         )
@@ -85,15 +88,16 @@ class HostNeeds:
     @property
     def total(self) -> int:
         """All bytes, allocated or not."""
-        return self.state + self.gradients + self.pending + self.shadows + self.under_way
+        return self.state + self.gradients + self.pending + self.shadows + self.lists + self.under_way
 
     def check(self, host: Host) -> None:
         """Check that the host can hold this; see `require_memory`."""
         parts = f"{gigabytes(self.state)} of state, {gigabytes(self.gradients + self.pending)} of gradients"
+        values = gigabytes(self.shadows + self.lists + self.under_way)
         require_memory(
             host,
             self.total,
-            f"training ({parts}, {gigabytes(self.shadows + self.under_way)} of new values and buckets under way)",
+            f"training ({parts}, {values} of new values and buckets under way)",
             "allow this process more memory, train fewer parameters, or let gradients travel in a narrower "
             "transfer_dtype",
             missing=self.missing,

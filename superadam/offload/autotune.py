@@ -94,8 +94,11 @@ class Autotuner:
         """Record a bucket of this step that was speculated on, or is kept; called by the worker."""
         self._step.append(times)
 
-    def end_step(self) -> bool:
-        """Return whether there is a new placement from now on, or a new order that it applies to."""
+    def end_step(self, update_seconds: float = 0.0) -> bool:
+        """Return whether there is a new placement from now on, or a new order that it applies to.
+
+        `update_seconds` is the time that the updates of waiting buckets took after backward.
+        """
         times, self._step = self._step, []
         ready = [*self._ready[False].values(), *self._ready[True].values()]
         self._ready = {False: {}, True: {}}
@@ -104,7 +107,11 @@ class Autotuner:
             return False
         self._orders.append(ready)
         order, self.order = self.order, max(reversed(self._orders), key=len)
-        self._rated += [one for one in times if one.is_hidden and not one.is_kept]
+        self._rated += [one for one in times if one.is_hidden and not one.is_kept and not one.waits]
+        waiting = [one for one in times if one.waits]
+        if waiting and update_seconds > 0.0:
+            elements, moved = sum(one.elements for one in waiting), sum(one.bytes for one in waiting)
+            self._rated.append(BucketTimes(elements, moved, waiting[-1].ready, update_seconds))
         if self._is_automatic and len(times) == buckets and self._rated and self._has_new_choice(times):
             _logger.info("placement: %s", self.placement)
             return True

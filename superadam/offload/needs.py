@@ -18,6 +18,7 @@ from superadam.host.memory import HostNeeds
 from superadam.offload.placement import Placement
 from superadam.offload.transfers import dtype_on_link
 from superadam.optim.adam import SpeculativeCPUAdam
+from superadam.state.uncertain import NARROWER, list_bytes
 
 
 def needs_of(
@@ -33,6 +34,7 @@ def needs_of(
         gradients=size * numel if is_on_host else 0,
         pending=0 if is_on_host else on_link * aligned(numel),
         shadows=0 if is_own_master else size * numel,
+        lists=list_bytes(numel, with_max=amsgrad) if parameter.dtype in NARROWER else 0,
         largest=0 if is_on_host else max(size, on_link) * aligned(numel),
     )
 
@@ -57,7 +59,7 @@ def needs_of_run(optimizer: SpeculativeCPUAdam, device: Device, placement: Place
                 leaving += one.shadows
                 widest = max(widest, local.element_size(), dtype_on_link(local, link).itemsize)
     if not placement.num_threads:  # nothing is done during backward, so that nothing waits for a verdict
-        return replace(run, gradients=run.gradients + run.pending, pending=0, shadows=0, largest=0)
+        return replace(run, gradients=run.gradients + run.pending, pending=0, shadows=0, lists=0, largest=0)
     if leaving and device.has_link:
         kept = min(elements, placement.gpu_buckets * placement.bucket_numel) * BYTES_OF_STATE
         free = device.free_bytes()

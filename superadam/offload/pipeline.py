@@ -112,13 +112,13 @@ class Pipeline:
         limit = None if transaction.ranks is not None else math.inf if (limit := self._limit()) is None else limit
         prediction = self.predictor.predict(elements, transaction.norm_so_far(), transaction.expected_scale, limit)
         for state, record in pending.items():
-            if prediction is None or (prediction.interval is not None and self.predictor.leaves_out(state)):
+            if prediction is None or self.predictor.leaves_out(state, prediction, transaction.expected_scale):
                 record.place = None
             else:
                 record.expect(*prediction)
         written = {id(one.place.shadow): one.place.shadow for one in pending.values() if one.place is not None}
         is_hidden = not is_awaited()
-        moved = _moved_bytes(pending) if self._autotuner.can_keep else 0
+        moved = _moved_bytes(pending, fuses=not written) if self._autotuner.can_keep else 0
         with torch.no_grad():
             transaction.speculate(pending, self._num_threads() if is_hidden else None)
         if prediction is not None and prediction.interval is not None:
@@ -129,9 +129,9 @@ class Pipeline:
         self._statistics.waiting_buckets += not written
         self._trace.add("gradients to host", "download", sent_at, begin, elements=elements)
         self._count_work("adam" if written else "norm", begin, elements)
-        if written and self._autotuner.can_keep:
+        if self._autotuner.can_keep:
             seconds, ready = time.perf_counter() - begin, arrived.passed_at()
-            self._autotuner.add_times(BucketTimes(elements, moved, ready, seconds, is_hidden))
+            self._autotuner.add_times(BucketTimes(elements, moved, ready, seconds, is_hidden, waits=not written))
 
     def _count_lists(self, pending: Mapping[ParameterState, Pending], prediction: Prediction) -> None:
         """Learn from the lists of uncertain elements, and count them."""

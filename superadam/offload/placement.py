@@ -48,6 +48,7 @@ class BucketTimes:
         worker_seconds: time that it took there.
         is_hidden: whether the model computed meanwhile, so that the worker used the placement's number of threads.
         is_kept: whether its step is made on the device.
+        waits: whether it was not speculated on, so that all but its norm is work after backward.
     """
 
     elements: int
@@ -56,6 +57,7 @@ class BucketTimes:
     worker_seconds: float = 0.0
     is_hidden: bool = True
     is_kept: bool = False
+    waits: bool = False
 
 
 def rate(times: Sequence[BucketTimes]) -> float:
@@ -69,10 +71,16 @@ def numel_of_buckets(total: int, least: int = LEAST_NUMEL) -> int:
 
 
 def worker_ends(step: Sequence[BucketTimes], seconds_per_byte: float) -> list[float]:
-    """Return when the worker would be done if only the first 0, 1, 2, ... buckets of a step travelled."""
+    """Return when all work would be done if only the first 0, 1, 2, ... buckets of a step travelled."""
     ends = [step[0].ready]
+    hidden, after = step[0].ready, 0.0
     for one in step:
-        ends.append(max(ends[-1], one.ready) + one.bytes * seconds_per_byte)
+        seconds = one.bytes * seconds_per_byte
+        if one.waits:
+            after += seconds
+        else:
+            hidden = max(hidden, one.ready) + seconds
+        ends.append(max(hidden, step[-1].ready) + after if after else hidden)
     return ends
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import math
 import statistics
+import weakref
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ LEAST_SEEN = 0.12  # share of the elements that must have arrived before their n
 LEAST_HITS = 0.5  # share of predictions that must hold: a miss costs a pass over the state after backward
 PATCH_COST = 6.0  # of one element, in passes over one element: it is found, copied, and computed again
 FIRST_UNCERTAIN = 0.05  # uncertain share of the elements for a spread as large as the factor, before it is measured
+FADING = 0.02  # weight of that at the end of each step in which nothing was listed
 FIRST_LEFT_OUT, MOST_LEFT_OUT = 8, 128  # steps in which a parameter that has too many uncertain elements is left out
 
 
@@ -58,14 +60,17 @@ class Predictor:
         self._arrived = 0  # elements, in this step
         self._elements = 0  # of a whole step
         self._uncertain = FIRST_UNCERTAIN
+        self._listed, self._found = 0.0, 0  # in this step: elements times spread, and how many were uncertain
         self._steps = 0
-        self._left_out: dict[ParameterState, tuple[int, int]] = {}  # until which step, and for how many
+        # Until which step, and for how many; of states that are bound again by another, nothing is kept.
+        self._left_out: weakref.WeakKeyDictionary[ParameterState, tuple[int, int]] = weakref.WeakKeyDictionary()
 
     # ---- learning ----------------------------------------------------------------------------------------------------
 
     def add_verdict(self, applied: Applied | None) -> None:
         """Learn from the end of a step; None where nothing was speculated on, or it was skipped."""
         made, self._made = self._made, []
+        self._learn_uncertain()
         if applied is None:
             return
         norm, factor, unscaling, self._is_own = applied
@@ -84,7 +89,7 @@ class Predictor:
                 self._errors.append(math.inf if is_wrong else abs(math.log(one.factor / (factor or 1.0))))
         self._norms.append(norm)
         self._seen.append({one.elements: one.seen for one in made})
-        self._elements = max(one.elements for one in made)
+        self._elements = self._arrived
 
     def add_lists(self, pending: Mapping[ParameterState, Pending], prediction: Prediction) -> None:
         """Learn how many elements are uncertain in an interval."""
@@ -103,12 +108,28 @@ class Predictor:
                 continue
             elements, uncertain = elements + numel, uncertain + one.count
         if elements:
-            self._uncertain += 0.25 * (uncertain / (elements * spread) - self._uncertain)
+            self._listed, self._found = self._listed + elements * spread, self._found + uncertain
+
+    def _learn_uncertain(self) -> None:
+        """Learn from all lists of a step; without any, trust less and less in what was learned: lr may have changed."""
+        if self._listed:
+            self._uncertain += 0.5 * (self._found / self._listed - self._uncertain)
+            self._listed, self._found = 0.0, 0
+        else:
+            self._uncertain += FADING * (min(self._uncertain, FIRST_UNCERTAIN) - self._uncertain)
 
     # ---- predicting --------------------------------------------------------------------------------------------------
 
-    def leaves_out(self, state: ParameterState) -> bool:
-        """Whether nearly all of a parameter is uncertain: it is near zero, or its updates are large."""
+    def leaves_out(self, state: ParameterState, prediction: Prediction, unscaling: float) -> bool:
+        """Whether speculation on a parameter would be in vain, if the verdict's factor is not the predicted one.
+
+        It has no more values than its master, or nearly all of it is uncertain: it is near zero, or its updates are
+        large. The factor without clipping, `unscaling`, is met often.
+        """
+        if prediction.interval is None:
+            return False
+        if not state.is_narrow:
+            return prediction.factor != unscaling
         return self._left_out.get(state, (0, 0))[0] > self._steps
 
     def add_arrived(self, elements: int, seen: float) -> int:
@@ -141,7 +162,7 @@ class Predictor:
             return None if norm * unscaling > limit else Prediction(unscaling)
         low, high = _float32(centre / width), _float32(min(unscaling, centre * width))
         if seen > 0.0:
-            high = max(_float32(centre), min(high, _float32(limit / seen)))
+            high = max(_float32(centre), _float32(min(high, limit / seen)))
         factor = _float32(unscaling) if centre >= unscaling else _float32((low + high) / 2)
         low, high = min(low, factor), max(high, factor)
         return Prediction(factor, Interval(max(low, _float32(factor / 3.9)), high))

@@ -262,6 +262,7 @@ class OffloadScheduler(GradientHolder):
         """Handle the outcome of a step: let commits begin."""
         self._transfers.trace_arrived()
         is_full = self.optimizer.statistics.displaced > self._counts.displaced
+        update_seconds = self.optimizer.statistics.resolve_seconds - self._counts.resolve_seconds
         if self._pipeline is not None or self._backward_began is not None:  # else nothing can have been taken
             self._bucketer.end_step()
         self._count_verdict(outcome)
@@ -274,7 +275,7 @@ class OffloadScheduler(GradientHolder):
         if self._pipeline is None:
             return
         self._pipeline.predictor.add_verdict(None if self._transaction is None else self._transaction.applied)
-        if self._autotuner.can_keep and self._autotuner.end_step():
+        if self._autotuner.can_keep and self._autotuner.end_step(update_seconds):
             self._apply_placement()
         if is_full:
             self._make_room()

@@ -20,7 +20,7 @@ from superadam.handles.taken_gradient import TakenGradient
 from superadam.kernels.dtypes import DTYPES
 from superadam.kernels.hyperparameters import Hyperparameters, Interval, Scale
 from superadam.kernels.torch_private import version_of
-from superadam.state.uncertain import Listed, Patch
+from superadam.state.uncertain import NARROWER, Listed, Patch
 
 
 class Phase(enum.Enum):
@@ -269,6 +269,11 @@ class ParameterState:
     def is_as_bound(self) -> bool:
         """Whether the parameter has the shape and dtype it was bound with; if not, it is compared when bound again."""
         return self.local.shape == self.shape and self.local.dtype == self.parameter_dtype
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether the parameter's dtype is narrower than its master's, so that new values of many factors are one."""
+        return self.parameter_dtype in NARROWER
 
     @property
     def has_state(self) -> bool:

@@ -13,6 +13,9 @@ from torch import Tensor
 
 from superadam.kernels import native
 
+NARROWER = (torch.bfloat16, torch.float16)
+"""Dtypes of working copies that have lists: new values are rounded to them."""
+
 LISTED_SHARE = 32
 """A list has room for one element in this many; a parameter that has more uncertain ones is not worth patching."""
 
@@ -21,9 +24,9 @@ _ARRAYS = ("index", "master", "exp_avg", "exp_avg_sq", "gradient", "max_exp_avg_
 _ENTRY_BYTES = 4  # of each array; a narrower gradient leaves some unused
 
 
-def list_bytes(numel: int, *, amsgrad: bool = False) -> int:
-    """Return the bytes of the list of a parameter with this many elements."""
-    return _capacity(numel) * _ENTRY_BYTES * (len(_ARRAYS) - (not amsgrad))
+def list_bytes(numel: int, *, with_max: bool = False) -> int:
+    """Return the bytes of the list of a parameter with this many elements; `with_max`: it has a `max_exp_avg_sq`."""
+    return _capacity(numel) * _ENTRY_BYTES * (len(_ARRAYS) - (not with_max))
 
 
 def _capacity(numel: int) -> int:
@@ -37,15 +40,15 @@ class UncertainLists:
         records: of dtype `superadam.kernels.native.UNCERTAIN`, in the order of the parameters.
     """
 
-    def __init__(self, numels: Sequence[int], *, amsgrad: bool) -> None:
+    def __init__(self, numels: Sequence[int], with_max: Sequence[bool]) -> None:
         self.records = np.zeros(len(numels), native.UNCERTAIN)
-        sizes = [list_bytes(numel, amsgrad=amsgrad) for numel in numels]
+        sizes = [list_bytes(numel, with_max=one) for numel, one in zip(numels, with_max, strict=True)]
         self._memory = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
         self.records["capacity"] = [*map(_capacity, numels)]
-        arrays = _ARRAYS if amsgrad else _ARRAYS[:-1]
         begins = self._memory.data_ptr() + np.cumsum([0, *sizes[:-1]], dtype=np.uint64)
-        for number, name in enumerate(arrays):
+        for number, name in enumerate(_ARRAYS):
             self.records[name] = begins + np.uint64(number * _ENTRY_BYTES) * self.records["capacity"].astype(np.uint64)
+        self.records[_ARRAYS[-1]][~np.array(with_max, bool)] = 0
 
     def address(self, position: int) -> int:
         """Return the address of one record, for a segment."""

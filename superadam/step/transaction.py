@@ -39,8 +39,6 @@ from superadam.step.gradients import StepGradients
 from superadam.step.outcome import Applied, Statistics, StepKind, StepOutcome
 from superadam.step.validation import judge
 
-_NARROWER = (torch.bfloat16, torch.float16)  # than their masters: what the interval test is for
-
 
 @dataclass(slots=True)
 class _Part:
@@ -185,16 +183,19 @@ class Transaction:
     ) -> list[int] | None:
         """Return the addresses of the lists for uncertain elements, 0 where the interval test is not covered."""
         for state, record, is_covered in zip(states, pending, covered, strict=True):
-            if not is_covered or state.parameter_dtype not in _NARROWER:
+            if not is_covered or not state.is_narrow:
                 record.interval = None
         over = [number for number, record in enumerate(pending) if record.interval is not None]
         if not over:
             return None
-        amsgrad = any(pending[number].hyper.amsgrad for number in over)
-        lists, addresses = (
-            UncertainLists([states[one].local.numel() for one in over], amsgrad=amsgrad),
-            [0] * len(states),
-        )
+        chosen, addresses = [states[number] for number in over], [0] * len(states)
+        with_max = [state.max_exp_avg_sq is not None for state in chosen]
+        try:
+            lists = UncertainLists([state.local.numel() for state in chosen], with_max)
+        except Exception as error:
+            if not is_short_of_memory(error):
+                raise
+            return None  # without its list, a value is for one factor
         for position, number in enumerate(over):
             pending[number].listed = Listed(lists, position)
             addresses[number] = lists.address(position)

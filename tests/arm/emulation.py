@@ -28,6 +28,8 @@ EMULATOR = "qemu-aarch64-static"
 COMPILER = "aarch64-linux-gnu-gcc-12"
 ARRAYS = tuple(native.SEGMENT.names or ())[:9]
 """Fields of a segment that are arrays, in the order in which they stand in a file of jobs."""
+LIST = tuple(native.UNCERTAIN.names or ())[2:]
+"""Fields of a list of uncertain elements that are arrays, in the order in which results have them."""
 
 
 class Cpu(enum.Enum):
@@ -80,7 +82,7 @@ def write_jobs(path: Path, jobs: Sequence[EmulatedJob]) -> None:
 
 
 def read_results(path: Path, jobs: Sequence[EmulatedJob]) -> list[list[dict[str, Array]]]:
-    """Return the arrays of each segment of each job after the run."""
+    """Return the arrays of each segment of each job after the run, and those of its list with `listed ` before them."""
     data = path.read_bytes()
     at = 0
 
@@ -104,6 +106,13 @@ def read_results(path: Path, jobs: Sequence[EmulatedJob]) -> list[list[dict[str,
                 for segment in emulated.job.segments
             ]
         )
+        for segment, arrays in zip(emulated.job.segments, results[-1], strict=True):
+            if segment.uncertain:
+                kinds = {"index": np.uint32, "gradient": segment.arrays["gradient"].view.dtype}
+                count = int(take(1, np.dtype(np.int64))[0])
+                for name in LIST:
+                    values = take(segment.length, np.dtype(kinds.get(name, np.float32)))
+                    arrays[f"listed {name}"] = values[:count]
     assert at == len(data)
     return results
 

@@ -14,7 +14,7 @@
 #include "dispatch.h"
 #include "float_control.h"
 
-enum { FIELDS = 9, PATTERN = 0xA5 };
+enum { FIELDS = 9, LISTED = 6, PATTERN = 0xA5 };
 
 /* Field order of superadam_segment and of the data in a job. */
 enum { GRADIENT, ACCEPTED_GRADIENT, MASTER, EXP_AVG, EXP_AVG_SQ, MAX_EXP_AVG_SQ, OUT, SUMS, NONFINITE };
@@ -85,6 +85,19 @@ static size_t field_size(int field, const superadam_segment *s)
     return length * (s->gradient_dtype == SUPERADAM_FLOAT64 ? 8 : 4);
 }
 
+/* A list with room for every element, its arrays in the order of superadam_uncertain, full of zeros. */
+static superadam_uncertain *list_new(superadam_uncertain *list, const superadam_segment *s, guarded *arrays, int at_end)
+{
+    list->capacity = s->length;
+    void **pointers = (void **)&list->index;
+    for (int part = 0; part < LISTED; part++) {
+        arrays[part] = guarded_new((size_t)s->length * (part == 1 ? element_size(s->gradient_dtype) : 4), at_end);
+        memset(arrays[part].data, 0, arrays[part].size);
+        pointers[part] = arrays[part].data;
+    }
+    return list;
+}
+
 static uint64_t fpcr_read(void)
 {
     uint64_t value;
@@ -119,7 +132,9 @@ static void do_job(int isa, FILE *jobs, FILE *results)
     superadam_coefficients *coefficients = calloc((size_t)job.coefficient_count + 1, sizeof *coefficients);
     superadam_segment *segments = calloc(count + 1, sizeof *segments);
     guarded *arrays = calloc(count * FIELDS + 1, sizeof *arrays);
-    if (!coefficients || !segments || !arrays)
+    guarded *listed = calloc(count * LISTED + 1, sizeof *listed);
+    superadam_uncertain *lists = calloc(count + 1, sizeof *lists);
+    if (!coefficients || !segments || !arrays || !listed || !lists)
         fail("no memory");
     read_all(coefficients, (size_t)job.coefficient_count * sizeof *coefficients, jobs);
     read_all(segments, count * sizeof *segments, jobs);
@@ -135,6 +150,9 @@ static void do_job(int isa, FILE *jobs, FILE *results)
             read_all(array->data, array->size, jobs);
             *pointer = array->data;
         }
+    for (size_t i = 0; i < count; i++)
+        if (segments[i].uncertain) /* which says only whether there is a list */
+            segments[i].uncertain = list_new(&lists[i], &segments[i], &listed[i * LISTED], (int)job.at_end);
 
     const uint64_t fpcr = fpcr_read();
     fpcr_write((uint64_t)job.fpcr);
@@ -153,6 +171,17 @@ static void do_job(int isa, FILE *jobs, FILE *results)
             write_all(array->data, array->size, results);
             guarded_free(array);
         }
+    for (size_t i = 0; i < count; i++) {
+        if (!segments[i].uncertain)
+            continue;
+        write_all(&lists[i].count, sizeof lists[i].count, results);
+        for (size_t part = 0; part < LISTED; part++) {
+            write_all(listed[i * LISTED + part].data, listed[i * LISTED + part].size, results);
+            guarded_free(&listed[i * LISTED + part]);
+        }
+    }
+    free(lists);
+    free(listed);
     free(arrays);
     free(segments);
     free(coefficients);

@@ -82,6 +82,7 @@ def train(model: Any, optimizer: SpeculativeCPUAdamW, rank: int, micro_batches: 
     return kinds
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("micro_batches", "syncs"), [(1, True), (2, True), (3, False)])
 @pytest.mark.parametrize("where", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -187,11 +188,12 @@ def test_programs(rank: int, program: str) -> None:
     assert_same(*(run_program(rank, program, overlaps=overlaps) for overlaps in (False, True)))
 
 
+@pytest.mark.parametrize("micro_batches", [1, 2])
 @on_ranks(2)
-def test_sums_of_micro_batches_stay_in_fp32(rank: int) -> None:
+def test_sums_of_micro_batches_stay_in_fp32(rank: int, micro_batches: int) -> None:
     twin = sharded(torch.bfloat16)
     sums = [torch.zeros_like(local(parameter), dtype=torch.float32) for parameter in twin.parameters()]
-    for micro in range(2):
+    for micro in range(micro_batches):
         loss_of(twin, rank, 0, micro).backward()  # type: ignore[no-untyped-call]
         for total, parameter in zip(sums, twin.parameters(), strict=True):
             assert parameter.grad is not None
@@ -201,7 +203,7 @@ def test_sums_of_micro_batches_stay_in_fp32(rank: int) -> None:
     optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-2)
     with OffloadScheduler(optimizer, model, device=ThreadDevice(), num_threads=1, bucket_numel=8) as scheduler:
         with scheduler.accumulate(torch.float32):
-            for micro in range(2):
+            for micro in range(micro_batches):
                 loss_of(model, rank, 0, micro).backward()  # type: ignore[no-untyped-call]
         for total, parameter in zip(sums, model.parameters(), strict=True):
             taken = taken_of(parameter.grad)

@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed"),
 ]
 
-STEPS = 30
+STEPS = 20
 MICRO_BATCHES = 2
 LIMIT = 0.5
 ROUNDED = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from visible import bits
 
 from superadam import SpeculativeCPUAdam, SpeculativeCPUAdamW, StepKind
-from superadam.distributed.verdict import Question, Ranks
+from superadam.distributed.verdict import Question, Ranks, ranks_of
 from superadam.state.parameter import ParameterState
 
 
@@ -108,6 +108,34 @@ def test_ordinary_gradients_that_differ_are_refused(monkeypatch: pytest.MonkeyPa
     ranks = Ranks(None, [0, 1])
     monkeypatch.setattr(ranks, "_exchange", lambda mine: [mine._replace(plain=one) for one in (1.0, 2.0)])
     raises(RuntimeError, "differ between ranks 0 and 1", lambda: ranks.norm(Question.STEP, None, 0, 0.0, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "told"),
+    [
+        ({"magic": 1.0}, r"rank 0 is in call 1 \(step\(\)\) and rank 1 sent something else, expected each call"),
+        ({"number": 2.0}, r"rank 0 is in call 1 \(step\(\)\) and rank 1 is in call 2 \(step\(\)\), expected each call"),
+    ],
+    ids=["another program", "another call"],
+)
+def test_what_another_rank_tells_of_something_else_is_refused(
+    theirs: dict[str, float], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = Ranks(None, [0, 1])
+    monkeypatch.setattr(ranks, "_exchange", lambda mine: [mine, mine._replace(**theirs)])
+    told = "^the ranks are not at the same point: " + told
+    raises(RuntimeError, told, lambda: ranks.norm(Question.STEP, None, 0, 1.0, 0.0))
+
+
+@on_ranks(2)
+def test_ranks_are_kept_while_parameters_are_distributed_over_the_same(rank: int) -> None:
+    """With the number of their calls; for other ranks it starts again."""
+    first = ranks_of([cut(4)], ["first"], None)
+    assert first is not None
+    assert ranks_of([cut(6)], ["second"], first) is first
+    other = ranks_of([cut(4)], ["third"], Ranks(None, [1, 2]))
+    assert other is not None
+    assert other.members == [0, 1]
 
 
 @on_ranks(2)
@@ -290,6 +318,12 @@ def test_an_error_after_the_verdict(rank: int, victims: list[int]) -> None:
             assert seen(parameter) == after
     if len(victims) == 2:
         assert optimizer.state_dict()["state"][0]["step"].item() == 2.0
+        return
+    optimizer.param_groups[0]["lr"] = -1.0 if rank in victims else 0.1  # fails before it can ask: still it is behind
+    if rank in victims:
+        raises(ValueError, "lr is -1.0; expected", optimizer.step)
+    else:
+        raises(RuntimeError, rf"^an error on ranks \[{victims[0]}\] has kept them from a step", optimizer.step)
 
 
 def out_of_memory(*arguments: object, **options: object) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from gpu_arrays import DEVICE, needs_triton
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -84,6 +84,7 @@ def outcome(operation: Callable[..., list[Tensor]], tensors: Sequence[Tensor], k
 @pytest.mark.slow
 @needs_triton
 @pytest.mark.parametrize("name", OPERATIONS)
+@settings(max_examples=settings.default.max_examples // 2)
 @given(calls=st.lists(st.lists(st.sampled_from(sorted(TENSORS)), min_size=1, max_size=3), min_size=2, max_size=8))
 def test_launches_after_others_write_and_refuse_the_same(name: str, calls: list[list[str]]) -> None:
     operation, kept = OPERATIONS[name], gpu.Kept[Any]()

@@ -118,10 +118,10 @@ def test_a_machine_that_does_not_say_refuses_nothing(tmp_path: Path) -> None:
 
 
 def test_needs_are_summed() -> None:
-    one, other = HostNeeds(1, 2, 3, 4, 5, 6), HostNeeds(10, 20, 30, 40, 3, 5)
-    assert one + other == HostNeeds(11, 22, 33, 44, 5, 11)  # buckets under way are the largest ones
-    assert one.total == 1 + 2 + 3 + 4 + 4 * 5
-    assert one.missing == one.total - 6
+    one, other = HostNeeds(1, 2, 3, 4, 5, 6, 7), HostNeeds(10, 20, 30, 40, 50, 3, 5)
+    assert one + other == HostNeeds(11, 22, 33, 44, 55, 6, 12)  # buckets under way are the largest ones
+    assert one.total == 1 + 2 + 3 + 4 + 5 + 4 * 6
+    assert one.missing == one.total - 7
     assert HostNeeds(present=1).missing == 0
 
 

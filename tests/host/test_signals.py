@@ -244,6 +244,28 @@ def test_a_handler_may_do_as_it_likes() -> None:
         assert (left, set(handlers.seen)) == (0, set(SOME))
 
 
+def test_a_section_defers_all_although_handlers_had_their_own_while_it_began() -> None:
+    """Each of those has put handlers back; the next one is due while half of them are replaced again."""
+    left = 10
+
+    def act(number: int) -> None:
+        nonlocal left
+        in_section(bool)
+        if left:
+            left -= 1
+            marking = map(operator.call, mark(signal.SIGTERM))
+            _ = [*marking]  # unlike a call, this lets the handler return before another one runs
+
+    section = deferred_signals()
+    with Handlers(then=act) as handlers:
+        at_once(*mark(signal.SIGTERM), section.__enter__)
+        handlers.inside = True
+        at_once(*mark(*SOME))
+        handlers.inside = False
+        section.__exit__(None, None, None)
+        assert set(handlers.seen) == set(SOME)
+
+
 def test_a_handler_that_was_replaced_is_not_called() -> None:
     """By another one at the first signal, which is to get the second; or inside, after which it stays."""
     second: list[int] = []
@@ -257,6 +279,30 @@ def test_a_handler_that_was_replaced_is_not_called() -> None:
             signal.signal(signal.SIGXCPU, signal.SIG_IGN)
         assert signal.getsignal(signal.SIGXCPU) is signal.SIG_IGN
         for number in (signal.SIGTERM, signal.SIGXCPU):
+            signal.signal(number, handlers.handle)
+
+
+def test_a_handler_that_was_replaced_inside_is_not_called_while_the_section_ends() -> None:
+    """Not even for a moment: one signal after the other comes, each while the handlers are put back."""
+    left = 20
+    seen: list[int] = []
+
+    def act(number: int, frame: FrameType | None) -> None:
+        nonlocal left
+        if left:
+            left -= 1
+            marking = map(operator.call, mark(signal.SIGXCPU, number))
+            _ = [*marking]  # unlike a call, this lets the handler return before another one runs
+
+    section = deferred_signals()
+    with Handlers(then=lambda number: None) as handlers:
+        section.__enter__()
+        signal.signal(signal.SIGXCPU, lambda number, frame: seen.append(number))
+        signal.signal(signal.SIGVTALRM, act)
+        at_once(*mark(signal.SIGVTALRM), partial(section.__exit__, None, None, None))
+        assert handlers.seen == []
+        assert seen
+        for number in (signal.SIGXCPU, signal.SIGVTALRM):
             signal.signal(number, handlers.handle)
 
 

@@ -77,6 +77,38 @@ def test_gradients_that_are_not_rounded_stay(shard: torch.dtype, reduced: torch.
     assert optimizer.statistics.committed == 1
 
 
+def test_a_rollback_leaves_them_unrounded() -> None:
+    model = sharded()
+    optimizer = SpeculativeCPUAdamW(model.parameters())
+    take_reduced_gradients(optimizer, model)
+    for _ in range(3):  # whose sum bf16 does not hold
+        backward(model)
+    found: list[Any] = []
+    for undo in (lambda: None, optimizer.speculate, optimizer.rollback):
+        undo()
+        taken: list[Any] = [taken_of(parameter.grad) for parameter in model.parameters()]
+        found.append([one.exact().clone() for one in taken])
+    assert not all(torch.equal(one, one.bfloat16().float()) for one in found[0])
+    for before, *after in zip(*found, strict=True):
+        assert all(torch.equal(before, one) for one in after)
+
+
+def test_adding_to_them_after_a_step_leaves_what_is_to_be_committed() -> None:
+    shown = []
+    for speculates in (False, True):
+        model = sharded()
+        optimizer = SpeculativeCPUAdamW(model.parameters())
+        take_reduced_gradients(optimizer, model)
+        for _ in range(3):
+            backward(model)
+            if speculates:
+                optimizer.speculate()
+            optimizer.step()
+            backward(model)
+        shown.append([local(optimizer.state[parameter]["exp_avg"]) for parameter in model.parameters()])
+    assert all(map(torch.equal, *shown))
+
+
 def test_copies_have_no_part_in_it() -> None:
     model = sharded()
     optimizer = SpeculativeCPUAdamW(model.parameters())

@@ -16,7 +16,9 @@ import numpy as np
 import pytest
 from arm import emulation
 from arm.emulation import Cpu, EmulatedJob
-from kernel_arrays import READS_STATE, Job, differing_stored, make_segment, variants
+from intervals import HALVES, drawn_case
+from kernel_arrays import READS_STATE, Job, differing, differing_stored, make_segment, variants
+from listing import Listing
 from strategies import Magnitudes
 
 from superadam.kernels import formula
@@ -148,6 +150,42 @@ def test_bits_of_the_scalar_kernels(cpu: Cpu, isa: str, batch: tuple[Path, list[
                 count = differing_stored(values, segment.arrays[name].view, dtype)
                 where = f"{emulated.job.which.name} {segment.gradient_dtype.name} {segment.out_dtype.name}, {SEED=}"
                 assert count == 0, f"{count} of {segment.length} elements of {name} differ in {where}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("cpu", "isa"),
+    [(Cpu.CORTEX_A72, "neon"), (Cpu.SVE_384, "sve"), (Cpu.SVE_128, "sve_bf16"), (Cpu.SVE_2048, "sve_bf16")],
+    ids=lambda value: value.name if isinstance(value, Cpu) else value,
+)
+def test_lists_of_the_scalar_kernels(
+    cpu: Cpu, isa: str, listings: tuple[Path, list[EmulatedJob], list[Listing]], tmp_path: Path
+) -> None:
+    """The same elements are uncertain on every instruction set."""
+    path, jobs, ran = listings
+    done = emulation.run_jobs(cpu, isa, path, tmp_path / "results")
+    assert done.returncode == 0, f"the runner ended with {done.returncode}: {done.stderr}"
+    for listing, (arrays,) in zip(ran, emulation.read_results(tmp_path / "results", jobs), strict=True):
+        for name, expected in listing.listed().items():
+            assert differing(arrays[f"listed {name}"], expected) == 0, f"{name} in {SEED=}"
+
+
+@pytest.fixture(scope="module")
+def listings(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[EmulatedJob], list[Listing]]:
+    """Return a file of jobs with lists, the jobs, and both after the scalar kernels of this machine have run them."""
+    made = []
+    rng = np.random.default_rng(SEED)
+    for number, which in enumerate([Pass.SPECULATE, Pass.COMMIT_AND_SPECULATE] * 12):
+        gradient, out = ((Dtype.FLOAT32, *HALVES)[number % 3], HALVES[number // 2 % 2])
+        length = int(rng.integers(1, 70)) if number % 4 else formula.CHUNK + int(rng.integers(-17, 700))
+        made.append(Listing(which, drawn_case(rng), gradient, out, length, length))
+        made[-1].segment.uncertain = 1  # in the file, that there is a list
+    jobs = [EmulatedJob(listing.job, at_end=bool(number % 2)) for number, listing in enumerate(made)]
+    path = tmp_path_factory.mktemp("arm") / "lists"
+    emulation.write_jobs(path, jobs)
+    for listing in made:
+        listing.run("scalar")
+    return path, jobs, made
 
 
 @pytest.mark.slow

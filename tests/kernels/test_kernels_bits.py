@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_arrays import HALVES_AND_FLOAT32, READS_STATE, Job, coefficient_table, jobs, make_segment, variants
+from kernel_arrays import HALVES_AND_FLOAT32, READS_STATE, Job, Placed, coefficient_table, jobs, make_segment, variants
 from strategies import Magnitudes
 
 from superadam.kernels import formula, native
@@ -45,6 +45,18 @@ def test_every_variant_has_the_bits_of_the_oracle(isa: str, which: Pass, amsgrad
         segment = make_segment(7, length, gradient_dtype, out_dtype, kinds=[Magnitudes.WIDE], norm=norm, sprinkle=norm)
         segment.accepted_coefficients = 1
         check_against_oracle(Job(which, [segment], sets if which in READS_STATE else []), isa)
+
+
+@pytest.mark.parametrize("dtype", [Dtype.FLOAT32, Dtype.FLOAT64], ids=lambda dtype: dtype.name)
+def test_of_equal_moments_the_greatest_is_the_older_one(isa: str, dtype: Dtype) -> None:
+    """The sign of a zero tells them apart."""
+    hyper = Hyperparameters(1e-3, 0.9, 0.999, 1e-8, 0.0, amsgrad=True, maximize=False, decoupled_weight_decay=True)
+    segment = make_segment(1, 77, dtype, Dtype.NONE)
+    for name, value in (("gradient", 0.0), ("exp_avg_sq", 0.0), ("max_exp_avg_sq", -0.0)):
+        segment.arrays[name] = Placed(np.full_like(segment.arrays[name].view, value))
+    sets = [Coefficients.at_step(hyper, 2, double=dtype is Dtype.FLOAT64)]
+    check_against_oracle(Job(Pass.COMMIT, [segment], sets), isa)
+    assert np.signbit(segment.arrays["max_exp_avg_sq"].view).all()
 
 
 @pytest.mark.parametrize("which", [Pass.SPECULATE, Pass.UPDATE], ids=lambda which: which.name)

@@ -73,6 +73,7 @@ class Steps:
         waits: Sequence[int] = (),
         alone: Sequence[int] = (),
         seconds_between: float = 1.0,
+        is_free: bool = False,
     ) -> bool:
         """Make a step, each parameter in a bucket of its own, ready some time after the one before.
 
@@ -84,6 +85,7 @@ class Steps:
             waits: buckets that the policy does not let be speculated on.
             alone: buckets whose step before was committed in idle time.
             seconds_between: buckets.
+            is_free: whether the updates of waiting buckets take no time that was measured.
         """
         chosen = range(len(self.parameters)) if rows is None else rows
         self.device.kept = sum(self.parameters[row].numel() for row in chosen[len(chosen) - kept :])
@@ -93,11 +95,14 @@ class Steps:
             numel, ready = self.parameters[row].numel(), seconds_between * number
             if stays:
                 self.autotuner.add_times(BucketTimes(numel, 34 * numel, ready, is_kept=True))
-            elif number not in waits:
+            elif number in waits:
+                self.autotuner.add_times(BucketTimes(numel, 34 * numel, ready, 0.0, is_hidden, waits=True))
+            else:
                 size = numel * (18 if number in alone else 34)
                 seconds = seconds_per_element * size / 34
                 self.autotuner.add_times(BucketTimes(numel, size, ready, seconds, is_hidden))
-        return self.autotuner.end_step()
+        waiting = sum(self.parameters[row].numel() for number, row in enumerate(chosen) if number in waits)
+        return self.autotuner.end_step(0.0 if is_free else seconds_per_element * waiting)
 
     def note(self, row: int, *, stays: bool) -> None:
         """Let a parameter's bucket be ready."""
@@ -152,8 +157,7 @@ def test_nothing_is_kept_without_cores_or_where_no_step_can_be_made(
 
 NOT_COUNTED: dict[str, dict[str, Any]] = {
     "without gradients": {"rows": []},
-    "left waiting by the policy": {"waits": range(6)},
-    "left waiting in part": {"waits": [5]},
+    "left waiting, for an unknown time": {"waits": range(6), "is_free": True},
     "made while the training thread waited": {"is_hidden": False},
 }
 
@@ -166,6 +170,16 @@ def test_steps_that_say_nothing_do_not_count(why: str, caplog: pytest.LogCapture
             assert not steps.make(seconds_per_element=1.0, **NOT_COUNTED[why])
     assert not caplog.records
     assert steps.autotuner.placement.gpu_buckets == 0
+
+
+@pytest.mark.parametrize(("waits", "kept"), [(range(6), 6), (range(3, 6), 3), ([5], 1)], ids=str)
+def test_what_waits_for_the_verdict_is_kept(waits: Sequence[int], kept: int) -> None:
+    """All its work comes after backward, however fast the host is before that."""
+    steps = Steps(SIZES, bucket_numel=1000)
+    for _ in range(10 * AGREEING_STEPS):
+        if steps.make(seconds_per_element=0.9e-3, waits=waits):
+            break
+    assert steps.autotuner.placement.gpu_buckets == kept
 
 
 def test_nothing_moves_before_several_steps_agree(caplog: pytest.LogCaptureFixture) -> None:

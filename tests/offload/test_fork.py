@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -110,3 +111,23 @@ def test_child_goes_on_where_its_parent_was(phase: str) -> None:
 
     assert exit_code_of_child(go_on) == 0
     go_on()  # the child changed nothing here
+
+
+def test_a_child_does_not_wait_for_a_thread_that_it_does_not_have() -> None:
+    """One that was inside a call of the optimizer."""
+    optimizer = SpeculativeCPUAdamW([parameter(3)])
+    is_inside, may_leave = threading.Event(), threading.Event()
+
+    def stay_inside() -> None:
+        with optimizer._lock:
+            is_inside.set()
+            may_leave.wait(60)
+
+    thread = threading.Thread(target=stay_inside)
+    thread.start()
+    assert is_inside.wait(60)
+    try:
+        assert exit_code_of_child(optimizer.zero_grad, seconds=10) == 0
+    finally:
+        may_leave.set()
+        thread.join()

@@ -18,6 +18,7 @@ from superadam.devices.simulated import SimulatedDevice
 from superadam.host.memory import HostMemory, HostNeeds
 from superadam.offload.needs import BYTES_OF_STATE, needs_of, needs_of_run
 from superadam.offload.placement import Placement
+from superadam.state.uncertain import LISTED_SHARE, UncertainLists, list_bytes
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 PLACED = Placement(gpu_buckets=0, bucket_numel=100, transfer_dtype=None, num_threads=1)
@@ -88,6 +89,15 @@ def test_one_large_parameter_takes_what_many_small_ones_do(
     gap = sum(map(aligned, sizes)) - aligned(sum(sizes))
     assert run.gradients + run.pending == one.gradients + one.pending + (0 if is_on_host else gap * dtype.itemsize)
     assert run.shadows == (one.shadows if num_threads else 0)
+    has_lists = num_threads and dtype in (torch.bfloat16, torch.float16)
+    assert run.lists == (sum(list_bytes(size) for size in sizes) if has_lists else 0)
+
+
+@given(st.integers(0, 1 << 20), st.booleans())
+def test_lists_take_what_is_allocated_for_them(numel: int, with_max: bool) -> None:
+    lists = UncertainLists([numel, 5], [with_max, False])
+    assert lists._memory.nbytes == list_bytes(numel, with_max=with_max) + list_bytes(5)
+    assert numel <= LISTED_SHARE * int(lists.records["capacity"][0]) < numel + LISTED_SHARE * 16
 
 
 def test_frozen_parameters_take_nothing() -> None:
@@ -95,7 +105,7 @@ def test_frozen_parameters_take_nothing() -> None:
     whole = needs_of_run(optimizer, PlainDevice(), PLACED)
     model.weights[0].requires_grad_(False)
     part = needs_of_run(optimizer, PlainDevice(), PLACED)
-    assert whole.total - part.total == 300 * (12 + 2 + 2)
+    assert whole.total - part.total == 300 * (12 + 2 + 2) + list_bytes(300)
 
 
 @pytest.mark.parametrize("transfer_dtype", [None, torch.float32, torch.bfloat16])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -176,7 +178,7 @@ def test_every_prediction_can_be_speculated_for(steps: list[list[float]], limit:
 def listed(numel: int, count: int) -> tuple[Any, Any]:
     """Return a parameter and a record whose list has room for one element in `LISTED_SHARE`."""
     state = SimpleNamespace(shape=torch.Size([numel]))
-    key: Any = type("State", (), {"shape": state.shape})()
+    key: Any = type("State", (), {"shape": state.shape, "is_narrow": True})()
     listed = SimpleNamespace(count=count, is_complete=count <= numel // LISTED_SHARE)
     return key, SimpleNamespace(listed=listed)
 
@@ -189,15 +191,79 @@ def test_parameters_that_are_uncertain_everywhere_are_left_out_for_longer_and_lo
     for _ in range(7):
         predictor.add_lists({hopeless: record, fine: other}, prediction)
         steps = 0
-        while predictor.leaves_out(hopeless):
+        while predictor.leaves_out(hopeless, prediction, 1.0):
             one_step(predictor, [5.0] * 4)
             steps += 1
-        assert not predictor.leaves_out(fine)
+        assert not predictor.leaves_out(fine, prediction, 1.0)
         waits.append(steps)
     assert waits == [8, 16, 32, 64, MOST_LEFT_OUT, MOST_LEFT_OUT, MOST_LEFT_OUT]
     predictor.add_lists({hopeless: listed(3200, 50)[1]}, prediction)
     predictor.add_lists({hopeless: record}, prediction)
-    assert predictor.leaves_out(hopeless)
+    assert predictor.leaves_out(hopeless, prediction, 1.0)
+    assert not predictor.leaves_out(hopeless, Prediction(1.0), 1.0)
+    gone = weakref.ref(hopeless)
+    del hopeless
+    gc.collect()
+    assert gone() is None
+
+
+def test_parameters_as_wide_as_their_masters_are_speculated_on_for_unclipped_steps_alone() -> None:
+    state: Any = SimpleNamespace(is_narrow=False)
+    interval = Interval(0.2, 0.5)
+    assert Predictor().leaves_out(state, Prediction(0.3, interval), 0.5)
+    assert not Predictor().leaves_out(state, Prediction(0.5, interval), 0.5)
+    assert not Predictor().leaves_out(state, Prediction(0.5), 0.5)
+
+
+def test_lists_of_few_elements_weigh_little() -> None:
+    """A parameter without dimensions is uncertain wholly or not at all."""
+    predictor = trained(10.0)
+    before = one_step(predictor, [5.0] * 4)
+    large, scalar = listed(2048, 4), listed(1, 0)[0]
+    for _ in range(20):
+        predictor.add_lists(dict([large]), before[0])
+        predictor.add_lists({scalar: SimpleNamespace(listed=SimpleNamespace(count=1, is_complete=True))}, before[1])
+        assert one_step(predictor, [5.0] * 4) == before
+
+
+def test_speculation_is_tried_again_where_too_much_was_uncertain() -> None:
+    """The learning rate may have declined."""
+    predictor = trained(10.0)
+    state, record = listed(32000, 1000)
+    predictions = one_step(predictor, [5.0] * 4)
+    tries = []
+    for step in range(400):
+        if predictions[0] is not None:
+            tries.append(step)
+            predictor.add_lists({state: record}, predictions[0]._replace(interval=Interval(0.099, 0.101)))
+        predictions = one_step(predictor, [5.0] * 4)
+    assert 4 < len(tries) < 20
+    calm = listed(32000, 30)[1]
+    for _ in range(100):
+        if predictions[0] is not None:
+            predictor.add_lists({state: calm}, predictions[0])
+        predictions = one_step(predictor, [5.0] * 4)
+    assert predictions[0] is not None
+
+
+@pytest.mark.filterwarnings("error")
+def test_gradients_that_are_nearly_zero_overflow_nothing() -> None:
+    predictor = trained(10.0)
+    for seen in (5e-324, 1e-300, 1e-45):
+        prediction = predictor.predict(100, seen, 1.0, 1.0)
+        assert prediction is not None
+        assert prediction.interval is not None
+
+
+def test_the_share_that_has_arrived_is_of_all_elements() -> None:
+    """Also where the last bucket, which no prediction follows, has most of them."""
+    predictor = Predictor()
+    for _ in range(12):
+        predictor.predict(100, 0.0, 1.0, 1.0)
+        predictor.predict(9900, 1.0, 1.0, 1.0)
+        predictor.add_verdict(Applied(10.0, 0.1, 1.0))
+    first = predictor.predict(100, 0.0, 1.0, 1.0)
+    assert predictor.predict(9900, 3.0, 1.0, 1.0) == first  # of a hundredth, the norm tells nothing
 
 
 def test_many_uncertain_elements_narrow_the_interval_before_speculation_ends() -> None:
@@ -210,7 +276,8 @@ def test_many_uncertain_elements_narrow_the_interval_before_speculation_ends() -
     state, record = listed(32000, 1200)
     for _ in range(12):
         predictor.add_lists({state: record}, before)
-    assert not predictor.leaves_out(state)
+        predictor.add_verdict(None)
+    assert not predictor.leaves_out(state, before, 1.0)
     after = one_step(predictor, [10.0])[0]
     assert after is None or (
         after.interval is not None

@@ -32,8 +32,9 @@ def test_step_whose_memory_runs_out_is_made_wholly_or_not_at_all(tmp_path: Path)
     program = [sys.executable, str(SUPPORT / "steps_short_of_memory.py"), "--stride", str(STRIDE)]
     made = subprocess.run(program, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     reports = [json.loads(line) for line in made.stdout.splitlines()]
-    assert {name: faults for name, _, _, _, _, faults in reports if faults} == {}
-    for name, tried, raised, most, errors, _ in reports:
+    assert {name: faults for name, *_, faults in reports if faults} == {}
+    for name, tried, raised, most, patched, errors, _ in reports:
         logging.info("%s: %d tried, of up to %d in a step; %d raised %s", name, tried, most, raised, ", ".join(errors))
         assert tried >= raised
         assert tried > 0
+        assert (patched > 0) is name.startswith("patched")

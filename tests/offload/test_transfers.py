@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, cast
 
 import pytest
@@ -574,6 +577,17 @@ def test_settling_waits_for_what_was_published_on_another_stream(monkeypatch: py
     assert recorded[-1].has_passed
 
 
+def test_settling_waits_for_steps_that_were_made_on_the_device() -> None:
+    """Nothing is published of them."""
+    device = lazy()
+    transfers, _ = transfers_of(device)
+    parameter = torch.zeros(3)
+    device.copy(parameter, torch.ones(3), Stream.CURRENT)
+    assert not parameter.any()
+    transfers.settle()
+    assert parameter.all()
+
+
 def test_own_masters_and_what_is_not_speculated_on_get_no_memory(device: Device) -> None:
     states = states_of(*[torch.zeros(4, dtype=torch.bfloat16) for _ in range(3)], device=device)
     transfers, _ = transfers_of(device)
@@ -667,6 +681,34 @@ def test_sums_that_were_made_on_the_host_are_not_narrowed(link: torch.dtype) -> 
     taken.is_unrounded = True
     transfers.download(states_of(random(70)), [taken], set())
     assert torch.equal(taken.pending, random(70))
+
+
+class MeetingStatistics(OverlapStatistics):
+    """Lets threads that add to `uploaded_bytes` at once all read it before any writes."""
+
+    _bytes = 0
+    _meeting = threading.Barrier(2)
+
+    @property
+    def uploaded_bytes(self) -> int:
+        value = self._bytes
+        with suppress(threading.BrokenBarrierError):  # the other one cannot come while this one has a lock
+            self._meeting.wait(0.2)
+        return value
+
+    @uploaded_bytes.setter
+    def uploaded_bytes(self, value: int) -> None:
+        self._bytes = value
+
+
+def test_uploads_of_two_threads_at_once_are_both_counted() -> None:
+    """The worker uploads while the training thread publishes."""
+    statistics = MeetingStatistics()
+    transfers = Transfers(PlainDevice(), statistics, Trace())
+    with ThreadPoolExecutor(2) as threads:
+        for upload in [threads.submit(transfers.upload, torch.ones(3), torch.zeros(3)) for _ in range(2)]:
+            upload.result()
+    assert statistics._bytes == 2 * 3 * 4
 
 
 def test_upload_is_told_of_once_it_was_seen_to_arrive() -> None:

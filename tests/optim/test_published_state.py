@@ -528,6 +528,22 @@ def _convert_another(optimizer: Any, state: Any) -> None:
 CHANGES = {"group added": _add_group, "replaced": _replace_parameter, "converted": _convert_another}
 
 
+def test_a_write_to_a_parameter_before_another_group_comes_counts() -> None:
+    shown = []
+    for has_another_group in (False, True):
+        parameter = torch.nn.Parameter(torch.ones(9, dtype=torch.bfloat16))
+        optimizer = SpeculativeCPUAdam([parameter], lr=0.125)
+        for _ in range(2):
+            parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+            with torch.no_grad():
+                parameter.add_(3.0)
+            if has_another_group:
+                optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
+        shown.append([parameter.detach().float(), optimizer.state[parameter]["master"]])
+    assert all(map(torch.equal, *shown))
+
+
 @EACH_DTYPE
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("edit", EDITS)

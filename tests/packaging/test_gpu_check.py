@@ -120,7 +120,7 @@ def _no_sanitizer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rehearsal_runs_every_stage_and_says_that_it_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, results = check(tmp_path / "new")
+    status, results = check(tmp_path / "new", remembered)
     outcomes = {name: stage["outcome"] for name, stage in results["stages"].items()}
     assert outcomes == {**dict.fromkeys(STAGES, "good"), "sanitizer": "left out"}, results
     assert status == 0

@@ -12,6 +12,7 @@ from torch import Tensor
 from visible import give_gradients, parameter, parameters_of, state_bits, train, visible
 
 from superadam import SpeculativeCPUAdam, StepKind
+from superadam.handles.gradient_handle import take_reduced
 from superadam.handles.taken_gradient import TakenGradient
 from superadam.kernels.torch_private import check_and_unscale
 
@@ -114,6 +115,26 @@ def test_a_loss_scale_that_stays_is_speculated_on(inverse: float, dtype: torch.d
             one.zero_grad()
     assert state_bits(optimizer) == state_bits(twin)
     assert (optimizer.statistics.accepted, optimizer.statistics.respeculated) == (2, 1)
+
+
+def test_a_product_of_a_gradient_that_counts_unrounded_is_not_rounded() -> None:
+    unrounded = torch.randn(70, generator=torch.Generator().manual_seed(5))
+    found = []
+    for is_recorded in (True, False):
+        optimizer = SpeculativeCPUAdam([parameter(70, dtype=torch.bfloat16)])
+        train(optimizer, 1)
+        (one,) = parameters_of(optimizer)
+        published = optimizer._published
+        assert published._transaction is not None
+        one.grad = unrounded.bfloat16()
+        values = unrounded.clone() if is_recorded else unrounded * 0.3
+        take_reduced(one, values, published._transaction.table.states[0], published)
+        optimizer.speculate()
+        if is_recorded:
+            one.grad.mul_(0.3)
+        optimizer.step()
+        found.append(state_bits(optimizer))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("factor", [0.5, 0.3], ids=str)

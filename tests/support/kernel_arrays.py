@@ -104,6 +104,7 @@ class Segment:
     arrays: dict[str, Placed]
     coefficients: int = 0
     accepted_coefficients: int = 0
+    uncertain: int = 0
 
     def row(self) -> tuple[int, ...]:
         return tuple(

@@ -2,7 +2,8 @@
 
 Usage: python kernels_elsewhere.py KERNELS.so DIRECTORY..., with the directories of the package. Tests run it with
 kernels that lack an instruction set, or in an emulator of a CPU that lacks one. It imports `kernels.native` without
-`superadam/__init__.py`, whose torch takes long in an emulator.
+`superadam/__init__.py`, and without torch, which takes long in an emulator: of that, the modules only want the name of
+`Tensor`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import logging
 import sys
 import types
+from typing import Any
 
 import numpy as np
 
@@ -29,6 +31,9 @@ def load_package(kernels: str, directories: list[str]) -> None:
     package = types.ModuleType("superadam")
     package.__path__ = directories
     sys.modules["superadam"] = package
+    torch: Any = types.ModuleType("torch")
+    torch.Tensor = type("Tensor", (), {})
+    sys.modules["torch"] = torch
     spec = importlib.util.spec_from_file_location("superadam._kernels", kernels)
     assert spec is not None
     assert spec.loader is not None

@@ -1,0 +1,675 @@
+"""Training whose steps are clipped, with values that were speculated for an interval of factors and patched since.
+
+Gradients have any norm that a test asks for: the loss is linear in the parameters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import math
+import os
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from overlap import DeferredDevice, FullDevice, ImmediateDevice, ThreadDevice
+from torch import Tensor, nn
+from visible import bits, state_bits
+
+from superadam import OffloadScheduler, SpeculativeCPUAdam, SpeculativeCPUAdamW
+from superadam.devices import Device
+from superadam.devices.simulated import SimulatedDevice
+from superadam.kernels.hyperparameters import Interval
+from superadam.offload.prediction import Prediction, Predictor
+from superadam.state import uncertain
+from superadam.state.table import ParameterTable
+
+pytestmark = pytest.mark.timeout(240)
+
+DEEP = os.environ.get("SUPERADAM_DEEP") == "1"
+LIMIT = 1.0
+STEPS = 12
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _light() -> Iterator[None]:
+    """Compute with one thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Net(nn.Module):
+    """Parameters of every layout: dense, transposed, tied, without dimensions, and empty."""
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(11)
+
+        def values(*shape: int) -> nn.Parameter:
+            return nn.Parameter((0.1 * torch.randn(shape, generator=generator)).to(dtype))
+
+        self.dense, self.other = values(64, 32), values(700)
+        self.transposed = nn.Parameter(values(40, 24).detach().t())
+        self.scalar, self.empty = values(), values(0, 3)
+        self.tied = self.dense
+
+    def forward(self, seed: int, norm: float) -> Tensor:
+        """Return a loss whose gradient has about this norm."""
+        generator = torch.Generator().manual_seed(seed)
+        numel = sum(one.numel() for one in self.parameters())
+        terms = [
+            (one.float() * torch.randn(one.shape, generator=generator)).sum() * (norm / math.sqrt(numel))
+            for one in (*self.parameters(), self.tied)
+        ]
+        return torch.stack(terms).sum()
+
+
+DEVICES: dict[str, Callable[[], Device]] = {
+    "immediate": ImmediateDevice,
+    "thread": ThreadDevice,
+    "deferred": DeferredDevice,
+    "lazy": lambda: SimulatedDevice(1, 0.0),
+    "usual": lambda: SimulatedDevice(2, 0.5),
+    "hasty": lambda: SimulatedDevice(3, 0.9),
+    "short of memory": lambda: FullDevice(4, 0.5),
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One way of training.
+
+    Attributes:
+        share: of the steps that are clipped.
+        own, torchs: limits of the norm, by the optimizer and by `clip_grad_norm_`.
+        loss_scale: of a GradScaler; None for none.
+        micro: batches of a step.
+        is_hinted: whether all but the last are within `accumulate()`.
+        groups: options of each of two groups of parameters, taken in turn.
+        is_patched: whether values are patched; None where that is not known.
+    """
+
+    dtype: torch.dtype = torch.bfloat16
+    share: float = 1.0
+    own: float | None = LIMIT
+    torchs: float | None = None
+    loss_scale: float | None = None
+    micro: int = 1
+    is_hinted: bool = False
+    sum_dtype: torch.dtype | None = None
+    optimizer: type[SpeculativeCPUAdam] = SpeculativeCPUAdamW
+    groups: tuple[dict[str, Any], dict[str, Any]] = field(default_factory=lambda: ({}, {}))
+    is_patched: bool | None = True
+
+
+def by_torch(**options: Any) -> Recipe:
+    return Recipe(**{"own": None, "torchs": LIMIT, **options})
+
+
+RECIPES = {
+    "never": Recipe(share=0.0, is_patched=False),
+    "rarely": Recipe(share=0.1, is_patched=None),
+    "half of the steps": Recipe(share=0.5, is_patched=None),
+    "always": Recipe(),
+    "always, fp16": Recipe(torch.float16, groups=({"lr": 1e-6}, {"lr": 1e-6})),
+    "always, fp32": Recipe(torch.float32, is_patched=False),
+    "by torch, rarely": by_torch(share=0.1, is_patched=None),
+    "by torch, half of the steps": by_torch(share=0.5, is_patched=None),
+    "by torch": by_torch(),
+    "by torch, fp16, whose products count as torch rounds them": by_torch(dtype=torch.float16, is_patched=False),
+    "by torch, fp32": by_torch(dtype=torch.float32, is_patched=False),
+    "by both": Recipe(torchs=2.0, is_patched=None),
+    "by both, of which torch's is larger": Recipe(torchs=1e6),
+    "unscaled by a power of two": Recipe(share=0.5, loss_scale=1024.0, is_patched=None),
+    "unscaled": Recipe(own=None, loss_scale=1000.0, is_patched=None),
+    "unscaled, then clipped by torch": by_torch(loss_scale=1024.0, is_patched=None),
+    "accumulated": Recipe(micro=3),
+    "accumulated, hinted": Recipe(micro=2, is_hinted=True),
+    "accumulated in fp32": Recipe(micro=2, is_hinted=True, sum_dtype=torch.float32),
+    "accumulated in fp32, fp16, by torch": by_torch(
+        dtype=torch.float16, micro=2, is_hinted=True, sum_dtype=torch.float32, groups=({"lr": 1e-6}, {"lr": 1e-6})
+    ),
+    "accumulated, by torch": by_torch(micro=2, is_hinted=True),
+    "two rates": Recipe(groups=({"lr": 1e-5}, {"lr": 3e-6, "betas": (0.8, 0.95)})),
+    "a rate far too large": Recipe(groups=({"lr": 1e-5}, {"lr": 0.1})),
+    "amsgrad": Recipe(groups=({"amsgrad": True}, {"amsgrad": True})),
+    "amsgrad in one group": Recipe(groups=({"amsgrad": True}, {})),
+    "maximize": by_torch(groups=({"maximize": True}, {"maximize": True, "amsgrad": True})),
+    "decoupled decay": Recipe(groups=({"weight_decay": 0.1}, {"weight_decay": 0.0})),
+    "L2 decay": Recipe(optimizer=SpeculativeCPUAdam, groups=({"weight_decay": 0.1}, {"weight_decay": 1e-3})),
+    "L2 decay, by torch": by_torch(optimizer=SpeculativeCPUAdam, groups=({"weight_decay": 0.1}, {"amsgrad": True})),
+}
+
+
+class Training:
+    """A model and its optimizer; a scheduler or none."""
+
+    def __init__(self, recipe: Recipe, device: Device | None, **options: Any) -> None:
+        self.recipe, self.device = recipe, device
+        self.model = Net(recipe.dtype)
+        parameters = list(self.model.parameters())
+        groups = [{"params": parameters[i::2], **one} for i, one in enumerate(recipe.groups)]
+        self.optimizer = recipe.optimizer(groups, lr=1e-5, max_grad_norm=recipe.own)
+        self.scaler = None if recipe.loss_scale is None else torch.amp.GradScaler("cpu", recipe.loss_scale)
+        self.scheduler: OffloadScheduler | None = None
+        if device is not None:
+            self.scheduler = OffloadScheduler(self.optimizer, self.model, device=device, **options)
+        self.draws = random.Random(3)
+
+    def backward(self, step: int) -> None:
+        recipe = self.recipe
+        is_clipped = self.draws.random() < recipe.share
+        norm = self.draws.uniform(3.8, 4.2) if is_clipped else self.draws.uniform(0.3, 0.35)
+        for micro in range(recipe.micro):
+            is_last = micro == recipe.micro - 1
+            is_hinted = recipe.is_hinted and not is_last and self.scheduler is not None
+            with self.scheduler.accumulate(recipe.sum_dtype) if is_hinted else contextlib.nullcontext():  # type: ignore[union-attr]
+                loss = self.model(10 * step + micro, norm / math.sqrt(recipe.micro))
+                (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+
+    def step(self) -> None:
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        if self.recipe.torchs is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.torchs)
+        if self.scaler is not None:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:
+            self.optimizer.step()
+
+    def run(self, steps: range = range(STEPS)) -> None:
+        for step in steps:
+            self.optimizer.zero_grad()
+            self.backward(step)
+            self.step()
+        self.optimizer.zero_grad()
+
+    def seen(self) -> Any:
+        """Return all bits, and the outcome where gradients of both runs remember what was done to them."""
+        own = ["master"] if self.recipe.dtype == torch.float32 else []  # which has masters behind a link only
+        is_told = self.recipe.torchs is None and self.scaler is None
+        return state_bits(self.optimizer, without=own), repr(self.optimizer.last_outcome) if is_told else None
+
+
+@functools.cache
+def expected_of(name: str) -> Any:
+    """Return what the run without a scheduler ends in; sums in fp32 are the scheduler's own, so there is one."""
+    recipe = RECIPES[name]
+    plain = Training(recipe, None if recipe.sum_dtype is None else DeferredDevice())
+    plain.run()
+    assert plain.optimizer.statistics.accepted == 0
+    if plain.scheduler is not None:
+        plain.scheduler.close()
+    return plain.seen()
+
+
+def devices_of(number: int) -> list[str]:
+    """Return all devices, or two, another pair for each number."""
+    names = [*DEVICES]
+    return names if DEEP else [names[number % len(names)], names[(number + 3) % len(names)]]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "device"), [(one, device) for number, one in enumerate(RECIPES) for device in devices_of(number)]
+)
+def test_clipped_training(recipe: str, device: str) -> None:
+    """It has the bits of the run without a scheduler, and where norms are steady, values were patched."""
+    chosen, made = RECIPES[recipe], DEVICES[device]()
+    options: dict[str, Any] = {"gpu_buckets": 0} if isinstance(made, SimulatedDevice) else {}
+    ours = Training(chosen, made, bucket_numel=[1, 1000, 10**6][len(recipe) % 3], **options)
+    scheduler = ours.scheduler
+    assert scheduler is not None
+    with scheduler:
+        if isinstance(made, FullDevice):
+            made.has_no_room = scheduler._transfers.is_short = True
+        ours.run()
+        assert ours.seen() == expected_of(recipe)
+    counts = ours.optimizer.statistics
+    if chosen.is_patched is not None:
+        assert (counts.patched > 0) is (chosen.is_patched and device != "deferred"), counts
+
+
+# ---- between speculation and verdict ---------------------------------------------------------------------------------
+
+PATCHED, ONE_REDONE, REDONE = 5, 4, 0
+"""Parameters that are patched in a step: all, all but the one that something was done to, none."""
+SPECULATED = 6
+"""A step in which values are patched, unless something is done between its backward and its `step()`."""
+
+Action = Callable[[Training], object]
+ACTIONS: dict[str, tuple[int, Action]] = {}
+
+
+def does(patched: int) -> Callable[[Action], Action]:
+    """Add what may be done between speculation and verdict, with the number of parameters that are patched then."""
+
+    def add(action: Action) -> Action:
+        ACTIONS[action.__name__] = patched, action
+        return action
+
+    return add
+
+
+def gradients(training: Training) -> list[Tensor]:
+    return [one.grad for one in training.model.parameters() if one.grad is not None]
+
+
+def state_of(training: Training) -> dict[str, Tensor]:
+    entry: dict[str, Tensor] = training.optimizer.state[training.model.dense]
+    return entry
+
+
+@does(PATCHED)
+def nothing(training: Training) -> None: ...
+
+
+@does(PATCHED)
+def reading(training: Training) -> object:
+    return [one.norm() for one in gradients(training)], training.optimizer.state_dict(), copy.deepcopy(training.model)
+
+
+@does(PATCHED)
+def a_factor_near_the_predicted_one(training: Training) -> None:
+    training.optimizer.max_grad_norm = 0.98 * LIMIT
+
+
+@does(REDONE)
+def a_factor_far_from_the_predicted_one(training: Training) -> None:
+    training.optimizer.max_grad_norm = 0.5 * LIMIT
+
+
+@does(REDONE)
+def no_limit(training: Training) -> None:
+    training.optimizer.max_grad_norm = None
+
+
+@does(REDONE)
+def two_limits(training: Training) -> None:
+    nn.utils.clip_grad_norm_(training.model.parameters(), 2.0)
+
+
+@does(PATCHED)
+def torchs_limit_alone(training: Training) -> None:
+    training.optimizer.max_grad_norm = None
+    nn.utils.clip_grad_norm_(training.model.parameters(), 0.99 * LIMIT)
+
+
+@does(ONE_REDONE)
+def a_factor_on_one(training: Training) -> None:
+    training.optimizer.max_grad_norm = None
+    nn.utils.clip_grad_norm_(training.model.parameters(), 0.99 * LIMIT)
+    training.model.dense.grad.mul_(0.9)
+
+
+@does(ONE_REDONE)
+def one_gradient_negated(training: Training) -> None:
+    training.model.dense.grad.mul_(-1.0)
+
+
+@does(ONE_REDONE)
+def one_gradient_edited(training: Training) -> None:
+    training.model.dense.grad[0, 3] += 0.001
+
+
+@does(ONE_REDONE)
+def one_gradient_given_back(training: Training) -> None:
+    assert training.model.dense.grad is not None
+    assert training.model.dense.grad.data_ptr()
+
+
+@does(ONE_REDONE)
+def one_gradient_replaced(training: Training) -> None:
+    assert training.model.dense.grad is not None
+    training.model.dense.grad = training.model.dense.grad.clone()
+
+
+@does(ONE_REDONE)
+def one_gradient_dropped(training: Training) -> None:
+    training.model.scalar.grad = None
+
+
+@does(REDONE)
+def gradients_made_zero(training: Training) -> None:
+    training.optimizer.zero_grad(set_to_none=False)
+
+
+@does(ONE_REDONE)
+def one_gradient_dropped_and_made_again(training: Training) -> None:
+    training.model.other.grad = None
+    (training.model.other.float().sum() * 0.01).backward()
+
+
+@does(REDONE)
+def another_backward_without_a_word(training: Training) -> None:
+    training.backward(70)
+
+
+@does(REDONE)
+def rollback(training: Training) -> None:
+    training.optimizer.rollback()
+
+
+@does(REDONE)
+def rollback_and_speculation_by_hand(training: Training) -> None:
+    training.optimizer.rollback()
+    training.optimizer.speculate()
+
+
+@does(PATCHED)
+def a_step_that_is_skipped(training: Training) -> None:
+    training.model.other.grad[5] = math.inf
+    training.optimizer.step()
+    training.optimizer.zero_grad()
+    training.backward(70)
+
+
+@does(ONE_REDONE)
+def master_edited(training: Training) -> None:
+    state_of(training)["master"].mul_(1.001)
+
+
+@does(ONE_REDONE)
+def exp_avg_edited(training: Training) -> None:
+    state_of(training)["exp_avg"][3].mul_(2)
+
+
+@does(ONE_REDONE)
+def exp_avg_sq_replaced(training: Training) -> None:
+    state_of(training)["exp_avg_sq"] = state_of(training)["exp_avg_sq"] * 4
+
+
+@does(ONE_REDONE)
+def step_count_edited(training: Training) -> None:
+    state_of(training)["step"] += 3
+
+
+@does(ONE_REDONE)
+def state_of_one_dropped(training: Training) -> None:
+    del training.optimizer.state[training.model.dense]
+
+
+@does(REDONE)
+def lr_changed(training: Training) -> None:
+    for group in training.optimizer.param_groups:
+        group["lr"] *= 0.5
+
+
+@does(REDONE)
+def amsgrad_switched_on(training: Training) -> None:
+    for group in training.optimizer.param_groups:
+        group["amsgrad"] = True
+
+
+@does(PATCHED)
+def lr_changed_there_and_back(training: Training) -> None:
+    for group in training.optimizer.param_groups:
+        group["lr"] *= 0.5
+        group["lr"] *= 2.0
+
+
+@does(ONE_REDONE)
+def a_parameter_written(training: Training) -> None:
+    with torch.no_grad():
+        training.model.dense.mul_(1.5)
+
+
+@does(REDONE)
+def a_parameter_written_past_its_version(training: Training) -> None:
+    training.model.dense.data.mul_(1.5)
+    training.optimizer.reload_masters()
+
+
+@does(REDONE)
+def state_loaded(training: Training) -> None:
+    training.optimizer.load_state_dict(copy.deepcopy(training.optimizer.state_dict()))
+
+
+@functools.cache
+def expected_after(name: str) -> Any:
+    plain = Training(RECIPES["always"], None)
+    return acted(plain, name)
+
+
+def acted(training: Training, name: str) -> Any:
+    """Train, do something between a backward and its step, and go on; return all bits at both ends."""
+    training.run(range(SPECULATED))
+    training.backward(SPECULATED)
+    if training.scheduler is not None:
+        training.scheduler.catch_up()
+    before = training.optimizer.statistics.patched
+    ACTIONS[name][1](training)
+    if training.scheduler is not None:
+        training.scheduler.catch_up()
+    training.step()
+    training.optimizer.zero_grad()
+    if training.scheduler is not None:
+        assert before == PATCHED * (SPECULATED - 1)
+        assert training.optimizer.statistics.patched - before == ACTIONS[name][0]
+    after, _ = training.seen()  # torch's clipping is told where gradients were taken only
+    training.run(range(SPECULATED + 1, SPECULATED + 4))
+    return after, training.seen()
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+def test_what_is_done_between_speculation_and_verdict(action: str) -> None:
+    for device in ("immediate", "usual"):
+        made = DEVICES[device]()
+        options: dict[str, Any] = {"gpu_buckets": 0} if isinstance(made, SimulatedDevice) else {}
+        ours = Training(RECIPES["always"], made, bucket_numel=1000, **options)
+        with ours.scheduler or contextlib.nullcontext():
+            assert acted(ours, action) == expected_after(action), device
+
+
+# ---- intervals -------------------------------------------------------------------------------------------------------
+
+
+def neighbour(factor: float, way: float) -> float:
+    return float(np.nextafter(np.float32(factor), np.float32(way)))
+
+
+def intervals(exact: float) -> dict[str, tuple[Prediction, int, bool]]:
+    """Return predictions of a factor that is known: what they are, how many are patched, and whether all are redone."""
+    above, below = neighbour(exact, 2.0), neighbour(exact, 0.0)
+    more, less, least = (float(np.float32(exact * factor)) for factor in (1.2, 0.9, 0.8))
+    return {
+        "exact, and for no others": (Prediction(exact), 0, False),
+        "exact": (Prediction(exact, Interval(exact, exact)), 0, False),
+        "exact, in an interval": (Prediction(exact, Interval(0.5 * exact, 2 * exact)), 0, False),
+        "at the lower end": (Prediction(above, Interval(exact, above)), PATCHED, False),
+        "at the upper end": (Prediction(below, Interval(below, exact)), PATCHED, False),
+        "at the end of a wide one": (Prediction(more, Interval(exact, more)), PATCHED, False),
+        "below": (Prediction(more, Interval(above, more)), 0, True),
+        "above": (Prediction(less, Interval(least, below)), 0, True),
+        "too wide for the proof": (Prediction(5 * exact, Interval(exact, 5 * exact)), 0, True),
+        "none of numbers": (Prediction(math.nan, Interval(math.nan, math.nan)), 0, True),
+        "of zero": (Prediction(0.0, Interval(0.0, 0.0)), 0, True),
+        "upside down": (Prediction(exact, Interval(above, below)), 0, False),
+    }
+
+
+@pytest.mark.parametrize("which", intervals(0.25))
+@pytest.mark.parametrize("device", ["immediate", "usual"])
+def test_factors_at_the_ends_of_intervals(device: str, which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = Training(RECIPES["always"], None)
+    plain.run(range(5))
+    assert plain.optimizer.last_outcome is not None
+    prediction, patched, is_redone = intervals(plain.optimizer.last_outcome.clip_coefficient)[which]
+    made = DEVICES[device]()
+    options: dict[str, Any] = {"gpu_buckets": 0} if isinstance(made, SimulatedDevice) else {}
+    ours = Training(RECIPES["always"], made, bucket_numel=1000, **options)
+    with ours.scheduler or contextlib.nullcontext():
+        ours.run(range(4))
+        before = copy.copy(ours.optimizer.statistics)
+        monkeypatch.setattr(Predictor, "predict", lambda *_: prediction)
+        monkeypatch.setattr(Predictor, "add_lists", lambda *_: None)
+        ours.run(range(4, 5))
+        now = ours.optimizer.statistics
+        assert now.patched - before.patched == patched
+        assert now.respeculated - before.respeculated == (PATCHED if is_redone else 0)
+        assert now.accepted - before.accepted == (0 if is_redone else PATCHED)
+        assert ours.seen() == plain.seen()
+
+
+@pytest.mark.parametrize("capacity", [0, 1, 3])
+def test_lists_that_overflow(capacity: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of parameters with more uncertain elements than their lists have room for, the update is made again."""
+    monkeypatch.setattr(uncertain, "_capacity", lambda numel: capacity)
+    for device in ("immediate", "thread", "usual"):
+        made = DEVICES[device]()
+        options: dict[str, Any] = {"gpu_buckets": 0} if isinstance(made, SimulatedDevice) else {}
+        ours = Training(RECIPES["always"], made, bucket_numel=1000, **options)
+        with ours.scheduler or contextlib.nullcontext():
+            ours.run()
+            assert ours.seen() == expected_of("always")
+        assert ours.optimizer.statistics.patched > 0  # those without uncertain elements
+        assert ours.optimizer.statistics.respeculated > 0
+
+
+def test_amsgrad_that_is_switched_off_after_an_accepted_step() -> None:
+    """The pass that folds that step into the state needs its largest second moments, and the new one does not."""
+    seen = []
+    for device in (None, ImmediateDevice()):
+        training = Training(RECIPES["amsgrad"], device)
+        training.run(range(4))
+        for group in training.optimizer.param_groups:
+            group["amsgrad"] = False
+        training.run(range(4, 6))
+        seen.append(training.seen())
+        if training.scheduler is not None:
+            training.scheduler.close()
+    assert training.optimizer.statistics.patched == PATCHED * 5
+    assert seen[0] == seen[1]
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
+
+
+class Failing:
+    """Lets one call of a function raise, of those that are made while it is armed."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, owner: Any, name: str, at: int, error: BaseException) -> None:
+        self.is_armed, self.count = False, 0
+        original = getattr(owner, name)
+
+        def failing(*arguments: Any, **options: Any) -> Any:
+            self.count += self.is_armed
+            if self.is_armed and self.count == at + 1:
+                raise error
+            return original(*arguments, **options)
+
+        patch.setattr(owner, name, failing)
+
+
+PLACES: dict[str, tuple[str, Callable[[Training], tuple[Any, str]]]] = {
+    "values on the host": ("immediate", lambda _: (uncertain.HostPatch, "__init__")),
+    "after the pass": ("immediate", lambda _: (uncertain.HostPatch, "send")),
+    "values of a device that is full": ("short of memory", lambda _: (uncertain.HostPatch, "__init__")),
+    "buffers of the host": ("usual", lambda training: (training.device, "host_empty")),
+    "buffers of the device": ("usual", lambda training: (training.device, "empty")),
+    "uploads": ("usual", lambda training: (training.device, "copy")),
+    "what is put": ("usual", lambda training: (training.device, "put")),
+    "positions": ("usual", lambda _: (np, "concatenate")),
+    "the job": ("usual", lambda _: (ParameterTable, "prepared_patch")),
+    "publication": ("usual", lambda training: (training.device, "scatter")),
+    "publication on the host": ("immediate", lambda training: (training.device, "scatter")),
+}
+"""Where something fails in `step()`: on which device, and whose method."""
+
+
+class PlantedSignal(BaseException):
+    """What a handler of a signal raises."""
+
+
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize(
+    "error", [MemoryError, torch.OutOfMemoryError, ValueError, PlantedSignal], ids=lambda e: e.__name__
+)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_patch_that_fails(place: str, error: type[BaseException], at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without memory for it the update is made again; any other error is raised, and the step can be made after it."""
+    device, where = PLACES[place]
+    plain = Training(RECIPES["always"], None)
+    made = DEVICES[device]()
+    options: dict[str, Any] = {"gpu_buckets": 0} if isinstance(made, SimulatedDevice) else {}
+    ours = Training(RECIPES["always"], made, bucket_numel=1000, **options)
+    with ours.scheduler or contextlib.nullcontext():
+        if isinstance(made, FullDevice):
+            made.has_no_room = ours.scheduler._transfers.is_short = True  # type: ignore[union-attr]
+        plain.run(range(5))
+        ours.run(range(5))
+        failing = Failing(monkeypatch, *where(ours), at, error("planted"))
+        before = ours.optimizer.statistics.patched
+        for one in (plain, ours):
+            one.backward(5)
+            if one.scheduler is not None:
+                one.scheduler.catch_up()
+        failing.is_armed = True
+        shown = [bits(one) for one in ours.model.parameters()]
+        plain.step()
+        is_raised = place.startswith("publication") or not issubclass(error, MemoryError | torch.OutOfMemoryError)
+        with contextlib.suppress(error):
+            ours.step()
+            assert failing.count <= at or not is_raised
+        if failing.count > at and is_raised:
+            assert [bits(one) for one in ours.model.parameters()] == shown
+            failing.is_armed = False
+            ours.step()
+        failing.is_armed = False
+        assert failing.count > at or place in ("the job", "publication", "publication on the host")
+        assert ours.seen() == plain.seen()
+        for one in (plain, ours):
+            one.run(range(6, 9))
+        assert ours.seen() == plain.seen()
+        assert ours.optimizer.statistics.patched > before
+
+
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("device", ["immediate", "thread", "usual"])
+def test_training_goes_on_where_lists_have_no_memory(device: str, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = DEVICES[device]()
+    options: dict[str, Any] = {"gpu_buckets": 0} if isinstance(made, SimulatedDevice) else {}
+    ours = Training(RECIPES["always"], made, bucket_numel=1000, **options)
+    failing = Failing(monkeypatch, uncertain.UncertainLists, "__init__", 2 * 3 + at, MemoryError("planted"))
+    with ours.scheduler or contextlib.nullcontext():
+        failing.is_armed = True
+        ours.run()
+        assert failing.count > 2 * 3 + at
+        assert ours.seen() == expected_of("always")
+        assert 0 < ours.optimizer.statistics.respeculated < PATCHED
+        assert ours.optimizer.statistics.patched == PATCHED * (STEPS - 1) - ours.optimizer.statistics.respeculated
+
+
+@pytest.mark.parametrize("device", ["immediate", "usual"])
+def test_a_value_whose_patch_failed_is_not_that_of_the_predicted_factor(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, made = Training(RECIPES["always"], None), DEVICES[device]()
+    options: dict[str, Any] = {"gpu_buckets": 0} if isinstance(made, SimulatedDevice) else {}
+    ours = Training(RECIPES["always"], made, bucket_numel=1, **options)
+    sent = (uncertain.HostPatch, "send") if device == "immediate" else (made, "put")
+    with ours.scheduler or contextlib.nullcontext():
+        monkeypatch.setattr(Predictor, "predict", lambda *_: Prediction(1.0, Interval(0.75, 1.0)))
+        monkeypatch.setattr(Predictor, "add_lists", lambda *_: None)
+        for one in (plain, ours):
+            one.run(range(3))
+            one.backward(3)
+        ours.scheduler.catch_up()  # type: ignore[union-attr]
+        before = ours.optimizer.statistics.respeculated
+        with monkeypatch.context() as patch, pytest.raises(ValueError, match="planted"):
+            Failing(patch, *sent, 1, ValueError("planted")).is_armed = True
+            ours.optimizer.max_grad_norm = 4.5
+            ours.step()
+        for one in (plain, ours):
+            one.optimizer.max_grad_norm = None
+            one.step()
+        assert ours.optimizer.statistics.respeculated > before
+        assert ours.seen() == plain.seen()
