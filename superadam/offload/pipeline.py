@@ -129,7 +129,7 @@ class Pipeline:
         self._statistics.waiting_buckets += not written
         self._trace.add("gradients to host", "download", sent_at, begin, elements=elements)
         self._count_work("adam" if written else "norm", begin, elements)
-        if self._autotuner.can_keep:
+        if able and self._autotuner.can_keep:  # else the step will create state, which says little of later ones
             seconds, ready = time.perf_counter() - begin, arrived.passed_at()
             self._autotuner.add_times(BucketTimes(elements, moved, ready, seconds, is_hidden, waits=not written))
 

@@ -93,7 +93,7 @@ static superadam_uncertain *list_new(superadam_uncertain *list, const superadam_
     for (int part = 0; part < LISTED; part++) {
         arrays[part] = guarded_new((size_t)s->length * (part == 1 ? element_size(s->gradient_dtype) : 4), at_end);
         memset(arrays[part].data, 0, arrays[part].size);
-        pointers[part] = arrays[part].data;
+        pointers[part] = part == LISTED - 1 && !s->max_exp_avg_sq ? NULL : arrays[part].data;
     }
     return list;
 }

@@ -294,6 +294,21 @@ def test_training_has_the_bits_of_plain_steps(kept: int, dtype: torch.dtype) -> 
     assert together == alone
 
 
+def test_training_that_waits_for_every_verdict_keeps_its_state_on_the_device() -> None:
+    """Every step is clipped, and every element uncertain: on the host, all but the norm comes after backward."""
+    model = mlp(torch.bfloat16)
+    optimizer = adam(model, lr=0.1, max_grad_norm=1e-6)
+    with OffloadScheduler(
+        optimizer, model, bucket_numel=70, device=PacedDevice(SWIFT, free_bytes=1 << 20)
+    ) as scheduler:
+        for step in range(60):
+            train(model, optimizer, range(step, step + 1))
+            if scheduler.placement.gpu_buckets:
+                break
+        assert scheduler.placement.gpu_buckets > 0
+        assert scheduler.statistics.waiting_buckets > 0
+
+
 @pytest.mark.parametrize("order", [None, (1, 0)], ids=["in place", "copied"])
 def test_the_norm_of_what_stays_is_that_of_the_host(order: tuple[int, int] | None) -> None:
     memory = torch.randn(2 * 8192, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)

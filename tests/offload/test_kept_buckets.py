@@ -992,8 +992,8 @@ class Roomy(ThreadDevice):
 def test_a_worker_that_is_far_behind_backward_leaves_all_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     ready = itertools.count()
 
-    def timed(elements: int, size: int, *_: float, is_kept: bool = False) -> BucketTimes:
-        return BucketTimes(elements, size, 0.001 * next(ready), 0.03, is_kept=is_kept)
+    def timed(elements: int, size: int, *_: float, **kind: bool) -> BucketTimes:
+        return BucketTimes(elements, size, 0.001 * next(ready), 0.03, **kind)
 
     monkeypatch.setattr("superadam.offload.pipeline.BucketTimes", timed)
     model = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(6)]).to(torch.bfloat16)
