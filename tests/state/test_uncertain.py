@@ -11,7 +11,6 @@ import pytest
 from superadam.kernels import native
 from superadam.state.uncertain import LISTED_SHARE, Listed, UncertainLists, list_bytes
 
-NUMELS = [0, 1, LISTED_SHARE * 16, LISTED_SHARE * 16 + 1, 100_000]
 NAMES = ("index", "master", "exp_avg", "exp_avg_sq", "gradient", "max_exp_avg_sq")
 
 
