@@ -664,10 +664,11 @@ def test_a_value_whose_patch_failed_is_not_that_of_the_predicted_factor(
             one.backward(3)
         ours.scheduler.catch_up()  # type: ignore[union-attr]
         before = ours.optimizer.statistics.respeculated
-        with monkeypatch.context() as patch, pytest.raises(ValueError, match="planted"):
+        ours.optimizer.max_grad_norm = 4.5
+        with monkeypatch.context() as patch:
             Failing(patch, *sent, 1, ValueError("planted")).is_armed = True
-            ours.optimizer.max_grad_norm = 4.5
-            ours.step()
+            with pytest.raises(ValueError, match="planted"):
+                ours.step()
         for one in (plain, ours):
             one.optimizer.max_grad_norm = None
             one.step()
