@@ -248,3 +248,44 @@ def test_what_a_hook_raises_is_told_by_step_on_every_rank(rank: int) -> None:
 
 def planted(*arguments: object) -> None:
     raise RuntimeError("planted")
+
+
+def clipped_training(rank: int, how: str, device: Device | None) -> tuple[list[Tensor], int]:
+    """Clip every step of 12, with a learning rate as in fine-tuning; return all values and how many were patched."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(16, 33), nn.Linear(33, 64), nn.Linear(64, 16)).to(torch.bfloat16)
+    wrap([*model, model], mp_policy=MixedPrecisionPolicy(**ROUNDED))
+    limit = LIMIT if how == "own" else None
+    optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-5, max_grad_norm=limit)
+    options: dict[str, Any] = {"gpu_buckets": 0} if isinstance(device, SimulatedDevice) else {}
+    with (
+        nullcontext()
+        if device is None
+        else OffloadScheduler(optimizer, model, device=device, num_threads=1, bucket_numel=500, **options)
+    ):
+        for step in range(12):
+            generator = torch.Generator().manual_seed(100 * rank + step)
+            values = model(torch.randn(64, 16, generator=generator).to(torch.bfloat16))
+            (100 * (values.float() - 1).square().mean()).backward()
+            if how == "torch":
+                nn.utils.clip_grad_norm_(model.parameters(), LIMIT)
+            elif how == "one by one":
+                nn.utils.clip_grad_norm_(model.parameters(), LIMIT, foreach=False)
+            optimizer.step()
+            assert optimizer.last_outcome is not None
+            assert how != "own" or optimizer.last_outcome.kind is StepKind.CLIPPED
+            optimizer.zero_grad()
+        parts = parts_of(model, optimizer)
+    return parts, optimizer.statistics.patched
+
+
+@pytest.mark.parametrize("how", ["own", "torch", "one by one"])
+@on_ranks(2)
+def test_values_are_patched_where_every_step_is_clipped(rank: int, how: str) -> None:
+    """Each rank predicts from its own parts: the others' are in the factor."""
+    expected, none = clipped_training(rank, how, None)
+    assert none == 0
+    for device in (ThreadDevice(), SimulatedDevice(1, 0.5)):
+        found, patched = clipped_training(rank, how, device)
+        assert_same(found, expected)
+        assert patched > 30, patched  # of 6 parameters in 11 steps

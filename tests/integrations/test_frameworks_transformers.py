@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -102,14 +104,19 @@ def prepared(
     *,
     model: dict[str, Any] | None = None,
     callback: type[TrainerCallback] = Opening,
+    lr: float = 1e-2,
+    size: float = 1.0,
     **arguments: Any,
 ) -> Trainer:
-    """Return a Trainer with a learning rate that declines."""
+    """Return a Trainer with a learning rate that declines; `size` multiplies the model's weights."""
     quiet = {"report_to": [], "disable_tqdm": True, "use_cpu": True}
     often = {"per_device_train_batch_size": 2, "num_train_epochs": 2, "logging_steps": 1}
     chosen = TrainingArguments(str(folder), **{"save_strategy": "no", **quiet, **often, **arguments})
     trained = llama(dtype, **(model or {}))
-    optimizer = adamw(trained)
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            parameter.mul_(size)
+    optimizer = adamw(trained, lr=lr)
     if callback is Around:
         run.open(optimizer, trained)
     data = {"train_dataset": Examples(), "eval_dataset": Examples(4)}
@@ -141,6 +148,38 @@ def test_limit_that_clips_some_steps(tmp_path: Path, dtype: torch.dtype) -> None
 
 def test_limit_that_clips_every_step(tmp_path: Path) -> None:
     assert min(norms(compare(training(tmp_path, torch.bfloat16, max_grad_norm=0.1), accepts=False))) > 0.1
+
+
+class Counting(Opening):
+    """Keeps the scheduler's counts after each step."""
+
+    def on_step_end(self, _: Any, state: TrainerState, *__: Any, **___: Any) -> None:
+        for scheduler in self.run.schedulers:
+            self.run.kept[state.global_step] = copy.copy(scheduler.statistics)
+
+
+def test_training_whose_every_step_the_default_limit_clips_is_speculated_on(tmp_path: Path) -> None:
+    """With a learning rate as in fine-tuning, most values are published as they were speculated on."""
+    seen = []
+    for scheduled in (False, True):
+        run = Run(scheduled=scheduled)
+        fine_tuning = {
+            "per_device_train_batch_size": 7,
+            "learning_rate": 1e-5,
+            "num_train_epochs": 35,
+            "lr_scheduler_type": "linear",
+        }
+        trainer = prepared(run, tmp_path, torch.bfloat16, callback=Counting, lr=1e-5, size=3.0, **fine_tuning)
+        trainer.train()
+        run.logged += history(trainer.state.log_history)
+        seen.append(run.everything())
+        run.close()
+    assert_same(*seen)
+    assert len(norms(seen[0])) == 70
+    assert min(norms(seen[0])) > 1.0
+    before, after = run.kept[20], run.kept[70]
+    counts = {one.name: getattr(after, one.name) - getattr(before, one.name) for one in fields(after)}
+    assert counts["accepted_buckets"] >= 0.8 * counts["buckets"], counts
 
 
 def test_no_limit(tmp_path: Path) -> None:

@@ -55,19 +55,26 @@ def _one_torch_thread() -> Any:
 def test_overlapped_run_is_the_plain_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """And not because nothing was speculated on."""
     counts: collections.Counter[str] = collections.Counter()
-    original = OffloadScheduler.close
+    original, original_patch = OffloadScheduler.close, Transaction._patch
 
     def close(self: OffloadScheduler) -> None:
         if not self._closed:
             original(self)
             counts.update({name: int(count) for name, count in asdict(self.statistics).items()})
 
+    def patch(self: Transaction, parts: Sequence[Any]) -> bool:
+        is_patched = original_patch(self, parts)
+        counts["patched_steps"] += is_patched and bool(parts)
+        return is_patched
+
     monkeypatch.setattr(OffloadScheduler, "close", close)
+    monkeypatch.setattr(Transaction, "_patch", patch)
     run_state_machine_as_test(OverlappedRun, settings=MACHINE)
     schedules = MACHINE.max_examples
     for name in ("kept", "waiting", "accepted", "respeculated", "dropped"):
         assert counts[f"{name}_buckets"] > schedules // 5, counts
     assert counts["given_back_gradients"] > schedules, counts
+    assert counts["patched_steps"] > schedules // 10, counts
 
 
 # -- planted faults ----------------------------------------------------------------------------------------------------

@@ -80,15 +80,15 @@ def _run(layer: nn.Module, inputs: Tensor) -> Tensor:
 
 
 def build(
-    dtype: torch.dtype, seed: int, limit: float | None, *, is_mixed: bool = False
+    dtype: torch.dtype, seed: int, limit: float | None, lr: float, *, is_mixed: bool = False
 ) -> tuple[Model, SpeculativeCPUAdamW]:
     """Return a model and its optimizer, with two groups."""
     model = Model(dtype, seed, is_mixed=is_mixed)
     early = [parameter for name, parameter in model.named_parameters() if not name.startswith("late")]
     matrices = [p for p in early if p.ndim == 2]
     others = [p for p in early if p.ndim != 2]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "lr": 3e-3, "amsgrad": True}]
-    return model, SpeculativeCPUAdamW(groups, lr=1e-2, weight_decay=0.0, max_grad_norm=limit)
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "lr": 0.3 * lr, "amsgrad": True}]
+    return model, SpeculativeCPUAdamW(groups, lr=lr, weight_decay=0.0, max_grad_norm=limit)
 
 
 class FullDevice(SimulatedDevice):
@@ -211,7 +211,8 @@ class OverlappedRun(RuleBasedStateMachine):
     @initialize(
         dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.bfloat16]),
         is_mixed=usually(False, True),
-        limit=st.sampled_from([math.inf, math.inf, 3e4, 1.0]),
+        limit=st.sampled_from([math.inf, math.inf, 3e4, 1.0, 1e-4, 1e-4]),
+        lr=st.sampled_from([1e-2, 1e-5, 1e-5]),
         bucket_numel=st.sampled_from([1, 100, 1000, 10**6]),
         seed=SEEDS,
         widens=st.booleans(),
@@ -222,6 +223,7 @@ class OverlappedRun(RuleBasedStateMachine):
         dtype: torch.dtype,
         is_mixed: bool,
         limit: float,
+        lr: float,
         bucket_numel: int,
         seed: int,
         widens: bool,
@@ -230,13 +232,13 @@ class OverlappedRun(RuleBasedStateMachine):
         faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
         self.pause, micro_batches.PAUSE_STEPS = micro_batches.PAUSE_STEPS, 1  # schedules are short
         self.dtype, self.is_mixed, self.seed = dtype, is_mixed and dtype != torch.float32, seed
-        self.gpu_buckets = gpu_buckets
+        self.gpu_buckets, self.lr = gpu_buckets, lr
         self.options: dict[str, Any] = {
             "bucket_numel": bucket_numel,
             "transfer_dtype": torch.float32 if widens else "auto",
         }
-        self.plain = Twin(*build(dtype, 0, limit, is_mixed=self.is_mixed))
-        self.ours = Twin(*build(dtype, 0, limit, is_mixed=self.is_mixed))
+        self.plain = Twin(*build(dtype, 0, limit, lr, is_mixed=self.is_mixed))
+        self.ours = Twin(*build(dtype, 0, limit, lr, is_mixed=self.is_mixed))
         self.open_scheduler()
 
     @property
@@ -270,11 +272,15 @@ class OverlappedRun(RuleBasedStateMachine):
         """As often as everything else: rules are drawn alike."""
         self.iterate(iteration)
 
-    @rule(seed=SEEDS, scale=SCALES, name=st.sampled_from(NAMES))
-    def train_plainly(self, seed: int, scale: float, name: str) -> None:
-        """What is speculated on in the first iteration is accepted, and meets one action in the second."""
-        self.iterate(Iteration(seed, scale))
-        self.iterate(Iteration(seed + 1, scale, actions=(name,)))
+    @rule(seed=SEEDS, scale=SCALES, name=st.sampled_from(NAMES), is_steady=st.booleans())
+    def train_plainly(self, seed: int, scale: float, name: str, is_steady: bool) -> None:
+        """What is speculated on in the first iteration is accepted, and meets one action in the second.
+
+        Where that has the same inputs as those before, its norm is theirs, and values are patched if it is clipped.
+        """
+        for _ in range(1 + is_steady):
+            self.iterate(Iteration(seed, scale))
+        self.iterate(Iteration(seed + (not is_steady), scale, actions=(name,)))
 
     def iterate(self, iteration: Iteration) -> None:
         theirs, ours = (self.made(twin, iteration) for twin in self.twins)
@@ -412,7 +418,7 @@ class OverlappedRun(RuleBasedStateMachine):
         self.plain.optimizer.zero_grad()
         for twin in self.twins:
             twin.kept.clear()
-        self.ours = Twin(*build(self.dtype, 1, old.optimizer.max_grad_norm, is_mixed=self.is_mixed))
+        self.ours = Twin(*build(self.dtype, 1, old.optimizer.max_grad_norm, self.lr, is_mixed=self.is_mixed))
         self.ours.model.uses_late = old.model.uses_late
         for parameter, other in zip(self.ours.model.parameters(), old.model.parameters(), strict=True):
             parameter.requires_grad_(other.requires_grad)
