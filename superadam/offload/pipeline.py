@@ -88,6 +88,7 @@ class Pipeline:
         transaction.add_pending(pending, norm_in(norms))
         self._statistics.kept_buckets += 1
         elements = sum(state.shape.numel() for state in pending)
+        self.predictor.total = transaction.table.numel
         self.predictor.add_arrived(elements, seen)
         self._autotuner.add_times(
             BucketTimes(elements, _moved_bytes(pending, fuses=True), arrived.passed_at(), is_kept=True)
@@ -110,6 +111,7 @@ class Pipeline:
         self._wait_for(arrived, is_awaited)
         begin = time.perf_counter()
         limit = None if transaction.ranks is not None else math.inf if (limit := self._limit()) is None else limit
+        self.predictor.total = transaction.table.numel
         prediction = self.predictor.predict(elements, transaction.norm_so_far(), transaction.expected_scale, limit)
         for state, record in pending.items():
             if prediction is None or self.predictor.leaves_out(state, prediction, transaction.expected_scale):

@@ -47,7 +47,13 @@ class _Made(NamedTuple):
 
 
 class Predictor:
-    """Predicts the factor of each step, bucket by bucket."""
+    """Predicts the factor of each step, bucket by bucket.
+
+    Attributes:
+        total: elements of all parameters; what arrives after them has arrived again.
+    """
+
+    total = math.inf
 
     def __init__(self) -> None:
         self._norms: collections.deque[float] = collections.deque(maxlen=REMEMBERED_STEPS)
@@ -84,9 +90,7 @@ class Predictor:
         else:
             self._limits.append(usual if norm * unscaling < usual else math.inf)
         if is_clipped and self._norms:  # where nothing is clipped, predictions cost nothing and need not hold
-            for one in made:
-                is_wrong = factor is None or one.factor == 0.0
-                self._errors.append(math.inf if is_wrong else abs(math.log(one.factor / (factor or 1.0))))
+            self._errors += [_error(one.factor, factor) for one in made]
         self._norms.append(norm)
         self._seen.append({one.elements: one.seen for one in made})
         self._elements = self._arrived
@@ -134,7 +138,7 @@ class Predictor:
 
     def add_arrived(self, elements: int, seen: float) -> int:
         """Count elements that have arrived in this step; return how many there were before, whose norm is `seen`."""
-        if seen == 0.0:  # the first ones
+        if seen == 0.0 or self._arrived >= self.total:  # the first ones
             self._made, self._arrived = [], 0
         self._arrived += elements
         return self._arrived - elements
@@ -203,6 +207,11 @@ class Predictor:
             if best is None or cost < best[0]:
                 best = cost, width
         return None if best is None else best[1]
+
+
+def _error(predicted: float, factor: float | None) -> float:
+    """Return how far a factor was from the predicted one, as the logarithm of their ratio."""
+    return math.inf if factor is None or predicted == 0.0 else abs(math.log(predicted / factor))
 
 
 def _around(factor: float, width: float) -> Prediction:

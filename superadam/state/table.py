@@ -109,6 +109,11 @@ class ParameterTable:
         for state in self.states:
             self.refresh_pointers(state)
 
+    @property
+    def numel(self) -> int:
+        """Elements of all parameters."""
+        return int(self._rows["length"].sum())
+
     def refresh_pointers(self, state: ParameterState) -> None:
         """Refresh a state's pointers, after its tensors were created, replaced or dropped."""
 

@@ -132,6 +132,14 @@ def test_the_optimizers_own_limit_is_forgotten_at_once() -> None:
     assert predictor.predict(100, 0.0, 1.0, None) is None
 
 
+def test_what_arrives_again_is_not_remembered_for_ever() -> None:
+    predictor = Predictor()
+    predictor.total = 300
+    for number in range(30):
+        predictor.predict(100, float(number), 1.0, 1.0)
+    assert len(predictor._made) <= 3
+
+
 def test_one_clipped_step_changes_nothing() -> None:
     predictor = trained(10.0, limit=None)
     one_step(predictor, [10.0], 1e-4, known=False)

@@ -364,7 +364,7 @@ def gradients_averaged_over_ranks(model: Any, optimizer: Any, step: int, run: Ru
             gradient.div_(2)
 
 
-@between(outcome=False)
+@between(outcome=False, speculates=False)
 def gradients_scaled_by_one_factor(model: Any, optimizer: Any, step: int, run: Run) -> None:
     if step != 2:
         torch._foreach_mul_(gradients(model), [0.37, 0.5][step % 2])
@@ -1056,7 +1056,7 @@ def lr_filled_in_place(model: Any, optimizer: Any, step: int, run: Run) -> None:
     group["lr"].fill_(0.002 * (step + 1))
 
 
-@between(torch=False)
+@between(torch=False, speculates=False)
 def limit_changed(model: Any, optimizer: Any, step: int, run: Run) -> None:
     optimizer.max_grad_norm = [None, 1.0, math.inf, 3.0, None][step % 5]
 
