@@ -125,6 +125,58 @@ def test_listed_elements_are_patched_with_another_factor(isa: str, dtype: Dtype)
     assert differing(values, reference[listing.arrays["index"].view[: listing.count]]) == 0
 
 
+def test_patches_of_several_segments_reach_their_own_targets(isa: str) -> None:
+    """Over more than one chunk of each, on several threads."""
+    case, length = training_case(1 << 18), 1 << 18
+    table, published, references = np.zeros(3, native.SEGMENT), [], []
+    exact = at_factor(case.k, case.interval.high)
+    rng = np.random.default_rng(0)
+    for row in table:
+        listing = Listing(Pass.SPECULATE, case, Dtype.BFLOAT16, Dtype.BFLOAT16, length, capacity=length)
+        reference = listing.segment.expected(Pass.SPECULATE, [exact])["out"]
+        index = np.sort(rng.choice(length, 9000, replace=False)).astype(np.uint32)
+        chosen = {name: placed.view[index].copy() for name, placed in listing.segment.arrays.items() if name in LISTED}
+        out, values = np.zeros(length, np.uint16), np.zeros(len(index), np.uint16)
+        for name, array in {**chosen, "index": index, "out": values, "target": out}.items():
+            row[name] = array.ctypes.data
+        row["length"], row["gradient_dtype"], row["out_dtype"] = len(index), Dtype.BFLOAT16, Dtype.BFLOAT16
+        published.append((out, chosen, values, index))
+        references.append(np.where(np.isin(np.arange(length), index), reference, 0).astype(np.uint16))
+    native.run(Pass.SPECULATE, table, coefficient_table([exact]), isa=isa, threads=3)
+    for (out, *_), reference in zip(published, references, strict=True):
+        assert differing(out, reference) == 0
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_with_decay_a_denominator_may_not_shrink_to_less_than_a_quarter(isa: str, weight_decay: float) -> None:
+    """Where decay cancels most of the gradient; without it, such a denominator is certain."""
+    hyper = dataclasses.replace(ORDINARY, lr=1e-9, eps=0.0, weight_decay=weight_decay, decoupled_weight_decay=False)
+    k = Coefficients.at_step(hyper, 10**6, 1.0).over(Interval(0.5, 1.25))
+    assert k is not None
+    count = 64
+    x = np.linspace(0.9, 1.1, count) * 0.08  # of the gradient after decay of 0.1 times a weight of -1
+    kappa_t = np.linspace(0.76, 0.99, count) * x  # nearly the denominator, which is kappa x where v is 0
+    g = kappa_t / k.interval.spread
+    p = (x - g) / (weight_decay or 0.1)
+    v = np.zeros(count) if weight_decay else (1.0 * x) ** 2
+    case = Case(k, Interval(0.5, 1.25), tuple(one.astype(np.float32) for one in (g, 0 * x, v, v, p)))  # type: ignore[arg-type]
+    listing = Listing(Pass.SPECULATE, case, Dtype.FLOAT32, Dtype.BFLOAT16, count, capacity=count)
+    expected = listing.run(isa)
+    assert listing.count == len(expected["index"])
+    assert (listing.count == count) == (weight_decay > 0.0)
+
+
+def test_a_list_lacks_no_array_that_the_coefficients_ask_for() -> None:
+    case = training_case(64)
+    case = dataclasses.replace(case, k=dataclasses.replace(case.k, flags=case.k.flags | Flag.AMSGRAD))
+    listing = Listing(Pass.SPECULATE, case, Dtype.BFLOAT16, Dtype.BFLOAT16, 64, capacity=64)
+    listing.record["max_exp_avg_sq"] = 0
+    table = listing.job.table()
+    table["uncertain"] = listing.record.ctypes.data
+    with pytest.raises(ValueError, match="lacks an array"):
+        native.run(Pass.SPECULATE, table, coefficient_table(listing.job.sets))
+
+
 def test_few_elements_are_uncertain_in_fine_tuning() -> None:
     """A test that called everything uncertain would be right, and of no use."""
     case = training_case(1 << 18)

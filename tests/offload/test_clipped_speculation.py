@@ -28,6 +28,7 @@ from superadam.devices.simulated import SimulatedDevice
 from superadam.kernels.hyperparameters import Interval
 from superadam.offload.prediction import Prediction, Predictor
 from superadam.state import uncertain
+from superadam.state.parameter import Phase
 from superadam.state.table import ParameterTable
 
 pytestmark = pytest.mark.timeout(240)
@@ -139,6 +140,7 @@ RECIPES = {
     ),
     "accumulated, by torch": by_torch(micro=2, is_hinted=True),
     "two rates": Recipe(groups=({"lr": 1e-5}, {"lr": 3e-6, "betas": (0.8, 0.95)})),
+    "a rate that the proof does not cover": Recipe(groups=({"lr": 5000.0}, {"lr": 1e-5})),
     "a rate far too large": Recipe(groups=({"lr": 1e-5}, {"lr": 0.1})),
     "amsgrad": Recipe(groups=({"amsgrad": True}, {"amsgrad": True})),
     "amsgrad in one group": Recipe(groups=({"amsgrad": True}, {})),
@@ -517,6 +519,43 @@ def test_factors_at_the_ends_of_intervals(device: str, which: str, monkeypatch: 
         assert now.respeculated - before.respeculated == (PATCHED if is_redone else 0)
         assert now.accepted - before.accepted == (0 if is_redone else PATCHED)
         assert ours.seen() == plain.seen()
+
+
+def test_a_product_that_torch_rounds_is_not_that_of_the_predicted_factor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although the factor is the same number."""
+    found = []
+    for is_exact in (False, True):
+        ours = Training(RECIPES["by torch"], DEVICES["immediate"](), bucket_numel=1000)
+        with ours.scheduler or contextlib.nullcontext(), monkeypatch.context() as patch:
+            ours.run(range(4))
+            if is_exact:
+                patch.setattr(Predictor, "predict", lambda *_: Prediction(found[0]))
+            accepted = ours.optimizer.statistics.accepted
+            ours.run(range(4, 5))
+            transaction = ours.optimizer._published._transaction
+            assert transaction is not None
+            assert transaction.applied is not None
+            assert isinstance(transaction.applied.factor, float)
+            found.append(transaction.applied.factor)
+            assert (ours.optimizer.statistics.accepted == accepted) == is_exact
+        assert found[0] == found[-1] < 1.0
+        assert ours.optimizer.statistics.patched_elements > 0
+        plain = Training(RECIPES["by torch"], None)
+        plain.run(range(5))
+        assert ours.seen() == plain.seen()
+
+
+def test_lists_are_released_with_the_verdict() -> None:
+    ours = Training(RECIPES["always"], DEVICES["immediate"](), bucket_numel=1000)
+    with ours.scheduler or contextlib.nullcontext():
+        ours.run()
+        transaction = ours.optimizer._published._transaction
+        assert transaction is not None
+        accepted = transaction.in_phase(Phase.ACCEPTED)
+        assert accepted
+        for state in accepted:
+            assert state.pending is not None
+            assert state.pending.listed is state.pending.interval is state.pending.place is None
 
 
 @pytest.mark.parametrize("capacity", [0, 1, 3])

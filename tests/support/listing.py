@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 from intervals import Case, at_factor
 from kernel_arrays import Job, Placed, coefficient_table, make_segment, narrow, widen
 
 from superadam.kernels import formula, native
+from superadam.kernels.hyperparameters import IntervalScalars
 from superadam.kernels.native import Dtype, Flag, Pass
 
 LISTED = ("gradient", "master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
@@ -24,7 +27,8 @@ class Listing:
         segment.arrays["accepted_gradient"] = Placed(segment.arrays["gradient"].view.copy())
         if Flag.AMSGRAD not in case.k.flags:
             del segment.arrays["max_exp_avg_sq"]
-        self.job = Job(which, [segment], [case.k, at_factor(case.k, 0.75)])
+        older = dataclasses.replace(at_factor(case.k, 0.75), interval=IntervalScalars())
+        self.job = Job(which, [segment], [case.k, older])
         segment.accepted_coefficients = 1
         kinds = {"index": np.uint32, "gradient": segment.arrays["gradient"].view.dtype}
         names = ["index", *(name for name in LISTED if name in segment.arrays)]
