@@ -140,7 +140,7 @@ RECIPES = {
     ),
     "accumulated, by torch": by_torch(micro=2, is_hinted=True),
     "two rates": Recipe(groups=({"lr": 1e-5}, {"lr": 3e-6, "betas": (0.8, 0.95)})),
-    "a rate that the proof does not cover": Recipe(groups=({"lr": 5000.0}, {"lr": 1e-5})),
+    "a rate that the proof leaves out": Recipe(groups=({"lr": 5000.0}, {"lr": 1e-5, "amsgrad": True})),
     "a rate far too large": Recipe(groups=({"lr": 1e-5}, {"lr": 0.1})),
     "amsgrad": Recipe(groups=({"amsgrad": True}, {"amsgrad": True})),
     "amsgrad in one group": Recipe(groups=({"amsgrad": True}, {})),
