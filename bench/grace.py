@@ -56,7 +56,7 @@ class Case:
 
     @property
     def symbol(self) -> str:
-        return f"run_{self.which.name}_{self.gradient.name}_{self.out.name}"
+        return f"run_{self.which.name}_{self.gradient.name}_{self.out.name}_0"  # without a list
 
     @property
     def label(self) -> str:

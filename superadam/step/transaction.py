@@ -8,6 +8,7 @@ the parameter's next gradient arrives and share its pass. This module decides wh
 
 from __future__ import annotations
 
+import collections
 import itertools
 import math
 import threading
@@ -372,12 +373,17 @@ class Transaction:
     def _applied(self, parts: Sequence[_Part], *, is_own: bool) -> Applied | None:
         """Return what this step does to those gradients that wait for it.
 
-        Where not all are multiplied alike, some are likely to be left as they are.
+        Where less than four fifths of the elements are multiplied alike, some are likely to be left as they are.
         """
-        factors = {None if part.pending is None else part.scale.factor for part in parts if part.waits}
-        if not factors:
+        elements: collections.Counter[float | None] = collections.Counter()
+        for part in parts:
+            if part.waits:
+                elements[None if part.pending is None else part.scale.factor] += part.state.shape.numel()
+        if not elements:
             return None
-        factor = factors.pop() if len(factors) == 1 else self.expected_scale
+        factor, count = elements.most_common(1)[0]
+        if count < 0.8 * elements.total():
+            factor = self.expected_scale
         return Applied(self.table.norm.total, factor, self.expected_scale, is_own)
 
     def _patch(self, parts: Sequence[_Part]) -> bool:

@@ -391,12 +391,13 @@ def test_bytes_are_those_of_flat_buffers(bucket_numel: int, link: torch.dtype | 
         for seed in range(4):
             assert step(seed) == (down, flat_bytes(parameters) if seed == 0 else up)
         optimizer.max_grad_norm = 1e-3
-        waiting = statistics.waiting_buckets
+        waiting, accepted = statistics.waiting_buckets, statistics.accepted_buckets
         moved = step(4)
         written = len(buckets) - (statistics.waiting_buckets - waiting)  # came up twice; the others with the verdict
-        assert written == statistics.respeculated_buckets > 0
+        assert written == statistics.respeculated_buckets + statistics.accepted_buckets - accepted > 0
         assert moved[0] == down
-        assert flat_bytes(parameters) < moved[1] <= flat_bytes(parameters) + up
+        patches = 10 * optimizer.statistics.patched_elements  # values, and where they go
+        assert up <= moved[1] <= flat_bytes(parameters) + up + patches
         optimizer.max_grad_norm = math.inf
         assert step(5, math.nan)[0] == down
 

@@ -37,4 +37,4 @@ def test_step_whose_memory_runs_out_is_made_wholly_or_not_at_all(tmp_path: Path)
         logging.info("%s: %d tried, of up to %d in a step; %d raised %s", name, tried, most, raised, ", ".join(errors))
         assert tried >= raised
         assert tried > 0
-        assert (patched > 0) is name.startswith("patched")
+        assert patched > 0 or not name.startswith("patched")
