@@ -110,9 +110,10 @@ class Pipeline:
         pending = _records(transaction, sent, hyper, able)
         self._wait_for(arrived, is_awaited)
         begin = time.perf_counter()
-        limit = None if transaction.ranks is not None else math.inf if (limit := self._limit()) is None else limit
         self.predictor.total = transaction.table.numel
-        prediction = self.predictor.predict(elements, transaction.norm_so_far(), transaction.expected_scale, limit)
+        prediction = self.predictor.predict(
+            elements, transaction.norm_so_far(), transaction.expected_scale, self._limit_here(transaction)
+        )
         for state, record in pending.items():
             if prediction is None or self.predictor.leaves_out(state, prediction, transaction.expected_scale):
                 record.place = None
@@ -151,17 +152,48 @@ class Pipeline:
             pass
         arrived.synchronize()
 
+    def _limit_here(self, transaction: Transaction) -> float | None:
+        """Return the optimizer's limit for the norm of this rank's gradients; None where it is for all ranks'."""
+        if transaction.ranks is not None:
+            return None
+        limit = self._limit()
+        return math.inf if limit is None else limit
+
     def _num_threads(self) -> int:
         return min(self._autotuner.placement.num_threads, native.get_num_threads())
 
     def _idle(self) -> bool:
-        """Commit a bucket's worth of accepted gradients; runs in the worker while no bucket waits."""
+        """Commit a bucket's worth of accepted gradients, or mend a bucket; runs in the worker while no bucket waits."""
         transaction = self.transaction
-        if transaction is None or not transaction.in_phase(Phase.ACCEPTED):
+        if transaction is None:
             return False
+        if not transaction.in_phase(Phase.ACCEPTED):
+            return self._speculate_anew(transaction)
         begin = time.perf_counter()
         elements = transaction.commit_some(self._autotuner.placement.bucket_numel, self._num_threads())
         self._count_work("commit", begin, elements)
+        return True
+
+    def _speculate_anew(self, transaction: Transaction) -> bool:
+        """Speculate anew on a bucket whose interval the norm so far has left; return whether there was one."""
+        if not transaction.is_open:
+            return False
+        with transaction.lock:  # or the verdict could come meanwhile
+            seen = transaction.norm_so_far()
+            prediction = self.predictor.revised(seen, transaction.expected_scale, self._limit_here(transaction))
+            if prediction is None or prediction.interval is None:
+                return False
+            begin = time.perf_counter()
+            shadow, pending = _one_that_misses(transaction, prediction.factor)
+            if shadow is None or not shadow.recall():
+                return False
+            for record in pending.values():
+                record.expect(*prediction)
+            with torch.no_grad():
+                transaction.speculate(pending, self._num_threads())
+            shadow.send()
+        self._count_lists(pending, prediction)
+        self._count_work("adam anew", begin, sum(state.shape.numel() for state in pending))
         return True
 
     def _count_work(self, name: str, begin: float, elements: int) -> None:
@@ -218,6 +250,24 @@ def _records(
             fixed = hyper[state.row], places.get(state)
             records[state] = transaction.pending(state, taken, gradient, version, *fixed, is_kept=are_kept)
     return records
+
+
+def _one_that_misses(
+    transaction: Transaction, factor: float
+) -> tuple[FlatShadow | None, dict[ParameterState, Pending]]:
+    """Return a shadow that is right for other factors only, with the records of all whose new values are in it."""
+    of_shadow: dict[FlatShadow, dict[ParameterState, Pending]] = {}
+    for state in transaction.in_phase(Phase.SPECULATED):
+        record = state.pending
+        if record is not None and record.place is not None:
+            assert isinstance(record.place.shadow, FlatShadow)
+            of_shadow.setdefault(record.place.shadow, {})[state] = record
+    for shadow, pending in of_shadow.items():
+        intervals = [record.interval for record in pending.values() if record.interval is not None]
+        is_trusted = all(record.versions is not None for record in pending.values())
+        if is_trusted and any(not interval.holds(factor) for interval in intervals):
+            return shadow, pending
+    return None, {}
 
 
 def _moved_bytes(pending: Mapping[ParameterState, Pending], *, fuses: bool = False) -> int:

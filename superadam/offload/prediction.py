@@ -79,7 +79,7 @@ class Predictor:
         self._learn_uncertain()
         if applied is None:
             return
-        norm, factor, unscaling, self._is_own = applied
+        norm, factor, unscaling, self._is_own, _ = applied
         self._steps += 1
         if not made or not norm < math.inf:
             return
@@ -155,11 +155,19 @@ class Predictor:
         before = self.add_arrived(elements, seen)
         if not math.isfinite(seen):
             return None
-        norm = max(self._norm(before, seen), seen)
-        limit = self._limit(limit)
-        centre = limit / norm if norm > 0.0 else math.inf
-        self._made.append(_Made(min(unscaling, centre), before, seen))
-        width = self._width()
+        norm, limit = self._norm(before, seen), self._limit(limit)
+        self._made.append(_Made(min(unscaling, _ratio(limit, norm)), before, seen))
+        return self._prediction(norm, seen, unscaling, limit)
+
+    def revised(self, seen: float, unscaling: float, limit: float | None) -> Prediction | None:
+        """Return for what to speculate by all that has arrived, whose norm is `seen`; None where it says no more."""
+        if not self._elements or self._arrived < LEAST_SEEN * self._elements or not math.isfinite(seen):
+            return None
+        return self._prediction(self._norm(self._arrived, seen), seen, unscaling, self._limit(limit))
+
+    def _prediction(self, norm: float, seen: float, unscaling: float, limit: float) -> Prediction | None:
+        """Return for what to speculate where a norm is likely, of which `seen` has arrived; None for not at all."""
+        centre, width = _ratio(limit, norm), self._width()
         if norm * (width or WIDTHS[-1]) * unscaling <= limit:
             return Prediction(unscaling)  # clipping is unlikely
         if width is None or limit == 0.0:
@@ -172,15 +180,15 @@ class Predictor:
         return Prediction(factor, Interval(max(low, _float32(factor / 3.9)), high))
 
     def _norm(self, elements: int, seen: float) -> float:
-        """Return the norm that this step is likely to have."""
-        if not self._norms:
-            return 0.0
-        usual = statistics.median(self._norms)
+        """Return the norm that this step is likely to have, not less than that of the elements that have arrived."""
+        if not self._norms or elements >= self.total:
+            return seen
+        usual = max(seen, statistics.median(self._norms))
         if elements < LEAST_SEEN * self._elements:
             return usual
         before = zip(self._norms, self._seen, strict=True)
         shares = [norm / past[elements] for norm, past in before if past.get(elements, 0.0) > 0.0]
-        return seen * statistics.median(shares) if shares else usual
+        return seen * max(1.0, statistics.median(shares)) if shares else usual
 
     def _limit(self, known: float | None) -> float:
         """Return the limit of the norm, as far as it is known or was seen to be applied."""
@@ -207,6 +215,11 @@ class Predictor:
             if best is None or cost < best[0]:
                 best = cost, width
         return None if best is None else best[1]
+
+
+def _ratio(limit: float, norm: float) -> float:
+    """Return the factor that makes a norm the limit."""
+    return limit / norm if norm > 0.0 else math.inf
 
 
 def _error(predicted: float, factor: float | None) -> float:

@@ -35,6 +35,7 @@ from superadam.offload.autotune import Autotuner
 from superadam.offload.buckets import Bucket, Bucketer
 from superadam.offload.device_tier import DeviceTier
 from superadam.offload.hooks import Hooks
+from superadam.offload.late_commits import LateCommits
 from superadam.offload.needs import needs_of_run
 from superadam.offload.pipeline import Pipeline
 from superadam.offload.placement import Placement, last_parameters
@@ -128,6 +129,9 @@ class OffloadScheduler(GradientHolder):
         self.statistics, self.trace = OverlapStatistics(), Trace()
         self._counts = copy.copy(optimizer.statistics)
         self._backward_began: float | None = None
+        self._caught_up = 0.0  # when the last call of catch_up() returned
+        self._waited = 0.0  # seconds in the steps before, for the worker
+        self._late_commits = LateCommits()
         parameters = [shards.local_of(parameter) for group in optimizer.param_groups for parameter in group["params"]]
         self._device = device or device_for(parameters)
         owned_device = self._device if device is None else None
@@ -257,9 +261,11 @@ class OffloadScheduler(GradientHolder):
         except Exception:
             self._pipeline.abandon()
             raise
+        self._caught_up = time.perf_counter()
 
     def conclude(self, outcome: StepOutcome) -> None:
         """Handle the outcome of a step: let commits begin."""
+        seconds = time.perf_counter() - self._caught_up
         self._transfers.trace_arrived()
         is_full = self.optimizer.statistics.displaced > self._counts.displaced
         update_seconds = self.optimizer.statistics.resolve_seconds - self._counts.resolve_seconds
@@ -274,12 +280,23 @@ class OffloadScheduler(GradientHolder):
         self._hooks.look_for_unfrozen()
         if self._pipeline is None:
             return
-        self._pipeline.predictor.add_verdict(None if self._transaction is None else self._transaction.applied)
+        self._learn(seconds)
         if self._autotuner.can_keep and self._autotuner.end_step(update_seconds):
             self._apply_placement()
         if is_full:
             self._make_room()
         self._pipeline.wake()
+
+    def _learn(self, seconds: float) -> None:
+        """Learn from a step, which took so long once all was speculated on, what to do in the next."""
+        waited, self._waited = self.statistics.waited_seconds - self._waited, self.statistics.waited_seconds
+        transaction, pipeline = self._transaction, self._pipeline
+        if transaction is None or pipeline is None:
+            return
+        pipeline.predictor.add_verdict(transaction.applied)
+        if transaction.applied is not None:
+            self._late_commits.add_step(transaction.applied.computed, transaction.table.numel, waited + seconds)
+        transaction.commits_late = self._late_commits.is_on
 
     def _count_verdict(self, outcome: StepOutcome | None) -> None:
         """Count and trace the outcome of the open step; None where it was dropped."""

@@ -345,9 +345,17 @@ class ParameterTable:
         self.prepared_update(rows, segments, coefficients, indices)()
 
     def prepared_update(
-        self, rows: Rows, segments: Segments, coefficients: CoefficientTable, indices: Indices
+        self,
+        rows: Rows,
+        segments: Segments,
+        coefficients: CoefficientTable,
+        indices: Indices,
+        late: npt.NDArray[np.bool_] | None = None,
     ) -> Callable[[], None]:
-        """Return what does as `update`, once; its memory is allocated now, so that it does not fail for want of it."""
+        """Return what does as `update`, once; its memory is allocated now, so that it does not fail for want of it.
+
+        Of rows that are `late`, only the working copies are updated and steps counted: their state is committed later.
+        """
         for column in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master"):  # may have been created since
             segments[column] = self._rows[column][rows]
         segments["coefficients"] = indices
@@ -355,20 +363,29 @@ class ParameterTable:
         segments["out_dtype"] = np.where(self._is_own_master[rows], Dtype.NONE, segments["out_dtype"])
         segments["out"] = self._parameter_pointers[rows]
         is_staged, table = self._is_staged[rows], coefficients.array()
-        direct = segments[~is_staged] if is_staged.any() else segments
-        positions = _parts(np.flatnonzero(is_staged), segments["length"], self.delivery.staged_numel)
-        parts = [([self.states[row] for row in rows[part]], segments[part]) for part in positions]
-        stage = self.delivery.stage([states for states, _ in parts]) if parts else iter(())
+        direct: list[tuple[Pass, Segments]] = []
+        parts: list[tuple[Pass, list[ParameterState], Segments]] = []
+        if late is None and not is_staged.any():  # usual without a scheduler, perhaps of very many
+            direct.append((Pass.UPDATE, segments))
+        else:
+            late = np.zeros(len(rows), bool) if late is None else late
+            for which, chosen in ((Pass.UPDATE, ~late), (Pass.SPECULATE, late)):
+                direct.append((which, segments[chosen & ~is_staged]))
+                staged = np.flatnonzero(chosen & is_staged)
+                for part in _parts(staged, segments["length"], self.delivery.staged_numel):
+                    parts.append((which, [self.states[row] for row in rows[part]], segments[part]))
+        stage = self.delivery.stage([states for _, states, _ in parts]) if parts else iter(())
         count = self.prepared_count(rows)
 
         def run() -> None:
-            if len(direct):
-                native.run(Pass.UPDATE, direct, table)
-            for places, (states, staged) in zip(stage, parts, strict=True):
-                out = staged["out"]
+            for which, some in direct:
+                if len(some):
+                    native.run(which, some, table)
+            for places, (which, states, some) in zip(stage, parts, strict=True):
+                out = some["out"]
                 for position, place in enumerate(places):
                     out[position] = place.value.data_ptr()
-                native.run(Pass.UPDATE, staged, table)
+                native.run(which, some, table)
                 self.delivery.publish(states, places)
             count()
 

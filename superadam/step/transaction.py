@@ -2,8 +2,9 @@
 
 Speculation reads the state and writes shadows: neither parameters nor state change before the verdict, so dropping
 costs nothing. The gradient stays *pending*. The verdict publishes the shadows whose speculation was right, and updates
-all other parameters in place. An accepted pending gradient is folded into the state by a commit, which may wait until
-the parameter's next gradient arrives and share its pass. This module decides which pass runs over which rows.
+all other parameters in place, or only computes their new values. An accepted pending gradient is folded into the state
+by a commit, which may wait until the parameter's next gradient arrives and share its pass. This module decides which
+pass runs over which rows.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -65,6 +67,11 @@ class _Part:
         """Whether the gradient is on the device, where the step is to be made."""
         return self.pending is not None and self.pending.is_kept
 
+    @property
+    def can_be_late(self) -> bool:
+        """Whether its gradient stays as it is after the step, on the host, so that the state can follow then."""
+        return self.pending is not None and not self.pending.is_kept and not self.state.is_own_master
+
     def apply_factors(self) -> None:
         """Replace the gradient by torch's product with its factors, where kernels would round differently."""
         assert self.taken is not None
@@ -77,6 +84,8 @@ class Transaction:
 
     `expected_scale` is the factor by which the last step's gradients were unscaled; speculation multiplies by it.
     `applied` is what the last step did to gradients that were taken; None where none was, or it was skipped.
+    `lock` is held by whoever runs a pass or gives a verdict.
+    `commits_late` says whether values that are computed with the verdict are published before their state is updated.
     `ranks` are those that make each step together; None where every parameter is an ordinary tensor.
     """
 
@@ -84,11 +93,13 @@ class Transaction:
         self.table = table
         self.statistics = statistics
         self.expected_scale = 1.0
+        self.commits_late = False
         self.ranks = ranks
         self._shares = None if ranks is None else table.each_chunk([share_of(one) for one in table.parameters])
         self.applied: Applied | None = None
+        self._computed = 0  # elements, as in `applied`
         self._samples = Samples(table)
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._members: dict[Phase, dict[ParameterState, None]] = {phase: {} for phase in Phase}
         for state in table.states:
             self._members[state.phase][state] = None
@@ -235,7 +246,7 @@ class Transaction:
         A gradient that was speculated on, and is unchanged, has its new value published; every other parameter is
         updated in place. Whatever else waits for a verdict is dropped. A `max_norm` of None or inf is no limit.
         """
-        with deferred_signals(), self._lock:
+        with deferred_signals(), self.lock:
             begin, self.applied = time.perf_counter(), None
             if self._members[Phase.ACCEPTED]:
                 self._commit([state for state in gradients.states if state.phase is Phase.ACCEPTED])
@@ -256,6 +267,7 @@ class Transaction:
             if outcome.kind is StepKind.SKIPPED:
                 self._drop(self.in_phase(Phase.SPECULATED))
             else:
+                self._computed = 0
                 self._apply(parts, outcome.clip_coefficient)
                 self.applied = self._applied(parts, is_own=outcome.kind is StepKind.CLIPPED)
             self.table.norm.clear()
@@ -384,7 +396,7 @@ class Transaction:
         factor, count = elements.most_common(1)[0]
         if count < 0.8 * elements.total():
             factor = self.expected_scale
-        return Applied(self.table.norm.total, factor, self.expected_scale, is_own)
+        return Applied(self.table.norm.total, factor, self.expected_scale, is_own, self._computed)
 
     def _patch(self, parts: Sequence[_Part]) -> bool:
         """Make speculated values those of this step's factor; return whether there was memory for that."""
@@ -423,7 +435,7 @@ class Transaction:
             self._move(state, Phase.ACCEPTED, record)
 
     def _update(self, parts: Sequence[_Part]) -> None:
-        """Update parameters in place, so that nothing is left to commit."""
+        """Update parameters in place; where commits are late, some have their new values, and are left to commit."""
         with_max = any(part.hyper.amsgrad for part in parts)
         self._make_ready([part.state for part in parts], ((part.hyper, 1) for part in parts), with_max=with_max)
         kept = [part for part in parts if part.is_kept]
@@ -445,8 +457,15 @@ class Transaction:
         if update_here is not None:
             update_here()
         for part in parts:
-            if part.state.phase is not Phase.CLEAN:
-                self._move(part.state, Phase.CLEAN, None)
+            state = part.state
+            self._computed += state.shape.numel() if part.can_be_late else 0
+            if self.commits_late and part.can_be_late:
+                record = replace(_pending_of(state), hyper=part.hyper, step=int(self.table.steps[state.row]))
+                record.scale, record.interval, record.listed = part.scale, None, None
+                self._move(state, Phase.ACCEPTED, record)
+                self.statistics.late += 1
+            elif state.phase is not Phase.CLEAN:
+                self._move(state, Phase.CLEAN, None)
 
     def _prepared(self, parts: Sequence[_Part]) -> Callable[[], None] | None:
         """Return what updates parameters on the host; None without any."""
@@ -454,8 +473,10 @@ class Transaction:
             return None
         states, gradients = _columns(parts)
         coefficients, indices = self._coefficients(parts)
-        rows = self.table.rows_of(states)
-        return self.table.prepared_update(rows, self._segments(states, gradients), coefficients, indices)
+        rows, late = self.table.rows_of(states), None
+        if self.commits_late:
+            late = np.array([part.can_be_late for part in parts], bool)
+        return self.table.prepared_update(rows, self._segments(states, gradients), coefficients, indices, late)
 
     def _coefficients(self, parts: Sequence[_Part]) -> tuple[CoefficientTable, list[int]]:
         table, steps = CoefficientTable(), self.table.steps
@@ -515,12 +536,12 @@ class Transaction:
 
     def norm_so_far(self) -> float:
         """Return the norm of the gradients that wait for a verdict, as they arrived."""
-        with self._lock:
+        with self.lock:
             return self.table.norm.total if self.is_open else 0.0
 
     def nonfinite_of(self, taken: TakenGradient) -> int | None:
         """Return the number of Inf and NaN in a gradient, where they were counted."""
-        with self._lock:
+        with self.lock:
             state = None if taken.parameter is None else self.table.state_of(taken.parameter)
             if state is None or not state.waits_with(taken):
                 return None
@@ -591,7 +612,7 @@ class Transaction:
 
         Signals are deferred, so that the work inside is done completely.
         """
-        with deferred_signals(), self._lock:
+        with deferred_signals(), self.lock:
             begin = time.perf_counter()
             try:
                 yield

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 import math
 import os
 import random
@@ -512,6 +513,7 @@ def test_factors_at_the_ends_of_intervals(device: str, which: str, monkeypatch: 
         ours.run(range(4))
         before = copy.copy(ours.optimizer.statistics)
         monkeypatch.setattr(Predictor, "predict", lambda *_: prediction)
+        monkeypatch.setattr(Predictor, "revised", lambda *_: None)
         monkeypatch.setattr(Predictor, "add_lists", lambda *_: None)
         ours.run(range(4, 5))
         now = ours.optimizer.statistics
@@ -587,6 +589,129 @@ def test_amsgrad_that_is_switched_off_after_an_accepted_step() -> None:
             training.scheduler.close()
     assert training.optimizer.statistics.patched == PATCHED * 5
     assert seen[0] == seen[1]
+
+
+# ---- speculation that is made anew ----------------------------------------------------------------------------------
+
+JUMP = 5
+"""A step whose gradients are three times as large as those before it."""
+
+
+class Jumping(Training):
+    """Training in which one norm is another than those before it."""
+
+    def backward(self, step: int) -> None:
+        self.model(step, 12.0 if step == JUMP else 4.0).backward()
+
+
+@functools.cache
+def expected_after_a_jump(dtype: torch.dtype) -> Any:
+    plain = Jumping(RECIPES["always" if dtype == torch.bfloat16 else "always, fp16"], None)
+    plain.run(range(JUMP + 3))
+    return plain.seen()
+
+
+def jumping(device: str, dtype: torch.dtype = torch.bfloat16) -> Jumping:
+    made = DEVICES[device]()
+    options: dict[str, Any] = {"gpu_buckets": 0} if isinstance(made, SimulatedDevice) else {}
+    return Jumping(RECIPES["always" if dtype == torch.bfloat16 else "always, fp16"], made, bucket_numel=1, **options)
+
+
+def idle(training: Training) -> None:
+    """Let the worker do whatever it can without a bucket."""
+    assert training.scheduler is not None
+    assert training.scheduler._pipeline is not None
+    training.scheduler.catch_up()
+    while training.scheduler._pipeline._idle():
+        pass
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("device", ["immediate", "lazy", "usual", "hasty", "short of memory"])
+def test_what_the_norm_so_far_has_left_is_speculated_anew(device: str, dtype: torch.dtype) -> None:
+    """Once all gradients are there, the factor is known, and nothing is updated again."""
+    ours = jumping(device, dtype)
+    with ours.scheduler or contextlib.nullcontext():
+        if isinstance(ours.device, FullDevice):
+            ours.device.has_no_room = ours.scheduler._transfers.is_short = True  # type: ignore[union-attr]
+        ours.run(range(JUMP))
+        before = copy.copy(ours.optimizer.statistics)
+        shown = [bits(one) for one in ours.model.parameters()]
+        ours.backward(JUMP)
+        idle(ours)
+        assert [bits(one) for one in ours.model.parameters()] == shown
+        assert ours.optimizer.statistics.dropped > before.dropped
+        ours.step()
+        assert ours.optimizer.statistics.respeculated == before.respeculated
+        assert ours.optimizer.statistics.patched - before.patched == PATCHED
+        ours.optimizer.zero_grad()
+        ours.run(range(JUMP + 1, JUMP + 3))
+        assert ours.seen() == expected_after_a_jump(dtype)
+
+
+@pytest.mark.parametrize("device", [one for one in DEVICES if one != "deferred"])
+def test_training_with_norms_that_jump(device: str) -> None:
+    """Speculation is made anew whenever the worker is idle, also while backward still runs."""
+    seen = []
+    for training in (Training(RECIPES["always"], None), Training(RECIPES["always"], DEVICES[device](), bucket_numel=1)):
+        draws = random.Random(9)
+        for step in range(40):
+            norm = 4.0 * draws.choice([1.0, 1.0, 1.0, 1.3, 3.0])
+            training.optimizer.zero_grad()
+            training.model(step, norm).backward()
+            if training.scheduler is not None and step % 3:
+                idle(training)
+            training.step()
+        seen.append(training.seen())
+        if training.scheduler is not None:
+            training.scheduler.close()
+            assert training.optimizer.statistics.dropped > 0
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+def test_what_is_done_around_speculation_that_is_made_anew(action: str) -> None:
+    """Before it and after it."""
+    plain = Jumping(RECIPES["always"], None)
+    plain.run(range(JUMP))
+    plain.backward(JUMP)
+    ACTIONS[action][1](plain)
+    plain.step()
+    plain.run(range(JUMP + 1, JUMP + 3))
+    for device, is_before in itertools.product(("immediate", "usual"), (False, True)):
+        ours = jumping(device)
+        with ours.scheduler or contextlib.nullcontext():
+            ours.run(range(JUMP))
+            ours.backward(JUMP)
+            ours.scheduler.catch_up()  # type: ignore[union-attr]
+            if not is_before:
+                idle(ours)
+            ACTIONS[action][1](ours)
+            if is_before:
+                idle(ours)
+            ours.step()
+            ours.run(range(JUMP + 1, JUMP + 3))
+            assert ours.seen() == plain.seen(), (device, is_before)
+
+
+def test_speculation_is_not_made_anew_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = jumping("usual")
+    with ours.scheduler or contextlib.nullcontext():
+        ours.run(range(JUMP))
+        ours.backward(JUMP)
+        ours.scheduler.catch_up()  # type: ignore[union-attr]
+        before = copy.copy(ours.optimizer.statistics)
+        with monkeypatch.context() as patch:
+            failing = Failing(patch, ours.device, "host_empty", 0, MemoryError("planted"))
+            failing.is_armed = True
+            assert not ours.scheduler._pipeline._idle()  # type: ignore[union-attr]
+            assert failing.count == 1
+        ours.step()
+        assert ours.optimizer.statistics.dropped == before.dropped
+        assert ours.optimizer.statistics.respeculated > before.respeculated
+        ours.optimizer.zero_grad()
+        ours.run(range(JUMP + 1, JUMP + 3))
+        assert ours.seen() == expected_after_a_jump(torch.bfloat16)
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------
@@ -697,6 +822,7 @@ def test_a_value_whose_patch_failed_is_not_that_of_the_predicted_factor(
     sent = (uncertain.HostPatch, "send") if device == "immediate" else (made, "put")
     with ours.scheduler or contextlib.nullcontext():
         monkeypatch.setattr(Predictor, "predict", lambda *_: Prediction(1.0, Interval(0.75, 1.0)))
+        monkeypatch.setattr(Predictor, "revised", lambda *_: None)
         monkeypatch.setattr(Predictor, "add_lists", lambda *_: None)
         for one in (plain, ours):
             one.run(range(3))

@@ -106,3 +106,36 @@ def test_a_list_that_is_complete_ends_the_leaving_out() -> None:
             step(predictor, 10.0)
             waited += 1
         assert waited == steps
+
+
+def arrived(predictor: Predictor, *seen: float) -> None:
+    """Let buckets of 100 elements arrive, with the norm of what was there before each."""
+    for norm in seen:
+        predictor.predict(100, norm, 1.0, 1.0)
+
+
+def test_a_prediction_is_revised_once_enough_has_arrived() -> None:
+    predictor = Predictor()
+    predictor.total = 1000
+    for _ in range(12):
+        arrived(predictor, 0.0, *(math.sqrt(10.0 * bucket) for bucket in range(1, 10)))
+        predictor.add_verdict(Applied(10.0, 0.1, 1.0))
+    arrived(predictor, 0.0)
+    assert predictor.revised(3 * math.sqrt(10.0), 1.0, 1.0) is None  # a tenth of the elements
+    arrived(predictor, 3 * math.sqrt(10.0))
+    revised = predictor.revised(3 * math.sqrt(20.0), 1.0, 1.0)
+    assert revised is not None
+    assert revised.interval is not None
+    assert revised.interval.holds(1 / 30)
+    assert not revised.interval.holds(1 / 20)
+    assert predictor.revised(math.inf, 1.0, 1.0) is None
+    arrived(predictor, *(3 * math.sqrt(10.0 * bucket) for bucket in range(2, 10)))
+    known = predictor.revised(33.0, 1.0, 1.0)  # all is there
+    assert known is not None
+    assert known.factor == pytest.approx(1 / 33, rel=0.1)
+
+
+def test_nothing_is_revised_before_there_was_a_step() -> None:
+    predictor = Predictor()
+    arrived(predictor, 0.0, 1.0, 2.0)
+    assert predictor.revised(3.0, 1.0, 1.0) is None

@@ -239,11 +239,9 @@ def _serve(connection: Connection) -> None:
         except EOFError:
             os._exit(0)
         try:
-            work = _joined(*job)
-            try:
-                result: Any = work()
-            finally:
+            if dist.is_initialized():  # kept until all ranks are done: who leaves cuts off those that still read
                 dist.destroy_process_group()
+            result: Any = _joined(*job)()
         except BaseException:
             result = RankError(traceback.format_exc())
         connection.send(result)
