@@ -13,6 +13,7 @@ import math
 import os
 import random
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +29,7 @@ from superadam.devices import Device
 from superadam.devices.simulated import SimulatedDevice
 from superadam.kernels.hyperparameters import Interval
 from superadam.offload.prediction import Prediction, Predictor
+from superadam.offload.transfers import FlatShadow
 from superadam.state import uncertain
 from superadam.state.parameter import Phase
 from superadam.state.table import ParameterTable
@@ -692,6 +694,35 @@ def test_what_is_done_around_speculation_that_is_made_anew(action: str) -> None:
             ours.step()
             ours.run(range(JUMP + 1, JUMP + 3))
             assert ours.seen() == plain.seen(), (device, is_before)
+
+
+def test_no_verdict_comes_while_speculation_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the recall of old values and the new ones, a step would publish neither."""
+    ours = jumping("immediate")
+    with ours.scheduler or contextlib.nullcontext():
+        ours.run(range(JUMP))
+        ours.backward(JUMP)
+        transaction, is_free = ours.optimizer._published._transaction, []
+        assert transaction is not None
+        recall, send = FlatShadow.recall, FlatShadow.send
+
+        def look() -> None:
+            with ThreadPoolExecutor(1) as pool:
+                is_free.append(pool.submit(transaction.lock.acquire, blocking=False).result())
+
+        def looking(method: Callable[[FlatShadow], Any]) -> Callable[[FlatShadow], Any]:
+            return lambda shadow: (look(), method(shadow))[1]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(FlatShadow, "recall", looking(recall))
+            patch.setattr(FlatShadow, "send", looking(send))
+            idle(ours)
+        assert is_free
+        assert not any(is_free)
+        ours.step()
+        ours.optimizer.zero_grad()
+        ours.run(range(JUMP + 1, JUMP + 3))
+        assert ours.seen() == expected_after_a_jump(torch.bfloat16)
 
 
 def test_speculation_is_not_made_anew_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
