@@ -21,7 +21,6 @@ from test_clipped_speculation import (
 )
 from torch import Tensor
 
-from superadam.devices.simulated import SimulatedDevice
 from superadam.offload.late_commits import (
     SETTLING_STEPS,
     TRIED_STEPS,
@@ -30,6 +29,7 @@ from superadam.offload.late_commits import (
 )
 from superadam.offload.prediction import Predictor
 from superadam.state.parameter import Phase
+from superadam.testing import SimulatedDevice
 
 pytestmark = pytest.mark.timeout(240)
 
