@@ -21,6 +21,12 @@ from superadam.kernels.native import Dtype
 NUMEL = 3 * native.CHUNK
 
 
+@pytest.fixture
+def two_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the model of iterations be a quarter as deep."""
+    monkeypatch.setattr(overlap, "LAYERS", 2)
+
+
 def test_axes_are_varied_by_themselves() -> None:
     chosen = settings(["avx512", "avx2", "scalar"], [8, 1], [Dtype.FLOAT32, Dtype.BFLOAT16])
     assert chosen[0] == passes.Setting("avx512", 8, Dtype.FLOAT32, Dtype.BFLOAT16)
@@ -85,6 +91,7 @@ def test_contests_use_the_same_threads_and_put_them_back() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("two_layers")
 def test_iterations_with_and_without_overlap_reach_the_same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     models, build = [], overlap._loop
 
@@ -103,7 +110,14 @@ def test_iterations_with_and_without_overlap_reach_the_same_weights(monkeypatch:
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+def test_the_model_of_iterations_has_ten_million_parameters() -> None:
+    with torch.device("meta"):
+        model = overlap._Transformer()
+    assert 9.9e6 < sum(parameter.numel() for parameter in model.parameters()) < 10.1e6
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("two_layers")
 def test_the_whole_run_prints_one_table_and_writes_json(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -124,8 +138,7 @@ def test_the_whole_run_prints_one_table_and_writes_json(
     read = json.loads(target.read_text())
     assert set(read) == {"environment", "passes", "contests", "overlap"}
     (overlapped,) = read["overlap"]
-    assert 9.9e6 < overlapped["parameters"] < 10.1e6
-    assert overlapped["buckets"] > 4
+    assert overlapped["buckets"] > 1
     assert overlapped["hook_seconds"] > 0
     assert 0.0 <= overlapped["hidden_share"] <= 1.0
     chosen = {(row["isa"], row["threads"], row["gradient_dtype"]) for row in read["passes"]}

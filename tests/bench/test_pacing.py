@@ -84,7 +84,7 @@ def test_pace_says_what_became_of_clipped_steps(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     target = tmp_path / "pacing.json"
-    words = ["--ratios", "1", "--clipped", "1", "--lr", "2e-5", "--json", str(target)]
+    words = ["--parameters", "65536", "--ratios", "1", "--clipped", "1", "--lr", "2e-5", "--json", str(target)]
     assert pace.main([*TINY, *words]) == 0
     printed = capsys.readouterr().out
     assert max(map(len, printed.splitlines())) <= 80
