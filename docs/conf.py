@@ -1,0 +1,22 @@
+"""Builds the documentation site from docs/*.md and the package's docstrings: `make docs` writes it to build/docs."""
+
+from importlib.metadata import version as version_of
+
+project = "superadam"
+author = "the authors of superadam"
+release = version_of("superadam")
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+html_theme = "furo"
+html_title = f"superadam {release}"
+html_copy_source = False
+show_authors = False
+html_show_sphinx = False
+
+myst_heading_anchors = 3
+default_role = "code"  # docstrings write `name`
+napoleon_use_ivar = True  # attributes of records as a list, not as entries of their own
+napoleon_custom_sections = ["Source"]
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"  # docstrings say what arguments are
+python_use_unqualified_type_names = True
