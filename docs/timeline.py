@@ -36,9 +36,13 @@ def box(begin: float, end: float, top: float, color: str, label: str = "", ink: 
     return bar + (text(x + width / 2, top + 16, label, "middle", ink) if label else "")
 
 
-def text(x: float, y: float, words: str, anchor: str = "start", ink: str = "#222", size: int = 12, style: str = "") -> str:
+def text(
+    x: float, y: float, words: str, anchor: str = "start", ink: str = "#222", size: int = 12, style: str = ""
+) -> str:
     """Return words at a point."""
-    return f"<text x='{x:.1f}' y='{y:.1f}' font-size='{size}' text-anchor='{anchor}' fill='{ink}' {style}>{words}</text>"
+    return (
+        f"<text x='{x:.1f}' y='{y:.1f}' font-size='{size}' text-anchor='{anchor}' fill='{ink}' {style}>{words}</text>"
+    )
 
 
 def row(top: float, name: str) -> str:
@@ -79,28 +83,26 @@ def during_backward(top: float) -> list[str]:
         row(cpu, "CPU worker"),
         row(up, "new values ↑"),
         box(0, 1, gpu, FORWARD, "forward"),
-        box(0.04, 0.96, cpu, COMMIT, "commit the step before"),
+        box(0.04, 0.96, cpu, COMMIT, "commit last step"),
     ]
-    copies = []
     for n in range(BUCKETS):
         begin, ready = 1 + part * n, 1 + part * (n + 1)
         if n == BUCKETS - 1:  # a smaller one, as the last is: it is all that is left after backward
             work *= 0.5
         shapes.append(box(begin, ready, gpu, BACKWARD, f"backward {n + 1}", "#fff"))
-        copies.append(ready + 0.1)
         shapes += [
             box(ready, ready + 0.1, down, COPY, str(n + 1)),
-            box(ready + 0.1, ready + 0.1 + work, cpu, SPECULATE, f"new values {n + 1}" if n < BUCKETS - 1 else "4"),
+            box(ready + 0.1, ready + 0.1 + work, cpu, SPECULATE, f"Adam {n + 1}" if n < BUCKETS - 1 else "4"),
             box(ready + 0.1 + work, ready + 0.2 + work, up, SHADOW, str(n + 1)),
         ]
     verdict = end + 0.2 + work
+    x = LEFT + verdict * UNIT
     shapes += [
         box(verdict, verdict + STEP_UNITS, gpu, PUBLISH),
         box(verdict + STEP_UNITS, verdict + STEP_UNITS + 0.9, gpu, FORWARD, "next forward"),
         box(verdict + STEP_UNITS + 0.04, verdict + STEP_UNITS + 0.9, cpu, COMMIT, "commit"),
-        f"<line x1='{LEFT + verdict * UNIT:.1f}' x2='{LEFT + verdict * UNIT:.1f}' y1='{gpu - 4}' y2='{up + HEIGHT + 4}' "
-        "stroke='#54a24b' stroke-dasharray='4 3'/>",
-        text(LEFT + verdict * UNIT, up + HEIGHT + 20, "step(): verdict, then shadows are published", "middle", "#3a7a33"),
+        f"<path d='M{x:.1f} {gpu - 4}V{up + HEIGHT + 4}' stroke='{PUBLISH}' stroke-dasharray='4 3'/>",
+        text(x, up + HEIGHT + 20, "step(): verdict, then shadows are published", "middle", "#3a7a33"),
     ]
     return shapes
 
@@ -108,24 +110,25 @@ def during_backward(top: float) -> list[str]:
 def legend(top: float) -> list[str]:
     """Return what the colors mean."""
     entries = (
-        (SPECULATE, "speculate: new values into memory of their own"),
+        (SPECULATE, "speculate: compute new values, into memory of their own"),
         (SHADOW, "shadows: new values that wait on the GPU"),
-        (PUBLISH, "publish"),
-        (COMMIT, "commit: masters and moments follow"),
+        (PUBLISH, "publish: copy shadows into the parameters"),
+        (COMMIT, "commit: masters and moments follow in idle time"),
     )
-    shapes, x = [], 12.0
-    for color, words in entries:
-        shapes.append(f"<rect x='{x}' y='{top}' width='14' height='12' rx='2' fill='{color}'/>")
-        shapes.append(text(x + 19, top + 10, words, ink="#555"))
-        x += 36 + 6.1 * len(words)
+    shapes = []
+    for n, (color, words) in enumerate(entries):
+        x, y = LEFT + n % 2 * 400, top + n // 2 * 20
+        shapes.append(f"<rect x='{x}' y='{y}' width='14' height='12' rx='2' fill='{color}'/>")
+        shapes.append(text(x + 20, y + 10, words, ink="#555"))
     return shapes
 
 
 def picture() -> str:
     """Return the whole picture as SVG."""
     shapes = [*after_backward(24), *during_backward(126), *legend(296)]
-    height = 318
-    head = f"<svg xmlns='http://www.w3.org/2000/svg' width='{WIDTH}' height='{height}' viewBox='0 0 {WIDTH} {height}' {FONT}>"
+    height = 340
+    size = f"width='{WIDTH}' height='{height}' viewBox='0 0 {WIDTH} {height}'"
+    head = f"<svg xmlns='http://www.w3.org/2000/svg' {size} {FONT}>"
     return "\n".join([head, f"<rect width='{WIDTH}' height='{height}' rx='8' fill='#fff'/>", *shapes, "</svg>", ""])
 
 
