@@ -3,15 +3,13 @@
 from importlib.metadata import version as version_of
 
 project = "superadam"
-author = "the authors of superadam"
 release = version_of("superadam")
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 html_theme = "furo"
 html_title = f"superadam {release}"
 html_copy_source = False
-show_authors = False
-html_show_sphinx = False
+html_show_sphinx = html_show_copyright = False
 
 myst_heading_anchors = 3
 default_role = "code"  # docstrings write `name`
