@@ -35,7 +35,7 @@ test-mutants: $(VENV)/test-tools
 
 # The site in build/docs; a warning, such as a link to nowhere, is an error.
 docs: $(VENV)/docs-tools
-	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going docs build/docs
+	$(BIN)/python -m sphinx --quiet --fresh-env --fail-on-warning --keep-going docs build/docs
 
 arm-test: $(VENV)/test-tools
 	tests/arm/run $(BIN)/python

@@ -12,6 +12,7 @@ html_copy_source = False
 html_show_sphinx = html_show_copyright = False
 
 myst_heading_anchors = 3
+highlight_language = "none"  # of blocks that name none
 default_role = "code"  # docstrings write `name`
 napoleon_use_ivar = True  # attributes of records as a list, not as entries of their own
 napoleon_custom_sections = ["Source"]
