@@ -60,8 +60,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Let deep tests take their time, also those that have a limit of their own; thin the products of the others.
 
     Before options choose among the tests: of each product, all cases are slow but as few as hold every value, and of
-    those all but about `MOST_QUICK_CASES`.
+    those all but about `MOST_QUICK_CASES`. Slow files come first, so that of those that run in parallel none is left
+    over.
     """
+    slow = {path: is_slow(path) for path in {item.path for item in items}}
+    items.sort(key=lambda item: not slow[item.path])
     for product in products_of(items):
         quick = covering(product, strength=1)
         for item in set(product) - set(quick[:: 1 + len(quick) // MOST_QUICK_CASES]):

@@ -27,14 +27,14 @@ from superadam.kernels.torch_private import version_of
 class GradientHolder:
     """What took gradients, and answers questions about them."""
 
-    def nonfinite_of(self, taken: TakenGradient) -> int | None:
+    def _nonfinite_of(self, taken: TakenGradient) -> int | None:
         """Return the count of Inf and NaN in the gradient as it arrived; None if they were not counted."""
         return None
 
-    def norm_was_asked(self, taken: TakenGradient) -> None:
+    def _norm_was_asked(self, taken: TakenGradient) -> None:
         """Called when `torch._foreach_norm` was called for the 2-norm of this gradient, in a list."""
 
-    def was_given_back(self, taken: TakenGradient) -> None:
+    def _was_given_back(self, taken: TakenGradient) -> None:
         """Called once `.grad` is an ordinary gradient again."""
 
     def unrounded(self, new: Tensor) -> Tensor:
@@ -307,7 +307,7 @@ class TakenGradient:
             shards.set_local(gradient, given)
         holder = self.holder()
         if holder is not None:
-            holder.was_given_back(self)
+            holder._was_given_back(self)
         return given
 
 

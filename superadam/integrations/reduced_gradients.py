@@ -64,7 +64,7 @@ def take_reduced_gradients(optimizer: SpeculativeCPUAdam, model: nn.Module) -> N
             "place; keep fp32 shards there, whose gradients arrive unrounded"
         )
     check_can_take(sharded, "take_reduced_gradients() was called")
-    source = inner.gradient_source
+    source = inner._gradient_source
     if not isinstance(source, ReducedGradients):
         source = ReducedGradients(inner)
     announcements = [(module, _announcements.get(module) or Announcement()) for module in groups]
@@ -79,9 +79,9 @@ def take_reduced_gradients(optimizer: SpeculativeCPUAdam, model: nn.Module) -> N
     for module, announcement in announcements:
         _announcements[module] = announcement
         announcement.sources.add(source)
-    source.follow()
+    source.watch()
     source.is_lost = False
-    inner.gradient_source = source
+    inner._gradient_source = source
 
 
 class Announcement:
@@ -128,13 +128,13 @@ class ReducedGradients(GradientHolder):
         self.is_lost = False  # until take_reduced_gradients() is called again
         self._error: Exception | None = None
 
-    def follow(self) -> None:
+    def watch(self) -> None:
         """Take the gradients of the optimizer's present parameters."""
         parameters = self._parameters()
         self._followed = [*map(id, parameters)]
         narrow = [one for one in parameters if shards.is_distributed(one) and one.itemsize < torch.float32.itemsize]
         self._owners = {id(one): self._owners.get(id(one)) or _Owner(one) for one in narrow}
-        self._hooks.follow(narrow)
+        self._hooks.watch(narrow)
 
     def _parameters(self) -> list[Tensor]:
         optimizer = self._optimizer()
@@ -145,7 +145,7 @@ class ReducedGradients(GradientHolder):
     def show(self, buffer: Tensor) -> None:
         """Note the buffer of the group whose hooks are called next."""
         if len(self._parameters()) != len(self._followed):  # a group was added
-            self.follow()
+            self.watch()
         self._hooks.look_for_unfrozen()
         if buffer.device.type != "cpu":  # it may be freed before the work that is enqueued here has read it
             buffer.record_stream(torch.get_device_module(buffer.device).current_stream())
@@ -197,7 +197,7 @@ class ReducedGradients(GradientHolder):
         """Raise what has failed since the last verdict."""
         self._buffer = self._rounded = None
         if [*map(id, self._parameters())] != self._followed:
-            self.follow()
+            self.watch()
         differs, self._differs = self._differs, []
         if differs and torch.stack(differs).any():
             self.is_lost = True
@@ -216,16 +216,16 @@ class ReducedGradients(GradientHolder):
     @property
     def _holder(self) -> GradientHolder:
         optimizer = self._optimizer()
-        return GradientHolder() if optimizer is None else optimizer.gradient_holder
+        return GradientHolder() if optimizer is None else optimizer._gradient_holder
 
-    def nonfinite_of(self, taken: TakenGradient) -> int | None:
+    def _nonfinite_of(self, taken: TakenGradient) -> int | None:
         """As the scheduler, or the optimizer."""
-        return self._holder.nonfinite_of(taken)
+        return self._holder._nonfinite_of(taken)
 
-    def norm_was_asked(self, taken: TakenGradient) -> None:
+    def _norm_was_asked(self, taken: TakenGradient) -> None:
         """As the scheduler."""
-        self._holder.norm_was_asked(taken)
+        self._holder._norm_was_asked(taken)
 
-    def was_given_back(self, taken: TakenGradient) -> None:
+    def _was_given_back(self, taken: TakenGradient) -> None:
         """As the scheduler."""
-        self._holder.was_given_back(taken)
+        self._holder._was_given_back(taken)

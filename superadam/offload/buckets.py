@@ -75,9 +75,9 @@ class Bucketer:
         self._filling: dict[bool, _Filling] = {}
         # The latest one of each parameter in this step; None once it was given back, when we may not reference it.
         self._taken: dict[int, weakref.ref[TakenGradient] | None] = {}
-        self.follow(())
+        self.take_from(())
 
-    def follow(self, states: Iterable[ParameterState]) -> None:
+    def take_from(self, states: Iterable[ParameterState]) -> None:
         """Take the gradients of these parameters only; those that were taken before are in `.grad`."""
         self._states = {id(state.parameter): state for state in states}
         self._filling = {}

@@ -41,7 +41,7 @@ class Hooks:
         self._handles: list[RemovableHandle] = []
         self._frozen: list[Tensor] = []
 
-    def follow(self, parameters: Iterable[Tensor]) -> None:
+    def watch(self, parameters: Iterable[Tensor]) -> None:
         """Hook these parameters, and no others."""
         self.remove()
         self._frozen = list(parameters)

@@ -12,7 +12,7 @@ import statistics
 
 SETTLING_STEPS = 2  # after a change, which bear work of the steps before it
 TRIED_STEPS = 3  # of each choice, whose times are compared
-TRUSTED_STEPS = 64  # with the better choice, before the other is tried again
+TRUSTED_STEPS, MOST_TRUSTED = 64, 1024  # with the better choice, before the other is tried again; it may cost time
 LEAST_SHARE = 0.25  # of the elements of a step must have waited, or its time says little of them
 LEAST_GAIN = 0.05  # of the time, for commits to be late
 
@@ -29,6 +29,7 @@ class LateCommits:
     def __init__(self) -> None:
         self._seconds = {choice: collections.deque[float](maxlen=TRIED_STEPS) for choice in (False, True)}
         self._steps = 0  # with this choice in a row
+        self._trusted = TRUSTED_STEPS  # doubled whenever a choice is confirmed
 
     def add_step(self, computed: int, elements: int, seconds: float) -> None:
         """Learn from a step.
@@ -49,8 +50,10 @@ class LateCommits:
     def _choose(self) -> None:
         """Try what was not tried, for long or at all; else take what is better."""
         choice = not self.is_on
-        if self._seconds[choice] and self._steps < TRUSTED_STEPS:
+        if self._seconds[choice] and self._steps < self._trusted:
             choice = self._median(True) < (1.0 - LEAST_GAIN) * self._median(False)
+        elif self._seconds[choice]:
+            self._trusted = min(MOST_TRUSTED, 2 * self._trusted)
         if choice != self.is_on:
             self.is_on, self._steps = choice, 0
 

@@ -174,7 +174,7 @@ class Predictor:
             return None if norm * unscaling > limit else Prediction(unscaling)
         low, high = _float32(centre / width), _float32(min(unscaling, centre * width))
         if seen > 0.0:
-            high = max(_float32(centre), _float32(min(high, limit / seen)))
+            high = max(_float32(min(unscaling, centre)), _float32(min(high, limit / seen)))
         factor = _float32(unscaling) if centre >= unscaling else _float32((low + high) / 2)
         low, high = min(low, factor), max(high, factor)
         return Prediction(factor, Interval(max(low, _float32(factor / 3.9)), high))

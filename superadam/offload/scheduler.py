@@ -1,9 +1,9 @@
 """`OffloadScheduler`: the optimizer's step, bucket by bucket, while backward still runs.
 
-One step: a gradient that is ready leaves a handle in `.grad` and goes into a bucket (`gradient_ready`); a full bucket
+One step: a gradient that is ready leaves a handle in `.grad` and goes into a bucket (`_gradient_ready`); a full bucket
 goes to the host and through the worker, which computes new values for its parameters next to the present ones
-(`_send`); `optimizer.step()` waits for that (`catch_up`), reads every `.grad`, judges, and publishes the new values;
-the worker commits accepted gradients in its idle time (`conclude`). Neither parameters nor state change before the
+(`_send`); `optimizer.step()` waits for that (`_catch_up`), reads every `.grad`, judges, and publishes the new values;
+the worker commits accepted gradients in its idle time (`_conclude`). Neither parameters nor state change before the
 verdict, which is over the gradients that `.grad` holds then.
 """
 
@@ -44,6 +44,7 @@ from superadam.offload.statistics import OverlapStatistics
 from superadam.offload.trace import Trace
 from superadam.offload.transfers import Transfers
 from superadam.optim.adam import SpeculativeCPUAdam
+from superadam.optim.published_state import hyper_by_row
 from superadam.state.parameter import ParameterState
 from superadam.state.tiers import StateTier
 from superadam.step.outcome import StepOutcome
@@ -129,7 +130,7 @@ class OffloadScheduler(GradientHolder):
         self.statistics, self.trace = OverlapStatistics(), Trace()
         self._counts = copy.copy(optimizer.statistics)
         self._backward_began: float | None = None
-        self._caught_up = 0.0  # when the last call of catch_up() returned
+        self._caught_up = 0.0  # when the last call of _catch_up() returned
         self._waited = 0.0  # seconds in the steps before, for the worker
         self._late_commits = LateCommits()
         parameters = [shards.local_of(parameter) for group in optimizer.param_groups for parameter in group["params"]]
@@ -147,7 +148,7 @@ class OffloadScheduler(GradientHolder):
         )
         self._transfers.staged_numel = self.placement.bucket_numel
         self._bucketer = Bucketer(self._device, self, self.placement.bucket_numel)
-        self._hooks = Hooks(self.gradient_ready)
+        self._hooks = Hooks(self._gradient_ready)
         self._groups: ReducedGroups | None = None  # of DTensors
         self._error: Exception | None = None  # raised in a hook, where it would leave other ranks waiting
         self._hyper: list[Hyperparameters] = []
@@ -166,7 +167,7 @@ class OffloadScheduler(GradientHolder):
                     self.trace,
                     _limit_of(weakref.ref(optimizer)),
                 )
-            optimizer.attach_overlap(self)
+            optimizer._attach_overlap(self)
         except BaseException:
             self._hooks.remove()
             _end(self._pipeline, owned_device)
@@ -181,7 +182,7 @@ class OffloadScheduler(GradientHolder):
 
     # ---- a gradient is ready -----------------------------------------------------------------------------------------
 
-    def gradient_ready(self, parameter: Tensor) -> None:
+    def _gradient_ready(self, parameter: Tensor) -> None:
         """Take a parameter's gradient; called by autograd within backward."""
         begin = time.perf_counter()
         if self._pipeline is None and self._bucketer.accumulation.sum_dtype is None:
@@ -218,7 +219,7 @@ class OffloadScheduler(GradientHolder):
         try:
             with torch_private.inference_mode(False):  # which, unlike no_grad(), no interrupt leaves behind
                 torch.set_grad_enabled(False)
-                self._hyper = self._hyper or self.optimizer.hyper_by_row()
+                self._hyper = self._hyper or hyper_by_row(self.optimizer.param_groups)
                 if len(self._hyper) == len(self._transaction.table.states):  # or groups were changed since
                     self._pipeline.send(bucket, self._hyper)
         except Exception as error:
@@ -230,7 +231,7 @@ class OffloadScheduler(GradientHolder):
 
     # ---- for the optimizer (published_state.Overlap) -----------------------------------------------------------------
 
-    def follow(self, transaction: Transaction | None) -> None:
+    def _follow(self, transaction: Transaction | None) -> None:
         """Speculate on the parameters of this transaction from now on; None: on none, until the next one."""
         self._transaction = transaction
         if self._pipeline is not None:
@@ -239,10 +240,10 @@ class OffloadScheduler(GradientHolder):
         self._transfers.forget_layouts()
         if transaction is not None:
             self._groups = ReducedGroups() if transaction.table.is_distributed else None
-            self._bucketer.follow(transaction.table.states)
-            self._hooks.follow(transaction.table.parameters)
+            self._bucketer.take_from(transaction.table.states)
+            self._hooks.watch(transaction.table.parameters)
 
-    def catch_up(self) -> None:
+    def _catch_up(self) -> None:
         """Return when everything that was taken is speculated on.
 
         Raises:
@@ -263,7 +264,7 @@ class OffloadScheduler(GradientHolder):
             raise
         self._caught_up = time.perf_counter()
 
-    def conclude(self, outcome: StepOutcome) -> None:
+    def _conclude(self, outcome: StepOutcome) -> None:
         """Handle the outcome of a step: let commits begin."""
         seconds = time.perf_counter() - self._caught_up
         self._transfers.trace_arrived()
@@ -310,17 +311,17 @@ class OffloadScheduler(GradientHolder):
 
     # ---- for gradients that were taken (taken_gradient.GradientHolder) -----------------------------------------------
 
-    def nonfinite_of(self, taken: TakenGradient) -> int | None:
+    def _nonfinite_of(self, taken: TakenGradient) -> int | None:
         """Return the number of Inf and NaN in a gradient, where they were counted."""
         with self._lock:
-            self.catch_up()
+            self._catch_up()
             return None if self._transaction is None else self._transaction.nonfinite_of(taken)
 
-    def norm_was_asked(self, taken: TakenGradient) -> None:
+    def _norm_was_asked(self, taken: TakenGradient) -> None:
         """Let torch compute norms before gradients travel, from now on."""
         self._transfers.computes_norms = self._device.has_link
 
-    def was_given_back(self, taken: TakenGradient) -> None:
+    def _was_given_back(self, taken: TakenGradient) -> None:
         """Count a gradient of this step that was written to."""
         self.statistics.given_back_gradients += self._bucketer.forget(taken)
 
@@ -348,7 +349,7 @@ class OffloadScheduler(GradientHolder):
         for name, value in changes.items():
             check_count(name, value, least=name != "gpu_buckets", may_be_auto=False)
         with self._lock:
-            self.catch_up()
+            self._catch_up()
             self._autotuner.place(replace(self.placement, **changes))
             self._apply_placement()
 
@@ -409,7 +410,7 @@ class OffloadScheduler(GradientHolder):
     def synchronize(self) -> None:
         """Return when nothing is under way: buckets speculated on, accepted steps committed, values published."""
         with self._lock:
-            self.catch_up()
+            self._catch_up()
             self.optimizer.commit()
             self._transfers.settle()
 
@@ -432,7 +433,7 @@ class OffloadScheduler(GradientHolder):
                 self.optimizer.rollback()
             finally:
                 self._count_verdict(None)
-                self.optimizer.detach_overlap()
+                self.optimizer._detach_overlap()
                 self._end()
 
     def __enter__(self) -> Self:

@@ -19,7 +19,6 @@ from superadam.handles.gradient_handle import shared_memory, take_gradient, take
 from superadam.handles.taken_gradient import GradientHolder, TakenGradient
 from superadam.host.signals import deferred_signals
 from superadam.kernels import native, torch_private
-from superadam.kernels.hyperparameters import Hyperparameters
 from superadam.optim import checkpoint
 from superadam.optim.arguments import check_group, check_together, checked_limit, refuse_limit_of_shard
 from superadam.optim.published_state import GradientSource, Overlap, PublishedState, hyper_by_row, names_of, runs_of
@@ -363,7 +362,7 @@ class SpeculativeCPUAdam(Optimizer):
         return self._published.lock
 
     @_whole
-    def attach_overlap(self, overlap: Overlap) -> None:
+    def _attach_overlap(self, overlap: Overlap) -> None:
         """Let a scheduler carry gradients and parameters from now on.
 
         Raises:
@@ -375,21 +374,21 @@ class SpeculativeCPUAdam(Optimizer):
         self._published.attach(overlap, self.param_groups)
 
     @_whole
-    def detach_overlap(self) -> None:
+    def _detach_overlap(self) -> None:
         """Work without a scheduler again; it must have nothing under way."""
         self._published.detach(self.param_groups)
 
     @property
-    def gradient_source(self) -> GradientSource | None:
+    def _gradient_source(self) -> GradientSource | None:
         """What brings gradients before they are rounded to the dtype of `.grad`; never copied or pickled."""
         return self._published.source
 
-    @gradient_source.setter
-    def gradient_source(self, source: GradientSource) -> None:
+    @_gradient_source.setter
+    def _gradient_source(self, source: GradientSource) -> None:
         self._published.source = source
 
     @property
-    def gradient_holder(self) -> GradientHolder:
+    def _gradient_holder(self) -> GradientHolder:
         """What answers questions about gradients that were taken: the scheduler, if there is one."""
         overlap: Any = self._published.overlap
         return self._published if overlap is None else overlap
@@ -398,10 +397,6 @@ class SpeculativeCPUAdam(Optimizer):
     def _entries(self) -> defaultdict[Tensor, Any]:
         """Return `state` for who only measures it: unlike reading that, this judges no writes to parameters."""
         return self._published.unjudged(self.param_groups)
-
-    def hyper_by_row(self) -> list[Hyperparameters]:
-        """Return the present hyper-parameters of every parameter, in the order of the groups."""
-        return hyper_by_row(self.param_groups)
 
     # ---- state -------------------------------------------------------------------------------------------------------
 

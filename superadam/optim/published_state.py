@@ -71,13 +71,13 @@ class Overlap(Protocol):
     def tier(self) -> StateTier | None:
         """Holds state that is not on the host."""
 
-    def follow(self, transaction: Transaction | None) -> None:
+    def _follow(self, transaction: Transaction | None) -> None:
         """Speculate on the parameters of this transaction from now on; None: on none, until the next one."""
 
-    def catch_up(self) -> None:
+    def _catch_up(self) -> None:
         """Return when everything that was taken is speculated on; raise what failed there."""
 
-    def conclude(self, outcome: StepOutcome) -> None:
+    def _conclude(self, outcome: StepOutcome) -> None:
         """Handle the outcome of a step: let commits begin."""
 
 
@@ -119,7 +119,7 @@ class PublishedState(GradientHolder):
 
     def replace(self, entries: defaultdict[Tensor, Any]) -> None:
         """Replace the published dict, after bringing the old one up to date; gradients stay in `.grad`."""
-        self.catch_up()
+        self._catch_up()
         with deferred_signals():
             if self._transaction is not None:
                 self._close(self._transaction)
@@ -160,7 +160,7 @@ class PublishedState(GradientHolder):
 
         Raises ValueError where two parameters share memory, or a published entry cannot be a state.
         """
-        self.catch_up()
+        self._catch_up()
         parameters = [parameter for group in groups for parameter in group["params"]]
         transaction = self._transaction
         if transaction is None or not _are_same(transaction.table, parameters):
@@ -187,7 +187,7 @@ class PublishedState(GradientHolder):
         return self._up_to_date(groups, adopts=False)
 
     def _up_to_date(self, groups: Groups, *, adopts: bool) -> defaultdict[Tensor, Any]:
-        self.catch_up()
+        self._catch_up()
         if self.has_state:
             with suppress(TypeError, ValueError):
                 self.bound(groups)
@@ -235,12 +235,12 @@ class PublishedState(GradientHolder):
                 if not is_short_of_memory(error):
                     raise
         if self.overlap is not None:
-            self.overlap.conclude(outcome)
+            self.overlap._conclude(outcome)
 
-    def catch_up(self) -> None:
+    def _catch_up(self) -> None:
         """Return when everything that a scheduler has taken is speculated on."""
         if self.overlap is not None:
-            self.overlap.catch_up()
+            self.overlap._catch_up()
 
     def commit(self, groups: Groups) -> None:
         """Fold accepted steps and outside writes into the state."""
@@ -253,14 +253,14 @@ class PublishedState(GradientHolder):
 
     def drop(self) -> None:
         """Drop everything that waits for a verdict."""
-        self.catch_up()
+        self._catch_up()
         if self._transaction is not None:
             self._transaction.drop()
 
     def _forget_binding(self) -> None:
         self._transaction = None
         if self.overlap is not None:
-            self.overlap.follow(None)
+            self.overlap._follow(None)
 
     def _publish(self) -> None:
         """Bring `entries` up to date with every step; what others wrote to parameters waits for who needs it."""
@@ -298,7 +298,7 @@ class PublishedState(GradientHolder):
         self.is_flattened, self.ranks = is_flattened(parameters), ranks
         self._transaction = Transaction(table, self._statistics, ranks)
         if self.overlap is not None:
-            self.overlap.follow(self._transaction)
+            self.overlap._follow(self._transaction)
         return self._transaction
 
     def _write(self, table: ParameterTable) -> None:
@@ -362,7 +362,7 @@ class PublishedState(GradientHolder):
 
     # ---- for gradients that were taken (taken_gradient.GradientHolder) -----------------------------------------------
 
-    def nonfinite_of(self, taken: TakenGradient) -> int | None:
+    def _nonfinite_of(self, taken: TakenGradient) -> int | None:
         """Return the number of Inf and NaN in a gradient, where they were counted."""
         return None if self._transaction is None else self._transaction.nonfinite_of(taken)
 

@@ -370,16 +370,17 @@ class Transaction:
                 accepted.append(part)
             else:
                 (near if pending.can_be_patched(part.scale) else rest).append(part)
-        (accepted if self._patch(near) else rest).extend(near)
+        if near:
+            (accepted if self._patch(near) else rest).extend(near)
         for part in rest:
             if part.waits:
                 record = _pending_of(part.state)
                 self.statistics.respeculated += record.place is not None
                 record.place = None
-        count = self.table.prepared_count(self.table.rows_of([part.state for part in accepted]))
+        count = self.table.prepared_count(self.table.rows_of([part.state for part in accepted])) if accepted else None
         if rest:
             self._update(rest)
-        if accepted:  # nothing may fail from here on
+        if count is not None:  # nothing may fail from here on
             self._publish(accepted, count)
 
     def _applied(self, parts: Sequence[_Part], *, is_own: bool) -> Applied | None:
@@ -400,8 +401,6 @@ class Transaction:
 
     def _patch(self, parts: Sequence[_Part]) -> bool:
         """Make speculated values those of this step's factor; return whether there was memory for that."""
-        if not parts:
-            return True
         states, records = [part.state for part in parts], [_pending_of(part.state) for part in parts]
         coefficients, indices = self._coefficients(parts)
         try:

@@ -31,7 +31,7 @@ def _text(tmp_path: Path) -> None:
     write_text(tmp_path)
 
 
-@pytest.mark.parametrize("words", [["--help"], ["doctor"], BENCH, TRAIN], ids=" ".join)
+@pytest.mark.parametrize("words", [["--help"], BENCH, TRAIN], ids=" ".join)
 def test_full_output_is_a_sentence(words: list[str], tmp_path: Path) -> None:
     with open("/dev/full", "wb") as full:
         done = run(words, tmp_path, stdout=full)
@@ -41,7 +41,7 @@ def test_full_output_is_a_sentence(words: list[str], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("words", "unbuffered"),
-    [(["--version"], ""), (["--version"], "1"), (["doctor", "--json"], ""), (["doctor", "--json"], "1"), (TRAIN, "")],
+    [(["--version"], ""), (["doctor", "--json"], "1"), (TRAIN, "")],
 )
 def test_output_that_nobody_reads_ends_quietly(words: list[str], unbuffered: str, tmp_path: Path) -> None:
     reader, writer = os.pipe()
@@ -55,7 +55,7 @@ def test_output_that_nobody_reads_ends_quietly(words: list[str], unbuffered: str
 
 
 def test_training_without_a_reader_stops_and_is_saved(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "superadam", *TRAIN, "--steps", "100000"]
+    command = [sys.executable, "-m", "superadam", *TRAIN, "--steps", "2000"]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stderr is not None
@@ -64,7 +64,7 @@ def test_training_without_a_reader_stops_and_is_saved(tmp_path: Path) -> None:
         stderr = process.stderr.read()
     assert process.returncode == PIPE_STATUS
     stopped = re.fullmatch(
-        r"superadam: cannot write the output: Broken pipe; stopped after step (\d+) of 100000; "
+        r"superadam: cannot write the output: Broken pipe; stopped after step (\d+) of 2000; "
         r"go on with: superadam train --resume run\n",
         stderr,
     )
@@ -97,8 +97,9 @@ def test_training_whose_output_fails_is_saved(
         assert main(["train", "--resume", "run"]) == 0
 
 
-@pytest.mark.parametrize("looks", ["as on a terminal", "otherwise"])
-@pytest.mark.parametrize("encoding", ["C locale", "ascii", "utf-8"])
+@pytest.mark.parametrize(
+    ("encoding", "looks"), [("C locale", "as on a terminal"), ("ascii", "otherwise"), ("utf-8", "as on a terminal")]
+)
 def test_any_text_can_be_printed(encoding: str, looks: str, tmp_path: Path) -> None:
     name = os.fsdecode(b"\xff") if encoding == "utf-8" else "l\u00e4ufe"
     text = (tmp_path / "sentences.txt").rename(tmp_path / f"{name}.txt")
@@ -115,13 +116,13 @@ def test_any_text_can_be_printed(encoding: str, looks: str, tmp_path: Path) -> N
     assert b"wrote %b/checkpoint.pt" % shown in done.stdout
 
 
-@pytest.mark.parametrize("words", [["fly"], ["train", "--steps", "0"], ["--help"]], ids=" ".join)
+@pytest.mark.parametrize("words", [["train", "--steps", "0"], ["--help"]], ids=" ".join)
 def test_status_is_the_same_where_sentences_cannot_be_written(words: list[str], tmp_path: Path) -> None:
     with open("/dev/full", "wb") as full:
         assert run(words, tmp_path, stdout=full, stderr=full).returncode == 2
 
 
-@pytest.mark.parametrize("words", [["--help"], ["doctor", "--json"], TRAIN], ids=" ".join)
+@pytest.mark.parametrize("words", [["--help"], TRAIN], ids=" ".join)
 def test_closed_streams_take_everything(words: list[str], tmp_path: Path) -> None:
     assert run(words, tmp_path, shell='"$@" >&- 2>&-').returncode == 0
 

@@ -47,13 +47,13 @@ class GradientHolder:
     norms: list[TakenGradient] = field(default_factory=list)
     given: list[TakenGradient] = field(default_factory=list)
 
-    def nonfinite_of(self, taken: TakenGradient) -> int | None:
+    def _nonfinite_of(self, taken: TakenGradient) -> int | None:
         return self.count
 
-    def norm_was_asked(self, taken: TakenGradient) -> None:
+    def _norm_was_asked(self, taken: TakenGradient) -> None:
         self.norms.append(taken)
 
-    def was_given_back(self, taken: TakenGradient) -> None:
+    def _was_given_back(self, taken: TakenGradient) -> None:
         self.given.append(taken)
 
 

@@ -33,13 +33,13 @@ class Owner:
 class GradientHolder:
     given: list[TakenGradient] = field(default_factory=list)
 
-    def nonfinite_of(self, taken: TakenGradient) -> int | None:
+    def _nonfinite_of(self, taken: TakenGradient) -> int | None:
         return None
 
-    def norm_was_asked(self, taken: TakenGradient) -> None:
+    def _norm_was_asked(self, taken: TakenGradient) -> None:
         raise AssertionError
 
-    def was_given_back(self, taken: TakenGradient) -> None:
+    def _was_given_back(self, taken: TakenGradient) -> None:
         self.given.append(taken)
 
 

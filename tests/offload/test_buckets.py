@@ -25,12 +25,12 @@ class Holder(GradientHolder):
 
     bucketer: Bucketer
 
-    def nonfinite_of(self, taken: TakenGradient) -> None:
+    def _nonfinite_of(self, taken: TakenGradient) -> None:
         return None
 
-    def norm_was_asked(self, taken: TakenGradient) -> None: ...
+    def _norm_was_asked(self, taken: TakenGradient) -> None: ...
 
-    def was_given_back(self, taken: TakenGradient) -> None:
+    def _was_given_back(self, taken: TakenGradient) -> None:
         self.given.append(self.bucketer.forget(taken))
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class Line:
         self.states = [ParameterState(p, row, f"p{row}") for row, p in enumerate(self.parameters)]
         self.holder = Holder()
         self.bucketer = self.holder.bucketer = Bucketer(device or PlainDevice(), self.holder, bucket_numel)
-        self.bucketer.follow(self.states)
+        self.bucketer.take_from(self.states)
 
     def arrive(self, row: int, value: float = 1.0) -> int:
         """Let autograd accumulate a gradient, and return its address."""
@@ -147,7 +147,7 @@ def test_sum_with_a_gradient_that_is_under_way_is_left_to_the_step() -> None:
 
 def test_parameters_of_nobody_keep_their_gradients() -> None:
     line = Line([3, 3], 1)
-    line.bucketer.follow(line.states[:1])
+    line.bucketer.take_from(line.states[:1])
     line.arrive(1)
     assert not line.sent
     assert not line.is_taken(1)
@@ -208,7 +208,7 @@ def test_sums_take_in_every_gradient_up_to_the_last() -> None:
 def test_sum_is_a_copy_in_the_dtype_of_the_master() -> None:
     line = Line([2], 100)
     parameter = line.parameters[0] = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
-    line.bucketer.follow([ParameterState(parameter, 0, "p0")])
+    line.bucketer.take_from([ParameterState(parameter, 0, "p0")])
     with line.bucketer.accumulation.accumulate(torch.float32):
         address = line.arrive(0, 1.0)
         for _ in range(3):
@@ -409,5 +409,5 @@ def test_last_bucket_that_travels_does_not_wait_for_more() -> None:
 def test_what_was_begun_is_not_sent_once_others_are_followed() -> None:
     line = Line([3, 3], 100)
     line.arrive(0)
-    line.bucketer.follow(line.states[1:])
+    line.bucketer.take_from(line.states[1:])
     assert line.bucketer.rest() == []

@@ -449,11 +449,11 @@ def acted(training: Training, name: str) -> Any:
     training.run(range(SPECULATED))
     training.backward(SPECULATED)
     if training.scheduler is not None:
-        training.scheduler.catch_up()
+        training.scheduler._catch_up()
     before = training.optimizer.statistics.patched
     ACTIONS[name][1](training)
     if training.scheduler is not None:
-        training.scheduler.catch_up()
+        training.scheduler._catch_up()
     training.step()
     training.optimizer.zero_grad()
     if training.scheduler is not None:
@@ -623,7 +623,7 @@ def idle(training: Training) -> None:
     """Let the worker do whatever it can without a bucket."""
     assert training.scheduler is not None
     assert training.scheduler._pipeline is not None
-    training.scheduler.catch_up()
+    training.scheduler._catch_up()
     while training.scheduler._pipeline._idle():
         pass
 
@@ -685,7 +685,7 @@ def test_what_is_done_around_speculation_that_is_made_anew(action: str) -> None:
         with ours.scheduler or contextlib.nullcontext():
             ours.run(range(JUMP))
             ours.backward(JUMP)
-            ours.scheduler.catch_up()  # type: ignore[union-attr]
+            ours.scheduler._catch_up()  # type: ignore[union-attr]
             if not is_before:
                 idle(ours)
             ACTIONS[action][1](ours)
@@ -730,7 +730,7 @@ def test_speculation_is_not_made_anew_without_memory(monkeypatch: pytest.MonkeyP
     with ours.scheduler or contextlib.nullcontext():
         ours.run(range(JUMP))
         ours.backward(JUMP)
-        ours.scheduler.catch_up()  # type: ignore[union-attr]
+        ours.scheduler._catch_up()  # type: ignore[union-attr]
         before = copy.copy(ours.optimizer.statistics)
         with monkeypatch.context() as patch:
             failing = Failing(patch, ours.device, "host_empty", 0, MemoryError("planted"))
@@ -806,7 +806,7 @@ def test_a_patch_that_fails(place: str, error: type[BaseException], at: int, mon
         for one in (plain, ours):
             one.backward(5)
             if one.scheduler is not None:
-                one.scheduler.catch_up()
+                one.scheduler._catch_up()
         failing.is_armed = True
         shown = [bits(one) for one in ours.model.parameters()]
         plain.step()
@@ -858,7 +858,7 @@ def test_a_value_whose_patch_failed_is_not_that_of_the_predicted_factor(
         for one in (plain, ours):
             one.run(range(3))
             one.backward(3)
-        ours.scheduler.catch_up()  # type: ignore[union-attr]
+        ours.scheduler._catch_up()  # type: ignore[union-attr]
         before = ours.optimizer.statistics.respeculated
         ours.optimizer.max_grad_norm = 4.5
         with monkeypatch.context() as patch:

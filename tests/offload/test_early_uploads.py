@@ -20,7 +20,7 @@ def test_new_values_go_up_before_the_verdict() -> None:
         train(model, optimizer, range(2))
         before = scheduler.statistics.uploaded_bytes
         loss_of(model, 2).backward()
-        scheduler.catch_up()
+        scheduler._catch_up()
         padded = sum(2 * 64 * -(-one.numel() // 64) for one in model.parameters())
         assert scheduler.statistics.uploaded_bytes - before == padded
         assert scheduler._transfers._reused.size == padded  # of the gradients' memory, until the values are published

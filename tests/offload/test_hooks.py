@@ -23,15 +23,15 @@ class Recorder:
     def __init__(self) -> None:
         self.ready: list[Tensor] = []
 
-    def gradient_ready(self, parameter: Tensor) -> None:
+    def _gradient_ready(self, parameter: Tensor) -> None:
         assert parameter.grad is not None
         self.ready.append(parameter)
 
 
 def followed(model: nn.Module, parameters: Iterable[Tensor] | None = None) -> tuple[Recorder, Hooks]:
     recorder = Recorder()
-    hooks = Hooks(recorder.gradient_ready)
-    hooks.follow(model.parameters() if parameters is None else parameters)
+    hooks = Hooks(recorder._gradient_ready)
+    hooks.watch(model.parameters() if parameters is None else parameters)
     return recorder, hooks
 
 
@@ -61,7 +61,7 @@ def test_only_the_given_parameters() -> None:
     recorder, hooks = followed(model, [model[2].weight])
     run(model)
     assert ids(recorder.ready) == [id(model[2].weight)]
-    hooks.follow([model[0].weight])
+    hooks.watch([model[0].weight])
     run(model)
     assert ids(recorder.ready) == [id(model[2].weight), id(model[0].weight)]
 
@@ -121,7 +121,7 @@ def test_taker_is_held_weakly() -> None:
 @pytest.mark.parametrize("how", [copy.deepcopy, copy.copy, lambda hook: pickle.loads(pickle.dumps(hook))])
 def test_copies_report_to_nobody(how: Any) -> None:
     recorder = Recorder()
-    inert = how(how(GradientReady(recorder.gradient_ready)))
+    inert = how(how(GradientReady(recorder._gradient_ready)))
     assert type(inert) is GradientReady
     inert(nn.Parameter(torch.ones(2)))
     assert not recorder.ready

@@ -650,7 +650,7 @@ def test_gradients_are_given_back_with_the_verdict(simulated: HostSums) -> None:
         on_device = 3 * 6
         assert len(simulated._blocks) == on_device
         loss_of(model, 3).backward()
-        scheduler.catch_up()
+        scheduler._catch_up()
         assert len(simulated._blocks) > on_device
         optimizer.zero_grad()
         optimizer.step()
@@ -835,7 +835,7 @@ def test_device_without_any_memory(
             scheduler.place(gpu_buckets=0)  # so that all has to move again
             scheduler.place(gpu_buckets=gpu_buckets)
         loss_of(model, 5).backward()
-        scheduler.catch_up()
+        scheduler._catch_up()
 
         def full(*_: object) -> Tensor:
             raise torch.OutOfMemoryError("planted")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from superadam.devices.simulated import SimulatedDevice
 from superadam.offload.late_commits import (
+    MOST_TRUSTED,
     SETTLING_STEPS,
     TRIED_STEPS,
     TRUSTED_STEPS,
@@ -262,6 +264,16 @@ def test_the_other_is_tried_again() -> None:
     assert commits.is_on
     times(commits, TRIAL, now=1.0, late=0.5)  # it has become better meanwhile
     assert times(commits, 20, now=1.0, late=0.5) == [True] * 20
+
+
+def test_the_other_is_tried_less_and_less_often() -> None:
+    commits = LateCommits()
+    choices = times(commits, 10_000, now=1.0, late=2.0)
+    begins = [step for step, (before, now) in enumerate(itertools.pairwise(choices)) if now and not before]
+    gaps = [after - before for before, after in itertools.pairwise(begins)]
+    assert gaps == sorted(gaps)
+    assert gaps[0] < 2 * TRUSTED_STEPS
+    assert TRUSTED_STEPS < MOST_TRUSTED <= gaps[-1] < MOST_TRUSTED + 2 * TRIAL
 
 
 def test_the_first_steps_of_a_choice_do_not_count() -> None:

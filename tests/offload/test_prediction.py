@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from superadam.kernels.hyperparameters import Interval
@@ -169,6 +169,7 @@ def test_a_dropped_step_leaves_nothing_behind() -> None:
 NORMS = st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=5)
 
 
+@example([[9.0, 0.1]], 10.0, True)  # clipping is possible, though not likely
 @given(st.lists(NORMS, max_size=30), st.one_of(st.none(), st.floats(1e-3, 1e3)), st.booleans())
 def test_every_prediction_can_be_speculated_for(steps: list[list[float]], limit: float | None, known: bool) -> None:
     predictor = Predictor()

@@ -298,7 +298,7 @@ def test_amsgrad_that_is_switched_on_for_backward_only(dtype: torch.dtype, devic
             optimizer.param_groups[0]["amsgrad"] = True
             loss_of(model, seed).backward()
             if scheduler is not None:
-                scheduler.catch_up()
+                scheduler._catch_up()
             optimizer.param_groups[0]["amsgrad"] = False
             optimizer.step()
         assert not any("max_exp_avg_sq" in entry for entry in optimizer.state.values())
@@ -412,7 +412,7 @@ def test_gradients_that_are_edited(dtype: torch.dtype, how: str, synchronizes: b
             optimizer.zero_grad()
             loss_of(model, seed).backward()
             if scheduler is not None and synchronizes:
-                scheduler.catch_up()
+                scheduler._catch_up()
             for row, parameter in enumerate(model.parameters()):
                 if row == 2 or seed % 3 == 2:
                     EDITS[how](parameter.grad)
@@ -430,7 +430,7 @@ def test_gradients_that_are_replaced(dtype: torch.dtype, how: str, device: Plain
             optimizer.zero_grad()
             loss_of(model, seed).backward()
             if scheduler is not None and seed % 2:
-                scheduler.catch_up()
+                scheduler._catch_up()
             first, second = model[2].weight, model[4].weight
             match how:
                 case "replaced":
@@ -588,7 +588,7 @@ def test_evaluation_after_the_step_and_between_backward_and_step(device: PlainDe
             before = shown(optimizer)
             loss_of(model, seed).backward()
             if scheduler is not None:
-                scheduler.catch_up()
+                scheduler._catch_up()
             assert shown(optimizer) == before
             with torch.no_grad():
                 seen[-1].append(loss_of(model.eval(), 5))
@@ -907,7 +907,7 @@ class Cramped(SimulatedDevice):
         raise MemoryError("planted")
 
 
-@pytest.mark.parametrize("where", ["SpeculativeCPUAdam.attach_overlap", "Hooks.follow", "Pipeline.__init__"])
+@pytest.mark.parametrize("where", ["SpeculativeCPUAdam._attach_overlap", "Hooks.watch", "Pipeline.__init__"])
 def test_scheduler_that_cannot_be_made_leaves_nothing(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = mlp()
     optimizer = adam(model)
@@ -1687,7 +1687,7 @@ def test_storages_that_change_while_the_worker_works(
             optimizer.zero_grad()
             loss_of(model, seed).backward()
             if waits and scheduler is not None:
-                scheduler.catch_up()
+                scheduler._catch_up()
             for parameter in list(model.parameters())[seed % 3 :: 3]:
                 STORAGES[how](parameter)
             optimizer.reload_masters()  # a plain step cannot know of writes through .data, either
@@ -1751,10 +1751,10 @@ def test_device_without_memory(dtype: torch.dtype, eagerness: float, link: Any, 
                 for parameter in twin.parameters():
                     parameter.grad = parameter.grad.half().to(dtype)
             if seed == 6:  # there is room again before the verdict
-                scheduler.catch_up()
+                scheduler._catch_up()
                 setattr(device, what, False)
             if seed == 4:  # and none for what has been computed
-                scheduler.catch_up()
+                scheduler._catch_up()
                 device.is_full = True
             for its in (optimizer, plain):
                 its.step()
@@ -1782,7 +1782,7 @@ def test_shadows_are_freed_with_the_verdict(working: Device) -> None:
         transfers = scheduler._transfers
         for seed in range(8):
             loss_of(model, seed).backward()
-            scheduler.catch_up()
+            scheduler._catch_up()
             assert transfers._shadows.size == (size if seed else 0)
             match seed:
                 case 3:
@@ -1801,13 +1801,13 @@ def test_shadows_are_freed_with_the_verdict(working: Device) -> None:
             optimizer.zero_grad()
         assert scheduler.statistics.shadow_bytes == size
         (loss_of(model, 9) * math.nan).backward()
-        scheduler.catch_up()
+        scheduler._catch_up()
         assert transfers._shadows.size == size
         optimizer.step()
         assert transfers._shadows.size == 0
         optimizer.zero_grad()
         loss_of(model, 9).backward()
-        scheduler.catch_up()
+        scheduler._catch_up()
         assert transfers._shadows.size == size
         optimizer.rollback()
         assert transfers._shadows.size == 0
@@ -1820,7 +1820,7 @@ def test_gradients_are_freed_once_they_are_committed_and_dropped(working: Device
     with eager(optimizer, model, device=working) as scheduler:
         train(model, optimizer, range(2))
         loss_of(model, 2).backward()
-        scheduler.catch_up()
+        scheduler._catch_up()
         pending = [weakref.ref(taken_of(parameter.grad).pending) for parameter in model.parameters()]
         optimizer.step()
         optimizer.zero_grad()

@@ -488,6 +488,9 @@ ONLY_AFTER: dict[Plant, list[str]] = {
     factor_is_applied_twice: ["scale_one", "keep_gradient", "put_kept_gradient_back"],
     read_sees_no_factor: ["scale_one", "read_values"],
     stale_speculation_is_trusted: ["write_past_the_counter"],
+    factors_are_not_rounded: ["clip_norm"],
+    another_gradient_counts: ["exchange", "keep_gradient", "put_kept_gradient_back"],
+    edit_is_ignored: ["edit_one"],
 }
 """What alone shows a fault, which would take hundreds of schedules to be drawn where it matters."""
 

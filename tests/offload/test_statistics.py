@@ -189,11 +189,11 @@ def one_step(event: str, model: nn.Module, optimizer: SpeculativeCPUAdam, schedu
         (loss_of(model, 3) * (math.nan if event == "skipped" else 1.0)).backward()
     match event:
         case "rolled back":
-            scheduler.catch_up()
+            scheduler._catch_up()
             optimizer.zero_grad()
             optimizer.rollback()
         case "zero_grad":
-            scheduler.catch_up()
+            scheduler._catch_up()
             optimizer.zero_grad()
         case "forward":
             model(batch(0, torch.bfloat16))
@@ -202,11 +202,11 @@ def one_step(event: str, model: nn.Module, optimizer: SpeculativeCPUAdam, schedu
         case "limit":
             optimizer.clip_grad_norm_(1e-3)
         case "replaced":
-            scheduler.catch_up()
+            scheduler._catch_up()
             for parameter in model.parameters():
                 parameter.grad = torch.ones_like(parameter)
         case "written":
-            scheduler.catch_up()
+            scheduler._catch_up()
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.mul_(0.97)
