@@ -19,6 +19,7 @@ import torch
 import torch.distributed
 from torch import nn
 
+import superadam
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
 from superadam.cli.main import build_parser
 
@@ -179,8 +180,15 @@ def test_picture_is_what_its_script_draws() -> None:
     assert drawn == (ROOT / "docs" / "timeline.svg").read_text()
 
 
-def test_api_page_shows_all_that_the_package_exports() -> None:
-    import superadam
+API = (ROOT / "docs/api.md").read_text()
 
-    shown = re.findall(r"auto(?:class|function):: superadam\.(\w+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
+
+def test_api_page_shows_all_that_the_package_exports() -> None:
+    shown = re.findall(r"auto(?:class|function):: superadam\.(\w+)$", API, re.MULTILINE)
     assert set(shown) == set(superadam.__all__)
+
+
+@pytest.mark.parametrize("kind", [superadam.SpeculativeCPUAdam, superadam.OffloadScheduler])
+def test_api_page_shows_every_public_method(kind: type) -> None:
+    shown = re.findall(r"auto(?:method|property):: (\w+)$", API, re.MULTILINE)
+    assert {name for name in vars(kind) if not name.startswith("_")} <= set(shown)
