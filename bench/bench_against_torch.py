@@ -6,15 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from measures.contests import Contest, contests
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from superadam.cli.bench.contests import Contest, contests
 from superadam.cli.bench.pairs import Action
 from superadam.kernels import native
 
-SMALL_TENSORS, SMALL_NUMEL = 10_000, 1_000
 ROUNDS, WARM_UPS = 11, 2
-CONTESTS = range(len(contests(1, 1, 1)))
+CONTESTS = range(len(contests(1)))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -29,7 +28,7 @@ def same_threads() -> Iterator[None]:
 @pytest.fixture(scope="module", params=CONTESTS)
 def contest(request: pytest.FixtureRequest, numel: int) -> tuple[Contest, Action, Action]:
     """Return a contest and both its sides, which share nothing but the machine."""
-    found = contests(numel, SMALL_TENSORS, SMALL_NUMEL)[request.param]
+    found = contests(numel)[request.param]
     return (found, *found.prepare(found.tensors, found.numel))
 
 

@@ -10,12 +10,12 @@ import itertools
 import time
 
 import pytest
+from measures.paced_device import PRESETS, PacedDevice
+from measures.timed_model import Gradients, TimedModel, without_samples
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
-from superadam.cli.bench.timed_model import Gradients, TimedModel, without_samples
 from superadam.devices import Stream
-from superadam.devices.paced import PRESETS, PacedDevice
 
 BUCKETS, NUMEL = 64, 64 * 1024
 ROUNDS, WARM_UPS = 21, 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from measures.settings import out_dtype_of
 from pytest_benchmark.fixture import BenchmarkFixture
 
 from superadam.cli.bench import floor, passes
@@ -16,7 +17,7 @@ ROUNDS, WARM_UPS = 11, 2
 
 @pytest.fixture(scope="module", params=GRADIENTS, ids=lambda dtype: dtype.name.lower())
 def arrays(request: pytest.FixtureRequest, numel: int) -> PassArrays:
-    return PassArrays(native.chunk_count(numel) * native.CHUNK, request.param, passes.out_dtype_of(request.param))
+    return PassArrays(native.chunk_count(numel) * native.CHUNK, request.param, out_dtype_of(request.param))
 
 
 def note(benchmark: BenchmarkFixture, arrays: PassArrays, which: Pass) -> None:

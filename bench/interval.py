@@ -2,7 +2,7 @@
 
 `test` is the pass with the test and its lists, `patch` the pass over the lists with the verdict's factor, which comes
 after backward and puts values into a working copy on the host; each is the ratio to the plain SPECULATE, or
-COMMIT_AND_SPECULATE, of the same arrays, in pairs as in `superadam bench`. Weights, moments and gradients are as in
+COMMIT_AND_SPECULATE, of the same arrays, in pairs as in `bench/compare.py`. Weights, moments and gradients are as in
 fine-tuning; factors are up to 1.5 times larger or smaller than the published one.
 """
 
@@ -77,6 +77,7 @@ def table(lr: float) -> npt.NDArray[np.void]:
 
 
 def main() -> None:
+    """Measure, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--numel", type=int, default=1 << 24)
     parser.add_argument("--pairs", type=int, default=21)

@@ -1,7 +1,7 @@
 """What it costs to look for outside writes: steps that sample working copies, and steps that compare every element.
 
 Each line is the ratio of such a step to one that looks at version counters alone, of the same optimizer, in pairs as in
-`superadam bench`. Times are those of the CPU in this process, which others on the machine disturb less.
+`bench/compare.py`. Times are those of the CPU in this process, which others on the machine disturb less.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class Distant(PlainDevice):
     """Host memory that kernels are not to write, as that of a device."""
 
     def is_host(self, tensor: Tensor) -> bool:
+        """Return that no tensor is."""
         return False
 
 
@@ -78,6 +79,7 @@ def step_with(optimizer: superadam.SpeculativeCPUAdamW, kind: Callable[..., Samp
 
 
 def main() -> None:
+    """Measure, and print a line for each kind of parameters."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=41)
     parser.add_argument("--threads", type=int, default=native.get_num_threads())

@@ -47,6 +47,7 @@ def share(dtype: Dtype, lr: float, width: float, g: Array, m: Array, v: Array, p
 
 
 def main() -> None:
+    """Count, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--numel", type=int, default=1 << 20)
     arguments = parser.parse_args()

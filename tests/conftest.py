@@ -16,6 +16,8 @@ from slow_files import is_slow
 
 import superadam
 
+pytest.register_assert_rewrite("superadam.testing.conformance")
+
 # "default" finds the same examples on every machine and leaves nothing behind; "deep" (`make test-deep`) draws others.
 hypothesis.settings.register_profile(
     "default",
@@ -34,11 +36,6 @@ hypothesis.settings.load_profile("deep" if DEEP else "default")
 # A shell's background jobs ignore Ctrl-C and let all that they start ignore it, but tests send it to both.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let tests/devices/test_conformance.py try a device of one's own."""
-    parser.addoption("--device", metavar="MODULE:FACTORY", help="device that has to pass test_conformance.py")
 
 
 DEEPER = 20

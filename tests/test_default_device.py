@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from measures.paced_device import PRESETS, PacedDevice
 from torch import Tensor, nn
 from torch.utils._device import _device_constructors
 from torch.utils.checkpoint import checkpoint
@@ -20,8 +21,7 @@ from visible import visible
 import superadam
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
 from superadam.devices import Device, PlainDevice
-from superadam.devices.paced import PRESETS, PacedDevice
-from superadam.devices.simulated import SimulatedDevice
+from superadam.testing import SimulatedDevice
 
 ROOT = Path(superadam.__file__).parent
 FOLLOWING = {one.__name__ for one in _device_constructors() if getattr(torch, one.__name__, None) is one}

@@ -23,8 +23,9 @@ LAYERS = (
     "offload",
     "integrations",
     "cli",
+    "testing",
 )
-"""From below."""
+"""From below; `cli` and `testing` use the package as users do."""
 
 ROOT = Path(superadam.__file__).parent
 FILES = sorted(path for path in ROOT.rglob("*.py") if path.parent != ROOT)

@@ -13,13 +13,13 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+from measures.contests import MAX_GRAD_NORM
 from torch import Tensor, nn
 
 from superadam import OffloadScheduler, Placement, SpeculativeCPUAdamW
 from superadam.cli.bench.arrays import ADAMW_OPTIONS
-from superadam.cli.bench.contests import MAX_GRAD_NORM
 from superadam.cli.train.device import wait_for
-from superadam.devices.simulated import SimulatedDevice
+from superadam.testing import SimulatedDevice
 
 ALONE, OVERLAPPED, PLAIN = "no optimizer", "superadam", "superadam, plain"
 ON_DEVICE, ON_HOST = "torch on the GPU", "torch on the CPU"

@@ -65,10 +65,16 @@ def build_parser() -> Parser:
     """Return the parser of `superadam` with every subcommand."""
     parser = Parser(prog="superadam", description="Speculative Adam on the CPU that never changes a bit.")
     parser.add_argument("--version", action="version", version=f"superadam {version('superadam')}")
-    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=Parser)
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
+    parser.set_defaults(run=lambda parsed: _show_help(parser))
     for name in COMMANDS:
         importlib.import_module(name).add_parser(subparsers)
     return parser
+
+
+def _show_help(parser: Parser) -> int:
+    parser.print_help()
+    return 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -33,7 +33,6 @@ from superadam.devices.cuda import ANCHOR_SECONDS, EventClock
 from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import ChunkSums
 from superadam.devices.registration import CudaRegistrar
-from superadam.devices.simulated import SimulatedDevice
 from superadam.devices.slab import PinningError, Slab
 from superadam.gpu import pack, scatter_values
 from superadam.gpu.tables import KEPT
@@ -43,6 +42,7 @@ from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
 from superadam.kernels.kept_step import KeptStep
 from superadam.kernels.native import chunk_count
 from superadam.state.parameter import ParameterState
+from superadam.testing import SimulatedDevice
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 GPUS = [f"cuda:{index}" for index in range(torch.cuda.device_count())] if torch.cuda.is_available() else []

@@ -9,17 +9,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from measures.paced_device import PRESETS, PacedDevice
 from torch import Tensor, nn
 
 from superadam.devices import Device, PlainDevice, Stream
 from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import ChunkSums
-from superadam.devices.paced import PRESETS, PacedDevice
-from superadam.devices.simulated import Operation, SeededWorker, SimulatedDevice, SimulatedEvent
 from superadam.devices.worker import ThreadWorker, WorkerError
 from superadam.host.memory import HostNeeds
 from superadam.kernels.kept_step import StepsInPlace
 from superadam.state.parameter import ParameterState
+from superadam.testing.simulated import Operation, SeededWorker, SimulatedDevice, SimulatedEvent
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 

@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW, StepKind
 from superadam.devices import Device
-from superadam.devices.simulated import SimulatedDevice
 from superadam.handles.gradient_handle import GradientHandle, taken_of
+from superadam.testing import SimulatedDevice
 
 pytestmark = pytest.mark.slow
 

@@ -22,8 +22,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from visible import bits
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam, SpeculativeCPUAdamW
-from superadam.devices.simulated import SimulatedDevice
 from superadam.integrations.reduced_gradients import take_reduced_gradients
+from superadam.testing import SimulatedDevice
 
 pytestmark = [pytest.mark.timeout(300)]
 

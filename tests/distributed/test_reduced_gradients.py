@@ -18,10 +18,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW, StepKind
 from superadam.devices import Device
-from superadam.devices.simulated import SimulatedDevice
 from superadam.handles.gradient_handle import taken_of
 from superadam.integrations.reduced_gradients import take_reduced_gradients
 from superadam.state.parameter import Phase
+from superadam.testing import SimulatedDevice
 
 pytestmark = pytest.mark.slow
 

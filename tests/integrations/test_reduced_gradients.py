@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
-from superadam.devices.simulated import SimulatedDevice
 from superadam.handles.gradient_handle import taken_of
 from superadam.integrations.reduced_gradients import Announcement, take_reduced_gradients
+from superadam.testing import SimulatedDevice
 
 
 @pytest.fixture(autouse=True)

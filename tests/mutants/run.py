@@ -37,6 +37,8 @@ sys.meta_path[:] = [finder for finder in sys.meta_path if "Scikit" not in type(f
 """
 """Lets an editable installation not come before the copy, here and, as `sitecustomize`, in children."""
 
+PYTHON_PATH = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]["pythonpath"]
+
 
 class FirstFailure:
     """Lets Hypothesis fail at once, of few examples where that is to be quick, and notes which test failed."""
@@ -63,7 +65,9 @@ def in_fork(tests: list[str], note: Path, is_quick: bool) -> None:
     os.setsid()
     os.dup2(os.open(os.devnull, os.O_RDWR), 1)
     os.dup2(1, 2)
+    folders = " ".join(f"{sys.path[0]}/bench" if folder == "bench" else folder for folder in PYTHON_PATH)
     options = ["-xq", "-pno:cacheprovider", "-pno:xdist", "--timeout=60", "--timeout-method=thread"]
+    options.append(f"-opythonpath={folders}")
     code = pytest.main([*options, *(["-mnot slow"] if is_quick else []), *tests], [FirstFailure(note, is_quick)])
     os._exit(0 if is_quick and code == pytest.ExitCode.NO_TESTS_COLLECTED else code)
 
@@ -86,7 +90,7 @@ def passes(tests: list[str], note: Path, limit: float | None = None, *, is_quick
 
 
 class Copy:
-    """A copy of the package with the kernels that are installed, and of the C sources, in a folder of its own."""
+    """A copy of the package with the kernels that are installed, of the benchmarks and of the C sources, elsewhere."""
 
     def __init__(self, folder: Path) -> None:
         where = "import superadam._kernels as a, superadam.host._signals as b; print(a.__file__, b.__file__)"
@@ -94,7 +98,7 @@ class Copy:
         kernels, signals = found.split()
         self.folder, self.site, self.note, self._time = folder, folder / "site", folder / "failed", 0
         self.sound: set[str] = set()  # tests that pass without a fault
-        for source, target in (("superadam", "superadam"), ("gpu", "superadam/gpu")):
+        for source, target in (("superadam", "superadam"), ("gpu", "superadam/gpu"), ("bench", "bench")):
             shutil.copytree(ROOT / source, self.site / target, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(kernels, self.site / "superadam")
         shutil.copy(signals, self.site / "superadam" / "host")

@@ -33,12 +33,12 @@ from visible import bits
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam, StepKind
 from superadam.devices import Device
-from superadam.devices.simulated import SimulatedDevice
 from superadam.devices.worker import WorkerError
 from superadam.handles.gradient_handle import taken_of
 from superadam.kernels.hyperparameters import Hyperparameters
 from superadam.offload.accumulation import PAUSE_STEPS, Accumulation
 from superadam.offload.transfers import Transfers
+from superadam.testing import SimulatedDevice
 
 pytestmark = pytest.mark.timeout(240)
 

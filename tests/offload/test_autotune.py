@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from superadam.devices import Device, PlainDevice
-from superadam.devices.simulated import SimulatedDevice
 from superadam.offload.autotune import (
     AGREEING_STEPS,
     BYTES_PER_ELEMENT,
@@ -27,6 +26,7 @@ from superadam.offload.buckets import DEFAULT_NUMEL, Bucket
 from superadam.offload.needs import BYTES_OF_STATE
 from superadam.offload.placement import LEAST_NUMEL, BucketTimes, Placement, last_parameters
 from superadam.state.parameter import ParameterState
+from superadam.testing import SimulatedDevice
 
 CORES = 4
 AUTO = {"gpu_buckets": "auto", "bucket_numel": "auto", "transfer_dtype": "auto", "num_threads": "auto"}

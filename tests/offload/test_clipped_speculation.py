@@ -26,13 +26,13 @@ from visible import bits, state_bits
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam, SpeculativeCPUAdamW
 from superadam.devices import Device
-from superadam.devices.simulated import SimulatedDevice
 from superadam.kernels.hyperparameters import Interval
 from superadam.offload.prediction import Prediction, Predictor
 from superadam.offload.transfers import FlatShadow
 from superadam.state import uncertain
 from superadam.state.parameter import Phase
 from superadam.state.table import ParameterTable
+from superadam.testing import SimulatedDevice
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -18,13 +18,13 @@ from strategies import Magnitudes, hyperparameters, random_array
 from torch import Tensor, nn
 
 from superadam.devices import Device, PlainDevice, Stream
-from superadam.devices.simulated import SimulatedDevice
 from superadam.kernels import formula
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters, Scale
 from superadam.kernels.kept_step import KeptStep
 from superadam.offload.device_tier import DeviceTier
 from superadam.state.parameter import ParameterState
 from superadam.state.table import CoefficientTable
+from superadam.testing import SimulatedDevice
 
 SHAPES = [(), (0,), (0, 3), (1,), (5, 7), (4097,), (2, 3, 4, 5)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

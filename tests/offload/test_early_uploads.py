@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from measures.paced_device import PacedDevice, Rates
 from overlap import adam, loss_of, mlp, train
 from torch import Tensor
 
 from superadam import OffloadScheduler
 from superadam.devices import Stream
-from superadam.devices.paced import PacedDevice, Rates
-from superadam.devices.simulated import SimulatedDevice
+from superadam.testing import SimulatedDevice
 
 
 def test_new_values_go_up_before_the_verdict() -> None:

@@ -27,7 +27,7 @@ from visible import shown
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam
 from superadam.devices import Device
-from superadam.devices.simulated import SimulatedDevice
+from superadam.testing import SimulatedDevice
 
 pytestmark = [
     pytest.mark.timeout(240),  # a hang fails with the stack of every thread; compiling alone takes seconds

@@ -19,7 +19,7 @@ from visible import state_bits
 
 import superadam
 from superadam import OffloadScheduler, SpeculativeCPUAdam
-from superadam.devices.simulated import SimulatedDevice
+from superadam.testing import SimulatedDevice
 
 DEEP = os.environ.get("SUPERADAM_DEEP") == "1"
 INTERRUPTIONS = 1000 if DEEP else 25

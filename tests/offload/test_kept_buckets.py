@@ -28,7 +28,6 @@ from superadam import OffloadScheduler, SpeculativeCPUAdam, StepKind
 from superadam.devices import Device, Stream
 from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import ChunkSums
-from superadam.devices.simulated import SimulatedDevice, _take_norm
 from superadam.devices.worker import WorkerError
 from superadam.kernels.hyperparameters import Hyperparameters
 from superadam.offload.device_tier import DeviceTier
@@ -36,6 +35,7 @@ from superadam.offload.pipeline import Pipeline
 from superadam.offload.placement import BucketTimes
 from superadam.state.parameter import ParameterState
 from superadam.step.transaction import Transaction
+from superadam.testing.simulated import SimulatedDevice, _take_norm
 
 DEEP = os.environ.get("SUPERADAM_DEEP") == "1"
 pytestmark = pytest.mark.timeout(240)  # a hang fails with the stack of every thread

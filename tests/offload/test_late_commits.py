@@ -22,7 +22,6 @@ from test_clipped_speculation import (
 )
 from torch import Tensor
 
-from superadam.devices.simulated import SimulatedDevice
 from superadam.offload.late_commits import (
     MOST_TRUSTED,
     SETTLING_STEPS,
@@ -32,6 +31,7 @@ from superadam.offload.late_commits import (
 )
 from superadam.offload.prediction import Predictor
 from superadam.state.parameter import Phase
+from superadam.testing import SimulatedDevice
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam
 from superadam.devices import Device, PlainDevice
-from superadam.devices.simulated import SimulatedDevice
 from superadam.kernels.hyperparameters import Coefficients, beta_power
 from superadam.offload import trace
+from superadam.testing import SimulatedDevice
 
 DEEP = os.environ.get("SUPERADAM_DEEP") == "1"
 STEPS = 20_000 if DEEP else 160

@@ -8,17 +8,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from measures.paced_device import PRESETS, PacedDevice
 from torch import nn
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam
 from superadam.devices import Device, PlainDevice
 from superadam.devices.flat import aligned
-from superadam.devices.paced import PRESETS, PacedDevice
-from superadam.devices.simulated import SimulatedDevice
 from superadam.host.memory import HostMemory, HostNeeds
 from superadam.offload.needs import BYTES_OF_STATE, needs_of, needs_of_run
 from superadam.offload.placement import Placement
 from superadam.state.uncertain import list_bytes
+from superadam.testing import SimulatedDevice
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 PLACED = Placement(gpu_buckets=0, bucket_numel=100, transfer_dtype=None, num_threads=1)

@@ -7,7 +7,7 @@ import torch
 from overlap import adam, loss_of, mlp, train
 
 from superadam import OffloadScheduler
-from superadam.devices.simulated import SimulatedDevice
+from superadam.testing import SimulatedDevice
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -36,8 +36,8 @@ from visible import bits, parameters_of
 import superadam
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
 from superadam.devices import Device
-from superadam.devices.simulated import SimulatedDevice
 from superadam.offload import accumulation as micro_batches
+from superadam.testing import SimulatedDevice
 
 pytestmark = [
     pytest.mark.timeout(240),  # a hang fails with the stack of every thread

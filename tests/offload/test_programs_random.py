@@ -19,8 +19,8 @@ from test_programs import ACTIONS, EVERYTHING, LIMIT, Net, Program, Run, adamw, 
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
 from superadam.devices import Device
-from superadam.devices.simulated import SimulatedDevice
 from superadam.offload import accumulation as micro_batches
+from superadam.testing import SimulatedDevice
 
 pytestmark = [
     pytest.mark.timeout(300),

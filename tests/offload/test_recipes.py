@@ -21,7 +21,7 @@ from torch import nn
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
 from superadam.devices import Device
-from superadam.devices.simulated import SimulatedDevice
+from superadam.testing import SimulatedDevice
 
 ROOT = Path(__file__).resolve().parents[2]
 INDEX = ROOT / "docs" / "recipes.md"

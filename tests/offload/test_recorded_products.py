@@ -22,8 +22,8 @@ from visible import Bits, bits
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
 from superadam.devices import Device
-from superadam.devices.simulated import SimulatedDevice
 from superadam.handles.taken_gradient import TakenGradient
+from superadam.testing import SimulatedDevice
 
 pytestmark = pytest.mark.timeout(240)
 

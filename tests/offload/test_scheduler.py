@@ -48,7 +48,6 @@ import superadam
 from superadam import OffloadScheduler, SpeculativeCPUAdam, StepKind
 from superadam.devices import Device, Event, PlainDevice, Stream
 from superadam.devices.flat import FlatLayout
-from superadam.devices.simulated import SimulatedDevice
 from superadam.devices.worker import Job, Work, WorkerError
 from superadam.handles.gradient_handle import taken_of
 from superadam.host.memory import HostNeeds
@@ -56,6 +55,7 @@ from superadam.kernels import native
 from superadam.offload.accumulation import PAUSE_STEPS
 from superadam.state.parameter import ParameterState, Phase
 from superadam.step.transaction import Transaction
+from superadam.testing import SimulatedDevice
 
 pytestmark = pytest.mark.timeout(240)  # a hang fails with the stack of every thread
 

@@ -17,7 +17,6 @@ from overlapped_run import FullDevice, OverlappedRun
 from step_actions import ACTIONS
 
 from superadam.devices import Stream
-from superadam.devices.simulated import SimulatedDevice, SimulatedEvent, _alias
 from superadam.handles import gradient_handle
 from superadam.handles.taken_gradient import TakenGradient
 from superadam.kernels import native
@@ -33,6 +32,7 @@ from superadam.step import transaction as transaction_module
 from superadam.step.outcome import StepOutcome
 from superadam.step.transaction import Transaction
 from superadam.step.validation import judge
+from superadam.testing.simulated import SimulatedDevice, SimulatedEvent, _alias
 
 pytestmark = pytest.mark.slow
 

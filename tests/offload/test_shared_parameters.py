@@ -13,7 +13,7 @@ from visible import shown, state_bits
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam
 from superadam.devices import Device
-from superadam.devices.simulated import SimulatedDevice
+from superadam.testing import SimulatedDevice
 
 
 def trained(dtype: torch.dtype, devices: list[Device], *, is_alternating: bool) -> tuple[list[Any], int]:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from superadam import OffloadScheduler, SpeculativeCPUAdam
 from superadam.devices import simulated
 from superadam.devices.flat import FlatLayout
-from superadam.devices.simulated import Operation, SimulatedDevice
 from superadam.devices.worker import Job, Work
 from superadam.offload.transfers import PACKED_UNDER_WAY
+from superadam.testing.simulated import Operation, SimulatedDevice
 
 BUCKET = 200
 LARGEST = 2 * (BUCKET + 64 + 2 * 64)

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from superadam import OffloadScheduler, SpeculativeCPUAdam, StepKind, StepOutcome
 from superadam.devices import Device
 from superadam.devices.flat import FlatLayout
-from superadam.devices.simulated import SimulatedDevice
 from superadam.devices.worker import WorkerError
 from superadam.offload.statistics import OverlapStatistics
 from superadam.state.parameter import ParameterState
 from superadam.step.outcome import Statistics
 from superadam.step.transaction import Transaction
+from superadam.testing import SimulatedDevice
 
 COMMITTED = StepOutcome(StepKind.COMMITTED, 1.0, 1.0)
 CLIPPED = StepOutcome(StepKind.CLIPPED, 2.0, 0.5)

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from superadam import OffloadScheduler, StepKind
 from superadam.devices import Device, Stream
-from superadam.devices.simulated import SimulatedDevice
 from superadam.kernels import formula
 from superadam.kernels.hyperparameters import Coefficients
 from superadam.state import ParameterState, StateTier
+from superadam.testing import SimulatedDevice
 
 NAMES = ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 

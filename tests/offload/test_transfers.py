@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from superadam.devices import Device, Event, PlainDevice, Stream
 from superadam.devices.flat import ALIGNMENT, FlatLayout
-from superadam.devices.simulated import Operation, SimulatedDevice, SimulatedEvent
 from superadam.handles.taken_gradient import TakenGradient
 from superadam.kernels import native
 from superadam.offload.statistics import OverlapStatistics
 from superadam.offload.trace import Trace
 from superadam.offload.transfers import FlatShadow, Transfers, norm_in
 from superadam.state.parameter import ParameterState, Place
+from superadam.testing.simulated import Operation, SimulatedDevice, SimulatedEvent
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 

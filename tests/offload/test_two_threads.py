@@ -20,7 +20,7 @@ from overlap import DeferredDevice, ThreadDevice, adam, batch, mlp
 from visible import bits, parameters_of
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam
-from superadam.devices.simulated import SimulatedDevice
+from superadam.testing import SimulatedDevice
 
 INTERLEAVINGS = 1000 if os.environ.get("SUPERADAM_DEEP") == "1" else 4
 REPEATS = 2

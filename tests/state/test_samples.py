@@ -21,10 +21,10 @@ from visible import give_gradients, parameter, parameters_of, state_bits, train
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam
 from superadam.devices import Device
-from superadam.devices.simulated import SimulatedDevice
 from superadam.kernels import native
 from superadam.kernels.dtypes import DTYPES
 from superadam.state.samples import FULL_STEPS, STAGED_ROWS, Samples, blocks_of
+from superadam.testing import SimulatedDevice
 
 STEPS = 5
 

@@ -15,8 +15,8 @@ from superadam import OffloadScheduler, SpeculativeCPUAdam
 from superadam.devices import PlainDevice, Stream
 from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import ChunkSums
-from superadam.devices.simulated import SimulatedDevice
 from superadam.devices.worker import Job, ThreadWorker, Work, Worker
+from superadam.testing import SimulatedDevice
 
 
 class ImmediateWorker(Worker):

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from superadam import SpeculativeCPUAdamW, StepKind
 from superadam.devices import Device, Stream
 from superadam.devices.flat import FlatLayout
-from superadam.devices.simulated import SimulatedDevice
 from superadam.handles.gradient_handle import taken_of
 from superadam.kernels.kept_step import StepsInPlace
 from superadam.offload import accumulation as micro_batches
 from superadam.offload.scheduler import OffloadScheduler
+from superadam.testing import SimulatedDevice
 
 SEEDS = st.integers(0, 2**32 - 1)
 SCALES = st.sampled_from([1e-3, 1.0, 100.0])

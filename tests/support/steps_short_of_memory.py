@@ -25,10 +25,10 @@ from visible import shown, state_bits
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam
 from superadam.devices import Device
-from superadam.devices.simulated import SimulatedDevice
 from superadam.devices.worker import WorkerError
 from superadam.kernels.torch_private import is_short_of_memory
 from superadam.offload.pipeline import Pipeline
+from superadam.testing import SimulatedDevice
 
 NUMPY_BYTES = 128
 LIBRARIES = {"libc10.so": 0, "_multiarray_umath": NUMPY_BYTES, "superadam/_kernels": 0}

@@ -129,8 +129,8 @@ def _digest(tensors: Sequence[Tensor]) -> str:
 def train(model: nn.Module, overlap: str, dtype: torch.dtype = torch.float32) -> tuple[str, int]:
     """Return a digest of parameters and state after steps with all that may come between, and how often was taken."""
     from superadam import OffloadScheduler, SpeculativeCPUAdamW
-    from superadam.devices.simulated import SimulatedDevice
     from superadam.handles.gradient_handle import taken_of
+    from superadam.testing import SimulatedDevice
 
     parameters = [*model.parameters()]
     optimizer = SpeculativeCPUAdamW(parameters, lr=1e-2)

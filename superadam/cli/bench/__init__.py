@@ -1,6 +1,5 @@
-"""`superadam bench`: speed of the passes against this machine's memory, and of steps against torch, in one run.
+"""`superadam bench`: how near the passes of this machine come to the rate at which its memory moves the same bytes.
 
 One module for each noun: `pairs` (paired timing), `arrays` (memory of a pass), `floor` (the same traffic without
-arithmetic), `passes`, `contests` (ours against torch), `overlap`, `report` and `command`. The microbenchmarks in
-`bench/` use the same code.
+arithmetic), `passes`, `report` and `command`. The benchmarks in the repository's `bench/` use the same code.
 """

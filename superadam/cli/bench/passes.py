@@ -1,4 +1,4 @@
-"""The passes of the kernels against the floor of their traffic, by instruction set, threads and dtype.
+"""The passes of the kernels against the floor of their traffic.
 
 Each row compares `superadam.kernels.native.run` with `superadam.kernels.native.move_like` over the same arrays.
 """
@@ -70,32 +70,6 @@ class PassResult:
     def bytes_per_second(self) -> float:
         """What the pass moved, by its median time."""
         return self.numel * self.bytes_per_element / self.comparison.first.median
-
-
-def out_dtype_of(gradient_dtype: Dtype) -> Dtype:
-    """Return the usual working copy for such gradients: bf16, or fp16 and fp64 for gradients of their own dtype."""
-    return gradient_dtype if gradient_dtype in (Dtype.FLOAT16, Dtype.FLOAT64) else Dtype.BFLOAT16
-
-
-def settings(
-    isas: Sequence[str], threads: Sequence[int], dtypes: Sequence[Dtype], *, crossed: bool = False
-) -> list[Setting]:
-    """Return the settings to measure: the first of each, then each axis varied by itself; `crossed`: all combinations.
-
-    The main value of each axis comes first.
-    """
-    chosen = [
-        Setting(isa, count, dtype, out_dtype_of(dtype))
-        for isa in isas
-        for count in threads
-        for dtype in dtypes
-        if crossed or (isa != isas[0]) + (count != threads[0]) + (dtype != dtypes[0]) <= 1
-    ]
-    seen: dict[tuple[object, ...], Setting] = {}
-    for setting in chosen:  # fp64 has one set of kernels, whatever the instruction set
-        kernels = None if setting.gradient_dtype is Dtype.FLOAT64 else setting.isa
-        seen.setdefault((kernels, setting.threads, setting.gradient_dtype), setting)
-    return list(seen.values())
 
 
 def action(arrays: PassArrays, which: Pass, setting: Setting, *, with_norm: bool) -> Action:

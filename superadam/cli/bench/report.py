@@ -1,4 +1,4 @@
-"""The results of a benchmark run, as one table for people and as JSON for programs."""
+"""The results of benchmarks, as a table for people and as JSON for programs."""
 
 from __future__ import annotations
 
@@ -17,20 +17,11 @@ from rich import box
 from rich.table import Table
 
 import superadam
-from superadam.cli.bench.contests import ContestResult
-from superadam.cli.bench.floor import Variant
-from superadam.cli.bench.overlap import OverlapResult
-from superadam.cli.bench.pairs import Comparison, Spread
-from superadam.cli.bench.passes import PassResult, Setting
+from superadam.cli.bench.pairs import Comparison
+from superadam.cli.bench.passes import PassResult
 from superadam.kernels.native import Dtype
 
-SHORT_NAMES = {
-    Dtype.NONE: "-",
-    Dtype.FLOAT32: "f32",
-    Dtype.BFLOAT16: "bf16",
-    Dtype.FLOAT16: "f16",
-    Dtype.FLOAT64: "f64",
-}
+SHORT_NAMES = {Dtype.FLOAT32: "f32", Dtype.BFLOAT16: "bf16", Dtype.FLOAT16: "f16", Dtype.FLOAT64: "f64"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +54,10 @@ class Environment:
             superadam=version("superadam"),
         )
 
+    def in_words(self) -> str:
+        """Return a line that goes before a table."""
+        return f"superadam {self.superadam}, torch {self.torch} ({self.torch_capability}), {self.processor}"
+
 
 def _processor() -> str:
     try:
@@ -73,164 +68,89 @@ def _processor() -> str:
     return names[0] if names else platform.machine()
 
 
-def to_json(
-    environment: Environment,
-    passes: Sequence[PassResult],
-    contests: Sequence[ContestResult],
-    overlaps: Sequence[OverlapResult] = (),
-) -> dict[str, Any]:
-    """Return everything as plain values: seconds, bytes, elements and ratios."""
+def plain(record: Any) -> dict[str, Any]:
+    """Return a dataclass as JSON holds it."""
+    return dataclasses.asdict(record)
 
-    def comparison(found: Comparison) -> dict[str, Any]:
-        return {
-            "pairs": found.pairs,
-            "ratio": dataclasses.asdict(found.ratio),
-            "seconds": dataclasses.asdict(found.first),
-            "against_seconds": dataclasses.asdict(found.second),
-        }
 
+def comparison_as_json(found: Comparison) -> dict[str, Any]:
+    """Return the ratio of the pairs, and the seconds of both sides."""
     return {
-        "environment": dataclasses.asdict(environment),
-        "passes": [
-            {
-                "pass": row.which.name.lower(),
-                "norm": row.with_norm,
-                "isa": row.setting.isa,
-                "threads": row.setting.threads,
-                "gradient_dtype": row.setting.gradient_dtype.name.lower(),
-                "out_dtype": row.setting.out_dtype.name.lower(),
-                "numel": row.numel,
-                "bytes_per_element": row.bytes_per_element,
-                "bytes_per_second": row.bytes_per_second,
-                "floor": dataclasses.asdict(row.floor),
-                **comparison(row.comparison),
-            }
-            for row in passes
-        ],
-        "contests": [
-            {
-                "name": row.contest.name,
-                "ours": row.contest.ours,
-                "torch": row.contest.theirs,
-                "threads": row.threads,
-                "tensors": row.contest.tensors,
-                "numel": row.contest.numel,
-                **comparison(row.comparison),
-            }
-            for row in contests
-        ],
-        "overlap": [
-            {
-                **{
-                    field.name: getattr(row, field.name)
-                    for field in dataclasses.fields(row)
-                    if field.name != "comparison"
-                },
-                **comparison(row.comparison),
-            }
-            for row in overlaps
-        ],
+        "pairs": found.pairs,
+        "ratio": plain(found.ratio),
+        "seconds": plain(found.first),
+        "against_seconds": plain(found.second),
     }
 
 
-def _milliseconds(seconds: float) -> str:
-    value = 1e3 * seconds
-    return f"{value:.1f}" if value >= 1 else f"{value:.3f}"
+def pass_as_json(row: PassResult) -> dict[str, Any]:
+    """Return a row as plain values: seconds, bytes, elements and ratios."""
+    return {
+        "pass": row.which.name.lower(),
+        "norm": row.with_norm,
+        "isa": row.setting.isa,
+        "threads": row.setting.threads,
+        "gradient_dtype": row.setting.gradient_dtype.name.lower(),
+        "out_dtype": row.setting.out_dtype.name.lower(),
+        "numel": row.numel,
+        "bytes_per_element": row.bytes_per_element,
+        "bytes_per_second": row.bytes_per_second,
+        "floor": plain(row.floor),
+        **comparison_as_json(row.comparison),
+    }
 
 
-def _ratio(spread: Spread) -> tuple[str, str]:
-    digits = 2 if spread.median >= 0.1 else 3
-    return f"{spread.median:.{digits}f}", f"{spread.lower:.{digits}f}-{spread.upper:.{digits}f}"
+def new_table() -> Table:
+    """Return a table without rows: what was measured, its median time, its rate, and its ratio to something else.
 
-
-def _setting(setting: Setting) -> str:
-    dtypes = f"{SHORT_NAMES[setting.gradient_dtype]}>{SHORT_NAMES[setting.out_dtype]}"
-    return f"{setting.isa}, {setting.threads} thr., {dtypes}"
-
-
-def _floor(variant: Variant) -> str:
-    stores = "all" if variant.stream_state else "out" if variant.stream_out else ""
-    return f"{variant.burst} {variant.prefetch >> 10}K {stores}".rstrip()
-
-
-def to_table(
-    passes: Sequence[PassResult], contests: Sequence[ContestResult], overlaps: Sequence[OverlapResult] = ()
-) -> Table:
-    """Return the one table: passes against the floor, steps against torch, iterations against plain ones."""
+    The median time of the other side is not shown: it need not agree with the median of the ratios.
+    """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     table.add_column("what", no_wrap=True)
-    table.add_column("ms", justify="right", no_wrap=True)
-    table.add_column("GB/s", justify="right", no_wrap=True)
-    table.add_column("against", no_wrap=True)
-    table.add_column("ms", justify="right", no_wrap=True)
+    for name in ("ms", "GB/s"):
+        table.add_column(name, justify="right", no_wrap=True)
     table.add_column("ratio", justify="right", style="bold", no_wrap=True)
     table.add_column("quartiles", justify="right", style="dim", no_wrap=True)
-    for setting, rows in itertools.groupby(passes, operator.attrgetter("setting")):
-        table.add_section()
-        table.add_row(f"[bold]{_setting(setting)}")
-        for row in rows:
-            table.add_row(
-                f"  {row.name}",
-                _milliseconds(row.comparison.first.median),
-                f"{row.bytes_per_second / 1e9:.1f}",
-                _floor(row.floor),
-                _milliseconds(row.comparison.second.median),
-                *_ratio(row.comparison.ratio),
-            )
-    for index, result in enumerate(contests):
-        if index == 0:
-            table.add_section()
-            table.add_row(f"[bold]{superadam.active_isa()}, {result.threads} thr., steps")
-        table.add_row(
-            f"  {result.contest.name}",
-            _milliseconds(result.comparison.first.median),
-            "",
-            "torch",
-            _milliseconds(result.comparison.second.median),
-            *_ratio(result.comparison.ratio),
-        )
-    for index, overlap in enumerate(overlaps):
-        if index == 0:
-            table.add_section()
-            table.add_row(f"[bold]{superadam.active_isa()}, {overlap.threads} thr., iterations")
-        table.add_row(
-            "  overlapped",
-            _milliseconds(overlap.comparison.first.median),
-            "",
-            "plain",
-            _milliseconds(overlap.comparison.second.median),
-            *_ratio(overlap.comparison.ratio),
-        )
     return table
 
 
-def notes(
-    passes: Sequence[PassResult], contests: Sequence[ContestResult], overlaps: Sequence[OverlapResult] = ()
-) -> list[str]:
-    """Return what a reader of the table needs: sizes, what a ratio is against, and what each side of a contest did."""
-    found: list[Comparison] = [row.comparison for row in passes]
-    found += [result.comparison for result in contests]
-    found += [overlap.comparison for overlap in overlaps]
-    lines = []
-    if passes:
-        lines.append(
-            f"Passes run over {passes[0].numel:,} elements (gradient>working copy) against their floor: the fastest "
-            "way to move the same memory without the arithmetic, named by elements in a burst, prefetch distance, and "
-            "what is stored past the caches."
-        )
-    sides: dict[tuple[str, str], list[str]] = {}
-    for result in contests:
-        sides.setdefault((result.contest.ours, result.contest.theirs), []).append(result.contest.name)
-    lines.extend(f"{'; '.join(names)}: {ours}, against {theirs}." for (ours, theirs), names in sides.items())
-    lines.extend(
-        f"overlapped: forward, backward and step of {row.parameters / 1e6:.1f} M fp32 parameters on the CPU, "
-        f"{row.tokens:,} tokens, {row.buckets:g} buckets, through OffloadScheduler; taking the gradients "
-        f"cost the training thread {1e6 * row.hook_seconds:.0f} us; {row.hidden_share:.0%} of the optimizer's time was "
-        "hidden."
-        for row in overlaps
+def add_section(table: Table, title: str) -> None:
+    """Begin a group of rows."""
+    table.add_section()
+    table.add_row(f"[bold]{title}")
+
+
+def add_row(table: Table, name: str, found: Comparison, bytes_per_second: float | None = None) -> None:
+    """Add a comparison to the present group."""
+    value, ratio = 1e3 * found.first.median, found.ratio
+    digits = 2 if ratio.median >= 0.1 else 3
+    table.add_row(
+        f"  {name}",
+        f"{value:.1f}" if value >= 1 else f"{value:.3f}",
+        "" if bytes_per_second is None else f"{bytes_per_second / 1e9:.1f}",
+        f"{ratio.median:.{digits}f}",
+        f"{ratio.lower:.{digits}f}-{ratio.upper:.{digits}f}",
     )
-    if found:
-        lines.append(
-            f"Ratios are medians of {found[0].pairs} interleaved pairs, both sides warmed; below 1 superadam is faster."
-        )
-    return lines
+
+
+def add_passes(table: Table, rows: Sequence[PassResult]) -> None:
+    """Add a group for each setting."""
+    for setting, some in itertools.groupby(rows, operator.attrgetter("setting")):
+        dtypes = f"{SHORT_NAMES[setting.gradient_dtype]}>{SHORT_NAMES[setting.out_dtype]}"
+        add_section(table, f"{setting.isa}, {setting.threads} thr., {dtypes}: over the floor")
+        for row in some:
+            add_row(table, row.name, row.comparison, row.bytes_per_second)
+
+
+def notes(rows: Sequence[PassResult]) -> list[str]:
+    """Return what a reader needs to know of passes, if there are any."""
+    return [
+        f"Passes run over {row.numel:,} elements (gradient>working copy). Their floor is the fastest way to move the "
+        "same memory without the arithmetic."
+        for row in rows[:1]
+    ]
+
+
+def about_ratios(pairs: int) -> str:
+    """Return what a reader needs to know of ratios."""
+    return f"Ratios of time: medians and quartiles of {pairs} interleaved pairs. ms: median of superadam's runs."

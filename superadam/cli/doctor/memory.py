@@ -24,7 +24,7 @@ MEASURED_BYTES = GIB
 MEASURED_SECONDS = 0.4
 """For how long each number of threads is measured."""
 VARIANTS = (Variant(128, 2 << 10, stream_out=True), Variant(32, 2 << 10, stream_out=True), Variant(128, 0))
-"""Ways to move memory that are tried; `superadam bench` tries them all."""
+"""Ways to move memory that are tried; `superadam bench` tries more."""
 UPDATE_BYTES = bytes_per_element(Pass.UPDATE, Dtype.FLOAT32, Dtype.BFLOAT16)
 
 

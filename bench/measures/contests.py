@@ -24,6 +24,9 @@ from superadam.step import validation
 MAX_GRAD_NORM = 1e6
 """Far above the norm of every contest: the usual step is not clipped, but the norm must be known before it is made."""
 
+SMALL_TENSORS, SMALL_NUMEL = 10_000, 1_000
+"""Of the contests over many tensors: their number, and the elements of each."""
+
 
 @dataclass(frozen=True, slots=True)
 class Contest:
@@ -59,19 +62,11 @@ def _tensors(count: int, numel: int, scale: float, seed: int, dtype: torch.dtype
 
 
 def _torch_adamw(parameters: Sequence[Tensor]) -> torch.optim.AdamW:
-    return torch.optim.AdamW(
-        parameters,
-        **ADAMW_OPTIONS,
-        fused=True,
-    )
+    return torch.optim.AdamW(parameters, **ADAMW_OPTIONS, fused=True)
 
 
 def _our_adamw(parameters: Sequence[Tensor]) -> superadam.SpeculativeCPUAdamW:
-    return superadam.SpeculativeCPUAdamW(
-        parameters,
-        **ADAMW_OPTIONS,
-        max_grad_norm=MAX_GRAD_NORM,
-    )
+    return superadam.SpeculativeCPUAdamW(parameters, **ADAMW_OPTIONS, max_grad_norm=MAX_GRAD_NORM)
 
 
 def _with_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -145,11 +140,11 @@ def prepare_float32(tensors: int, numel: int) -> tuple[Action, Action]:
     return _our_adamw(ours).step, _torch_step(theirs)
 
 
-def contests(numel: int, small_tensors: int, small_numel: int) -> list[Contest]:
+def contests(numel: int) -> list[Contest]:
     """Return the comparisons: one large tensor of `numel` elements, and many small ones."""
     clip_and_step = "clip_grad_norm_ + AdamW(fused=True)"
     widen_and_copy = f"widened gradients + {clip_and_step} + bf16 copy"
-    many = f"{small_tensors} x {small_numel}"
+    many = f"{SMALL_TENSORS} x {SMALL_NUMEL}"
     return [
         Contest(
             "f32, bf16 copy", "passes norm, verdict, update", f"{clip_and_step} + bf16 copy", 1, numel, prepare_passes
@@ -157,9 +152,9 @@ def contests(numel: int, small_tensors: int, small_numel: int) -> list[Contest]:
         Contest("bf16", "SpeculativeCPUAdamW.step", widen_and_copy, 1, numel, prepare_bfloat16),
         Contest("f32", "SpeculativeCPUAdamW.step", clip_and_step, 1, numel, prepare_float32),
         Contest(
-            f"{many} bf16", "SpeculativeCPUAdamW.step", widen_and_copy, small_tensors, small_numel, prepare_bfloat16
+            f"{many} bf16", "SpeculativeCPUAdamW.step", widen_and_copy, SMALL_TENSORS, SMALL_NUMEL, prepare_bfloat16
         ),
-        Contest(f"{many} f32", "SpeculativeCPUAdamW.step", clip_and_step, small_tensors, small_numel, prepare_float32),
+        Contest(f"{many} f32", "SpeculativeCPUAdamW.step", clip_and_step, SMALL_TENSORS, SMALL_NUMEL, prepare_float32),
     ]
 
 

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from superadam.devices import Stream, stand_in
+from measures.paced_device import PacedDevice, constant
+from superadam.devices import Stream
 from superadam.devices.interface import ChunkSums
-from superadam.devices.paced import PacedDevice, constant
 from superadam.kernels import native
 from superadam.state.samples import Samples
+from superadam.testing import stand_in
 
 
 @contextmanager

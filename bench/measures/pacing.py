@@ -1,6 +1,6 @@
 """Iterations with the scheduler on a device made of time, against that device's clock alone.
 
-Scheduler, worker, hooks and CPU kernels are the real ones. `superadam.devices.paced` says what the device cannot show.
+Scheduler, worker, hooks and CPU kernels are the real ones. `measures.paced_device` says what the device cannot show.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from measures.contests import prepare_bfloat16
+from measures.gradient_norms import MAX_NORM, gradient_norms
+from measures.paced_device import PacedDevice, Rates
+from measures.timed_model import Gradients, TimedModel, without_samples
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
 from superadam.cli.bench.arrays import ADAMW_OPTIONS
-from superadam.cli.bench.contests import prepare_bfloat16
-from superadam.cli.bench.gradient_norms import MAX_NORM, gradient_norms
 from superadam.cli.bench.pairs import Action, Spread
-from superadam.cli.bench.timed_model import Gradients, TimedModel, without_samples
 from superadam.devices import Stream
-from superadam.devices.paced import PacedDevice, Rates
 from superadam.kernels import native
 from superadam.offload.autotune import BYTES_PER_ELEMENT, FREE_SHARE
 from superadam.offload.placement import Placement

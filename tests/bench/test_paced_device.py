@@ -15,26 +15,26 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from measures import pacing
+from measures.paced_device import PRESETS, PacedDevice, Rates, constant
+from measures.timed_model import Gradients, TimedModel, without_samples
 from overlap import adam, everything, mlp, train
 from torch import Tensor, nn
 from visible import bits, state_bits
 
 from superadam import OffloadScheduler, StepKind
-from superadam.cli.bench import pace
 from superadam.cli.bench.arrays import HYPERPARAMETERS
-from superadam.cli.bench.timed_model import Gradients, TimedModel, without_samples
 from superadam.devices import Stream
 from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import ChunkSums
-from superadam.devices.paced import PRESETS, PacedDevice, Rates, constant
 from superadam.devices.pinned import PinnedMemory
-from superadam.devices.simulated import SimulatedDevice
 from superadam.devices.worker import ThreadWorker
 from superadam.host.memory import HostNeeds
 from superadam.kernels import native
 from superadam.kernels.hyperparameters import Coefficients
 from superadam.kernels.kept_step import KeptStep
 from superadam.state.parameter import ParameterState
+from superadam.testing import SimulatedDevice
 
 RATES = Rates(download=64.0, upload=128.0, memory=1024.0)
 """Bytes per second: powers of two, so that times are exact."""
@@ -387,7 +387,7 @@ def test_constants_give_the_state_of_plain_steps(kept: int) -> None:
     gradients, norms = Gradients(6, 4160, 3), [0.9, 0.5, 30.0]
     gradients.scale_to(norms)
     model, plain = TimedModel(gradients), TimedModel(gradients)
-    optimizer, twin = pace._optimizer(model, 1e-5, [norms]), pace._optimizer(plain, 1e-5, [norms])
+    optimizer, twin = pacing._optimizer(model, 1e-5, [norms]), pacing._optimizer(plain, 1e-5, [norms])
     model.device = plain.device = PacedDevice(SWIFT, constants=gradients.sets, norms=gradients.sums)
     used = [[one.clone() for one in gradients.sets]]
     with (
@@ -396,7 +396,7 @@ def test_constants_give_the_state_of_plain_steps(kept: int) -> None:
             optimizer, model, bucket_numel=5000, gpu_buckets=kept, num_threads=2, device=model.device
         ) as scheduler,
     ):
-        side = pace.Side("", model, functools.partial(pace._step, model, optimizer), scheduler)
+        side = pacing.Side("", model, functools.partial(pacing._step, model, optimizer), scheduler)
         clipped = [side.iterate() for _ in range(13)]
         scheduler.synchronize()
         model.device.run_deferred()
@@ -431,14 +431,14 @@ def test_a_turn_times_iterations_by_the_device_and_leaves_nothing_under_way(monk
     gradients = Gradients(4, 640, 5)
     gradients.scale_to([0.9, 0.9, 0.9, 1.1, 0.9])
     model = TimedModel(gradients)
-    optimizer = pace._optimizer(model, 1e-5, [gradients.norms])
+    optimizer = pacing._optimizer(model, 1e-5, [gradients.norms])
     model.device = PacedDevice(SWIFT, constants=gradients.sets, norms=gradients.sums)
     model.forward_seconds, model.backward_seconds = 0.002, 0.004
     with (
         without_samples(),
         OffloadScheduler(optimizer, model, bucket_numel=1280, num_threads=1, device=model.device) as scheduler,
     ):
-        side = pace.Side("auto", model, functools.partial(pace._step, model, optimizer), scheduler, optimizer)
+        side = pacing.Side("auto", model, functools.partial(pacing._step, model, optimizer), scheduler, optimizer)
         for _ in range(2):
             side.turn(5)
         assert len(side.seconds[False]) + len(side.seconds[True]) == 10
@@ -461,13 +461,13 @@ def test_a_turn_times_iterations_by_the_device_and_leaves_nothing_under_way(monk
 def test_nothing_keeps_a_device_alive() -> None:
     gradients = Gradients(4, 640)
     model = TimedModel(gradients)
-    optimizer = pace._optimizer(model, 1e-5, [[1.0]])
+    optimizer = pacing._optimizer(model, 1e-5, [[1.0]])
     model.device = PacedDevice(SWIFT, constants=gradients.sets)
     with (
         without_samples(),
         OffloadScheduler(optimizer, model, bucket_numel=1280, num_threads=1, device=model.device) as scheduler,
     ):
-        side = pace.Side("", model, functools.partial(pace._step, model, optimizer), scheduler)
+        side = pacing.Side("", model, functools.partial(pacing._step, model, optimizer), scheduler)
         for _ in range(4):
             side.iterate()
     device = weakref.ref(model.device)

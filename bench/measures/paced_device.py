@@ -25,7 +25,6 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from superadam.devices import stand_in
 from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import ChunkSums, Event, Stream
 from superadam.devices.pinned import PinnedMemory
@@ -34,6 +33,7 @@ from superadam.host.memory import HostNeeds
 from superadam.kernels import native
 from superadam.kernels.hyperparameters import Coefficients
 from superadam.kernels.kept_step import KeptStep
+from superadam.testing import stand_in
 
 _nbytes_of = operator.attrgetter("nbytes")
 

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from superadam.devices import stand_in
 from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import ChunkSums, Device, Stream
 from superadam.devices.worker import Job, Work, Worker
@@ -30,6 +29,7 @@ from superadam.kernels.hyperparameters import Coefficients
 from superadam.kernels.kept_step import KeptStep
 from superadam.kernels.storage import has_memory
 from superadam.kernels.torch_private import storage_key
+from superadam.testing import stand_in
 
 
 class SimulatedEvent:

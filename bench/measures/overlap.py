@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from measures.contests import MAX_GRAD_NORM
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
 from superadam.cli.bench.arrays import ADAMW_OPTIONS
-from superadam.cli.bench.contests import MAX_GRAD_NORM
 from superadam.cli.bench.pairs import Action, Comparison, compare
 from superadam.kernels import native
 
@@ -70,11 +70,7 @@ def _loop(tokens: int) -> tuple[nn.Module, SpeculativeCPUAdamW, Callable[[], Non
     """Return a model, its optimizer, and an action that makes one iteration with them."""
     torch.manual_seed(0)
     model = _Transformer()
-    optimizer = SpeculativeCPUAdamW(
-        model.parameters(),
-        **ADAMW_OPTIONS,
-        max_grad_norm=MAX_GRAD_NORM,
-    )
+    optimizer = SpeculativeCPUAdamW(model.parameters(), **ADAMW_OPTIONS, max_grad_norm=MAX_GRAD_NORM)
     windows = torch.randint(VOCABULARY, (max(1, tokens // SEQ), SEQ + 1), device="cpu")
 
     def iterate() -> None:

@@ -1,4 +1,4 @@
-"""The results of `superadam bench pace` as a table, as JSON, and as a picture (matplotlib, without a display)."""
+"""The results of `bench/pace.py` as a table, as JSON, and as a picture (matplotlib, without a display)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from matplotlib.ticker import NullLocator, PercentFormatter
 from rich import box
 from rich.table import Table
 
-from superadam.cli.bench.gradient_norms import MAX_NORM
-from superadam.cli.bench.pace import CLIP_EVERY, Row, Settings, SideResult
+from measures.gradient_norms import MAX_NORM
+from measures.pacing import CLIP_EVERY, Row, Settings, SideResult
 from superadam.cli.bench.report import Environment
 
 # A colour-blind safe set: Okabe & Ito, "Color Universal Design", 2008.

@@ -1,0 +1,10 @@
+"""What tests of programs and devices need: a simulated device, and checks of what every device must do.
+
+`SimulatedDevice` is an accelerator in host memory that does everything as late and as badly as a real one may.
+`DEVICE_CHECKS` is the conformance suite of `superadam.devices.Device`: functions to be called with a device.
+"""
+
+from superadam.testing.conformance import DEVICE_CHECKS
+from superadam.testing.simulated import SimulatedDevice
+
+__all__ = ["DEVICE_CHECKS", "SimulatedDevice"]

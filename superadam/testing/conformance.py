@@ -1,0 +1,319 @@
+"""What `superadam.devices.Device` promises, as checks for any implementation: see `DEVICE_CHECKS`.
+
+A check raises AssertionError where a device breaks a promise. The attribute `device.device` says where torch puts its
+tensors; without it, they are in host memory. No test framework is needed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from superadam import OffloadScheduler, SpeculativeCPUAdam
+from superadam.devices import Device, Stream
+from superadam.devices.flat import FlatLayout
+from superadam.devices.interface import ChunkSums
+from superadam.host.memory import HostNeeds
+from superadam.kernels import formula, native
+from superadam.kernels.kept_step import StepsInPlace
+from superadam.kernels.torch_private import version_of
+from superadam.state import ParameterState
+
+Check = Callable[[Device], None]
+
+
+def _where(device: Device) -> torch.device:
+    """Return where torch puts tensors of the model."""
+    where: torch.device = getattr(device, "device", torch.device("cpu"))
+    return where
+
+
+def _layout_of(*tensors: Tensor) -> FlatLayout[Any]:
+    return FlatLayout([ParameterState(nn.Parameter(tensor), row, f"p{row}") for row, tensor in enumerate(tensors)])
+
+
+def _oddly_laid_out(device: Device, dtype: torch.dtype) -> list[Tensor]:
+    """Return tensors of random values: a scalar, an empty, a transposed and a channels-last one among them."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(5, 7), (), (0, 3), (6, 4), (3, 4, 5, 6)]
+    tensors = [
+        torch.randn(shape, generator=generator, device="cpu").to(dtype=dtype, device=_where(device)) for shape in shapes
+    ]
+    tensors[3] = tensors[3].t()
+    tensors[4] = tensors[4].contiguous(memory_format=torch.channels_last)
+    return tensors
+
+
+def _finish(device: Device, *streams: Stream) -> None:
+    for stream in streams or Stream:
+        device.record(stream).synchronize()
+
+
+def gradients_go_to_the_host_and_values_come_back(dtype: torch.dtype, device: Device) -> None:
+    """Packing, both copies and scattering keep every bit, and leave the version counters of parameters alone."""
+    tensors = _oddly_laid_out(device, dtype)
+    layout = _layout_of(*[torch.zeros_like(tensor) for tensor in tensors])
+    packed = device.pack(tensors, layout, dtype)
+    assert packed.dtype == dtype
+    assert packed.shape == (layout.numel,)
+    device.wait(Stream.DOWNLOAD, device.record(Stream.CURRENT))
+    host = device.host_empty(layout.numel, dtype)
+    device.copy(host, packed, Stream.DOWNLOAD)
+    device.record_stream(packed, Stream.DOWNLOAD)
+    del packed
+    _finish(device, Stream.DOWNLOAD)
+    for view, tensor in zip(layout.views(host), tensors, strict=True):
+        assert torch.equal(view, tensor.cpu())
+    there = device.empty(layout.numel, dtype, Stream.UPLOAD)
+    device.copy(there, host, Stream.UPLOAD)
+    versions = [version_of(state.parameter) for state in layout.states]
+    device.record_stream(host, Stream.UPLOAD)
+    del host
+    device.wait(Stream.CURRENT, device.record(Stream.UPLOAD))
+    device.scatter(layout.views(there), [state.parameter.data for state in layout.states])
+    device.record_stream(there, Stream.CURRENT)
+    del there
+    for state, tensor in zip(layout.states, tensors, strict=True):
+        assert torch.equal(state.parameter, tensor)
+    assert [version_of(state.parameter) for state in layout.states] == versions
+
+
+def packing_converts_as_torch_does(gradient_dtype: torch.dtype, dtype: torch.dtype, device: Device) -> None:
+    """Gradients of another dtype are rounded as `Tensor.to` rounds them."""
+    gradients = _oddly_laid_out(device, gradient_dtype)
+    layout = _layout_of(*gradients)
+    packed = device.pack(gradients, layout, dtype)
+    _finish(device, Stream.CURRENT)
+    for view, gradient in zip(layout.views(packed), gradients, strict=True):
+        assert view.dtype == dtype
+        assert torch.equal(view, gradient.to(dtype))
+
+
+def gradients_may_be_overwritten_after_packing(device: Device) -> None:
+    """What is packed are the values at the call."""
+    gradient = torch.ones(70, device=_where(device))
+    layout = _layout_of(gradient)
+    packed = device.pack([gradient], layout, torch.float32)
+    gradient.fill_(-1.0)
+    _finish(device, Stream.CURRENT)
+    assert torch.equal(layout.views(packed)[0].cpu(), torch.ones(70, device="cpu"))
+
+
+def packing_takes_gradients_that_carry_a_graph_or_are_negated_views(device: Device) -> None:
+    """The packed tensor requires no gradient."""
+    where = _where(device)
+    with_graph = torch.ones(3, requires_grad=True, device=where) * 2
+    negated = torch.complex(torch.zeros(4, device=where), torch.arange(4.0, device=where)).conj().imag
+    assert negated.is_neg()
+    layout = _layout_of(torch.zeros(3, device=where), torch.zeros(4, device=where))
+    packed = device.pack([with_graph, negated], layout, torch.float32)
+    _finish(device, Stream.CURRENT)
+    first, second = layout.views(packed)
+    assert first.tolist() == [2.0] * 3
+    assert second.tolist() == [0.0, -1.0, -2.0, -3.0]
+    assert not packed.requires_grad
+
+
+def scatter_reaches_parameters_of_any_layout_and_leaves_versions_alone(device: Device) -> None:
+    """Parameters with steps, transposed, and without elements; and no parameters at all."""
+    where = _where(device)
+    data = torch.zeros(12, device=where)[::3], torch.zeros(2, 3, device=where).t(), torch.zeros(0, device=where)
+    parameters = [nn.Parameter(one) for one in data]
+    versions = [version_of(parameter) for parameter in parameters]
+    numbers = torch.arange(6.0, device=where)
+    sources = [numbers[:4], numbers.view(2, 3).t(), numbers[:0]]
+    device.scatter(sources, parameters)
+    device.scatter([], [])
+    for parameter, source in zip(parameters, sources, strict=True):
+        assert torch.equal(parameter, source)
+    assert [version_of(parameter) for parameter in parameters] == versions
+
+
+def host_memory_does_not_follow_the_default_device(device: Device) -> None:
+    """`torch.set_default_device` moves nothing that a device allocates."""
+    gradient = torch.ones(5, device=_where(device))
+    layout = _layout_of(gradient)
+    torch.set_default_device("meta")
+    try:
+        host = device.host_empty(3, torch.float32)
+        there = device.empty(3, torch.bfloat16, Stream.UPLOAD)
+        packed = device.pack([gradient], layout, torch.float32)
+        device.copy(host, gradient[:3], Stream.DOWNLOAD)
+        _finish(device, Stream.CURRENT, Stream.DOWNLOAD)
+    finally:
+        torch.set_default_device(None)
+    assert host.is_cpu
+    assert there.device == packed.device == gradient.device
+    assert torch.equal(host, gradient[:3].cpu())
+    assert torch.equal(layout.views(packed)[0], gradient)
+    del host, there, packed
+    _finish(device)
+
+
+def memory_of_the_host_is_told_from_the_model_s(device: Device) -> None:
+    """`is_host` is true of `host_empty`, and false of `empty` where a link lies between."""
+    host = device.host_empty(3, torch.float32)
+    assert host.is_cpu
+    assert device.is_host(host)
+    if device.has_link:
+        assert not device.is_host(device.empty(3, torch.float32, Stream.CURRENT))
+
+
+def memory_that_was_recorded_outlives_its_tensor(device: Device) -> None:
+    """Whatever is allocated meanwhile."""
+    source = torch.arange(3000.0, device=_where(device))
+    packed = device.pack([source], _layout_of(source), torch.float32)
+    device.wait(Stream.DOWNLOAD, device.record(Stream.CURRENT))
+    host = device.host_empty(packed.numel(), torch.float32)
+    device.copy(host, packed, Stream.DOWNLOAD)
+    device.record_stream(packed, Stream.DOWNLOAD)
+    del packed
+    others = [device.empty(3000, torch.float32, Stream.CURRENT) for _ in range(3)]
+    for other in others:
+        device.copy(other, device.host_empty(3000, torch.float32), Stream.CURRENT)
+    _finish(device)
+    assert torch.equal(host[:3000], source.cpu())
+
+
+def events_pass_in_the_order_of_their_stream(device: Device) -> None:
+    """Once the last has passed, so have all, at times that do not decrease."""
+    events = [device.record(Stream.UPLOAD) for _ in range(3)]
+    events[-1].synchronize()
+    assert all(event.query() for event in events)
+    times = [event.passed_at() for event in events]
+    assert times == sorted(times)
+
+
+def worker_runs_jobs_in_order_and_tells_what_failed(device: Device) -> None:
+    """After a failure no job runs, and `drain` raises RuntimeError with its cause."""
+    seen: list[int] = []
+    worker = device.start_worker(lambda: False)
+    for number in range(20):
+        worker.submit(lambda is_awaited, number=number: seen.append(number))  # type: ignore[misc]
+    worker.drain()
+    assert seen == list(range(20))
+    assert worker.is_idle
+
+    def fail(is_awaited: Callable[[], bool]) -> None:
+        raise KeyError("planted")
+
+    worker.submit(fail)
+    worker.submit(lambda is_awaited: seen.append(-1))
+    told = ""
+    try:
+        worker.drain()
+    except RuntimeError as error:
+        told = str(error)
+    assert "KeyError" in told
+    worker.close()
+    assert -1 not in seen
+
+
+def norm_of_packed_gradients_has_the_bits_of_the_host(dtype: torch.dtype, device: Device) -> None:
+    """Asked only of a device that makes steps in its own memory (`StepsInPlace`)."""
+    if not isinstance(device, StepsInPlace):
+        return
+    gradients = [tensor for tensor in _oddly_laid_out(device, dtype) if tensor.numel()]
+    gradients[0][1, 1] = torch.inf
+    layout = _layout_of(*gradients)
+    chunks = sum(native.chunk_count(gradient.numel()) for gradient in gradients)
+    norm = device.empty(2 * chunks, torch.float64, Stream.CURRENT)
+    device.pack(gradients, layout, dtype, ChunkSums.over(norm))
+    _finish(device, Stream.CURRENT)
+    wide = np.float64 if dtype == torch.float64 else np.float32
+    packed = [
+        torch.empty_strided(g.shape, s.strides, device="cpu").copy_(g)
+        for g, s in zip(gradients, layout.states, strict=True)
+    ]
+    flat = [one.as_strided((one.numel(),), (1,)).to(torch.float64).numpy().astype(wide) for one in packed]
+    sums = ChunkSums.over(norm.cpu())
+    assert sums.sums.tolist() == [float(total) for one in flat for total in formula.chunk_sums(one)]
+    assert sums.nonfinite.tolist() == [int(count) for one in flat for count in formula.chunk_nonfinite(one)]
+
+
+def training_has_the_bits_of_training_without_it(gpu_buckets: int, dtype: torch.dtype, device: Device) -> None:
+    """Eight steps, some clipped and one with an infinite gradient; `gpu_buckets` stay where the device can step."""
+    keeps = gpu_buckets if isinstance(device, StepsInPlace) and device.can_update else 0
+    models = [_model(dtype).to(_where(device)) for _ in range(2)]
+    plain, ours = (SpeculativeCPUAdam(model.parameters(), lr=0.05, max_grad_norm=20.0) for model in models)
+    with OffloadScheduler(ours, models[1], device=device, gpu_buckets=keeps, bucket_numel=70, num_threads=1):
+        for seed in range(8):
+            inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed), device="cpu").to(dtype)
+            for model, optimizer in zip(models, (plain, ours), strict=True):
+                (30 * (model(inputs.to(_where(device))) - 1).float().square().mean()).backward()
+                if seed == 5:
+                    first = next(model.parameters()).grad
+                    assert first is not None
+                    first[0, 0] = torch.inf
+                optimizer.step()
+                optimizer.zero_grad()
+    assert plain.statistics.steps == ours.statistics.steps == 8
+    assert _bits(ours) == _bits(plain)
+
+
+def _model(dtype: torch.dtype) -> nn.Sequential:
+    """Return the same small model at every call."""
+    torch.default_generator.manual_seed(5)
+    blocks = [layer for _ in range(3) for layer in (nn.Linear(8, 8), nn.Tanh())]
+    return nn.Sequential(*blocks).to(dtype)
+
+
+def _bits(optimizer: torch.optim.Optimizer) -> list[bytes]:
+    """Return the bytes of all parameters and their state."""
+    parameters = [parameter.detach() for group in optimizer.param_groups for parameter in group["params"]]
+    states = optimizer.state_dict()["state"].values()
+    state = [value for one in states for value in one.values() if isinstance(value, Tensor)]
+    flat = [tensor.cpu().reshape(-1).contiguous() for tensor in (*parameters, *state)]
+    return [tensor.view(torch.uint8).numpy().tobytes() for tensor in flat]
+
+
+def what_was_reserved_can_be_given_back(device: Device) -> None:
+    """After `close`, a device still allocates."""
+    device.reserve(HostNeeds(pending=1 << 16, largest=1 << 12))
+    device.close()
+    assert device.host_empty(3, torch.float32).shape == (3,)
+
+
+def _checks() -> dict[str, Check]:
+    float32, bfloat16, float16, float64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
+    three = (float32, bfloat16, float16)
+    found: list[Check] = [
+        *(functools.partial(gradients_go_to_the_host_and_values_come_back, dtype) for dtype in (*three, float64)),
+        *(functools.partial(packing_converts_as_torch_does, one, other) for one in three for other in three),
+        gradients_may_be_overwritten_after_packing,
+        packing_takes_gradients_that_carry_a_graph_or_are_negated_views,
+        scatter_reaches_parameters_of_any_layout_and_leaves_versions_alone,
+        host_memory_does_not_follow_the_default_device,
+        memory_of_the_host_is_told_from_the_model_s,
+        memory_that_was_recorded_outlives_its_tensor,
+        events_pass_in_the_order_of_their_stream,
+        worker_runs_jobs_in_order_and_tells_what_failed,
+        *(
+            functools.partial(norm_of_packed_gradients_has_the_bits_of_the_host, dtype)
+            for dtype in (float32, bfloat16, float64)
+        ),
+        *(
+            functools.partial(training_has_the_bits_of_training_without_it, buckets, dtype)
+            for buckets in (0, 2)
+            for dtype in (float32, bfloat16)
+        ),
+        what_was_reserved_can_be_given_back,
+    ]
+    return {_name_of(check): check for check in found}
+
+
+def _name_of(check: Any) -> str:
+    """Return the check in words, with the values that it is tried with in brackets."""
+    if not isinstance(check, functools.partial):
+        return str(check.__name__).replace("_", " ")
+    values = ", ".join(str(value).removeprefix("torch.") for value in check.args)
+    return f"{check.func.__name__.replace('_', ' ')} [{values}]"
+
+
+DEVICE_CHECKS: dict[str, Check] = _checks()
+"""By what each of them holds; each is called with a fresh device."""

@@ -1,0 +1,308 @@
+"""`bench/pace.py`: norms, gradients, what counts as hidden, and the whole run at a tiny size; never how fast it is."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pace
+import pytest
+import torch
+from actions_on_a_clock import Clock
+from measures import gradient_norms, paced_device, pacing
+from measures.timed_model import Gradients, TimedModel
+
+from superadam.cli.bench.arrays import HYPERPARAMETERS
+from superadam.devices import PlainDevice, Stream
+from superadam.kernels import native
+from superadam.offload.placement import Placement
+
+TINY = ["--parameters", "4096", "--layers", "4", "--rounds", "1", "--threads", "2"]
+
+
+@pytest.fixture
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no more iterations be made than one of each kind needs."""
+    monkeypatch.setattr(pacing, "CLIP_EVERY", 4)
+
+
+@pytest.fixture
+def one_placement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the sweep have one placement, because clocks run in real time."""
+    monkeypatch.setattr(pacing, "sweep", lambda default, total, free_share: [default])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("brief")
+def test_pace_prints_every_side_and_writes_json_picture_and_trace(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    target = tmp_path / "pacing.json"
+    before = torch.get_num_threads(), native.get_num_threads()
+    assert pace.main([*TINY, "--ratios", "1", "4", "--preset", "gh200", "--json", str(target)]) == 0
+    assert (torch.get_num_threads(), native.get_num_threads()) == before
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 80
+    assert "\N{HORIZONTAL ELLIPSIS}" not in printed  # nothing was cut off
+    for word in ("clock", "auto", "best fixed", "no overlap", "torch", "gh200", "cannot show"):
+        assert word in printed
+    read = json.loads(target.read_text())
+    assert read["rates"] == dataclasses.asdict(paced_device.PRESETS["gh200"])
+    assert [row["ratio"] for row in read["rows"]] == [1.0, 4.0]
+    for row in read["rows"]:
+        assert (row["parameters"], row["layers"]) == (4096, 4)
+        assert row["backward_seconds"] == row["ratio"] * row["adam_seconds"]
+        clock = row["clock"]["seconds"]["median"]
+        assert clock >= 0.999 * (row["forward_seconds"] + row["backward_seconds"])  # sums of differences of times
+        assert row["clock"]["over_clock"] == 1.0
+        assert row["best"] in {side["placement"] for side in row["placements"]}
+        assert (row["lowest_norm"], row["highest_norm"]) == pytest.approx((0.9, 1.1))
+        assert (row["clipped_share"], row["lr"]) == (0.25, HYPERPARAMETERS.lr)
+        for side in (row["auto"], *row["placements"], row["after_backward"], row["torch"]):
+            assert side["over_clock"] == side["seconds"]["median"] / clock
+            assert 0.0 <= side["hidden_share"] <= 1.0
+            assert side["accepted"] + side["redone"] <= 1.0
+        for side in (row["auto"], *row["placements"]):
+            assert side["clipped_seconds"] is None or side["clipped_seconds"] > 0.0
+            assert side["deepest_queue"] >= side["queue_depth"] > 0.0
+        assert any(side["clipped_seconds"] for side in (row["auto"], *row["placements"]))
+    assert target.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    events = json.loads(target.with_suffix(".trace.json").read_text())["traceEvents"]
+    assert {"forward", "backward", "adam", "download", "upload"} <= {event["name"] for event in events}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_placement")
+def test_pace_says_what_became_of_clipped_steps(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    target = tmp_path / "pacing.json"
+    words = ["--parameters", "65536", "--ratios", "1", "--clipped", "1", "--lr", "2e-5", "--json", str(target)]
+    assert pace.main([*TINY, *words]) == 0
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 80
+    assert "\N{HORIZONTAL ELLIPSIS}" not in printed  # nothing was cut off
+    read = json.loads(target.read_text())
+    (row,) = read["rows"]
+    assert (read["clipped"], row["clipped_share"], row["lr"]) == (1.0, 1.0, 2e-5)
+    assert 1.0 < row["lowest_norm"] < row["highest_norm"]
+    norms = f"norms {row['lowest_norm']:.3g} to {row['highest_norm']:.3g}"
+    for word in (f"100% of the steps clipped, {norms}", "learning rate 2e-05", "accepted", "redone"):
+        assert word in " ".join(printed.split())
+    for side in (row["auto"], *row["placements"]):
+        assert side["seconds"] is side["python_seconds"] is None
+        assert side["typical_seconds"] == side["clipped_seconds"] > 0.0
+        assert side["over_clock"] == side["typical_seconds"] / row["clock"]["typical_seconds"]
+        assert 0.0 <= side["accepted"] + side["redone"] <= 1.0
+    assert max(side["accepted"] for side in row["placements"]) > 0.0
+
+
+def test_norms_are_those_of_fine_tuning() -> None:
+    """Medians of the last eight predict the next about as well as in public logs: 35, 60, 85, 95 %, very roughly."""
+    logs = np.log(gradient_norms.gradient_norms(1.0, 20_000, 0))
+    assert np.exp(np.quantile(logs, [0.001, 0.5, 0.999])) == pytest.approx([3.8, 20.0, 150.0], rel=0.3)
+    expected = np.median(np.lib.stride_tricks.sliding_window_view(logs, 8), axis=1)[:-1]
+    missed = np.abs(logs[8:] - expected)
+    within = [float(np.mean(missed < np.log(factor))) for factor in (1.1, 1.25, 1.5, 2.0)]
+    assert within == pytest.approx([0.35, 0.6, 0.85, 0.95], abs=0.08)  # "roughly"
+
+
+@pytest.mark.parametrize("share", [0.0, 0.07, 0.5, 0.9, 1.0])
+def test_the_wanted_share_of_norms_exceeds_the_limit(share: float) -> None:
+    """The level has a memory of 100 steps, so that 40,000 say as much as 200 independent ones, or more.
+
+    Their share has a standard deviation of 0.035 at most; the tolerance is twice that. It is 0 where all or none are
+    clipped, because the limit is then five standard deviations away.
+    """
+    norms = gradient_norms.gradient_norms(share, 40_000, 1)
+    assert norms == gradient_norms.gradient_norms(share, 40_000, 1) != gradient_norms.gradient_norms(share, 40_000, 2)
+    found = np.mean([norm > gradient_norms.MAX_NORM for norm in norms])
+    assert found == pytest.approx(share, abs=0.07 if 0.0 < share < 1.0 else 1e-3)
+    early, late = np.log(norms[:20_000]), np.log(norms[20_000:])
+    assert early.std() == pytest.approx(late.std(), rel=0.2)  # of 100 independent ones: 7 % each
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 1.0])
+def test_the_timed_steps_have_the_wanted_share_too(share: float) -> None:
+    turns = pacing.norms_of_turns(share, 2)
+    assert [len(turn) for turn in turns] == [pacing.WARM_UPS + pacing.TIMED] * (pacing.SETTLING + 2)
+    timed = pacing.timed_norms(turns)
+    assert timed == turns[-2][pacing.WARM_UPS :] + turns[-1][pacing.WARM_UPS :]
+    assert np.mean([norm > gradient_norms.MAX_NORM for norm in timed]) == share
+
+
+def test_without_a_share_one_step_in_ten_is_clipped() -> None:
+    norms = list(itertools.chain(*pacing.norms_of_turns(None, 6)))
+    assert [step for step, norm in enumerate(norms) if norm > 1.0] == list(range(0, 60, 10))
+    assert len(set(norms)) == 2
+
+
+def test_gradients_have_the_wanted_norms_and_a_state_that_fits_them() -> None:
+    """Tolerances: rounding to bf16 leaves 2**-9 of an element, at random; the state is of 64,000 random elements."""
+    gradients = Gradients(2, 64_000, 2)
+    gradients.scale_to([0.3, 40.0])
+    for one, norm, wanted in zip(gradients.sets, gradients.norms, (0.3, 40.0), strict=True):
+        assert norm == pytest.approx(wanted, rel=1e-3)
+        assert norm == pytest.approx(float(one.double().norm()), rel=1e-12)  # summed in another order
+    assert not torch.equal(gradients.sets[0] > 0, gradients.sets[1] > 0)
+    state = gradients.steady_state(0.5)
+    mean_square = (gradients.sets[0].double() * 0.5 / 0.3).square().mean()
+    assert float(state["exp_avg_sq"].double().mean() / mean_square) == pytest.approx(1.08, abs=0.15)  # exp(0.4**2 / 2)
+    ratio = (gradients.sets[0][:64_000].double() * 0.5 / 0.3) / state["exp_avg_sq"].double().sqrt()
+    tail = float((ratio.abs() > 3.0).double().mean())
+    assert 0.01 < tail < 0.05  # of normal elements 0.003
+    assert float(state["master"].std()) == pytest.approx(0.02, rel=0.02)
+    assert not torch.equal(state["master"].bfloat16().float(), state["master"])
+    assert float((state["exp_avg"] / state["exp_avg_sq"].sqrt()).std()) == pytest.approx(0.3, rel=0.3)
+
+
+def test_a_sweep_varies_one_thing_at_a_time_within_what_the_device_can_hold() -> None:
+    default = Placement(gpu_buckets=0, bucket_numel=100, transfer_dtype=None, num_threads=4)
+    placements = pacing.sweep(default, 1000, 0.5)
+    assert placements[0] == default
+    assert len(set(placements)) == len(placements)
+    assert max(placement.gpu_buckets for placement in placements) == 5
+    for placement in placements[1:]:
+        names = ("gpu_buckets", "bucket_numel", "num_threads")
+        assert sum(getattr(placement, name) != getattr(default, name) for name in names) == 1
+    assert pacing.sweep(dataclasses.replace(default, num_threads=1), 1000, 0.0)[0].gpu_buckets == 0
+
+
+def test_gradients_lie_in_the_order_of_backward_and_in_other_memory_in_the_next_step() -> None:
+    gradients = Gradients(3, 64)
+    addresses = [gradients.of(step, layer).data_ptr() for step in (0, 1, 2) for layer in (2, 1, 0)]
+    assert addresses[:3] == [addresses[0] + 128 * part for part in range(3)]
+    assert addresses[:3] == addresses[6:]
+    assert set(addresses[:3]).isdisjoint(addresses[3:6])
+
+
+def test_what_is_hidden_is_what_an_iteration_does_not_take_longer_than_the_clock() -> None:
+    model = TimedModel(Gradients(1, 64))
+    clock, side = (pacing.Side(name, model, lambda: False) for name in ("clock", ""))
+    clock.seconds[False], clock.python, side.python = [10.0], [1.0], [1.0]
+    for seconds, expected in ((9.0, 1.0), (10.0, 1.0), (11.0, 0.75), (14.0, 0.0), (20.0, 0.0)):
+        side.seconds[False], side.seconds[True] = [seconds, 1.0, 99.0], [77.0]
+        result = pacing._result(side, clock, adam=4.0, counts_clipped=False)
+        assert (result.hidden_share, result.over_clock) == (expected, seconds / 10.0)
+
+
+def test_clipped_steps_count_by_their_number_where_a_share_was_asked_for() -> None:
+    model = TimedModel(Gradients(2, 64))
+    clock, side = (pacing.Side(name, model, lambda: False) for name in ("clock", ""))
+    clock.seconds[False], clock.python, side.python = [10.0], [1.0], [1.0]
+    side.seconds[False], side.seconds[True] = [10.0, 11.0, 99.0], [14.0, 15.0, 10.0, 16.0, 14.0]
+    side.accepted, side.redone = 4, 8
+    result = pacing._result(side, clock, adam=16.0, counts_clipped=True)
+    assert result.typical_seconds == (3 * 11.0 + 5 * 14.0) / 8
+    assert result.hidden_share == pytest.approx(1.0 - (result.typical_seconds - 10.0) / 16.0)
+    assert (result.accepted, result.redone) == (4 / 16, 8 / 16)  # of two tensors in each of eight steps
+    side.seconds[False], side.python = [], []
+    result = pacing._result(side, clock, adam=16.0, counts_clipped=True)
+    assert (result.typical_seconds, result.seconds, result.python_seconds) == (14.0, None, None)
+
+
+def test_a_bucket_takes_what_the_training_thread_computes_longer_than_with_the_clock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Clipped steps do not count: the training thread computes in their kernels as well."""
+    cpu = Clock()
+    monkeypatch.setattr(pacing.time, "thread_time", cpu)
+    model = TimedModel(Gradients(1, 64))
+    model.device = paced_device.PacedDevice(paced_device.Rates(64.0, 128.0, 1.0), now=Clock())
+    seconds = iter([1.0] * pacing.WARM_UPS + [2.0, 5.0, 90.0, 3.0])
+
+    def step() -> bool:
+        before = cpu.now
+        cpu.now += next(seconds)
+        return cpu.now - before == 90.0
+
+    clock, side = pacing.Side("clock", model, lambda: False), pacing.Side("", model, step)
+    clock.turn(1)
+    side.turn(4)
+    assert side.python == [2.0, 5.0, 3.0]
+    side.buckets, clock.seconds[False], clock.python = 8, [1.0], [1.0]  # two in each iteration
+    assert pacing._result(side, clock, adam=4.0, counts_clipped=False).bucket_seconds == (3.0 - 1.0) / 2
+
+
+def test_the_time_of_adam_is_the_shortest_after_warming() -> None:
+    clock = Clock()
+    durations = [0.5] * pacing.WARM_UPS + [4.0, 2.0, 9.0, 3.0, 5.0]
+    assert pacing._seconds_of(clock.action("adam", iter(durations)), clock) == 2.0
+
+
+def test_at_the_end_parameters_are_what_their_masters_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    build, settings = pacing._optimizer, pacing.Settings(paced_device.PRESETS["h200"], 1, 1, 0.5, 1e-5, 0.5)
+    monkeypatch.setattr(pacing, "_optimizer", lambda *of: made.append(build(*of)) or made[-1])
+    monkeypatch.setattr(PlainDevice, "pack", None)  # every gradient comes to the host as it lies
+    rows = pacing.measure(4096, 4, [2.0], settings)
+    with pytest.raises(TypeError):  # but in the last iteration
+        next(rows)
+    monkeypatch.undo()
+    monkeypatch.setattr(pacing, "_optimizer", lambda *of: made.append(build(*of)) or made[-1])
+    assert len(list(pacing.measure(4096, 4, [2.0], settings))) == 1
+    for optimizer in made[-2:]:
+        for parameter in optimizer.param_groups[0]["params"]:
+            assert parameter.any()
+            assert torch.equal(parameter, optimizer.state[parameter]["master"].bfloat16())
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_placement")
+def test_gradients_change_between_turns_when_no_step_is_owed(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[Any] = []
+    scale_to, run_deferred = Gradients.scale_to, paced_device.PacedDevice.run_deferred
+    monkeypatch.setattr(Gradients, "scale_to", lambda self, norms: log.append(norms) or scale_to(self, norms))
+    monkeypatch.setattr(
+        paced_device.PacedDevice, "run_deferred", lambda self: log.append(id(self)) or run_deferred(self)
+    )
+    settings = pacing.Settings(paced_device.PRESETS["h200"], 1, 2, 0.5, 1e-5, 0.5)
+    assert len(list(pacing.measure(4096, 4, [0.01], settings))) == 1
+    changes = [index for index, entry in enumerate(log) if isinstance(entry, list)]
+    assert [log[index] for index in changes] == pacing.norms_of_turns(0.5, 2)
+    devices = set(log[:3])
+    assert len(devices) == 3
+    assert all(set(log[index - 3 : index]) == devices for index in changes)
+
+
+def test_steps_after_backward_hide_nothing() -> None:
+    """The whole step, and both ways, come after the device's work, and before its next."""
+    clock = Clock()
+    device = paced_device.PacedDevice(
+        paced_device.Rates(64.0, 128.0, 1.0),
+        now=clock,
+        sleep=lambda seconds: setattr(clock, "now", clock.now + seconds),
+    )
+    model = TimedModel(Gradients(2, 64))
+    model.device, model.forward_seconds, model.backward_seconds = device, 3.0, 5.0
+    action = clock.action("step", iter([7.0]))
+    model().backward()
+    assert not pacing._step_after_backward(action, model)
+    assert device.record(Stream.CURRENT).passed_at() == 3.0 + 5.0 + 256 / 64.0 + 7.0 + 256 / 128.0
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--ratios", "1", "0"], "argument --ratios: 0 is not above 0"),
+        (["--free-share", "1.5"], "argument --free-share: 1.5 is above 1"),
+        (["--clipped", "nan"], "argument --clipped: nan is no finite number of at least 0"),
+        (["--lr", "inf"], "argument --lr: inf is no finite number of at least 0"),
+        (["--layers", "3", "0"], "argument --layers: 0 is below 1"),
+        (["--json", "/nowhere/at/all.json"], "is in a directory that does not exist"),
+    ],
+)
+def test_what_cannot_be_paced_is_a_sentence(
+    capsys: pytest.CaptureFixture[str], words: Sequence[str], message: str
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        pace.main(words)
+    assert message in capsys.readouterr().err.splitlines()[-1]

@@ -1,0 +1,293 @@
+"""`superadam bench`: how it times, what the floor moves, and the whole run at a tiny size; never how fast it is."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from actions_on_a_clock import Clock
+from hypothesis import given
+from hypothesis import strategies as st
+
+from superadam.cli import main as cli
+from superadam.cli.bench import command, floor, passes
+from superadam.cli.bench.arrays import PassArrays, bytes_per_element
+from superadam.cli.bench.pairs import WARM_UPS, Spread, compare, fastest
+from superadam.cli.bench.passes import Setting
+from superadam.cli.usage import UsageError
+from superadam.kernels import native
+from superadam.kernels.native import Dtype, Pass
+
+NUMEL = 3 * native.CHUNK
+SETTINGS = {  # dtypes of gradients, and of the usual working copy
+    Dtype.FLOAT32: Dtype.BFLOAT16,
+    Dtype.BFLOAT16: Dtype.BFLOAT16,
+    Dtype.FLOAT16: Dtype.FLOAT16,
+    Dtype.FLOAT64: Dtype.FLOAT64,
+}
+STATE = ("master", "exp_avg", "exp_avg_sq")
+
+
+# -- pairs ------------------------------------------------------------------------------------------------------------
+
+
+def test_pairs_alternate_and_both_sides_are_warmed_alike() -> None:
+    clock = Clock()
+    ours, theirs = (clock.action(name, itertools.repeat(1.0)) for name in "ab")
+    compare(ours, theirs, 4, clock=clock)
+    assert "".join(clock.log) == "ab" * WARM_UPS + "ab" + "ba" + "ab" + "ba"
+
+
+def test_a_ratio_is_of_the_same_pair() -> None:
+    clock = Clock()
+    drift = [1.0, 2.0, 4.0, 8.0, 16.0]  # the machine slows down; the ratio does not move
+    ours = clock.action("a", iter([9.0] * WARM_UPS + drift))
+    theirs = clock.action("b", iter([9.0] * WARM_UPS + [2 * seconds for seconds in drift]))
+    found = compare(ours, theirs, len(drift), clock=clock)
+    assert found.ratio == Spread(0.5, 0.5, 0.5)
+    assert (found.first.median, found.second.median, found.pairs) == (4.0, 8.0, 5)
+
+
+def test_at_least_one_pair_is_needed() -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        compare(lambda: None, lambda: None, 0)
+
+
+@given(st.lists(st.floats(1e-9, 1e3), min_size=1, max_size=30))
+def test_a_spread_is_ordered_and_inside_the_values(values: list[float]) -> None:
+    spread = Spread.of(values)
+    slack = 1e-12 * max(values)  # the interpolation between two equal values may round
+    assert min(values) - slack <= spread.lower <= spread.median + slack
+    assert spread.median <= spread.upper + slack <= max(values) + 2 * slack
+    assert spread.median == pytest.approx(float(np.median(values)))
+
+
+def test_the_fastest_is_the_one_with_the_shortest_run() -> None:
+    clock = Clock()
+    noisy = clock.action("noisy", iter([9.0, 1.0, 9.0]))
+    steady = clock.action("steady", itertools.repeat(2.0))
+    before = clock.action("before", itertools.repeat(5.0))
+    assert fastest([steady, noisy], 2, before, clock=clock) == 1
+    assert clock.log == [
+        "steady",
+        "noisy",
+        *["before", "steady", "before", "noisy"],
+        *["before", "noisy", "before", "steady"],
+    ]
+
+
+# -- traffic ----------------------------------------------------------------------------------------------------------
+
+
+def checksum(arrays: PassArrays, *names: str) -> int:
+    return sum(int(arrays[name].view(np.uint32).sum(dtype=np.uint64)) for name in names) % 2**32
+
+
+READ_ONLY = {
+    Pass.NORM: ("gradient",),
+    Pass.SPECULATE: ("gradient", *STATE),
+    Pass.COMMIT: ("gradient",),
+    Pass.COMMIT_AND_SPECULATE: ("gradient", "accepted_gradient"),
+    Pass.UPDATE: ("gradient",),
+}
+
+
+@pytest.mark.parametrize("dtype", SETTINGS)
+@pytest.mark.parametrize("which", READ_ONLY)
+def test_traffic_reads_everything_and_leaves_the_state_alone(which: Pass, dtype: Dtype) -> None:
+    arrays = PassArrays(NUMEL, dtype, SETTINGS[dtype])
+    before = {name: arrays[name].copy() for name in (*STATE, "gradient", "accepted_gradient", "out")}
+    expected = checksum(arrays, *READ_ONLY[which])
+    writes_out = which in (Pass.SPECULATE, Pass.COMMIT_AND_SPECULATE, Pass.UPDATE)
+    for variant in floor.variants(which, arrays.out_dtype):
+        arrays["out"][:] = before["out"]
+        moved = native.move_like(
+            which,
+            arrays.segments(with_norm=False),
+            burst=variant.burst,
+            prefetch=variant.prefetch,
+            stream_out=variant.stream_out,
+            stream_state=variant.stream_state,
+            threads=2,
+        )
+        assert moved == expected, variant
+        for name in (*STATE, "gradient", "accepted_gradient"):
+            np.testing.assert_array_equal(arrays[name], before[name], err_msg=f"{name} {variant}")
+        if writes_out:
+            np.testing.assert_array_equal(arrays["out"].view(np.uint16), 0x3F80)
+        else:
+            np.testing.assert_array_equal(arrays["out"], before["out"])
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_traffic_ends_where_the_arrays_end(threads: int) -> None:
+    """Also where their chunks are no multiple of what a thread takes at a time: 4 chunks, or 2 for two threads."""
+    chunks = 35
+    arrays = PassArrays((chunks + 1) * native.CHUNK, Dtype.FLOAT32, Dtype.BFLOAT16)
+    table = arrays.segments(with_norm=False)
+    table["length"] = chunks * native.CHUNK
+    before = arrays["out"].copy()
+    native.move_like(Pass.UPDATE, table, burst=32, prefetch=0, stream_out=False, stream_state=False, threads=threads)
+    end = chunks * native.CHUNK * 2
+    np.testing.assert_array_equal(arrays["out"][:end].view(np.uint16), 0x3F80)
+    np.testing.assert_array_equal(arrays["out"][end:], before[end:])
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "burst", "message"),
+    [
+        ("length", NUMEL - 1, 32, "multiple of 4096"),
+        ("length", NUMEL, 48, "burst that divides"),
+        ("length", NUMEL, 16, "burst that divides"),
+        ("gradient", 0, 32, "aligned to 64"),
+        ("gradient_dtype", 9, 32, "dtypes"),
+    ],
+)
+def test_traffic_that_does_not_fit_is_refused(field: str, value: int, burst: int, message: str) -> None:
+    arrays = PassArrays(NUMEL, Dtype.FLOAT32, Dtype.BFLOAT16)
+    before = arrays["out"].copy()
+    table = arrays.segments(with_norm=False)
+    table[field] = value
+    with pytest.raises(ValueError, match=message):
+        native.move_like(Pass.UPDATE, table, burst=burst, prefetch=0, stream_out=False, stream_state=False)
+    np.testing.assert_array_equal(arrays["out"], before)
+
+
+def test_traffic_of_arrays_that_are_not_aligned_is_refused() -> None:
+    arrays = PassArrays(NUMEL, Dtype.FLOAT32, Dtype.BFLOAT16)
+    table = arrays.segments(with_norm=False)
+    table["gradient"] += 4
+    with pytest.raises(ValueError, match="aligned to 64"):
+        native.move_like(Pass.NORM, table, burst=32, prefetch=0, stream_out=False, stream_state=False)
+    with pytest.raises(ValueError, match="exactly one entry"):
+        native.move_like(
+            Pass.NORM, np.concatenate([table, table]), burst=32, prefetch=0, stream_out=False, stream_state=False
+        )
+
+
+@pytest.mark.parametrize(
+    ("which", "gradient", "out", "expected"),
+    [  # the bytes of the design's table, and its fp32 gradients
+        (Pass.NORM, Dtype.FLOAT32, Dtype.BFLOAT16, 4),
+        (Pass.SPECULATE, Dtype.FLOAT32, Dtype.BFLOAT16, 18),
+        (Pass.COMMIT, Dtype.FLOAT32, Dtype.BFLOAT16, 28),
+        (Pass.COMMIT_AND_SPECULATE, Dtype.FLOAT32, Dtype.BFLOAT16, 34),
+        (Pass.UPDATE, Dtype.FLOAT32, Dtype.BFLOAT16, 30),
+        (Pass.UPDATE, Dtype.BFLOAT16, Dtype.NONE, 26),
+        (Pass.UPDATE, Dtype.FLOAT64, Dtype.FLOAT64, 64),
+    ],
+)
+def test_bytes_per_element(which: Pass, gradient: Dtype, out: Dtype, expected: int) -> None:
+    assert bytes_per_element(which, gradient, out) == expected
+
+
+def test_variants_differ_in_what_a_pass_does() -> None:
+    for which, _ in passes.PASSES:
+        variants = floor.variants(which, Dtype.BFLOAT16)
+        assert len(set(variants)) == len(variants)
+        assert any(variant.stream_out for variant in variants) == (which not in (Pass.NORM, Pass.COMMIT))
+        assert any(variant.stream_state for variant in variants) == (which not in (Pass.NORM, Pass.SPECULATE))
+    arrays = PassArrays(NUMEL, Dtype.FLOAT32, Dtype.BFLOAT16)
+    kernel = passes.action(arrays, Pass.UPDATE, Setting("scalar", 1, Dtype.FLOAT32, Dtype.BFLOAT16), with_norm=False)
+    assert floor.find_floor(arrays, Pass.UPDATE, 1, kernel, rounds=1) in floor.variants(Pass.UPDATE, Dtype.BFLOAT16)
+
+
+# -- passes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", SETTINGS)
+def test_every_pass_is_measured_in_every_setting(dtype: Dtype, isa: str) -> None:
+    setting = Setting(isa, 2, dtype, SETTINGS[dtype])
+    rows = list(passes.measure(2 * native.CHUNK - 5, [setting], 2))
+    assert [(row.which, row.with_norm) for row in rows] == list(passes.PASSES)
+    assert len({row.name for row in rows}) == len(rows)
+    for row in rows:
+        assert row.setting == setting
+        assert row.numel == 2 * native.CHUNK
+        assert row.comparison.pairs == 2
+        assert row.bytes_per_second * row.comparison.first.median == pytest.approx(row.numel * row.bytes_per_element)
+        assert 0 < row.comparison.ratio.lower <= row.comparison.ratio.median <= row.comparison.ratio.upper
+
+
+def test_the_arrays_hold_ordinary_numbers() -> None:
+    for dtype in SETTINGS:
+        arrays = PassArrays(NUMEL + 7, dtype, SETTINGS[dtype])
+        native.run(Pass.NORM, arrays.segments(with_norm=True))
+        assert arrays.nonfinite.sum() == 0
+        mean_square = arrays.sums.sum() / arrays.numel
+        assert mean_square == pytest.approx(1e-6, rel=0.1)  # a standard normal times 1e-3; 12 288 samples
+        assert all(arrays[name].ctypes.data % 64 == 0 for name in (*STATE, "gradient", "out"))
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "NUMEL", 8192)
+    monkeypatch.setattr(command, "PAIRS", 2)
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+@pytest.mark.usefixtures("tiny")
+def test_the_command_prints_one_table_and_writes_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    target = tmp_path / "bench.json"
+    assert cli.main(["bench", "--isa", "scalar", "--threads", "2", "--json", str(target)]) == 0
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 80
+    assert "\N{HORIZONTAL ELLIPSIS}" not in printed  # nothing was cut off
+    assert printed.count("ratio  ") == 1  # one header: one table
+    for word in ("commit+speculate, norm", "update", "scalar, 2 thr., bf16>bf16", "bench/compare.py", "bench/pace.py"):
+        assert word in printed
+    read = json.loads(target.read_text())
+    assert set(read) == {"environment", "passes"}
+    assert read["environment"]["isa"] == native.active_isa()
+    assert [(row["pass"], row["norm"]) for row in read["passes"]] == [
+        (which.name.lower(), with_norm) for which, with_norm in passes.PASSES
+    ]
+    for row in read["passes"]:
+        assert (row["isa"], row["threads"], row["pairs"], row["numel"]) == ("scalar", 2, 2, 8192)
+        assert row["ratio"]["lower"] <= row["ratio"]["median"] <= row["ratio"]["upper"]
+        assert row["seconds"]["median"] > 0
+
+
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize(
+    ("path", "why"), [("/dev/full", "write the output: No space left on device"), (".", "use .: Is a directory")]
+)
+def test_json_that_cannot_be_written_is_a_sentence(path: str, why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "--threads", "1", "--json", path]) == cli.USAGE_STATUS
+    error = capsys.readouterr().err
+    assert error == f"superadam: cannot {why}; free some space or choose another place\n"
+
+
+def test_defaults_are_those_of_training() -> None:
+    setting = command.setting_of(None, None)
+    assert (setting.isa, setting.threads) == (native.active_isa(), native.get_num_threads())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--isa", "sse9"], "--isa sse9 cannot run on this machine"),
+        (["--threads", "0"], "--threads 0 is below 1"),
+        (["--json", "/nowhere/at/all.json"], "is in a directory that does not exist"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_sentence(
+    capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert cli.main(["bench", *words]) == cli.USAGE_STATUS
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_wrong_isa_in_the_environment_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "_active", None)
+    monkeypatch.setenv("SUPERADAM_ISA", "sse9")
+    with pytest.raises(UsageError, match="sse9"):
+        command.setting_of(None, None)
