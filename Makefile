@@ -14,12 +14,12 @@ export OMP_WAIT_POLICY := passive
 # A file's tests stay together: some share what took long to make. Slow files begin.
 IN_PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-quick test-deep test-mutants arm-test gpu-check gpu-wheels lint format clean
+.PHONY: demo test test-quick test-deep test-mutants docs arm-test gpu-check gpu-wheels lint format clean
 
 demo: $(VENV)/installed
 	$(BIN)/superadam train --verify --steps 200 --max-grad-norm 1.0 --inject-nan 70 --report demo/report.json --out demo
 
-test: $(VENV)/test-tools lint
+test: $(VENV)/test-tools lint docs
 	$(BIN)/python -m pytest $(IN_PARALLEL) tests
 
 # A part of each folder's tests, and no linters.
@@ -32,6 +32,10 @@ test-deep: $(VENV)/test-tools
 # FILES=superadam/step takes the faults of those files, SAMPLE=500 so many of them, drawn anew each time.
 test-mutants: $(VENV)/test-tools
 	SAMPLE=$(or $(SAMPLE),20) $(BIN)/python tests/mutants/run.py $(FILES)
+
+# The site in build/docs; a warning, such as a link to nowhere, is an error.
+docs: $(VENV)/docs-tools
+	$(BIN)/python -m sphinx --quiet --fresh-env --fail-on-warning --keep-going docs build/docs
 
 arm-test: $(VENV)/test-tools
 	tests/arm/run $(BIN)/python
@@ -73,6 +77,10 @@ $(VENV)/installed: $(VENV)/torch $(SOURCES)
 
 $(VENV)/test-tools: $(VENV)/installed
 	$(PIP) --group test --group frameworks --group lint
+	touch $@
+
+$(VENV)/docs-tools: $(VENV)/installed
+	$(PIP) --group docs
 	touch $@
 
 clean:

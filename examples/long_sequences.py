@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
+import sys
 import sysconfig
 from collections.abc import Iterator
 from functools import partial
@@ -250,6 +252,8 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, default=1024, help="bytes in a sequence")
     parser.add_argument("--sequence-ranks", type=int, default=2, help="ranks that share a sequence")
     arguments = parser.parse_args()
+    if "RANK" not in os.environ:  # which torchrun sets
+        sys.exit("long_sequences.py needs several ranks: start it with torchrun --nproc-per-node 2 long_sequences.py")
     dist.init_process_group()
     for step, loss in enumerate(train(**vars(arguments)), 1):
         if dist.get_rank() == 0:

@@ -53,7 +53,7 @@ class FlatLayout(Generic[_Member]):
         self._places = [(one.shape, one.strides, offset) for one, offset in zip(self.states, self.offsets, strict=True)]
 
     def cut(self, buffer: Tensor) -> FlatTensors:
-        """Return the members of a 1-D buffer of `numel` elements, in which nothing refers to `states`."""
+        """Return the members of a 1-D buffer of `numel` elements, without references to `states`."""
         return FlatTensors(buffer, self._places)
 
     def views(self, buffer: Tensor) -> list[Tensor]:

@@ -1,6 +1,6 @@
 """The part of a distributed tensor (DTensor) that lies on this rank; nothing else here knows how DTensors are made.
 
-`torch.distributed.tensor` takes long to import and is never imported here: until somebody has, there is no DTensor.
+Never imports `torch.distributed.tensor`, which is slow: if nothing else has imported it, no DTensor exists.
 """
 
 from __future__ import annotations

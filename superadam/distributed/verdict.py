@@ -14,7 +14,7 @@ from torch import distributed as dist
 
 from superadam.distributed.shards import is_distributed, members_of
 
-_MAGIC = float(0x5A_DA_51)  # of no gradient, should one rank's gather ever meet another's
+_MAGIC = float(0x5A_DA_51)  # marks our numbers, should they ever meet those of another collective
 
 
 class Question(enum.IntEnum):
@@ -42,8 +42,8 @@ class _Words(NamedTuple):
 
     Attributes:
         magic, question, number: what is asked, and how many questions were before; the same on all ranks.
-        failed: 1 where the rank has an error to raise instead, 2 where it has missed a step; then nothing below means
-            anything.
+        failed: 1 where the rank has an error to raise instead, 2 where it missed a step; then the rest means
+            nothing.
         parameters: a checksum of the shapes of the distributed parameters; the same on all ranks.
         limit: of the norm, inf for none; the same on all ranks.
         nonfinite: elements of all local gradients that are Inf or NaN.
@@ -69,7 +69,8 @@ class Ranks:
         members: their numbers, sorted.
         number: of questions asked so far; as every rank takes part in each, the same on all.
         agreed: the last of these on which no rank failed.
-        is_behind: whether this rank has missed a step on which all have agreed; no other is made where one made it.
+        is_behind: whether this rank missed a step on which all had agreed; if another rank made it, every later step
+            raises on all ranks.
     """
 
     def __init__(self, mesh: Any, members: Sequence[int]) -> None:

@@ -23,7 +23,7 @@ DEFAULT_NUMEL = 16 * 1024 * 1024  # 32 MiB of bf16 or 64 MiB of fp32, as in Supe
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Gradients that are ready together, one for each of `states`; a kept one stays on the device, to be stepped there.
+    """Gradients that are sent together, one for each of `states`; those of a kept bucket are applied on the device.
 
     `numel` counts the elements of all.
     """
@@ -60,7 +60,7 @@ class Bucketer:
 
     Attributes:
         kept: ids of parameters, or of their parts on this rank, whose gradients go into kept buckets.
-        last: id of the last one whose gradient travels, where others are kept: its bucket waits for no more.
+        last: id of the last parameter that travels, where others are kept; it closes its bucket.
     """
 
     def __init__(self, device: Device, holder: GradientHolder, bucket_numel: int) -> None:

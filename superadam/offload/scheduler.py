@@ -417,7 +417,7 @@ class OffloadScheduler(GradientHolder):
     def export_trace(self, path: str | os.PathLike[str]) -> None:
         """Write the last steps as a Chrome trace, for chrome://tracing or ui.perfetto.dev.
 
-        An upload for which nothing waits ends in it when it is first seen to have arrived.
+        Unawaited uploads end when they are first seen complete.
         """
         self._transfers.trace_arrived()
         self.trace.write(path)

@@ -47,7 +47,7 @@ PACKED_UNDER_WAY = 2
 class _Held:
     """Bytes that are free again in about the order in which they were taken; those in between count until then.
 
-    Nothing is subtracted, so that no interrupt, error or finalizer can miscount: each holder stands between two totals.
+    Stores running totals and subtracts nothing, so that no interrupt, error or finalizer can corrupt the size.
     An interrupt could leave a lock taken. There is none: threads that add at once count a little less for a while.
     """
 

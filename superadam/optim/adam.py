@@ -380,7 +380,7 @@ class SpeculativeCPUAdam(Optimizer):
 
     @property
     def _gradient_source(self) -> GradientSource | None:
-        """What brings gradients before they are rounded to the dtype of `.grad`; kept, like a scheduler, by no copy."""
+        """What brings gradients before they are rounded to the dtype of `.grad`; never copied or pickled."""
         return self._published.source
 
     @_gradient_source.setter

@@ -131,7 +131,7 @@ class PublishedState(GradientHolder):
     def on_all_ranks(self, question: Question, groups: Groups) -> Iterator[None]:
         """Tell the other ranks of an error that is raised inside before they were asked, so that they raise as well.
 
-        Of one that is raised in a step on which all have agreed, they are told when they are asked next.
+        Errors in a step on which all have agreed are reported in the next collective.
         """
         number = 0 if self.ranks is None else self.ranks.number
         try:

@@ -15,7 +15,7 @@ class StepKind(enum.Enum):
     CLIPPED = "clipped"
     """The update was applied with gradients scaled down to `max_grad_norm`."""
     SKIPPED = "skipped"
-    """A gradient was Inf or NaN: nothing was changed and `step` did not advance."""
+    """Nothing was changed and `step` did not advance, because a gradient was Inf or NaN."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -487,7 +487,7 @@ class Transaction:
         ]
 
     def _told(self, parts: Sequence[_Part], outcome: StepOutcome) -> StepOutcome:
-        """Return the outcome with the factors that others applied to all gradients; expect this unscaling again.
+        """Return the outcome with the factors that others applied to all gradients; remember the unscaling.
 
         Over several ranks, it is returned as it is, because they need not all have taken their gradients.
         """

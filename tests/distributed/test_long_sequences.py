@@ -54,6 +54,13 @@ def same(ours: Tensors, theirs: Tensors) -> bool:
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+def test_start_without_torchrun_ends_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr("sys.argv", ["long_sequences.py"])
+    with pytest.raises(SystemExit, match=r"^long_sequences.py needs several ranks: start it with torchrun [^\n]*$"):
+        example.main()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_gradients_are_those_of_whole_sequences(case: Case, reports: Reports) -> None:

@@ -1,0 +1,194 @@
+"""Every block of code in README and docs/ runs as it is printed, and every command in them exists.
+
+The Python blocks of a page run in order, with the names that earlier ones have left. A comment in front of a block says
+what else it needs: `<!-- given: NAME -->` calls the function of that name below for names that stand for the reader's
+own, and `<!-- not run: REASON -->` leaves a block out.
+"""
+
+from __future__ import annotations
+
+import re
+import runpy
+import shlex
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed
+from torch import nn
+
+import superadam
+from superadam import OffloadScheduler, SpeculativeCPUAdamW
+from superadam.cli.main import build_parser
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
+BLOCK = re.compile(r"(?:^<!-- (given|not run): ([^>]*) -->\n)?^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+COMMAND = re.compile(r"`((?:superadam|make|python|pytest) [^`]+)`")
+ELSEWHERE = {"pip", "sudo", "echo", "export", "cat", "ulimit", "numactl", "pytest", ".venv/bin/pip", ".venv/bin/python"}
+"""Programs whose commands are not tried."""
+
+README_LINES = 120
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+Names = dict[str, Any]
+
+
+class Block(NamedTuple):
+    """A block of code: what its comment says, its language, and its text."""
+
+    given: str
+    not_run: str
+    language: str
+    text: str
+
+
+def blocks_of(page: Path) -> list[Block]:
+    return [
+        Block(name if kind == "given" else "", name if kind == "not run" else "", language, text)
+        for kind, name, language, text in BLOCK.findall(page.read_text())
+    ]
+
+
+def named(paths: list[Path]) -> Any:
+    return pytest.mark.parametrize("page", paths, ids=lambda path: path.relative_to(ROOT).as_posix())
+
+
+@pytest.fixture(autouse=True)
+def _light() -> Iterator[None]:
+    """Compute with one thread, and leave no process group."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+# ---- what stands for the reader's own ------------------------------------------------------------------------------
+
+
+def training(folder: Path) -> Names:
+    """Return a model, its optimizer, and a loop."""
+    model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 1)).to(torch.bfloat16)
+    optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-3)
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            model(torch.randn(8, 16).to(torch.bfloat16)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    train(1)
+    return {
+        "torch": torch,
+        "OffloadScheduler": OffloadScheduler,
+        "model": model,
+        "optimizer": optimizer,
+        "train": train,
+        "folder": folder,
+        "step": 3,
+    }
+
+
+def one_rank(folder: Path) -> Names:
+    """Return nothing; start a group of one rank, where programs have what torchrun starts."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    return {}
+
+
+def trainer(folder: Path) -> Names:
+    """Return what a Trainer needs: a model, data and arguments."""
+    transformers: Any = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    tokens = torch.arange(8)
+    return {
+        "transformers": transformers,
+        "model": transformers.LlamaForCausalLM(config).to(torch.bfloat16),
+        "dataset": [{"input_ids": tokens, "labels": tokens}] * 8,
+        "arguments": transformers.TrainingArguments(
+            output_dir=str(folder), max_steps=3, learning_rate=1e-3, report_to="none", save_strategy="no"
+        ),
+    }
+
+
+GIVEN: dict[str, Callable[[Path], Names]] = {"training": training, "one_rank": one_rank, "trainer": trainer}
+
+
+# ---- tests ---------------------------------------------------------------------------------------------------------
+
+
+@named([page for page in PAGES if any(block.language == "python" for block in blocks_of(page))])
+def test_python_blocks_run_as_printed(page: Path, tmp_path: Path) -> None:
+    names: Names = {"__name__": page.stem}
+    for block in blocks_of(page):
+        if block.language != "python" or block.not_run:
+            continue
+        if block.given:
+            names.update(GIVEN[block.given](tmp_path))
+        exec(compile(block.text, str(page), "exec"), names)
+
+
+def test_trainer_of_the_readme_has_the_learning_rate_of_its_arguments(tmp_path: Path) -> None:
+    (block,) = [block for block in blocks_of(ROOT / "README.md") if block.given == "trainer"]
+    names = {**trainer(tmp_path), "SpeculativeCPUAdamW": SpeculativeCPUAdamW, "OffloadScheduler": OffloadScheduler}
+    exec(block.text, names)
+    assert names["optimizer"].param_groups[0]["initial_lr"] == names["arguments"].learning_rate
+
+
+@named(PAGES)
+def test_commands_exist(page: Path) -> None:
+    consoles = [block.text for block in blocks_of(page) if block.language == "console"]
+    lines = [line[2:] for text in consoles for line in text.splitlines() if line.startswith("$ ")]
+    for command in [*lines, *(quoted for quoted in COMMAND.findall(page.read_text()) if "..." not in quoted)]:
+        check(command)
+
+
+def check(command: str) -> None:
+    """Fail unless a command is one that this repository has."""
+    words = shlex.split(command, comments=True)
+    match words:
+        case ["superadam", *arguments] | ["torchrun", _, _, "-m", "superadam", *arguments]:
+            if not {argument for argument in arguments if argument.isupper()}:  # which stand for the reader's own
+                build_parser().parse_args(arguments)
+        case ["make", target, *_]:
+            assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), command
+        case ["torchrun", _, _, script, *_] | ["python", script, *_]:
+            assert (ROOT / script).exists(), command
+        case ["pytest", "bench", *_] | ["numactl", *_]:
+            pass
+        case [program, *_]:
+            assert program in ELSEWHERE, command
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES
+
+
+def test_first_program_of_the_readme_is_short() -> None:
+    first = next(block for block in blocks_of(ROOT / "README.md") if block.language == "python")
+    assert len([line for line in first.text.splitlines() if line]) <= 16
+
+
+def test_picture_is_what_its_script_draws() -> None:
+    drawn = runpy.run_path(str(ROOT / "docs" / "timeline.py"))["picture"]()
+    assert drawn == (ROOT / "docs" / "timeline.svg").read_text()
+
+
+API = (ROOT / "docs/api.md").read_text()
+
+
+def test_api_page_shows_all_that_the_package_exports() -> None:
+    shown = re.findall(r"auto(?:class|function):: superadam\.(\w+)$", API, re.MULTILINE)
+    assert set(shown) == set(superadam.__all__)
+
+
+@pytest.mark.parametrize("kind", [superadam.SpeculativeCPUAdam, superadam.OffloadScheduler])
+def test_api_page_shows_every_public_method(kind: type) -> None:
+    shown = re.findall(r"auto(?:method|property):: (\w+)$", API, re.MULTILINE)
+    assert {name for name in vars(kind) if not name.startswith("_")} <= set(shown)
