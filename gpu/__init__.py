@@ -1,4 +1,4 @@
-"""Triton kernels: packing gradients, scattering parameters, and Adam on state that is kept on the GPU.
+"""Triton kernels: packing gradients, scattering parameters, and Adam on state that is resident on the GPU.
 
 They know tensors as arrays, and nothing of optimizers. Their results have the bits of the CPU kernels.
 """
@@ -7,6 +7,6 @@ from .adam import update
 from .choice import Backend, backend
 from .pack import pack_gradients
 from .scatter import scatter_values
-from .tables import Kept
+from .tables import LaunchCache
 
-__all__ = ["Backend", "Kept", "backend", "pack_gradients", "scatter_values", "update"]
+__all__ = ["Backend", "LaunchCache", "backend", "pack_gradients", "scatter_values", "update"]

@@ -1,4 +1,4 @@
-"""Adam for parameters whose state is kept on the GPU: the UPDATE pass of `cpu/adam_loop.h`, with the same bits.
+"""Adam for parameters whose state is resident on the GPU: the UPDATE pass of `cpu/adam_loop.h`, with the same bits.
 
 The formula is `adam_formula`, as in `cpu/adam_formula.h` and `superadam/kernels/formula.py`. `enable_fp_fusion=False`
 and correctly rounded divisions and roots make every operation round once and keep denormals; plain torch cannot.
@@ -16,14 +16,14 @@ import numpy as np
 import torch
 
 from superadam.kernels.hyperparameters import Coefficients
-from superadam.kernels.kept_step import KeptStep
 from superadam.kernels.native import Flag
+from superadam.kernels.resident_step import ResidentStep
 
 from .casts import BFLOAT16, FLOAT64, VECTOR_BYTES, narrow, pointer, widen
 from .choice import Backend, backend
 from .language import constant, jit, on, tl, warp_size
 from .steps import ARRAYS, Variant, arrays_of, checked_step
-from .tables import Integers, Kept, Table, entry, facts_of, find_tensor, upload
+from .tables import Integers, LaunchCache, Table, entry, facts_of, find_tensor, upload
 from .tensors import lengths_of
 
 BLOCK = 1024
@@ -199,7 +199,7 @@ class Part:
     table: Table
 
 
-def _checked(steps: Sequence[KeptStep], sets: Sequence[Coefficients], device: torch.device) -> list[Part]:
+def _checked(steps: Sequence[ResidentStep], sets: Sequence[Coefficients], device: torch.device) -> list[Part]:
     """Raise as `update` unless all steps can be made."""
     groups: dict[Variant, list[int]] = {}
     for position, step in enumerate(steps):
@@ -211,7 +211,9 @@ def _checked(steps: Sequence[KeptStep], sets: Sequence[Coefficients], device: to
     ]
 
 
-def update(steps: Sequence[KeptStep], sets: Sequence[Coefficients], kept: Kept[list[Part]] | None = None) -> None:
+def update(
+    steps: Sequence[ResidentStep], sets: Sequence[Coefficients], cache: LaunchCache[list[Part]] | None = None
+) -> None:
     """Run the steps of many parameters on one GPU, on the current stream: write their state and their working copies.
 
     Nothing is written if it raises.
@@ -219,7 +221,7 @@ def update(steps: Sequence[KeptStep], sets: Sequence[Coefficients], kept: Kept[l
     Args:
         steps: of distinct parameters.
         sets: the scalars that steps index, computed in double precision for float64 state.
-        kept: of earlier calls with steps like these, which then are not checked again.
+        cache: of earlier calls with steps like these, which then are not checked again.
 
     Raises:
         ValueError: a tensor is missing, not dense, of another length or out of reach, or an index is not in `sets`.
@@ -232,7 +234,7 @@ def update(steps: Sequence[KeptStep], sets: Sequence[Coefficients], kept: Kept[l
     arrays = [tensor for step in steps for tensor in arrays_of(step)]
     indices = [step.coefficients for step in steps]
     flags = [sets[index].flags if 0 <= index < len(sets) else None for index in indices]
-    parts = (kept or Kept()).checked((flags, facts_of(arrays)), lambda: _checked(steps, sets, device))
+    parts = (cache or LaunchCache()).checked((flags, facts_of(arrays)), lambda: _checked(steps, sets, device))
     choice = backend(device)
     if choice.backend is Backend.TORCH:
         raise RuntimeError(

@@ -26,7 +26,7 @@ from superadam.kernels.native import CHUNK
 from .casts import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, VECTOR_BYTES, narrow, pointer, widen
 from .choice import Backend, backend
 from .language import constant, jit, on, tl
-from .tables import Integers, Kept, Table, entry, facts_of, find_tensor
+from .tables import Integers, LaunchCache, Table, entry, facts_of, find_tensor
 from .tensors import addresses_of, check_flat, check_tensor, checked_offsets, in_memory_order, lengths_of, words
 
 MIXED = constant(0)
@@ -206,7 +206,7 @@ def pack_gradients(
     destination: Tensor,
     sums: Tensor | None = None,
     nonfinite: Tensor | None = None,
-    kept: Kept[Packing] | None = None,
+    cache: LaunchCache[Packing] | None = None,
 ) -> None:
     """Copy gradients into one flat buffer, converted to its dtype, and compute their norm as they arrive there.
 
@@ -223,7 +223,7 @@ def pack_gradients(
         sums: float64, 1-D, on the device or pinned: receives the sum of squares of the converted elements of each chunk
             of 4096 elements of a gradient, in the order of `gradients`. None for no norm.
         nonfinite: int64, like `sums`: receives the count of Inf and NaN in each chunk. None exactly when `sums` is.
-        kept: of earlier calls with gradients like these, which then are not checked again.
+        cache: of earlier calls with gradients like these, which then are not checked again.
 
     Raises:
         TypeError: a tensor has a dtype that does not fit.
@@ -235,7 +235,7 @@ def pack_gradients(
     device = gradients[0].device
     check_flat(destination, "destination", None, 0, device)
     facts = (facts_of(gradients), list(offsets), destination.dtype, destination.numel())
-    packing = (kept or Kept()).checked(facts, lambda: _checked(gradients, offsets, destination, device))
+    packing = (cache or LaunchCache()).checked(facts, lambda: _checked(gradients, offsets, destination, device))
     table, places = packing.table, packing.places
     if (sums is None) != (nonfinite is None):
         raise ValueError("only one of sums and nonfinite is given, expected both or none; give the other, too")

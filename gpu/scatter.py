@@ -19,7 +19,7 @@ from superadam.kernels.torch_private import is_short_of_memory
 from .casts import VECTOR_BYTES, pointer
 from .choice import Backend, backend
 from .language import jit, on, tl
-from .tables import Integers, Kept, Table, entry, facts_of, find_tensor
+from .tables import Integers, LaunchCache, Table, entry, facts_of, find_tensor
 from .tensors import check_tensor, checked_addresses, in_memory_order, lengths_of, words
 
 BLOCK = 4096
@@ -55,7 +55,9 @@ class Part:
     table: Table
 
 
-def scatter_values(sources: Sequence[Tensor], tensors: Sequence[Tensor], kept: Kept[list[Part]] | None = None) -> None:
+def scatter_values(
+    sources: Sequence[Tensor], tensors: Sequence[Tensor], cache: LaunchCache[list[Part]] | None = None
+) -> None:
     """Copy each source into the tensor of the same position, past version counters.
 
     Enqueued to the current stream, one launch for each dtype; sources from outside torch's allocator must be kept until
@@ -66,7 +68,7 @@ def scatter_values(sources: Sequence[Tensor], tensors: Sequence[Tensor], kept: K
             pinned host memory, which the kernel then reads directly.
         tensors: dense, of float32, bfloat16, float16 or float64, on one device. They do not overlap. Elements of both
             count in the order of memory.
-        kept: of earlier calls with tensors like these, which then are not checked again, but for their memory.
+        cache: of earlier calls with tensors like these, which then are not checked again, but for their memory.
 
     Raises:
         TypeError: a source has another dtype than its tensor, or a dtype is not supported.
@@ -79,7 +81,7 @@ def scatter_values(sources: Sequence[Tensor], tensors: Sequence[Tensor], kept: K
     if not tensors:
         return
     try:
-        _scatter(sources, tensors, kept)
+        _scatter(sources, tensors, cache)
     except Exception as error:
         if not is_short_of_memory(error):
             raise
@@ -90,12 +92,12 @@ def _copy(sources: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
     copy_each([*map(in_memory_order, tensors)], [*map(in_memory_order, sources)], non_blocking=True)
 
 
-def _scatter(sources: Sequence[Tensor], tensors: Sequence[Tensor], kept: Kept[list[Part]] | None) -> None:
+def _scatter(sources: Sequence[Tensor], tensors: Sequence[Tensor], cache: LaunchCache[list[Part]] | None) -> None:
     device = tensors[0].device
-    if kept is None or any(source.device != device for source in sources):  # pinned memory is looked at
-        kept = Kept()
+    if cache is None or any(source.device != device for source in sources):  # pinned memory is looked at
+        cache = LaunchCache()
     facts = facts_of([*sources, *tensors])
-    parts = kept.checked(facts, lambda: _checked(sources, tensors, device))
+    parts = cache.checked(facts, lambda: _checked(sources, tensors, device))
     addresses = np.stack([checked_addresses(tensors, "tensor"), checked_addresses(sources, "source")])
     if backend(device).backend is Backend.TORCH:
         _copy(sources, tensors)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from superadam.kernels.dtypes import DTYPES
 from superadam.kernels.hyperparameters import Coefficients
-from superadam.kernels.kept_step import KeptStep
 from superadam.kernels.native import Dtype, Flag
+from superadam.kernels.resident_step import ResidentStep
 
 from .tensors import check_tensor, words
 
@@ -30,12 +30,12 @@ ARRAYS = ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "gradient", "para
 """Arrays of a step in the order in which the kernel's table has them."""
 
 
-def arrays_of(step: KeptStep) -> tuple[Tensor | None, ...]:
+def arrays_of(step: ResidentStep) -> tuple[Tensor | None, ...]:
     """Return a step's tensors in the order of `ARRAYS`."""
     return step.master, step.exp_avg, step.exp_avg_sq, step.max_exp_avg_sq, step.gradient, step.parameter
 
 
-def checked_step(step: KeptStep, name: str, sets: Sequence[Coefficients], device: torch.device) -> Variant:
+def checked_step(step: ResidentStep, name: str, sets: Sequence[Coefficients], device: torch.device) -> Variant:
     """Return a step's variant; raises ValueError or TypeError."""
     if not 0 <= step.coefficients < len(sets):
         raise ValueError(

@@ -65,7 +65,7 @@ KEPT = 4
 """Launches that are remembered: what has arrived and what is late, in one step and the next."""
 
 
-class Kept(Generic[_Checked]):
+class LaunchCache(Generic[_Checked]):
     """What was found out about the tensors of launches, for launches over tensors like them.
 
     It holds none of those tensors. What checks and tables depend on are *facts*; they are compared at every launch.

@@ -21,8 +21,8 @@ from superadam.cli.bench.arrays import HYPERPARAMETERS, STEP, PassArrays, bytes_
 from superadam.cli.bench.pairs import compare
 from superadam.kernels import native
 from superadam.kernels.hyperparameters import Coefficients
-from superadam.kernels.kept_step import KeptStep
 from superadam.kernels.native import Dtype, Pass
+from superadam.kernels.resident_step import ResidentStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +212,9 @@ def kernel_rates(device: torch.device, size: int, tensors: int, rounds: int) -> 
     numel = size // (ADAM_BYTES_PER_ELEMENT * 64 * tensors) * 64 * tensors  # so that vectors are aligned
     state = [split(torch.zeros(numel, device=device)) for _ in range(3)]
     halves = [split(tensor[:numel]) for tensor in (gradients, packed)]
-    steps = [KeptStep(*arrays, None, gradient, out, 0) for *arrays, gradient, out in zip(*state, *halves, strict=True)]
+    steps = [
+        ResidentStep(*arrays, None, gradient, out, 0) for *arrays, gradient, out in zip(*state, *halves, strict=True)
+    ]
     sets = [Coefficients.at_step(HYPERPARAMETERS, STEP)]
     yield rate("adam", ADAM_BYTES_PER_ELEMENT * numel, lambda: gpu.update(steps, sets), numel)
 

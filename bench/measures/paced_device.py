@@ -32,7 +32,7 @@ from superadam.devices.plain import PlainDevice
 from superadam.host.memory import HostNeeds
 from superadam.kernels import native
 from superadam.kernels.hyperparameters import Coefficients
-from superadam.kernels.kept_step import KeptStep
+from superadam.kernels.resident_step import ResidentStep
 from superadam.testing import stand_in
 
 _nbytes_of = operator.attrgetter("nbytes")
@@ -233,7 +233,7 @@ class PacedDevice(PlainDevice):
         return packed
 
     @_counted
-    def update(self, steps: Sequence[KeptStep], sets: Sequence[Coefficients]) -> None:
+    def update(self, steps: Sequence[ResidentStep], sets: Sequence[Coefficients]) -> None:
         """Make the steps, or defer them."""
         state = [(one.master, one.exp_avg, one.exp_avg_sq, one.max_exp_avg_sq) for one in steps]
         moved = 2 * sum(_nbytes([tensor for tensor in some if tensor is not None]) for some in state)

@@ -380,7 +380,7 @@ def _row(
 
 
 def sweep(default: Placement, total: int, free_share: float) -> list[Placement]:
-    """Return fixed placements, which vary the number of kept buckets, the size of buckets, or the number of threads."""
+    """Return fixed placements, which vary the number of resident buckets, the size of buckets, or the threads."""
     numel = default.bucket_numel
     most = int(free_share * total) // numel
     kept = sorted({most * part // 4 for part in range(5)})
@@ -474,5 +474,5 @@ def _typical(usual: Sequence[float], clipped: Sequence[float]) -> float:
 
 
 def words_of(placement: Placement) -> str:
-    """Return a placement as in tables: kept buckets, elements of a bucket, threads."""
+    """Return a placement as in tables: resident buckets, elements of a bucket, threads."""
     return f"{placement.gpu_buckets} {placement.bucket_numel / (1 << 20):.3g}Mi {placement.num_threads}"

@@ -108,7 +108,7 @@ def notes(rows: Sequence[Row], settings: Settings) -> list[str]:
         f"has {rates.memory / 1e12:g} TB/s. Medians of {settings.rounds} interleaved turns {times}. hidden: of Adam's "
         "time, what an iteration does not take longer than the clock. waited: ms of the training thread for the "
         f"worker; {more}.",
-        "Placements: buckets kept on the device, elements of a bucket, threads; fixed were "
+        "Placements: resident buckets, elements of a bucket, threads; fixed were "
         + "; ".join(dict.fromkeys(side.placement for row in rows for side in row.placements))
         + ".",
         LIMITS,

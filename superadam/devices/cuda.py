@@ -19,13 +19,13 @@ from superadam.devices.interface import ChunkSums, Device, Event, Stream
 from superadam.devices.pinned import PinnedMemory
 from superadam.devices.registration import CudaRegistrar
 from superadam.devices.worker import ThreadWorker, Work, Worker
-from superadam.gpu import Backend, Kept, backend, pack_gradients, scatter_values, update
+from superadam.gpu import Backend, LaunchCache, backend, pack_gradients, scatter_values, update
 from superadam.host import cores
 from superadam.host.machine import Host
 from superadam.host.memory import HostMemory, HostNeeds
 from superadam.kernels.copies import copy_one
 from superadam.kernels.hyperparameters import Coefficients
-from superadam.kernels.kept_step import KeptStep
+from superadam.kernels.resident_step import ResidentStep
 
 ANCHOR_SECONDS = 1.0
 """From this distance on, times are counted from a later event: float32 milliseconds, as which the driver tells how long
@@ -89,8 +89,8 @@ class CudaDevice(Device):
         self.pinned = PinnedMemory(CudaRegistrar(self.device))
         self._marked: dict[int, torch.cuda.Stream] = {}
         # Of launches that are made in every step, so that most is checked once.
-        self._packs: weakref.WeakKeyDictionary[FlatLayout[Any], Kept[Any]] = weakref.WeakKeyDictionary()
-        self._updates, self._scatters = Kept[Any](), Kept[Any]()
+        self._packs: weakref.WeakKeyDictionary[FlatLayout[Any], LaunchCache[Any]] = weakref.WeakKeyDictionary()
+        self._updates, self._scatters = LaunchCache[Any](), LaunchCache[Any]()
         self._streams = {
             stream: torch.cuda.Stream(device=self.device, priority=priority)  # type: ignore[no-untyped-call]
             for stream, priority in ((Stream.DOWNLOAD, 0), (Stream.UPLOAD, -1))  # new values are waited for
@@ -136,11 +136,11 @@ class CudaDevice(Device):
             for state, gradient in zip(layout.states, gradients, strict=True)
         ]
         sums, nonfinite = (None, None) if norm is None else (norm.sums, norm.nonfinite)
-        kept = self._packs.get(layout) or self._packs.setdefault(layout, Kept())
-        pack_gradients(ordered, layout.offsets, buffer, sums, nonfinite, kept)
+        cache = self._packs.get(layout) or self._packs.setdefault(layout, LaunchCache())
+        pack_gradients(ordered, layout.offsets, buffer, sums, nonfinite, cache)
         return buffer
 
-    def update(self, steps: Sequence[KeptStep], sets: Sequence[Coefficients]) -> None:
+    def update(self, steps: Sequence[ResidentStep], sets: Sequence[Coefficients]) -> None:
         """Enqueue one launch for each combination of dtypes and flags."""
         self._claim(one.gradient for one in steps)
         update(steps, sets, self._updates)

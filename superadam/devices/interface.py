@@ -98,7 +98,7 @@ class Device(abc.ABC):
             layout: of the buffer; its gaps may hold anything.
             dtype: of the buffer.
             norm: receives the norm of what is in the buffer, one tensor after another; passed only to a device that
-                runs steps in place (`superadam.kernels.kept_step.StepsInPlace`).
+                runs steps in place (`superadam.kernels.resident_step.StepsInPlace`).
         """
 
     def free_bytes(self) -> int | None:

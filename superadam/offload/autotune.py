@@ -43,9 +43,9 @@ class Autotuner:
 
     `device` is the model's, `can_keep` says whether it or another tier can hold state (otherwise nothing is measured),
     `total` is the number of elements of all parameters, and the other arguments are as in `superadam.Placement`, or
-    "auto". `order` holds parameters (of DTensors, the parts on this rank) as their gradients became ready, kept ones
-    last, in that of the last steps that had the most of them. Raises ValueError where buckets are to be kept but cannot
-    be, MemoryError where the device has no room for them.
+    "auto". `order` holds parameters (of DTensors, the parts on this rank) as their gradients became ready, resident
+    ones last, in that of the last steps that had the most of them. Raises ValueError where buckets are to be resident
+    but cannot be, MemoryError where the device has no room for them.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Autotuner:
 
     def add_bucket(self, bucket: Bucket) -> None:
         """Record a bucket of this step that is ready; programs may make any number of backwards before a step."""
-        ready = self._ready[bucket.is_kept]
+        ready = self._ready[bucket.is_resident]
         for state in bucket.states:
             if ready.pop(id(state.local), None) is not None:
                 self._step = []  # its buckets are still counted, so that nothing is chosen by some of them
@@ -91,7 +91,7 @@ class Autotuner:
         self._buckets += 1
 
     def add_times(self, times: BucketTimes) -> None:
-        """Record a bucket of this step that was speculated on, or is kept; called by the worker."""
+        """Record a bucket of this step that was speculated on, or is resident; called by the worker."""
         self._step.append(times)
 
     def end_step(self, update_seconds: float = 0.0) -> bool:
@@ -107,7 +107,7 @@ class Autotuner:
             return False
         self._orders.append(ready)
         order, self.order = self.order, max(reversed(self._orders), key=len)
-        self._rated += [one for one in times if one.is_hidden and not one.is_kept and not one.waits]
+        self._rated += [one for one in times if one.is_hidden and not one.is_resident and not one.waits]
         waiting = [one for one in times if one.waits]
         if waiting and update_seconds > 0.0:
             elements, moved = sum(one.elements for one in waiting), sum(one.bytes for one in waiting)
@@ -142,16 +142,16 @@ class Autotuner:
     def _wanted_buckets(self, times: list[BucketTimes], seconds_per_byte: float, affordable: float) -> int:
         """Return how many buckets to keep by the times of a step, at most this number of elements."""
         numel = self.placement.bucket_numel
-        kept = elements_to_keep(times, seconds_per_byte, affordable)
-        rounded_up = replace(self.placement, gpu_buckets=-(-kept // numel))
+        resident = elements_to_keep(times, seconds_per_byte, affordable)
+        rounded_up = replace(self.placement, gpu_buckets=-(-resident // numel))
         fits = sum(one.numel() for one in last_parameters(self.order, rounded_up)) <= affordable
-        wanted = rounded_up.gpu_buckets if fits else kept // numel
+        wanted = rounded_up.gpu_buckets if fits else resident // numel
         return wanted if self._most is None else min(wanted, self._most)
 
     def _affordable_elements(self, times: list[BucketTimes]) -> int:
-        """Ask the device, which takes its driver a while, for how many elements it has memory, with those kept now."""
-        kept_now = sum(one.elements for one in times if one.is_kept)
-        free = (self._device.free_bytes() or 0) + BYTES_OF_STATE * kept_now
+        """Ask the device, which takes its driver a while, how many elements it has memory for, with those there now."""
+        resident_now = sum(one.elements for one in times if one.is_resident)
+        free = (self._device.free_bytes() or 0) + BYTES_OF_STATE * resident_now
         return max(0, int(free * FREE_SHARE) // BYTES_PER_ELEMENT)  # less than nothing is free where a peak was higher
 
     def shrink(self) -> None:
@@ -162,7 +162,7 @@ class Autotuner:
     def place(self, placement: Placement) -> None:
         """Change the placement, which is not automatic any more.
 
-        Raises ValueError where buckets are to be kept but cannot be, or the worker would have to be created or ended;
+        Raises ValueError where buckets are to be resident but cannot be, or a worker would have to be created or ended;
         MemoryError where the device has no room for them.
         """
         self._checked(placement)
@@ -175,7 +175,7 @@ class Autotuner:
         self.placement = placement
 
     def _checked(self, placement: Placement) -> Placement:
-        """Return a placement whose kept buckets the device can step, with room for what they have more than now."""
+        """Return a placement whose resident buckets the device can step, with room for what they have more than now."""
         if placement.gpu_buckets > 0 and not self.can_keep:
             raise ValueError(
                 f"gpu_buckets is {placement.gpu_buckets}, but {type(self._device).__name__} cannot make steps where "

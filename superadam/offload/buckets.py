@@ -23,12 +23,12 @@ DEFAULT_NUMEL = 16 * 1024 * 1024  # 32 MiB of bf16 or 64 MiB of fp32, as in Supe
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Gradients that are sent together, one for each of `states`; those of a kept bucket are applied on the device.
+    """Gradients that are sent together, one for each of `states`; those of a resident bucket are applied on the device.
 
     `numel` counts the elements of all.
     """
 
-    is_kept: bool
+    is_resident: bool
     states: tuple[ParameterState, ...]
     gradients: tuple[TakenGradient, ...]
     numel: int
@@ -43,11 +43,11 @@ class _Filling:
         self.entries: list[tuple[ParameterState, TakenGradient]] = []
         self.numel = 0
 
-    def current(self, is_kept: bool) -> Bucket | None:
+    def current(self, is_resident: bool) -> Bucket | None:
         """Return what is in it, without what was given back, or dropped before its parameter's next; None if empty."""
         members = {state: taken for state, taken in dict(self.entries).items() if taken.given is None}
         numel = sum([state.shape.numel() for state in members])
-        return Bucket(is_kept, tuple(members), tuple(members.values()), numel) if members else None
+        return Bucket(is_resident, tuple(members), tuple(members.values()), numel) if members else None
 
 
 class Bucketer:
@@ -59,19 +59,19 @@ class Bucketer:
         bucket_numel: elements from which on a bucket is full, with the parameter that fills it; may be changed.
 
     Attributes:
-        kept: ids of parameters, or of their parts on this rank, whose gradients go into kept buckets.
-        last: id of the last parameter that travels, where others are kept; it closes its bucket.
+        resident: ids of parameters, or of their parts on this rank, whose gradients go into resident buckets.
+        last: id of the last parameter that travels, where others are resident; it closes its bucket.
     """
 
     def __init__(self, device: Device, holder: GradientHolder, bucket_numel: int) -> None:
         self.accumulation = Accumulation()
-        self.kept: frozenset[int] = frozenset()
+        self.resident: frozenset[int] = frozenset()
         self.last: int | None = None
         self._device = device
         self._holder = holder
         self.bucket_numel = bucket_numel
         self._states: dict[int, ParameterState] = {}  # by the parameter's id: tensors take long to hash
-        # By whether they are kept. A handler may raise anywhere: a gradient that misses its bucket is left to step().
+        # By whether they are resident. A handler may raise anywhere: what misses its bucket is left to step().
         self._filling: dict[bool, _Filling] = {}
         # The latest one of each parameter in this step; None once it was given back, when we may not reference it.
         self._taken: dict[int, weakref.ref[TakenGradient] | None] = {}
@@ -105,11 +105,11 @@ class Bucketer:
             self._device.mark_ready()
         self._taken[key] = weakref.ref(taken)
         place = id(state.local)
-        is_kept = place in self.kept and not self._device.is_host(taken.pending)
-        filling = self._filling.get(is_kept) or self._filling.setdefault(is_kept, _Filling())
+        is_resident = place in self.resident and not self._device.is_host(taken.pending)
+        filling = self._filling.get(is_resident) or self._filling.setdefault(is_resident, _Filling())
         filling.entries.append((state, taken))
         filling.numel += state.shape.numel()
-        return self._filled(is_kept) if filling.numel >= self.bucket_numel or place == self.last else None
+        return self._filled(is_resident) if filling.numel >= self.bucket_numel or place == self.last else None
 
     def _take(self, parameter: Tensor, state: ParameterState) -> TakenGradient | None:
         """Return a gradient that was not taken yet, or a sum of micro-batches; None where it has to be left alone."""
@@ -129,12 +129,12 @@ class Bucketer:
 
     def rest(self) -> list[Bucket]:
         """Return the buckets that have begun, full or not."""
-        return [filled for is_kept in sorted(self._filling) if (filled := self._filled(is_kept))]
+        return [filled for is_resident in sorted(self._filling) if (filled := self._filled(is_resident))]
 
-    def _filled(self, is_kept: bool) -> Bucket | None:
+    def _filled(self, is_resident: bool) -> Bucket | None:
         """End a bucket; return its current part, or None if that is empty."""
-        ended = self._filling.pop(is_kept, None)  # for one thread only
-        return None if ended is None else ended.current(is_kept)
+        ended = self._filling.pop(is_resident, None)  # for one thread only
+        return None if ended is None else ended.current(is_resident)
 
     def forget(self, taken: TakenGradient) -> bool:
         """Forget a gradient that was given back; return whether it was taken in the present step."""

@@ -1,4 +1,4 @@
-"""Device tier: state of kept buckets in the device's memory.
+"""Device tier: state of resident buckets in the device's memory.
 
 Steps run on the current stream of the calling thread, which must be the one that the model computes on. State may be
 brought home by any thread.
@@ -12,11 +12,11 @@ from torch import Tensor
 
 from superadam.devices import Device, Event, Stream
 from superadam.kernels.hyperparameters import Coefficients
-from superadam.kernels.kept_step import KeptStep, StepsInPlace
+from superadam.kernels.resident_step import ResidentStep, StepsInPlace
 from superadam.state.parameter import ParameterState
 from superadam.state.tiers import StateTier
 
-_TENSORS = ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")  # of a `ParameterState` and of a `KeptStep`
+_TENSORS = ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")  # of a `ParameterState` and of a `ResidentStep`
 
 
 class DeviceTier(StateTier):
@@ -40,7 +40,7 @@ class DeviceTier(StateTier):
         sets: Sequence[Coefficients],
     ) -> None:
         """Make a step in place; if it raises, nothing was changed, as far as the device changed nothing."""
-        steps: list[KeptStep] = []
+        steps: list[ResidentStep] = []
         arrived: list[ParameterState] = []
         delivered: list[tuple[Tensor, Tensor]] = []
         try:
@@ -58,7 +58,7 @@ class DeviceTier(StateTier):
                     delivered.append((parameter.data, values))
                     parameter = values
                 master, exp_avg, exp_avg_sq, largest = map(held.get, _TENSORS)
-                steps.append(KeptStep(master, exp_avg, exp_avg_sq, largest, gradient, parameter, int(index)))  # type: ignore[arg-type]
+                steps.append(ResidentStep(master, exp_avg, exp_avg_sq, largest, gradient, parameter, int(index)))  # type: ignore[arg-type]
             if arrived:  # not behind everything that the model has enqueued
                 self._device.wait(Stream.CURRENT, self._device.record(Stream.UPLOAD))
                 for tensor in (tensor for state in arrived for tensor in self._held[state].values()):

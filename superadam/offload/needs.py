@@ -61,9 +61,9 @@ def needs_of_run(optimizer: SpeculativeCPUAdam, device: Device, placement: Place
     if not placement.num_threads:  # nothing is done during backward, so that nothing waits for a verdict
         return replace(run, gradients=run.gradients + run.pending, pending=0, shadows=0, lists=0, largest=0)
     if leaving and device.has_link:
-        kept = min(elements, placement.gpu_buckets * placement.bucket_numel) * BYTES_OF_STATE
+        resident = min(elements, placement.gpu_buckets * placement.bucket_numel) * BYTES_OF_STATE
         free = device.free_bytes()
-        run = replace(run, shadows=run.shadows - (leaving if free is None else min(leaving, max(0, free - kept))))
+        run = replace(run, shadows=run.shadows - (leaving if free is None else min(leaving, max(0, free - resident))))
     # A bucket holds less than bucket_numel before the parameter that fills it.
     return replace(run, largest=run.largest + widest * aligned(placement.bucket_numel))
 

@@ -51,7 +51,7 @@ class Pipeline:
         self._worker: Worker = device.start_worker(self._idle)
 
     def send(self, bucket: Bucket, hyper: Sequence[Hyperparameters]) -> None:
-        """Start a bucket's copy to the host, or only its norm's where it is kept, and hand it to the worker.
+        """Start a bucket's copy to the host, or only its norm's where it is resident, and hand it to the worker.
 
         `hyper` holds the present hyper-parameters of all parameters, by row.
         """
@@ -60,9 +60,9 @@ class Pipeline:
         begin, states = time.perf_counter(), bucket.states
         if self._autotuner.can_keep:
             self._autotuner.add_bucket(bucket)
-        if bucket.is_kept:
-            sent, arrived, norms = self._transfers.pack_kept(states, bucket.gradients)
-            job = functools.partial(self._add_kept, transaction, sent, hyper, arrived, norms, begin)
+        if bucket.is_resident:
+            sent, arrived, norms = self._transfers.pack_resident(states, bucket.gradients)
+            job = functools.partial(self._add_resident, transaction, sent, hyper, arrived, norms, begin)
         else:
             transaction.table.bring_home(states)
             able = {state for state in states if transaction.can_speculate(state, hyper[state.row])}
@@ -71,7 +71,7 @@ class Pipeline:
         self._statistics.buckets += 1
         self._worker.submit(job)
 
-    def _add_kept(
+    def _add_resident(
         self,
         transaction: Transaction,
         sent: Sequence[Sent],
@@ -81,17 +81,17 @@ class Pipeline:
         sent_at: float,
         is_awaited: Callable[[], bool],
     ) -> None:
-        """Read the norm of a kept bucket; runs in the worker."""
+        """Read the norm of a resident bucket; runs in the worker."""
         self._wait_for(arrived, is_awaited)
-        pending = _records(transaction, sent, hyper, are_kept=True)
+        pending = _records(transaction, sent, hyper, are_resident=True)
         seen = transaction.norm_so_far()
         transaction.add_pending(pending, norm_in(norms))
-        self._statistics.kept_buckets += 1
+        self._statistics.resident_buckets += 1
         elements = sum(state.shape.numel() for state in pending)
         self.predictor.total = transaction.table.numel
         self.predictor.add_arrived(elements, seen)
         self._autotuner.add_times(
-            BucketTimes(elements, _moved_bytes(pending, fuses=True), arrived.passed_at(), is_kept=True)
+            BucketTimes(elements, _moved_bytes(pending, fuses=True), arrived.passed_at(), is_resident=True)
         )
         self._trace.add("norm to host", "download", sent_at, time.perf_counter(), elements=elements)
 
@@ -239,7 +239,7 @@ def _records(
     hyper: Sequence[Hyperparameters],
     speculated: Set[ParameterState] = frozenset(),
     *,
-    are_kept: bool = False,
+    are_resident: bool = False,
 ) -> dict[ParameterState, Pending]:
     """Return the records of gradients that were sent, with places for those that are to be speculated on."""
     records: dict[ParameterState, Pending] = {}
@@ -248,7 +248,7 @@ def _records(
         captured = zip(one.states, one.taken, one.gradients.tensors, one.versions, strict=True)
         for state, taken, gradient, version in captured:
             fixed = hyper[state.row], places.get(state)
-            records[state] = transaction.pending(state, taken, gradient, version, *fixed, is_kept=are_kept)
+            records[state] = transaction.pending(state, taken, gradient, version, *fixed, is_resident=are_resident)
     return records
 
 

@@ -42,12 +42,12 @@ class BucketTimes:
     """Times of one bucket of a step.
 
     Attributes:
-        bytes: moved by the pass that speculated on it, which may have committed the step before as well; of a kept
+        bytes: moved by the pass that speculated on it, which may have committed the step before as well; of a resident
             bucket, what that pass would move.
         ready: seconds of `time.perf_counter()` when its gradients, or their norm, had arrived on the host.
         worker_seconds: time that it took there.
         is_hidden: whether the model computed meanwhile, so that the worker used the placement's number of threads.
-        is_kept: whether its step is made on the device.
+        is_resident: whether its step is made on the device.
         waits: whether it was not speculated on, so that all but its norm is work after backward.
     """
 
@@ -56,7 +56,7 @@ class BucketTimes:
     ready: float
     worker_seconds: float = 0.0
     is_hidden: bool = True
-    is_kept: bool = False
+    is_resident: bool = False
     waits: bool = False
 
 
@@ -94,16 +94,16 @@ def elements_to_keep(step: Sequence[BucketTimes], seconds_per_byte: float, affor
     begin, end = step[0].ready, step[-1].ready
     allowed = end + SLACK_SHARE * (end - begin)
     in_time = sum(done <= allowed for done in worker_ends(step, seconds_per_byte)[1:])
-    kept = list(itertools.accumulate((one.elements for one in reversed(step)), initial=0))
-    return min(kept[len(step) - in_time], max(elements for elements in kept if elements <= affordable))
+    resident = list(itertools.accumulate((one.elements for one in reversed(step)), initial=0))
+    return min(resident[len(step) - in_time], max(elements for elements in resident if elements <= affordable))
 
 
-def saved_share(step: Sequence[BucketTimes], seconds_per_byte: float, kept: int) -> float:
-    """Return by what share the time until the worker is done shrinks if `kept` trailing elements stay, not as now."""
+def saved_share(step: Sequence[BucketTimes], seconds_per_byte: float, resident: int) -> float:
+    """Return by what share the time until the worker is done shrinks if so many trailing elements are resident."""
     ends, end = worker_ends(step, seconds_per_byte), step[-1].ready
-    now = max(end, ends[sum(not one.is_kept for one in step)])
+    now = max(end, ends[sum(not one.is_resident for one in step)])
     elements, travelling = 0, len(step)
-    while travelling and elements < kept:
+    while travelling and elements < resident:
         travelling -= 1
         elements += step[travelling].elements
     return (now - max(end, ends[travelling])) / max(now - step[0].ready, 1e-9)

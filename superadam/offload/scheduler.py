@@ -28,7 +28,7 @@ from superadam.distributed import shards
 from superadam.handles.taken_gradient import GradientHolder, TakenGradient
 from superadam.kernels import torch_private
 from superadam.kernels.hyperparameters import Hyperparameters
-from superadam.kernels.kept_step import StepsInPlace
+from superadam.kernels.resident_step import StepsInPlace
 from superadam.kernels.torch_private import check_can_take, is_short_of_memory, missing
 from superadam.offload.arguments import check_count, check_model, check_transfer_dtype
 from superadam.offload.autotune import Autotuner
@@ -356,14 +356,14 @@ class OffloadScheduler(GradientHolder):
     def _apply_placement(self) -> None:
         states = () if self._transaction is None else self._transaction.table.states
         dense = {id(state.local) for state in states if self._can_keep(state)}
-        kept = [one for one in last_parameters(self._autotuner.order, self.placement) if id(one) in dense]
-        self._bucketer.bucket_numel, self._bucketer.kept = self.placement.bucket_numel, frozenset(map(id, kept))
-        travelling = [id(one) for one in self._autotuner.order if id(one) not in self._bucketer.kept]
-        self._bucketer.last = travelling[-1] if travelling and kept else None
+        resident = [one for one in last_parameters(self._autotuner.order, self.placement) if id(one) in dense]
+        self._bucketer.bucket_numel, self._bucketer.resident = self.placement.bucket_numel, frozenset(map(id, resident))
+        travelling = [id(one) for one in self._autotuner.order if id(one) not in self._bucketer.resident]
+        self._bucketer.last = travelling[-1] if travelling and resident else None
         self._transfers.transfer_dtype = self.placement.transfer_dtype
         self._transfers.staged_numel = self.placement.bucket_numel
         if self.tier is not None:
-            self.tier.bring_home(state for state in states if id(state.local) not in self._bucketer.kept)
+            self.tier.bring_home(state for state in states if id(state.local) not in self._bucketer.resident)
 
     def _make_room(self) -> None:
         """Keep half as many buckets, because the device has no memory for all of them."""
@@ -371,7 +371,7 @@ class OffloadScheduler(GradientHolder):
         self._autotuner.shrink()
         _logger.warning(
             "the device has no memory left for the state of %d buckets, so their step was made on the host, and %d are "
-            "kept from now on; free some, or set gpu_buckets",
+            "resident from now on; free some, or set gpu_buckets",
             before,
             self.placement.gpu_buckets,
         )

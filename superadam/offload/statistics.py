@@ -11,12 +11,12 @@ from superadam.step.outcome import Statistics
 class OverlapStatistics:
     """Counts of a scheduler since it was made.
 
-    Every bucket is in one of `kept_buckets`, `waiting_buckets`, `accepted_buckets`, `respeculated_buckets` and
+    Every bucket is in one of `resident_buckets`, `waiting_buckets`, `accepted_buckets`, `respeculated_buckets` and
     `dropped_buckets` once its step has a verdict.
 
     Attributes:
         buckets: handed to the worker.
-        kept_buckets: whose gradients and state are on the device, where the step is made with the verdict.
+        resident_buckets: whose gradients and state are on the device, where the step is made with the verdict.
         waiting_buckets: only summed when they arrived, and stepped with the verdict: because clipping was likely, their
             parameters had no state yet or were written to by others, or because they are their own masters.
         accepted_buckets: speculated on, and published, in a clipped step perhaps with few elements computed again.
@@ -35,7 +35,7 @@ class OverlapStatistics:
     """
 
     buckets: int = 0
-    kept_buckets: int = 0
+    resident_buckets: int = 0
     waiting_buckets: int = 0
     accepted_buckets: int = 0
     respeculated_buckets: int = 0
@@ -69,7 +69,7 @@ class OverlapStatistics:
     @property
     def speculated_buckets(self) -> int:
         """Buckets that were speculated on when they arrived, or are not yet examined."""
-        return self.buckets - self.kept_buckets - self.waiting_buckets
+        return self.buckets - self.resident_buckets - self.waiting_buckets
 
     @property
     def hidden_share(self) -> float:

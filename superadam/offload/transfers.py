@@ -414,7 +414,7 @@ class Transfers:
                 raise
             return None
 
-    def pack_kept(
+    def pack_resident(
         self, states: Sequence[ParameterState], gradients: Sequence[TakenGradient]
     ) -> tuple[list[Sent], Event, list[Tensor]]:
         """Copy gradients within the device, where they stay, and start the download of their norm.
@@ -589,7 +589,7 @@ def _places(states: Sequence[ParameterState], shadows: Sequence[FlatShadow]) -> 
 
 
 def norm_in(hosts: Sequence[Tensor]) -> GradientNorm:
-    """Return the norm that `Transfers.pack_kept` has sent, once it has arrived."""
+    """Return the norm that `Transfers.pack_resident` has sent, once it has arrived."""
     parts = [ChunkSums.over(host) for host in hosts]
     return GradientNorm(
         np.concatenate([part.sums.numpy() for part in parts]),

@@ -67,7 +67,7 @@ class Pending:
 
     Attributes:
         taken: the record of the gradient; weak, so that nothing here keeps a gradient that was given back.
-        gradient: as kernels read it: on the host in the layout of the state, or on the device where `is_kept`.
+        gradient: as kernels read it: on the host in the layout of the state, or on the device where `is_resident`.
         version: of `taken`, whose gradient this is.
         step: the step that this gradient makes, counted from 1.
         scale: factor on the gradient in the speculated value.
@@ -85,7 +85,7 @@ class Pending:
     step: int
     scale: Scale
     place: Place | None = None
-    is_kept: bool = False
+    is_resident: bool = False
     versions: tuple[int, ...] | None = None
     interval: Interval | None = None
     listed: Listed | None = None

@@ -47,7 +47,7 @@ class _Part:
     """What one parameter contributes to a step.
 
     Attributes:
-        gradient: as kernels read it, on the device where `is_kept`; neither scaled nor clipped.
+        gradient: as kernels read it, on the device where `is_resident`; neither scaled nor clipped.
         scale: by which this step multiplies the gradient: that which was recorded on its handle, or the clipping.
         taken: whose gradient it is, if it was taken.
         waits: whether `taken` waits for this verdict, unchanged since its norm was computed.
@@ -63,14 +63,14 @@ class _Part:
     pending: Pending | None = None
 
     @property
-    def is_kept(self) -> bool:
+    def is_resident(self) -> bool:
         """Whether the gradient is on the device, where the step is to be made."""
-        return self.pending is not None and self.pending.is_kept
+        return self.pending is not None and self.pending.is_resident
 
     @property
     def can_be_late(self) -> bool:
         """Whether its gradient stays as it is after the step, on the host, so that the state can follow then."""
-        return self.pending is not None and not self.pending.is_kept and not self.state.is_own_master
+        return self.pending is not None and not self.pending.is_resident and not self.state.is_own_master
 
     def apply_factors(self) -> None:
         """Replace the gradient by torch's product with its factors, where kernels would round differently."""
@@ -138,12 +138,12 @@ class Transaction:
         hyper: Hyperparameters,
         place: Place | None = None,
         *,
-        is_kept: bool = False,
+        is_resident: bool = False,
     ) -> Pending:
         """Return the record of a gradient that was taken, for `speculate` or `add_pending`; arguments as its fields."""
         step, one = int(self.table.steps[state.row]) + 1, taken()
         scale = Scale.recorded(self.expected_scale, gradient.dtype if one is None or one.is_unrounded else one.dtype)
-        return Pending(taken, gradient, version, hyper, step, scale, place, is_kept)
+        return Pending(taken, gradient, version, hyper, step, scale, place, is_resident)
 
     def speculate(self, pending: Mapping[ParameterState, Pending], num_threads: int | None = None) -> None:
         """Compute the norm of gradients that kernels can read, and the new value of those that have a place for it.
@@ -437,22 +437,22 @@ class Transaction:
         """Update parameters in place; where commits are late, some have their new values, and are left to commit."""
         with_max = any(part.hyper.amsgrad for part in parts)
         self._make_ready([part.state for part in parts], ((part.hyper, 1) for part in parts), with_max=with_max)
-        kept = [part for part in parts if part.is_kept]
-        here = [part for part in parts if not part.is_kept]
+        resident = [part for part in parts if part.is_resident]
+        here = [part for part in parts if not part.is_resident]
         update_here = self._prepared(here)  # whose memory is there before anything is changed
-        if kept:
-            states, gradients = _columns(kept)
-            coefficients, indices = self._coefficients(kept)
+        if resident:
+            states, gradients = _columns(resident)
+            coefficients, indices = self._coefficients(resident)
             try:  # first: the device works while the host does
                 self.table.update_in_tier(self.table.rows_of(states), gradients, coefficients, indices)
             except Exception as error:
                 if not is_short_of_memory(error):
                     raise
-                for part in kept:  # nothing was changed; the host has room
+                for part in resident:  # nothing was changed; the host has room
                     part.gradient = part.state.host_gradient(part.gradient)
                 update_here = None  # which frees its memory
-                update_here = self._prepared([*here, *kept])
-                self.statistics.displaced += len(kept)
+                update_here = self._prepared([*here, *resident])
+                self.statistics.displaced += len(resident)
         if update_here is not None:
             update_here()
         for part in parts:

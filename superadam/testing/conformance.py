@@ -20,7 +20,7 @@ from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import ChunkSums
 from superadam.host.memory import HostNeeds
 from superadam.kernels import formula, native
-from superadam.kernels.kept_step import StepsInPlace
+from superadam.kernels.resident_step import StepsInPlace
 from superadam.kernels.torch_private import version_of
 from superadam.state import ParameterState
 

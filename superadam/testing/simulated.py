@@ -26,7 +26,7 @@ from superadam.devices.interface import ChunkSums, Device, Stream
 from superadam.devices.worker import Job, Work, Worker
 from superadam.host.signals import deferred_signals
 from superadam.kernels.hyperparameters import Coefficients
-from superadam.kernels.kept_step import KeptStep
+from superadam.kernels.resident_step import ResidentStep
 from superadam.kernels.storage import has_memory
 from superadam.kernels.torch_private import storage_key
 from superadam.testing import stand_in
@@ -174,7 +174,7 @@ class SimulatedDevice(Device):
             self._enqueue(Stream.CURRENT, Operation(lambda: _take_norm(targets, sums, nonfinite)))
         return packed
 
-    def update(self, steps: Sequence[KeptStep], sets: Sequence[Coefficients]) -> None:
+    def update(self, steps: Sequence[ResidentStep], sets: Sequence[Coefficients]) -> None:
         """Run at once, as everything that the model computes: but after what is under way on its stream."""
         self.record(Stream.CURRENT).synchronize()
         stand_in.update(steps, sets)

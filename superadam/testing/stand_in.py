@@ -11,12 +11,12 @@ from superadam.devices.interface import ChunkSums
 from superadam.kernels import native
 from superadam.kernels.dtypes import DTYPES
 from superadam.kernels.hyperparameters import Coefficients
-from superadam.kernels.kept_step import KeptStep
 from superadam.kernels.native import Pass
+from superadam.kernels.resident_step import ResidentStep
 
 
-def update(steps: Sequence[KeptStep], sets: Sequence[Coefficients]) -> None:
-    """Make steps in place; see `superadam.kernels.kept_step.StepsInPlace`."""
+def update(steps: Sequence[ResidentStep], sets: Sequence[Coefficients]) -> None:
+    """Make steps in place; see `superadam.kernels.resident_step.StepsInPlace`."""
     segments = np.zeros(len(steps), native.SEGMENT)
     for segment, step in zip(segments, steps, strict=True):
         segment["length"] = step.master.numel()

@@ -32,7 +32,7 @@ from superadam.devices.worker import ThreadWorker
 from superadam.host.memory import HostNeeds
 from superadam.kernels import native
 from superadam.kernels.hyperparameters import Coefficients
-from superadam.kernels.kept_step import KeptStep
+from superadam.kernels.resident_step import ResidentStep
 from superadam.state.parameter import ParameterState
 from superadam.testing import SimulatedDevice
 
@@ -181,7 +181,7 @@ def test_a_step_on_the_device_moves_its_state_twice_and_may_be_owed() -> None:
         device, _ = clocked(constants=constants)
         master, exp_avg, exp_avg_sq = (torch.zeros(64) for _ in range(3))
         parameter = torch.zeros(64, dtype=torch.bfloat16)
-        step = KeptStep(master, exp_avg, exp_avg_sq, None, constant(memory, 0, 64), parameter, 0)
+        step = ResidentStep(master, exp_avg, exp_avg_sq, None, constant(memory, 0, 64), parameter, 0)
         device.update([step], coefficients)
         assert spans(device)[-1][2] - spans(device)[-1][1] == 64 * (6 * 4 + 2 + 2) / 1024.0
         assert bool(master.any()) == (not constants)
@@ -283,7 +283,7 @@ def test_training_has_the_bits_of_plain_steps(kept: int, dtype: torch.dtype) -> 
     device = PacedDevice(SWIFT)
     with OffloadScheduler(optimizer, model, bucket_numel=70, gpu_buckets=kept, device=device) as scheduler:
         train(model, optimizer, range(12))
-        assert (scheduler.statistics.kept_buckets > 0) == (kept > 0)
+        assert (scheduler.statistics.resident_buckets > 0) == (kept > 0)
         assert scheduler.statistics.downloaded_bytes > 0
     train(plain, twin, range(12))
     assert optimizer.statistics.clipped == twin.statistics.clipped > 0
@@ -408,7 +408,7 @@ def test_constants_give_the_state_of_plain_steps(kept: int) -> None:
         assert shown == [bits(weight) for weight in model.weights]  # nothing arrives but in a first step
         model.device.constants.clear()
         clipped.append(side.iterate())
-        assert (scheduler.statistics.kept_buckets > 0) == (kept > 0)
+        assert (scheduler.statistics.resident_buckets > 0) == (kept > 0)
         assert scheduler.statistics.accepted_buckets > 10
     assert optimizer.statistics.clipped == sum(clipped) == 8  # every third of 25
     assert all(map(torch.equal, used[1], gradients.sets))

@@ -51,7 +51,7 @@ def test_unverified_report_says_so_and_is_no_failure(tmp_path: Path) -> None:
 
 def test_overlap_is_told_in_buckets_and_seconds() -> None:
     report = report_of(None)
-    assert (report.overlap, report.buckets, report.kept_buckets) == (True, 4 * 3, 0)
+    assert (report.overlap, report.buckets, report.resident_buckets) == (True, 4 * 3, 0)
     assert report.placement == {"gpu_buckets": 0, "bucket_numel": 2000, "transfer_dtype": None, "num_threads": 1}
     outcomes = (report.accepted_buckets, report.respeculated_buckets, report.dropped_buckets, report.waiting_buckets)
     assert outcomes == (6, 0, 3, 3)  # the first step makes the state, and is not speculated on

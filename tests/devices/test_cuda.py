@@ -39,8 +39,8 @@ from superadam.gpu.tables import KEPT
 from superadam.host.machine import Host
 from superadam.host.memory import HostNeeds
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
-from superadam.kernels.kept_step import KeptStep
 from superadam.kernels.native import chunk_count
+from superadam.kernels.resident_step import ResidentStep
 from superadam.state.parameter import ParameterState
 from superadam.testing import SimulatedDevice
 
@@ -246,9 +246,9 @@ def test_steps_of_kept_state_have_the_bits_of_the_cpu(implementation: str) -> No
     hyper = Hyperparameters(0.1, 0.9, 0.99, 1e-8, 0.1, amsgrad=True, maximize=False, decoupled_weight_decay=True)
     sets = [Coefficients.at_step(hyper, 3, 0.5), Coefficients.at_step(hyper, 7)]
 
-    def updated(device: Device, where: torch.device) -> list[KeptStep]:
+    def updated(device: Device, where: torch.device) -> list[ResidentStep]:
         steps = [
-            KeptStep(
+            ResidentStep(
                 *[random(numel, seed=row).abs().to(where) for row in range(4)],
                 random(numel, dtype=torch.bfloat16, seed=5).to(where),
                 torch.zeros(numel, dtype=torch.bfloat16, device=where),
@@ -458,7 +458,7 @@ def test_kept_gradients_that_were_packed_on_another_stream_are_stepped_behind_it
     kept: list[Tensor] = []
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda gradient, stream: kept.append(gradient))
     monkeypatch.setattr("superadam.devices.cuda.update", lambda *_: cuda.log.append(("update", cuda.now.name)))
-    step = KeptStep(random(3), random(3), random(3), None, random(3), random(3), 0)
+    step = ResidentStep(random(3), random(3), random(3), None, random(3), random(3), 0)
     device.mark_ready()
     device.update([step], [])
     assert (cuda.log, kept) == ([("update", "current")], [])

@@ -17,7 +17,7 @@ from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import ChunkSums
 from superadam.devices.worker import ThreadWorker, WorkerError
 from superadam.host.memory import HostNeeds
-from superadam.kernels.kept_step import StepsInPlace
+from superadam.kernels.resident_step import StepsInPlace
 from superadam.state.parameter import ParameterState
 from superadam.testing.simulated import Operation, SeededWorker, SimulatedDevice, SimulatedEvent
 

@@ -96,7 +96,7 @@ def test_training(rank: int, dtype: torch.dtype, where: str, micro_batches: int,
     with OffloadScheduler(ours, models[1], device=device, num_threads=1, bucket_numel=8, gpu_buckets=kept) as scheduler:
         assert train(models[1], ours, rank, micro_batches, syncs=syncs) == kinds
         assert scheduler.statistics.buckets > STEPS
-        assert (scheduler.statistics.kept_buckets > 0) is (kept > 0)
+        assert (scheduler.statistics.resident_buckets > 0) is (kept > 0)
         if micro_batches == 1 and (where == "simulated" or (dtype == torch.bfloat16 and not kept)):
             assert scheduler.statistics.accepted_buckets > 0
     assert_same(parts_of(models[1], ours), parts_of(models[0], plain))

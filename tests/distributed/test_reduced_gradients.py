@@ -160,7 +160,7 @@ def test_training(rank: int, where: str, micro_batches: int, syncs: bool) -> Non
     if run.scheduler is not None:
         assert run.scheduler.statistics.given_back_gradients == 0
         assert run.scheduler.statistics.accepted_buckets > 0 or where == "kept"
-        assert (run.scheduler.statistics.kept_buckets > 0) is (where == "kept")
+        assert (run.scheduler.statistics.resident_buckets > 0) is (where == "kept")
         assert run.scheduler.statistics.buckets <= (6 + 2 * micro_batches) * len(run.pairs)
 
 
@@ -379,7 +379,7 @@ def test_announced_micro_batches_and_a_narrow_link(rank: int, dtype: torch.dtype
             run.backward(step, 2, slice(2 * (step % 2), None))
             run.check_gradients()
             run.step(LIMIT if step == 2 else None)
-        assert scheduler.statistics.kept_buckets > 0
+        assert scheduler.statistics.resident_buckets > 0
     run.oracle.check()
 
 

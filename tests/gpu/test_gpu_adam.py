@@ -18,8 +18,8 @@ from superadam import gpu
 from superadam.gpu import adam
 from superadam.kernels import native
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
-from superadam.kernels.kept_step import KeptStep
 from superadam.kernels.native import Dtype, Flag, Pass
+from superadam.kernels.resident_step import ResidentStep
 
 HYPER = Hyperparameters(1e-3, 0.9, 0.999, 1e-8, 0.1, amsgrad=False, maximize=False, decoupled_weight_decay=True)
 
@@ -35,18 +35,18 @@ def placed(segment: Segment, starts: Sequence[int]) -> dict[str, Placed]:
     }
 
 
-def kept_step(arrays: dict[str, Placed], coefficients: int) -> KeptStep:
+def resident_step(arrays: dict[str, Placed], coefficients: int) -> ResidentStep:
     master, exp_avg, exp_avg_sq = (arrays[name].tensor for name in STATE[:3])
     largest = arrays["max_exp_avg_sq"].tensor if "max_exp_avg_sq" in arrays else None
     gradient, out = arrays["gradient"].tensor, arrays["out"].tensor
-    return KeptStep(master, exp_avg, exp_avg_sq, largest, gradient, out, coefficients)
+    return ResidentStep(master, exp_avg, exp_avg_sq, largest, gradient, out, coefficients)
 
 
 def check_against_cpu(job: Job, starts: Sequence[int] = (0,)) -> None:
     """Make the updates of a job on the device and on the CPU, and compare every byte."""
     arrays = [placed(segment, starts) for segment in job.segments]
     with np.errstate(all="ignore"):
-        steps = [kept_step(each, segment.coefficients) for segment, each in zip(job.segments, arrays, strict=True)]
+        steps = [resident_step(each, segment.coefficients) for segment, each in zip(job.segments, arrays, strict=True)]
         gpu.update(steps, job.sets)
     replace(job, which=Pass.UPDATE).run(native.active_isa())
     for segment, each in zip(job.segments, arrays, strict=True):
@@ -114,15 +114,15 @@ def test_wide_accesses_are_for_arrays_that_are_all_aligned(monkeypatch: pytest.M
     sets = [Coefficients.at_step(replace(HYPER, amsgrad=True), 1)]
     for odd in range(-1, 6):
         arrays = [Placed(np.ones(8, np.float32), torch.float32, int(number == odd)).tensor for number in range(6)]
-        gpu.update([KeptStep(*arrays, 0)], sets)
+        gpu.update([ResidentStep(*arrays, 0)], sets)
     assert aligned == [True] + [False] * 6
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
-def ones(**changed: object) -> KeptStep:
-    return replace(KeptStep(*(torch.ones(10, device=DEVICE) for _ in range(6)), 0), **changed)
+def ones(**changed: object) -> ResidentStep:
+    return replace(ResidentStep(*(torch.ones(10, device=DEVICE) for _ in range(6)), 0), **changed)
 
 
 @needs_triton
@@ -154,7 +154,7 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written() -> None:
 @needs_triton
 def test_no_elements_are_allowed() -> None:
     gpu.update([], [])
-    gpu.update([KeptStep(*[torch.empty(0, device=DEVICE)] * 6, 0)], [Coefficients.at_step(HYPER, 1)])
+    gpu.update([ResidentStep(*[torch.empty(0, device=DEVICE)] * 6, 0)], [Coefficients.at_step(HYPER, 1)])
 
 
 def test_without_triton_the_update_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from gpu_arrays import BACKENDS, DEVICE, asked_for, needs_triton
 from superadam import gpu
 from superadam.gpu.tables import Table
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
-from superadam.kernels.kept_step import KeptStep
+from superadam.kernels.resident_step import ResidentStep
 
 HYPER = Hyperparameters(1e-3, 0.9, 0.999, 1e-8, 0.1, amsgrad=False, maximize=False, decoupled_weight_decay=True)
 
@@ -45,7 +45,7 @@ def test_values_are_scattered_without_memory_for_a_table(implementation: str, ta
 @needs_triton
 def test_update_writes_nothing_where_a_table_finds_no_memory(tables: list[Table]) -> None:
     steps = [
-        KeptStep(
+        ResidentStep(
             *(torch.ones(9, device=DEVICE) for _ in range(3)),
             None,
             *([torch.ones(9, device=DEVICE, dtype=dtype)] * 2),

@@ -17,7 +17,7 @@ from torch import Tensor
 from superadam import gpu
 from superadam.gpu import tables
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
-from superadam.kernels.kept_step import KeptStep
+from superadam.kernels.resident_step import ResidentStep
 
 HYPER = Hyperparameters(1e-3, 0.9, 0.999, 1e-8, 0.1, amsgrad=False, maximize=False, decoupled_weight_decay=True)
 LARGEST = Hyperparameters(1e-3, 0.9, 0.999, 1e-8, 0.0, amsgrad=True, maximize=True, decoupled_weight_decay=False)
@@ -27,31 +27,31 @@ def ramp(numel: int, dtype: torch.dtype = torch.float32, begin: float = 1.0) -> 
     return (begin + torch.arange(numel, device=DEVICE) / 8).to(dtype)
 
 
-def pack(tensors: Sequence[Tensor], kept: Any) -> list[Tensor]:
+def pack(tensors: Sequence[Tensor], cache: Any) -> list[Tensor]:
     """Pack with a norm; return what was written."""
     offsets = [64 * position for position in range(len(tensors))]
     buffer = torch.zeros(64 * len(tensors), dtype=torch.float32, device=DEVICE)
     sums = torch.zeros(len(tensors), dtype=torch.float64, device=DEVICE)
     counts = torch.zeros(len(tensors), dtype=torch.int64, device=DEVICE)
-    gpu.pack_gradients(tensors, offsets, buffer, sums, counts, kept)
+    gpu.pack_gradients(tensors, offsets, buffer, sums, counts, cache)
     return [buffer, sums, counts]
 
 
-def scatter(tensors: Sequence[Tensor], kept: Any) -> list[Tensor]:
+def scatter(tensors: Sequence[Tensor], cache: Any) -> list[Tensor]:
     targets = [torch.empty_like(tensor) for tensor in tensors]
-    gpu.scatter_values(tensors, targets, kept)
+    gpu.scatter_values(tensors, targets, cache)
     return targets
 
 
-def update(tensors: Sequence[Tensor], kept: Any) -> list[Tensor]:
+def update(tensors: Sequence[Tensor], cache: Any) -> list[Tensor]:
     """Make two steps with each tensor as the gradient; every second parameter keeps a maximum."""
     steps = []
     for position, tensor in enumerate(tensors):
         state = [ramp(tensor.numel(), begin=float(number)) for number in range(4)]
         largest = state[3] if position % 2 else None
-        steps.append(KeptStep(*state[:3], largest, tensor, torch.zeros_like(tensor), position % 2))
+        steps.append(ResidentStep(*state[:3], largest, tensor, torch.zeros_like(tensor), position % 2))
     for number in (1, 2):
-        gpu.update(steps, [Coefficients.at_step(one, number) for one in (HYPER, LARGEST)], kept)
+        gpu.update(steps, [Coefficients.at_step(one, number) for one in (HYPER, LARGEST)], cache)
     return [tensor for step in steps for tensor in (step.master, step.exp_avg, step.exp_avg_sq, step.parameter)]
 
 
@@ -73,10 +73,10 @@ TENSORS: dict[str, Callable[[], Tensor]] = {
 }
 
 
-def outcome(operation: Callable[..., list[Tensor]], tensors: Sequence[Tensor], kept: Any) -> Any:
+def outcome(operation: Callable[..., list[Tensor]], tensors: Sequence[Tensor], cache: Any) -> Any:
     """Return the bits that were written, or the error."""
     try:
-        return [tensor.double().tolist() for tensor in operation(tensors, kept)]
+        return [tensor.double().tolist() for tensor in operation(tensors, cache)]
     except (TypeError, ValueError) as error:
         return str(error)
 
@@ -87,25 +87,25 @@ def outcome(operation: Callable[..., list[Tensor]], tensors: Sequence[Tensor], k
 @settings(max_examples=settings.default.max_examples // 2)
 @given(calls=st.lists(st.lists(st.sampled_from(sorted(TENSORS)), min_size=1, max_size=3), min_size=2, max_size=8))
 def test_launches_after_others_write_and_refuse_the_same(name: str, calls: list[list[str]]) -> None:
-    operation, kept = OPERATIONS[name], gpu.Kept[Any]()
+    operation, cache = OPERATIONS[name], gpu.LaunchCache[Any]()
     for names in calls:
         tensors = [TENSORS[one]() for one in names]
-        assert outcome(operation, tensors, kept) == outcome(operation, tensors, None)
+        assert outcome(operation, tensors, cache) == outcome(operation, tensors, None)
 
 
 @needs_triton
 def test_updates_after_others_have_flags_and_dtypes_of_their_own() -> None:
     """Although their tensors, or all but the dtypes, are alike."""
-    kept = gpu.Kept[Any]()
+    cache = gpu.LaunchCache[Any]()
 
-    def written(hyper: Hyperparameters, dtype: torch.dtype, kept: Any) -> list[Any]:
+    def written(hyper: Hyperparameters, dtype: torch.dtype, cache: Any) -> list[Any]:
         state = [ramp(12, begin=float(number)) for number in range(4)]
-        step = KeptStep(*state, ramp(12, dtype), ramp(12, dtype), 0)
-        gpu.update([step], [Coefficients.at_step(hyper, 1)], kept)
+        step = ResidentStep(*state, ramp(12, dtype), ramp(12, dtype), 0)
+        gpu.update([step], [Coefficients.at_step(hyper, 1)], cache)
         return [tensor.double().tolist() for tensor in (*state, step.parameter)]
 
     for hyper, dtype in ((HYPER, torch.bfloat16), (LARGEST, torch.bfloat16), (LARGEST, torch.float16)):
-        assert written(hyper, dtype, kept) == written(hyper, dtype, None)
+        assert written(hyper, dtype, cache) == written(hyper, dtype, None)
 
 
 @needs_triton
@@ -117,15 +117,15 @@ def test_updates_after_others_have_flags_and_dtypes_of_their_own() -> None:
 def test_a_pack_after_another_is_checked_for_its_own_buffer(offset: int, dtype: torch.dtype, length: int) -> None:
     """Although its gradients are alike."""
 
-    def packed(offset: int, dtype: torch.dtype, length: int, kept: Any) -> list[Tensor]:
+    def packed(offset: int, dtype: torch.dtype, length: int, cache: Any) -> list[Tensor]:
         buffer = torch.zeros(length, dtype=dtype, device=DEVICE)
-        gpu.pack_gradients([ramp(12)], [offset], buffer, kept=kept)
+        gpu.pack_gradients([ramp(12)], [offset], buffer, cache=cache)
         return [buffer]
 
-    kept = gpu.Kept[Any]()
-    packed(0, torch.float32, 20, kept)
-    expected = outcome(lambda _, kept: packed(offset, dtype, length, kept), [], None)
-    assert outcome(lambda _, kept: packed(offset, dtype, length, kept), [], kept) == expected
+    cache = gpu.LaunchCache[Any]()
+    packed(0, torch.float32, 20, cache)
+    expected = outcome(lambda _, cache: packed(offset, dtype, length, cache), [], None)
+    assert outcome(lambda _, cache: packed(offset, dtype, length, cache), [], cache) == expected
 
 
 @needs_triton
@@ -140,14 +140,14 @@ def test_only_what_is_new_is_checked_and_uploaded(name: str, monkeypatch: pytest
     )
     upload = tables.upload
     monkeypatch.setattr(tables, "upload", lambda array, device: (uploads.append(array), upload(array, device))[1])
-    kept, tensors = gpu.Kept[Any](), [ramp(12), ramp(5, torch.float32)]
+    cache, tensors = gpu.LaunchCache[Any](), [ramp(12), ramp(5, torch.float32)]
     held = []  # so that no address is used again
 
     def run(tensors: Sequence[Tensor]) -> tuple[bool, bool]:
         """Return whether anything was checked, and uploaded."""
         checks.clear()
         uploads.clear()
-        held.append(OPERATIONS[name](tensors, kept))
+        held.append(OPERATIONS[name](tensors, cache))
         return bool(checks), bool(uploads)
 
     assert run(tensors) == (True, True)
@@ -164,11 +164,11 @@ def test_only_what_is_new_is_checked_and_uploaded(name: str, monkeypatch: pytest
 
 
 def test_memory_that_is_gone_is_refused_although_its_tensor_is_known() -> None:
-    kept, source, target = gpu.Kept[Any](), ramp(12), ramp(12)
-    gpu.scatter_values([source], [target], kept)
+    cache, source, target = gpu.LaunchCache[Any](), ramp(12), ramp(12)
+    gpu.scatter_values([source], [target], cache)
     target.untyped_storage().resize_(0)
     with pytest.raises(ValueError, match="tensor 0 of 12 elements has no memory"):
-        gpu.scatter_values([source], [target], kept)
+        gpu.scatter_values([source], [target], cache)
 
 
 def test_table_of_another_stream_is_another_upload(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +190,7 @@ def test_table_of_another_stream_is_another_upload(monkeypatch: pytest.MonkeyPat
 
 
 def test_few_launches_are_remembered_and_none_that_failed() -> None:
-    kept = gpu.Kept[int]()
+    cache = gpu.LaunchCache[int]()
     made: list[int] = []
 
     def check(number: int) -> int:
@@ -199,7 +199,7 @@ def test_few_launches_are_remembered_and_none_that_failed() -> None:
 
     for number in (1, 2, 1, 2, 0, 1, *range(3, 3 + tables.KEPT), 1):
         try:
-            kept.checked(number, lambda number=number: check(number))  # type: ignore[misc]
+            cache.checked(number, lambda number=number: check(number))  # type: ignore[misc]
         except ZeroDivisionError:
             assert number == 0
     assert made == [1, 2, 0, *range(3, 3 + tables.KEPT), 1]

@@ -94,7 +94,7 @@ class Steps:
             self.note(row, stays=stays)
             numel, ready = self.parameters[row].numel(), seconds_between * number
             if stays:
-                self.autotuner.add_times(BucketTimes(numel, 34 * numel, ready, is_kept=True))
+                self.autotuner.add_times(BucketTimes(numel, 34 * numel, ready, is_resident=True))
             elif number in waits:
                 self.autotuner.add_times(BucketTimes(numel, 34 * numel, ready, 0.0, is_hidden, waits=True))
             else:

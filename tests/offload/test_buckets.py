@@ -344,11 +344,12 @@ def test_gradient_that_was_given_back_is_held_by_nobody_else() -> None:
 def test_kept_parameters_fill_buckets_of_their_own() -> None:
     device = DistantDevice()
     line = Line([2] * 6, 4, device)
-    line.bucketer.bucket_numel, line.bucketer.kept = 4, frozenset(map(id, [line.parameters[row] for row in (1, 3, 4)]))
+    line.bucketer.bucket_numel = 4
+    line.bucketer.resident = frozenset(id(line.parameters[row]) for row in (1, 3, 4))
     for row in range(6):
         line.arrive(row)
     line.flush()
-    assert [(rows, bucket.is_kept) for rows, bucket in zip(line.rows, line.sent, strict=True)] == [
+    assert [(rows, bucket.is_resident) for rows, bucket in zip(line.rows, line.sent, strict=True)] == [
         ([0, 2], False),
         ([1, 3], True),
         ([5], False),
@@ -359,15 +360,15 @@ def test_kept_parameters_fill_buckets_of_their_own() -> None:
 
 def test_gradients_on_the_host_never_stay() -> None:
     line = Line([2, 2], 1)
-    line.bucketer.bucket_numel, line.bucketer.kept = 1, frozenset(map(id, line.parameters))
+    line.bucketer.bucket_numel, line.bucketer.resident = 1, frozenset(map(id, line.parameters))
     line.arrive(0)
-    assert not line.sent[0].is_kept
+    assert not line.sent[0].is_resident
 
 
 def test_another_size_counts_from_the_next_gradient_on() -> None:
     line = Line([2] * 4, 100)
     line.arrive(0)
-    line.bucketer.bucket_numel, line.bucketer.kept = 4, frozenset(map(id, []))
+    line.bucketer.bucket_numel, line.bucketer.resident = 4, frozenset(map(id, []))
     line.arrive(1)
     line.arrive(2)
     line.arrive(3)
@@ -394,13 +395,13 @@ def test_backward_may_run_in_several_threads() -> None:
 def test_last_bucket_that_travels_does_not_wait_for_more() -> None:
     """What comes after it is kept."""
     line = Line([2] * 6, 100, DistantDevice())
-    line.bucketer.kept = frozenset(map(id, line.parameters[4:]))
+    line.bucketer.resident = frozenset(map(id, line.parameters[4:]))
     line.bucketer.last = id(line.parameters[3])
     for row in range(6):
         line.arrive(row)
         assert line.rows == ([[0, 1, 2, 3]] if row >= 3 else [])
     line.flush()
-    assert [(rows, bucket.is_kept) for rows, bucket in zip(line.rows, line.sent, strict=True)] == [
+    assert [(rows, bucket.is_resident) for rows, bucket in zip(line.rows, line.sent, strict=True)] == [
         ([0, 1, 2, 3], False),
         ([4, 5], True),
     ]

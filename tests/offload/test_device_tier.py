@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from superadam.devices import Device, PlainDevice, Stream
 from superadam.kernels import formula
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters, Scale
-from superadam.kernels.kept_step import KeptStep
+from superadam.kernels.resident_step import ResidentStep
 from superadam.offload.device_tier import DeviceTier
 from superadam.state.parameter import ParameterState
 from superadam.state.table import CoefficientTable
@@ -401,7 +401,7 @@ def test_state_made_for_a_step_that_fails_can_be_made_anew(device: Device, monke
     house = Household([torch.randn(5)], device)
     states, gradients, indices, sets = house.job([0], HYPER)
 
-    def failing(steps: Sequence[KeptStep], sets: Sequence[Coefficients]) -> None:
+    def failing(steps: Sequence[ResidentStep], sets: Sequence[Coefficients]) -> None:
         raise PlantedError
 
     with monkeypatch.context() as patch:

@@ -106,7 +106,7 @@ def test_saved_share_compares_with_what_is_kept_now(
 ) -> None:
     assume(all(one.elements for one in step))  # or several numbers of buckets have the same elements
     now, then = min(now, len(step)), min(then, len(step))
-    step = [replace(one, is_kept=number >= len(step) - now) for number, one in enumerate(step)]
+    step = [replace(one, is_resident=number >= len(step) - now) for number, one in enumerate(step)]
     ends, begin, end = worker_ends(step, seconds), step[0].ready, step[-1].ready
     before, after = (max(end, ends[len(step) - kept]) - begin for kept in (now, then))
     saved = saved_share(step, seconds, sum(one.elements for one in step[len(step) - then :]))

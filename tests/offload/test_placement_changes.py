@@ -30,7 +30,7 @@ def test_less_is_kept_once_the_device_has_no_room(caplog: pytest.LogCaptureFixtu
     device = SimulatedDevice(1)
     with OffloadScheduler(optimizer, model, device=device, bucket_numel=64, gpu_buckets=2, num_threads=1) as scheduler:
         train(model, optimizer, range(2))
-        before = scheduler._bucketer.kept
+        before = scheduler._bucketer.resident
         scheduler._make_room()
-        assert scheduler._bucketer.kept < before
-    assert "1 are kept from now on" in caplog.text
+        assert scheduler._bucketer.resident < before
+    assert "1 are resident from now on" in caplog.text

@@ -71,7 +71,7 @@ def test_overlapped_run_is_the_plain_run(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(Transaction, "_patch", patch)
     run_state_machine_as_test(OverlappedRun, settings=MACHINE)
     schedules = MACHINE.max_examples
-    for name in ("kept", "waiting", "accepted", "respeculated", "dropped"):
+    for name in ("resident", "waiting", "accepted", "respeculated", "dropped"):
         assert counts[f"{name}_buckets"] > schedules // 5, counts
     assert counts["given_back_gradients"] > schedules, counts
     assert counts["patched_steps"] > schedules // 40, counts
@@ -190,7 +190,7 @@ def redo_forgets_one(monkeypatch: pytest.MonkeyPatch) -> None:
     original = Transaction._update
 
     def update(self: Transaction, parts: Sequence[Any]) -> None:
-        again = [part for part in parts if part.taken is not None and not part.is_kept]
+        again = [part for part in parts if part.taken is not None and not part.is_resident]
         original(self, [part for part in parts if not again or part is not again[-1]])
 
     monkeypatch.setattr(Transaction, "_update", update)
@@ -383,8 +383,8 @@ def norm_goes_into_other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _held(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Transfers, Any], Any]) -> None:
-    original = Transfers.pack_kept
-    monkeypatch.setattr(Transfers, "pack_kept", lambda self, *args: spoil(self, original(self, *args)))
+    original = Transfers.pack_resident
+    monkeypatch.setattr(Transfers, "pack_resident", lambda self, *args: spoil(self, original(self, *args)))
 
 
 def kept_gradient_is_freed_early(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -408,7 +408,7 @@ def kept_step_has_another_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     original = Transaction._coefficients
 
     def unclipped(self: Transaction, parts: Any) -> Any:
-        return original(self, [replace(part, scale=Scale()) if part.is_kept else part for part in parts])
+        return original(self, [replace(part, scale=Scale()) if part.is_resident else part for part in parts])
 
     monkeypatch.setattr(Transaction, "_coefficients", unclipped)
 

@@ -290,7 +290,7 @@ def test_gradients_stay_where_they_are_if_they_cannot_leave(
     with monkeypatch.context() as patch:
         patch.setattr(device, fails, failing)
         with pytest.raises(torch.OutOfMemoryError):
-            transfers.pack_kept(states, taken) if how == "hold" else transfers.download(states, taken, {*states})
+            transfers.pack_resident(states, taken) if how == "hold" else transfers.download(states, taken, {*states})
     assert calls == 2
     assert all(one.pending is gradient for one, gradient in zip(taken, gradients, strict=True))
     assert statistics.downloaded_bytes == 0
@@ -617,7 +617,7 @@ def test_norm_of_gradients_that_stay_comes_in_their_order(link: torch.dtype | No
     gradients[0][0, 0] = float("nan")
     transfers, statistics = transfers_of(device, link)
     taken = [TakenGradient(gradient) for gradient in gradients]
-    sent, arrived, norms = transfers.pack_kept(states, taken)
+    sent, arrived, norms = transfers.pack_resident(states, taken)
     arrived.synchronize()
     norm = norm_in(norms)
     ordered = [
@@ -651,7 +651,7 @@ def test_norms_for_torch_are_torchs_own_and_of_what_arrived(how: str, dtype: tor
         transfers, _ = transfers_of(device, torch.bfloat16)
         transfers.computes_norms = asks
         taken = [TakenGradient(gradient) for gradient in gradients]
-        transfers.pack_kept(states, taken) if how == "hold" else transfers.download(states, taken, set())
+        transfers.pack_resident(states, taken) if how == "hold" else transfers.download(states, taken, set())
         finish(device)
         assert all((one.norm is not None) == asks for one in taken)
         assert not asks or all(map(torch.equal, (one.norm for one in taken), expected))
@@ -736,7 +736,7 @@ def test_gradients_that_count_unrounded_travel_so_and_have_rounded_norms(how: st
     transfers.computes_norms = True
     taken = TakenGradient(random(70, dtype=torch.bfloat16))
     taken.pending, taken.is_unrounded = random(70), True
-    transfers.pack_kept(states, [taken]) if how == "hold" else transfers.download(states, [taken], set())
+    transfers.pack_resident(states, [taken]) if how == "hold" else transfers.download(states, [taken], set())
     assert taken.norm is not None
     assert torch.equal(taken.norm, random(70).norm().to(torch.bfloat16))
     finish(device)

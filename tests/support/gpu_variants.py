@@ -33,8 +33,8 @@ from superadam import gpu
 from superadam.gpu.choice import Backend, Choice
 from superadam.kernels.dtypes import DTYPES
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
-from superadam.kernels.kept_step import KeptStep
 from superadam.kernels.native import CHUNK, Flag
+from superadam.kernels.resident_step import ResidentStep
 
 TARGETS = {
     "sm_80": ("cuda", 80, 32),
@@ -81,7 +81,7 @@ def launch_adam(
     """Make a step with state of the dtype that belongs to the parameter, if no other is given."""
     state = state or (torch.float64 if parameter == torch.float64 else torch.float32)
     kept = [_tensor(10, state, True) for _ in range(4)]
-    step = KeptStep(*kept, _tensor(10, gradient, True), _tensor(10, parameter, aligned), 0)
+    step = ResidentStep(*kept, _tensor(10, gradient, True), _tensor(10, parameter, aligned), 0)
     gpu.update([step], [COEFFICIENTS[flags]])
 
 

@@ -25,7 +25,7 @@ from superadam import SpeculativeCPUAdamW, StepKind
 from superadam.devices import Device, Stream
 from superadam.devices.flat import FlatLayout
 from superadam.handles.gradient_handle import taken_of
-from superadam.kernels.kept_step import StepsInPlace
+from superadam.kernels.resident_step import StepsInPlace
 from superadam.offload import accumulation as micro_batches
 from superadam.offload.scheduler import OffloadScheduler
 from superadam.testing import SimulatedDevice

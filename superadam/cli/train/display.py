@@ -119,9 +119,9 @@ def _overlap(report: Report) -> list[Row]:
         ("dropped", report.dropped_buckets, "speculated on, and dropped: their step was skipped"),
         ("waiting", report.waiting_buckets, "only summed, and stepped in step(): the first, or clipping was likely"),
     ]
-    if report.kept_buckets:
+    if report.resident_buckets:
         counts.append(
-            ("kept", report.kept_buckets, "never handed over: their state is on the GPU, and so was the step")
+            ("resident", report.resident_buckets, "never handed over: their state is on the GPU, and so was the step")
         )
     hidden, work = report.hidden_seconds, report.hidden_seconds + report.optimizer_seconds
     where = ", on cores that the model uses, too" if report.shares_cores else ""

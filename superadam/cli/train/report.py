@@ -30,7 +30,7 @@ class Report:
         overlap: whether the session that wrote this overlapped the optimizer with backward.
         placement: where and how it made steps in the end, see `superadam.Placement`; None without overlap.
         shares_cores: whether the model computes on every core, so that what is hidden slows it down.
-        buckets, kept_buckets, speculated_buckets, waiting_buckets, accepted_buckets, respeculated_buckets,
+        buckets, resident_buckets, speculated_buckets, waiting_buckets, accepted_buckets, respeculated_buckets,
             dropped_buckets, given_back_gradients, shadow_bytes, downloaded_bytes, uploaded_bytes: see
             `superadam.OverlapStatistics`.
         elements, elements_differing, parameters_differing, verdicts_differing, norm_max_relative_difference: see
@@ -60,7 +60,7 @@ class Report:
     placement: dict[str, int | str | None] | None
     shares_cores: bool
     buckets: int
-    kept_buckets: int
+    resident_buckets: int
     speculated_buckets: int
     waiting_buckets: int
     accepted_buckets: int
@@ -130,7 +130,7 @@ class Report:
             placement=_plain(trainer.placement) if settings.overlap else None,
             shares_cores=trainer.shares_cores,
             buckets=history.overlap.buckets,
-            kept_buckets=history.overlap.kept_buckets,
+            resident_buckets=history.overlap.resident_buckets,
             speculated_buckets=history.overlap.speculated_buckets,
             waiting_buckets=history.overlap.waiting_buckets,
             accepted_buckets=history.overlap.accepted_buckets,

@@ -1,4 +1,4 @@
-"""One step of a parameter whose state is kept on the device, and the interface of devices that can run it."""
+"""One step of a parameter whose state is resident on the device, and the interface of devices that can run it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from superadam.kernels.hyperparameters import Coefficients
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class KeptStep:
+class ResidentStep:
     """What one step of one parameter reads and writes on the device.
 
     All tensors are dense, on the device, and have the elements of the parameter in the memory order of its state. The
@@ -35,5 +35,5 @@ class StepsInPlace(Protocol):
     can_update: bool
     """Whether it really can: a GPU needs Triton."""
 
-    def update(self, steps: Sequence[KeptStep], sets: Sequence[Coefficients]) -> None:
+    def update(self, steps: Sequence[ResidentStep], sets: Sequence[Coefficients]) -> None:
         """Enqueue steps of distinct parameters to the current stream, past version counters; they index `sets`."""

@@ -410,7 +410,7 @@ def visible(optimizer: SpeculativeCPUAdam) -> dict[str, Any]:
 def check_statistics(scheduler: OffloadScheduler) -> None:
     counts = scheduler.statistics
     judged = counts.accepted_buckets + counts.respeculated_buckets + counts.dropped_buckets
-    assert counts.buckets == counts.kept_buckets + counts.waiting_buckets + judged
+    assert counts.buckets == counts.resident_buckets + counts.waiting_buckets + judged
     assert counts.open_buckets == 0
 
 
@@ -516,7 +516,7 @@ def pair(
     with kept(optimizer, model, device, **(scheduled or {})) as scheduler:
         story(model, optimizer, scheduler)
         optimizer.zero_grad()
-        assert (scheduler.statistics.kept_buckets > 0) == keeps
+        assert (scheduler.statistics.resident_buckets > 0) == keeps
     story(twin, plain, None)
     plain.zero_grad()
     assert everything(model, optimizer) == everything(twin, plain)
@@ -552,7 +552,7 @@ def test_from_some_to_all(dtype: torch.dtype, gpu_buckets: int, device: Device) 
     counts = scheduler.optimizer.statistics
     assert counts.committed
     assert counts.clipped
-    assert scheduler.statistics.kept_buckets == 5 * min(gpu_buckets, 3)
+    assert scheduler.statistics.resident_buckets == 5 * min(gpu_buckets, 3)
 
 
 def test_last_parameters_stay_from_the_second_step_on(device: Device) -> None:
@@ -637,7 +637,7 @@ def test_first_kept_step_that_is_dropped_leaves_no_state(device: Device) -> None
             optimizer.step()  # without any gradient
             assert not optimizer.state
             assert not has_memory_in_use(device)
-        assert scheduler.statistics.kept_buckets == 9
+        assert scheduler.statistics.resident_buckets == 9
         check_statistics(scheduler)
 
 
@@ -797,7 +797,7 @@ def test_frequent_clipping_leaves_kept_buckets_alone(device: Device) -> None:
 
     scheduler = pair(clipped, device, scheduled={"gpu_buckets": 1}, max_grad_norm=1e-3)
     assert scheduler.statistics.waiting_buckets
-    assert scheduler.statistics.kept_buckets == 11
+    assert scheduler.statistics.resident_buckets == 11
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
@@ -858,14 +858,14 @@ def test_device_without_any_memory(
 
 @pytest.mark.covering
 @pytest.mark.parametrize("at", [1, 2, 3])
-@pytest.mark.parametrize("what", ["_add_kept", "add_pending"])
+@pytest.mark.parametrize("what", ["_add_resident", "add_pending"])
 def test_worker_that_fails_with_a_kept_bucket(
     what: str, at: int, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, twin = mlp(), mlp()
     optimizer, plain = adam(model), adam(twin)
     train(twin, plain, range(5))
-    owner: type = Pipeline if what == "_add_kept" else Transaction
+    owner: type = Pipeline if what == "_add_resident" else Transaction
     working, calls = getattr(owner, what), itertools.count(1)
 
     def failing(*arguments: Any, **options: Any) -> Any:
