@@ -180,6 +180,18 @@ def memory_that_was_recorded_outlives_its_tensor(device: Device) -> None:
     assert torch.equal(host[:3000], source.cpu())
 
 
+def values_are_put_behind_what_their_stream_did_before(device: Device) -> None:
+    """`put` replaces single values of what was packed before it."""
+    gradient = torch.ones(70, device=_where(device))
+    packed = device.pack([gradient], layout := _layout_of(gradient), torch.float32)
+    index = torch.tensor([69, 3], device=_where(device))
+    device.put(packed, index, torch.tensor([5.0, 7.0], device=_where(device)))
+    _finish(device, Stream.CURRENT)
+    expected = [1.0] * 70
+    expected[69], expected[3] = 5.0, 7.0
+    assert layout.views(packed)[0].tolist() == expected
+
+
 def events_pass_in_the_order_of_their_stream(device: Device) -> None:
     """Once the last has passed, so have all, at times that do not decrease."""
     events = [device.record(Stream.UPLOAD) for _ in range(3)]
@@ -291,6 +303,7 @@ def _checks() -> dict[str, Check]:
         host_memory_does_not_follow_the_default_device,
         memory_of_the_host_is_told_from_the_model_s,
         memory_that_was_recorded_outlives_its_tensor,
+        values_are_put_behind_what_their_stream_did_before,
         events_pass_in_the_order_of_their_stream,
         worker_runs_jobs_in_order_and_tells_what_failed,
         *(

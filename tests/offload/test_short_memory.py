@@ -11,10 +11,10 @@ from overlap import adam, batch, everything, mlp
 from torch import Tensor, nn
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam
-from superadam.devices import simulated
 from superadam.devices.flat import FlatLayout
 from superadam.devices.worker import Job, Work
 from superadam.offload.transfers import PACKED_UNDER_WAY
+from superadam.testing import simulated
 from superadam.testing.simulated import Operation, SimulatedDevice
 
 BUCKET = 200
