@@ -12,6 +12,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+import torch
 from slow_files import is_slow
 
 import superadam
@@ -135,3 +136,12 @@ def isa(request: pytest.FixtureRequest) -> str:
     """Return each instruction set that this machine can run, in turn."""
     name: str = request.param
     return name
+
+
+@pytest.fixture(scope="module")
+def one_torch_thread() -> Generator[None]:
+    """Let torch compute with one thread: its fused Adam rounds the end of each thread's part in another way."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

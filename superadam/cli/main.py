@@ -114,6 +114,6 @@ def _failed(sentence: str, status: int) -> int:
 
 
 def _abandon(stream: IO[str]) -> None:
-    """Let nothing come of what `stream` still holds, which the interpreter writes when it ends."""
+    """Discard what `stream` still holds, which the interpreter would write when it ends."""
     with suppress(OSError):  # it has no descriptor
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

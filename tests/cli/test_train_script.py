@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +15,11 @@ from visible import bits
 
 from superadam import SpeculativeCPUAdamW
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_torch_thread")]
 
 STEPS = 100
 OVERFLOW = 30
 """The step whose loss overflows, so that GradScaler skips it."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """torch's fused kernel rounds the tail of each thread's part otherwise than the rest."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def script(make_optimizer: Callable[..., torch.optim.Optimizer], path: Path, first: int, last: int) -> dict[str, Any]:

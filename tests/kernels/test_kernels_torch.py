@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -27,12 +26,7 @@ from superadam.kernels.native import Dtype, Flag, Pass
 STEPS = 3
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
 class TorchAdam:

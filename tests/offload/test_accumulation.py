@@ -292,7 +292,7 @@ READERS: dict[str, Moment] = {
 @pytest.mark.covering
 @pytest.mark.parametrize(("announces", "when"), [(True, "between"), (False, "between"), (True, "before_step")])
 @pytest.mark.parametrize("reader", READERS)
-def test_whoever_looks_changes_nothing(reader: str, announces: bool, when: str, device: Device) -> None:
+def test_reading_gradients_does_not_change_training(reader: str, announces: bool, when: str, device: Device) -> None:
     """With fp32 gradients, of which sums on the host have the bits of autograd's."""
     both(
         lambda *run: micro_batches(*run, announces=announces, last=lambda model: model[2:], **{when: READERS[reader]}),

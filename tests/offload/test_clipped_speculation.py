@@ -12,7 +12,7 @@ import itertools
 import math
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,20 +34,11 @@ from superadam.state.parameter import Phase
 from superadam.state.table import ParameterTable
 from superadam.testing import SimulatedDevice
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("one_torch_thread")]
 
 DEEP = os.environ.get("SUPERADAM_DEEP") == "1"
 LIMIT = 1.0
 STEPS = 12
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _light() -> Iterator[None]:
-    """Compute with one thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Net(nn.Module):

@@ -20,7 +20,7 @@ import signal
 import struct
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,21 +45,13 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
     pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step"),
+    pytest.mark.usefixtures("one_torch_thread"),
 ]
 
 DEEP = os.environ.get("SUPERADAM_DEEP") == "1"
 STEPS = 5
 LIMIT = 24.0
 """Norm over which some steps of the model are clipped."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _light() -> Iterator[None]:
-    """Compute with one thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # ---- models, runs, and the table ------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ Each action is tried alone in test_programs.py; what remains is what they do to 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,18 +26,11 @@ pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore:Using backward.* with create_graph=True"),
     pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step"),
+    pytest.mark.usefixtures("one_torch_thread"),
 ]
 
 ERRORS = (AttributeError, IndexError, KeyError, RuntimeError, StopIteration, TypeError, ValueError, ZeroDivisionError)
 """What an action may raise where another one has taken away what it needs; both runs must raise the same."""
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _light() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)

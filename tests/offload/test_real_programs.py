@@ -39,16 +39,8 @@ from superadam.testing import SimulatedDevice
 pytestmark = [
     pytest.mark.timeout(240),  # a hang fails with the stack of every thread
     pytest.mark.filterwarnings("ignore:Full backward hook is firing"),
+    pytest.mark.usefixtures("one_torch_thread"),
 ]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _light() -> Iterator[None]:
-    """Compute with one thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # ---- runs, and the table --------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import importlib.util
 import re
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Self
@@ -37,16 +37,7 @@ PRINTS = {
 FEWER: dict[str, dict[str, int]] = {"gan.py": {"rounds": 5}, "sam.py": {"steps": 5}, "lr_finder.py": {"steps": 5}}
 """Steps that are enough to compare bits."""
 
-pytestmark = pytest.mark.timeout(120)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _light() -> Iterator[None]:
-    """Compute with one thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("one_torch_thread")]
 
 
 def recipe(name: str) -> ModuleType:

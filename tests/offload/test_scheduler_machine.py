@@ -34,7 +34,7 @@ from superadam.step.transaction import Transaction
 from superadam.step.validation import judge
 from superadam.testing.simulated import SimulatedDevice, SimulatedEvent, _alias
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_torch_thread")]
 
 DEEP = os.environ.get("SUPERADAM_DEEP") == "1"
 MACHINE = settings(
@@ -42,14 +42,6 @@ MACHINE = settings(
     stateful_step_count=8,
     suppress_health_check=list(HealthCheck),
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_torch_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def test_overlapped_run_is_the_plain_run(monkeypatch: pytest.MonkeyPatch) -> None:

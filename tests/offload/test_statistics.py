@@ -64,7 +64,7 @@ def counts(accepted: int = 0, respeculated: int = 0, dropped: int = 0) -> Statis
     return Statistics(accepted=accepted, respeculated=respeculated, dropped=dropped)
 
 
-def test_fates_of_buckets() -> None:
+def test_buckets_are_counted_by_how_their_step_ended() -> None:
     counted = Counted(counts())
     handle(counted, written=2)
     assert counted.statistics.open_buckets == 2

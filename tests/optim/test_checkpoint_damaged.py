@@ -9,7 +9,7 @@ import platform
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any
 
@@ -28,6 +28,7 @@ pytestmark = [
         platform.machine() != "x86_64", reason="elsewhere torch's fused kernel rounds differently from itself here"
     ),
     pytest.mark.filterwarnings("ignore::UserWarning"),  # of torch, about kinds of tensors that are not usual
+    pytest.mark.usefixtures("one_torch_thread"),
 ]
 
 PAIRS: dict[type[torch.optim.Optimizer], Any] = {
@@ -35,15 +36,6 @@ PAIRS: dict[type[torch.optim.Optimizer], Any] = {
     SpeculativeCPUAdamW: torch.optim.AdamW,
 }
 SHAPES = [(64,), (8, 16), (8, 16)]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """torch's fused kernel rounds the tail of each thread's part otherwise than the rest."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Uncopied:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -41,13 +40,7 @@ REFUSED = {
 """Configurations that ours does not do: the update runs on the CPU, outside CUDA graphs."""
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """torch's fused kernel rounds the tail of each thread's part otherwise than the rest."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
 def run(cls: type, dtype: torch.dtype, *, speculative: bool = False, **options: Any) -> list[Any]:

@@ -24,13 +24,7 @@ BOTH_WAYS = pytest.mark.parametrize("speculative", [False, True])
 SHAPES = [(64,), (16, 12), ()]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """torch's fused kernel rounds the tail of each thread's part otherwise than the rest."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
 def make(name: str, description: str = "default", dtype: torch.dtype = torch.float32, **options: Any) -> Any:

@@ -24,12 +24,7 @@ def make(cls: type = SpeculativeCPUAdamW, dtype: torch.dtype = torch.float32, **
     return cls([parameter(70, dtype=dtype), parameter(4, 5, dtype=dtype, seed=1)], **options)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
 def scaler_of(scale: float, *, growth: float = 2.0, enabled: bool = True) -> torch.amp.GradScaler:

@@ -11,7 +11,7 @@ import copy
 import pickle
 import platform
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -30,19 +30,11 @@ pytestmark = [
         platform.machine() != "x86_64", reason="elsewhere torch's fused kernel rounds differently from itself here"
     ),
     pytest.mark.filterwarnings("ignore:Detected call of"),
+    pytest.mark.usefixtures("one_torch_thread"),
 ]
 
 LRS = [0.125, 0.25, 0.0625]
 DECAYS = [0.0, 0.5, 0.25]  # no product with a learning rate is rounded, which torch does otherwise
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """torch's fused kernel rounds the tail of each thread's part otherwise than the rest."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def noise(shape: Any, dtype: torch.dtype, seed: int) -> Tensor:
