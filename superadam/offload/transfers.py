@@ -12,29 +12,27 @@ import operator
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence, Set
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from superadam.devices import Device, Event, Stream
-from superadam.devices.flat import FlatLayout, FlatTensors
+from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import ChunkSums
 from superadam.handles.gradient_handle import norms_of
 from superadam.handles.taken_gradient import TakenGradient
 from superadam.kernels import native
 from superadam.kernels.torch_private import is_short_of_memory
+from superadam.offload.held_bytes import HeldBytes, is_gone
+from superadam.offload.sent import HostTensors, Sent
+from superadam.offload.shadow import FlatShadow
 from superadam.offload.statistics import OverlapStatistics
 from superadam.offload.trace import Trace
 from superadam.state.delivery import STAGED_NUMEL, Layouts, buffers_in, groups_of, size_of
 from superadam.state.norm import GradientNorm
 from superadam.state.parameter import ParameterState, Place
-from superadam.state.uncertain import HostPatch, Patch
 
 LAYOUTS_KEPT = 8192
 """Buckets whose layout is kept from step to step: more than a model has, unless their composition keeps changing."""
@@ -42,214 +40,6 @@ LAYOUTS_KEPT = 8192
 
 PACKED_UNDER_WAY = 2
 """Packed buckets that may wait for the link where the device is short of memory, before the host waits for one."""
-
-
-class _Held:
-    """Bytes that are free again in about the order in which they were taken; those in between count until then.
-
-    Stores running totals and subtracts nothing, so that no interrupt, error or finalizer can corrupt the size.
-    An interrupt could leave a lock taken. There is none: threads that add at once count a little less for a while.
-    """
-
-    def __init__(self, is_free: Callable[[Any], bool]) -> None:
-        self._is_free = is_free
-        self._holders: collections.deque[tuple[Any, int, int]] = collections.deque()
-
-    def add(self, holder: Any, size: int) -> None:
-        """Count bytes until their holder is free."""
-        begin = self._holders[-1][2] if self._holders else 0
-        self._holders.append((holder, begin, begin + size))
-
-    def oldest(self, number: int) -> Any:
-        """Return the holder that came first; None where there are fewer than `number`, of which none is free."""
-        return self._holders[0][0] if self.size and len(self._holders) >= number else None
-
-    @property
-    def size(self) -> int:
-        """Bytes whose holders are not free."""
-        while self._holders:
-            first = self._holders[0]
-            if not self._is_free(first[0]):
-                return self._holders[-1][2] - first[1]
-            with suppress(ValueError):  # another thread was here
-                self._holders.remove(first)
-        return 0
-
-
-def _is_gone(reference: weakref.ref[Any]) -> bool:
-    return reference() is None
-
-
-@dataclass(frozen=True, slots=True)
-class HostTensors:
-    """Gradients that did not travel."""
-
-    tensors: Sequence[Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """Gradients of one bucket and dtype, copied together, in the form in which a worker reads them.
-
-    What a worker can make of this is left to it, because the training thread has no time.
-
-    Attributes:
-        states: of their parameters.
-        taken: weak references to their records.
-        gradients: to be read once they have arrived.
-        versions: of the records when they were sent.
-        shadow: for the new values of all of them, in this order; None where none is speculated on.
-    """
-
-    states: Sequence[ParameterState]
-    taken: Sequence[weakref.ref[TakenGradient]]
-    gradients: FlatTensors | HostTensors
-    versions: Sequence[int]
-    shadow: FlatShadow | None = None
-
-    @staticmethod
-    def of(
-        group: Mapping[ParameterState, TakenGradient],
-        gradients: FlatTensors | HostTensors,
-        shadow: FlatShadow | None = None,
-    ) -> Sent:
-        """Return gradients as they are now."""
-        every = group.values()
-        return Sent([*group], [*map(weakref.ref, every)], gradients, [taken.version for taken in every], shadow)
-
-    def places(self, speculated: Set[ParameterState]) -> dict[ParameterState, Place]:
-        """Return the places of those that are speculated on."""
-        places = {} if self.shadow is None else self.shadow.places()
-        return {state: place for state, place in places.items() if state in speculated}
-
-
-class FlatShadow:
-    """New values of parameters of one dtype in one flat buffer; a `superadam.state.parameter.Shadow`.
-
-    Args:
-        memory: a flat buffer on the device to which the values travel as soon as they are written; None where they stay
-            on the host until they are published.
-        host: a flat buffer on the host for them, and what it is a part of; without, one is allocated when it is first
-            needed.
-    """
-
-    def __init__(
-        self,
-        transfers: Transfers,
-        layout: FlatLayout[ParameterState],
-        memory: Tensor | None = None,
-        host: Sequence[Tensor] = (),
-    ) -> None:
-        self._transfers = transfers
-        self._layout = layout
-        self._dtype = layout.states[0].parameter_dtype
-        self._memory = memory
-        self._travels = transfers.device.has_link and not transfers.device.is_host(layout.states[0].local)
-        self._host = [*host]
-        self._views: list[Tensor] = []
-        self._arrived: Event | None = None
-
-    @property
-    def values(self) -> list[Tensor]:
-        """One host tensor for each parameter, in memory that is allocated at the first call at the latest."""
-        if not self._views:
-            self._host = self._host or [self._transfers.device.host_empty(self._layout.numel, self._dtype)]
-            self._views = self._layout.views(self._host[0])
-        return self._views
-
-    def places(self) -> dict[ParameterState, Place]:
-        """Return where the value of each parameter lies."""
-        return {state: Place(self, position) for position, state in enumerate(self._layout.states)}
-
-    @property
-    def has_arrived(self) -> bool:
-        """Whether publishing it would wait for no copy."""
-        return not self._travels or (self._arrived is not None and self._arrived.query())
-
-    def send(self) -> None:
-        """Start the upload of the values, if they have memory on the device; the host's memory is released after it."""
-        if self._memory is not None and self._arrived is None:
-            distant = self._memory.view(self._dtype)[: self._layout.numel]
-            self._arrived = self._transfers.upload(self._host[0], distant)
-            self._host, self._views = [], self._layout.views(distant)
-
-    def recall(self) -> bool:
-        """Let the values be written again, to follow those that were sent; return whether the host has memory."""
-        if self._arrived is not None:
-            try:
-                self._host = [self._transfers.device.host_empty(self._layout.numel, self._dtype)]
-            except Exception as error:
-                if not is_short_of_memory(error):
-                    raise
-                return False
-            self._views, self._arrived = self._layout.views(self._host[0]), None
-        return True
-
-    def patch(self, positions: Sequence[int], counts: Sequence[int]) -> Patch:
-        """Return what is put into the values, or follows them to the device."""
-        if self._arrived is None:
-            return HostPatch([self.values[position] for position in positions], counts)
-        return _SentPatch(self._transfers, self, [self._layout.offsets[one] for one in positions], counts, self._dtype)
-
-    def put(self, index: Tensor, values: Tensor, arrived: Event) -> None:
-        """Replace values on the device by others, behind the event and everything that writes them."""
-        device = self._transfers.device
-        assert self._memory is not None
-        assert self._arrived is not None
-        for event in (self._arrived, arrived):
-            device.wait(Stream.CURRENT, event)
-        for buffer in (self._memory, index, values):
-            device.record_stream(buffer, Stream.CURRENT)
-        device.put(self._memory.view(self._dtype)[: self._layout.numel], index, values)
-
-    def sources(self) -> list[Tensor]:
-        """Return what to publish, which the current stream may read: on the device where that has room for it."""
-        device = self._transfers.device
-        if self._travels and self._memory is None and not self._transfers.is_short:
-            self._memory = self._transfers.room_on_device(self._layout.numel, self._dtype)
-            if self._memory is not None:  # it may be used by what the current stream has still to do
-                device.wait(Stream.UPLOAD, device.record(Stream.CURRENT))
-        self.send()
-        if self._arrived is not None:
-            device.wait(Stream.CURRENT, self._arrived)
-            assert self._memory is not None
-            device.record_stream(self._memory, Stream.CURRENT)
-        return self._views
-
-    def keep_published(self) -> None:
-        """Keep memory of the host, which a copy under way may read, until the current stream has passed that."""
-        if self._travels and self._arrived is None:
-            self._transfers.device.record_stream(self._host[0], Stream.CURRENT)
-
-
-class _SentPatch:
-    """A `superadam.state.uncertain.Patch` of values that are on the device already, or on their way."""
-
-    def __init__(
-        self,
-        transfers: Transfers,
-        shadow: FlatShadow,
-        offsets: Sequence[int],
-        counts: Sequence[int],
-        dtype: torch.dtype,
-    ) -> None:
-        device, total = transfers.device, sum(counts)
-        self._transfers, self._shadow, self._offsets = transfers, shadow, offsets
-        self._host = [device.host_empty(total, one) for one in (torch.int64, dtype)]
-        self._distant = [device.empty(total, one, Stream.CURRENT) for one in (torch.int64, dtype)]
-        self.values: Sequence[Tensor] = torch.split(self._host[1], [*counts])
-        self.targets: Sequence[Tensor | None] = [None] * len(counts)
-
-    def send(self, indices: Sequence[npt.NDArray[np.uint32]]) -> None:
-        """Let the values and where they go travel to the device, and replace what is there."""
-        np.concatenate(
-            [index.astype(np.int64) + offset for index, offset in zip(indices, self._offsets, strict=True)],
-            out=self._host[0].numpy(),
-        )
-        device = self._transfers.device
-        device.wait(Stream.UPLOAD, device.record(Stream.CURRENT))  # which may use this memory until then
-        arrived = [self._transfers.upload(*pair) for pair in zip(self._host, self._distant, strict=True)][-1]
-        self._shadow.put(self._distant[0], self._distant[1], arrived)
 
 
 class Transfers:
@@ -274,7 +64,7 @@ class Transfers:
         self.staged_numel = STAGED_NUMEL
         self.is_short = False
         # Packed gradients, by the events with which they have left, or by references to the values that replace them.
-        self._leaving, self._reused = _Held(operator.methodcaller("query")), _Held(_is_gone)
+        self._leaving, self._reused = HeldBytes(operator.methodcaller("query")), HeldBytes(is_gone)
         self._most_packed = 0  # on the device at once
         self._travelled = self._most_travelled = 0  # packed in a step
         self._staged: Event | None = None  # after which what was staged last has left the host
@@ -282,7 +72,7 @@ class Transfers:
         self._statistics, self._trace = statistics, trace
         self._lock = threading.Lock()  # the worker uploads while the training thread publishes
         self._untold: collections.deque[tuple[Event, float, int]] = collections.deque()  # uploads not seen to arrive
-        self._shadows = _Held(_is_gone)  # by references to them
+        self._shadows = HeldBytes(is_gone)  # by references to them
         self._layout_of = functools.lru_cache(LAYOUTS_KEPT)(FlatLayout[ParameterState])
 
     def forget_layouts(self) -> None:

@@ -28,7 +28,7 @@ from superadam import OffloadScheduler, SpeculativeCPUAdam, SpeculativeCPUAdamW
 from superadam.devices import Device
 from superadam.kernels.hyperparameters import Interval
 from superadam.offload.prediction import Prediction, Predictor
-from superadam.offload.transfers import FlatShadow
+from superadam.offload.shadow import FlatShadow
 from superadam.state import uncertain
 from superadam.state.parameter import Phase
 from superadam.state.table import ParameterTable

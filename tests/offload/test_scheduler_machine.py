@@ -23,7 +23,8 @@ from superadam.kernels import native
 from superadam.kernels.hyperparameters import Scale
 from superadam.offload.device_tier import DeviceTier
 from superadam.offload.scheduler import OffloadScheduler
-from superadam.offload.transfers import FlatShadow, Transfers
+from superadam.offload.shadow import FlatShadow
+from superadam.offload.transfers import Transfers
 from superadam.state.norm import GradientNorm
 from superadam.state.parameter import ParameterState
 from superadam.state.parameter import Phase as Of

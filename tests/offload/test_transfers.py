@@ -20,9 +20,10 @@ from superadam.devices import Device, Event, PlainDevice, Stream
 from superadam.devices.flat import ALIGNMENT, FlatLayout
 from superadam.handles.taken_gradient import TakenGradient
 from superadam.kernels import native
+from superadam.offload.shadow import FlatShadow
 from superadam.offload.statistics import OverlapStatistics
 from superadam.offload.trace import Trace
-from superadam.offload.transfers import FlatShadow, Transfers, norm_in
+from superadam.offload.transfers import Transfers, norm_in
 from superadam.state.parameter import ParameterState, Place
 from superadam.testing.simulated import Operation, SimulatedDevice, SimulatedEvent
 
