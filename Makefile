@@ -11,8 +11,9 @@ export PYTHONSAFEPATH := 1
 # torch's OpenMP threads would spin between its operations, and slow down whatever else wants these cores.
 export OMP_WAIT_POLICY := passive
 
-# A file's tests stay together: some share what took long to make. Slow files begin.
-IN_PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
+# A file's tests stay together: some share what took long to make. Slow files begin. One process more than two cores, because
+# tests of several ranks, of commands and of threads wait for much of their time.
+IN_PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test test-quick test-deep test-mutants docs arm-test gpu-check gpu-wheels lint format clean
 

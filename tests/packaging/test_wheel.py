@@ -34,6 +34,8 @@ def copy_of_the_checkout(folder: Path) -> Path:
 QUICKLY = "--config-settings=cmake.build-type=Debug"
 """Compiles without optimization, which takes half as long; what is tested here does not depend on it."""
 
+WITHOUT_VECTORS = "--config-settings=cmake.define.SUPERADAM_SIMD=OFF"  # which would take as long again
+
 
 def pip(*arguments: str | Path) -> None:
     done = subprocess.run([sys.executable, "-m", "pip", *arguments], check=False, capture_output=True, text=True)
@@ -63,7 +65,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with the wheel installed in it, after the checkout that it was built from is gone."""
     folder = tmp_path_factory.mktemp("wheel")
     checkout = copy_of_the_checkout(folder)
-    pip("wheel", "--no-deps", QUICKLY, "--wheel-dir", folder, checkout)
+    pip("wheel", "--no-deps", QUICKLY, WITHOUT_VECTORS, "--wheel-dir", folder, checkout)
     (wheel,) = folder.glob("superadam-*.whl")
     assert "-cp311-abi3-" in wheel.name
     shutil.rmtree(checkout)
@@ -91,8 +93,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(site: Path) -> None:
 def test_an_editable_install_follows_the_sources(tmp_path: Path) -> None:
     checkout = copy_of_the_checkout(tmp_path)
     python = bare_python(tmp_path)
-    without_vectors = "--config-settings=cmake.define.SUPERADAM_SIMD=OFF"  # which would take long to compile
-    pip("--python", python, "install", "--no-deps", QUICKLY, without_vectors, "--editable", checkout)
+    pip("--python", python, "install", "--no-deps", QUICKLY, WITHOUT_VECTORS, "--editable", checkout)
     with (checkout / "superadam/step/outcome.py").open("a") as source:
         source.write("\nEDITED = 'yes'\n")
     program = "import superadam; from superadam.step import outcome; print(outcome.EDITED, superadam.__file__)"
