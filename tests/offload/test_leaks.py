@@ -24,7 +24,7 @@ from superadam.offload import trace
 from superadam.testing import SimulatedDevice
 
 DEEP = os.environ.get("SUPERADAM_DEEP") == "1"
-STEPS = 20_000 if DEEP else 100
+STEPS = 20_000 if DEEP else 160
 WARM_UP = 2_000 if DEEP else 40
 CREATED = 500 if DEEP else 20
 SLACK_BYTES = 4_000_000

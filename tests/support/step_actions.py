@@ -455,6 +455,13 @@ def place(twin: Twin, seed: int) -> None:
 
 
 @action
+def commit_late_or_not(twin: Twin, seed: int) -> None:
+    """From the next step on."""
+    if twin.scheduler is not None:
+        twin.scheduler._late_commits.is_on = bool(seed % 2)
+
+
+@action
 def freeze_or_thaw(twin: Twin, seed: int) -> None:
     layer: nn.Module = [twin.model.frozen, twin.model.branch][seed % 2]
     layer.requires_grad_(not next(layer.parameters()).requires_grad)
