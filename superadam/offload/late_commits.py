@@ -42,8 +42,7 @@ class LateCommits:
         if computed == 0 or computed < LEAST_SHARE * elements:
             return
         self._steps += 1
-        if self._steps > SETTLING_STEPS:
-            self._seconds[self.is_on].append(seconds / computed)
+        self._seconds[self.is_on].append(seconds / computed)
         if self._steps >= SETTLING_STEPS + TRIED_STEPS:
             self._choose()
 
