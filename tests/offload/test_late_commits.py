@@ -22,6 +22,7 @@ from test_clipped_speculation import (
 )
 from torch import Tensor
 
+from superadam.kernels.hyperparameters import Interval
 from superadam.offload.late_commits import (
     MOST_TRUSTED,
     SETTLING_STEPS,
@@ -29,7 +30,7 @@ from superadam.offload.late_commits import (
     TRUSTED_STEPS,
     LateCommits,
 )
-from superadam.offload.prediction import Predictor
+from superadam.offload.prediction import Prediction, Predictor
 from superadam.state.parameter import Phase
 from superadam.testing import SimulatedDevice
 
@@ -95,6 +96,24 @@ def test_what_misses_is_late_too(monkeypatch: pytest.MonkeyPatch) -> None:
             assert ours.seen() == expected_of("half of the steps")
         assert ours.optimizer.statistics.late > 0
         assert ours.optimizer.statistics.accepted > 0
+
+
+def test_lists_of_what_misses_are_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LateCommits, "is_on", True)
+    monkeypatch.setattr(LateCommits, "add_step", lambda *_: None)
+    monkeypatch.setattr(Predictor, "predict", lambda *_: Prediction(0.875, Interval(0.75, 1.0)))
+    monkeypatch.setattr(Predictor, "revised", lambda *_: None)
+    ours = trained_on("immediate")
+    with ours.scheduler or torch.no_grad():
+        ours.run(range(4))
+        transaction = ours.optimizer._published._transaction
+        assert transaction is not None
+        records = [state.pending for state in transaction.in_phase(Phase.ACCEPTED)]
+        assert len(records) == PATCHED
+        assert ours.optimizer.statistics.respeculated > 0
+        for record in records:
+            assert record is not None
+            assert record.listed is record.interval is record.place is None
 
 
 Look = Callable[[Training], object]
