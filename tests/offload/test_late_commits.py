@@ -116,6 +116,20 @@ def test_lists_of_what_misses_are_released(monkeypatch: pytest.MonkeyPatch) -> N
             assert record.listed is record.interval is record.place is None
 
 
+@pytest.mark.usefixtures("_late")
+def test_what_is_stepped_on_the_device_is_not_late() -> None:
+    ours = trained_on("usual", gpu_buckets=10**6)
+    with ours.scheduler or torch.no_grad():
+        ours.run(range(5))
+        transaction = ours.optimizer._published._transaction
+        assert transaction is not None
+        assert transaction.applied is not None
+        assert transaction.applied.computed == 0
+        before = ours.optimizer.statistics.late
+        ours.run(range(5, 7))
+        assert ours.optimizer.statistics.late == before
+
+
 Look = Callable[[Training], object]
 
 
