@@ -35,11 +35,11 @@ class LateCommits:
         """Learn from a step.
 
         Args:
-            computed: its elements whose new values were computed after backward.
+            computed: its elements, at least one, whose new values were computed after backward.
             elements: all of its elements.
             seconds: from the end of backward to that of the step.
         """
-        if computed == 0 or computed < LEAST_SHARE * elements:
+        if computed < LEAST_SHARE * elements:
             return
         self._steps += 1
         self._seconds[self.is_on].append(seconds / computed)

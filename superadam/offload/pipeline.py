@@ -18,11 +18,10 @@ from superadam.offload.autotune import Autotuner
 from superadam.offload.buckets import Bucket
 from superadam.offload.placement import BucketTimes
 from superadam.offload.prediction import Prediction, Predictor
-from superadam.offload.sent import Sent
 from superadam.offload.shadow import FlatShadow
 from superadam.offload.statistics import OverlapStatistics
 from superadam.offload.trace import Trace
-from superadam.offload.transfers import Transfers, norm_in
+from superadam.offload.transfers import Sent, Transfers, norm_in
 from superadam.state.parameter import ParameterState, Pending, Phase
 from superadam.step.transaction import Transaction
 

@@ -295,7 +295,7 @@ class OffloadScheduler(GradientHolder):
         if transaction is None or pipeline is None:
             return
         pipeline.predictor.add_verdict(transaction.applied)
-        if transaction.applied is not None:
+        if transaction.applied is not None and transaction.applied.computed:
             self._late_commits.add_step(transaction.applied.computed, transaction.table.numel, waited + seconds)
         transaction.commits_late = self._late_commits.is_on
 

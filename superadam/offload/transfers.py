@@ -12,21 +12,22 @@ import operator
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from superadam.devices import Device, Event, Stream
-from superadam.devices.flat import FlatLayout
+from superadam.devices.flat import FlatLayout, FlatTensors
 from superadam.devices.interface import ChunkSums
 from superadam.handles.gradient_handle import norms_of
 from superadam.handles.taken_gradient import TakenGradient
 from superadam.kernels import native
 from superadam.kernels.torch_private import is_short_of_memory
-from superadam.offload.held_bytes import HeldBytes, is_gone
-from superadam.offload.sent import HostTensors, Sent
 from superadam.offload.shadow import FlatShadow
 from superadam.offload.statistics import OverlapStatistics
 from superadam.offload.trace import Trace
@@ -40,6 +41,85 @@ LAYOUTS_KEPT = 8192
 
 PACKED_UNDER_WAY = 2
 """Packed buckets that may wait for the link where the device is short of memory, before the host waits for one."""
+
+
+class _HeldBytes:
+    """Bytes that are free again in about the order in which they were taken; those in between count until then.
+
+    Stores running totals and subtracts nothing, so that no interrupt, error or finalizer can corrupt the size.
+    An interrupt could leave a lock taken. There is none: threads that add at once count a little less for a while.
+    """
+
+    def __init__(self, is_free: Callable[[Any], bool]) -> None:
+        self._is_free = is_free
+        self._holders: collections.deque[tuple[Any, int, int]] = collections.deque()
+
+    def add(self, holder: Any, size: int) -> None:
+        """Count bytes until their holder is free."""
+        begin = self._holders[-1][2] if self._holders else 0
+        self._holders.append((holder, begin, begin + size))
+
+    def oldest(self, number: int) -> Any:
+        """Return the holder that came first; None where there are fewer than `number`, of which none is free."""
+        return self._holders[0][0] if self.size and len(self._holders) >= number else None
+
+    @property
+    def size(self) -> int:
+        """Bytes whose holders are not free."""
+        while self._holders:
+            first = self._holders[0]
+            if not self._is_free(first[0]):
+                return self._holders[-1][2] - first[1]
+            with suppress(ValueError):  # another thread was here
+                self._holders.remove(first)
+        return 0
+
+
+def _is_gone(reference: weakref.ref[Any]) -> bool:
+    return reference() is None
+
+
+@dataclass(frozen=True, slots=True)
+class HostTensors:
+    """Gradients that did not travel."""
+
+    tensors: Sequence[Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """Gradients of one bucket and dtype, copied together, in the form in which a worker reads them.
+
+    What a worker can make of this is left to it, because the training thread has no time.
+
+    Attributes:
+        states: of their parameters.
+        taken: weak references to their records.
+        gradients: to be read once they have arrived.
+        versions: of the records when they were sent.
+        shadow: for the new values of all of them, in this order; None where none is speculated on.
+    """
+
+    states: Sequence[ParameterState]
+    taken: Sequence[weakref.ref[TakenGradient]]
+    gradients: FlatTensors | HostTensors
+    versions: Sequence[int]
+    shadow: FlatShadow | None = None
+
+    @staticmethod
+    def of(
+        group: Mapping[ParameterState, TakenGradient],
+        gradients: FlatTensors | HostTensors,
+        shadow: FlatShadow | None = None,
+    ) -> Sent:
+        """Return gradients as they are now."""
+        every = group.values()
+        return Sent([*group], [*map(weakref.ref, every)], gradients, [taken.version for taken in every], shadow)
+
+    def places(self, speculated: Set[ParameterState]) -> dict[ParameterState, Place]:
+        """Return the places of those that are speculated on."""
+        places = {} if self.shadow is None else self.shadow.places()
+        return {state: place for state, place in places.items() if state in speculated}
 
 
 class Transfers:
@@ -64,7 +144,7 @@ class Transfers:
         self.staged_numel = STAGED_NUMEL
         self.is_short = False
         # Packed gradients, by the events with which they have left, or by references to the values that replace them.
-        self._leaving, self._reused = HeldBytes(operator.methodcaller("query")), HeldBytes(is_gone)
+        self._leaving, self._reused = _HeldBytes(operator.methodcaller("query")), _HeldBytes(_is_gone)
         self._most_packed = 0  # on the device at once
         self._travelled = self._most_travelled = 0  # packed in a step
         self._staged: Event | None = None  # after which what was staged last has left the host
@@ -72,7 +152,7 @@ class Transfers:
         self._statistics, self._trace = statistics, trace
         self._lock = threading.Lock()  # the worker uploads while the training thread publishes
         self._untold: collections.deque[tuple[Event, float, int]] = collections.deque()  # uploads not seen to arrive
-        self._shadows = HeldBytes(is_gone)  # by references to them
+        self._shadows = _HeldBytes(_is_gone)  # by references to them
         self._layout_of = functools.lru_cache(LAYOUTS_KEPT)(FlatLayout[ParameterState])
 
     def forget_layouts(self) -> None:

@@ -457,8 +457,9 @@ class Transaction:
             update_here()
         for part in parts:
             state = part.state
-            self._computed += state.shape.numel() if part.can_be_late else 0
-            if self.commits_late and part.can_be_late:
+            can_be_late = part.can_be_late
+            self._computed += state.shape.numel() if can_be_late else 0
+            if self.commits_late and can_be_late:
                 record = replace(_pending_of(state), hyper=part.hyper, step=int(self.table.steps[state.row]))
                 record.scale, record.interval, record.listed = part.scale, None, None
                 self._move(state, Phase.ACCEPTED, record)

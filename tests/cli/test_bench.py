@@ -104,16 +104,7 @@ def test_traffic_reads_everything_and_leaves_the_state_alone(which: Pass, dtype:
     writes_out = which in (Pass.SPECULATE, Pass.COMMIT_AND_SPECULATE, Pass.UPDATE)
     for variant in floor.variants(which, arrays.out_dtype):
         arrays["out"][:] = before["out"]
-        moved = native.move_like(
-            which,
-            arrays.segments(with_norm=False),
-            burst=variant.burst,
-            prefetch=variant.prefetch,
-            stream_out=variant.stream_out,
-            stream_state=variant.stream_state,
-            threads=2,
-        )
-        assert moved == expected, variant
+        assert floor.action(arrays, which, variant, 2)() == expected, variant
         for name in (*STATE, "gradient", "accepted_gradient"):
             np.testing.assert_array_equal(arrays[name], before[name], err_msg=f"{name} {variant}")
         if writes_out:

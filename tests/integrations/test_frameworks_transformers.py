@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -26,6 +27,8 @@ from frameworks import (
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainerState, TrainingArguments
+
+DEEP = os.environ.get("SUPERADAM_DEEP") == "1"
 
 pytestmark = [
     pytest.mark.slow,
@@ -219,7 +222,10 @@ def test_gradients_that_a_callback_edits(tmp_path: Path) -> None:
     compare(training(tmp_path, torch.bfloat16, callback=Editing, max_grad_norm=0.0))
 
 
-@pytest.mark.parametrize("place", ["on_pre_optimizer_step", "on_substep_end"])
+@pytest.mark.parametrize(
+    "place",
+    ["on_pre_optimizer_step", "on_substep_end", *(["on_optimizer_step", "on_step_end"] if DEEP else [])],
+)
 def test_training_that_goes_on_after_an_interruption(tmp_path: Path, place: str) -> None:
     """The scheduler stays open, and what is left in `.grad` counts as it would without."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 import math
 import os
 import random
@@ -670,7 +671,8 @@ def test_what_is_done_around_speculation_that_is_made_anew(action: str) -> None:
     ACTIONS[action][1](plain)
     plain.step()
     plain.run(range(JUMP + 1, JUMP + 3))
-    for device, is_before in (("immediate", True), ("usual", False)):
+    ways = itertools.product(("immediate", "usual"), (True, False))
+    for device, is_before in ways if DEEP else (("immediate", True), ("usual", False)):
         ours = jumping(device)
         with ours.scheduler or contextlib.nullcontext():
             ours.run(range(JUMP))
