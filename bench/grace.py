@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path += [str(ROOT / "tests"), str(ROOT / "tests" / "support"), str(ROOT / "bench")]
+sys.path += [str(ROOT / "tests"), str(ROOT / "bench")]
 
 from arm import emulation  # noqa: E402
 from arm.emulation import Cpu, EmulatedJob  # noqa: E402
-from kernel_arrays import Job, make_segment  # noqa: E402
 from neoverse_v2 import Kind, bounds, rule_of  # noqa: E402
+from support.kernel_arrays import Job, make_segment  # noqa: E402
 
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters  # noqa: E402
 from superadam.kernels.native import Dtype, Pass  # noqa: E402

@@ -13,7 +13,7 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
-from slow_files import is_slow
+from support.slow_files import is_slow
 
 import superadam
 

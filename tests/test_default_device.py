@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 from measures.paced_device import PRESETS, PacedDevice
+from support.visible import visible
 from torch import Tensor, nn
 from torch.utils._device import _device_constructors
 from torch.utils.checkpoint import checkpoint
-from visible import visible
 
 import superadam
 from superadam import OffloadScheduler, SpeculativeCPUAdamW

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from slow_files import is_slow
+from support.slow_files import is_slow
 
 TESTS = Path(__file__).resolve().parent
 FOLDERS = sorted({path.parent for path in TESTS.glob("*/test_*.py")})

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from kernel_arrays import Array, Job, coefficient_table
+from support.kernel_arrays import Array, Job, coefficient_table
 
 from superadam.kernels import native
 

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from measures import pacing
 from measures.paced_device import PRESETS, PacedDevice, Rates, constant
 from measures.timed_model import Gradients, TimedModel, without_samples
-from overlap import adam, everything, mlp, train
+from support.overlap import adam, everything, mlp, train
+from support.visible import bits, state_bits
 from torch import Tensor, nn
-from visible import bits, state_bits
 
 from superadam import OffloadScheduler, StepKind
 from superadam.cli.bench.arrays import HYPERPARAMETERS

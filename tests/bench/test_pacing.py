@@ -13,9 +13,9 @@ import numpy as np
 import pace
 import pytest
 import torch
-from actions_on_a_clock import Clock
 from measures import gradient_norms, paced_device, pacing
 from measures.timed_model import Gradients, TimedModel
+from support.actions_on_a_clock import Clock
 
 from superadam.cli.bench.arrays import HYPERPARAMETERS
 from superadam.devices import PlainDevice, Stream

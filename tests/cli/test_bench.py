@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from actions_on_a_clock import Clock
 from hypothesis import given
 from hypothesis import strategies as st
+from support.actions_on_a_clock import Clock
 
 from superadam.cli import main as cli
 from superadam.cli.bench import command, floor, passes

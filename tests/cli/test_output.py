@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO
 
 import pytest
-from training_runs import OPTIONS, write_text
+from support.training_runs import OPTIONS, write_text
 
 from superadam.cli.main import PIPE_STATUS, main
 from superadam.cli.train import display

@@ -22,10 +22,10 @@ from typing import Any
 
 import pytest
 import torch
-from children import exit_code_of_child
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from training_runs import (
+from support.children import exit_code_of_child
+from support.training_runs import (
     OPTIONS,
     SENTENCES,
     TINY,

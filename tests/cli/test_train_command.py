@@ -15,8 +15,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from children import wait_until_delivered
-from training_runs import OPTIONS, SENTENCES, TINY_SHAPE, are_same, one_torch_thread, read_report, train, write_text
+from support.children import wait_until_delivered
+from support.training_runs import (
+    OPTIONS,
+    SENTENCES,
+    TINY_SHAPE,
+    are_same,
+    one_torch_thread,
+    read_report,
+    train,
+    write_text,
+)
 
 from superadam import OffloadScheduler
 from superadam.cli.train import checkpoint, command, verification

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from training_runs import DEVICES
+from support.training_runs import DEVICES
 
 from superadam.cli.train.device import moved, wait_for
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from training_runs import TINY_SHAPE, one_torch_thread, tiny_trainer
+from support.training_runs import TINY_SHAPE, one_torch_thread, tiny_trainer
 
 from superadam.cli.train import display
 from superadam.cli.train.report import Report

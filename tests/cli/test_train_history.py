@@ -6,7 +6,7 @@ import dataclasses
 
 from hypothesis import given
 from hypothesis import strategies as st
-from training_runs import are_same
+from support.training_runs import are_same
 
 from superadam import OverlapStatistics, StepKind
 from superadam.cli.train.history import History, StepRecord

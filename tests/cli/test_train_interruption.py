@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 
 import pytest
-from children import exit_code_of_child, wait_until_delivered
+from support.children import exit_code_of_child, wait_until_delivered
 
 from superadam.cli.train.interruption import Interruption
 from superadam.host.signals import deferred_signals

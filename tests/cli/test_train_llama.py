@@ -10,9 +10,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.training_runs import TINY, TINY_SHAPE, are_same
 from torch import Tensor
 from torch.nn import functional
-from training_runs import TINY, TINY_SHAPE, are_same
 
 from superadam.cli.train import llama
 from superadam.cli.train.llama import Decoder

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from training_runs import DEVICES, TINY_SHAPE, are_same, one_torch_thread, tiny_trainer
+from support.training_runs import DEVICES, TINY_SHAPE, are_same, one_torch_thread, tiny_trainer
 
 from superadam import StepKind
 from superadam.cli.train import loop

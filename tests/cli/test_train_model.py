@@ -7,8 +7,8 @@ import math
 
 import pytest
 import torch
+from support.training_runs import DEVICES, TINY, TINY_SHAPE, are_same
 from torch.utils._python_dispatch import TorchDispatchMode
-from training_runs import DEVICES, TINY, TINY_SHAPE, are_same
 
 from superadam.cli.train.model import build_model, next_byte_loss, parameter_groups
 from superadam.cli.train.settings import Settings

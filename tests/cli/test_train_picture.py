@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib import rcParams
-from training_runs import one_torch_thread, tiny_trainer
+from support.training_runs import one_torch_thread, tiny_trainer
 
 from superadam.cli.train import picture
 from superadam.cli.train.history import History

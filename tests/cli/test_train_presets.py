@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from training_runs import TINY_SHAPE
+from support.training_runs import TINY_SHAPE
 
 from superadam.cli.train.llama import Decoder
 from superadam.cli.train.presets import PRESETS, Shape

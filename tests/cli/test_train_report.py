@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from training_runs import one_torch_thread, read_report, tiny_trainer
+from support.training_runs import one_torch_thread, read_report, tiny_trainer
 
 from superadam.cli.train.report import Report
 from superadam.cli.train.verification import NORM_TOLERANCE, Verification

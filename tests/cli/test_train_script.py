@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.visible import bits
 from torch import nn
-from visible import bits
 
 from superadam import SpeculativeCPUAdamW
 

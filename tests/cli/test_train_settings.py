@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from training_runs import TINY, TINY_SHAPE
+from support.training_runs import TINY, TINY_SHAPE
 
 from superadam.cli.train.presets import Shape
 from superadam.cli.train.settings import Settings

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from training_runs import DEVICES, TINY_SHAPE, one_torch_thread, tiny_trainer
+from support.training_runs import DEVICES, TINY_SHAPE, one_torch_thread, tiny_trainer
 
 from superadam import OffloadScheduler, StepKind, StepOutcome
 from superadam.cli.train.loop import Trainer

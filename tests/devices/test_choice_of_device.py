@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_cuda import fake_cuda
+from support.fake_cuda import fake_cuda
 
 import superadam.devices
 from superadam.devices import CudaDevice, PlainDevice, device_for

@@ -18,14 +18,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fake_cuda import FakeCuda, FakeDevice, FakeStream, OperationsOnStreams, fake_cuda
-from gpu_arrays import BACKENDS, asked_for
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
-from overlapped_run import OverlappedRun
+from support.fake_cuda import FakeCuda, FakeDevice, FakeStream, OperationsOnStreams, fake_cuda
+from support.gpu_arrays import BACKENDS, asked_for
+from support.overlapped_run import OverlappedRun
+from support.visible import bits, state_bits
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from visible import bits, state_bits
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam, StepKind
 from superadam.devices import CudaDevice, Device, Stream

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from children import exit_code_of_child
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
-from pinning import Point, RecordingRegistrar
+from support.children import exit_code_of_child
+from support.pinning import Point, RecordingRegistrar
 from torch import Tensor
 
 from superadam.devices import pinned as pinned_module

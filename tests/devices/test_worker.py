@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from children import exit_code_of_child
-from overlap import PlantedError, ThreadDevice, adam, end_thread, loss_of, mlp
+from support.children import exit_code_of_child
+from support.overlap import PlantedError, ThreadDevice, adam, end_thread, loss_of, mlp
 
 from superadam import OffloadScheduler
 from superadam.devices import worker as worker_module

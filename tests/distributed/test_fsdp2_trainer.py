@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from language_models import VOCABULARY, llama
-from ranks import on_ranks
-from reference import flat, same_bits
-from shards import parts_of, wrap
+from support.language_models import VOCABULARY, llama
+from support.ranks import on_ranks
+from support.reference import flat, same_bits
+from support.shards import parts_of, wrap
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import Dataset

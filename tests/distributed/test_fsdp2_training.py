@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from language_models import VOCABULARY, llama, mixture_of_experts
-from overlap import ThreadDevice
-from ranks import on_ranks
-from reference import flat, same_bits
-from shards import Oracle, local, parts_of, wrap
+from support.language_models import VOCABULARY, llama, mixture_of_experts
+from support.overlap import ThreadDevice
+from support.ranks import on_ranks
+from support.reference import flat, same_bits
+from support.shards import Oracle, local, parts_of, wrap
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 

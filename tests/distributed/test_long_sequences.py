@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sequence_ranks import (
+from support.sequence_ranks import (
     CASES,
     MISSING,
     REFUSALS,

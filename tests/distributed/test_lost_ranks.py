@@ -19,12 +19,12 @@ from unittest import mock
 
 import pytest
 import torch
-from overlap import ThreadDevice
-from ranks import ENDED, Ending, preload, run, run_apart
-from shards import parts_of, wrap
+from support.overlap import ThreadDevice
+from support.ranks import ENDED, Ending, preload, run, run_apart
+from support.shards import parts_of, wrap
+from support.training_runs import OPTIONS, write_text
 from torch import distributed, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from training_runs import OPTIONS, write_text
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
 from superadam.cli.main import main

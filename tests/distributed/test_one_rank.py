@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from reference import flat, same_bits
-from shards import local, parts_of, wrap
+from support.reference import flat, same_bits
+from support.shards import local, parts_of, wrap
 from torch import Tensor, distributed, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from overlap import ThreadDevice
-from ranks import on_ranks
-from shards import local, wrap
+from support.overlap import ThreadDevice
+from support.ranks import on_ranks
+from support.shards import local, wrap
+from support.visible import bits
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from visible import bits
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam, SpeculativeCPUAdamW
 from superadam.integrations.reduced_gradients import take_reduced_gradients

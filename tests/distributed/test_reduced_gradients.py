@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from overlap import PlantedError, RaiseInBackward, ThreadDevice
-from ranks import on_ranks
-from reference import flat, same_bits
-from shards import Oracle, local, ways_to_shard, wrap
+from support.overlap import PlantedError, RaiseInBackward, ThreadDevice
+from support.ranks import on_ranks
+from support.reference import flat, same_bits
+from support.shards import Oracle, local, ways_to_shard, wrap
 from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 

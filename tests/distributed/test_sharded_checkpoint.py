@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
 import torch
+from support import ranks
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

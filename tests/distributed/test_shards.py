@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import on_ranks
-from shards import Oracle, local, wrap
+from support.ranks import on_ranks
+from support.shards import Oracle, local, wrap
+from support.visible import bits
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -25,7 +26,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from visible import bits
 
 from superadam import SpeculativeCPUAdamW, StepKind
 from superadam.distributed import shards

@@ -21,8 +21,8 @@ from unittest import mock
 
 import pytest
 import torch
-from ranks import on_ranks, run
-from training_runs import OPTIONS, SENTENCES, TINY, TINY_SHAPE, are_same, read_report, write_text
+from support.ranks import on_ranks, run
+from support.training_runs import OPTIONS, SENTENCES, TINY, TINY_SHAPE, are_same, read_report, write_text
 
 from superadam import OffloadScheduler, StepKind
 from superadam.cli.main import main

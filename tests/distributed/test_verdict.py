@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import ENDED, on_ranks, run
-from shards import local, wrap
+from support.ranks import ENDED, on_ranks, run
+from support.shards import local, wrap
+from support.visible import bits
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from visible import bits
 
 from superadam import SpeculativeCPUAdam, SpeculativeCPUAdamW, StepKind
 from superadam.distributed.verdict import Question, Ranks, ranks_of

@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from gpu_arrays import DEVICE, Launches, Placed, needs_triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_arrays import STATE, Job, Segment, differing_stored, jobs, make_segment
-from strategies import Magnitudes
+from support.gpu_arrays import DEVICE, Launches, Placed, needs_triton
+from support.kernel_arrays import STATE, Job, Segment, differing_stored, jobs, make_segment
+from support.strategies import Magnitudes
 
 from superadam import gpu
 from superadam.gpu import adam

@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import gpu_arrays  # noqa: F401  decides how kernels run, before superadam.gpu is imported
-import gpu_variants
 import pytest
+import support.gpu_arrays  # noqa: F401  decides how kernels run, before superadam.gpu is imported
 import torch
-from gpu_variants import (
+from support import gpu_variants
+from support.gpu_variants import (
     ADAM,
     COEFFICIENTS,
     KERNELS,

@@ -13,7 +13,9 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from gpu_arrays import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.gpu_arrays import (
     BACKENDS,
     DEVICE,
     Array,
@@ -23,10 +25,8 @@ from gpu_arrays import (
     needs_triton,
     offsets_with_gaps,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from kernel_arrays import HALVES_AND_FLOAT32, STORAGE, differing, differing_stored, narrow, widen
-from strategies import Magnitudes, magnitudes, random_array
+from support.kernel_arrays import HALVES_AND_FLOAT32, STORAGE, differing, differing_stored, narrow, widen
+from support.strategies import Magnitudes, magnitudes, random_array
 
 from superadam import gpu
 from superadam.gpu import Backend, backend, choice, language, pack

@@ -8,7 +8,9 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from gpu_arrays import (
+from hypothesis import given
+from hypothesis import strategies as st
+from support.gpu_arrays import (
     BACKENDS,
     DEVICE,
     TORCH_DTYPES,
@@ -18,10 +20,8 @@ from gpu_arrays import (
     needs_triton,
     offsets_with_gaps,
 )
-from hypothesis import given
-from hypothesis import strategies as st
-from kernel_arrays import STORAGE
-from strategies import lengths
+from support.kernel_arrays import STORAGE
+from support.strategies import lengths
 
 from superadam import gpu
 from superadam.gpu import scatter

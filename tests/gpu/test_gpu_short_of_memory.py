@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from gpu_arrays import BACKENDS, DEVICE, asked_for, needs_triton
+from support.gpu_arrays import BACKENDS, DEVICE, asked_for, needs_triton
 
 from superadam import gpu
 from superadam.gpu.tables import Table

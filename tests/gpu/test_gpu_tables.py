@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gpu_arrays import DEVICE, needs_triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.gpu_arrays import DEVICE, needs_triton
 from torch import Tensor
 
 from superadam import gpu

@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from children import exit_code_of_child
+from support.children import exit_code_of_child
 
 from superadam.host import signals
 from superadam.host.signals import deferred_signals

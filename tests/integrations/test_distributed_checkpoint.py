@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from children import exit_code_of_child
+from support.children import exit_code_of_child
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict

@@ -11,10 +11,10 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from frameworks import Predictor, Run, Sentences, Training, adamw, alone, compare, dtypes
+from support.frameworks import Predictor, Run, Sentences, Training, adamw, alone, compare, dtypes
+from support.visible import bits
 from torch import Tensor
 from torch.utils.data import DataLoader
-from visible import bits
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")]
 

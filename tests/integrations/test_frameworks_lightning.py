@@ -10,7 +10,9 @@ from typing import Any
 import lightning
 import pytest
 import torch
-from frameworks import (
+from lightning.pytorch.callbacks import BaseFinetuning, EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.utilities import grad_norm
+from support.frameworks import (
     Predictor,
     Run,
     Sentences,
@@ -22,8 +24,6 @@ from frameworks import (
     dtypes,
     everything_in,
 )
-from lightning.pytorch.callbacks import BaseFinetuning, EMAWeightAveraging, ModelCheckpoint
-from lightning.pytorch.utilities import grad_norm
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader

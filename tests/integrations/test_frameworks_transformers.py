@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from frameworks import (
+from support.frameworks import (
     VOCABULARY,
     Run,
     Sentences,

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from frameworks import Run, Training, adamw, alone, compare, dtypes, history
 from peft import LoraConfig, get_peft_model
+from support.frameworks import Run, Training, adamw, alone, compare, dtypes, history
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import (

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from shards import local, wrap
+from support.shards import local, wrap
 from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy

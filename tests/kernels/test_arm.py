@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 from arm import emulation
 from arm.emulation import Cpu, EmulatedJob
-from intervals import HALVES, drawn_case
-from kernel_arrays import READS_STATE, Job, differing, differing_stored, make_segment, variants
-from listing import Listing
-from strategies import Magnitudes
+from support.intervals import HALVES, drawn_case
+from support.kernel_arrays import READS_STATE, Job, differing, differing_stored, make_segment, variants
+from support.listing import Listing
+from support.strategies import Magnitudes
 
 from superadam.kernels import formula
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters

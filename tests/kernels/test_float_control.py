@@ -7,11 +7,11 @@ from typing import Protocol
 
 import numpy as np
 import pytest
-from float_control import control_register, flushed_denormals, rounded_upward
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_arrays import Job, jobs, make_segment
-from strategies import Magnitudes, hyperparameters, scales
+from support.float_control import control_register, flushed_denormals, rounded_upward
+from support.kernel_arrays import Job, jobs, make_segment
+from support.strategies import Magnitudes, hyperparameters, scales
 
 from superadam.kernels import native
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters

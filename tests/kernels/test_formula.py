@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import Magnitudes, hyperparameters, lengths, random_array
+from support.strategies import Magnitudes, hyperparameters, lengths, random_array
 
 from superadam.kernels import formula
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
-from strategies import hyperparameters, scales
+from support.strategies import hyperparameters, scales
 
 from superadam.kernels import native
 from superadam.kernels.dtypes import DTYPES

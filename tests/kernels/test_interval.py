@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from intervals import HALVES, Case, at_factor, beside_midpoints, cases, decayed, elements, factors
-from kernel_arrays import Job, coefficient_table, differing, make_segment, narrow, widen
-from listing import LISTED, Listing
+from support.intervals import HALVES, Case, at_factor, beside_midpoints, cases, decayed, elements, factors
+from support.kernel_arrays import Job, coefficient_table, differing, make_segment, narrow, widen
+from support.listing import LISTED, Listing
 
 from superadam.kernels import formula, native
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters, Interval

@@ -8,8 +8,17 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_arrays import HALVES_AND_FLOAT32, READS_STATE, Job, Placed, coefficient_table, jobs, make_segment, variants
-from strategies import Magnitudes
+from support.kernel_arrays import (
+    HALVES_AND_FLOAT32,
+    READS_STATE,
+    Job,
+    Placed,
+    coefficient_table,
+    jobs,
+    make_segment,
+    variants,
+)
+from support.strategies import Magnitudes
 
 from superadam.kernels import formula, native
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from children import exit_code_of_child
-from guarded_memory import GuardedMemory
-from kernel_arrays import STATE, STORAGE, variants
+from support.children import exit_code_of_child
+from support.guarded_memory import GuardedMemory
+from support.kernel_arrays import STATE, STORAGE, variants
 
 from superadam.kernels import native
 from superadam.kernels.native import Dtype, Flag, Pass

@@ -17,8 +17,8 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from kernel_arrays import Job, Placed, Segment, differing, make_segment, widen
-from strategies import Magnitudes, hyperparameters, random_array
+from support.kernel_arrays import Job, Placed, Segment, differing, make_segment, widen
+from support.strategies import Magnitudes, hyperparameters, random_array
 
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
 from superadam.kernels.native import Dtype, Flag, Pass

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_arrays import READS_STATE, Job, coefficient_table, make_segment
+from support.kernel_arrays import READS_STATE, Job, coefficient_table, make_segment
 
 import superadam
 from superadam._kernels import ffi, lib

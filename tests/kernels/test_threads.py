@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from children import exit_code_of_child
-from kernel_arrays import Job, make_segment
-from strategies import Magnitudes
+from support.children import exit_code_of_child
+from support.kernel_arrays import Job, make_segment
+from support.strategies import Magnitudes
 
 from superadam.kernels import native
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters

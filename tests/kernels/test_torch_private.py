@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 import torch
-import without_names
+from support import without_names
+from support.visible import parameter
+from support.without_names import ALL, NONE, OF_DTENSORS, PARTS
 from torch import Tensor, distributed, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from visible import parameter
-from without_names import ALL, NONE, OF_DTENSORS, PARTS
 
 import superadam
 from superadam import SpeculativeCPUAdamW

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from overlap import (
+from support.overlap import (
     DeferredDevice,
     ImmediateDevice,
     PlantedError,
@@ -27,9 +27,9 @@ from overlap import (
     mlp,
     train,
 )
-from reference import Synchronous, flat, same_bits
+from support.reference import Synchronous, flat, same_bits
+from support.visible import bits
 from torch import Tensor, nn
-from visible import bits
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam, StepKind
 from superadam.devices import Device

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from overlap import DeferredDevice, ThreadDevice, adam
+from support.overlap import DeferredDevice, ThreadDevice, adam
 from torch import nn
 
 import superadam

@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from overlap import DeferredDevice, FullDevice, ImmediateDevice, ThreadDevice
+from support.overlap import DeferredDevice, FullDevice, ImmediateDevice, ThreadDevice
+from support.visible import bits, state_bits
 from torch import Tensor, nn
-from visible import bits, state_bits
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam, SpeculativeCPUAdamW
 from superadam.devices import Device

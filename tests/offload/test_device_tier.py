@@ -12,9 +12,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from overlap import PlantedError
-from reference import Synchronous, flat, same_bits
-from strategies import Magnitudes, hyperparameters, random_array
+from support.overlap import PlantedError
+from support.reference import Synchronous, flat, same_bits
+from support.strategies import Magnitudes, hyperparameters, random_array
 from torch import Tensor, nn
 
 from superadam.devices import Device, PlainDevice, Stream

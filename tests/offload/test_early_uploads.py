@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from measures.paced_device import PacedDevice, Rates
-from overlap import adam, loss_of, mlp, train
+from support.overlap import adam, loss_of, mlp, train
 from torch import Tensor
 
 from superadam import OffloadScheduler

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from children import exit_code_of_child
+from support.children import exit_code_of_child
+from support.visible import are_taken, give_gradients, parameter, shown, state_bits
 from torch.utils.data import DataLoader, Dataset
-from visible import are_taken, give_gradients, parameter, shown, state_bits
 
 import superadam
 from superadam import SpeculativeCPUAdamW

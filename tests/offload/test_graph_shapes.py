@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from overlap import ImmediateDevice, ThreadDevice, adam, batch, everything, mlp
+from support.overlap import ImmediateDevice, ThreadDevice, adam, batch, everything, mlp
+from support.visible import shown
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.func import functional_call
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-from visible import shown
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam
 from superadam.devices import Device

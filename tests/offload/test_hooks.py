@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from overlap import batch, mlp
+from support.overlap import batch, mlp
 from torch import Tensor, nn
 
 from superadam.offload.hooks import GradientReady, Hooks

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from overlap import DeferredDevice, ImmediateDevice, ThreadDevice, adam, batch, mlp
+from support.overlap import DeferredDevice, ImmediateDevice, ThreadDevice, adam, batch, mlp
+from support.visible import state_bits
 from torch import Tensor
-from visible import state_bits
 
 import superadam
 from superadam import OffloadScheduler, SpeculativeCPUAdam

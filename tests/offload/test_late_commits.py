@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_clipped_speculation import (
+from offload.test_clipped_speculation import (
     ACTIONS,
     DEVICES,
     PATCHED,
@@ -20,7 +20,7 @@ from test_clipped_speculation import (
     expected_of,
     state_of,
 )
-from visible import bits
+from support.visible import bits
 
 from superadam.kernels.hyperparameters import Interval
 from superadam.offload.late_commits import (

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from overlap import ThreadDevice, adam, mlp
+from support.overlap import ThreadDevice, adam, mlp
 from torch import Tensor, nn
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam

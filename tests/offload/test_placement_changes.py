@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from overlap import adam, loss_of, mlp, train
+from support.overlap import adam, loss_of, mlp, train
 
 from superadam import OffloadScheduler
 from superadam.testing import SimulatedDevice

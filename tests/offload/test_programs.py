@@ -29,9 +29,9 @@ from typing import Any
 
 import pytest
 import torch
-from overlap import ImmediateDevice, PlantedError, RaiseInBackward, ThreadDevice, batch
+from support.overlap import ImmediateDevice, PlantedError, RaiseInBackward, ThreadDevice, batch
+from support.visible import bits, parameters_of
 from torch import Tensor, nn
-from visible import bits, parameters_of
 
 import superadam
 from superadam import OffloadScheduler, SpeculativeCPUAdamW

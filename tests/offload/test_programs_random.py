@@ -14,8 +14,19 @@ import pytest
 import torch
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
-from overlap import DeferredDevice, ImmediateDevice, PlantedError, ThreadDevice
-from test_programs import ACTIONS, EVERYTHING, LIMIT, Net, Program, Run, adamw, backward, first_difference, record
+from offload.test_programs import (
+    ACTIONS,
+    EVERYTHING,
+    LIMIT,
+    Net,
+    Program,
+    Run,
+    adamw,
+    backward,
+    first_difference,
+    record,
+)
+from support.overlap import DeferredDevice, ImmediateDevice, PlantedError, ThreadDevice
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
 from superadam.devices import Device

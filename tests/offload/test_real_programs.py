@@ -20,8 +20,9 @@ from typing import Any
 
 import pytest
 import torch
-from overlap import ThreadDevice
-from test_programs import difference, frozen, state_of
+from offload.test_programs import difference, frozen, state_of
+from support.overlap import ThreadDevice
+from support.visible import parameters_of
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, linear, scaled_dot_product_attention
@@ -29,7 +30,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
 from torch.utils.checkpoint import checkpoint
-from visible import parameters_of
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
 from superadam.devices import Device

@@ -16,9 +16,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from overlap import DeferredDevice, ImmediateDevice, ThreadDevice, batch
+from support.overlap import DeferredDevice, ImmediateDevice, ThreadDevice, batch
+from support.visible import Bits, bits
 from torch import Tensor, nn
-from visible import Bits, bits
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
 from superadam.devices import Device

@@ -19,10 +19,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from overlap import ImmediateWorker, PlantedError, ThreadDevice, adam, everything, loss_of, mlp, train
-from reference import Synchronous, flat, same_bits
+from support.overlap import ImmediateWorker, PlantedError, ThreadDevice, adam, everything, loss_of, mlp, train
+from support.reference import Synchronous, flat, same_bits
+from support.visible import bits, parameters_of, shown, state_bits
 from torch import Tensor, nn
-from visible import bits, parameters_of, shown, state_bits
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam, StepKind
 from superadam.devices import Device, Stream

@@ -21,8 +21,8 @@ from typing import Any, cast
 
 import pytest
 import torch
-from children import exit_code_of_child
-from overlap import (
+from support.children import exit_code_of_child
+from support.overlap import (
     DeferredDevice,
     FullDevice,
     ImmediateDevice,
@@ -40,9 +40,9 @@ from overlap import (
     mlp,
     train,
 )
+from support.visible import bits, shown
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from visible import bits, shown
 
 import superadam
 from superadam import OffloadScheduler, SpeculativeCPUAdam, StepKind

@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any, cast
 
-import overlapped_run
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
-from overlapped_run import FullDevice, OverlappedRun
-from step_actions import ACTIONS
+from support import overlapped_run
+from support.overlapped_run import FullDevice, OverlappedRun
+from support.step_actions import ACTIONS
 
 from superadam.devices import Stream
 from superadam.handles import gradient_handle

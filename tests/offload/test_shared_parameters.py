@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from overlap import ImmediateDevice, adam, eager, loss_of, mlp
+from support.overlap import ImmediateDevice, adam, eager, loss_of, mlp
+from support.visible import shown, state_bits
 from torch import nn
-from visible import shown, state_bits
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam
 from superadam.devices import Device

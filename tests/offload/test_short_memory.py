@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from overlap import adam, batch, everything, mlp
+from support.overlap import adam, batch, everything, mlp
 from torch import Tensor, nn
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam

@@ -12,7 +12,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from overlap import DeferredDevice, ImmediateDevice, PlantedError, ThreadDevice, adam, batch, eager, loss_of, mlp, train
+from support.overlap import (
+    DeferredDevice,
+    ImmediateDevice,
+    PlantedError,
+    ThreadDevice,
+    adam,
+    batch,
+    eager,
+    loss_of,
+    mlp,
+    train,
+)
 from torch import Tensor, nn
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam, StepKind, StepOutcome

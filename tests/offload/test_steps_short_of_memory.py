@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-SUPPORT = Path(__file__).parents[1] / "support"
+TESTS = Path(__file__).parents[1]
 DEEP = os.environ.get("SUPERADAM_DEEP") == "1"
 STRIDE = 1 if DEEP else 40
 """Of the allocations of a step, one of this many fails in each way of training."""
@@ -26,10 +26,10 @@ STRIDE = 1 if DEEP else 40
 )
 def test_step_whose_memory_runs_out_is_made_wholly_or_not_at_all(tmp_path: Path) -> None:
     library = tmp_path / "failing_allocations.so"
-    source = SUPPORT / "failing_allocations.c"
+    source = TESTS / "support" / "failing_allocations.c"
     subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", library, source], check=True)
-    environment = {**os.environ, "LD_PRELOAD": str(library), "PYTHONPATH": str(SUPPORT)}
-    program = [sys.executable, str(SUPPORT / "steps_short_of_memory.py"), "--stride", str(STRIDE)]
+    environment = {**os.environ, "LD_PRELOAD": str(library), "PYTHONPATH": str(TESTS)}
+    program = [sys.executable, "-m", "support.steps_short_of_memory", "--stride", str(STRIDE)]
     made = subprocess.run(program, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     reports = [json.loads(line) for line in made.stdout.splitlines()]
     assert {name: faults for name, *_, faults in reports if faults} == {}

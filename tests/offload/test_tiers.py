@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from overlap import adam, everything, loss_of, mlp
+from support.overlap import adam, everything, loss_of, mlp
 from torch import Tensor
 
 from superadam import OffloadScheduler, StepKind

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from overlap import ThreadDevice, adam, mlp, train
+from support.overlap import ThreadDevice, adam, mlp, train
 
 from superadam import OffloadScheduler
 from superadam.offload import trace

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from overlap import DeferredDevice, ThreadDevice, adam, batch, mlp
-from visible import bits, parameters_of
+from support.overlap import DeferredDevice, ThreadDevice, adam, batch, mlp
+from support.visible import bits, parameters_of
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam
 from superadam.testing import SimulatedDevice

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from visible import (
+from support.visible import (
     are_taken,
     bits,
     give_gradients,

@@ -17,8 +17,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.visible import (
+    are_taken,
+    bits,
+    give_gradients,
+    parameter,
+    parameters_of,
+    refused,
+    shown,
+    state_bits,
+    visible,
+)
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from visible import are_taken, bits, give_gradients, parameter, parameters_of, refused, shown, state_bits, visible
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam, SpeculativeCPUAdamW
 from superadam.optim import checkpoint

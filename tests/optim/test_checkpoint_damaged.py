@@ -18,7 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from visible import are_taken, bits, give_gradients, parameter, parameters_of, train, visible
+from support.visible import are_taken, bits, give_gradients, parameter, parameters_of, train, visible
 
 from superadam import SpeculativeCPUAdam, SpeculativeCPUAdamW
 from superadam.state.outside_writes import differing

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from visible import (
+from support.visible import (
     are_taken,
     bits,
     give_gradients,

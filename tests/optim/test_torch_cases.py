@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.visible import are_taken, bits, give_gradients, parameter, parameters_of, state_bits
 from torch.testing._internal.common_optimizers import (
     optim_error_inputs_func_adam,
     optim_error_inputs_func_adamw,
     optim_inputs_func_adam,
     optim_inputs_func_adamw,
 )
-from visible import are_taken, bits, give_gradients, parameter, parameters_of, state_bits
 
 from superadam import SpeculativeCPUAdam, SpeculativeCPUAdamW
 

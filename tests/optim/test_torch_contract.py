@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from visible import (
+from support.visible import (
     are_taken,
     bits,
     give_gradients,
@@ -25,6 +23,8 @@ from visible import (
     train,
     visible,
 )
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from superadam import SpeculativeCPUAdam, SpeculativeCPUAdamW
 

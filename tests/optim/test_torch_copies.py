@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.visible import are_taken, bits, give_gradients, parameter, parameters_of, speculate, train, visible
 from torch.optim import lr_scheduler
-from visible import are_taken, bits, give_gradients, parameter, parameters_of, speculate, train, visible
 
 from superadam import SpeculativeCPUAdamW
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_torch_cases import CASES, CONFIGURATIONS, REFUSED, options_of
+from optim.test_torch_cases import CASES, CONFIGURATIONS, REFUSED, options_of
+from support.visible import bits, give_gradients, parameter, parameters_of, refused, shown, state_bits, train, visible
 from torch.testing._internal.common_optimizers import optim_db
-from visible import bits, give_gradients, parameter, parameters_of, refused, shown, state_bits, train, visible
 
 INFO = {info.optim_cls.__name__: info for info in optim_db if info.optim_cls.__name__ in CASES}
 EACH = pytest.mark.parametrize("name", CASES)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.visible import parameter, parameters_of, state_bits, train, visible
 from torch.optim import lr_scheduler, swa_utils
-from visible import parameter, parameters_of, state_bits, train, visible
 
 from superadam import SpeculativeCPUAdamW
 

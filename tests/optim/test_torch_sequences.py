@@ -18,9 +18,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.visible import bits, parameter, parameters_of
 from torch import Tensor
 from torch.optim import lr_scheduler
-from visible import bits, parameter, parameters_of
 
 from superadam import SpeculativeCPUAdamW
 from superadam.state.outside_writes import differing

@@ -18,10 +18,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import gpu_arrays  # noqa: F401 - kernels are interpreted
 import pytest
+import support.gpu_arrays  # noqa: F401 - kernels are interpreted
 import torch
-from training_runs import one_torch_thread
+from support.training_runs import one_torch_thread
 
 pytestmark = pytest.mark.slow
 

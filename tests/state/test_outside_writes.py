@@ -11,9 +11,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from reference import same_bits
-from strategies import Magnitudes, random_array
-from visible import are_taken, bits, give_gradients, parameter, parameters_of, shown, state_bits, train, visible
+from support.reference import same_bits
+from support.strategies import Magnitudes, random_array
+from support.visible import are_taken, bits, give_gradients, parameter, parameters_of, shown, state_bits, train, visible
 
 from superadam import SpeculativeCPUAdam
 from superadam.state.outside_writes import differing

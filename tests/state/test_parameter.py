@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from support.visible import are_taken, bits, give_gradients, parameter, parameters_of, refused, state_bits
 from torch import Tensor
-from visible import are_taken, bits, give_gradients, parameter, parameters_of, refused, state_bits
 
 from superadam import SpeculativeCPUAdam, SpeculativeCPUAdamW
 from superadam.state.delivery import SynchronousDelivery

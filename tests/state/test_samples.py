@@ -15,9 +15,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from overlap import ImmediateDevice, ThreadDevice, everything
+from support.overlap import ImmediateDevice, ThreadDevice, everything
+from support.visible import give_gradients, parameter, parameters_of, state_bits, train
 from torch import Tensor, nn
-from visible import give_gradients, parameter, parameters_of, state_bits, train
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam
 from superadam.devices import Device

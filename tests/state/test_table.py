@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from visible import parameter, train
+from support.visible import parameter, train
 
 from superadam import SpeculativeCPUAdam
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters, Scale

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from support.visible import give_gradients, parameter, parameters_of, state_bits, train, visible
 from torch import Tensor
-from visible import give_gradients, parameter, parameters_of, state_bits, train, visible
 
 from superadam import SpeculativeCPUAdam, StepKind
 from superadam.handles.gradient_handle import take_reduced

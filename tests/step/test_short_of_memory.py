@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.visible import give_gradients, parameter, state_bits
 from torch import Tensor
-from visible import give_gradients, parameter, state_bits
 
 from superadam import SpeculativeCPUAdam
 from superadam.state.parameter import ParameterState

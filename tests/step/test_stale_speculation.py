@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from visible import give_gradients, parameter, parameters_of, train, visible
+from support.visible import give_gradients, parameter, parameters_of, train, visible
 
 from superadam import SpeculativeCPUAdam
 from superadam.handles.gradient_handle import taken_of

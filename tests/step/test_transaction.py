@@ -17,9 +17,9 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from reference import Synchronous, flat, same_bits
-from strategies import Magnitudes, random_array
-from visible import are_taken, bits
+from support.reference import Synchronous, flat, same_bits
+from support.strategies import Magnitudes, random_array
+from support.visible import are_taken, bits
 
 import superadam
 from superadam import SpeculativeCPUAdam, StepKind

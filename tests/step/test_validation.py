@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from visible import are_taken, give_gradients, parameter, parameters_of
+from support.visible import are_taken, give_gradients, parameter, parameters_of
 
 import superadam
 from superadam import SpeculativeCPUAdam, StepKind

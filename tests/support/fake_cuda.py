@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_arrays import asked_for
+from support.gpu_arrays import asked_for
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -23,11 +23,11 @@ os.environ.update(
 
 import pytest
 import torch
+from support.visible import bits, parameters_of, state_bits
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
-from visible import bits, parameters_of, state_bits
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
 

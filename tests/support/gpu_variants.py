@@ -283,9 +283,9 @@ class Compilers:
 
     def _compile(self, requests: Sequence[Request]) -> list[Code]:
         clean = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
-        path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+        path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
         done = subprocess.run(
-            [sys.executable, "-c", "import gpu_variants; gpu_variants._compile_all()"],
+            [sys.executable, "-c", "from support import gpu_variants; gpu_variants._compile_all()"],
             input=pickle.dumps(requests),
             env=clean | {"TRITON_CACHE_DIR": str(self._cache), "TRITON_DUMP_PTXAS_LOG": "1", "PYTHONPATH": path},
             check=False,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
-from strategies import Magnitudes, coefficients, lengths, magnitudes, random_array
+from support.strategies import Magnitudes, coefficients, lengths, magnitudes, random_array
 
 from superadam.kernels import formula, native
 from superadam.kernels.hyperparameters import Coefficients

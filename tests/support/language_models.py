@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from ranks import preload
+from support.ranks import preload
 
 VOCABULARY = 63
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
-from intervals import Case, at_factor
-from kernel_arrays import Job, Placed, coefficient_table, make_segment, narrow, widen
+from support.intervals import Case, at_factor
+from support.kernel_arrays import Job, Placed, coefficient_table, make_segment, narrow, widen
 
 from superadam.kernels import formula, native
 from superadam.kernels.hyperparameters import IntervalScalars

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from support.visible import state_bits
 from torch import Tensor, nn
-from visible import state_bits
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam
 from superadam.devices import PlainDevice, Stream

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from overlap import DeferredDevice, ImmediateDevice, PlantedError, RaiseInBackward, ThreadDevice
-from reference import same_bits
-from step_actions import ACTIONS, NAMES, ORDINARY_ERRORS, Twin
+from support.overlap import DeferredDevice, ImmediateDevice, PlantedError, RaiseInBackward, ThreadDevice
+from support.reference import same_bits
+from support.step_actions import ACTIONS, NAMES, ORDINARY_ERRORS, Twin
 from torch import Tensor, nn
 
 from superadam import SpeculativeCPUAdamW, StepKind

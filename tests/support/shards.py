@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from reference import Parameter, flat, same_bits
+from support.reference import Parameter, flat, same_bits
 from torch import Tensor, distributed, nn
 from torch.distributed import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard

@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from overlap import DeferredDevice, ImmediateDevice, ThreadDevice, batch
+from support.overlap import DeferredDevice, ImmediateDevice, ThreadDevice, batch
+from support.visible import shown, state_bits
 from torch import Tensor, nn
-from visible import shown, state_bits
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam
 from superadam.devices import Device
