@@ -20,6 +20,8 @@ from superadam.devices.flat import FlatLayout
 from superadam.devices.worker import ThreadWorker, Work, Worker
 from superadam.host.machine import Host
 from superadam.host.memory import HostNeeds
+from superadam.kernels.hyperparameters import Coefficients
+from superadam.kernels.resident_step import ResidentStep
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,9 +99,19 @@ class Device(abc.ABC):
             gradients: one for each member of the layout, of its shape.
             layout: of the buffer; its gaps may hold anything.
             dtype: of the buffer.
-            norm: receives the norm of what is in the buffer, one tensor after another; passed only to a device that
-                runs steps in place (`superadam.kernels.resident_step.StepsInPlace`).
+            norm: receives the norm of what is in the buffer, one tensor after another; passed only where
+                `can_update`.
         """
+
+    can_update = False
+    """Whether it makes Adam's step in its own memory, so that buckets can be resident there: a GPU needs Triton."""
+
+    def update(self, steps: Sequence[ResidentStep], sets: Sequence[Coefficients]) -> None:
+        """Enqueue steps of distinct parameters to the current stream, past version counters; they index `sets`.
+
+        Called only where `can_update`. Each has the bits of `superadam.kernels.formula.adam_formula`.
+        """
+        raise NotImplementedError
 
     def free_bytes(self) -> int | None:
         """Return how much of the device's memory is free and will stay so; None where that is unknown."""

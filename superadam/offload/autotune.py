@@ -41,8 +41,7 @@ BYTES_PER_ELEMENT = 16 + 4  # at most: with amsgrad, and the gradient as well
 class Autotuner:
     """The present placement, and the measurements that lead to it.
 
-    `device` is the model's, `can_keep` says whether it or another tier can hold state (otherwise nothing is measured),
-    `total` is the number of elements of all parameters, and the other arguments are as in `superadam.Placement`, or
+    `device` is the model's; where it cannot make steps, nothing is measured. `total` is the number of elements of all
     "auto". `order` holds parameters (of DTensors, the parts on this rank) as their gradients became ready, resident
     ones last, in that of the last steps that had the most of them. Raises ValueError where buckets are to be resident
     but cannot be, MemoryError where the device has no room for them.
@@ -51,7 +50,6 @@ class Autotuner:
     def __init__(
         self,
         device: Device,
-        can_keep: bool,
         total: int,
         gpu_buckets: int | str,
         bucket_numel: int | str,
@@ -59,7 +57,6 @@ class Autotuner:
         num_threads: int | str,
     ) -> None:
         self._device = device
-        self.can_keep = can_keep
         self._total = total
         threads = device.idle_cores() if isinstance(num_threads, str) else num_threads
         numel = numel_of_buckets(total) if threads else DEFAULT_NUMEL
@@ -79,7 +76,7 @@ class Autotuner:
         self._rated: collections.deque[BucketTimes] = collections.deque(maxlen=RATED_BUCKETS)
         self._wanted: list[int] = []  # what the last steps asked for, all more or all less than there is
         self._most: int | None = None  # that the device had memory for
-        self._is_automatic = isinstance(gpu_buckets, str) and can_keep and threads > 0
+        self._is_automatic = isinstance(gpu_buckets, str) and device.can_update and threads > 0
 
     def add_bucket(self, bucket: Bucket) -> None:
         """Record a bucket of this step that is ready; programs may make any number of backwards before a step."""
@@ -176,7 +173,7 @@ class Autotuner:
 
     def _checked(self, placement: Placement) -> Placement:
         """Return a placement whose resident buckets the device can step, with room for what they have more than now."""
-        if placement.gpu_buckets > 0 and not self.can_keep:
+        if placement.gpu_buckets > 0 and not self._device.can_update:
             raise ValueError(
                 f"gpu_buckets is {placement.gpu_buckets}, but {type(self._device).__name__} cannot make steps where "
                 "the model is; it takes a GPU with Triton, so leave gpu_buckets at 'auto' or 0"

@@ -59,7 +59,7 @@ class Pipeline:
         transaction = self.transaction
         assert transaction is not None
         begin, states = time.perf_counter(), bucket.states
-        if self._autotuner.can_keep:
+        if self._device.can_update:
             self._autotuner.add_bucket(bucket)
         if bucket.is_resident:
             sent, arrived, norms = self._transfers.pack_resident(states, bucket.gradients)
@@ -122,7 +122,7 @@ class Pipeline:
                 record.expect(*prediction)
         written = {id(one.place.shadow): one.place.shadow for one in pending.values() if one.place is not None}
         is_hidden = not is_awaited()
-        moved = _moved_bytes(pending, fuses=not written) if self._autotuner.can_keep else 0
+        moved = _moved_bytes(pending, fuses=not written) if self._device.can_update else 0
         with torch.no_grad():
             transaction.speculate(pending, self._num_threads() if is_hidden else None)
         if prediction is not None and prediction.interval is not None:
@@ -133,7 +133,7 @@ class Pipeline:
         self._statistics.waiting_buckets += not written
         self._trace.add("gradients to host", "download", sent_at, begin, elements=elements)
         self._count_work("adam" if written else "norm", begin, elements)
-        if able and self._autotuner.can_keep:  # else the step will create state, which says little of later ones
+        if able and self._device.can_update:  # else the step will create state, which says little of later ones
             seconds, ready = time.perf_counter() - begin, arrived.passed_at()
             self._autotuner.add_times(BucketTimes(elements, moved, ready, seconds, is_hidden, waits=not written))
 

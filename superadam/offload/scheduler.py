@@ -28,12 +28,10 @@ from superadam.distributed import shards
 from superadam.handles.taken_gradient import GradientHolder, TakenGradient
 from superadam.kernels import torch_private
 from superadam.kernels.hyperparameters import Hyperparameters
-from superadam.kernels.resident_step import StepsInPlace
 from superadam.kernels.torch_private import check_can_take, is_short_of_memory, missing
 from superadam.offload.arguments import check_count, check_model, check_transfer_dtype
 from superadam.offload.autotune import Autotuner
 from superadam.offload.buckets import Bucket, Bucketer
-from superadam.offload.device_tier import DeviceTier
 from superadam.offload.hooks import Hooks
 from superadam.offload.late_commits import LateCommits
 from superadam.offload.needs import needs_of_run
@@ -46,7 +44,7 @@ from superadam.offload.transfers import Transfers
 from superadam.optim.adam import SpeculativeCPUAdam
 from superadam.optim.published_state import hyper_by_row
 from superadam.state.parameter import ParameterState
-from superadam.state.tiers import StateTier
+from superadam.state.resident import ResidentStates
 from superadam.step.outcome import StepOutcome
 from superadam.step.transaction import Transaction
 
@@ -89,12 +87,11 @@ class OffloadScheduler(GradientHolder):
             does not use if it computes on the CPU. Without any, all work is left to `step()`, because during backward
             it would cost more than it hides.
         device: streams and memory of the model; default is the one that its parameters lie on.
-        tier: holds the state of `gpu_buckets`; default is the device's memory, where the device can make steps.
 
     Attributes:
         statistics: counts of buckets, bytes and seconds since the scheduler was made.
         trace: what happened when, in the last steps.
-        delivery, tier: for the optimizer.
+        delivery, resident: for the optimizer.
 
     Raises:
         ValueError: an argument is out of range, or the device cannot keep buckets.
@@ -117,7 +114,6 @@ class OffloadScheduler(GradientHolder):
         transfer_dtype: torch.dtype | str = "auto",
         num_threads: int | str = "auto",
         device: Device | None = None,
-        tier: StateTier | None = None,
     ) -> None:
         optimizer = check_model(optimizer, model)
         check_count("bucket_numel", bucket_numel)
@@ -136,13 +132,9 @@ class OffloadScheduler(GradientHolder):
         parameters = [shards.local_of(parameter) for group in optimizer.param_groups for parameter in group["params"]]
         self._device = device or device_for(parameters)
         owned_device = self._device if device is None else None
-        if tier is None and isinstance(self._device, StepsInPlace) and self._device.can_update:
-            tier = DeviceTier(self._device, self._device)
-        self.tier = tier
+        self.resident = ResidentStates(self._device) if self._device.can_update else None
         total = sum(parameter.numel() for parameter in parameters)
-        self._autotuner = Autotuner(
-            self._device, tier is not None, total, gpu_buckets, bucket_numel, transfer_dtype, num_threads
-        )
+        self._autotuner = Autotuner(self._device, total, gpu_buckets, bucket_numel, transfer_dtype, num_threads)
         self._transfers = self.delivery = Transfers(
             self._device, self.statistics, self.trace, self.placement.transfer_dtype
         )
@@ -282,7 +274,7 @@ class OffloadScheduler(GradientHolder):
         if self._pipeline is None:
             return
         self._learn(seconds)
-        if self._autotuner.can_keep and self._autotuner.end_step(update_seconds):
+        if self._device.can_update and self._autotuner.end_step(update_seconds):
             self._apply_placement()
         if is_full:
             self._make_room()
@@ -362,8 +354,8 @@ class OffloadScheduler(GradientHolder):
         self._bucketer.last = travelling[-1] if travelling and resident else None
         self._transfers.transfer_dtype = self.placement.transfer_dtype
         self._transfers.staged_numel = self.placement.bucket_numel
-        if self.tier is not None:
-            self.tier.bring_home(state for state in states if id(state.local) not in self._bucketer.resident)
+        if self.resident is not None:
+            self.resident.bring_home(state for state in states if id(state.local) not in self._bucketer.resident)
 
     def _make_room(self) -> None:
         """Keep half as many buckets, because the device has no memory for all of them."""

@@ -29,8 +29,8 @@ from superadam.optim import checkpoint
 from superadam.optim.arguments import is_flattened
 from superadam.state.delivery import Delivery, SynchronousDelivery
 from superadam.state.parameter import ParameterState, Phase
+from superadam.state.resident import ResidentStates
 from superadam.state.table import ParameterTable
-from superadam.state.tiers import StateTier
 from superadam.step.outcome import Statistics, StepOutcome
 from superadam.step.transaction import Transaction
 
@@ -68,8 +68,8 @@ class Overlap(Protocol):
         """Brings new values to parameters."""
 
     @property
-    def tier(self) -> StateTier | None:
-        """Holds state that is not on the host."""
+    def resident(self) -> ResidentStates | None:
+        """State that is not on the host."""
 
     def _follow(self, transaction: Transaction | None) -> None:
         """Speculate on the parameters of this transaction from now on; None: on none, until the next one."""
@@ -290,7 +290,7 @@ class PublishedState(GradientHolder):
         ranks = ranks_of(parameters, names, self.ranks)
         for row, (state, name) in enumerate(zip(states, names, strict=True)):  # nothing raises from here on
             state.row, state.name = row, name
-        table = ParameterTable(states, delivery, self.overlap.tier if self.overlap else None)
+        table = ParameterTable(states, delivery, self.overlap.resident if self.overlap else None)
         for state in states:
             self._read(state, table)
             if state in written:

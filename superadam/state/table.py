@@ -18,7 +18,7 @@ from superadam.state.delivery import Delivery
 from superadam.state.fingerprints import Fingerprints
 from superadam.state.norm import GradientNorm
 from superadam.state.parameter import ParameterState, Pending, Shadow
-from superadam.state.tiers import StateTier
+from superadam.state.resident import ResidentStates
 from superadam.state.uncertain import Listed, Patch
 
 Rows = npt.NDArray[np.int64]  # of a `ParameterTable`, in the order in which a job visits them
@@ -73,7 +73,9 @@ class ParameterTable:
         norm: of the gradients of the open step, per (parameter, chunk); 0 where a parameter takes no part.
     """
 
-    def __init__(self, states: Sequence[ParameterState], delivery: Delivery, tier: StateTier | None = None) -> None:
+    def __init__(
+        self, states: Sequence[ParameterState], delivery: Delivery, resident: ResidentStates | None = None
+    ) -> None:
         self.states = list(states)
         self.parameters = [state.parameter for state in self.states]
         self.is_distributed = any(state.is_distributed for state in self.states)
@@ -84,7 +86,7 @@ class ParameterTable:
         self.steps = np.zeros(len(self.states), np.int64)
         self.is_published = np.ones(len(self.states), bool)
         self.delivery = delivery
-        self._tier = tier
+        self._resident = resident
         self._is_ready = np.zeros(len(self.states), bool)
         self._has_max = np.zeros(len(self.states), bool)
         self._plain_dtypes = [state.parameter_dtype if state.is_contiguous_on_cpu else None for state in self.states]
@@ -182,19 +184,19 @@ class ParameterTable:
 
     def is_home(self, state: ParameterState) -> bool:
         """Whether a state is newest in its tensors on the host."""
-        return self._tier is None or not self._tier.holds(state)
+        return self._resident is None or not self._resident.holds(state)
 
     def bring_home(self, states: Iterable[ParameterState] | None = None) -> None:
         """Bring these states, by default all, to the host; return when they are there."""
-        if self._tier is not None:
-            leaving = [state for state in (self.states if states is None else states) if self._tier.holds(state)]
-            self._tier.bring_home(leaving)
+        if self._resident is not None:
+            leaving = [state for state in (self.states if states is None else states) if self._resident.holds(state)]
+            self._resident.bring_home(leaving)
             for state in leaving:
                 self.remember_master(state)
 
     def newest_master(self, state: ParameterState) -> Tensor | None:
-        """Return the newest master, on the host or flat on the device; None where a tier holds and does not show it."""
-        return state.master if self._tier is None or self.is_home(state) else self._tier.master_of(state)
+        """Return the newest master, on the host or flat on the device; None of its own master."""
+        return state.master if self._resident is None or self.is_home(state) else self._resident.master_of(state)
 
     def remember_master(self, state: ParameterState) -> None:
         """Take a working copy for its rounded master, until the master is written to."""
@@ -218,7 +220,7 @@ class ParameterTable:
         return native.differing(self._rows, self._parameter_pointers, rows, everything=everything)
 
     def _at(self, rows: Rows) -> Segments:
-        if self._tier is not None:
+        if self._resident is not None:
             self.bring_home(self.states[row] for row in rows)
         return self._rows.copy() if rows is self.all_rows else self._rows[rows]
 
@@ -391,13 +393,13 @@ class ParameterTable:
 
         return run
 
-    def update_in_tier(
+    def step_resident(
         self, rows: Rows, gradients: Sequence[Tensor], coefficients: CoefficientTable, indices: Sequence[int]
     ) -> None:
-        """Make one step in place in the tier, to which state that is still on the host moves."""
-        assert self._tier is not None
+        """Make one step on the device, to which state that is still on the host moves."""
+        assert self._resident is not None
         count = self.prepared_count(rows)
-        self._tier.update([self.states[row] for row in rows], gradients, indices, coefficients.sets)
+        self._resident.step([self.states[row] for row in rows], gradients, indices, coefficients.sets)
         count()
 
     def prepared_count(self, rows: Rows) -> Callable[[], None]:

@@ -444,7 +444,7 @@ class Transaction:
             states, gradients = _columns(resident)
             coefficients, indices = self._coefficients(resident)
             try:  # first: the device works while the host does
-                self.table.update_in_tier(self.table.rows_of(states), gradients, coefficients, indices)
+                self.table.step_resident(self.table.rows_of(states), gradients, coefficients, indices)
             except Exception as error:
                 if not is_short_of_memory(error):
                     raise

@@ -20,9 +20,8 @@ from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import ChunkSums
 from superadam.host.memory import HostNeeds
 from superadam.kernels import formula, native
-from superadam.kernels.resident_step import StepsInPlace
 from superadam.kernels.torch_private import version_of
-from superadam.state import ParameterState
+from superadam.state.parameter import ParameterState
 
 Check = Callable[[Device], None]
 
@@ -227,8 +226,8 @@ def worker_runs_jobs_in_order_and_tells_what_failed(device: Device) -> None:
 
 
 def norm_of_packed_gradients_has_the_bits_of_the_host(dtype: torch.dtype, device: Device) -> None:
-    """Asked only of a device that makes steps in its own memory (`StepsInPlace`)."""
-    if not isinstance(device, StepsInPlace):
+    """Asked only of a device that makes steps in its own memory."""
+    if not device.can_update:
         return
     gradients = [tensor for tensor in _oddly_laid_out(device, dtype) if tensor.numel()]
     gradients[0][1, 1] = torch.inf
@@ -250,7 +249,7 @@ def norm_of_packed_gradients_has_the_bits_of_the_host(dtype: torch.dtype, device
 
 def training_has_the_bits_of_training_without_it(gpu_buckets: int, dtype: torch.dtype, device: Device) -> None:
     """Eight steps, some clipped and one with an infinite gradient; `gpu_buckets` stay where the device can step."""
-    keeps = gpu_buckets if isinstance(device, StepsInPlace) and device.can_update else 0
+    keeps = gpu_buckets if device.can_update else 0
     models = [_model(dtype).to(_where(device)) for _ in range(2)]
     plain, ours = (SpeculativeCPUAdam(model.parameters(), lr=0.05, max_grad_norm=20.0) for model in models)
     with OffloadScheduler(ours, models[1], device=device, gpu_buckets=keeps, bucket_numel=70, num_threads=1):

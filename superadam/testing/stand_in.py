@@ -16,7 +16,7 @@ from superadam.kernels.resident_step import ResidentStep
 
 
 def update(steps: Sequence[ResidentStep], sets: Sequence[Coefficients]) -> None:
-    """Make steps in place; see `superadam.kernels.resident_step.StepsInPlace`."""
+    """Make steps in place; see `superadam.devices.Device.update`."""
     segments = np.zeros(len(steps), native.SEGMENT)
     for segment, step in zip(segments, steps, strict=True):
         segment["length"] = step.master.numel()

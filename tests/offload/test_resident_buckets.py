@@ -30,10 +30,10 @@ from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import ChunkSums
 from superadam.devices.worker import WorkerError
 from superadam.kernels.hyperparameters import Hyperparameters
-from superadam.offload.device_tier import DeviceTier
 from superadam.offload.pipeline import Pipeline
 from superadam.offload.placement import BucketTimes
 from superadam.state.parameter import ParameterState
+from superadam.state.resident import ResidentStates
 from superadam.step.transaction import Transaction
 from superadam.testing.simulated import SimulatedDevice, _take_norm
 
@@ -530,8 +530,8 @@ def pair(
 
 def held(scheduler: OffloadScheduler) -> list[ParameterState]:
     """Return whose state is on the device."""
-    assert isinstance(scheduler.tier, DeviceTier)
-    return list(scheduler.tier._held)
+    assert isinstance(scheduler.resident, ResidentStates)
+    return list(scheduler.resident._held)
 
 
 def resident(scheduler: OffloadScheduler) -> int:

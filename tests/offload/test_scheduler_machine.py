@@ -21,13 +21,13 @@ from superadam.handles import gradient_handle
 from superadam.handles.taken_gradient import TakenGradient
 from superadam.kernels import native
 from superadam.kernels.hyperparameters import Scale
-from superadam.offload.device_tier import DeviceTier
 from superadam.offload.scheduler import OffloadScheduler
 from superadam.offload.shadow import FlatShadow
 from superadam.offload.transfers import Transfers
 from superadam.state.norm import GradientNorm
 from superadam.state.parameter import ParameterState
 from superadam.state.parameter import Phase as Of
+from superadam.state.resident import ResidentStates
 from superadam.state.table import ParameterTable
 from superadam.step import transaction as transaction_module
 from superadam.step.outcome import StepOutcome
@@ -361,13 +361,13 @@ def published_state_is_stale(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def placing_leaves_stale_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was on the device before counts when a parameter is kept again, whatever came in between."""
-    left: dict[tuple[int, int], tuple[DeviceTier, torch.Tensor, torch.Tensor]] = {}
-    original = DeviceTier._moved
+    left: dict[tuple[int, int], tuple[ResidentStates, torch.Tensor, torch.Tensor]] = {}
+    original = ResidentStates._moved
 
-    def moved(self: DeviceTier, tensor: torch.Tensor) -> torch.Tensor:
+    def moved(self: ResidentStates, tensor: torch.Tensor) -> torch.Tensor:
         return left.setdefault((id(self), id(tensor)), (self, tensor, original(self, tensor)))[2]
 
-    monkeypatch.setattr(DeviceTier, "_moved", moved)
+    monkeypatch.setattr(ResidentStates, "_moved", moved)
 
 
 def norm_goes_into_other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -417,15 +417,15 @@ def kept_parameters_hide_outside_writes(monkeypatch: pytest.MonkeyPatch) -> None
 
 def full_device_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     """State that found no room is thought to be on the device all the same."""
-    original = DeviceTier.update
+    original = ResidentStates.step
 
-    def update(self: DeviceTier, *args: Any) -> None:
+    def update(self: ResidentStates, *args: Any) -> None:
         try:
             original(self, *args)
         except torch.OutOfMemoryError:
             return
 
-    monkeypatch.setattr(DeviceTier, "update", update)
+    monkeypatch.setattr(ResidentStates, "step", update)
 
 
 OF_KEPT_STATE: dict[str, Plant] = {

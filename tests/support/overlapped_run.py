@@ -25,7 +25,6 @@ from superadam import SpeculativeCPUAdamW, StepKind
 from superadam.devices import Device, Stream
 from superadam.devices.flat import FlatLayout
 from superadam.handles.gradient_handle import taken_of
-from superadam.kernels.resident_step import StepsInPlace
 from superadam.offload import accumulation as micro_batches
 from superadam.offload.scheduler import OffloadScheduler
 from superadam.testing import SimulatedDevice
@@ -248,7 +247,7 @@ class OverlappedRun(RuleBasedStateMachine):
     def open_scheduler(self) -> None:
         self.seed += 1
         device = self.devices[self.seed % len(self.devices)](self.seed)
-        gpu_buckets = self.gpu_buckets if isinstance(device, StepsInPlace) else "auto"
+        gpu_buckets = self.gpu_buckets if device.can_update else "auto"
         self.ours.scheduler = OffloadScheduler(
             self.ours.optimizer, self.ours.model, device=device, gpu_buckets=gpu_buckets, **self.options
         )

@@ -449,7 +449,7 @@ def synchronize(twin: Twin, seed: int) -> None:
 @action
 def place(twin: Twin, seed: int) -> None:
     if twin.scheduler is not None:
-        can_keep = twin.scheduler.tier is not None
+        can_keep = twin.scheduler.resident is not None
         gpu_buckets, bucket_numel = [(0, 1), (1, 100), (10**6, 100), (10**6, 10**6)][seed % 4]
         twin.scheduler.place(gpu_buckets=gpu_buckets if can_keep else None, bucket_numel=bucket_numel)
 

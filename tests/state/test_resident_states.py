@@ -21,8 +21,8 @@ from superadam.devices import Device, PlainDevice, Stream
 from superadam.kernels import formula
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters, Scale
 from superadam.kernels.resident_step import ResidentStep
-from superadam.offload.device_tier import DeviceTier
 from superadam.state.parameter import ParameterState
+from superadam.state.resident import ResidentStates
 from superadam.state.table import CoefficientTable
 from superadam.testing import SimulatedDevice
 
@@ -78,7 +78,7 @@ class Household:
 
     def __init__(self, tensors: Sequence[Tensor], device: Device | None = None) -> None:
         self.device = device or SimulatedDevice(1, 0.5)
-        self.tier = DeviceTier(self.device, self.device)
+        self.resident = ResidentStates(self.device, self.device)
         self.memory: list[weakref.ref[Tensor]] = []
         self._watch_memory()
         self.states = [
@@ -135,9 +135,9 @@ class Household:
     ) -> None:
         rows = range(len(self.states)) if rows is None else rows
         states, gradients, indices, sets = self.job(rows, hyper, kind)
-        self.tier.update(states, gradients, indices, sets)
+        self.resident.step(states, gradients, indices, sets)
         self.expect(rows, gradients, hyper)
-        assert all(self.tier.holds(state) for state in states)
+        assert all(self.resident.holds(state) for state in states)
 
     def check_parameters(self) -> None:
         for state, one in zip(self.states, self.reference.parameters, strict=True):
@@ -147,7 +147,7 @@ class Household:
         """Check the state of parameters that are at home."""
         self.check_parameters()
         for state, one in zip(self.states, self.reference.parameters, strict=True):
-            if self.tier.holds(state) or state.exp_avg is None:
+            if self.resident.holds(state) or state.exp_avg is None:
                 continue
             for tensor, expected in ((state.master, one.p), (state.exp_avg, one.m), (state.exp_avg_sq, one.v)):
                 assert tensor is not None
@@ -213,19 +213,19 @@ def test_any_steps_and_journeys_give_the_bits_of_the_oracle(
             house.step(sorted(row for row in rows if row < count), hyper, kind)
         elif what == "bring home":
             chosen = [house.states[row] for row in details[0] if row < count]
-            house.tier.bring_home(chosen)
-            assert not any(house.tier.holds(state) for state in chosen)
+            house.resident.bring_home(chosen)
+            assert not any(house.resident.holds(state) for state in chosen)
         elif what == "bring all home":
-            house.tier.bring_home(house.states)
-            assert not any(map(house.tier.holds, house.states))
+            house.resident.bring_home(house.states)
+            assert not any(map(house.resident.holds, house.states))
         else:
             state = house.states[min(details[0], count - 1)]
-            house.tier.bring_home([state])
+            house.resident.bring_home([state])
             if state.exp_avg is not None:  # the host's tensors count, no matter who writes them
                 state.exp_avg.fill_(0.25)
                 house.reference.parameters[state.row].m[:] = 0.25
         house.check_home()
-    house.tier.bring_home(house.states)
+    house.resident.bring_home(house.states)
     house.check_home()
     assert not house.on_device
 
@@ -235,7 +235,7 @@ def test_every_dtype_and_layout(device: Device) -> None:
     for _ in range(3):
         house.step()
         house.check_parameters()
-    house.tier.bring_home(house.states)
+    house.resident.bring_home(house.states)
     house.check_home()
 
 
@@ -246,7 +246,7 @@ def test_amsgrad_that_is_switched_on_and_off(device: Device) -> None:
     for rows, amsgrad in ((None, False), (some, True), (None, False), (None, True), (some, True), (None, False)):
         house.step(rows, replace(HYPER, amsgrad=amsgrad))
         house.check_parameters()
-    house.tier.bring_home(house.states)
+    house.resident.bring_home(house.states)
     house.check_home()
     assert all(state.max_exp_avg_sq is not None for state in house.states)
 
@@ -257,7 +257,7 @@ def test_tensors_on_the_host_stay_the_same(device: Device) -> None:
     house.step()
     before = [(state.master, state.exp_avg, state.exp_avg_sq) for state in house.states]
     house.step()
-    house.tier.bring_home(house.states)
+    house.resident.bring_home(house.states)
     for state, own in zip(house.states, before, strict=True):
         assert all(
             one is other for one, other in zip(own, (state.master, state.exp_avg, state.exp_avg_sq), strict=True)
@@ -267,7 +267,7 @@ def test_tensors_on_the_host_stay_the_same(device: Device) -> None:
 def test_host_is_not_written_before_state_comes_home(device: Device) -> None:
     house = Household(tensors(), device)
     house.step()
-    house.tier.bring_home(house.states[:3])
+    house.resident.bring_home(house.states[:3])
     before = [state.exp_avg.clone() for state in house.states if state.exp_avg is not None]
     house.step(range(3, len(house.states)))
     assert all(
@@ -275,7 +275,7 @@ def test_host_is_not_written_before_state_comes_home(device: Device) -> None:
         for one, state in zip(before, house.states, strict=True)
         if state.exp_avg is not None
     )
-    house.tier.bring_home(house.states)
+    house.resident.bring_home(house.states)
     house.check_home()
 
 
@@ -289,7 +289,7 @@ def test_state_comes_home_after_a_step_on_another_stream(monkeypatch: pytest.Mon
     monkeypatch.setattr(device, "wait", lambda stream, event: [waited.append((stream, event)), wait(stream, event)][1])
     house.step()
     last = recorded[-1]
-    house.tier.bring_home(house.states)
+    house.resident.bring_home(house.states)
     assert (Stream.CURRENT, last) in waited
     house.check_home()
 
@@ -298,13 +298,13 @@ def test_moments_that_came_without_a_master(device: Device) -> None:
     """As after loading what torch saved."""
     house = Household(tensors(), device)
     house.step()
-    house.tier.bring_home(house.states)
+    house.resident.bring_home(house.states)
     for state, one in zip(house.states, house.reference.parameters, strict=True):
         state.master = None
         state.create_state(with_max=False)
         one.p = flat(state.parameter, state.parameter)
     house.step()
-    house.tier.bring_home(house.states)
+    house.resident.bring_home(house.states)
     house.check_home()
 
 
@@ -328,7 +328,7 @@ def test_parameters_whose_data_was_replaced(device: Device) -> None:
     for storage, state in zip(bases, house.states, strict=True):
         everything = torch.empty(0, dtype=state.parameter_dtype).set_(storage)
         assert int(everything.isnan().sum()) == everything.numel() - state.shape.numel()  # nothing between was written
-    house.tier.bring_home(house.states)
+    house.resident.bring_home(house.states)
     house.check_home()
 
 
@@ -340,9 +340,9 @@ def test_memory_is_given_back(device: Device) -> None:
     for _ in range(3):
         house.step(hyper=replace(HYPER, amsgrad=True))
         assert len(house.on_device) == 4 * len(house.states)
-        house.tier.bring_home(house.states[:3])
+        house.resident.bring_home(house.states[:3])
         assert len(house.on_device) == 4 * (len(house.states) - 3)
-        house.tier.bring_home(house.states)
+        house.resident.bring_home(house.states)
         assert not house.on_device
     if isinstance(device, SimulatedDevice):
         assert not device._blocks
@@ -368,7 +368,7 @@ def test_step_that_fails_changes_nothing(device: Device, fails: str, begins: str
     later = replace(HYPER, amsgrad=True)
     if begins != "at home":
         house.step(range(4) if begins == "some" else None, HYPER if "without" in begins else later)
-    held, alive = list(house.tier._held), len(house.on_device)
+    held, alive = list(house.resident._held), len(house.on_device)
     states, gradients, indices, sets = house.job(range(len(house.states)), later)
     working, calls = getattr(device, fails), 0
 
@@ -383,17 +383,17 @@ def test_step_that_fails_changes_nothing(device: Device, fails: str, begins: str
         calls = 0
         setattr(device, fails, failing)
         with suppress(PlantedError):
-            house.tier.update(states, gradients, indices, sets)
+            house.resident.step(states, gradients, indices, sets)
         setattr(device, fails, working)
         if calls < at:
             break
         house.check_home()
-        assert set(house.tier._held) <= set(held)
+        assert set(house.resident._held) <= set(held)
         assert len(house.on_device) <= alive
     else:
-        house.tier.update(states, gradients, indices, sets)
+        house.resident.step(states, gradients, indices, sets)
     house.expect(range(len(house.states)), gradients, later)
-    house.tier.bring_home(house.states)
+    house.resident.bring_home(house.states)
     house.check_home()
 
 
@@ -407,14 +407,14 @@ def test_state_made_for_a_step_that_fails_can_be_made_anew(device: Device, monke
     with monkeypatch.context() as patch:
         patch.setattr(device, "update", failing)
         with pytest.raises(PlantedError):
-            house.tier.update(states, gradients, indices, sets)
+            house.resident.step(states, gradients, indices, sets)
     states[0].master = states[0].exp_avg = states[0].exp_avg_sq = None
-    house.tier.bring_home(house.states)
+    house.resident.bring_home(house.states)
     with torch.no_grad():
         states[0].parameter.fill_(2.0)
     house.reference = Synchronous([states[0].parameter])
     house.step()
-    house.tier.bring_home(house.states)
+    house.resident.bring_home(house.states)
     house.check_home()
 
 

@@ -1,8 +1,4 @@
-"""Device tier: state of resident buckets in the device's memory.
-
-Steps run on the current stream of the calling thread, which must be the one that the model computes on. State may be
-brought home by any thread.
-"""
+"""State of resident buckets, in the device's memory."""
 
 from __future__ import annotations
 
@@ -12,19 +8,21 @@ from torch import Tensor
 
 from superadam.devices import Device, Event, Stream
 from superadam.kernels.hyperparameters import Coefficients
-from superadam.kernels.resident_step import ResidentStep, StepsInPlace
+from superadam.kernels.resident_step import ResidentStep
 from superadam.state.parameter import ParameterState
-from superadam.state.tiers import StateTier
 
 _TENSORS = ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")  # of a `ParameterState` and of a `ResidentStep`
 
 
-class DeviceTier(StateTier):
-    """State on one device; `stepper`, as a rule the same object as the device, makes the steps."""
+class ResidentStates:
+    """Master and moments of some parameters, newer on the device than in the host's tensors, which stay allocated.
 
-    def __init__(self, device: Device, stepper: StepsInPlace) -> None:
+    Steps run on the current stream of the calling thread, which must be the one that the model computes on. Any thread
+    may bring state home, one at a time.
+    """
+
+    def __init__(self, device: Device) -> None:
         self._device = device
-        self._stepper = stepper
         self._held: dict[ParameterState, dict[str, Tensor]] = {}  # flat tensors, by name
         self._updated: Event | None = None  # after the last step
 
@@ -32,14 +30,22 @@ class DeviceTier(StateTier):
         """Return whether a parameter's state is newer on the device than on the host."""
         return state in self._held
 
-    def update(
+    def step(
         self,
         states: Sequence[ParameterState],
         gradients: Sequence[Tensor],
         indices: Sequence[int],
         sets: Sequence[Coefficients],
     ) -> None:
-        """Make a step in place; if it raises, nothing was changed, as far as the device changed nothing."""
+        """Make a step of distinct parameters in place, parameters included; state on the host moves here first.
+
+        Args:
+            gradients: one for each, on the device in the layout of the state, neither scaled nor clipped.
+            indices: for each, that of its coefficients in `sets`.
+
+        Raises:
+            torch.OutOfMemoryError: there is no memory for state that is not here yet; nothing was changed.
+        """
         steps: list[ResidentStep] = []
         arrived: list[ParameterState] = []
         delivered: list[tuple[Tensor, Tensor]] = []
@@ -63,7 +69,7 @@ class DeviceTier(StateTier):
                 self._device.wait(Stream.CURRENT, self._device.record(Stream.UPLOAD))
                 for tensor in (tensor for state in arrived for tensor in self._held[state].values()):
                     self._device.record_stream(tensor, Stream.CURRENT)
-            self._stepper.update(steps, sets)
+            self._device.update(steps, sets)
             self._updated = self._device.record(Stream.CURRENT)
         except BaseException:
             for state in arrived:
@@ -73,7 +79,7 @@ class DeviceTier(StateTier):
             parameter.copy_(values)
 
     def master_of(self, state: ParameterState) -> Tensor | None:
-        """Return the master on the device, flat."""
+        """Return the master on the device, flat, to be read on the current stream; None for its own master."""
         return self._held[state].get("master")
 
     def bring_home(self, states: Iterable[ParameterState]) -> None:
