@@ -1,4 +1,4 @@
-"""Autotuning of the placement: how many buckets stay on the device, from the times of the last steps.
+"""Autotuning of the placement: how many buckets stay on the device, by how late the worker was in the last steps.
 
 It goes on for as long as training does, because batch sizes change and layers get frozen. Everything else is chosen
 before the first step.
@@ -7,9 +7,12 @@ before the first step.
 from __future__ import annotations
 
 import collections
+import itertools
 import logging
 import math
+import operator
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,33 +21,54 @@ from superadam.devices import Device
 from superadam.host.memory import gigabytes
 from superadam.offload.buckets import DEFAULT_NUMEL, Bucket
 from superadam.offload.needs import BYTES_OF_STATE
-from superadam.offload.placement import (
-    BucketTimes,
-    Placement,
-    elements_to_keep,
-    last_parameters,
-    numel_of_buckets,
-    rate,
-    saved_share,
-)
+from superadam.offload.placement import Placement, last_parameters, numel_of_buckets
 
 _logger = logging.getLogger("superadam")
 
 AGREEING_STEPS = 3  # in a row, before anything moves
-LEAST_GAIN = 0.05  # of the time from the first bucket to the worker's end: what keeping more must save
-RATED_BUCKETS = 32  # whose times count for the worker's rate
+LEAST_GAIN = 0.05  # of the time from the first bucket to the last result: how late results must be
 REMEMBERED_STEPS = 4  # of which the one with the most parameters gives the order
 FREE_SHARE = 0.8  # of the device's free memory, what state may take: fragments and peaks need the rest
 BYTES_PER_ELEMENT = 16 + 4  # at most: with amsgrad, and the gradient as well
 
 
+class Work(NamedTuple):
+    """What the worker did for one bucket of a step.
+
+    Attributes:
+        ended: in seconds of `time.perf_counter()`.
+        is_hidden: whether the model computed meanwhile, so that the worker used the placement's number of threads.
+        is_resident: whether it only waited for the bucket, whose step is made on the device.
+        waits: whether it did not speculate on the bucket, so that all but its norm is work after backward.
+    """
+
+    elements: int
+    ended: float
+    seconds: float = 0.0
+    is_hidden: bool = True
+    is_resident: bool = False
+    waits: bool = False
+
+
 class Autotuner:
     """The present placement, and the measurements that lead to it.
 
-    `device` is the model's; where it cannot make steps, nothing is measured. `total` is the number of elements of all
-    "auto". `order` holds parameters (of DTensors, the parts on this rank) as their gradients became ready, resident
-    ones last, in that of the last steps that had the most of them. Raises ValueError where buckets are to be resident
-    but cannot be, MemoryError where the device has no room for them.
+    Where the worker ends after backward, more buckets become resident; where it ends so long before that it could have
+    done another bucket, fewer.
+
+    Args:
+        device: the model's; where it cannot make steps, nothing is measured.
+        total: elements of all parameters.
+        gpu_buckets, bucket_numel, transfer_dtype, num_threads: as in `superadam.Placement`, or "auto".
+
+    Attributes:
+        placement: the present one.
+        order: parameters (of DTensors, the parts on this rank) as their gradients became ready, resident ones last, in
+            that of the last steps that had the most of them.
+
+    Raises:
+        ValueError: buckets are to be resident but cannot be.
+        MemoryError: the device has no room for them.
     """
 
     def __init__(
@@ -72,8 +96,8 @@ class Autotuner:
         self._orders: collections.deque[list[Tensor]] = collections.deque(maxlen=REMEMBERED_STEPS)
         self._ready: dict[bool, dict[int, Tensor]] = {False: {}, True: {}}  # of this step, by whether they stay
         self._buckets = 0  # of this step
-        self._step: list[BucketTimes] = []  # times of this step
-        self._rated: collections.deque[BucketTimes] = collections.deque(maxlen=RATED_BUCKETS)
+        self._step: list[Work] = []  # of this step
+        self._seconds_per_element = 0.0  # that the worker took in the last step in which it had work
         self._wanted: list[int] = []  # what the last steps asked for, all more or all less than there is
         self._most: int | None = None  # that the device had memory for
         self._is_automatic = isinstance(gpu_buckets, str) and device.can_update and threads > 0
@@ -87,16 +111,18 @@ class Autotuner:
             ready[id(state.local)] = state.local
         self._buckets += 1
 
-    def add_times(self, times: BucketTimes) -> None:
-        """Record a bucket of this step that was speculated on, or is resident; called by the worker."""
-        self._step.append(times)
+    def add_work(self, work: Work) -> None:
+        """Record what was done for a bucket of this step; called by the worker."""
+        self._step.append(work)
 
-    def end_step(self, update_seconds: float = 0.0) -> bool:
+    def end_step(self, awaited_at: float = math.inf, update_seconds: float = 0.0) -> bool:
         """Return whether there is a new placement from now on, or a new order that it applies to.
 
-        `update_seconds` is the time that the updates of waiting buckets took after backward.
+        Args:
+            awaited_at: when the training thread began to wait for the worker; inf if it did not.
+            update_seconds: time after backward that the updates of waiting buckets took.
         """
-        times, self._step = self._step, []
+        step, self._step = self._step, []
         ready = [*self._ready[False].values(), *self._ready[True].values()]
         self._ready = {False: {}, True: {}}
         buckets, self._buckets = self._buckets, 0
@@ -104,21 +130,17 @@ class Autotuner:
             return False
         self._orders.append(ready)
         order, self.order = self.order, max(reversed(self._orders), key=len)
-        self._rated += [one for one in times if one.is_hidden and not one.is_resident and not one.waits]
-        waiting = [one for one in times if one.waits]
-        if waiting and update_seconds > 0.0:
-            elements, moved = sum(one.elements for one in waiting), sum(one.bytes for one in waiting)
-            self._rated.append(BucketTimes(elements, moved, waiting[-1].ready, update_seconds))
-        if self._is_automatic and len(times) == buckets and self._rated and self._has_new_choice(times):
+        if self._is_automatic and len(step) == buckets and self._has_new_choice(step, awaited_at, update_seconds):
             _logger.info("placement: %s", self.placement)
             return True
         return self.placement.gpu_buckets > 0 and set(map(id, order)) != set(map(id, self.order))
 
-    def _has_new_choice(self, times: list[BucketTimes]) -> bool:
+    def _has_new_choice(self, step: list[Work], awaited_at: float, update_seconds: float) -> bool:
         """Change the placement where the last steps agree, and memory allows it; return whether it has changed."""
-        now, seconds_per_byte = self.placement.gpu_buckets, rate(self._rated)
-        wanted = self._wanted_buckets(times, seconds_per_byte, math.inf)
-        if wanted == now or (wanted > now and not self._is_gain(times, seconds_per_byte, wanted)):
+        now = self.placement.gpu_buckets
+        wanted = self._wanted_buckets(step, awaited_at, update_seconds)
+        wanted = wanted if self._most is None else min(wanted, self._most)
+        if wanted == now:
             self._wanted = []
             return False
         self._wanted = [one for one in self._wanted if (one > now) == (wanted > now)] + [wanted]
@@ -126,30 +148,51 @@ class Autotuner:
             return False
         chosen, self._wanted = min(self._wanted, key=lambda one: abs(one - now)), []
         if chosen > now:
-            affordable = self._affordable_elements(times)
-            chosen = min(chosen, self._wanted_buckets(times, seconds_per_byte, affordable))
-            if chosen == now or (chosen > now and not self._is_gain(times, seconds_per_byte, chosen)):
-                return False
+            chosen = min(chosen, self._affordable_buckets(step))
         self.placement = replace(self.placement, gpu_buckets=chosen)
-        return True
+        return chosen != now
 
-    def _is_gain(self, times: list[BucketTimes], seconds_per_byte: float, buckets: int) -> bool:
-        return saved_share(times, seconds_per_byte, buckets * self.placement.bucket_numel) >= LEAST_GAIN
+    def _wanted_buckets(self, step: list[Work], awaited_at: float, update_seconds: float) -> int:
+        """Return how many buckets would have let the worker end when backward did."""
+        now, numel = self.placement.gpu_buckets, self.placement.bucket_numel
+        waiting = sum(one.elements for one in step if one.waits)
+        timed = [one for one in step if one.is_hidden and not one.is_resident and not one.waits]
+        elements = sum(one.elements for one in timed) + waiting * (update_seconds > 0.0)
+        if elements:
+            self._seconds_per_element = (sum(one.seconds for one in timed) + update_seconds * (waiting > 0)) / elements
+        elif not now:
+            return now
+        began = step[0].ended - step[0].seconds
+        done = max((one.ended for one in step if not one.is_resident), default=began)
+        ended = min(awaited_at, max((one.ended for one in step if one.is_resident), default=math.inf))
+        if ended == math.inf:  # the worker was done, nobody knows for how long
+            ended = done
+        travelling = (one for one in reversed(step) if not one.is_resident)
+        last = sum(one.elements for one in itertools.takewhile(operator.attrgetter("waits"), travelling))
+        late = max(0.0, done - ended) + update_seconds * last / max(1, waiting)
+        if late > LEAST_GAIN * (ended - began + late):
+            more = math.ceil(late / max(self._seconds_per_element * numel, 1e-9))
+            return min(now + more, max(now, -(-sum(one.elements for one in step) // numel)))
+        interval = (ended - began) / max(1, sum(one.elements for one in step))  # in which one more element arrives
+        fewer = (ended - done) / max((self._seconds_per_element + interval) * numel, 1e-9)
+        return max(0, now - math.floor(max(0.0, fewer))) if late == 0.0 else now
 
-    def _wanted_buckets(self, times: list[BucketTimes], seconds_per_byte: float, affordable: float) -> int:
-        """Return how many buckets to keep by the times of a step, at most this number of elements."""
-        numel = self.placement.bucket_numel
-        resident = elements_to_keep(times, seconds_per_byte, affordable)
-        rounded_up = replace(self.placement, gpu_buckets=-(-resident // numel))
-        fits = sum(one.numel() for one in last_parameters(self.order, rounded_up)) <= affordable
-        wanted = rounded_up.gpu_buckets if fits else resident // numel
-        return wanted if self._most is None else min(wanted, self._most)
+    def _affordable_buckets(self, step: list[Work]) -> int:
+        """Return how many buckets, whose parameters are not cut, the device has memory for, with those there now.
 
-    def _affordable_elements(self, times: list[BucketTimes]) -> int:
-        """Ask the device, which takes its driver a while, how many elements it has memory for, with those there now."""
-        resident_now = sum(one.elements for one in times if one.is_resident)
+        Asks the device, which takes its driver a while.
+        """
+        resident_now = sum(one.elements for one in step if one.is_resident)
         free = (self._device.free_bytes() or 0) + BYTES_OF_STATE * resident_now
-        return max(0, int(free * FREE_SHARE) // BYTES_PER_ELEMENT)  # less than nothing is free where a peak was higher
+        elements = max(0, int(free * FREE_SHARE) // BYTES_PER_ELEMENT)  # a peak may have been higher
+        buckets = elements // self.placement.bucket_numel
+        while buckets and self._elements_of(buckets) > elements:
+            buckets -= 1
+        return buckets
+
+    def _elements_of(self, buckets: int) -> int:
+        """Return how many elements are resident in so many buckets."""
+        return sum(one.numel() for one in last_parameters(self.order, replace(self.placement, gpu_buckets=buckets)))
 
     def shrink(self) -> None:
         """Keep half as many buckets, and never more from now on: the device has no memory for the present number."""

@@ -14,9 +14,8 @@ from superadam.devices import Device, Event, Stream
 from superadam.devices.worker import Worker, WorkerError
 from superadam.kernels import native
 from superadam.kernels.hyperparameters import Hyperparameters
-from superadam.offload.autotune import Autotuner
+from superadam.offload.autotune import Autotuner, Work
 from superadam.offload.buckets import Bucket
-from superadam.offload.placement import BucketTimes
 from superadam.offload.prediction import Prediction, Predictor
 from superadam.offload.shadow import FlatShadow
 from superadam.offload.statistics import OverlapStatistics
@@ -30,7 +29,12 @@ class Pipeline:
     """Runs buckets through one worker, in order.
 
     The autotuner says on how many cores, and receives the times of each bucket; `limit` returns the present limit of
-    the gradient norm. `transaction` changes only while nothing is under way.
+    the gradient norm.
+
+    Attributes:
+        transaction: changes only while nothing is under way.
+        awaited_at: when the training thread last began to wait for the worker, by `time.perf_counter()`; inf if it has
+            not in this step.
     """
 
     def __init__(
@@ -43,6 +47,7 @@ class Pipeline:
         limit: Callable[[], float | None],
     ) -> None:
         self.transaction: Transaction | None = None
+        self.awaited_at = math.inf
         self.predictor = Predictor()
         self._device = device
         self._transfers = transfers
@@ -91,9 +96,7 @@ class Pipeline:
         elements = sum(state.shape.numel() for state in pending)
         self.predictor.total = transaction.table.numel
         self.predictor.add_arrived(elements, seen)
-        self._autotuner.add_times(
-            BucketTimes(elements, _moved_bytes(pending, fuses=True), arrived.passed_at(), is_resident=True)
-        )
+        self._autotuner.add_work(Work(elements, time.perf_counter(), is_resident=True))
         self._trace.add("norm to host", "download", sent_at, time.perf_counter(), elements=elements)
 
     def _speculate(
@@ -122,7 +125,6 @@ class Pipeline:
                 record.expect(*prediction)
         written = {id(one.place.shadow): one.place.shadow for one in pending.values() if one.place is not None}
         is_hidden = not is_awaited()
-        moved = _moved_bytes(pending, fuses=not written) if self._device.can_update else 0
         with torch.no_grad():
             transaction.speculate(pending, self._num_threads() if is_hidden else None)
         if prediction is not None and prediction.interval is not None:
@@ -134,8 +136,8 @@ class Pipeline:
         self._trace.add("gradients to host", "download", sent_at, begin, elements=elements)
         self._count_work("adam" if written else "norm", begin, elements)
         if able and self._device.can_update:  # else the step will create state, which says little of later ones
-            seconds, ready = time.perf_counter() - begin, arrived.passed_at()
-            self._autotuner.add_times(BucketTimes(elements, moved, ready, seconds, is_hidden, waits=not written))
+            end = time.perf_counter()
+            self._autotuner.add_work(Work(elements, end, end - begin, is_hidden, waits=not written))
 
     def _count_lists(self, pending: Mapping[ParameterState, Pending], prediction: Prediction) -> None:
         """Learn from the lists of uncertain elements, and count them."""
@@ -212,7 +214,7 @@ class Pipeline:
             return
         if self._device.has_link:
             self._device.record(Stream.CURRENT).synchronize()  # until then, the worker's time is hidden
-        begin = time.perf_counter()
+        self.awaited_at = begin = time.perf_counter()
         self._worker.drain()
         end = time.perf_counter()
         self._statistics.waited_seconds += end - begin
@@ -269,16 +271,3 @@ def _one_that_misses(
         if is_trusted and any(not interval.holds(factor) for interval in intervals):
             return shadow, pending
     return None, {}
-
-
-def _moved_bytes(pending: Mapping[ParameterState, Pending], *, fuses: bool = False) -> int:
-    """Return what speculation reads and writes: state, gradient and new value; to commit as it goes, more.
-
-    It commits as it goes where a step is accepted, or, with `fuses`, everywhere.
-    """
-    total = 0
-    for state, record in pending.items():
-        committed = 3 * state.dtype.itemsize + record.gradient.itemsize
-        each = committed + state.parameter_dtype.itemsize + committed * (fuses or state.phase is Phase.ACCEPTED)
-        total += state.shape.numel() * each
-    return total

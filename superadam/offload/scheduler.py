@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import os
 import time
 import weakref
@@ -274,7 +275,8 @@ class OffloadScheduler(GradientHolder):
         if self._pipeline is None:
             return
         self._learn(seconds)
-        if self._device.can_update and self._autotuner.end_step(update_seconds):
+        awaited_at, self._pipeline.awaited_at = self._pipeline.awaited_at, math.inf
+        if self._device.can_update and self._autotuner.end_step(awaited_at, update_seconds):
             self._apply_placement()
         if is_full:
             self._make_room()

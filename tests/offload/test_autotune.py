@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,10 +22,11 @@ from superadam.offload.autotune import (
     FREE_SHARE,
     REMEMBERED_STEPS,
     Autotuner,
+    Work,
 )
 from superadam.offload.buckets import DEFAULT_NUMEL, Bucket
 from superadam.offload.needs import BYTES_OF_STATE
-from superadam.offload.placement import LEAST_NUMEL, BucketTimes, Placement, last_parameters
+from superadam.offload.placement import LEAST_NUMEL, Placement, last_parameters
 from superadam.state.parameter import ParameterState
 from superadam.testing import SimulatedDevice
 
@@ -51,17 +53,14 @@ class Measured(SimulatedDevice):
 
 
 class Steps:
-    """Makes steps over parameters of given sizes as a scheduler does.
-
-    Times are those of a worker that takes as many seconds for an element as it is told.
-    """
+    """Makes steps over parameters of given sizes as a scheduler does, with the times of a simulated worker."""
 
     def __init__(
         self, sizes: Sequence[int], device: Device | None = None, dtype: torch.dtype = torch.bfloat16, **options: Any
     ) -> None:
         self.parameters = [nn.Parameter(torch.zeros(size, dtype=dtype)) for size in sizes]
         self.device: Any = device or Measured()
-        self.autotuner = Autotuner(self.device, True, sum(sizes), **{**AUTO, **options})
+        self.autotuner = Autotuner(self.device, sum(sizes), **{**AUTO, **options})
 
     def make(
         self,
@@ -71,7 +70,6 @@ class Steps:
         seconds_per_element: float = 1e-9,
         is_hidden: bool = True,
         waits: Sequence[int] = (),
-        alone: Sequence[int] = (),
         seconds_between: float = 1.0,
         is_free: bool = False,
     ) -> bool:
@@ -80,29 +78,25 @@ class Steps:
         Args:
             rows: of the parameters, in order.
             kept: how many of the last ones stay.
-            seconds_per_element: of the worker, where it commits the step before in the same pass.
+            seconds_per_element: of the worker.
             is_hidden: whether the model computed meanwhile.
             waits: buckets that the policy does not let be speculated on.
-            alone: buckets whose step before was committed in idle time.
             seconds_between: buckets.
             is_free: whether the updates of waiting buckets take no time that was measured.
         """
         chosen = range(len(self.parameters)) if rows is None else rows
         self.device.kept = sum(self.parameters[row].numel() for row in chosen[len(chosen) - kept :])
+        done, backward = 0.0, seconds_between * (len(chosen) - 1)
         for number, row in enumerate(chosen):
             stays = number >= len(chosen) - kept
             self.note(row, stays=stays)
-            numel, ready = self.parameters[row].numel(), seconds_between * number
-            if stays:
-                self.autotuner.add_times(BucketTimes(numel, 34 * numel, ready, is_resident=True))
-            elif number in waits:
-                self.autotuner.add_times(BucketTimes(numel, 34 * numel, ready, 0.0, is_hidden, waits=True))
-            else:
-                size = numel * (18 if number in alone else 34)
-                seconds = seconds_per_element * size / 34
-                self.autotuner.add_times(BucketTimes(numel, size, ready, seconds, is_hidden))
+            numel = self.parameters[row].numel()
+            seconds = 0.0 if stays or number in waits else seconds_per_element * numel
+            done = max(done, seconds_between * number) + seconds
+            self.autotuner.add_work(Work(numel, done, seconds, is_hidden, stays, waits=not stays and number in waits))
         waiting = sum(self.parameters[row].numel() for number, row in enumerate(chosen) if number in waits)
-        return self.autotuner.end_step(0.0 if is_free else seconds_per_element * waiting)
+        awaited_at = backward if done > backward else math.inf
+        return self.autotuner.end_step(awaited_at, 0.0 if is_free else seconds_per_element * waiting)
 
     def note(self, row: int, *, stays: bool) -> None:
         """Let a parameter's bucket be ready."""
@@ -209,13 +203,6 @@ def test_gain_below_the_least_moves_nothing() -> None:
     assert steps.autotuner.placement.gpu_buckets == 0
 
 
-def test_buckets_of_another_pass_are_compared_by_their_bytes() -> None:
-    """The first ones, which idle time has committed, are quick, and say nothing about more elements of others."""
-    every = Steps(SIZES, bucket_numel=1000).choose(seconds_per_element=1.5e-3)
-    some = Steps(SIZES, bucket_numel=1000).choose(seconds_per_element=1.5e-3, alone=[0, 1, 2])
-    assert (every.gpu_buckets, some.gpu_buckets) == (3, 2)  # there is less to do, at the same rate
-
-
 def test_another_workload_is_another_choice() -> None:
     """A larger batch leaves the CPU more time, a smaller one less; frozen layers need none."""
     steps = Steps(SIZES, bucket_numel=1000)
@@ -280,13 +267,6 @@ def test_memory_is_asked_for_only_where_a_decision_would_keep_more() -> None:
         asked = device.questions
         steps.make(kept=3, seconds_per_element=1e-9)
     assert (device.questions, steps.autotuner.placement.gpu_buckets) == (asked, 0)
-
-
-def test_what_memory_allows_must_be_worth_it() -> None:
-    """One of forty buckets saves less than the least gain, however much all of them would save."""
-    steps = Steps([1000] * 40, Measured(1000), bucket_numel=1000)
-    assert steps.choose(seconds_per_element=1.0).gpu_buckets == 0
-    assert Steps([1000] * 10, Measured(1000), bucket_numel=1000).choose(seconds_per_element=1.0).gpu_buckets == 1
 
 
 def test_less_than_nothing_may_be_free() -> None:
@@ -372,8 +352,8 @@ def test_worker_can_neither_come_nor_go(num_threads: int) -> None:
 def test_device_that_cannot_keep_is_told() -> None:
     told = "gpu_buckets is 3, but PlainDevice cannot make steps where the model is; .* leave gpu_buckets at 'auto' or 0"
     with pytest.raises(ValueError, match=told):
-        Autotuner(PlainDevice(), False, 100, 3, "auto", "auto", 1)
-    autotuner = Autotuner(PlainDevice(), False, 100, 0, "auto", "auto", 1)
+        Autotuner(PlainDevice(), 100, 3, "auto", "auto", 1)
+    autotuner = Autotuner(PlainDevice(), 100, 0, "auto", "auto", 1)
     before = autotuner.placement
     with pytest.raises(ValueError, match=told):
         autotuner.place(Placement(3, 10, None, 1))
@@ -385,8 +365,8 @@ def test_more_state_than_the_device_has_room_for_is_refused_with_both_figures() 
     device.free = 12 * 10**9 - 1
     options: dict[str, Any] = {"bucket_numel": 10**6, "transfer_dtype": None, "num_threads": 1}
     with pytest.raises(MemoryError, match=r"takes 12\.00 GB, but 12\.00 GB are free there; keep fewer buckets"):
-        Autotuner(device, True, 2 * 10**9, 1000, **options)
-    autotuner = Autotuner(device, True, 2 * 10**9, 999, **options)
+        Autotuner(device, 2 * 10**9, 1000, **options)
+    autotuner = Autotuner(device, 2 * 10**9, 999, **options)
     device.free -= 999 * 12 * 10**6  # it has moved there
     before = autotuner.placement
     with pytest.raises(MemoryError, match=r"takes 0\.01 GB"):
@@ -396,4 +376,4 @@ def test_more_state_than_the_device_has_room_for_is_refused_with_both_figures() 
     autotuner.place(replace(before, gpu_buckets=998))
     assert device.questions == asked
     assert autotuner.placement.gpu_buckets == 998
-    Autotuner(device, True, 10**3, 10**6, **options)  # no more than there is
+    Autotuner(device, 10**3, 10**6, **options)  # no more than there is
