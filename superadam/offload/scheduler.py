@@ -294,8 +294,7 @@ class OffloadScheduler(GradientHolder):
         transaction.commits_late = self._late_commits.is_on
 
     def _count_verdict(self, outcome: StepOutcome | None) -> None:
-        """Count and trace the outcome of the open step; None where it was dropped."""
-        self.statistics.count_open(self.optimizer.statistics, self._counts)
+        """Trace the outcome of the open step, and begin to count for the next; None where it was dropped."""
         self._counts, now = copy.copy(self.optimizer.statistics), time.perf_counter()
         if self._backward_began is not None:
             self.trace.add("backward and step", "training", self._backward_began, now)

@@ -4,26 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from superadam.step.outcome import Statistics
-
 
 @dataclass(slots=True)
 class OverlapStatistics:
-    """Counts of a scheduler since it was made.
-
-    Every bucket is in one of `resident_buckets`, `waiting_buckets`, `accepted_buckets`, `respeculated_buckets` and
-    `dropped_buckets` once its step has a verdict.
+    """Counts of a scheduler since it was made; what became of speculation is in `superadam.Statistics`, by parameter.
 
     Attributes:
         buckets: handed to the worker.
         resident_buckets: whose gradients and state are on the device, where the step is made with the verdict.
         waiting_buckets: only summed when they arrived, and stepped with the verdict: because clipping was likely, their
             parameters had no state yet or were written to by others, or because they are their own masters.
-        accepted_buckets: speculated on, and published, in a clipped step perhaps with few elements computed again.
-        respeculated_buckets: speculated on in a step whose clip coefficient or hyper-parameters were others, so that
-            most parameters were updated again.
-        dropped_buckets: speculated on, after which their gradients were dropped, edited or added to, or the step was
-            skipped or rolled back; or never speculated on, because the worker failed.
         given_back_gradients: written to or added to after they had been taken.
         shadow_bytes: most memory that new values took while they waited for a verdict.
         downloaded_bytes, uploaded_bytes: moved between host and device; 0 for models in host memory.
@@ -37,9 +27,6 @@ class OverlapStatistics:
     buckets: int = 0
     resident_buckets: int = 0
     waiting_buckets: int = 0
-    accepted_buckets: int = 0
-    respeculated_buckets: int = 0
-    dropped_buckets: int = 0
     given_back_gradients: int = 0
     shadow_bytes: int = 0
     downloaded_bytes: int = 0
@@ -50,25 +37,9 @@ class OverlapStatistics:
     worker_seconds: float = 0.0
     waited_seconds: float = 0.0
 
-    def count_open(self, now: Statistics, before: Statistics) -> None:
-        """Count the open buckets by the optimizer's counts for their step."""
-        accepted, redone = now.accepted - before.accepted, now.respeculated - before.respeculated
-        if redone > accepted:
-            self.respeculated_buckets += self.open_buckets
-        elif accepted:
-            self.accepted_buckets += self.open_buckets
-        else:
-            self.dropped_buckets += self.open_buckets
-
-    @property
-    def open_buckets(self) -> int:
-        """Buckets without a verdict, unless they are waiting: speculated on, not yet examined, or failed."""
-        judged = self.accepted_buckets + self.respeculated_buckets + self.dropped_buckets
-        return self.speculated_buckets - judged
-
     @property
     def speculated_buckets(self) -> int:
-        """Buckets that were speculated on when they arrived, or are not yet examined."""
+        """Buckets that were speculated on when they arrived, or have not arrived yet."""
         return self.buckets - self.resident_buckets - self.waiting_buckets
 
     @property

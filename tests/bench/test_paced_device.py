@@ -409,7 +409,7 @@ def test_constants_give_the_state_of_plain_steps(kept: int) -> None:
         model.device.constants.clear()
         clipped.append(side.iterate())
         assert (scheduler.statistics.resident_buckets > 0) == (kept > 0)
-        assert scheduler.statistics.accepted_buckets > 10
+        assert scheduler.optimizer.statistics.accepted > 10
     assert optimizer.statistics.clipped == sum(clipped) == 8  # every third of 25
     assert all(map(torch.equal, used[1], gradients.sets))
     for step, is_clipped in enumerate(clipped):

@@ -55,7 +55,12 @@ STEPS = 6
 
 OF_A_SESSION = (
     *("seconds", "update_seconds", "sessions", "peak_host_bytes"),
-    *("overlap", "respeculated", "dropped"),  # what is worth speculating on is learned again in each session
+    *(
+        "overlap",
+        "accepted",
+        "respeculated",
+        "dropped",
+    ),  # what is worth speculating on is learned again in each session
 )
 
 
@@ -296,7 +301,7 @@ def test_file_of_another_layout_is_refused(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(checkpoint, "FORMAT", "superadam train, 1")
     checkpoint.save(tiny_trainer(), tmp_path)
     monkeypatch.undo()
-    with pytest.raises(UsageError, match="has the layout 'superadam train, 1', expected 'superadam train, 5'"):
+    with pytest.raises(UsageError, match="has the layout 'superadam train, 1', expected 'superadam train, 6'"):
         checkpoint.read(tmp_path)
 
 

@@ -63,13 +63,11 @@ def test_verified_run_leaves_its_files_and_figures(
     assert report["norm_max_relative_difference"] <= 1e-10
     tensors = len(torch.load(out / "checkpoint.pt", weights_only=True)["model"])
     assert report["buckets"] == 8 * 3
-    outcomes = ("accepted", "respeculated", "dropped", "waiting")
-    assert sum(report[f"{outcome}_buckets"] for outcome in outcomes) == report["buckets"]
+    assert report["speculated_buckets"] + report["waiting_buckets"] == report["buckets"]
     assert report["given_back_gradients"] == 0
     if dtype == "bf16":
         assert 0 < report["respeculated"] <= report["clipped"] * tensors
         assert 1 <= report["dropped"] <= 2 * tensors
-        assert report["dropped_buckets"] >= 1
         assert 2 * parameters <= report["shadow_bytes"] < 2 * (parameters + 64 * tensors)  # each tensor is aligned
     else:  # own masters are only summed during backward
         assert (report["respeculated"], report["dropped"], report["shadow_bytes"]) == (0, 0, 0)

@@ -24,11 +24,11 @@ RECORDS = st.builds(StepRecord, FLOATS, FLOATS, FLOATS, FLOATS, st.sampled_from(
 @given(
     steps=st.lists(RECORDS, max_size=20),
     held_out=st.dictionaries(st.integers(0, 20), FLOATS, max_size=4),
-    counts=st.tuples(COUNTS, COUNTS),
+    counts=st.tuples(COUNTS, COUNTS, COUNTS),
     overlap=OVERLAPS,
 )
 def test_plain_values_hold_everything(
-    steps: list[StepRecord], held_out: dict[int, float], counts: tuple[int, int], overlap: OverlapStatistics
+    steps: list[StepRecord], held_out: dict[int, float], counts: tuple[int, int, int], overlap: OverlapStatistics
 ) -> None:
     held_out = {number: loss for number, loss in held_out.items() if number <= len(steps)}
     history = History(steps, held_out, *counts, 2.5, 0.5, overlap, peak_device_bytes=7, sessions=3)

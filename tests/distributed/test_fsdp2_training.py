@@ -68,7 +68,7 @@ def overlapped(rank: int, name: str, dtype: torch.dtype, norms: list[float], kin
             optimizer.zero_grad()
         assert scheduler.statistics.buckets > 2 * STEPS
         # fp32 shards on the CPU are their own masters: only their norms are taken before the verdict.
-        assert (scheduler.statistics.accepted_buckets > 0) is (dtype == torch.bfloat16)
+        assert (scheduler.optimizer.statistics.accepted > 0) is (dtype == torch.bfloat16)
     assert (clipped, found) == (norms, kinds)
     return parts_of(model, optimizer)
 

@@ -159,7 +159,7 @@ def test_training(rank: int, where: str, micro_batches: int, syncs: bool) -> Non
     assert set(kinds) == set(StepKind)
     if run.scheduler is not None:
         assert run.scheduler.statistics.given_back_gradients == 0
-        assert run.scheduler.statistics.accepted_buckets > 0 or where == "kept"
+        assert run.scheduler.optimizer.statistics.accepted > 0 or where == "kept"
         assert (run.scheduler.statistics.resident_buckets > 0) is (where == "kept")
         assert run.scheduler.statistics.buckets <= (6 + 2 * micro_batches) * len(run.pairs)
 

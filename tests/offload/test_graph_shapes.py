@@ -1109,5 +1109,5 @@ def test_accumulate_is_only_a_hint(one: Shape) -> None:
             assert run.scheduler is not None
             run.hint = run.scheduler.accumulate if is_hinted else contextlib.nullcontext
             assert go(one, run) == expected(one, torch.bfloat16, None)
-        dropped.append(run.scheduler.statistics.dropped_buckets)
+        dropped.append(run.scheduler.optimizer.statistics.dropped)
     assert dropped[1] <= dropped[0]

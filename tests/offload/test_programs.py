@@ -2013,8 +2013,8 @@ def test_micro_batches_are_learned(count: int, device: Callable[[], Device]) -> 
             for micro in range(count):
                 backward(model, step, micro)
             optimizer.step()
-            dropped.append(scheduler.statistics.dropped_buckets)
-            accepted.append(scheduler.statistics.accepted_buckets)
+            dropped.append(scheduler.optimizer.statistics.dropped)
+            accepted.append(scheduler.optimizer.statistics.accepted)
     assert dropped[2:] == [dropped[1]] * 6
     gained = [after - before for before, after in itertools.pairwise(accepted[1:])]
     assert gained == [len(list(model.parameters()))] * 6

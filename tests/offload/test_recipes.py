@@ -107,18 +107,18 @@ def test_recipe_has_the_bits_of_training_without_a_scheduler(name: str) -> None:
     for device in (ThreadDevice, lambda: SimulatedDevice(3)):
         ours, schedulers = trained(name, device)
         assert ours == plain
-        counts = [scheduler.statistics for scheduler in schedulers]
-        assert all(one.buckets for one in counts)
+        assert all(scheduler.statistics.buckets for scheduler in schedulers)
+        counts = [scheduler.optimizer.statistics for scheduler in schedulers]
         match name:
             case "gan.py":
                 generator, critic = counts
-                assert generator.accepted_buckets > 0
-                assert critic.accepted_buckets == 0  # whose weights are clamped in every step
+                assert generator.accepted > 0
+                assert critic.accepted == 0  # whose weights are clamped in every step
             case "sam.py":
-                assert counts[0].accepted_buckets == 0
-                assert counts[0].dropped_buckets == 0  # the gradients of the first backward were not taken
+                assert counts[0].accepted == 0
+                assert counts[0].dropped == 0  # the gradients of the first backward were not taken
             case _:
-                assert all(one.accepted_buckets for one in counts)
+                assert all(one.accepted for one in counts)
 
 
 def test_learning_rate_finder_leaves_everything_as_it_was() -> None:

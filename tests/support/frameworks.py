@@ -191,7 +191,7 @@ def everything_in(training: Training, *, scheduled: bool, accepts: bool | None =
     assert bool(run.schedulers) == scheduled
     for scheduler in run.schedulers if accepts is not None else ():
         assert scheduler.statistics.speculated_buckets > 0
-        assert scheduler.statistics.accepted_buckets > 0 or not accepts
+        assert scheduler.optimizer.statistics.accepted > 0 or not accepts
     return everything
 
 

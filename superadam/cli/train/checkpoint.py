@@ -32,7 +32,7 @@ FILE_NAME = "checkpoint.pt"
 FOLDER_NAME = "shards"
 """Of the checkpoint of several processes."""
 
-FORMAT = "superadam train, 5"
+FORMAT = "superadam train, 6"
 """Stored in every checkpoint; a later layout gets the next number."""
 
 

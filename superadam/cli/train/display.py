@@ -114,15 +114,18 @@ def _overlap(report: Report) -> list[Row]:
         return []
     counts = [
         ("buckets", report.buckets, "of gradients, handed to the worker thread during backward:"),
-        ("accepted", report.accepted_buckets, "speculated on, and published as they were"),
-        ("respeculated", report.respeculated_buckets, "speculated on, and stepped again in step(): it was clipped"),
-        ("dropped", report.dropped_buckets, "speculated on, and dropped: their step was skipped"),
+        ("speculated", report.speculated_buckets, "on which the worker made the step during backward"),
         ("waiting", report.waiting_buckets, "only summed, and stepped in step(): the first, or clipping was likely"),
     ]
     if report.resident_buckets:
         counts.append(
             ("resident", report.resident_buckets, "never handed over: their state is on the GPU, and so was the step")
         )
+    counts += [
+        ("accepted", report.accepted, "tensors whose speculation was published"),
+        ("respeculated", report.respeculated, "tensors that were stepped again in step(): it was clipped"),
+        ("dropped", report.dropped, "tensors whose speculation was dropped: their step was skipped"),
+    ]
     hidden, work = report.hidden_seconds, report.hidden_seconds + report.optimizer_seconds
     where = ", on cores that the model uses, too" if report.shares_cores else ""
     moved = report.downloaded_bytes + report.uploaded_bytes

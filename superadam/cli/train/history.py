@@ -36,7 +36,7 @@ class History:
     Attributes:
         steps: one record for each step; step `n` of the run is `steps[n - 1]`.
         held_out: held-out loss by the number of steps done when it was measured.
-        respeculated, dropped: see `superadam.Statistics`.
+        accepted, respeculated, dropped: see `superadam.Statistics`.
         seconds: wall time of all steps: batch, forward, backward, optimizer; not of verification and held-out losses.
         update_seconds: the part of `seconds` inside the optimizer's `step()`.
         overlap: statistics of the schedulers of all sessions. Their hooks' time is in `seconds`, too; their worker's
@@ -48,6 +48,7 @@ class History:
 
     steps: list[StepRecord] = field(default_factory=list)
     held_out: dict[int, float] = field(default_factory=dict)
+    accepted: int = 0
     respeculated: int = 0
     dropped: int = 0
     seconds: float = 0.0
@@ -83,6 +84,7 @@ class History:
 
     def add_counts(self, now: Statistics, before: Statistics) -> None:
         """Add what the optimizer counted between two copies of its statistics."""
+        self.accepted += now.accepted - before.accepted
         self.respeculated += now.respeculated - before.respeculated
         self.dropped += now.dropped - before.dropped
 

@@ -26,13 +26,12 @@ class Report:
 
     Attributes:
         steps: steps of all kinds; `committed`, `clipped` and `skipped` add up to it.
-        respeculated, dropped: parameters, see `superadam.Statistics`; 0 where nothing was overlapped.
+        accepted, respeculated, dropped: parameters, see `superadam.Statistics`; 0 where nothing was overlapped.
         overlap: whether the session that wrote this overlapped the optimizer with backward.
         placement: where and how it made steps in the end, see `superadam.Placement`; None without overlap.
         shares_cores: whether the model computes on every core, so that what is hidden slows it down.
-        buckets, resident_buckets, speculated_buckets, waiting_buckets, accepted_buckets, respeculated_buckets,
-            dropped_buckets, given_back_gradients, shadow_bytes, downloaded_bytes, uploaded_bytes: see
-            `superadam.OverlapStatistics`.
+        buckets, resident_buckets, speculated_buckets, waiting_buckets, given_back_gradients, shadow_bytes,
+            downloaded_bytes, uploaded_bytes: see `superadam.OverlapStatistics`.
         elements, elements_differing, parameters_differing, verdicts_differing, norm_max_relative_difference: see
             `superadam.cli.train.verification.Verification`; None without --verify.
         final_loss: mean training loss of the last tenth of the steps, in nats per byte.
@@ -54,6 +53,7 @@ class Report:
     committed: int
     clipped: int
     skipped: int
+    accepted: int
     respeculated: int
     dropped: int
     overlap: bool
@@ -63,9 +63,6 @@ class Report:
     resident_buckets: int
     speculated_buckets: int
     waiting_buckets: int
-    accepted_buckets: int
-    respeculated_buckets: int
-    dropped_buckets: int
     given_back_gradients: int
     shadow_bytes: int
     downloaded_bytes: int
@@ -124,6 +121,7 @@ class Report:
             committed=history.count(StepKind.COMMITTED),
             clipped=history.count(StepKind.CLIPPED),
             skipped=history.count(StepKind.SKIPPED),
+            accepted=history.accepted,
             respeculated=history.respeculated,
             dropped=history.dropped,
             overlap=settings.overlap,
@@ -133,9 +131,6 @@ class Report:
             resident_buckets=history.overlap.resident_buckets,
             speculated_buckets=history.overlap.speculated_buckets,
             waiting_buckets=history.overlap.waiting_buckets,
-            accepted_buckets=history.overlap.accepted_buckets,
-            respeculated_buckets=history.overlap.respeculated_buckets,
-            dropped_buckets=history.overlap.dropped_buckets,
             given_back_gradients=history.overlap.given_back_gradients,
             shadow_bytes=history.overlap.shadow_bytes,
             downloaded_bytes=history.overlap.downloaded_bytes,
