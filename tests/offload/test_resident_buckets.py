@@ -996,9 +996,10 @@ def test_a_worker_that_is_far_behind_backward_leaves_all_to_the_device(monkeypat
 
     monkeypatch.setattr(Transaction, "speculate", slow)
     model = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(6)]).to(torch.bfloat16)
+    model[2].weight.register_hook(lambda gradient: time.sleep(0.01))  # so that the worker begins during backward
     optimizer = adam(model, max_grad_norm=math.inf)
     with OffloadScheduler(optimizer, model, device=Roomy(), bucket_numel=64) as scheduler:
-        for seed in range(5):
+        for seed in range(8):
             loss_of(model, seed).backward()
             optimizer.step()
             optimizer.zero_grad()
