@@ -68,7 +68,7 @@ def optimizer_of(kind: str) -> Iterator[superadam.SpeculativeCPUAdamW]:
 
 def step_with(optimizer: superadam.SpeculativeCPUAdamW, kind: Callable[..., Samples]) -> Action:
     """Return a step that looks for writes in one way."""
-    transaction = optimizer._published.bound(optimizer.param_groups)
+    transaction = optimizer._binding.bound(optimizer.param_groups)
     samples = kind(transaction.table)
 
     def step() -> None:

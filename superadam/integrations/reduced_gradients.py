@@ -191,7 +191,7 @@ class ReducedGradients(GradientHolder):
             return new
         return new if found is None else found
 
-    # ---- for the optimizer (published_state.GradientSource) ----------------------------------------------------------
+    # ---- for the optimizer (binding.GradientSource) ----------------------------------------------------------
 
     def check(self) -> None:
         """Raise what has failed since the last verdict."""

@@ -43,7 +43,7 @@ from superadam.offload.statistics import OverlapStatistics
 from superadam.offload.trace import Trace
 from superadam.offload.transfers import Transfers
 from superadam.optim.adam import SpeculativeCPUAdam
-from superadam.optim.published_state import hyper_by_row
+from superadam.optim.binding import hyper_by_row
 from superadam.state.parameter import ParameterState
 from superadam.state.resident import ResidentStates
 from superadam.step.outcome import StepOutcome
@@ -222,7 +222,7 @@ class OffloadScheduler(GradientHolder):
             for taken in bucket.gradients:
                 taken.in_use = False
 
-    # ---- for the optimizer (published_state.Overlap) -----------------------------------------------------------------
+    # ---- for the optimizer (binding.Overlap) -----------------------------------------------------------------
 
     def _follow(self, transaction: Transaction | None) -> None:
         """Speculate on the parameters of this transaction from now on; None: on none, until the next one."""

@@ -21,7 +21,7 @@ from superadam.host.signals import deferred_signals
 from superadam.kernels import native, torch_private
 from superadam.optim import checkpoint
 from superadam.optim.arguments import check_group, check_together, checked_limit, refuse_limit_of_shard
-from superadam.optim.published_state import GradientSource, Overlap, PublishedState, hyper_by_row, names_of, runs_of
+from superadam.optim.binding import Binding, GradientSource, Overlap, hyper_by_row, names_of, runs_of
 from superadam.state.parameter import ParameterState, check_parameter
 from superadam.step.gradients import gather
 from superadam.step.outcome import Statistics, StepKind, StepOutcome
@@ -107,7 +107,7 @@ class SpeculativeCPUAdam(Optimizer):
     1711.05101 (decoupled weight decay).
     """
 
-    _published: PublishedState
+    _binding: Binding
     _verdicts: _Verdicts
 
     def __init__(
@@ -217,10 +217,10 @@ class SpeculativeCPUAdam(Optimizer):
         `torch.distributed.checkpoint` makes a step with zero gradients to get state that it can load into: that creates
         the state of before the first step, and is none.
         """
-        published = self._published
+        published = self._binding.published
         if published.is_exposed and not published.entries and checkpoint.is_asked_for_template():
             with self._lock:
-                published.create(self.param_groups)
+                self._binding.create(self.param_groups)
             return None
         loss = None
         if closure is not None:  # not under the lock: its backward may run hooks of the scheduler in other threads
@@ -236,11 +236,9 @@ class SpeculativeCPUAdam(Optimizer):
         For each parameter `.grad` decides: None takes no part; the handle that `speculate()` or a scheduler has put
         there stands for the speculation; any other gradient counts as it is. Hyper-parameters count as they are now.
         """
-        with self._published.on_all_ranks(Question.STEP, self.param_groups):
+        with self._binding.on_all_ranks(Question.STEP, self.param_groups):
             outcome = self._judged_step()
-        if outcome.kind is StepKind.SKIPPED and (
-            self._verdicts.on_nonfinite == "raise" or self._published.is_flattened
-        ):
+        if outcome.kind is StepKind.SKIPPED and (self._verdicts.on_nonfinite == "raise" or self._binding.is_flattened):
             raise FloatingPointError(
                 f"{outcome.nonfinite} gradient elements are Inf or NaN, expected finite ones; nothing was changed: "
                 "lower the learning rate or the loss scale, or set on_nonfinite='skip'"
@@ -248,10 +246,10 @@ class SpeculativeCPUAdam(Optimizer):
         return outcome
 
     def _judged_step(self) -> StepOutcome:
-        transaction = self._published.bound(self.param_groups)
+        transaction = self._binding.bound(self.param_groups)
         limit = self._verdicts.limit_of_next_step
         limit = self._verdicts.max_grad_norm if limit is None else limit
-        if self._published.is_flattened:
+        if self._binding.is_flattened:
             refuse_limit_of_shard(limit)
         gradients = gather(transaction.table, runs_of(self.param_groups))
         with deferred_signals():  # a step is made wholly or not at all
@@ -260,7 +258,7 @@ class SpeculativeCPUAdam(Optimizer):
             setattr(self, torch_private.STEP_MARK, True)  # resolve() counts as step() for learning-rate schedulers
             kind = outcome.kind.value
             setattr(self.statistics, kind, getattr(self.statistics, kind) + 1)
-            self._published.conclude(outcome)
+            self._binding.conclude(outcome)
         return outcome
 
     @_whole
@@ -277,7 +275,7 @@ class SpeculativeCPUAdam(Optimizer):
             TypeError, ValueError: a gradient does not fit its parameter, a parameter is not one of this optimizer's, or
                 a hyper-parameter is out of range. Whatever is raised, nothing was changed.
         """
-        transaction = self._published.bound(self.param_groups)
+        transaction = self._binding.bound(self.param_groups)
         table, hyper = transaction.table, hyper_by_row(self.param_groups)
         asked = table.states if params is None else [table.state_of(parameter) for parameter in params]
         gradients: dict[ParameterState, TakenGradient] = {}
@@ -295,7 +293,7 @@ class SpeculativeCPUAdam(Optimizer):
         shared = shared_memory(table.parameters) if table.is_distributed else ()
         received = table.delivery.received
         for state in filter(None, asked):
-            taken = None if state.row in shared else take_gradient(state.parameter, state, self._published)
+            taken = None if state.row in shared else take_gradient(state.parameter, state, self._binding)
             if taken is not None:
                 gradient = taken.pending if received is None or taken.is_unrounded else received(taken.pending)
                 taken.pending, taken.in_use = state.host_gradient(gradient), True
@@ -313,7 +311,7 @@ class SpeculativeCPUAdam(Optimizer):
     @_whole
     def rollback(self) -> None:
         """Drop unresolved speculation and give its gradients back to `.grad`; parameters and state did not change."""
-        self._published.drop()
+        self._binding.drop()
         for group in self.param_groups:
             for parameter in group["params"]:
                 taken = None if parameter.grad is None else taken_of(parameter.grad)
@@ -323,7 +321,7 @@ class SpeculativeCPUAdam(Optimizer):
     @_whole
     def commit(self) -> None:
         """Fold accepted steps, and what was written to parameters, into the state; reading `state` does so too."""
-        self._published.commit(self.param_groups)
+        self._binding.commit(self.param_groups)
 
     @_whole
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -340,9 +338,9 @@ class SpeculativeCPUAdam(Optimizer):
         Raises:
             TypeError, ValueError, RuntimeError: as `step()`.
         """
-        with self._published.on_all_ranks(Question.NORM, self.param_groups):
+        with self._binding.on_all_ranks(Question.NORM, self.param_groups):
             limit = checked_limit("max_norm", max_norm)
-            transaction = self._published.bound(self.param_groups)
+            transaction = self._binding.bound(self.param_groups)
             norm = transaction.grad_norm(gather(transaction.table, runs_of(self.param_groups)))
         self._verdicts.limit_of_next_step = limit
         return torch.tensor(norm, dtype=torch.float64, device="cpu")
@@ -359,7 +357,7 @@ class SpeculativeCPUAdam(Optimizer):
     @property
     def _lock(self) -> AbstractContextManager[object]:
         """Held by every public call of the optimizer and its scheduler, so that calls from other threads wait."""
-        return self._published.lock
+        return self._binding.lock
 
     @_whole
     def _attach_overlap(self, overlap: Overlap) -> None:
@@ -369,34 +367,34 @@ class SpeculativeCPUAdam(Optimizer):
             RuntimeError: there is a scheduler already.
             TypeError, ValueError: the parameters cannot be bound; nothing was attached.
         """
-        if self._published.overlap is not None:
+        if self._binding.overlap is not None:
             raise RuntimeError("the optimizer has a scheduler already; close() it before making another one")
-        self._published.attach(overlap, self.param_groups)
+        self._binding.attach(overlap, self.param_groups)
 
     @_whole
     def _detach_overlap(self) -> None:
         """Work without a scheduler again; it must have nothing under way."""
-        self._published.detach(self.param_groups)
+        self._binding.detach(self.param_groups)
 
     @property
     def _gradient_source(self) -> GradientSource | None:
         """What brings gradients before they are rounded to the dtype of `.grad`; never copied or pickled."""
-        return self._published.source
+        return self._binding.source
 
     @_gradient_source.setter
     def _gradient_source(self, source: GradientSource) -> None:
-        self._published.source = source
+        self._binding.source = source
 
     @property
     def _gradient_holder(self) -> GradientHolder:
         """What answers questions about gradients that were taken: the scheduler, if there is one."""
-        overlap: Any = self._published.overlap
-        return self._published if overlap is None else overlap
+        overlap: Any = self._binding.overlap
+        return self._binding if overlap is None else overlap
 
     @_whole
     def _entries(self) -> defaultdict[Tensor, Any]:
         """Return `state` for who only measures it: unlike reading that, this judges no writes to parameters."""
-        return self._published.unjudged(self.param_groups)
+        return self._binding.unjudged(self.param_groups)
 
     # ---- state -------------------------------------------------------------------------------------------------------
 
@@ -407,18 +405,18 @@ class SpeculativeCPUAdam(Optimizer):
 
         Accepted steps are committed first, and later ones at once while the dict or anything in it is referenced.
         """
-        published = self._published.committed(self.param_groups)
-        self._published.is_exposed = True
+        published = self._binding.committed(self.param_groups)
+        self._binding.published.is_exposed = True
         return published
 
     @state.setter
     @_untracked
     def state(self, value: defaultdict[Tensor, Any]) -> None:
-        if "_published" in self.__dict__:
+        if "_binding" in self.__dict__:
             with self._lock:
-                self._published.replace(value)
+                self._binding.replace(value)
         else:
-            self._published = PublishedState(value, self.statistics)
+            self._binding = Binding(value, self.statistics)
 
     @_whole
     def reload_masters(self, params: Iterable[Tensor] | None = None) -> None:
@@ -431,7 +429,7 @@ class SpeculativeCPUAdam(Optimizer):
         Args:
             params: only these parameters; default all.
         """
-        transaction = self._published.bound(self.param_groups)
+        transaction = self._binding.bound(self.param_groups)
         chosen = None if params is None else {id(parameter) for parameter in params}
         transaction.adopt_outside_writes(
             [state for state in transaction.table.states if chosen is None or id(state.parameter) in chosen]
@@ -446,13 +444,13 @@ class SpeculativeCPUAdam(Optimizer):
         Raises:
             RuntimeError: an error has kept this rank from a step that others may have made.
         """
-        if self._published.ranks is not None:
-            self._published.ranks.refuse_older_state()
-        was_exposed = self._published.is_exposed
+        if self._binding.ranks is not None:
+            self._binding.ranks.refuse_older_state()
+        was_exposed = self._binding.published.is_exposed
         result = super().state_dict()
         if isinstance(result.get("state"), dict):  # which a hook may have changed
             result["state"] = {key: dict(e) if isinstance(e, dict) else e for key, e in result["state"].items()}
-        self._published.is_exposed = was_exposed
+        self._binding.published.is_exposed = was_exposed
         return result
 
     def torch_state_dict(self) -> dict[str, Any]:
@@ -484,7 +482,7 @@ class SpeculativeCPUAdam(Optimizer):
 
         def take_state(optimizer: Optimizer, final: dict[str, Any]) -> dict[str, Any]:
             """Check everything and take the tensors out, so that torch neither casts nor moves them."""
-            states = self._published.bound(self.param_groups).table.states
+            states = self._binding.bound(self.param_groups).table.states
             sizes = [len(group["params"]) for group in self.param_groups]
             groups, entries, foreign = checkpoint.read(final, states, sizes)
             arriving.update({state.parameter: entry for state, entry in entries.items()})
@@ -513,7 +511,7 @@ class SpeculativeCPUAdam(Optimizer):
         """Return what pickles and deep copies hold, committed; hooks stay behind, as in torch."""
         with self._lock:
             values = {key: self.__dict__[key] for key in ("defaults", "param_groups", "statistics", "_verdicts")}
-            return {**values, "state": self._published.committed(self.param_groups)}
+            return {**values, "state": self._binding.committed(self.param_groups)}
 
 
 class SpeculativeCPUAdamW(SpeculativeCPUAdam):

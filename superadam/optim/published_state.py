@@ -1,307 +1,45 @@
-"""Keeps the optimizer's published `state` dict equal to the transaction's table.
+"""The optimizer's `state` dict as users and frameworks see it.
 
-What users and frameworks write into the dict is read before a step; what steps change is written back before it shows.
+What they write into it is read before a step; what steps change is written back before it shows.
 """
 
 from __future__ import annotations
 
-import itertools
 import operator
-import os
 import sys
-import threading
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from superadam.distributed import shards
-from superadam.distributed.verdict import Question, Ranks, ranks_of
-from superadam.handles.taken_gradient import GradientHolder, TakenGradient
-from superadam.host.signals import deferred_signals
-from superadam.kernels.hyperparameters import Hyperparameters
-from superadam.kernels.torch_private import is_short_of_memory
 from superadam.optim import checkpoint
-from superadam.optim.arguments import is_flattened
-from superadam.state.delivery import Delivery, SynchronousDelivery
 from superadam.state.parameter import ParameterState, Phase
-from superadam.state.resident import ResidentStates
 from superadam.state.table import ParameterTable
-from superadam.step.outcome import Statistics, StepOutcome
-from superadam.step.transaction import Transaction
-
-_get_kind = operator.attrgetter("parameter_dtype", "shape", "strides")
 
 TENSORS = (*checkpoint.MOMENTS, *checkpoint.OPTIONAL)
 """Keys of a parameter's published state besides `step`; also attributes of `ParameterState`."""
 
-Groups = Sequence[dict[str, Any]]  # as `torch.optim.Optimizer.param_groups`
 
-
-def names_of(group: dict[str, Any], index: int) -> list[str]:
-    """Return the names of a group's parameters in error messages."""
-    names, count = group.get("param_names"), len(group["params"])
-    if isinstance(names, list | tuple) and len(names) == count and all(isinstance(name, str) for name in names):
-        return list(names)
-    return [f"parameter {k} of group {index}" for k in range(count)]
-
-
-def runs_of(groups: Groups) -> list[tuple[Hyperparameters, int]]:
-    """Return the present hyper-parameters of each group, and its number of parameters."""
-    return [(Hyperparameters.of_group(group), len(group["params"])) for group in groups]
-
-
-def hyper_by_row(groups: Groups) -> list[Hyperparameters]:
-    """Return the present hyper-parameters of each parameter."""
-    return [hyper for hyper, count in runs_of(groups) for _ in range(count)]
-
-
-class Overlap(Protocol):
-    """The scheduler that runs the optimizer during backward, as seen by the optimizer."""
-
-    @property
-    def delivery(self) -> Delivery:
-        """Brings new values to parameters."""
-
-    @property
-    def resident(self) -> ResidentStates | None:
-        """State that is not on the host."""
-
-    def _follow(self, transaction: Transaction | None) -> None:
-        """Speculate on the parameters of this transaction from now on; None: on none, until the next one."""
-
-    def _catch_up(self) -> None:
-        """Return when everything that was taken is speculated on; raise what failed there."""
-
-    def _conclude(self, outcome: StepOutcome) -> None:
-        """Handle the outcome of a step: let commits begin."""
-
-
-class GradientSource(Protocol):
-    """What brings gradients to the optimizer before they are rounded to the dtype of `.grad`."""
-
-    def check(self) -> None:
-        """Called before each verdict; raises what has failed since the last one."""
-
-
-class PublishedState(GradientHolder):
-    """The published dict, and the transaction over the parameters that were bound last.
-
-    Parameters are bound lazily, because frameworks replace them between construction and the first step.
+class PublishedState:
+    """The published dict, beside the rows of a `ParameterTable`.
 
     Attributes:
         entries: per parameter `step`, `exp_avg`, `exp_avg_sq` (`max_exp_avg_sq`, `master`), as users see it.
         is_exposed: whether there may be outside references to `entries` or its contents, through which it may change.
-        is_flattened: whether the bound parameters are shards of FSDP1.
-        ranks: over which the bound parameters are distributed.
-        source: of gradients that are not those in `.grad`; None where there is none.
     """
 
-    def __init__(self, entries: defaultdict[Tensor, Any], statistics: Statistics) -> None:
+    def __init__(self, entries: defaultdict[Tensor, Any], *, is_exposed: bool = False) -> None:
         self.entries = entries
-        self.overlap: Overlap | None = None
-        self.source: GradientSource | None = None
-        self.is_exposed = self.is_flattened = False
-        self.ranks: Ranks | None = None
-        self._transaction: Transaction | None = None  # over the parameters that were bound last
-        self._statistics = statistics
-        self._locks: dict[int, AbstractContextManager[object]] = {}
+        self.is_exposed = is_exposed
 
-    @property
-    def lock(self) -> AbstractContextManager[object]:
-        """A reentrant lock of this process: another thread may have held its parent's when that forked."""
-        process = os.getpid()
-        return self._locks.get(process) or self._locks.setdefault(process, threading.RLock())
+    def look_for_references(self) -> None:
+        """Find out whether there are still outside references."""
+        self.is_exposed = any(map(operator.gt, _references(self), _USUAL))
 
-    def replace(self, entries: defaultdict[Tensor, Any]) -> None:
-        """Replace the published dict, after bringing the old one up to date; gradients stay in `.grad`."""
-        self._catch_up()
-        with deferred_signals():
-            if self._transaction is not None:
-                self._close(self._transaction)
-            self._forget_binding()
-            self.entries = entries
-            self.is_exposed = True
-
-    @contextmanager
-    def on_all_ranks(self, question: Question, groups: Groups) -> Iterator[None]:
-        """Tell the other ranks of an error that is raised inside before they were asked, so that they raise as well.
-
-        Errors in a step on which all have agreed are reported in the next collective.
-        """
-        number = 0 if self.ranks is None else self.ranks.number
-        try:
-            if self.source is not None:
-                self.source.check()
-            yield
-        except Exception:
-            ranks = self.ranks
-            if ranks is None:  # the first binding failed
-                with suppress(ValueError):
-                    parameters = [parameter for group in groups for parameter in group["params"]]
-                    ranks = self.ranks = ranks_of(parameters, [""] * len(parameters), None)
-            if ranks is not None and ranks.number == number:
-                ranks.tell_failure(question)
-            elif ranks is not None and ranks.agreed == ranks.number and question is Question.STEP:
-                ranks.is_behind = True
-            raise
-
-    @property
-    def has_state(self) -> bool:
-        """Whether any parameter was bound, or has a state that was loaded."""
-        return bool(self.entries) or self._transaction is not None
-
-    def bound(self, groups: Groups) -> Transaction:
-        """Return the transaction over the groups' present parameters, its rows equal to the published state.
-
-        Raises ValueError where two parameters share memory, or a published entry cannot be a state.
-        """
-        self._catch_up()
-        parameters = [parameter for group in groups for parameter in group["params"]]
-        transaction = self._transaction
-        if transaction is None or not _are_same(transaction.table, parameters):
-            with deferred_signals():
-                return self._bind(
-                    parameters, [name for index, group in enumerate(groups) for name in names_of(group, index)]
-                )
-        if self.is_exposed:
-            for state in transaction.table.states:
-                if state.phase is not Phase.ACCEPTED and self._read(state, transaction.table):
-                    transaction.distrust(state)
-            self.is_exposed = any(map(operator.gt, _references(self), _USUAL))
-        return transaction
-
-    def committed(self, groups: Groups) -> defaultdict[Tensor, Any]:
-        """Return the published state after committing accepted steps and adopting outside writes.
-
-        Where binding fails, it is returned unchanged: a step refuses it, and until then it can be corrected.
-        """
-        return self._up_to_date(groups, adopts=True)
-
-    def unjudged(self, groups: Groups) -> defaultdict[Tensor, Any]:
-        """Return the same, with masters as before outside writes, which wait for a step or for who reads the state."""
-        return self._up_to_date(groups, adopts=False)
-
-    def _up_to_date(self, groups: Groups, *, adopts: bool) -> defaultdict[Tensor, Any]:
-        self._catch_up()
-        if self.has_state:
-            with suppress(TypeError, ValueError):
-                self.bound(groups)
-            if adopts and self._transaction is not None:
-                self._transaction.adopt_outside_writes()
-            self._publish()
-        return self.entries
-
-    def attach(self, overlap: Overlap, groups: Groups) -> None:
-        """Reach parameters through a scheduler from now on; if `bound` raises, nothing was attached."""
-        self.bound(groups)
-        self._publish()
-        with deferred_signals():
-            self._forget_binding()
-            self.overlap = overlap
-            try:
-                self.bound(groups)
-            except BaseException:
-                self.overlap = None
-                raise
-
-    def detach(self, groups: Groups) -> None:
-        """Reach parameters without a scheduler again; nothing may be open."""
-        self.unjudged(groups)
-        with deferred_signals():
-            self._forget_binding()
-            self.overlap = None
-
-    def create(self, groups: Groups) -> None:
-        """Create the state of every parameter with a gradient, as it is before the first step."""
-        table = self.bound(groups).table
-        for state, hyper in zip(table.states, hyper_by_row(groups), strict=True):
-            if state.parameter.grad is not None:
-                state.create_state(with_max=hyper.amsgrad)
-                table.refresh_pointers(state)
-                table.is_published[state.row] = False
-        self._publish()
-
-    def conclude(self, outcome: StepOutcome) -> None:
-        """After a step, bring exposed entries up to date, and let the scheduler's commits begin."""
-        if self.is_exposed:
-            try:
-                self._publish()
-            except Exception as error:  # the step was made; what is missing follows with the next, or when it is read
-                if not is_short_of_memory(error):
-                    raise
-        if self.overlap is not None:
-            self.overlap._conclude(outcome)
-
-    def _catch_up(self) -> None:
-        """Return when everything that a scheduler has taken is speculated on."""
-        if self.overlap is not None:
-            self.overlap._catch_up()
-
-    def commit(self, groups: Groups) -> None:
-        """Fold accepted steps and outside writes into the state."""
-        if self.has_state:
-            transaction = self.bound(groups)
-            transaction.commit()
-            transaction.adopt_outside_writes()
-            if self.is_exposed:
-                self._publish()
-
-    def drop(self) -> None:
-        """Drop everything that waits for a verdict."""
-        self._catch_up()
-        if self._transaction is not None:
-            self._transaction.drop()
-
-    def _forget_binding(self) -> None:
-        self._transaction = None
-        if self.overlap is not None:
-            self.overlap._follow(None)
-
-    def _publish(self) -> None:
-        """Bring `entries` up to date with every step; what others wrote to parameters waits for who needs it."""
-        if self._transaction is not None:
-            self._transaction.commit()
-            self._transaction.table.bring_home()
-            self._write(self._transaction.table)
-
-    def _close(self, transaction: Transaction) -> dict[Tensor, ParameterState]:
-        """Write all state to `entries`; return the states of parameters that are still as they were bound."""
-        transaction.drop()  # the gradients in `.grad` still count
-        self._publish()
-        table = transaction.table
-        return {state.parameter: state for state in table.states if not _is_converted(state, table)}
-
-    def _bind(self, parameters: Sequence[Tensor], names: Sequence[str]) -> Transaction:
-        known = {} if self._transaction is None else self._close(self._transaction)
-        written = set() if self._transaction is None else set(self._transaction.table.written())
-        delivery = SynchronousDelivery() if self.overlap is None else self.overlap.delivery
-        states = []
-        for row, (parameter, name) in enumerate(zip(parameters, names, strict=True)):
-            states.append(
-                known.get(parameter)
-                or ParameterState(parameter, row, name, is_on_host=delivery.is_host(shards.local_of(parameter)))
-            )
-        _refuse_shared_memory(states, names)
-        ranks = ranks_of(parameters, names, self.ranks)
-        for row, (state, name) in enumerate(zip(states, names, strict=True)):  # nothing raises from here on
-            state.row, state.name = row, name
-        table = ParameterTable(states, delivery, self.overlap.resident if self.overlap else None)
-        for state in states:
-            self._read(state, table)
-            if state in written:
-                table.fingerprints.distrust(state.row)
-        self.is_flattened, self.ranks = is_flattened(parameters), ranks
-        self._transaction = Transaction(table, self._statistics, ranks)
-        if self.overlap is not None:
-            self.overlap._follow(self._transaction)
-        return self._transaction
-
-    def _write(self, table: ParameterTable) -> None:
+    def write(self, table: ParameterTable) -> None:
         """Bring `entries` up to date with rows that are newer; other entries, which users may have edited, stay."""
         for state in table.states:
             is_distributed = table.is_distributed and state.is_distributed
@@ -319,7 +57,7 @@ class PublishedState(GradientHolder):
                     entry[key] = state.whole_of(key) if is_distributed else tensor
             table.is_published[state.row] = True
 
-    def _read(self, state: ParameterState, table: ParameterTable) -> bool:
+    def read(self, state: ParameterState, table: ParameterTable) -> bool:
         """Bring a row of the table up to date with `entries`, unless the row is the newer; return if it changed."""
         if state.has_state and not table.is_published[state.row]:
             return False
@@ -360,12 +98,6 @@ class PublishedState(GradientHolder):
         entry["step"] = checkpoint.fitted_step(entry["step"], step)
         return is_new
 
-    # ---- for gradients that were taken (taken_gradient.GradientHolder) -----------------------------------------------
-
-    def _nonfinite_of(self, taken: TakenGradient) -> int | None:
-        """Return the number of Inf and NaN in a gradient, where they were counted."""
-        return None if self._transaction is None else self._transaction.nonfinite_of(taken)
-
 
 def _references(published: Any) -> tuple[int, ...]:
     """Count the references to published objects: the dict, its entries, their steps and their other tensors."""
@@ -373,73 +105,11 @@ def _references(published: Any) -> tuple[int, ...]:
     ours = ("step", *TENSORS)
     tensors = [(key, entry[key]) for entry in entries for key in ours if isinstance(entry.get(key), Tensor)]
     steps, others = ([value for key, value in tensors if (key == "step") is wanted] for wanted in (True, False))
-    if published.ranks is not None:
-        others += [shards.local_of(value) for value in others if shards.is_distributed(value)]
+    others += [shards.local_of(value) for value in others if shards.is_distributed(value)]
     del tensors
     most = [max(map(sys.getrefcount, some), default=0) for some in (entries, steps, others)]
     return sys.getrefcount(published.entries), *most
 
 
 _held = torch.zeros((), device="cpu")  # once more than a step, as by a `ParameterState`
-_USUAL = _references(
-    SimpleNamespace(ranks=None, entries={0: {"step": torch.zeros((), device="cpu"), "exp_avg": _held}})
-)
-
-
-def _are_same(table: ParameterTable, parameters: Sequence[Tensor]) -> bool:
-    """Whether these are the bound parameters, still of the same dtype, layout and device.
-
-    Parameters that have only moved are distrusted, because the values in their new memory were not written by us.
-    """
-    fingerprints = table.fingerprints
-    if table.is_distributed:
-        if [*map(id, parameters)] != [*map(id, table.parameters)]:
-            return False
-        parameters = [*map(shards.local_of, parameters)]
-    if not fingerprints.are_of(parameters):
-        return False
-    moved = fingerprints.look()
-    if any(_is_converted(table.states[row], table) for row in moved):
-        return False
-    for row in moved:
-        fingerprints.distrust(row)
-    return True
-
-
-def _is_converted(state: ParameterState, table: ParameterTable) -> bool:
-    """Whether `.data` is not what the table describes, as after model.to(torch.bfloat16); it then lies elsewhere."""
-    if state.is_distributed and shards.local_of(state.parameter) is not state.local:
-        return True
-    if not table.fingerprints.is_moved(state.row):
-        return False
-    now = ParameterState(state.parameter, state.row, state.name)
-    return bool(_get_kind(now) != _get_kind(state)) or (now.is_staged and not state.is_staged)
-
-
-def _refuse_shared_memory(states: Sequence[ParameterState], names: Sequence[str]) -> None:
-    """Raise ValueError if parameters or elements share memory: speculation on one would overwrite another."""
-    spans = []
-    listed: dict[Tensor, str] = {}
-    for state, name in zip(states, names, strict=True):
-        if state.parameter in listed:
-            raise ValueError(
-                f"{listed[state.parameter]} and {name} are the same parameter, expected each parameter once; remove "
-                "one of them"
-            )
-        listed[state.parameter] = name
-        p = state.local
-        if any(size > 1 and stride == 0 for size, stride in zip(p.shape, p.stride(), strict=True)):
-            raise ValueError(
-                f"{name} is expanded: its elements share memory, expected each element in memory of its own; "
-                "clone() it before optimizing"
-            )
-        if p.data_ptr():
-            extent = 1 + sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True))
-            spans.append((str(p.device), p.data_ptr(), p.data_ptr() + extent * p.element_size(), name))
-    spans.sort()
-    for (device, _, end, first), (other_device, begin, _, second) in itertools.pairwise(spans):
-        if device == other_device and begin < end:
-            raise ValueError(
-                f"{first} and {second} share memory, expected distinct parameters in distinct memory; "
-                "tie weights by using one Parameter twice"
-            )
+_USUAL = _references(SimpleNamespace(entries={0: {"step": torch.zeros((), device="cpu"), "exp_avg": _held}}))

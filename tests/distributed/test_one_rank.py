@@ -159,5 +159,5 @@ def test_state_that_was_cleared_is_shown_as_it_is_made_again(device: str) -> Non
         assert entry["step"] == 1
         assert entry["exp_avg"] is not before[p]
         assert torch.equal(
-            local(entry["exp_avg"]), optimizer._published.bound(optimizer.param_groups).table.state_of(p).exp_avg
+            local(entry["exp_avg"]), optimizer._binding.bound(optimizer.param_groups).table.state_of(p).exp_avg
         )

@@ -228,7 +228,7 @@ def scale(run: Run) -> None:
 
 def roll_back(run: Run) -> None:
     run.optimizer.speculate()
-    transaction = run.optimizer._published.bound(run.optimizer.param_groups)
+    transaction = run.optimizer._binding.bound(run.optimizer.param_groups)
     assert len(transaction.in_phase(Phase.SPECULATED)) == len(run.pairs)
     run.optimizer.rollback()
     run.check_gradients()

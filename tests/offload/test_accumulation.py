@@ -693,8 +693,8 @@ def test_cost_of_a_micro_batch_does_not_grow_with_the_optimizer(monkeypatch: pyt
     with eager(optimizer, model) as scheduler:
         train(model, optimizer, range(1))
         asked: list[int] = []
-        bound = optimizer._published.bound
-        monkeypatch.setattr(optimizer._published, "bound", lambda groups: (asked.append(1), bound(groups))[1])
+        bound = optimizer._binding.bound
+        monkeypatch.setattr(optimizer._binding, "bound", lambda groups: (asked.append(1), bound(groups))[1])
         for dtype in (None, torch.float32):
             with scheduler.accumulate(dtype):
                 loss_of(model, 0).backward()

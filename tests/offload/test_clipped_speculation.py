@@ -527,7 +527,7 @@ def test_a_product_that_torch_rounds_is_not_that_of_the_predicted_factor(monkeyp
                 patch.setattr(Predictor, "predict", lambda *_: Prediction(found[0]))
             accepted = ours.optimizer.statistics.accepted
             ours.run(range(4, 5))
-            transaction = ours.optimizer._published._transaction
+            transaction = ours.optimizer._binding._transaction
             assert transaction is not None
             assert transaction.applied is not None
             assert isinstance(transaction.applied.factor, float)
@@ -544,7 +544,7 @@ def test_lists_are_released_with_the_verdict() -> None:
     ours = Training(RECIPES["always"], DEVICES["immediate"](), bucket_numel=1000)
     with ours.scheduler or contextlib.nullcontext():
         ours.run()
-        transaction = ours.optimizer._published._transaction
+        transaction = ours.optimizer._binding._transaction
         assert transaction is not None
         accepted = transaction.in_phase(Phase.ACCEPTED)
         assert accepted
@@ -694,7 +694,7 @@ def test_no_verdict_comes_while_speculation_is_made_anew(monkeypatch: pytest.Mon
     with ours.scheduler or contextlib.nullcontext():
         ours.run(range(JUMP))
         ours.backward(JUMP)
-        transaction, is_free = ours.optimizer._published._transaction, []
+        transaction, is_free = ours.optimizer._binding._transaction, []
         assert transaction is not None
         recall, send = FlatShadow.recall, FlatShadow.send
 

@@ -104,7 +104,7 @@ def test_lists_of_what_misses_are_released(monkeypatch: pytest.MonkeyPatch) -> N
     ours = trained_on("immediate")
     with ours.scheduler or torch.no_grad():
         ours.run(range(4))
-        transaction = ours.optimizer._published._transaction
+        transaction = ours.optimizer._binding._transaction
         assert transaction is not None
         records = [state.pending for state in transaction.in_phase(Phase.ACCEPTED)]
         assert len(records) == PATCHED
@@ -119,7 +119,7 @@ def test_what_is_stepped_on_the_device_is_not_late() -> None:
     ours = trained_on("usual", gpu_buckets=10**6)
     with ours.scheduler or torch.no_grad():
         ours.run(range(5))
-        transaction = ours.optimizer._published._transaction
+        transaction = ours.optimizer._binding._transaction
         assert transaction is not None
         assert transaction.applied is not None
         assert transaction.applied.computed == 0
@@ -234,7 +234,7 @@ def test_the_state_follows_when_the_worker_is_idle(device: str) -> None:
     with ours.scheduler or torch.no_grad():
         pipeline = ours.scheduler._pipeline  # type: ignore[union-attr]
         ours.run(range(2))
-        transaction = ours.optimizer._published._transaction
+        transaction = ours.optimizer._binding._transaction
         assert transaction is not None
         assert pipeline is not None
         pipeline.wake = lambda: None  # type: ignore[method-assign]

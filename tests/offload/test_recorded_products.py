@@ -187,7 +187,7 @@ def test_one_recorded_product_is_part_of_the_pass_wherever_that_is(
     with OffloadScheduler(ours, model, device=device, bucket_numel=1, gpu_buckets=gpu_buckets) as scheduler:
         assert train(model, ours, steps, 1000.0) == expected
         if gpu_buckets:
-            transaction = ours._published._transaction
+            transaction = ours._binding._transaction
             assert scheduler.resident is not None
             assert transaction is not None
             assert all(map(scheduler.resident.holds, transaction.table.states))

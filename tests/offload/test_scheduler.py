@@ -1168,7 +1168,7 @@ def test_synchronize_leaves_nothing_accepted(device: PlainDevice) -> None:
         loss_of(model, 0).backward()
         optimizer.step()
         scheduler.synchronize()
-        transaction = optimizer._published._transaction
+        transaction = optimizer._binding._transaction
         assert transaction is not None
         assert not transaction.in_phase(superadam.state.parameter.Phase.ACCEPTED)
 

@@ -600,8 +600,8 @@ def test_one_tensor_of_the_state_that_is_held_follows_speculative_steps(key: str
         assert bits(held) == bits(twin.state[parameters_of(twin)[0]][key])
     del held
     train(optimizer, 4, speculative=True)
-    assert not optimizer._published.is_exposed  # and its commits may wait again
-    assert optimizer._published._transaction.in_phase(Phase.ACCEPTED)
+    assert not optimizer._binding.published.is_exposed  # and its commits may wait again
+    assert optimizer._binding._transaction.in_phase(Phase.ACCEPTED)
 
 
 @EACH_DTYPE
@@ -611,7 +611,7 @@ def test_assigned_state_keeps_accepted_steps(dtype: torch.dtype, is_read_before:
     optimizer, twin = make(dtype), make(dtype)
     for one in (optimizer, twin):
         train(one, 1)
-    first = optimizer.state if is_read_before else optimizer._published.entries
+    first = optimizer.state if is_read_before else optimizer._binding.published.entries
     for seed in (2, 3):
         train(optimizer, seed, speculative=True)
         train(twin, seed)

@@ -124,11 +124,11 @@ def test_a_product_of_a_gradient_that_counts_unrounded_is_not_rounded() -> None:
         optimizer = SpeculativeCPUAdam([parameter(70, dtype=torch.bfloat16)])
         train(optimizer, 1)
         (one,) = parameters_of(optimizer)
-        published = optimizer._published
-        assert published._transaction is not None
+        binding = optimizer._binding
+        assert binding._transaction is not None
         one.grad = unrounded.bfloat16()
         values = unrounded.clone() if is_recorded else unrounded * 0.3
-        take_reduced(one, values, published._transaction.table.states[0], published)
+        take_reduced(one, values, binding._transaction.table.states[0], binding)
         optimizer.speculate()
         if is_recorded:
             one.grad.mul_(0.3)
@@ -182,7 +182,7 @@ def test_the_norm_so_far_is_of_gradients_as_they_arrived() -> None:
     optimizer = SpeculativeCPUAdam([parameter(70, dtype=torch.bfloat16)])
     give_gradients(optimizer, 1)
     optimizer.speculate()
-    transaction = optimizer._published._transaction
+    transaction = optimizer._binding._transaction
     assert transaction is not None
     norm = transaction.norm_so_far()
     assert norm > 0.0
@@ -195,7 +195,7 @@ def test_memory_of_new_values_is_released_once_they_are_published() -> None:
     train(optimizer, 1)
     give_gradients(optimizer, 2)
     optimizer.speculate()
-    transaction = optimizer._published._transaction
+    transaction = optimizer._binding._transaction
     assert transaction is not None
     pending = transaction.table.states[0].pending
     assert pending is not None

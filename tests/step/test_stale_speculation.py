@@ -73,7 +73,7 @@ def test_as_much_is_committed_as_was_asked_for() -> None:
     optimizer = SpeculativeCPUAdam([parameter(70, dtype=torch.bfloat16, seed=seed) for seed in range(3)])
     train(optimizer, 1)
     train(optimizer, 2, speculative=True)
-    transaction = optimizer._published._transaction
+    transaction = optimizer._binding._transaction
     assert transaction is not None
     assert transaction.commit_some(71) == 140
     assert transaction.in_phase(Phase.ACCEPTED) == transaction.table.states[2:]
@@ -98,7 +98,7 @@ def test_what_was_counted_is_of_the_gradient_that_waits() -> None:
     assert one.grad is not None
     one.grad[:3] = math.nan
     optimizer.speculate()
-    taken, transaction = taken_of(one.grad), optimizer._published._transaction
+    taken, transaction = taken_of(one.grad), optimizer._binding._transaction
     assert taken is not None
     assert transaction is not None
     assert transaction.nonfinite_of(taken) == 3

@@ -225,7 +225,7 @@ class SpeculativeRun(RuleBasedStateMachine):
     @rule()
     def commit(self) -> None:
         self.optimizer.commit()
-        if self.optimizer._published.has_state:
+        if self.optimizer._binding.has_state:
             self.adopt()
 
     @rule(limit=st.sampled_from([0.5, 1e9]))
