@@ -16,7 +16,8 @@ PAUSE_STEPS = 16  # in which nothing is taken, after a step whose gradients were
 class Accumulation:
     """Learns from each step how many gradients every parameter gets in the next one.
 
-    `sum_dtype` is the dtype in which gradients are to be added up on the host; None to add them in `.grad`.
+    Attributes:
+        sum_dtype: in which gradients are to be added up on the host; None to add them in `.grad`.
     """
 
     def __init__(self) -> None:

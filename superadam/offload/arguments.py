@@ -20,24 +20,11 @@ def unwrapped(optimizer: SpeculativeCPUAdam) -> SpeculativeCPUAdam:
     """
     inner = getattr(optimizer, "optimizer", optimizer)
     if not isinstance(inner, SpeculativeCPUAdam):
-        within = _path_within(optimizer)
-        remedy = "make one first" if within is None else f"pass its .{within}"
-        raise TypeError(f"optimizer is a {type(optimizer).__name__}, expected a SpeculativeCPUAdam; {remedy}")
+        raise TypeError(
+            f"optimizer is a {type(optimizer).__name__}, expected a SpeculativeCPUAdam; make one first, or pass the "
+            "one that a wrapper holds"
+        )
     return inner
-
-
-def _path_within(wrapper: object) -> str | None:
-    """Return the attributes that lead from a wrapper, perhaps of other wrappers, to a `SpeculativeCPUAdam`."""
-    around: list[tuple[str, object]] = [("", wrapper)]
-    seen = {id(wrapper)}
-    for path, one in around:  # the nearest first
-        for name, value in list(getattr(one, "__dict__", {}).items()):
-            if isinstance(value, SpeculativeCPUAdam):
-                return f"{path}{name}"
-            if ("optim" in name or isinstance(value, torch.optim.Optimizer)) and id(value) not in seen:
-                seen.add(id(value))
-                around.append((f"{path}{name}.", value))
-    return None
 
 
 def check_model(optimizer: SpeculativeCPUAdam, model: nn.Module) -> SpeculativeCPUAdam:

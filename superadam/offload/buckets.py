@@ -23,10 +23,7 @@ DEFAULT_NUMEL = 16 * 1024 * 1024  # 32 MiB of bf16 or 64 MiB of fp32, as in Supe
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Gradients that are sent together, one for each of `states`; those of a resident bucket are applied on the device.
-
-    `numel` counts the elements of all.
-    """
+    """Gradients that are sent together, one for each of `states`; `numel` counts the elements of all."""
 
     is_resident: bool
     states: tuple[ParameterState, ...]
@@ -35,7 +32,7 @@ class Bucket:
 
 
 class _Filling:
-    """A bucket that is not full; no signal and no other thread sees half of an entry."""
+    """A bucket that is not full."""
 
     __slots__ = ("entries", "numel")
 
@@ -44,7 +41,7 @@ class _Filling:
         self.numel = 0
 
     def current(self, is_resident: bool) -> Bucket | None:
-        """Return what is in it, without what was given back, or dropped before its parameter's next; None if empty."""
+        """Return the latest gradient of each parameter, unless it was given back; None if that leaves nothing."""
         members = {state: taken for state, taken in dict(self.entries).items() if taken.given is None}
         numel = sum([state.shape.numel() for state in members])
         return Bucket(is_resident, tuple(members), tuple(members.values()), numel) if members else None
@@ -60,7 +57,7 @@ class Bucketer:
 
     Attributes:
         resident: ids of parameters, or of their parts on this rank, whose gradients go into resident buckets.
-        last: id of the last parameter that travels, where others are resident; it closes its bucket.
+        last: id of the last parameter that travels, where others are resident: its bucket is sent at once.
     """
 
     def __init__(self, device: Device, holder: GradientHolder, bucket_numel: int) -> None:

@@ -1,8 +1,7 @@
-"""Whether state follows later where new values had to wait for the verdict: what took less time is done.
+"""Whether new values that had to wait for the verdict come before their state: what took less time is done.
 
-After backward, an update reads and writes the state, while a new value alone only needs it read. The state then follows
-in the worker's idle time; where the worker has none, the next step waits for it. Decides when work is done, never the
-result.
+An update reads and writes the state, while a new value only needs it read. The state then follows in the worker's idle
+time; where the worker has none, the next step waits for it.
 """
 
 from __future__ import annotations

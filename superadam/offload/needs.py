@@ -1,7 +1,4 @@
-"""What training takes in host memory: the one sum of master and moments, gradients, and new values until the verdict.
-
-Owned here, so that a scheduler and an estimate before there is a model cannot differ. Allocates nothing.
-"""
+"""What training takes in host memory: master and moments, gradients, and new values until the verdict."""
 
 from __future__ import annotations
 

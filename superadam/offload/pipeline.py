@@ -28,10 +28,11 @@ from superadam.step.transaction import Transaction
 class Pipeline:
     """Runs buckets through one worker, in order.
 
-    The autotuner says on how many cores, and receives the times of each bucket; `limit` returns the present limit of
-    the gradient norm.
+    The autotuner says on how many cores, and receives the times of each bucket.
 
     Attributes:
+        limit: of the norm of this rank's gradients when the last bucket was sent, inf for none; None where it is for
+            the gradients of all ranks.
         transaction: changes only while nothing is under way.
         awaited_at: when the training thread last began to wait for the worker, by `time.perf_counter()`; inf if it has
             not in this step.
@@ -44,16 +45,15 @@ class Pipeline:
         autotuner: Autotuner,
         statistics: OverlapStatistics,
         trace: Trace,
-        limit: Callable[[], float | None],
     ) -> None:
         self.transaction: Transaction | None = None
         self.awaited_at = math.inf
+        self.limit: float | None = None
         self.predictor = Predictor()
         self._device = device
         self._transfers = transfers
         self._autotuner = autotuner
         self._statistics, self._trace = statistics, trace
-        self._limit = limit
         self._worker: Worker = device.start_worker(self._idle)
 
     def send(self, bucket: Bucket, hyper: Sequence[Hyperparameters]) -> None:
@@ -115,9 +115,7 @@ class Pipeline:
         self._wait_for(arrived, is_awaited)
         begin = time.perf_counter()
         self.predictor.total = transaction.table.numel
-        prediction = self.predictor.predict(
-            elements, transaction.norm_so_far(), transaction.expected_scale, self._limit_here(transaction)
-        )
+        prediction = self.predictor.predict(elements, transaction.norm_so_far(), transaction.expected_scale, self.limit)
         for state, record in pending.items():
             if prediction is None or self.predictor.leaves_out(state, prediction, transaction.expected_scale):
                 record.place = None
@@ -155,13 +153,6 @@ class Pipeline:
             pass
         arrived.synchronize()
 
-    def _limit_here(self, transaction: Transaction) -> float | None:
-        """Return the optimizer's limit for the norm of this rank's gradients; None where it is for all ranks'."""
-        if transaction.ranks is not None:
-            return None
-        limit = self._limit()
-        return math.inf if limit is None else limit
-
     def _num_threads(self) -> int:
         return min(self._autotuner.placement.num_threads, native.get_num_threads())
 
@@ -183,7 +174,7 @@ class Pipeline:
             return False
         with transaction.lock:  # or the verdict could come meanwhile
             seen = transaction.norm_so_far()
-            prediction = self.predictor.revised(seen, transaction.expected_scale, self._limit_here(transaction))
+            prediction = self.predictor.revised(seen, transaction.expected_scale, self.limit)
             if prediction is None or prediction.interval is None:
                 return False
             begin = time.perf_counter()

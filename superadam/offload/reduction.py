@@ -10,10 +10,10 @@ from superadam.kernels.torch_private import storage_key
 
 
 class ReducedGroups:
-    """Parameters whose gradients are ready and wait for the rest of their group; ordinary ones do not wait.
+    """Parameters whose gradients wait for the rest of their group; ordinary ones do not wait.
 
-    FSDP2 cuts the gradients of a group from one buffer, and calls hooks while it does. Once the next group is ready,
-    nothing references that buffer but the gradients; where something does, they are left to `step()`.
+    FSDP2 cuts the gradients of a group from one buffer, and calls hooks while it does. They can be taken once the next
+    group is ready, because then nothing else references that buffer.
     """
 
     def __init__(self) -> None:

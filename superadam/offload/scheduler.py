@@ -15,7 +15,7 @@ import math
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from types import TracebackType
@@ -50,11 +50,6 @@ from superadam.step.outcome import StepOutcome
 from superadam.step.transaction import Transaction
 
 _logger = logging.getLogger("superadam")
-
-
-def _limit_of(optimizer: weakref.ref[SpeculativeCPUAdam]) -> Callable[[], float | None]:
-    """Return what tells the present limit of an optimizer's gradient norm, while that lives."""
-    return lambda: None if (one := optimizer()) is None else one.max_grad_norm
 
 
 def _end(pipeline: Pipeline | None, device: Device | None) -> None:
@@ -152,14 +147,7 @@ class OffloadScheduler(GradientHolder):
             self._needs = needs_of_run(optimizer, self._device, self.placement)
             self._device.reserve(self._needs)
             if self.placement.num_threads:
-                self._pipeline = Pipeline(
-                    self._device,
-                    self._transfers,
-                    self._autotuner,
-                    self.statistics,
-                    self.trace,
-                    _limit_of(weakref.ref(optimizer)),
-                )
+                self._pipeline = Pipeline(self._device, self._transfers, self._autotuner, self.statistics, self.trace)
             optimizer._attach_overlap(self)
         except BaseException:
             self._hooks.remove()
@@ -206,13 +194,16 @@ class OffloadScheduler(GradientHolder):
             self._take(self._groups.rest())
 
     def _send(self, bucket: Bucket) -> None:
-        """Send a bucket; one that cannot be sent is left to `step()`, because its gradients are in `.grad`."""
+        """Send a bucket; `step()` makes the step of one that cannot be sent, because its gradients are in `.grad`."""
         if self._pipeline is None or self._transaction is None:
             return
         try:
             with torch_private.inference_mode(False):  # which, unlike no_grad(), no interrupt leaves behind
                 torch.set_grad_enabled(False)
                 self._hyper = self._hyper or hyper_by_row(self.optimizer.param_groups)
+                limit = self.optimizer.max_grad_norm
+                known = math.inf if limit is None else limit
+                self._pipeline.limit = known if self._transaction.ranks is None else None
                 if len(self._hyper) == len(self._transaction.table.states):  # or groups were changed since
                     self._pipeline.send(bucket, self._hyper)
         except Exception as error:

@@ -39,10 +39,8 @@ class FlatShadow:
     """New values of parameters of one dtype in one flat buffer; a `superadam.state.parameter.Shadow`.
 
     Args:
-        memory: a flat buffer on the device to which the values travel as soon as they are written; None where they stay
-            on the host until they are published.
-        host: a flat buffer on the host for them, and what it is a part of; without, one is allocated when it is first
-            needed.
+        memory: on the device, where the values go as soon as they are written; None to wait on the host.
+        host: a flat buffer for them, and what it is a part of; without, one is allocated when it is first needed.
     """
 
     def __init__(
@@ -63,7 +61,7 @@ class FlatShadow:
 
     @property
     def values(self) -> list[Tensor]:
-        """One host tensor for each parameter, in memory that is allocated at the first call at the latest."""
+        """One host tensor for each parameter."""
         if not self._views:
             self._host = self._host or [self._link.device.host_empty(self._layout.numel, self._dtype)]
             self._views = self._layout.views(self._host[0])
@@ -79,7 +77,7 @@ class FlatShadow:
         return not self._travels or (self._arrived is not None and self._arrived.query())
 
     def send(self) -> None:
-        """Start the upload of the values, if they have memory on the device; the host's memory is released after it."""
+        """Start the upload of the values, if they have memory on the device."""
         if self._memory is not None and self._arrived is None:
             distant = self._memory.view(self._dtype)[: self._layout.numel]
             self._arrived = self._link.upload(self._host[0], distant)

@@ -1,7 +1,6 @@
 """Trace of the scheduler: spans of the last steps, written as a Chrome trace (chrome://tracing, ui.perfetto.dev).
 
-Recording costs two clock reads and an append. It never touches a tensor, and takes no lock that an interrupt could
-leave taken.
+Recording takes no lock that an interrupt could leave taken.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import collections
 import json
 import math
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,7 +34,7 @@ class Trace:
 
     @property
     def spans(self) -> list[Span]:
-        """A copy of what there is now, made by one call into C, between whose parts no other thread adds."""
+        """A copy of what there is now."""
         return list(self._spans)
 
     def add(self, name: str, track: str, begin: float, end: float, **details: Any) -> None:
@@ -46,7 +44,6 @@ class Trace:
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write everything recorded so far as Chrome trace JSON; the file is replaced whole or not at all."""
         spans = self.spans
-        spans += _idle(spans)
         zero = min((span.begin for span in spans), default=0.0)
         events: list[dict[str, Any]] = [
             {"ph": "M", "pid": 0, "tid": row, "name": "thread_name", "args": {"name": track}}
@@ -72,17 +69,6 @@ class Trace:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-
-
-def _idle(spans: Sequence[Span]) -> list[Span]:
-    """Return the times between the worker's first and last span in which it did nothing."""
-    idle: list[Span] = []
-    busy_until = math.inf
-    for begin, end in sorted((span.begin, span.end) for span in spans if span.track == "worker"):
-        if begin > busy_until:
-            idle.append(Span("idle", "worker", busy_until, begin))
-        busy_until = end if busy_until == math.inf else max(busy_until, end)
-    return idle
 
 
 def _readable(value: Any) -> Any:

@@ -1,7 +1,4 @@
-"""Downloads of gradients and uploads of new values, and the order of these copies on the device's streams.
-
-Everything of one bucket and dtype travels in one flat buffer.
-"""
+"""Copies between host and device: gradients come down, new values go up, in one flat buffer per bucket and dtype."""
 
 from __future__ import annotations
 
@@ -35,19 +32,14 @@ from superadam.state.delivery import STAGED_NUMEL, Layouts, buffers_in, groups_o
 from superadam.state.norm import GradientNorm
 from superadam.state.parameter import ParameterState, Place
 
-LAYOUTS_KEPT = 8192
-"""Buckets whose layout is kept from step to step: more than a model has, unless their composition keeps changing."""
-
-
-PACKED_UNDER_WAY = 2
-"""Packed buckets that may wait for the link where the device is short of memory, before the host waits for one."""
+LAYOUTS_KEPT = 8192  # from step to step: more than a model has buckets, unless their composition keeps changing
+PACKED_UNDER_WAY = 2  # packed buckets that may wait for the link where the device is short of memory
 
 
 class _HeldBytes:
-    """Bytes that are free again in about the order in which they were taken; those in between count until then.
+    """Counts bytes that become free in about the order in which they were taken.
 
-    Stores running totals and subtracts nothing, so that no interrupt, error or finalizer can corrupt the size.
-    An interrupt could leave a lock taken. There is none: threads that add at once count a little less for a while.
+    It stores running totals, subtracts nothing and takes no lock, so that no interrupt or finalizer can corrupt it.
     """
 
     def __init__(self, is_free: Callable[[Any], bool]) -> None:
@@ -88,9 +80,7 @@ class HostTensors:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """Gradients of one bucket and dtype, copied together, in the form in which a worker reads them.
-
-    What a worker can make of this is left to it, because the training thread has no time.
+    """Gradients of one bucket and dtype, copied together; the worker makes `Pending` of them.
 
     Attributes:
         states: of their parameters.
@@ -123,16 +113,15 @@ class Sent:
 
 
 class Transfers:
-    """Downloads of gradients and uploads of parameters over one device.
+    """Copies of gradients and new values for one device; a `superadam.state.delivery.Delivery`.
 
     Attributes:
         transfer_dtype: in which gradients travel, and so are seen by norm and step; None for their own. fp64 gradients,
-            and those that count unrounded, stay as they are. May be changed between steps.
-        computes_norms: whether torch computes the norms of gradients before they travel, because they will be asked
-            for.
+            and those that count unrounded, stay as they are.
+        computes_norms: whether torch computes the norms of gradients before they travel, because somebody will ask.
         staged_numel: elements of new values that are staged at once; those of a bucket.
-        is_short: whether the device has no memory for the new values of a step. They then wait on the host, packed
-            gradients only take memory until they have left, and the host waits instead of packing far ahead of that.
+        is_short: whether the device has no memory for the new values of a step. They then wait on the host, and the
+            host waits for the link instead of packing far ahead.
     """
 
     def __init__(
@@ -169,8 +158,7 @@ class Transfers:
     ) -> tuple[list[Sent], Event]:
         """Start the download of gradients, and find memory for the new values of the `speculated` parameters.
 
-        Afterwards each gradient's `pending` is on the host. Returns what was sent, and the event after which it may be
-        read.
+        Returns what was sent, and the event after which it may be read.
         """
         device = self.device
         sent: list[Sent] = []
@@ -240,7 +228,7 @@ class Transfers:
             arrived.synchronize()
 
     def end_step(self) -> int:
-        """Find out whether the device has memory for the new values of steps like this, if it is the largest so far.
+        """Find out whether the device has memory for the new values of steps like this.
 
         Returns the bytes of them that wait on the host from now on; 0 where nothing changes.
         """
@@ -258,17 +246,13 @@ class Transfers:
     def _shadow(
         self, layout: FlatLayout[ParameterState], memory: Tensor | None, host: Sequence[Tensor] = ()
     ) -> FlatShadow:
-        """Return what new values lie in."""
         shadow = FlatShadow(self, layout, memory, host)
         self._shadows.add(weakref.ref(shadow), layout.numel * layout.states[0].parameter_dtype.itemsize)
         self._statistics.shadow_bytes = max(self._statistics.shadow_bytes, self._shadows.size)
         return shadow
 
     def _shadow_on_device(self, packed: Tensor, numel: int, dtype: torch.dtype) -> Tensor | None:
-        """Return memory on the device for new values: that of the packed gradients, which leave it before.
-
-        None where it has none: the values then stay on the host until the verdict.
-        """
+        """Return memory on the device for new values, that of the packed gradients if it is large enough, or None."""
         if self.is_short:
             return None
         if packed.dtype.itemsize >= dtype.itemsize:
@@ -287,9 +271,9 @@ class Transfers:
     def pack_resident(
         self, states: Sequence[ParameterState], gradients: Sequence[TakenGradient]
     ) -> tuple[list[Sent], Event, list[Tensor]]:
-        """Copy gradients within the device, where they stay, and start the download of their norm.
+        """Copy gradients within the device, and start the download of their norm.
 
-        Returns them in the order of their norm, the event after which `norm_in` may read it, and its tensors.
+        Returns the copies in the order of their norm, the event after which `norm_in` may read it, and its tensors.
         """
         device = self.device
         groups: dict[torch.dtype, dict[ParameterState, TakenGradient]] = {}
@@ -315,10 +299,7 @@ class Transfers:
         return sent, arrived, hosts
 
     def _compute_norms(self, gradients: Sequence[TakenGradient]) -> None:
-        """Let torch compute the norms that will be asked for, while the gradients are on the device.
-
-        Called after packing, which makes the current stream wait for the streams that computed the gradients.
-        """
+        """Let torch compute norms on the device, behind packing, which waits for the streams of the gradients."""
         if self.computes_norms and gradients:
             norms = norms_of((taken.pending, taken.norm_dtype) for taken in gradients)
             for taken, norm in zip(gradients, norms, strict=True):
@@ -365,10 +346,7 @@ class Transfers:
         return _places(states, shadows)
 
     def stage(self, parts: Sequence[Sequence[ParameterState]]) -> Iterator[list[Place]]:
-        """Return memory of the host, in turn one of two pieces, each of which holds the largest part.
-
-        That is as much as host memory was reserved for. Where there is only one, it serves alone.
-        """
+        """Return memory of the host for each part, in turn one of two pieces, or always the same if memory is short."""
         if self._staged is not None:
             self._staged.synchronize()
         layouts = [[*map(self._layout_of, groups_of(states))] for states in parts]
@@ -398,10 +376,7 @@ class Transfers:
             published.append(self._staged)
 
     def publish(self, states: Sequence[ParameterState], places: Sequence[Place]) -> None:
-        """Copy new values into their parameters on the current stream, in a launch for those that are there already.
-
-        The second launch, of the others, waits until the last of them has arrived.
-        """
+        """Copy new values into their parameters on the current stream, those that have arrived already first."""
         chosen: dict[FlatShadow, tuple[list[int], list[Tensor]]] = {}
         for state, (shadow, position) in zip(states, places, strict=True):
             assert isinstance(shadow, FlatShadow)

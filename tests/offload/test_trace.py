@@ -70,24 +70,6 @@ def test_times_are_microseconds_from_the_first_and_any_value_is_json(
         assert span["args"]["value"] == (value if math.isfinite(value) else str(value))
 
 
-@given(st.lists(st.tuples(st.integers(0, 100), st.integers(0, 20)), max_size=8))
-def test_the_worker_is_idle_exactly_where_it_has_no_span(
-    tmp_path_factory: pytest.TempPathFactory, drawn: list[tuple[int, int]]
-) -> None:
-    one = Trace()
-    one.add("backward", "training", 0.0, 500.0)
-    for begin, length in drawn:
-        one.add("adam", "worker", begin, begin + length)
-    path = tmp_path_factory.mktemp("trace") / "trace.json"
-    one.write(path)
-    events = [event for event in events_of(path) if event["ph"] == "X"]
-    idle = [(round(e["ts"] / 1e6), round((e["ts"] + e["dur"]) / 1e6)) for e in events if e["name"] == "idle"]
-    busy = {instant for begin, length in drawn for instant in range(begin, begin + length)}
-    last = max((begin + length for begin, length in drawn), default=0)
-    first = min((begin for begin, _ in drawn), default=0)
-    assert {instant for begin, end in idle for instant in range(begin, end)} == set(range(first, last)) - busy
-
-
 def test_the_oldest_spans_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace, "SPANS_KEPT", 3)
     one = Trace()
