@@ -124,7 +124,7 @@ def _overlap(report: Report) -> list[Row]:
     counts += [
         ("accepted", report.accepted, "tensors whose speculation was published"),
         ("respeculated", report.respeculated, "tensors that were stepped again in step(): it was clipped"),
-        ("dropped", report.dropped, "tensors whose speculation was dropped: their step was skipped"),
+        ("dropped", report.dropped, "tensors whose step was skipped, or whose gradient changed after it was taken"),
     ]
     hidden, work = report.hidden_seconds, report.hidden_seconds + report.optimizer_seconds
     where = ", on cores that the model uses, too" if report.shares_cores else ""
@@ -138,11 +138,23 @@ def _overlap(report: Report) -> list[Row]:
         (
             "hidden",
             f"{report.hidden_share:.0%}",
-            f"of {work:.2f} s of optimizer work: the worker did {hidden:.2f} s of it during training{where}",
+            f"of {work:.2f} s of optimizer work: the worker did {hidden:.2f} s of it during training{where}"
+            f"{_why(report)}",
         ),
         ("moved, GB", f"{moved / 1e9:,.2f}", meaning),
         ("shadows, MB", f"{report.shadow_bytes / 1e6:,.2f}", "most memory that new values took until their verdict"),
     ]
+
+
+def _why(report: Report) -> str:
+    """Return why little of the optimizer's work was hidden, where it was little."""
+    if report.hidden_share >= 0.5:
+        return ""
+    if 2 * report.waiting_buckets > report.buckets:
+        return "; most buckets waited for the verdict"
+    if report.respeculated > report.accepted:
+        return "; most tensors were stepped again, because steps were clipped"
+    return "; first steps, and what backward is too short for, are left to step()"
 
 
 def _costs(report: Report) -> list[Row]:

@@ -51,9 +51,11 @@ _SPAN = 8
 def smoothed(values: list[float]) -> list[float]:
     """Return the median around each value: of up to `_SPAN` values on either side, the same number on both.
 
-    A median follows the curve without bending to a single bad batch, and does not lag behind a falling loss.
+    A median follows the curve without bending to a single bad batch, and does not lag behind a falling loss. It ends
+    some steps before the last one, where too few values would follow for either.
     """
-    reach = [min(_SPAN, index, len(values) - 1 - index) for index in range(len(values))]
+    last = len(values) - 1
+    reach = [min(_SPAN, index, last - index) for index in range(len(values) - min(_SPAN // 2, max(last, 0) // 4))]
     return [statistics.median(values[index - r : index + r + 1]) for index, r in enumerate(reach)]
 
 
@@ -105,7 +107,7 @@ def _draw_loss(axes: Any, history: History) -> None:
     steps = list(range(1, len(losses) + 1))
     curve = smoothed(losses)
     axes.plot(steps, losses, color=_BLUE, alpha=0.3, linewidth=1.0)
-    axes.plot(steps, curve, color=_BLUE, linewidth=2.0, label="training loss (running median)")
+    axes.plot(steps[: len(curve)], curve, color=_BLUE, linewidth=2.0, label="training loss (running median)")
     if history.held_out:
         at = sorted(history.held_out)
         axes.plot(
