@@ -115,8 +115,8 @@ class Autotuner:
         """Record what was done for a bucket of this step; called by the worker."""
         self._step.append(work)
 
-    def end_step(self, awaited_at: float = math.inf, update_seconds: float = 0.0) -> bool:
-        """Return whether there is a new placement from now on, or a new order that it applies to.
+    def choose(self, awaited_at: float = math.inf, update_seconds: float = 0.0) -> bool:
+        """Learn from a step; return whether there is a new placement, or a new order that it applies to.
 
         Args:
             awaited_at: when the training thread began to wait for the worker; inf if it did not.

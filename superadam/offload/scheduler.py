@@ -257,7 +257,7 @@ class OffloadScheduler(GradientHolder):
         if self._pipeline is not None or self._backward_began is not None:  # else nothing can have been taken
             self._bucketer.end_step()
         self._count_verdict(outcome)
-        waiting = self._transfers.end_step()
+        waiting = self._transfers.bytes_without_room()
         if waiting:
             with suppress(MemoryError):  # then they wait in pageable memory
                 self._device.reserve(replace(self._needs, shadows=max(self._needs.shadows, waiting)))
@@ -267,7 +267,7 @@ class OffloadScheduler(GradientHolder):
             return
         self._learn(seconds)
         awaited_at, self._pipeline.awaited_at = self._pipeline.awaited_at, math.inf
-        if self._device.can_update and self._autotuner.end_step(awaited_at, update_seconds):
+        if self._device.can_update and self._autotuner.choose(awaited_at, update_seconds):
             self._apply_placement()
         if is_full:
             self._make_room()

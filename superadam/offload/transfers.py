@@ -227,7 +227,7 @@ class Transfers:
         while (arrived := self._leaving.oldest(most + 1)) is not None:
             arrived.synchronize()
 
-    def end_step(self) -> int:
+    def bytes_without_room(self) -> int:
         """Find out whether the device has memory for the new values of steps like this.
 
         Returns the bytes of them that wait on the host from now on; 0 where nothing changes.

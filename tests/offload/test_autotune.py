@@ -96,7 +96,7 @@ class Steps:
             self.autotuner.add_work(Work(numel, done, seconds, is_hidden, stays, waits=not stays and number in waits))
         waiting = sum(self.parameters[row].numel() for number, row in enumerate(chosen) if number in waits)
         awaited_at = backward if done > backward else math.inf
-        return self.autotuner.end_step(awaited_at, 0.0 if is_free else seconds_per_element * waiting)
+        return self.autotuner.choose(awaited_at, 0.0 if is_free else seconds_per_element * waiting)
 
     def note(self, row: int, *, stays: bool) -> None:
         """Let a parameter's bucket be ready."""
@@ -303,7 +303,7 @@ def test_parameters_that_stay_come_last() -> None:
     steps = Steps([10] * 3, gpu_buckets=1, bucket_numel=1, transfer_dtype=torch.float32, num_threads=1)
     for row in range(3):
         steps.note(row, stays=row == 0)
-    assert steps.autotuner.end_step()
+    assert steps.autotuner.choose()
     assert steps.autotuner.order[-1] is steps.parameters[0]
 
 
