@@ -6,7 +6,6 @@ Everything names the device, so that calls work from threads whose current devic
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -19,7 +18,7 @@ from superadam.devices.interface import ChunkSums, Device, Event, Stream
 from superadam.devices.pinned import PinnedMemory
 from superadam.devices.registration import CudaRegistrar
 from superadam.devices.worker import ThreadWorker, Work, Worker
-from superadam.gpu import Backend, LaunchCache, backend, pack_gradients, scatter_values, update
+from superadam.gpu import Backend, backend, pack_gradients, scatter_values, update
 from superadam.host import cores
 from superadam.host.machine import Host
 from superadam.host.memory import HostMemory, HostNeeds
@@ -88,9 +87,6 @@ class CudaDevice(Device):
         self._cpus = cores.near(self._host, _pci_address(self.device))
         self.pinned = PinnedMemory(CudaRegistrar(self.device))
         self._marked: dict[int, torch.cuda.Stream] = {}
-        # Of launches that are made in every step, so that most is checked once.
-        self._packs: weakref.WeakKeyDictionary[FlatLayout[Any], LaunchCache[Any]] = weakref.WeakKeyDictionary()
-        self._updates, self._scatters = LaunchCache[Any](), LaunchCache[Any]()
         self._streams = {
             stream: torch.cuda.Stream(device=self.device, priority=priority)  # type: ignore[no-untyped-call]
             for stream, priority in ((Stream.DOWNLOAD, 0), (Stream.UPLOAD, -1))  # new values are waited for
@@ -126,7 +122,16 @@ class CudaDevice(Device):
     def pack(
         self, gradients: Sequence[Tensor], layout: FlatLayout[Any], dtype: torch.dtype, norm: ChunkSums | None = None
     ) -> Tensor:
-        """Enqueue one launch; gradients with other strides than their states are copied first."""
+        """Enqueue one launch; gradients with other strides than their states are copied first.
+
+        Raises ValueError for a gradient on another device.
+        """
+        for gradient in gradients:
+            if gradient.device != self.device:
+                raise ValueError(
+                    f"a gradient is on {gradient.device}, expected {self.device} as the scheduler's device; pass "
+                    "CudaDevice for the device that the model is on"
+                )
         self._claim(gradients)
         buffer = torch.empty(layout.numel, dtype=dtype, device=self.device)
         ordered = [
@@ -136,14 +141,13 @@ class CudaDevice(Device):
             for state, gradient in zip(layout.states, gradients, strict=True)
         ]
         sums, nonfinite = (None, None) if norm is None else (norm.sums, norm.nonfinite)
-        cache = self._packs.get(layout) or self._packs.setdefault(layout, LaunchCache())
-        pack_gradients(ordered, layout.offsets, buffer, sums, nonfinite, cache)
+        pack_gradients(ordered, layout.offsets, buffer, sums, nonfinite)
         return buffer
 
     def update(self, steps: Sequence[ResidentStep], sets: Sequence[Coefficients]) -> None:
         """Enqueue one launch for each combination of dtypes and flags."""
         self._claim(one.gradient for one in steps)
-        update(steps, sets, self._updates)
+        update(steps, sets)
 
     def free_bytes(self) -> int:
         """Return what the driver has free, and what torch's allocator has reserved beyond its peak allocation."""
@@ -157,9 +161,10 @@ class CudaDevice(Device):
         others: list[tuple[Tensor, Tensor]] = []
         for source, parameter in zip(sources, targets, strict=True):
             target = parameter.data  # with a version counter of its own
-            is_alike = target.dtype == source.dtype and _lies_as(target, source.stride())
+            is_alike = target.shape == source.shape
+            is_alike &= target.dtype == source.dtype and _lies_as(target, source.stride())
             (alike if is_alike and self._reaches(source, target) else others).append((source, target))
-        scatter_values([source for source, _ in alike], [target for _, target in alike], self._scatters)
+        scatter_values([source for source, _ in alike], [target for _, target in alike])
         for source, target in others:
             copy_one(target, source, non_blocking=not self.is_host(target))
 
