@@ -24,7 +24,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 from superadam.distributed import shards
 from superadam.handles.taken_gradient import Factor, FactorKind, GradientHolder, TakenGradient, continue_version
 from superadam.kernels import torch_private
-from superadam.kernels.torch_private import is_tracing, storage_key, storage_use_count, tensor_use_count
+from superadam.kernels.torch_private import is_tracing, missing, storage_key, storage_use_count, tensor_use_count
 
 aten = torch.ops.aten
 
@@ -477,6 +477,8 @@ def take_gradient(parameter: Tensor, owner: Any = None, holder: GradientHolder |
     anything else references; or if it counts unrounded, so that there is a handle already, and is not in use. The owner
     has the parameter as `parameter`; the holder answers questions about the gradient. Both are referenced weakly.
     """
+    if missing:
+        return None
     is_plain = type(parameter.grad) is Tensor
     known = None if is_plain else taken_of(parameter.grad)
     if known is not None:
