@@ -16,7 +16,7 @@ from torch import Tensor
 from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import ChunkSums, Device, Event, Stream
 from superadam.devices.pinned import PinnedMemory
-from superadam.devices.registration import CudaRegistrar
+from superadam.devices.slab import CudaRegistrar
 from superadam.devices.worker import ThreadWorker, Work, Worker
 from superadam.gpu import Backend, backend, pack_gradients, scatter_values, update
 from superadam.host import cores
@@ -27,8 +27,8 @@ from superadam.kernels.hyperparameters import Coefficients
 from superadam.kernels.resident_step import ResidentStep
 
 ANCHOR_SECONDS = 1.0
-"""From this distance on, times are counted from a later event: float32 milliseconds, as which the driver tells how long
-after another an event passed, are exact to a microsecond for some seconds only."""
+"""From this distance on, times are counted from a later event. The driver tells the distance of two events as float32
+milliseconds, which are exact to a microsecond for some seconds only."""
 
 
 class EventClock:
@@ -47,7 +47,7 @@ class EventClock:
 
 
 class CudaEvent:
-    """A point in a stream, recorded now."""
+    """A point in a stream, recorded now; waiting for it sleeps."""
 
     def __init__(self, stream: torch.cuda.Stream, clock: EventClock | None = None) -> None:
         self.event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
@@ -55,15 +55,12 @@ class CudaEvent:
         self._clock = clock
 
     def query(self) -> bool:
-        """Return whether the point has passed."""
         return bool(self.event.query())  # type: ignore[no-untyped-call]
 
     def synchronize(self) -> None:
-        """Sleep until the point has passed."""
         self.event.synchronize()
 
     def passed_at(self) -> float:
-        """Return when it passed, by the device's clock."""
         assert self._clock is not None
         return self._clock.time_of(self.event)
 
@@ -101,7 +98,6 @@ class CudaDevice(Device):
     # ---- the interface -----------------------------------------------------------------------------------------------
 
     def is_host(self, tensor: Tensor) -> bool:
-        """Whether the tensor is on the CPU."""
         return tensor.is_cpu
 
     def mark_ready(self) -> None:
@@ -145,7 +141,6 @@ class CudaDevice(Device):
         return buffer
 
     def update(self, steps: Sequence[ResidentStep], sets: Sequence[Coefficients]) -> None:
-        """Enqueue one launch for each combination of dtypes and flags."""
         self._claim(one.gradient for one in steps)
         update(steps, sets)
 
@@ -173,31 +168,25 @@ class CudaDevice(Device):
         return target.device == self.device and (source.device == self.device or source.is_pinned())
 
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return pinned memory as far as it was reserved, and pageable memory beyond."""
         return self.pinned.empty(numel, dtype)
 
     def empty(self, numel: int, dtype: torch.dtype, stream: Stream) -> Tensor:
-        """Return memory of torch's allocator, which may have been used on this stream before."""
         with torch.cuda.stream(self._stream(stream)):
             return torch.empty(numel, dtype=dtype, device=self.device)
 
     @torch.no_grad()
     def copy(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
-        """Enqueue a copy; the calling thread may wait for it where the host memory is pageable."""
         with torch.cuda.stream(self._stream(stream)):
             destination.copy_(source, non_blocking=True)
 
     def record(self, stream: Stream) -> CudaEvent:
-        """Return a fresh event; waiting for it sleeps."""
         return CudaEvent(self._stream(stream), self._clock)
 
     def wait(self, stream: Stream, event: Event) -> None:
-        """Make a stream wait for an event."""
         assert isinstance(event, CudaEvent)
         self._stream(stream).wait_event(event.event)
 
     def record_stream(self, buffer: Tensor, stream: Stream) -> None:
-        """Record the stream with torch's allocator, or hold the host memory ourselves."""
         if self.is_host(buffer):
             self.pinned.hold_until(buffer, self.record(stream), stream)
         else:
@@ -219,11 +208,9 @@ class CudaDevice(Device):
             self.pinned.grow(missing, needs.largest)
 
     def close(self) -> None:
-        """Unpin what was reserved, once it holds no tensor any more."""
         self.pinned.close()
 
     def idle_cores(self) -> int:
-        """Return how many CPUs near the device are not needed to feed it; at least 1."""
         return cores.idle_count(self._cpus)
 
     def start_worker(self, idle: Work) -> Worker:

@@ -18,24 +18,17 @@ def aligned(numel: int) -> int:
 
 
 class Shaped(Protocol):
-    """What has a place in a buffer: a dense tensor of this shape and these strides."""
+    """What has a place in a buffer: a dense tensor of this shape and these strides, in elements."""
 
-    @property
-    def shape(self) -> torch.Size:
-        """Of the tensor."""
-
-    @property
-    def strides(self) -> tuple[int, ...]:
-        """Of the tensor, in elements."""
+    shape: torch.Size
+    strides: tuple[int, ...]
 
 
 _Member = TypeVar("_Member", bound=Shaped)
 
 
 class FlatLayout(Generic[_Member]):
-    """Dense tensors one after another, with gaps that align them.
-
-    It never changes, so that the same one serves the same tensors in every step.
+    """Places of dense tensors one after another, with gaps that align them; it never changes.
 
     Attributes:
         states: what has a place, in order.
@@ -62,7 +55,7 @@ class FlatLayout(Generic[_Member]):
 
 
 class FlatTensors:
-    """Tensors in one flat buffer, all of which are made when the first is needed, by whichever thread needs it."""
+    """Tensors in one flat buffer; the first thread that needs one makes all of them."""
 
     def __init__(self, buffer: Tensor, places: Iterable[tuple[Sequence[int], Sequence[int], int]]) -> None:
         self._buffer, self._places = buffer, places

@@ -1,7 +1,7 @@
 """Host memory that a GPU copies from and to directly: pinned slabs, and what is held for copies under way.
 
-What does not fit into the slabs lies in pageable memory, which is slower and otherwise the same. Slabs are pinned
-before training: torch's own pinned memory is rounded up to powers of two, and pinning during a step stalls the device.
+Slabs are pinned before training, because pinning during a step stalls the device. What does not fit into them lies in
+pageable memory, which is slower. torch's own pinned memory is not used: it is rounded up to powers of two.
 """
 
 from __future__ import annotations
@@ -43,10 +43,7 @@ class PinnedMemory:
         return sum(slab.size for slab in self._slabs)
 
     def grow(self, size: int, largest: int) -> None:
-        """Pin `size` more bytes; where not all of them can be pinned, as many as can, with a warning.
-
-        A slab smaller than `largest`, the largest buffer that is to fit, would be of no use.
-        """
+        """Pin `size` more bytes, or as many as can be, with a warning; every slab holds the `largest` buffer."""
         missing = size = max(size, largest) + size // SLAB_BYTES * largest
         attempt = min(size, max(largest, SLAB_BYTES))
         refusal: PinningError | None = None
@@ -71,7 +68,7 @@ class PinnedMemory:
             )
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a flat tensor, in pageable memory where it does not fit into the slabs."""
+        """Return a flat tensor, pinned where the slabs have room."""
         self._drop_passed()
         if numel == 0:
             return torch.empty(0, dtype=dtype, device="cpu")
@@ -84,10 +81,7 @@ class PinnedMemory:
         return torch.empty(numel, dtype=dtype, device="cpu")
 
     def hold_until(self, tensor: Tensor, event: Event, queue: Hashable) -> None:
-        """Keep a tensor's memory, pinned or pageable, until an event has passed, even if the tensor is dropped before.
-
-        Events of one queue must pass in the order in which they are given here.
-        """
+        """Keep a tensor's memory until an event has passed; events of one queue pass in the order they are given."""
         with self._lock:
             self._held.setdefault(queue, collections.deque()).append((event, tensor))
 

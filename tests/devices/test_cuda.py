@@ -32,8 +32,7 @@ from superadam.devices import CudaDevice, Device, Stream
 from superadam.devices.cuda import ANCHOR_SECONDS, EventClock
 from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import ChunkSums
-from superadam.devices.registration import CudaRegistrar
-from superadam.devices.slab import PinningError, Slab
+from superadam.devices.slab import CudaRegistrar, PinningError, Slab
 from superadam.gpu import scatter_values
 from superadam.host.machine import Host
 from superadam.host.memory import HostNeeds
@@ -559,9 +558,7 @@ def test_a_machine_that_does_not_say_what_is_free_is_trusted(cuda: FakeCuda, tmp
 def test_memory_that_cannot_be_pinned_is_pageable_with_a_warning(
     cuda: FakeCuda, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    import superadam.devices.registration as registration
-
-    monkeypatch.setattr(registration, "lockable_bytes", lambda: 8 << 20)
+    monkeypatch.setattr("superadam.devices.slab.lockable_bytes", lambda: 8 << 20)
     device = FakeDevice(cuda, machine(tmp_path, meminfo(4 << 30)))
     device.pinned._registrar._device = torch.device("cpu")
     cuda.refuses = True
