@@ -26,7 +26,7 @@ from superadam.kernels.resident_step import ResidentStep
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkSums:
-    """Where the norm of gradients is written: one entry per `superadam.kernels.native.CHUNK` elements of each gradient."""
+    """Where the norm of gradients is written: one entry for each chunk of `native.CHUNK` elements of a gradient."""
 
     sums: Tensor  # of squares; fp64, with the bits of the CPU kernels
     nonfinite: Tensor  # counts of Inf and NaN; int64
