@@ -512,7 +512,7 @@ def _leave_handle(parameter: Tensor, taken: TakenGradient) -> TakenGradient | No
     handle = GradientHandle(taken)
     try:
         continue_version(handle, gradient if is_plain else shards.local_of(gradient))
-        parameter.grad = handle if is_plain else shards.with_local(gradient, handle)
+        parameter.grad = handle if is_plain else torch_private.dtensor_like(gradient, handle)
     except RuntimeError:  # it was made in inference mode, or the parameter has got another dtype or shape
         return None
     return taken

@@ -304,7 +304,7 @@ class TakenGradient:
         elif getattr(shards.local_of(gradient), "taken", None) is self:
             with suppress(RuntimeError):
                 continue_version(given, shards.local_of(gradient))
-            shards.set_local(gradient, given)
+            torch_private.set_dtensor_part(gradient, given)
         holder = self.holder()
         if holder is not None:
             holder._was_given_back(self)

@@ -209,7 +209,8 @@ def check_can_take(parameters: Iterable[Any], what: str) -> None:
 def dtensor_like(tensor: Any, local: Tensor) -> Tensor:
     """Return a DTensor that is distributed as `tensor` is, with this part on this rank, wherever that lies.
 
-    Without `_spec`: a DTensor over the same memory, which has to be where the mesh is, else RuntimeError.
+    `DTensor.from_local` would move the part to the device of the mesh. Without `_spec` it is used, and RuntimeError
+    raised where the part lies elsewhere.
     """
     try:
         spec = tensor._spec
