@@ -120,7 +120,7 @@ class Interval(NamedTuple):
     high: float
 
     def holds(self, factor: float) -> bool:
-        """Whether a factor, as kernels round it, lies in the interval."""
+        """Whether a fp32 factor lies in the interval."""
         return self.low <= factor <= self.high
 
 
@@ -138,7 +138,7 @@ _NO_INTERVAL = IntervalScalars()
 
 
 class Scale(NamedTuple):
-    """A factor on a gradient; `rounds`: whether the product is rounded to bf16, as torch does that writes it back."""
+    """A factor on a gradient; `rounds`: whether torch would round the product to bf16 as it writes it back."""
 
     factor: float = 1.0
     rounds: bool = False
@@ -170,9 +170,9 @@ class Coefficients:
     def at_step(
         hyper: Hyperparameters, step: int, scale: float = 1.0, *, rounds: bool = False, double: bool = False
     ) -> Coefficients:
-        """Return the scalars of step `step`, counted from 1, rounded to fp32; `double`: to fp64, for fp64 parameters.
+        """Return the scalars of step `step`, counted from 1, rounded to fp32, or with `double` to fp64.
 
-        `scale` multiplies the gradient, and `rounds` says whether the product is rounded to bf16, as in `Scale`.
+        `scale` and `rounds` are those of a `Scale`.
         """
 
         def rounded(value: float) -> float:
@@ -213,9 +213,9 @@ class Coefficients:
         return self.interval is not _NO_INTERVAL
 
     def over(self, interval: Interval) -> Coefficients | None:
-        """Return these scalars with those of the interval test; None where its proof does not hold.
+        """Return these scalars with those of the interval test; None where its proof (docs/clipping.md) does not hold.
 
-        It covers products with the gradient that are rounded to bf16, and those that are not. `s` lies in the interval.
+        It covers products with the gradient that are rounded to bf16, and those that are not.
         """
         low, high = interval
         is_covered = (

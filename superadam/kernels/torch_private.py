@@ -176,7 +176,7 @@ if missing:  # modules count references once when they are imported
 
 
 def dtensor_part(tensor: Any) -> Tensor:
-    """Return the very tensor that holds this rank's part. Without `_local_tensor`: what stands for it, or a view."""
+    """Return the very tensor that holds this rank's part; without `_local_tensor`, what stands for it, or a view."""
     try:
         local: Tensor = tensor._local_tensor
     except AttributeError:
@@ -191,12 +191,12 @@ def set_dtensor_part(tensor: Any, local: Tensor) -> None:
 
 
 def can_have_handle(tensor: Any) -> bool:
-    """Whether a handle can become the part of a DTensor. Without `_local_tensor` or `_spec`, none is taken."""
+    """Whether a handle can become the part of a DTensor; if not, no gradient is taken."""
     return hasattr(tensor, "_local_tensor") and hasattr(tensor, "_spec")
 
 
 def check_can_take(parameters: Iterable[Any], what: str) -> None:
-    """Raise RuntimeError unless gradients of these can be taken: in `.grad` itself they are in its own dtype."""
+    """Raise RuntimeError unless gradients of these can be taken; `what` was asked for and needs that."""
     dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
     if missing or not all(can_have_handle(one) for one in parameters if isinstance(one, dtensor)):
         raise RuntimeError(

@@ -28,8 +28,8 @@ from superadam.distributed.verdict import Question, Ranks, RanksNorm
 from superadam.handles.taken_gradient import FactorKind, TakenGradient
 from superadam.host.signals import deferred_signals
 from superadam.kernels import native
+from superadam.kernels.copies import has_memory
 from superadam.kernels.hyperparameters import Hyperparameters, Scale
-from superadam.kernels.storage import has_memory
 from superadam.kernels.torch_private import is_short_of_memory
 from superadam.state.norm import GradientNorm
 from superadam.state.outside_writes import adopt_outside_write
