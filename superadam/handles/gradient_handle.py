@@ -1,8 +1,10 @@
 """The tensor that stays in `.grad` when the optimizer has taken the gradient.
 
-A handle has the gradient's shape, strides, dtype and device, and no memory. Norms and products with one scalar are
-answered or recorded; reads are computed from the gradient. A write or an alias gives the gradient back: `.grad` is an
-ordinary tensor again, and handles that are still referenced forward to it. No handle serves a second gradient.
+A handle has the gradient's shape, strides, dtype and device, and no memory:
+
+- Norms, and products with one scalar, are answered or recorded.
+- Reads are computed from the gradient.
+- A write or an alias gives the gradient back. `.grad` is then an ordinary tensor, to which old handles forward.
 """
 
 from __future__ import annotations
@@ -32,8 +34,7 @@ aten = torch.ops.aten
 class GradientHandle(torch.Tensor):
     """A gradient that was taken, as the rest of a program sees it.
 
-    One gradient may have several: `detach()`, `.data` or a view of the same shape returns an alias of the handle.
-    Replacing the memory of one does not change the other.
+    `detach()`, `.data` or a view of the same shape returns an alias: another handle of the same gradient.
     """
 
     taken: TakenGradient
@@ -58,7 +59,6 @@ class GradientHandle(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, operation: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Answer or record the operation, or run it on ordinary tensors."""
         kwargs = kwargs or {}
         serve = _LAZY.get(operation)
         result = NotImplemented if serve is None else serve(operation, *args, **kwargs)
@@ -115,7 +115,7 @@ class GradientHandle(torch.Tensor):
 
 
 def _value(tensor: Tensor) -> Tensor:
-    """Return the values of a handle, not to be written to; any other tensor as it is."""
+    """Return the values of a handle, not to be written to, or any other tensor."""
     if not isinstance(tensor, GradientHandle):
         return tensor
     return _memory(tensor) if tensor.taken.is_given else tensor.taken.value()
@@ -126,7 +126,7 @@ def _copy(handle: GradientHandle) -> Tensor:
 
 
 def _memory(handle: GradientHandle) -> Tensor:
-    """Give back, and return the ordinary tensor; let C++ code that holds the handle find its memory."""
+    """Give the gradient back and return the ordinary tensor, whose memory becomes the handle's, too."""
     taken = handle.taken
     given = taken.give_back()
     if handle.is_alias and taken.alias is not None:
@@ -146,7 +146,7 @@ def _set_memory(handle: GradientHandle, memory: Tensor) -> Tensor:
 
 
 def _forward(name: str, ordinary: Callable[[GradientHandle], Tensor]) -> None:
-    """Let a method work on an ordinary tensor."""
+    """Make a method work on an ordinary tensor."""
 
     def method(self: GradientHandle, *args: Any, **kwargs: Any) -> Any:
         return getattr(ordinary(self), name)(*args, **kwargs)
@@ -155,7 +155,7 @@ def _forward(name: str, ordinary: Callable[[GradientHandle], Tensor]) -> None:
 
 
 def _return_gradient_from(name: str) -> None:
-    """Let `p.grad += x` put the ordinary tensor into `.grad` where the operation gave it back."""
+    """Make `p.grad += x` put the ordinary tensor into `.grad` where the operation gave it back."""
 
     def method(self: GradientHandle, other: Any) -> Any:
         result = getattr(torch.Tensor, name)(self, other)
@@ -165,7 +165,7 @@ def _return_gradient_from(name: str) -> None:
 
 
 def _give_back_before(module: Any, name: str) -> None:
-    """Let a function in C++ that neither dispatches nor asks a tensor's class find memory."""
+    """Give handles back before a function in C++, which neither dispatches nor asks a tensor's class."""
     ordinary: Callable[..., Any] = getattr(module, name)
 
     @functools.wraps(ordinary)
@@ -212,7 +212,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _run(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operation on the values of handles that it only reads, and on the gradients of others, given back."""
+    """Run an operation on the values of handles; those that it writes to or returns aliases of are given back."""
     written, aliased = _places(operation)
     for handle in _handles_at(aliased, args, kwargs):
         _memory(handle)
@@ -246,7 +246,7 @@ def _run(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @functools.cache
 def _places(operation: Any) -> tuple[_Places, _Places]:
-    """Return place and name of arguments that are written to, and of those that results may alias as well."""
+    """Return place and name of the arguments that are written to, and of those that results may alias."""
     arguments = torch_private.schema_of(operation).arguments
     places = [(it.alias_info, (place, it.name)) for place, it in enumerate(arguments)]
     is_trusted = operation.namespace in torch_private.TRUSTED_NAMESPACES  # other schemas may hide what is written to
@@ -302,9 +302,10 @@ def _foreach_norm(operation: Any, tensors: list[Tensor], ord: Any = 2, dtype: An
 
 
 def norms_of(values: Iterable[tuple[Tensor, torch.dtype | None]], ord: Any = 2) -> list[Tensor]:
-    """Return the norms of tensors; where a dtype is given, it is rounded to that.
+    """Return the norms of tensors, rounded to a dtype where one is given.
 
-    torch computes those at once, and the others, because the caller sees only the latter in the dtype that they have.
+    torch computes those to be rounded in one call, and the others, which have their dtypes in the caller's list, in
+    another.
     """
     pairs = list(values)
     norms: dict[int, Tensor] = {}
@@ -439,7 +440,7 @@ _USUAL = _references(_alone)
 
 
 def is_exclusive(parameter: Any) -> bool:
-    """Return whether only `.grad` refers to the gradient and its memory; the caller must not, either."""
+    """Return whether only `.grad` refers to the gradient and its memory, not even the caller."""
     return parameter.grad.layout is torch.strided and all(map(operator.le, _references(parameter), _USUAL))
 
 
@@ -473,9 +474,9 @@ def shared_memory(parameters: Iterable[Tensor]) -> set[int]:
 def take_gradient(parameter: Tensor, owner: Any = None, holder: GradientHolder | None = None) -> TakenGradient | None:
     """Take the gradient out of `.grad` and leave a handle there; None, and no change, where it cannot be taken.
 
-    It can if it is an ordinary dense tensor without a graph, or the DTensor of one, that neither the caller nor
-    anything else references; or if it counts unrounded, so that there is a handle already, and is not in use. The owner
-    has the parameter as `parameter`; the holder answers questions about the gradient. Both are referenced weakly.
+    It can if it is an ordinary dense tensor without a graph, or the DTensor of one, to which nothing else refers, the
+    caller included. One that counts unrounded has a handle already, and can be taken unless it is in use. The owner has
+    the parameter as `parameter`; the holder answers questions about the gradient. Both are referenced weakly.
     """
     if missing:
         return None
@@ -499,7 +500,7 @@ def take_gradient(parameter: Tensor, owner: Any = None, holder: GradientHolder |
 
 
 def take_reduced(parameter: Tensor, unrounded: Tensor, owner: Any, holder: GradientHolder) -> None:
-    """Take a gradient that was rounded just now to be put into `.grad`, with its values from before that."""
+    """Take a gradient that was rounded for `.grad`, with its unrounded values."""
     taken = TakenGradient(shards.local_of(parameter.grad), owner, holder)
     taken.pending, taken.is_unrounded, taken.is_reduced = unrounded, True, True
     _leave_handle(parameter, taken)
