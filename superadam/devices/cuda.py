@@ -31,6 +31,10 @@ ANCHOR_SECONDS = 1.0
 milliseconds, which are exact to a microsecond for some seconds only."""
 
 
+LEFT_TO_TRAINING = 2
+"""CPUs for the training process: one for the thread that launches kernels, and one for all else, as data loading."""
+
+
 class EventClock:
     """When events passed, by the device's clock, in seconds of `time.perf_counter()`; `event` passed just now."""
 
@@ -49,9 +53,8 @@ class EventClock:
 class CudaEvent:
     """A point in a stream, recorded now; waiting for it sleeps."""
 
-    def __init__(self, stream: torch.cuda.Stream, clock: EventClock | None = None) -> None:
-        self.event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
-        self.event.record(stream)
+    def __init__(self, stream: torch.cuda.Stream, clock: EventClock) -> None:
+        self.event = _recorded_on(stream)
         self._clock = clock
 
     def query(self) -> bool:
@@ -61,7 +64,6 @@ class CudaEvent:
         self.event.synchronize()
 
     def passed_at(self) -> float:
-        assert self._clock is not None
         return self._clock.time_of(self.event)
 
 
@@ -88,9 +90,9 @@ class CudaDevice(Device):
             stream: torch.cuda.Stream(device=self.device, priority=priority)  # type: ignore[no-untyped-call]
             for stream, priority in ((Stream.DOWNLOAD, 0), (Stream.UPLOAD, -1))  # new values are waited for
         }
-        start = CudaEvent(self._streams[Stream.DOWNLOAD])
+        start = _recorded_on(self._streams[Stream.DOWNLOAD])
         start.synchronize()
-        self._clock = EventClock(start.event)
+        self._clock = EventClock(start)
 
     def _stream(self, stream: Stream) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device) if stream is Stream.CURRENT else self._streams[stream]
@@ -122,12 +124,11 @@ class CudaDevice(Device):
 
         Raises ValueError for a gradient on another device.
         """
-        for gradient in gradients:
-            if gradient.device != self.device:
-                raise ValueError(
-                    f"a gradient is on {gradient.device}, expected {self.device} as the scheduler's device; pass "
-                    "CudaDevice for the device that the model is on"
-                )
+        for elsewhere in {gradient.device for gradient in gradients} - {self.device}:
+            raise ValueError(
+                f"a gradient is on {elsewhere}, expected {self.device} as the scheduler's device; pass CudaDevice for "
+                "the device that the model is on"
+            )
         self._claim(gradients)
         buffer = torch.empty(layout.numel, dtype=dtype, device=self.device)
         ordered = [
@@ -211,17 +212,24 @@ class CudaDevice(Device):
         self.pinned.close()
 
     def idle_cores(self) -> int:
-        return cores.idle_count(self._cpus)
+        return max(1, len(self._cpus) - LEFT_TO_TRAINING)  # one that is shared is better than none
 
     def start_worker(self, idle: Work) -> Worker:
         """Return a thread on CPUs near the device, where threads that its kernels start stay as well."""
+
+        def settle_in(is_awaited: object) -> None:
+            torch.cuda.set_device(self.device)  # else it would create a context on device 0 to return to
+            cores.bind_thread(self._cpus)
+
         worker = ThreadWorker(idle)
-        worker.submit(lambda _: self._settle_in())
+        worker.submit(settle_in)
         return worker
 
-    def _settle_in(self) -> None:
-        torch.cuda.set_device(self.device)  # else it would create a context on device 0 to return to
-        cores.bind_thread(self._cpus)
+
+def _recorded_on(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
+    event.record(stream)
+    return event
 
 
 def _pci_address(device: torch.device) -> str:

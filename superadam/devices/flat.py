@@ -28,18 +28,12 @@ _Member = TypeVar("_Member", bound=Shaped)
 
 
 class FlatLayout(Generic[_Member]):
-    """Places of dense tensors one after another, with gaps that align them; it never changes.
-
-    Attributes:
-        states: what has a place, in order.
-        offsets: first element of each.
-        numel: elements of the buffer, with the gaps.
-    """
+    """Places of dense tensors one after another, with gaps that align them; it never changes."""
 
     def __init__(self, states: Sequence[_Member]) -> None:
         self.states = tuple(states)
-        self.offsets: list[int] = []
-        self.numel = 0
+        self.offsets: list[int] = []  # first element of each
+        self.numel = 0  # of the buffer, with the gaps
         for state in self.states:
             self.offsets.append(self.numel)
             self.numel += aligned(state.shape.numel())

@@ -107,7 +107,6 @@ class ThreadWorker(Worker):
 
     @property
     def is_idle(self) -> bool:
-        """Whether every submitted job is done."""
         return self._finished >= self._submitted
 
     def drain(self) -> None:
@@ -141,12 +140,10 @@ class ThreadWorker(Worker):
             self._calls.get()
 
     def wake(self) -> None:
-        """Signal that idle work may be available."""
         if not self._has_ended:
             self._calls.put(bool)
 
     def close(self) -> None:
-        """Let the thread finish its jobs and wait for it."""
         self._is_closed = True
         if self._thread is not threading.current_thread():
             self._look()
@@ -159,8 +156,7 @@ class ThreadWorker(Worker):
         atexit.unregister(self._end_with_interpreter)
 
     def _end_with_interpreter(self) -> None:
-        """Let the running job finish and discard the others."""
-        if os.getpid() == self._process:
+        if os.getpid() == self._process:  # the running job is finished, others are discarded
             self._is_abandoned = True
             self.close()
 

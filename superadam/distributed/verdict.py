@@ -53,20 +53,13 @@ class _Words(NamedTuple):
 
 
 class Ranks:
-    """The ranks over which an optimizer's parameters are distributed.
-
-    Attributes:
-        members: their numbers, sorted.
-        number: of questions asked so far; as every rank takes part in each, the same on all.
-        agreed: the last of these on which no rank failed.
-        is_behind: whether this rank missed a step on which all had agreed; if another rank made it, every later step
-            raises on all ranks.
-    """
+    """The ranks over which an optimizer's parameters are distributed."""
 
     def __init__(self, mesh: Any, members: Sequence[int]) -> None:
-        self.members = list(members)
-        self.number = self.agreed = 0
-        self.is_behind = False
+        self.members = list(members)  # sorted
+        self.number = 0  # of questions so far, the same on all ranks
+        self.agreed = 0  # the last of these on which no rank failed
+        self.is_behind = False  # this rank missed a step on which all had agreed: if others made it, later ones raise
         self.parameters = 0.0
         self._mesh = mesh
         self._group: dist.ProcessGroup | None = None

@@ -9,9 +9,6 @@ from contextlib import contextmanager
 
 from superadam.host.machine import Host, cpus_of
 
-LEFT_TO_TRAINING = 2
-"""CPUs for the training process: one for the thread that launches kernels, and one for all else, as data loading."""
-
 _logger = logging.getLogger("superadam")
 
 
@@ -21,11 +18,6 @@ def near(host: Host, pci_address: str) -> frozenset[int]:
     if not node.isdecimal():  # -1: the firmware does not say
         return host.affinity
     return host.affinity & cpus_of(host.read_or(f"/sys/devices/system/node/node{node}/cpulist", "")) or host.affinity
-
-
-def idle_count(cpus: Set[int]) -> int:
-    """Return how many of these CPUs are idle while the model computes on a GPU; at least 1, as that thread waits."""
-    return max(1, len(cpus) - LEFT_TO_TRAINING)
 
 
 def bind_thread(cpus: Set[int]) -> None:

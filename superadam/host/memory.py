@@ -38,25 +38,15 @@ class HostMemory:
 
 @dataclass(frozen=True, slots=True)
 class HostNeeds:
-    """Bytes of host memory that training takes, besides parameters and what autograd keeps.
+    """Bytes of host memory that training takes, besides parameters and what autograd keeps."""
 
-    Attributes:
-        state: masters and moments.
-        gradients: of one step, where backward leaves them in host memory.
-        pending: gradients of one step that are copied to the host, and stay there together.
-        shadows: new values that wait on the host for the verdict.
-        lists: elements whose new value may change with the verdict.
-        largest: the largest buffer that is copied, in either direction.
-        present: what of all this is allocated already.
-    """
-
-    state: int = 0
-    gradients: int = 0
-    pending: int = 0
-    shadows: int = 0
-    lists: int = 0
-    largest: int = 0
-    present: int = 0
+    state: int = 0  # masters and moments
+    gradients: int = 0  # of one step, where backward leaves them in host memory
+    pending: int = 0  # gradients of one step that are copied to the host, and stay there together
+    shadows: int = 0  # new values that wait on the host for the verdict
+    lists: int = 0  # elements whose new value may change with the verdict
+    largest: int = 0  # the largest buffer that is copied, in either direction
+    present: int = 0  # what of all this is allocated already
 
     def __add__(self, other: HostNeeds) -> HostNeeds:
         """Return what both take together, one after the other under way."""
