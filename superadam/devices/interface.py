@@ -43,12 +43,9 @@ class Stream(enum.Enum):
 
     __hash__ = object.__hash__  # not a function of Python's
 
-    CURRENT = "current"
-    """The stream that the calling thread's model computes on."""
-    DOWNLOAD = "download"
-    """Copies of gradients to the host."""
-    UPLOAD = "upload"
-    """Copies of parameters to the device."""
+    CURRENT = "current"  # the stream that the calling thread's model computes on
+    DOWNLOAD = "download"  # copies of gradients to the host
+    UPLOAD = "upload"  # copies of parameters to the device
 
 
 class Event(Protocol):
@@ -69,8 +66,7 @@ class Device(abc.ABC):
 
     _host: Host | None = None  # that memory is reserved on; None for this machine
 
-    has_link = True
-    """Whether tensors are copied between the model's memory and the host's."""
+    has_link = True  # tensors are copied between the model's memory and the host's
 
     @abc.abstractmethod
     def is_host(self, tensor: Tensor) -> bool:

@@ -61,9 +61,7 @@ class PinnedMemory:
             _logger.warning(
                 "superadam pinned %s of the %s of host memory that copies from and to the device pass through; %s "
                 "are pageable, which takes longer and holds up the model: %s",
-                gigabytes(size - missing),
-                gigabytes(size),
-                gigabytes(missing),
+                *map(gigabytes, (size - missing, size, missing)),
                 refusal,
             )
 
@@ -110,10 +108,7 @@ class PinnedMemory:
             "superadam needs %s of host memory for one copy, but of its %s of pinned memory only %s are free in one "
             "piece: %s are missing, and such copies pass through pageable memory from now on, which takes longer and "
             "may hold up the model; smaller buckets and more cores free pinned memory sooner",
-            gigabytes(size),
-            gigabytes(self.size),
-            gigabytes(largest),
-            gigabytes(size - largest),
+            *map(gigabytes, (size, self.size, largest, size - largest)),
         )
 
 

@@ -209,28 +209,23 @@ def check_can_take(parameters: Iterable[Any], what: str) -> None:
 def dtensor_like(tensor: Any, local: Tensor) -> Tensor:
     """Return a DTensor that is distributed as `tensor` is, with this part on this rank, wherever that lies.
 
-    `DTensor.from_local` would move the part to the device of the mesh. Without `_spec` it is used, and RuntimeError
-    raised where the part lies elsewhere.
+    The public way, which `_spec` spares us, moves the part to the device of the mesh; it must lie there.
     """
-    try:
-        spec = tensor._spec
-    except AttributeError:
-        return _public_dtensor(tensor, local)
-    if local.dtype != tensor.dtype:
-        spec = torch.empty_like(tensor, dtype=local.dtype, device="meta", requires_grad=False)._spec  # type: ignore[attr-defined]
-    whole: Tensor = type(tensor)(local, spec, requires_grad=False)
-    return whole
-
-
-def _public_dtensor(tensor: Any, local: Tensor) -> Tensor:
-    mesh = tensor.device_mesh
+    whole: Tensor
+    mesh, spec = tensor.device_mesh, getattr(tensor, "_spec", None)
+    if spec is not None:
+        if local.dtype != tensor.dtype:
+            like: Any = torch.empty_like(tensor, dtype=local.dtype, device="meta", requires_grad=False)
+            spec = like._spec
+        whole = type(tensor)(local, spec, requires_grad=False)
+        return whole
     if local.device.type != mesh.device_type:
         raise RuntimeError(
             f"torch {torch.__version__} has no DTensor._spec, without which a part on {local.device} cannot belong to "
             f"a mesh of {mesh.device_type} devices; install a torch that superadam was tested with"
         )
     with torch.no_grad():
-        whole: Tensor = sys.modules["torch.distributed.tensor"].DTensor.from_local(
+        whole = sys.modules["torch.distributed.tensor"].DTensor.from_local(
             local, mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
         )
     return whole
