@@ -289,9 +289,8 @@ def _foreach_norm(operation: Any, tensors: list[Tensor], ord: Any = 2, dtype: An
     missing: list[tuple[Tensor, torch.dtype | None]] = []
     for tensor in tensors:
         taken = _taken(tensor)
-        holder = None if taken is None or ord != 2 else taken.holder()
-        if taken is not None and holder is not None:
-            holder._norm_was_asked(taken)
+        if taken is not None and ord == 2:
+            taken.holder._norm_was_asked(taken)
         norms.append(None if taken is None or taken.factors or ord != 2 else taken.norm)
         if norms[-1] is None:
             missing.append((_value(tensor), None) if taken is None else (taken.exact(), taken.norm_dtype))
@@ -362,8 +361,7 @@ def _unscale(operation: Any, tensors: list[Tensor], found: Tensor, inverse: Tens
     if any(type(it) is not Tensor or it.numel() != 1 or it.dtype != torch.float32 for it in (found, inverse)):
         return NotImplemented
     for taken in _all_taken(tensors):
-        holder = taken.holder()
-        count = None if holder is None or taken.factors else holder._nonfinite_of(taken)
+        count = None if taken.factors else taken.holder._nonfinite_of(taken)
         if count is None:
             found.masked_fill_(~torch.isfinite(taken.exact()).all().to(found.device), 1.0)
         elif count:

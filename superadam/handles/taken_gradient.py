@@ -79,7 +79,7 @@ class Factor:
 
     @property
     def _is_narrowed_on_gpu(self) -> bool:
-        """Whether a GPU rounds the scalar to the gradient's dtype first; it does if that is in its memory."""
+        """Whether a GPU rounds the scalar to the gradient's dtype first: one in its memory, but not a loss scale."""
         return isinstance(self.value, Tensor) and not self.value.is_cpu and self.kind is not FactorKind.UNSCALE
 
     def apply(self, gradient: Tensor) -> None:
@@ -134,7 +134,7 @@ class TakenGradient:
         self.dtype, self.device = gradient.dtype, gradient.device
         # The owner has the parameter, weak references to which would forbid torch.utils.swap_tensors.
         self._owner: Callable[[], Any] = (lambda: None) if owner is None else weakref.ref(owner)
-        self.holder: Callable[[], GradientHolder | None] = (lambda: None) if holder is None else weakref.ref(holder)
+        self._holder: Callable[[], GradientHolder | None] = (lambda: None) if holder is None else weakref.ref(holder)
 
     def __getattr__(self, name: str) -> Any:
         """Find `pending` when it is first needed, without a lock: all threads find the same tensor."""
@@ -142,6 +142,12 @@ class TakenGradient:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         self.pending = self._flat.tensors[self._position]
         return self.pending
+
+    @property
+    def holder(self) -> GradientHolder:
+        """What took the gradient; once that is gone, one that knows nothing."""
+        holder = self._holder()
+        return GradientHolder() if holder is None else holder
 
     @property
     def is_given(self) -> bool:
@@ -257,8 +263,8 @@ class TakenGradient:
         """Add a micro-batch's gradient to an unrounded one, in its dtype."""
         if self.factors:
             self.pending, self.factors = self.scaled(), ()
-        pending, holder = self.ready(), self.holder()
-        new = (new if holder is None else holder.unrounded(new)).detach().to(pending.device, pending.dtype)
+        pending = self.ready()
+        new = self.holder.unrounded(new).detach().to(pending.device, pending.dtype)
         self.pending = pending + new if self.in_use else pending.add_(new)
         self._flat = None
         self.in_use = False
@@ -305,9 +311,7 @@ class TakenGradient:
                     parameter.grad = given
                 else:
                     torch_private.set_dtensor_part(gradient, given)
-        holder = self.holder()
-        if holder is not None:
-            holder._was_given_back(self)
+        self.holder._was_given_back(self)
         return given
 
 
