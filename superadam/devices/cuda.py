@@ -27,7 +27,7 @@ from superadam.kernels.hyperparameters import Coefficients
 from superadam.kernels.resident_step import ResidentStep
 
 ANCHOR_SECONDS = 1.0
-"""From this distance on, times are counted from a later event. The driver tells the distance of two events as float32
+"""From this distance on, times are counted from a later event. The driver reports the distance of two events in float32
 milliseconds, which are exact to a microsecond for some seconds only."""
 
 

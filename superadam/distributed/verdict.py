@@ -114,7 +114,7 @@ class Ranks:
         return _Words(_MAGIC, float(question), float(self.number), 2.0 if self.is_behind else 0.0)
 
     def _exchange(self, mine: _Words) -> list[_Words]:
-        """Return what each rank tells, in the order of `members`."""
+        """Return the words of each rank, in the order of `members`."""
         if len(self.members) == 1:
             return [mine]
         sent = torch.tensor(mine, dtype=torch.float64, device=self._mesh.device_type)

@@ -92,17 +92,14 @@ _MEMORY_RAN_OUT = (
 
 
 def is_short_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that memory ran out, on the host or on a device.
-
-    Some have no class of their own, and are told by their words. Under other words: as any other RuntimeError.
-    """
+    """Return whether an error says that memory ran out, on the host or on a device; some only say so in their text."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _MEMORY_RAN_OUT)
 
 
 def are_flattened(parameters: Iterable[Tensor]) -> bool:
-    """Return whether some are shards of FSDP1, which marks them. Without its mark: if any module is wrapped in it."""
+    """Return whether some are shards of FSDP1, by its mark; without a mark, whether any module is wrapped in it."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported, so not used
     if fsdp is None:
         return False
@@ -113,7 +110,7 @@ def are_flattened(parameters: Iterable[Tensor]) -> bool:
 
 
 STEP_MARK = "_opt_called"
-"""The attribute of an optimizer that tells `torch.optim.lr_scheduler` of a step. Under another name: it warns."""
+"""The attribute of an optimizer with which `torch.optim.lr_scheduler` sees a step; without it, it warns."""
 
 default_store: Callable[[], Any] = _find("distributed.distributed_c10d._get_default_store", lambda: None)
 """Returns the key-value store of all ranks. Otherwise None, and each rank tells of its own error."""
@@ -138,9 +135,9 @@ base_of: Callable[[Tensor], Tensor | None] = operator.attrgetter("_base")
 """Returns the tensor that a view refers to, which holds its memory, too."""
 _find("ops.aten.detach.default._schema")
 schema_of: Callable[[Any], Any] = operator.attrgetter("_schema")
-"""Returns what tells which arguments an operation writes to."""
+"""Returns which arguments an operation writes to."""
 TRUSTED_NAMESPACES = ("aten", "_c10d_functional")
-"""Of operations whose schemas say which results alias arguments. Under another name: any result may alias any."""
+"""Of operations whose schemas say which results alias arguments; of others, any may alias any."""
 
 foreach_abs: Callable[..., Sequence[Tensor]] = _find("_foreach_abs")
 foreach_norm: Any = _find("ops.aten._foreach_norm.Scalar")
@@ -156,10 +153,7 @@ _tracing_context: Callable[[], Any] = _find("_guards.TracingContext.try_get")
 
 
 def is_tracing() -> bool:
-    """Return whether a compiler traces tensors.
-
-    Without `compiled_autograd_enabled`, compiled autograd may fail an assertion of its own where it meets a handle.
-    """
+    """Return whether a compiler traces tensors; only `compiled_autograd_enabled` shows that compiled autograd does."""
     compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")  # importing it takes seconds
     is_collecting = bool(getattr(compiled_autograd, "compiled_autograd_enabled", False))
     return is_collecting or torch.compiler.is_compiling() or _tracing_context() is not None

@@ -161,7 +161,7 @@ def memory_of_the_host_is_told_from_the_model_s(device: Device) -> None:
 
 
 def memory_that_was_recorded_outlives_its_tensor(device: Device) -> None:
-    """Whatever is allocated meanwhile."""
+    """Other allocations do not overwrite it."""
     source = torch.arange(3000.0, device=_where(device))
     packed = device.pack([source], _layout_of(source), torch.float32)
     host = _download(device, packed)
