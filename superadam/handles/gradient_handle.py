@@ -286,17 +286,17 @@ def _foreach_norm(operation: Any, tensors: list[Tensor], ord: Any = 2, dtype: An
     if dtype is not None:
         return NotImplemented
     norms: list[Tensor | None] = []
-    missing: list[tuple[Tensor, torch.dtype | None]] = []
+    unknown: list[tuple[Tensor, torch.dtype | None]] = []
     for tensor in tensors:
         taken = _taken(tensor)
         if taken is not None and ord == 2:
             taken.holder._norm_was_asked(taken)
         norms.append(None if taken is None or taken.factors or ord != 2 else taken.norm)
         if norms[-1] is None:
-            missing.append((_value(tensor), None) if taken is None else (taken.exact(), taken.norm_dtype))
+            unknown.append((_value(tensor), None) if taken is None else (taken.exact(), taken.norm_dtype))
     known = [norm for norm in norms if norm is not None]
     copies = iter(torch_private.foreach_abs(known) if known else ())  # all at once: the caller may write to them
-    computed = iter(norms_of(missing, ord))
+    computed = iter(norms_of(unknown, ord))
     return [next(computed) if norm is None else next(copies) for norm in norms]
 
 
