@@ -5,7 +5,6 @@ Everything names the device, so that calls work from threads whose current devic
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -26,45 +25,8 @@ from superadam.kernels.copies import copy_one
 from superadam.kernels.hyperparameters import Coefficients
 from superadam.kernels.resident_step import ResidentStep
 
-ANCHOR_SECONDS = 1.0
-"""From this distance on, times are counted from a later event. The driver reports the distance of two events in float32
-milliseconds, which are exact to a microsecond for some seconds only."""
-
-
 LEFT_TO_TRAINING = 2
 """CPUs for the training process: one for the thread that launches kernels, and one for all else, as data loading."""
-
-
-class EventClock:
-    """When events passed, by the device's clock, in seconds of `time.perf_counter()`; `event` passed just now."""
-
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self._anchor = event, time.perf_counter()
-
-    def time_of(self, event: torch.cuda.Event) -> float:
-        """Return when an event passed; only once it has."""
-        anchor, anchored_at = self._anchor
-        seconds = anchored_at + float(anchor.elapsed_time(event)) / 1e3
-        if seconds - anchored_at > ANCHOR_SECONDS:
-            self._anchor = event, seconds
-        return seconds
-
-
-class CudaEvent:
-    """A point in a stream, recorded now; waiting for it sleeps."""
-
-    def __init__(self, stream: torch.cuda.Stream, clock: EventClock) -> None:
-        self.event = _recorded_on(stream)
-        self._clock = clock
-
-    def query(self) -> bool:
-        return bool(self.event.query())  # type: ignore[no-untyped-call]
-
-    def synchronize(self) -> None:
-        self.event.synchronize()
-
-    def passed_at(self) -> float:
-        return self._clock.time_of(self.event)
 
 
 class CudaDevice(Device):
@@ -90,9 +52,6 @@ class CudaDevice(Device):
             stream: torch.cuda.Stream(device=self.device, priority=priority)  # type: ignore[no-untyped-call]
             for stream, priority in ((Stream.DOWNLOAD, 0), (Stream.UPLOAD, -1))  # new values are waited for
         }
-        start = _recorded_on(self._streams[Stream.DOWNLOAD])
-        start.synchronize()
-        self._clock = EventClock(start)
 
     def _stream(self, stream: Stream) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device) if stream is Stream.CURRENT else self._streams[stream]
@@ -180,12 +139,14 @@ class CudaDevice(Device):
         with torch.cuda.stream(self._stream(stream)):
             destination.copy_(source, non_blocking=True)
 
-    def record(self, stream: Stream) -> CudaEvent:
-        return CudaEvent(self._stream(stream), self._clock)
+    def record(self, stream: Stream) -> torch.cuda.Event:
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call] # waiting for it sleeps
+        event.record(self._stream(stream))
+        return event
 
     def wait(self, stream: Stream, event: Event) -> None:
-        assert isinstance(event, CudaEvent)
-        self._stream(stream).wait_event(event.event)
+        assert isinstance(event, torch.cuda.Event)
+        self._stream(stream).wait_event(event)
 
     def record_stream(self, buffer: Tensor, stream: Stream) -> None:
         if self.is_host(buffer):
@@ -224,12 +185,6 @@ class CudaDevice(Device):
         worker = ThreadWorker(idle)
         worker.submit(settle_in)
         return worker
-
-
-def _recorded_on(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
-    event.record(stream)
-    return event
 
 
 def _pci_address(device: torch.device) -> str:

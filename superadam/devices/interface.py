@@ -54,9 +54,6 @@ class Event(Protocol):
     def query(self) -> bool:
         """Return whether the point has passed, at once."""
 
-    def passed_at(self) -> float:
-        """Return when it passed, in seconds of `time.perf_counter()`; only once it has."""
-
     def synchronize(self) -> None:
         """Block the calling thread, without spinning and with the GIL released, until the point has passed."""
 

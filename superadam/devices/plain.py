@@ -6,7 +6,6 @@ Only parameters that kernels cannot write, because they are not dense or not on 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,14 +20,8 @@ from superadam.kernels.copies import copy_each
 class PassedEvent:
     """The event of a stream that never has anything left to do."""
 
-    def __init__(self) -> None:
-        self._now = time.perf_counter()
-
     def query(self) -> bool:
         return True
-
-    def passed_at(self) -> float:
-        return self._now
 
     def synchronize(self) -> None:
         pass

@@ -182,12 +182,10 @@ def values_are_put_behind_what_their_stream_did_before(device: Device) -> None:
 
 
 def events_pass_in_the_order_of_their_stream(device: Device) -> None:
-    """Once the last has passed, so have all, at times that do not decrease."""
+    """Once the last has passed, so have all."""
     events = [device.record(Stream.UPLOAD) for _ in range(3)]
     events[-1].synchronize()
     assert all(event.query() for event in events)
-    times = [event.passed_at() for event in events]
-    assert times == sorted(times)
 
 
 def worker_runs_jobs_in_order_and_tells_what_failed(device: Device) -> None:

@@ -15,7 +15,6 @@ import collections
 import math
 import random
 import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -42,17 +41,9 @@ class SimulatedEvent:
         self._device = device
         self.is_recorded = False
         self.has_passed = False
-        self._passed_at = 0.0
-
-    def pass_now(self) -> None:
-        self.has_passed = True
-        self._passed_at = time.perf_counter()
 
     def query(self) -> bool:
         return self.has_passed
-
-    def passed_at(self) -> float:
-        return self._passed_at
 
     def synchronize(self) -> None:
         """Run the device until the point has passed; return at once if it was never recorded."""
@@ -121,7 +112,7 @@ class SimulatedDevice(Device):
             operation = self._streams[self._random.choice(streams)].popleft()
             operation.run()
             if operation.event is not None:
-                operation.event.pass_now()
+                operation.event.has_passed = True
         return True
 
     def progress(self) -> None:

@@ -15,7 +15,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import settings
@@ -29,7 +28,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam, StepKind
 from superadam.devices import CudaDevice, Device, Stream
-from superadam.devices.cuda import ANCHOR_SECONDS, EventClock
 from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import ChunkSums
 from superadam.devices.slab import CudaRegistrar, PinningError, Slab
@@ -182,34 +180,6 @@ def test_every_implementation_of_the_kernels(cuda: FakeCuda, implementation: str
         device.scatter(layout.views(packed), [state.parameter.data for state in layout.states])
     for state, gradient in zip(layout.states, gradients, strict=True):
         assert bits(state.parameter) == bits(gradient)
-
-
-class TimedEvent:
-    """An event that passed at `at` seconds, as the driver tells it: in float32 milliseconds."""
-
-    def __init__(self, at: float) -> None:
-        self.at = at
-
-    def elapsed_time(self, end: TimedEvent) -> float:
-        return float(np.float32(1e3 * (end.at - self.at)))
-
-
-@pytest.mark.parametrize("pause", [0.1, 0.9, 700.0])
-def test_times_of_events_stay_exact(pause: float) -> None:
-    """Float32 milliseconds are rounded to 8 ms after a day; those of a few seconds to less than a microsecond."""
-    clock: Any = EventClock(TimedEvent(5.0))  # type: ignore[arg-type]
-    now = 5.0
-    for _ in range(3000):
-        now += pause
-        first, second = (clock.time_of(TimedEvent(now + later)) for later in (0.0, 0.01))
-        assert second - first == pytest.approx(0.01, abs=1e-6)
-    assert clock.time_of(TimedEvent(now)) == pytest.approx(first, abs=1e-6)  # an earlier one, asked for later
-
-
-def test_time_of_the_event_that_others_are_counted_from_is_that_of_before() -> None:
-    clock: Any = EventClock(TimedEvent(0.0))  # type: ignore[arg-type]
-    far = TimedEvent(2 * ANCHOR_SECONDS)
-    assert clock.time_of(far) == clock.time_of(far)
 
 
 def norm_room(layout: FlatLayout, device: torch.device) -> Tensor:
