@@ -100,13 +100,16 @@ class SimulatedDevice(Device):
 
     # ---- running -----------------------------------------------------------------------------------------------------
 
+    def _runnable(self) -> list[Stream]:
+        return [
+            stream
+            for stream, operations in self._streams.items()
+            if operations and all(event.has_passed for event in operations[0].after)
+        ]
+
     def _run_one(self) -> bool:
         with deferred_signals(), self._lock:  # signals do not interrupt a device
-            streams = [
-                stream
-                for stream, operations in self._streams.items()
-                if operations and all(event.has_passed for event in operations[0].after)
-            ]
+            streams = self._runnable()
             if not streams:
                 return False
             operation = self._streams[self._random.choice(streams)].popleft()
