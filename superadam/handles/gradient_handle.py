@@ -301,11 +301,7 @@ def _foreach_norm(operation: Any, tensors: list[Tensor], ord: Any = 2, dtype: An
 
 
 def norms_of(values: Iterable[tuple[Tensor, torch.dtype | None]], ord: Any = 2) -> list[Tensor]:
-    """Return the norms of tensors, rounded to a dtype where one is given.
-
-    torch computes those to be rounded in one call, and the others, which have their dtypes in the caller's list, in
-    another.
-    """
+    """Return the norms of tensors; those with a dtype are computed in a call of their own, and rounded to that."""
     pairs = list(values)
     norms: dict[int, Tensor] = {}
     for rounds in (False, True):
@@ -472,9 +468,9 @@ def shared_memory(parameters: Iterable[Tensor]) -> set[int]:
 def take_gradient(parameter: Tensor, owner: Any = None, holder: GradientHolder | None = None) -> TakenGradient | None:
     """Take the gradient out of `.grad` and leave a handle there; None, and no change, where it cannot be taken.
 
-    It can if it is an ordinary dense tensor without a graph, or the DTensor of one, to which nothing else refers, the
-    caller included. One that counts unrounded has a handle already, and can be taken unless it is in use. The owner has
-    the parameter as `parameter`; the holder answers questions about the gradient. Both are referenced weakly.
+    It can if it is an ordinary dense tensor without a graph, or the DTensor of one, and neither the caller nor anything
+    else refers to it. One that counts unrounded has a handle already, and can be taken unless it is in use. The owner
+    has the parameter as `parameter`; the holder answers questions about the gradient. Both are referenced weakly.
     """
     if missing:
         return None

@@ -10,7 +10,7 @@ from typing import IO
 
 
 def synchronize(path: Path) -> None:
-    """Return when a file, or the names in a folder, are on the disk; raises OSError."""
+    """Return once a file, or the names in a folder, are on the disk; raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
