@@ -127,14 +127,11 @@ class Interval(NamedTuple):
 class IntervalScalars(NamedTuple):
     """The scalars of the interval test, named as in `interval.h`; each is a fp32 number, and rounded up."""
 
-    spread: float = 0.0
-    slope: float = 0.0
-    kappa: float = 0.0
-    least: float = 0.0
-    slack: float = 0.0
-
-
-_NO_INTERVAL = IntervalScalars()
+    spread: float
+    slope: float
+    kappa: float
+    least: float
+    slack: float
 
 
 class Scale(NamedTuple):
@@ -163,7 +160,7 @@ class Coefficients:
     bc2s: float
     eps: float
     flags: Flag
-    interval: IntervalScalars = _NO_INTERVAL
+    interval: IntervalScalars | None = None  # None where only `s` is covered
 
     @staticmethod
     @functools.lru_cache(maxsize=1024)
@@ -207,11 +204,6 @@ class Coefficients:
                 flags=flags,
             )
 
-    @property
-    def covers_interval(self) -> bool:
-        """Whether these are the scalars of an interval."""
-        return self.interval is not _NO_INTERVAL
-
     def over(self, interval: Interval) -> Coefficients | None:
         """Return these scalars with those of the interval test; None where its proof (docs/clipping.md) does not hold.
 
@@ -243,7 +235,7 @@ class Coefficients:
     def row(self) -> tuple[float, ...]:
         """Return the values in the order of `superadam.kernels.native.COEFFICIENTS`."""
         formula = (self.s, self.decay, self.wd, self.w, self.b2, self.c2, self.nss, self.bc2s, self.eps)
-        return (*formula, *self.interval, int(self.flags))
+        return (*formula, *(self.interval or [0.0] * len(IntervalScalars._fields)), int(self.flags))
 
 
 def _rounded_up(value: float) -> float:

@@ -177,7 +177,7 @@ class Transaction:
             old = [_pending_of(state) for state in states]
             accepted = [one.gradient for one in old], _indices(coefficients, states, old)
         indices = _indices(coefficients, states, pending)
-        lists = self._lists(states, pending, [coefficients.sets[index].covers_interval for index in indices])
+        lists = self._lists(states, pending, [coefficients.sets[index].interval is not None for index in indices])
         self.table.speculate(
             self.table.rows_of(states),
             [record.gradient for record in pending],
