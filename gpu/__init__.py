@@ -1,12 +1,12 @@
 """Triton kernels: packing gradients, scattering parameters, and Adam on state that is resident on the GPU.
 
-They know tensors as arrays, and nothing of optimizers. Their results have the bits of the CPU kernels.
+They know tensors as arrays, and nothing of optimizers. Their results have the bits of the CPU kernels. Nothing here
+checks its arguments: `CudaDevice`, the caller, passes only what has been checked.
 """
 
 from .adam import update
 from .choice import Backend, backend
 from .pack import pack_gradients
 from .scatter import scatter_values
-from .tables import LaunchCache
 
-__all__ = ["Backend", "LaunchCache", "backend", "pack_gradients", "scatter_values", "update"]
+__all__ = ["Backend", "backend", "pack_gradients", "scatter_values", "update"]

@@ -10,21 +10,19 @@ of them. Every element is moved once, so that the kernel should be bound by memo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
-import torch
+from torch import Tensor
 
+from superadam.kernels.dtypes import DTYPES
 from superadam.kernels.hyperparameters import Coefficients
-from superadam.kernels.native import Flag
+from superadam.kernels.native import Dtype, Flag
 from superadam.kernels.resident_step import ResidentStep
 
 from .casts import BFLOAT16, FLOAT64, VECTOR_BYTES, narrow, pointer, widen
 from .choice import Backend, backend
 from .language import constant, jit, on, tl, warp_size
-from .steps import ARRAYS, Variant, arrays_of, checked_step
-from .tables import Integers, LaunchCache, Table, entry, facts_of, find_tensor, upload
-from .tensors import lengths_of
+from .tables import addresses_of, entry, find_tensor, make_table, upload
 
 BLOCK = 1024
 """Elements of one step that a program takes."""
@@ -173,7 +171,8 @@ def adam_kernel(
 ):
     """Update one block.
 
-    Further rows of the table: addresses of the `ARRAYS`; the index of the coefficient set.
+    Further rows of the table: addresses of master, exp_avg, exp_avg_sq, max_exp_avg_sq, gradient and parameter; the
+    index of the coefficient set.
     """
     number = tl.program_id(0).to(tl.int64)
     tensor = find_tensor(table, tensors, steps, number)
@@ -190,77 +189,59 @@ def adam_kernel(
         )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """The steps of one variant: their positions among all, and their table."""
-
-    variant: Variant
-    positions: Integers
-    table: Table
-
-
-def _checked(steps: Sequence[ResidentStep], sets: Sequence[Coefficients], device: torch.device) -> list[Part]:
-    """Raise as `update` unless all steps can be made."""
-    groups: dict[Variant, list[int]] = {}
-    for position, step in enumerate(steps):
-        groups.setdefault(checked_step(step, f"step {position}", sets, device), []).append(position)
-    lengths = lengths_of([step.master for step in steps])
-    return [
-        Part(variant, np.array(positions), Table(lengths[positions], BLOCK, device))
-        for variant, positions in groups.items()
-    ]
-
-
-def update(
-    steps: Sequence[ResidentStep], sets: Sequence[Coefficients], cache: LaunchCache[list[Part]] | None = None
-) -> None:
+def update(steps: Sequence[ResidentStep], sets: Sequence[Coefficients]) -> None:
     """Run the steps of many parameters on one GPU, on the current stream: write their state and their working copies.
 
-    Nothing is written if it raises.
+    Steps with the same dtypes and flags take one launch. Nothing is written if it raises.
 
     Args:
-        steps: of distinct parameters.
+        steps: of distinct parameters; float32 state with gradients and parameters of float32, bfloat16 and float16, or
+            everything float64.
         sets: the scalars that steps index, computed in double precision for float64 state.
-        cache: of earlier calls with steps like these, which then are not checked again.
 
     Raises:
-        ValueError: a tensor is missing, not dense, of another length or out of reach, or an index is not in `sets`.
-        TypeError: a tensor has a dtype that does not fit.
         RuntimeError: Triton cannot be used on the device.
     """
     if not steps:
         return
     device = steps[0].master.device
-    arrays = [tensor for step in steps for tensor in arrays_of(step)]
-    indices = [step.coefficients for step in steps]
-    flags = [sets[index].flags if 0 <= index < len(sets) else None for index in indices]
-    parts = (cache or LaunchCache()).checked((flags, facts_of(arrays)), lambda: _checked(steps, sets, device))
     choice = backend(device)
     if choice.backend is Backend.TORCH:
         raise RuntimeError(
             f"superadam.gpu.update needs Triton, as plain torch has no exact form of the formula, but {choice.reason}; "
             "mend that, or keep this state on the CPU"
         )
-
-    addresses = np.array([0 if tensor is None else tensor.data_ptr() for tensor in arrays], np.int64)
-    columns = np.column_stack([addresses.reshape(len(steps), len(ARRAYS)), np.array(indices, np.int64)])
+    alike: dict[tuple[Dtype, Dtype, Dtype, Flag], list[ResidentStep]] = {}
+    for step in steps:
+        real, gradient, out = (DTYPES[one.dtype] for one in (step.master, step.gradient, step.parameter))
+        alike.setdefault((real, gradient, out, sets[step.coefficients].flags), []).append(step)
     with on(device):
         table_of_sets = upload(np.array([k.row()[:9] for k in sets], np.float64).reshape(-1), device)
-        launches = [(part.variant, part.table, columns[part.positions].T) for part in parts if part.table.blocks]
-        # Memory for all tables, before anything is written.
-        tables = [table.entries(rows) for _, table, rows in launches]
-        for (variant, table, rows), entries in zip(launches, tables, strict=True):
+        launches = []
+        for variant, some in alike.items():  # memory for all tables, before anything is written
+            addresses = np.stack([addresses_of(arrays) for arrays in zip(*map(_arrays_of, some), strict=True)])
+            rows = np.concatenate([addresses, [[step.coefficients for step in some]]])
+            table = make_table([step.master for step in some], BLOCK, rows, device)
+            launches.append((variant, table, not np.any(addresses % VECTOR_BYTES)))
+        for (real, gradient, out, flags), table, is_aligned in launches:
+            if table.blocks == 0:
+                continue
             adam_kernel[(table.blocks,)](
-                entries,
+                table.entries,
                 table.tensors,
                 table.steps,
                 table_of_sets,
-                REAL=int(variant.real),
-                GRADIENT=int(variant.gradient),
-                OUT=int(variant.out),
-                FLAGS=int(variant.flags),
-                IS_ALIGNED=not np.any(rows[: len(ARRAYS)] % VECTOR_BYTES),
+                REAL=int(real),
+                GRADIENT=int(gradient),
+                OUT=int(out),
+                FLAGS=int(flags),
+                IS_ALIGNED=is_aligned,
                 BLOCK=BLOCK,
                 num_warps=THREADS // warp_size(),
                 enable_fp_fusion=False,
             )
+
+
+def _arrays_of(step: ResidentStep) -> tuple[Tensor | None, ...]:
+    """Return a step's tensors in the order of the table."""
+    return step.master, step.exp_avg, step.exp_avg_sq, step.max_exp_avg_sq, step.gradient, step.parameter

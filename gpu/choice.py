@@ -25,12 +25,9 @@ _told: set[str] = set()
 class Backend(enum.Enum):
     """How kernels run."""
 
-    TRITON = "triton"
-    """Compiled, on a GPU."""
-    INTERPRETER = "triton interpreter"
-    """In Triton's interpreter, on the CPU: for tests (TRITON_INTERPRET=1)."""
-    TORCH = "torch"
-    """As torch operations, on any device."""
+    TRITON = "triton"  # compiled, on a GPU
+    INTERPRETER = "triton interpreter"  # on the CPU: for tests (TRITON_INTERPRET=1)
+    TORCH = "torch"  # as torch operations, on any device
 
 
 @dataclass(frozen=True, slots=True)

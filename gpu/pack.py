@@ -14,10 +14,8 @@ not been measured.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from superadam.kernels.dtypes import DTYPES
@@ -26,8 +24,7 @@ from superadam.kernels.native import CHUNK
 from .casts import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, VECTOR_BYTES, narrow, pointer, widen
 from .choice import Backend, backend
 from .language import constant, jit, on, tl
-from .tables import Integers, LaunchCache, Table, entry, facts_of, find_tensor
-from .tensors import addresses_of, check_flat, check_tensor, checked_offsets, in_memory_order, lengths_of, words
+from .tables import addresses_of, entry, find_tensor, in_memory_order, make_table
 
 MIXED = constant(0)
 """Instead of a dtype: gradients of several."""
@@ -167,46 +164,12 @@ def pack_kernel(
         tl.store(counts.to(tl.pointer_type(tl.int64)) + number, tl.sum(nonfinite, axis=1).to(tl.int64), exists)
 
 
-@dataclass(frozen=True, slots=True)
-class Packing:
-    """Gradients that fit into their destination.
-
-    Attributes:
-        dtypes, places: of each gradient; where it begins in the destination.
-        source: dtype of all, or MIXED.
-    """
-
-    table: Table
-    dtypes: Integers
-    places: Integers
-    source: int
-
-
-def _checked(gradients: Sequence[Tensor], offsets: Sequence[int], destination: Tensor, device: torch.device) -> Packing:
-    """Raise as `pack_gradients` unless the gradients fit."""
-    for position, gradient in enumerate(gradients):
-        check_tensor(gradient, f"gradient {position}", device)
-    dtypes = np.array([DTYPES[gradient.dtype] for gradient in gradients], np.int64)
-    if (destination.dtype == torch.float64) != (gradients[0].dtype == torch.float64) or (
-        np.any(dtypes != dtypes[0]) and DTYPES[torch.float64] in dtypes
-    ):
-        names = ", ".join(sorted({words(gradient.dtype) for gradient in gradients}))
-        raise TypeError(
-            f"gradients of {names} cannot be packed into a buffer of {words(destination.dtype)}, expected float64 on "
-            "both sides or on neither; pack float64 gradients by themselves"
-        )
-    lengths = lengths_of(gradients)
-    places = checked_offsets(offsets, lengths, destination.numel(), "destination")
-    return Packing(Table(lengths, CHUNK, device), dtypes, places, 0 if np.any(dtypes != dtypes[0]) else int(dtypes[0]))
-
-
 def pack_gradients(
     gradients: Sequence[Tensor],
     offsets: Sequence[int],
     destination: Tensor,
     sums: Tensor | None = None,
     nonfinite: Tensor | None = None,
-    cache: LaunchCache[Packing] | None = None,
 ) -> None:
     """Copy gradients into one flat buffer, converted to its dtype, and compute their norm as they arrive there.
 
@@ -223,25 +186,13 @@ def pack_gradients(
         sums: float64, 1-D, on the device or pinned: receives the sum of squares of the converted elements of each chunk
             of 4096 elements of a gradient, in the order of `gradients`. None for no norm.
         nonfinite: int64, like `sums`: receives the count of Inf and NaN in each chunk. None exactly when `sums` is.
-        cache: of earlier calls with gradients like these, which then are not checked again.
 
     Raises:
-        TypeError: a tensor has a dtype that does not fit.
-        ValueError: a tensor is not dense, too short or out of reach, or the gradients do not fit into `destination`.
         RuntimeError: Triton cannot be used, and was requested or is needed for the norm.
     """
     if not gradients:
         return
     device = gradients[0].device
-    check_flat(destination, "destination", None, 0, device)
-    facts = (facts_of(gradients), list(offsets), destination.dtype, destination.numel())
-    packing = (cache or LaunchCache()).checked(facts, lambda: _checked(gradients, offsets, destination, device))
-    table, places = packing.table, packing.places
-    if (sums is None) != (nonfinite is None):
-        raise ValueError("only one of sums and nonfinite is given, expected both or none; give the other, too")
-    if sums is not None and nonfinite is not None:
-        check_flat(sums, "sums", torch.float64, table.blocks, device)
-        check_flat(nonfinite, "nonfinite", torch.int64, table.blocks, device)
     choice = backend(device)
     if choice.backend is Backend.TORCH:
         if sums is not None:
@@ -249,24 +200,26 @@ def pack_gradients(
                 f"superadam.gpu.pack_gradients needs Triton to take the norm, but {choice.reason}; mend that, or let "
                 "the CPU take it once the gradients have arrived there"
             )
-        for gradient, place in zip(gradients, places.tolist(), strict=True):
+        for gradient, place in zip(gradients, offsets, strict=True):
             destination[place : place + gradient.numel()].copy_(in_memory_order(gradient), non_blocking=True)
         return
 
-    if table.blocks == 0:
-        return
     base, size = destination.data_ptr(), destination.element_size()
-    begins = addresses_of(gradients)
+    begins, places = addresses_of(gradients), np.array(offsets, np.int64)
+    dtypes = np.array([DTYPES[gradient.dtype] for gradient in gradients], np.int64)
     with on(device):
+        table = make_table(gradients, CHUNK, np.stack([begins, dtypes, places]), device)
+        if table.blocks == 0:
+            return
         pack_kernel[(-(-table.blocks // CHUNKS_PER_PROGRAM),)](
-            table.entries(np.stack([begins, packing.dtypes, places])),
+            table.entries,
             table.tensors,
             table.steps,
             table.blocks,
             base,
             0 if sums is None else sums.data_ptr(),
             0 if nonfinite is None else nonfinite.data_ptr(),
-            SOURCE=packing.source,
+            SOURCE=0 if np.any(dtypes != dtypes[0]) else int(dtypes[0]),
             LINK=int(DTYPES[destination.dtype]),
             LINK_BYTES=size,
             HAS_SUMS=sums is not None,

@@ -6,10 +6,8 @@ It converts nothing and should be bound by memory; it has not been measured.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from superadam.kernels.copies import copy_each
@@ -19,8 +17,7 @@ from superadam.kernels.torch_private import is_short_of_memory
 from .casts import VECTOR_BYTES, pointer
 from .choice import Backend, backend
 from .language import jit, on, tl
-from .tables import Integers, LaunchCache, Table, entry, facts_of, find_tensor
-from .tensors import check_tensor, checked_addresses, in_memory_order, lengths_of, words
+from .tables import addresses_of, entry, find_tensor, in_memory_order, make_table
 
 BLOCK = 4096
 """Elements of one tensor that a program copies."""
@@ -46,18 +43,7 @@ def scatter_kernel(
         tl.store(target + index, tl.load(source + index, index < rest), index < rest)
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """The pairs of one dtype: their positions among all, and their table."""
-
-    dtype: torch.dtype
-    positions: Integers
-    table: Table
-
-
-def scatter_values(
-    sources: Sequence[Tensor], tensors: Sequence[Tensor], cache: LaunchCache[list[Part]] | None = None
-) -> None:
+def scatter_values(sources: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
     """Copy each source into the tensor of the same position, past version counters.
 
     Enqueued to the current stream, one launch for each dtype; sources from outside torch's allocator must be kept until
@@ -68,20 +54,14 @@ def scatter_values(
             pinned host memory, which the kernel then reads directly.
         tensors: dense, of float32, bfloat16, float16 or float64, on one device. They do not overlap. Elements of both
             count in the order of memory.
-        cache: of earlier calls with tensors like these, which then are not checked again, but for their memory.
 
     Raises:
-        TypeError: a source has another dtype than its tensor, or a dtype is not supported.
-        ValueError: there is not one source for each tensor, one has another number of elements, or a tensor or source
-            is not dense, out of reach or without memory.
         RuntimeError: Triton was requested and cannot be used.
     """
-    if len(sources) != len(tensors):
-        raise ValueError(f"there are {len(sources)} sources for {len(tensors)} tensors; give one for each tensor")
     if not tensors:
         return
     try:
-        _scatter(sources, tensors, cache)
+        _scatter(sources, tensors)
     except Exception as error:
         if not is_short_of_memory(error):
             raise
@@ -92,51 +72,26 @@ def _copy(sources: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
     copy_each([*map(in_memory_order, tensors)], [*map(in_memory_order, sources)], non_blocking=True)
 
 
-def _scatter(sources: Sequence[Tensor], tensors: Sequence[Tensor], cache: LaunchCache[list[Part]] | None) -> None:
+def _scatter(sources: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
     device = tensors[0].device
-    if cache is None or any(source.device != device for source in sources):  # pinned memory is looked at
-        cache = LaunchCache()
-    facts = facts_of([*sources, *tensors])
-    parts = cache.checked(facts, lambda: _checked(sources, tensors, device))
-    addresses = np.stack([checked_addresses(tensors, "tensor"), checked_addresses(sources, "source")])
     if backend(device).backend is Backend.TORCH:
         _copy(sources, tensors)
         return
     with on(device):
-        for part in parts:
-            if part.table.blocks == 0:
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+            pairs = [pair for pair in zip(tensors, sources, strict=True) if pair[0].dtype == dtype]
+            targets, origins = zip(*pairs, strict=True)
+            rows = np.stack([addresses_of(targets), addresses_of(origins)])
+            table = make_table(targets, BLOCK, rows, device)
+            if table.blocks == 0:
                 continue
-            rows = addresses[:, part.positions]
-            scatter_kernel[(part.table.blocks,)](
-                part.table.entries(rows),
-                part.table.tensors,
-                part.table.steps,
-                DTYPE=int(DTYPES[part.dtype]),
-                BYTES=part.dtype.itemsize,
+            scatter_kernel[(table.blocks,)](
+                table.entries,
+                table.tensors,
+                table.steps,
+                DTYPE=int(DTYPES[dtype]),
+                BYTES=dtype.itemsize,
                 IS_ALIGNED=not np.any(rows % VECTOR_BYTES),
                 BLOCK=BLOCK,
                 **OPTIONS,
             )
-
-
-def _checked(sources: Sequence[Tensor], tensors: Sequence[Tensor], device: torch.device) -> list[Part]:
-    """Raise as `scatter_values` unless sources fit their tensors, whatever their memory."""
-    for position, (source, tensor) in enumerate(zip(sources, tensors, strict=True)):
-        check_tensor(tensor, f"tensor {position}", device)
-        check_tensor(source, f"source {position}", device, may_be_pinned=True)
-        if source.dtype != tensor.dtype:
-            raise TypeError(
-                f"source {position} is {words(source.dtype)}, expected {words(tensor.dtype)} as its tensor; "
-                "convert it first"
-            )
-        if source.numel() != tensor.numel():
-            raise ValueError(
-                f"source {position} has {source.numel()} elements, expected {tensor.numel()} as its tensor; give each "
-                "tensor a source of its length"
-            )
-    lengths, dtypes = lengths_of(tensors), np.array([DTYPES[tensor.dtype] for tensor in tensors])
-    parts = []
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        positions = np.flatnonzero(dtypes == DTYPES[dtype])
-        parts.append(Part(dtype, positions, Table(lengths[positions], BLOCK, device)))
-    return parts

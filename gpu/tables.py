@@ -1,15 +1,15 @@
-"""Tables of tensors for kernels that walk over many of them in one launch.
+"""Tables of tensors, with which one launch of a kernel walks over many of them.
 
-A table is a matrix of int64 on the device, one column for each tensor: the number of its first block, its length, and
-further rows of the kernel, such as addresses. Blocks are numbered over all tensors, and a program finds the tensor of
-its block by bisection.
+A table is a matrix of int64 on the device, with one column for each tensor: the number of its first block, its length,
+and further rows of the kernel, such as addresses. Blocks are numbered over all tensors, and a program finds the tensor
+of its block by bisection. A tensor counts as its elements in the order of memory.
 """
 
 from __future__ import annotations
 
-import collections
-from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -21,76 +21,53 @@ from .language import jit, tl
 Integers = npt.NDArray[np.int64]
 """One entry for each tensor."""
 
+UPLOADS_KEPT = 256
+"""Tables that stay on the device: one for each bucket of a step."""
 
+
+@dataclass(frozen=True, slots=True)
 class Table:
-    """The table of tensors of these lengths, without those that have no elements.
-
-    Args:
-        lengths: elements of each tensor.
-        block: elements of a block; the last of a tensor may have fewer.
-        device: that the table is for.
+    """A table of the tensors that have elements.
 
     Attributes:
+        entries: the matrix, on the device.
         tensors, blocks: number of tensors, and of the blocks of all of them.
         steps: of the bisection.
     """
 
-    def __init__(self, lengths: Integers, block: int, device: torch.device) -> None:
-        self._has_elements = lengths > 0
-        lengths = lengths[self._has_elements]
-        counts = -(-lengths // block)
-        self._fixed = np.stack([np.cumsum(counts) - counts, lengths])
-        self.tensors, self.blocks = len(lengths), int(counts.sum())
-        self.steps = max(len(lengths) - 1, 0).bit_length()
-        self._device = device
-        self._last: tuple[int, Integers, Tensor] | None = None  # stream, rows and entries of the last call
-
-    def entries(self, rows: Integers) -> Tensor:
-        """Return the table on the device, with these further rows, for launches on the current stream.
-
-        It is that of the last call where nothing has changed, else a copy is enqueued to the current stream: another
-        stream would have to wait for that, and to be waited for before the memory is used for something else.
-        """
-        stream = torch.cuda.current_stream(self._device).cuda_stream if self._device.type == "cuda" else 0
-        last = self._last
-        if last is not None and last[0] == stream and np.array_equal(last[1], rows):
-            return last[2]
-        entries = upload(np.concatenate([self._fixed, rows[:, self._has_elements]]), self._device)
-        self._last = stream, rows, entries
-        return entries
+    entries: Tensor
+    tensors: int
+    blocks: int
+    steps: int
 
 
-_Checked = TypeVar("_Checked")
-KEPT = 4
-"""Launches that are remembered: what has arrived and what is late, in one step and the next."""
+def make_table(tensors: Sequence[Tensor], block: int, rows: Integers, device: torch.device) -> Table:
+    """Return the table of these tensors, for launches on the current stream.
 
-
-class LaunchCache(Generic[_Checked]):
-    """What was found out about the tensors of launches, for launches over tensors like them.
-
-    It holds none of those tensors. What checks and tables depend on are *facts*; they are compared at every launch.
+    Args:
+        tensors: of which the lengths count.
+        block: elements of a block; the last of a tensor may have fewer.
+        rows: further rows of the table, with a column for each tensor.
+        device: that the table is for.
     """
-
-    def __init__(self) -> None:
-        self._known: collections.deque[tuple[object, _Checked]] = collections.deque(maxlen=KEPT)
-
-    def checked(self, facts: object, check: Callable[[], _Checked]) -> _Checked:
-        """Return what `check` has returned for these facts, now or before."""
-        for known, found in tuple(self._known):  # backwards may run in several threads
-            if known == facts:
-                return found
-        found = check()
-        self._known.appendleft((facts, found))
-        return found
+    lengths = np.array([tensor.numel() for tensor in tensors], np.int64)
+    has_elements = lengths > 0
+    lengths = lengths[has_elements]
+    counts = -(-lengths // block)
+    entries = np.concatenate([[np.cumsum(counts) - counts, lengths], rows[:, has_elements]])
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    steps = max(len(lengths) - 1, 0).bit_length()
+    return Table(_kept_upload(entries.tobytes(), device, stream), len(lengths), int(counts.sum()), steps)
 
 
-def facts_of(tensors: Sequence[Tensor | None]) -> list[object]:
-    """Return what tensors are, but for their addresses and whether host memory is pinned."""
-    return [one if one is None else (one.dtype, one.layout, one.device, one.shape, _strides_of(one)) for one in tensors]
+@functools.lru_cache(UPLOADS_KEPT)
+def _kept_upload(entries: bytes, device: torch.device, stream: int) -> Tensor:
+    """Return entries on the device; those that were uploaded lately, as the same buckets' in the last step, are kept.
 
-
-def _strides_of(tensor: Tensor) -> tuple[int, ...] | None:
-    return tensor.stride() if tensor.layout is torch.strided else None
+    An upload on the model's stream may wait behind large copies. `stream` is the current one: another would have to
+    wait for the upload, and the upload's memory for that.
+    """
+    return upload(np.frombuffer(entries, np.int64).copy(), device)
 
 
 def upload(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
@@ -98,6 +75,16 @@ def upload(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
     host = torch.from_numpy(array)
     # From pageable memory the copy would wait for the stream, and the calling thread with it.
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+
+
+def addresses_of(tensors: Sequence[Tensor | None]) -> Integers:
+    """Return the address of each tensor; 0 for None."""
+    return np.array([0 if tensor is None else tensor.data_ptr() for tensor in tensors], np.int64)
+
+
+def in_memory_order(tensor: Tensor) -> Tensor:
+    """Return a dense tensor's elements in one dimension; the view's version counter is its own."""
+    return tensor.data.as_strided((tensor.numel(),), (1,))
 
 
 @jit()

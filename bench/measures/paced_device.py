@@ -195,7 +195,7 @@ class PacedDevice(PlainDevice):
             self.busy.append(Busy(stream, name, begin, begin + seconds))
 
     @_counted
-    def record(self, stream: Stream) -> Event:
+    def record(self, stream: Stream) -> PacedEvent:
         """Return the end of a stream's work, or the present time if it has none."""
         with self._lock:
             return PacedEvent(max(self._ends[stream], self.now()), self.now, self.sleep)
@@ -203,6 +203,7 @@ class PacedDevice(PlainDevice):
     @_counted
     def wait(self, stream: Stream, event: Event) -> None:
         """Let a stream idle until an event has passed."""
+        assert isinstance(event, PacedEvent)
         with self._lock:
             self._ends[stream] = max(self._ends[stream], event.passed_at())
 

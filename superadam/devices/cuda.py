@@ -5,8 +5,6 @@ Everything names the device, so that calls work from threads whose current devic
 
 from __future__ import annotations
 
-import time
-import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -17,9 +15,9 @@ from torch import Tensor
 from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import ChunkSums, Device, Event, Stream
 from superadam.devices.pinned import PinnedMemory
-from superadam.devices.registration import CudaRegistrar
+from superadam.devices.slab import CudaRegistrar
 from superadam.devices.worker import ThreadWorker, Work, Worker
-from superadam.gpu import Backend, LaunchCache, backend, pack_gradients, scatter_values, update
+from superadam.gpu import Backend, backend, pack_gradients, scatter_values, update
 from superadam.host import cores
 from superadam.host.machine import Host
 from superadam.host.memory import HostMemory, HostNeeds
@@ -27,46 +25,8 @@ from superadam.kernels.copies import copy_one
 from superadam.kernels.hyperparameters import Coefficients
 from superadam.kernels.resident_step import ResidentStep
 
-ANCHOR_SECONDS = 1.0
-"""From this distance on, times are counted from a later event: float32 milliseconds, as which the driver tells how long
-after another an event passed, are exact to a microsecond for some seconds only."""
-
-
-class EventClock:
-    """When events passed, by the device's clock, in seconds of `time.perf_counter()`; `event` passed just now."""
-
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self._anchor = event, time.perf_counter()
-
-    def time_of(self, event: torch.cuda.Event) -> float:
-        """Return when an event passed; only once it has."""
-        anchor, anchored_at = self._anchor
-        seconds = anchored_at + float(anchor.elapsed_time(event)) / 1e3
-        if seconds - anchored_at > ANCHOR_SECONDS:
-            self._anchor = event, seconds
-        return seconds
-
-
-class CudaEvent:
-    """A point in a stream, recorded now."""
-
-    def __init__(self, stream: torch.cuda.Stream, clock: EventClock | None = None) -> None:
-        self.event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
-        self.event.record(stream)
-        self._clock = clock
-
-    def query(self) -> bool:
-        """Return whether the point has passed."""
-        return bool(self.event.query())  # type: ignore[no-untyped-call]
-
-    def synchronize(self) -> None:
-        """Sleep until the point has passed."""
-        self.event.synchronize()
-
-    def passed_at(self) -> float:
-        """Return when it passed, by the device's clock."""
-        assert self._clock is not None
-        return self._clock.time_of(self.event)
+LEFT_TO_TRAINING = 2
+"""CPUs for the training process: one for the thread that launches kernels, and one for all else, as data loading."""
 
 
 class CudaDevice(Device):
@@ -88,16 +48,10 @@ class CudaDevice(Device):
         self._cpus = cores.near(self._host, _pci_address(self.device))
         self.pinned = PinnedMemory(CudaRegistrar(self.device))
         self._marked: dict[int, torch.cuda.Stream] = {}
-        # Of launches that are made in every step, so that most is checked once.
-        self._packs: weakref.WeakKeyDictionary[FlatLayout[Any], LaunchCache[Any]] = weakref.WeakKeyDictionary()
-        self._updates, self._scatters = LaunchCache[Any](), LaunchCache[Any]()
         self._streams = {
             stream: torch.cuda.Stream(device=self.device, priority=priority)  # type: ignore[no-untyped-call]
             for stream, priority in ((Stream.DOWNLOAD, 0), (Stream.UPLOAD, -1))  # new values are waited for
         }
-        start = CudaEvent(self._streams[Stream.DOWNLOAD])
-        start.synchronize()
-        self._clock = EventClock(start.event)
 
     def _stream(self, stream: Stream) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device) if stream is Stream.CURRENT else self._streams[stream]
@@ -105,7 +59,6 @@ class CudaDevice(Device):
     # ---- the interface -----------------------------------------------------------------------------------------------
 
     def is_host(self, tensor: Tensor) -> bool:
-        """Whether the tensor is on the CPU."""
         return tensor.is_cpu
 
     def mark_ready(self) -> None:
@@ -126,7 +79,15 @@ class CudaDevice(Device):
     def pack(
         self, gradients: Sequence[Tensor], layout: FlatLayout[Any], dtype: torch.dtype, norm: ChunkSums | None = None
     ) -> Tensor:
-        """Enqueue one launch; gradients with other strides than their states are copied first."""
+        """Enqueue one launch; gradients with other strides than their states are copied first.
+
+        Raises ValueError for a gradient on another device.
+        """
+        for elsewhere in {gradient.device for gradient in gradients} - {self.device}:
+            raise ValueError(
+                f"a gradient is on {elsewhere}, expected {self.device} as the scheduler's device; pass CudaDevice for "
+                "the device that the model is on"
+            )
         self._claim(gradients)
         buffer = torch.empty(layout.numel, dtype=dtype, device=self.device)
         ordered = [
@@ -136,14 +97,12 @@ class CudaDevice(Device):
             for state, gradient in zip(layout.states, gradients, strict=True)
         ]
         sums, nonfinite = (None, None) if norm is None else (norm.sums, norm.nonfinite)
-        cache = self._packs.get(layout) or self._packs.setdefault(layout, LaunchCache())
-        pack_gradients(ordered, layout.offsets, buffer, sums, nonfinite, cache)
+        pack_gradients(ordered, layout.offsets, buffer, sums, nonfinite)
         return buffer
 
     def update(self, steps: Sequence[ResidentStep], sets: Sequence[Coefficients]) -> None:
-        """Enqueue one launch for each combination of dtypes and flags."""
         self._claim(one.gradient for one in steps)
-        update(steps, sets, self._updates)
+        update(steps, sets)
 
     def free_bytes(self) -> int:
         """Return what the driver has free, and what torch's allocator has reserved beyond its peak allocation."""
@@ -157,9 +116,10 @@ class CudaDevice(Device):
         others: list[tuple[Tensor, Tensor]] = []
         for source, parameter in zip(sources, targets, strict=True):
             target = parameter.data  # with a version counter of its own
-            is_alike = target.dtype == source.dtype and _lies_as(target, source.stride())
+            is_alike = target.shape == source.shape
+            is_alike &= target.dtype == source.dtype and _lies_as(target, source.stride())
             (alike if is_alike and self._reaches(source, target) else others).append((source, target))
-        scatter_values([source for source, _ in alike], [target for _, target in alike], self._scatters)
+        scatter_values([source for source, _ in alike], [target for _, target in alike])
         for source, target in others:
             copy_one(target, source, non_blocking=not self.is_host(target))
 
@@ -168,31 +128,27 @@ class CudaDevice(Device):
         return target.device == self.device and (source.device == self.device or source.is_pinned())
 
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return pinned memory as far as it was reserved, and pageable memory beyond."""
         return self.pinned.empty(numel, dtype)
 
     def empty(self, numel: int, dtype: torch.dtype, stream: Stream) -> Tensor:
-        """Return memory of torch's allocator, which may have been used on this stream before."""
         with torch.cuda.stream(self._stream(stream)):
             return torch.empty(numel, dtype=dtype, device=self.device)
 
     @torch.no_grad()
     def copy(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
-        """Enqueue a copy; the calling thread may wait for it where the host memory is pageable."""
         with torch.cuda.stream(self._stream(stream)):
             destination.copy_(source, non_blocking=True)
 
-    def record(self, stream: Stream) -> CudaEvent:
-        """Return a fresh event; waiting for it sleeps."""
-        return CudaEvent(self._stream(stream), self._clock)
+    def record(self, stream: Stream) -> torch.cuda.Event:
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call] # waiting for it sleeps
+        event.record(self._stream(stream))
+        return event
 
     def wait(self, stream: Stream, event: Event) -> None:
-        """Make a stream wait for an event."""
-        assert isinstance(event, CudaEvent)
-        self._stream(stream).wait_event(event.event)
+        assert isinstance(event, torch.cuda.Event)
+        self._stream(stream).wait_event(event)
 
     def record_stream(self, buffer: Tensor, stream: Stream) -> None:
-        """Record the stream with torch's allocator, or hold the host memory ourselves."""
         if self.is_host(buffer):
             self.pinned.hold_until(buffer, self.record(stream), stream)
         else:
@@ -214,22 +170,21 @@ class CudaDevice(Device):
             self.pinned.grow(missing, needs.largest)
 
     def close(self) -> None:
-        """Unpin what was reserved, once it holds no tensor any more."""
         self.pinned.close()
 
     def idle_cores(self) -> int:
-        """Return how many CPUs near the device are not needed to feed it; at least 1."""
-        return cores.idle_count(self._cpus)
+        return max(1, len(self._cpus) - LEFT_TO_TRAINING)  # one that is shared is better than none
 
     def start_worker(self, idle: Work) -> Worker:
         """Return a thread on CPUs near the device, where threads that its kernels start stay as well."""
-        worker = ThreadWorker(idle)
-        worker.submit(lambda _: self._settle_in())
-        return worker
 
-    def _settle_in(self) -> None:
-        torch.cuda.set_device(self.device)  # else it would create a context on device 0 to return to
-        cores.bind_thread(self._cpus)
+        def settle_in(is_awaited: object) -> None:
+            torch.cuda.set_device(self.device)  # else it would create a context on device 0 to return to
+            cores.bind_thread(self._cpus)
+
+        worker = ThreadWorker(idle)
+        worker.submit(settle_in)
+        return worker
 
 
 def _pci_address(device: torch.device) -> str:

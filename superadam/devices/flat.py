@@ -18,35 +18,22 @@ def aligned(numel: int) -> int:
 
 
 class Shaped(Protocol):
-    """What has a place in a buffer: a dense tensor of this shape and these strides."""
+    """What has a place in a buffer: a dense tensor of this shape and these strides, in elements."""
 
-    @property
-    def shape(self) -> torch.Size:
-        """Of the tensor."""
-
-    @property
-    def strides(self) -> tuple[int, ...]:
-        """Of the tensor, in elements."""
+    shape: torch.Size
+    strides: tuple[int, ...]
 
 
 _Member = TypeVar("_Member", bound=Shaped)
 
 
 class FlatLayout(Generic[_Member]):
-    """Dense tensors one after another, with gaps that align them.
-
-    It never changes, so that the same one serves the same tensors in every step.
-
-    Attributes:
-        states: what has a place, in order.
-        offsets: first element of each.
-        numel: elements of the buffer, with the gaps.
-    """
+    """Places of dense tensors one after another, with gaps that align them; it never changes."""
 
     def __init__(self, states: Sequence[_Member]) -> None:
         self.states = tuple(states)
-        self.offsets: list[int] = []
-        self.numel = 0
+        self.offsets: list[int] = []  # first element of each
+        self.numel = 0  # of the buffer, with the gaps
         for state in self.states:
             self.offsets.append(self.numel)
             self.numel += aligned(state.shape.numel())
@@ -62,7 +49,7 @@ class FlatLayout(Generic[_Member]):
 
 
 class FlatTensors:
-    """Tensors in one flat buffer, all of which are made when the first is needed, by whichever thread needs it."""
+    """Tensors in one flat buffer; the first thread that needs one makes all of them."""
 
     def __init__(self, buffer: Tensor, places: Iterable[tuple[Sequence[int], Sequence[int], int]]) -> None:
         self._buffer, self._places = buffer, places

@@ -1,7 +1,7 @@
 """The interface of devices: streams, events, copies and memory, as the scheduler uses them.
 
-A subclass of `Device` can be passed to `OffloadScheduler(device=...)`. Copies run in the order of their stream; nothing
-else is ordered except by events. Every use takes a fresh event: waiting on one never recorded would order nothing.
+A subclass of `Device` can be passed to `OffloadScheduler(device=...)`. Copies run in the order of their stream; only
+events order anything else.
 """
 
 from __future__ import annotations
@@ -26,15 +26,10 @@ from superadam.kernels.resident_step import ResidentStep
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkSums:
-    """Where the norm of gradients is written: one entry per `superadam.kernels.native.CHUNK` elements of each gradient.
+    """Where the norm of gradients is written: one entry for each chunk of `native.CHUNK` elements of a gradient."""
 
-    Attributes:
-        sums: fp64, sums of squares, with the bits of the CPU kernels.
-        nonfinite: int64, counts of Inf and NaN.
-    """
-
-    sums: Tensor
-    nonfinite: Tensor
+    sums: Tensor  # of squares; fp64, with the bits of the CPU kernels
+    nonfinite: Tensor  # counts of Inf and NaN; int64
 
     @staticmethod
     def over(buffer: Tensor) -> ChunkSums:
@@ -48,12 +43,9 @@ class Stream(enum.Enum):
 
     __hash__ = object.__hash__  # not a function of Python's
 
-    CURRENT = "current"
-    """The stream that the calling thread's model computes on."""
-    DOWNLOAD = "download"
-    """Copies of gradients to the host."""
-    UPLOAD = "upload"
-    """Copies of parameters to the device."""
+    CURRENT = "current"  # the stream that the calling thread's model computes on
+    DOWNLOAD = "download"  # copies of gradients to the host
+    UPLOAD = "upload"  # copies of parameters to the device
 
 
 class Event(Protocol):
@@ -61,9 +53,6 @@ class Event(Protocol):
 
     def query(self) -> bool:
         """Return whether the point has passed, at once."""
-
-    def passed_at(self) -> float:
-        """Return when it passed, in seconds of `time.perf_counter()`; only once it has."""
 
     def synchronize(self) -> None:
         """Block the calling thread, without spinning and with the GIL released, until the point has passed."""
@@ -74,18 +63,14 @@ class Device(abc.ABC):
 
     _host: Host | None = None  # that memory is reserved on; None for this machine
 
-    has_link = True
-    """Whether tensors are copied between the model's memory and the host's."""
+    has_link = True  # tensors are copied between the model's memory and the host's
 
     @abc.abstractmethod
     def is_host(self, tensor: Tensor) -> bool:
         """Whether CPU kernels may read and write this tensor as soon as Python can."""
 
     def mark_ready(self) -> None:  # noqa: B027 a device may have one stream
-        """Note that a gradient was made on the current stream, to be packed later, perhaps from another stream.
-
-        Called only where `has_link`.
-        """
+        """Note that a gradient was made on the current stream; called only where `has_link`."""
 
     @abc.abstractmethod
     def pack(
@@ -93,14 +78,9 @@ class Device(abc.ABC):
     ) -> Tensor:
         """Return gradients, converted to `dtype`, in one new flat buffer on the device.
 
-        Runs on the current stream, behind every marked stream; gradients may be dropped once it returns.
-
-        Args:
-            gradients: one for each member of the layout, of its shape.
-            layout: of the buffer; its gaps may hold anything.
-            dtype: of the buffer.
-            norm: receives the norm of what is in the buffer, one tensor after another; passed only where
-                `can_update`.
+        Runs on the current stream, behind every marked stream; gradients may be dropped once it returns. There is one
+        for each member of the layout, of its shape. Gaps of the buffer may hold anything. `norm` receives the norm of
+        what is in the buffer, tensor by tensor; it is passed only where `can_update`.
         """
 
     can_update = False
@@ -121,20 +101,15 @@ class Device(abc.ABC):
     def scatter(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         """Enqueue copies of each source into its target to the current stream, past version counters.
 
-        The caller waits for what fills a source on another stream, and records its memory for the current stream. This
-        must not fail for want of memory, because the state has changed by then (`superadam.kernels.copies`).
-
-        Args:
-            sources: dense, each of the shape of its target, on the device or in memory from `host_empty`.
-            targets: distinct tensors, of any strides.
+        Sources are dense, have the shapes of their targets, and lie on the device or in memory from `host_empty`.
+        Targets have any strides. This must not fail for want of memory, because the state has changed by then
+        (`superadam.kernels.copies`). The caller orders it behind what fills the sources.
         """
 
     def put(self, buffer: Tensor, index: Tensor, values: Tensor) -> None:
         """Enqueue `buffer[index] = values` to the current stream, for flat tensors on the device.
 
-        Args:
-            buffer, values: of one dtype.
-            index: int64, each at most once.
+        `index` is int64 and holds no number twice; `buffer` and `values` have one dtype.
         """
         buffer.index_copy_(0, index, values)
 
@@ -163,12 +138,10 @@ class Device(abc.ABC):
         """Keep a buffer's memory until `stream` has passed its present end, even if the buffer is dropped before."""
 
     def reserve(self, needs: HostNeeds) -> None:
-        """Check that the host can hold a run; devices that copy faster with it allocate memory here, after the check.
+        """Check that the host can hold a run, then allocate memory that copies go through.
 
-        Called once, before anything else of the run is allocated.
-
-        Raises:
-            MemoryError: the host can never hold that; nothing was allocated.
+        Called once, before anything else of the run is allocated. Raises MemoryError where the host can never hold it;
+        nothing was allocated then.
         """
         needs.check(self._host or Host())
 

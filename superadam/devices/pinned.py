@@ -1,7 +1,7 @@
 """Host memory that a GPU copies from and to directly: pinned slabs, and what is held for copies under way.
 
-What does not fit into the slabs lies in pageable memory, which is slower and otherwise the same. Slabs are pinned
-before training: torch's own pinned memory is rounded up to powers of two, and pinning during a step stalls the device.
+Slabs are pinned before training, because pinning during a step stalls the device. What does not fit into them lies in
+pageable memory, which is slower. torch's own pinned memory is not used: it is rounded up to powers of two.
 """
 
 from __future__ import annotations
@@ -43,10 +43,7 @@ class PinnedMemory:
         return sum(slab.size for slab in self._slabs)
 
     def grow(self, size: int, largest: int) -> None:
-        """Pin `size` more bytes; where not all of them can be pinned, as many as can, with a warning.
-
-        A slab smaller than `largest`, the largest buffer that is to fit, would be of no use.
-        """
+        """Pin `size` more bytes, or as many as can be, with a warning; every slab holds the `largest` buffer."""
         missing = size = max(size, largest) + size // SLAB_BYTES * largest
         attempt = min(size, max(largest, SLAB_BYTES))
         refusal: PinningError | None = None
@@ -64,14 +61,12 @@ class PinnedMemory:
             _logger.warning(
                 "superadam pinned %s of the %s of host memory that copies from and to the device pass through; %s "
                 "are pageable, which takes longer and holds up the model: %s",
-                gigabytes(size - missing),
-                gigabytes(size),
-                gigabytes(missing),
+                *map(gigabytes, (size - missing, size, missing)),
                 refusal,
             )
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a flat tensor, in pageable memory where it does not fit into the slabs."""
+        """Return a flat tensor, pinned where the slabs have room."""
         self._drop_passed()
         if numel == 0:
             return torch.empty(0, dtype=dtype, device="cpu")
@@ -84,10 +79,7 @@ class PinnedMemory:
         return torch.empty(numel, dtype=dtype, device="cpu")
 
     def hold_until(self, tensor: Tensor, event: Event, queue: Hashable) -> None:
-        """Keep a tensor's memory, pinned or pageable, until an event has passed, even if the tensor is dropped before.
-
-        Events of one queue must pass in the order in which they are given here.
-        """
+        """Keep a tensor's memory until an event has passed; events of one queue pass in the order they are given."""
         with self._lock:
             self._held.setdefault(queue, collections.deque()).append((event, tensor))
 
@@ -116,10 +108,7 @@ class PinnedMemory:
             "superadam needs %s of host memory for one copy, but of its %s of pinned memory only %s are free in one "
             "piece: %s are missing, and such copies pass through pageable memory from now on, which takes longer and "
             "may hold up the model; smaller buckets and more cores free pinned memory sooner",
-            gigabytes(size),
-            gigabytes(self.size),
-            gigabytes(largest),
-            gigabytes(size - largest),
+            *map(gigabytes, (size, self.size, largest, size - largest)),
         )
 
 

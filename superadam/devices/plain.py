@@ -1,12 +1,11 @@
 """The device of models in host memory: everything is done when the call returns.
 
 Gradients need no copy and parameters are written where they are, so that a schedule only moves work to another thread.
-Parameters that kernels cannot write, because they are not dense or not on the CPU, are copied as well.
+Only parameters that kernels cannot write, because they are not dense or not on the CPU, are copied.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,19 +20,11 @@ from superadam.kernels.copies import copy_each
 class PassedEvent:
     """The event of a stream that never has anything left to do."""
 
-    def __init__(self) -> None:
-        self._now = time.perf_counter()
-
     def query(self) -> bool:
-        """Return True."""
         return True
 
-    def passed_at(self) -> float:
-        """Return when it was recorded."""
-        return self._now
-
     def synchronize(self) -> None:
-        """Return at once."""
+        pass
 
 
 class PlainDevice(Device):
@@ -46,13 +37,11 @@ class PlainDevice(Device):
         return max(0, super().idle_cores() - torch.get_num_threads())
 
     def is_host(self, tensor: Tensor) -> bool:
-        """Whether the tensor is on the CPU."""
         return tensor.is_cpu
 
     def pack(
         self, gradients: Sequence[Tensor], layout: FlatLayout[Any], dtype: torch.dtype, norm: ChunkSums | None = None
     ) -> Tensor:
-        """Copy one gradient after another to the host, where the CPU computes their norm later."""
         buffer = torch.empty(layout.numel, dtype=dtype, device="cpu")
         for view, gradient in zip(layout.views(buffer), gradients, strict=True):
             view.copy_(gradient.detach())
@@ -60,27 +49,22 @@ class PlainDevice(Device):
 
     @torch.no_grad()
     def scatter(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        """Copy now, in one call."""
         copy_each([target.data for target in targets], sources)
 
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return pageable memory."""
         return torch.empty(numel, dtype=dtype, device="cpu")
 
     def empty(self, numel: int, dtype: torch.dtype, stream: Stream) -> Tensor:
-        """Return host memory."""
         return torch.empty(numel, dtype=dtype, device="cpu")
 
     def copy(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
-        """Copy now."""
         destination.copy_(source)
 
     def record(self, stream: Stream) -> Event:
-        """Return an event that has passed."""
         return PassedEvent()
 
     def wait(self, stream: Stream, event: Event) -> None:
-        """Return at once."""
+        pass
 
     def record_stream(self, buffer: Tensor, stream: Stream) -> None:
-        """Return at once."""
+        pass

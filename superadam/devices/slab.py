@@ -1,7 +1,7 @@
-"""A slab of pinned host memory, and the tensors allocated in it.
+"""A slab of pinned host memory, the tensors allocated in it, and the driver that pins it.
 
-The storage of a tensor holds a lease on its range, and the lease holds the slab: a range is free again when no tensor
-and no view over it is left, and the slab is released when it is no longer referenced and its last range is free.
+The storage of a tensor holds a lease on its range, and the lease holds the slab. So a range is free again when no
+tensor and no view over it is left, and the slab is released when nothing refers to it and its last range is free.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from superadam.devices.gaps import Gaps
-from superadam.host.memory import gigabytes
+from superadam.host.memory import gigabytes, lockable_bytes
 
 PAGE_BYTES = mmap.PAGESIZE
-"""Ranges are whole pages: rounded sizes recur, so that gaps fit again."""
+"""Ranges are whole pages, so that the same sizes recur and gaps fit again."""
+
+PORTABLE = 1
+"""cudaHostRegisterPortable: pinned for every device of the process."""
 
 _logger = logging.getLogger("superadam")
 _left_to_parent: list[mmap.mmap] = []
@@ -36,10 +38,67 @@ class Registrar(Protocol):
     """Pins memory and unpins it."""
 
     def register(self, address: int, size: int) -> None:
-        """Pin `size` bytes from `address` on; raises `PinningError`."""
+        """Pin `size` bytes from `address` on, which is slow; raises PinningError."""
 
     def unregister(self, address: int) -> None:
-        """Undo `register`; raises `PinningError`."""
+        """Undo `register`; raises PinningError."""
+
+
+class CudaRegistrar:
+    """Pins host memory with the driver of CUDA or HIP, in the context of `device`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def register(self, address: int, size: int) -> None:
+        with torch.cuda.device(self._device):
+            cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            code = cudart.cudaHostRegister(address, size, PORTABLE)
+            if int(code) != 0:
+                reason = self._reason(cudart, code)
+                limit = lockable_bytes()
+                may_lock = "without limit" if limit is None else f"at most {gigabytes(limit)}"
+                raise PinningError(
+                    f"the driver refused to pin {gigabytes(size)} of host memory ({reason}), of which this process may "
+                    f"lock {may_lock} (RLIMIT_MEMLOCK); run `ulimit -l unlimited` before it, or give it more memory"
+                )
+
+    def unregister(self, address: int) -> None:
+        with torch.cuda.device(self._device):
+            cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            code = cudart.cudaHostUnregister(address)
+            if int(code) != 0:
+                raise PinningError(f"the driver refused to unpin host memory ({self._reason(cudart, code)})")
+
+    def _reason(self, cudart: Any, code: Any) -> str:
+        """Return what an error code means, and clear the error, which torch would raise after its next kernel."""
+        with suppress(RuntimeError):
+            torch.zeros(1, device=self._device)
+        return f"{cudart.cudaGetErrorString(code)}, code {int(code)}"
+
+
+class Gaps:
+    """The free ranges of `size` bytes: sorted pairs of first byte and end, no two of which touch."""
+
+    def __init__(self, size: int) -> None:
+        self.ranges = [(0, size)] if size else []
+
+    def allocate(self, size: int) -> int | None:
+        """Return the first byte of the first gap of `size` bytes; None where there is none."""
+        for index, (begin, end) in enumerate(self.ranges):
+            if end - begin >= size:
+                self.ranges[index : index + 1] = [(begin + size, end)] if end - begin > size else []
+                return begin
+        return None
+
+    def free(self, begin: int, size: int) -> None:
+        """Make a range free that `allocate` returned, and join it with its neighbours."""
+        joined: list[tuple[int, int]] = []
+        for first, end in sorted([*self.ranges, (begin, begin + size)]):
+            if joined and joined[-1][1] == first:
+                first = joined.pop()[0]
+            joined.append((first, end))
+        self.ranges = joined
 
 
 class _Lease(weakref.ref[Any]):

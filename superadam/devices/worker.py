@@ -19,8 +19,7 @@ from superadam.host.signals import deferred_signals
 
 _logger = logging.getLogger("superadam")
 
-_LOOK_SECONDS = 0.25
-"""How often a thread that waits for the worker's thread checks that it is still alive."""
+_LOOK_SECONDS = 0.25  # how often a thread that waits for the worker's thread checks that it is still alive
 
 Job = Callable[[Callable[[], bool]], object]
 """Something to run once; its argument is whether the training thread waits for it."""
@@ -31,15 +30,6 @@ Work = Callable[[], bool]
 
 class WorkerError(RuntimeError):
     """A job failed in the worker; its exception is the cause."""
-
-
-def _refuse_fork(process: int) -> None:
-    """Raise RuntimeError in a child forked from this process: it lacks the thread, and must not use the device."""
-    if os.getpid() != process:
-        raise RuntimeError(
-            "the scheduler's worker belongs to the process that this one was forked from; close() the scheduler "
-            "before forking a process that trains on or saves, and make a new one there"
-        )
 
 
 class Worker(abc.ABC):
@@ -98,9 +88,17 @@ class ThreadWorker(Worker):
             self._thread.start()
             atexit.register(self._end_with_interpreter)  # which would kill the thread inside C++, and abort
 
+    def _refuse_fork(self) -> None:
+        """Raise RuntimeError in a forked process, which lacks the thread and must not use the device."""
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                "the scheduler's worker belongs to the process that this one was forked from; close() the scheduler "
+                "before forking a process that trains on or saves, and make a new one there"
+            )
+
     def submit(self, job: Job) -> None:
         """Add a job, unless an earlier one has failed; raises RuntimeError when closed, or in a forked process."""
-        _refuse_fork(self._process)
+        self._refuse_fork()
         if self._is_closed:
             raise RuntimeError("the scheduler's worker is closed; make a new OffloadScheduler")
         if not self._has_ended:
@@ -109,12 +107,11 @@ class ThreadWorker(Worker):
 
     @property
     def is_idle(self) -> bool:
-        """Whether every submitted job is done."""
         return self._finished >= self._submitted
 
     def drain(self) -> None:
         """Wait for every submitted job; raises WorkerError where one failed, and RuntimeError in a forked process."""
-        _refuse_fork(self._process)
+        self._refuse_fork()
         self._is_awaited = True
         try:
             self._wait()
@@ -143,12 +140,10 @@ class ThreadWorker(Worker):
             self._calls.get()
 
     def wake(self) -> None:
-        """Signal that idle work may be available."""
         if not self._has_ended:
             self._calls.put(bool)
 
     def close(self) -> None:
-        """Let the thread finish its jobs and wait for it."""
         self._is_closed = True
         if self._thread is not threading.current_thread():
             self._look()
@@ -161,8 +156,7 @@ class ThreadWorker(Worker):
         atexit.unregister(self._end_with_interpreter)
 
     def _end_with_interpreter(self) -> None:
-        """Let the running job finish and discard the others."""
-        if os.getpid() == self._process:
+        if os.getpid() == self._process:  # the running job is finished, others are discarded
             self._is_abandoned = True
             self.close()
 

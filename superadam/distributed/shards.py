@@ -1,4 +1,4 @@
-"""The part of a distributed tensor (DTensor) that lies on this rank; nothing else here knows how DTensors are made.
+"""The part of a distributed tensor (DTensor) that lies on this rank.
 
 Never imports `torch.distributed.tensor`, which is slow: if nothing else has imported it, no DTensor exists.
 """
@@ -15,19 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from superadam.kernels import torch_private
 from superadam.kernels.torch_private import base_of, dtensor_part, storage_key, storage_use_count
 
 
 class Share(enum.IntEnum):
     """What a rank's part of a tensor is to the whole."""
 
-    PLAIN = 0
-    """An ordinary tensor, of which every rank has its own."""
-    OWNED = 1
-    """The part of which this rank has the first replica: its elements are counted here, and nowhere else."""
-    REPLICA = 2
-    """A further replica of a part that another rank owns."""
+    PLAIN = 0  # an ordinary tensor, of which every rank has its own
+    OWNED = 1  # the part of which this rank has the first replica: its elements are counted here, and nowhere else
+    REPLICA = 2  # a further replica of a part that another rank owns
 
 
 def is_distributed(tensor: object) -> bool:
@@ -42,21 +38,8 @@ def local_of(tensor: Any) -> Tensor:
     return local
 
 
-def set_local(tensor: Any, local: Tensor) -> None:
-    """Let a DTensor have another tensor of the same kind as this rank's part."""
-    torch_private.set_dtensor_part(tensor, local)
-
-
-def with_local(tensor: Any, local: Tensor) -> Tensor:
-    """Return a DTensor that is distributed as `tensor` is, with this part on this rank, wherever that lies.
-
-    `DTensor.from_local` would move the part to the device of the mesh.
-    """
-    return torch_private.dtensor_like(tensor, local)
-
-
 def part_of(tensor: Any, like: Any) -> Tensor | None:
-    """Return this rank's part of a tensor that is distributed as `like` is, or as little; None for any other."""
+    """Return this rank's part of a tensor; None unless it is distributed as `like` is, or neither is."""
     if not is_distributed(like):
         return None if is_distributed(tensor) else tensor
     if not is_distributed(tensor) or tensor.shape != like.shape:

@@ -6,6 +6,7 @@ import enum
 import math
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ class Question(enum.IntEnum):
 
     @property
     def call(self) -> str:
-        """The method that asks it, for error messages."""
+        """The method that asks it."""
         return ("step()", "clip_grad_norm_()")[self]
 
 
@@ -38,45 +39,27 @@ class RanksNorm:
 
 
 class _Words(NamedTuple):
-    """What one rank tells the others, as fp64 numbers.
-
-    Attributes:
-        magic, question, number: what is asked, and how many questions were before; the same on all ranks.
-        failed: 1 where the rank has an error to raise instead, 2 where it missed a step; then the rest means
-            nothing.
-        parameters: a checksum of the shapes of the distributed parameters; the same on all ranks.
-        limit: of the norm, inf for none; the same on all ranks.
-        nonfinite: elements of all local gradients that are Inf or NaN.
-        owned: sum of squares of the elements of which this rank has the first replica.
-        plain: sum of squares of the gradients of ordinary parameters; the same on all ranks.
-    """
+    """What one rank tells the others, as fp64 numbers; only `failed`, `nonfinite` and `owned` may differ."""
 
     magic: float
     question: float
-    number: float
-    failed: float = 0.0
-    parameters: float = 0.0
-    limit: float = math.inf
-    nonfinite: float = 0.0
-    owned: float = 0.0
-    plain: float = 0.0
+    number: float  # of questions before
+    failed: float = 0.0  # 1: the rank has an error to raise, 2: it missed a step; then the rest means nothing
+    parameters: float = 0.0  # a checksum of the shapes of the distributed ones
+    limit: float = math.inf  # of the norm; inf for none
+    nonfinite: float = 0.0  # elements of all local gradients that are Inf or NaN
+    owned: float = 0.0  # sum of squares of the elements of which this rank has the first replica
+    plain: float = 0.0  # sum of squares of the gradients of ordinary parameters
 
 
 class Ranks:
-    """The ranks over which an optimizer's parameters are distributed.
-
-    Attributes:
-        members: their numbers, sorted.
-        number: of questions asked so far; as every rank takes part in each, the same on all.
-        agreed: the last of these on which no rank failed.
-        is_behind: whether this rank missed a step on which all had agreed; if another rank made it, every later step
-            raises on all ranks.
-    """
+    """The ranks over which an optimizer's parameters are distributed."""
 
     def __init__(self, mesh: Any, members: Sequence[int]) -> None:
-        self.members = list(members)
-        self.number = self.agreed = 0
-        self.is_behind = False
+        self.members = list(members)  # sorted
+        self.number = 0  # of questions so far, the same on all ranks
+        self.agreed = 0  # the last of these on which no rank failed
+        self.is_behind = False  # this rank missed a step on which all had agreed: if others made it, later ones raise
         self.parameters = 0.0
         self._mesh = mesh
         self._group: dist.ProcessGroup | None = None
@@ -84,32 +67,25 @@ class Ranks:
     def norm(self, question: Question, limit: float | None, nonfinite: int, owned: float, plain: float) -> RanksNorm:
         """Return the norm of the gradients of all ranks, and their number of Inf and NaN, replicas included.
 
-        Args:
-            question: what the norm is for.
-            limit: of the norm; None for none.
-            nonfinite, owned, plain: as in `_Words`, of this rank.
+        `nonfinite`, `owned` and `plain` are those of this rank, as in `_Words`. A `limit` of None is none.
 
         Raises:
             RuntimeError: on every rank alike: another rank failed, ended, or is elsewhere in the program, or the ranks
                 have different parameters, limits or gradients of ordinary parameters.
         """
-        mine = self._words(question)._replace(
-            parameters=self.parameters,
-            limit=math.inf if limit is None else limit,
-            nonfinite=nonfinite,
-            owned=owned,
-            plain=plain,
-        )
+        limit = math.inf if limit is None else limit
+        mine = self._words(question)._replace(parameters=self.parameters, limit=limit)
+        mine = mine._replace(nonfinite=nonfinite, owned=owned, plain=plain)
         every = self._exchange(mine)
         self._check(every)
-        first, *others = every
+        first = every[0]
         total, count = 0.0, int(sum(words.nonfinite for words in every))
         for words in every:
             total += words.owned
         total = math.sqrt(total + first.plain)
         if count:
             return RanksNorm(math.nan if math.isfinite(total) else total, count)
-        for rank, words in zip(self.members[1:], others, strict=True):
+        for rank, words in zip(self.members, every, strict=True):
             if words.plain != first.plain:
                 raise RuntimeError(
                     f"the gradients of parameters that are not distributed differ between ranks {self.members[0]} and "
@@ -122,10 +98,8 @@ class Ranks:
     def tell_failure(self, question: Question) -> None:
         """Let the other ranks, which are about to ask, raise as well; returns also where they cannot be reached."""
         words = self._words(question)
-        try:
+        with suppress(RuntimeError):
             self._exchange(words._replace(failed=words.failed or 1.0))
-        except RuntimeError:
-            return
 
     def refuse_older_state(self) -> None:
         """Raise RuntimeError if this rank's state may not belong to that of the others."""
@@ -140,7 +114,7 @@ class Ranks:
         return _Words(_MAGIC, float(question), float(self.number), 2.0 if self.is_behind else 0.0)
 
     def _exchange(self, mine: _Words) -> list[_Words]:
-        """Return what each rank tells, in the order of `members`."""
+        """Return the words of each rank, in the order of `members`."""
         if len(self.members) == 1:
             return [mine]
         sent = torch.tensor(mine, dtype=torch.float64, device=self._mesh.device_type)

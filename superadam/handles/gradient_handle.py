@@ -1,8 +1,10 @@
 """The tensor that stays in `.grad` when the optimizer has taken the gradient.
 
-A handle has the gradient's shape, strides, dtype and device, and no memory. Norms and products with one scalar are
-answered or recorded; reads are computed from the gradient. A write or an alias gives the gradient back: `.grad` is an
-ordinary tensor again, and handles that are still referenced forward to it. No handle serves a second gradient.
+A handle has the gradient's shape, strides, dtype and device, and no memory:
+
+- Norms, and products with one scalar, are answered or recorded.
+- Reads are computed from the gradient.
+- A write or an alias gives the gradient back. `.grad` is then an ordinary tensor, to which old handles forward.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 from superadam.distributed import shards
 from superadam.handles.taken_gradient import Factor, FactorKind, GradientHolder, TakenGradient, continue_version
 from superadam.kernels import torch_private
-from superadam.kernels.torch_private import is_tracing, storage_key, storage_use_count, tensor_use_count
+from superadam.kernels.torch_private import is_tracing, missing, storage_key, storage_use_count, tensor_use_count
 
 aten = torch.ops.aten
 
@@ -32,8 +34,7 @@ aten = torch.ops.aten
 class GradientHandle(torch.Tensor):
     """A gradient that was taken, as the rest of a program sees it.
 
-    One gradient may have several: `detach()`, `.data` or a view of the same shape returns an alias of the handle.
-    Replacing the memory of one does not change the other.
+    `detach()`, `.data` or a view of the same shape returns an alias: another handle of the same gradient.
     """
 
     taken: TakenGradient
@@ -58,7 +59,6 @@ class GradientHandle(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, operation: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Answer or record the operation, or run it on ordinary tensors."""
         kwargs = kwargs or {}
         serve = _LAZY.get(operation)
         result = NotImplemented if serve is None else serve(operation, *args, **kwargs)
@@ -115,7 +115,7 @@ class GradientHandle(torch.Tensor):
 
 
 def _value(tensor: Tensor) -> Tensor:
-    """Return the values of a handle, not to be written to; any other tensor as it is."""
+    """Return the values of a handle, not to be written to, or any other tensor."""
     if not isinstance(tensor, GradientHandle):
         return tensor
     return _memory(tensor) if tensor.taken.is_given else tensor.taken.value()
@@ -126,7 +126,7 @@ def _copy(handle: GradientHandle) -> Tensor:
 
 
 def _memory(handle: GradientHandle) -> Tensor:
-    """Give back, and return the ordinary tensor; let C++ code that holds the handle find its memory."""
+    """Give the gradient back and return the ordinary tensor, whose memory becomes the handle's, too."""
     taken = handle.taken
     given = taken.give_back()
     if handle.is_alias and taken.alias is not None:
@@ -146,7 +146,7 @@ def _set_memory(handle: GradientHandle, memory: Tensor) -> Tensor:
 
 
 def _forward(name: str, ordinary: Callable[[GradientHandle], Tensor]) -> None:
-    """Let a method work on an ordinary tensor."""
+    """Make a method work on an ordinary tensor."""
 
     def method(self: GradientHandle, *args: Any, **kwargs: Any) -> Any:
         return getattr(ordinary(self), name)(*args, **kwargs)
@@ -155,7 +155,7 @@ def _forward(name: str, ordinary: Callable[[GradientHandle], Tensor]) -> None:
 
 
 def _return_gradient_from(name: str) -> None:
-    """Let `p.grad += x` put the ordinary tensor into `.grad` where the operation gave it back."""
+    """Make `p.grad += x` put the ordinary tensor into `.grad` where the operation gave it back."""
 
     def method(self: GradientHandle, other: Any) -> Any:
         result = getattr(torch.Tensor, name)(self, other)
@@ -165,7 +165,7 @@ def _return_gradient_from(name: str) -> None:
 
 
 def _give_back_before(module: Any, name: str) -> None:
-    """Let a function in C++ that neither dispatches nor asks a tensor's class find memory."""
+    """Give handles back before a function in C++, which neither dispatches nor asks a tensor's class."""
     ordinary: Callable[..., Any] = getattr(module, name)
 
     @functools.wraps(ordinary)
@@ -212,7 +212,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _run(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operation on the values of handles that it only reads, and on the gradients of others, given back."""
+    """Run an operation on the values of handles; those that it writes to or returns aliases of are given back."""
     written, aliased = _places(operation)
     for handle in _handles_at(aliased, args, kwargs):
         _memory(handle)
@@ -246,7 +246,7 @@ def _run(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @functools.cache
 def _places(operation: Any) -> tuple[_Places, _Places]:
-    """Return place and name of arguments that are written to, and of those that results may alias as well."""
+    """Return place and name of the arguments that are written to, and of those that results may alias."""
     arguments = torch_private.schema_of(operation).arguments
     places = [(it.alias_info, (place, it.name)) for place, it in enumerate(arguments)]
     is_trusted = operation.namespace in torch_private.TRUSTED_NAMESPACES  # other schemas may hide what is written to
@@ -286,26 +286,22 @@ def _foreach_norm(operation: Any, tensors: list[Tensor], ord: Any = 2, dtype: An
     if dtype is not None:
         return NotImplemented
     norms: list[Tensor | None] = []
-    missing: list[tuple[Tensor, torch.dtype | None]] = []
+    unknown: list[tuple[Tensor, torch.dtype | None]] = []
     for tensor in tensors:
         taken = _taken(tensor)
-        holder = None if taken is None or ord != 2 else taken.holder()
-        if taken is not None and holder is not None:
-            holder._norm_was_asked(taken)
+        if taken is not None and ord == 2:
+            taken.holder._norm_was_asked(taken)
         norms.append(None if taken is None or taken.factors or ord != 2 else taken.norm)
         if norms[-1] is None:
-            missing.append((_value(tensor), None) if taken is None else (taken.exact(), taken.norm_dtype))
+            unknown.append((_value(tensor), None) if taken is None else (taken.exact(), taken.norm_dtype))
     known = [norm for norm in norms if norm is not None]
     copies = iter(torch_private.foreach_abs(known) if known else ())  # all at once: the caller may write to them
-    computed = iter(norms_of(missing, ord))
+    computed = iter(norms_of(unknown, ord))
     return [next(computed) if norm is None else next(copies) for norm in norms]
 
 
 def norms_of(values: Iterable[tuple[Tensor, torch.dtype | None]], ord: Any = 2) -> list[Tensor]:
-    """Return the norms of tensors; where a dtype is given, it is rounded to that.
-
-    torch computes those at once, and the others, because the caller sees only the latter in the dtype that they have.
-    """
+    """Return the norms of tensors; those with a dtype are computed in a call of their own, and rounded to that."""
     pairs = list(values)
     norms: dict[int, Tensor] = {}
     for rounds in (False, True):
@@ -361,8 +357,7 @@ def _unscale(operation: Any, tensors: list[Tensor], found: Tensor, inverse: Tens
     if any(type(it) is not Tensor or it.numel() != 1 or it.dtype != torch.float32 for it in (found, inverse)):
         return NotImplemented
     for taken in _all_taken(tensors):
-        holder = taken.holder()
-        count = None if holder is None or taken.factors else holder._nonfinite_of(taken)
+        count = None if taken.factors else taken.holder._nonfinite_of(taken)
         if count is None:
             found.masked_fill_(~torch.isfinite(taken.exact()).all().to(found.device), 1.0)
         elif count:
@@ -439,7 +434,7 @@ _USUAL = _references(_alone)
 
 
 def is_exclusive(parameter: Any) -> bool:
-    """Return whether only `.grad` refers to the gradient and its memory; the caller must not, either."""
+    """Return whether only `.grad` refers to the gradient and its memory, not even the caller."""
     return parameter.grad.layout is torch.strided and all(map(operator.le, _references(parameter), _USUAL))
 
 
@@ -473,10 +468,12 @@ def shared_memory(parameters: Iterable[Tensor]) -> set[int]:
 def take_gradient(parameter: Tensor, owner: Any = None, holder: GradientHolder | None = None) -> TakenGradient | None:
     """Take the gradient out of `.grad` and leave a handle there; None, and no change, where it cannot be taken.
 
-    It can if it is an ordinary dense tensor without a graph, or the DTensor of one, that neither the caller nor
-    anything else references; or if it counts unrounded, so that there is a handle already, and is not in use. The owner
+    It can if it is an ordinary dense tensor without a graph, or the DTensor of one, and neither the caller nor anything
+    else refers to it. One that counts unrounded has a handle already, and can be taken unless it is in use. The owner
     has the parameter as `parameter`; the holder answers questions about the gradient. Both are referenced weakly.
     """
+    if missing:
+        return None
     is_plain = type(parameter.grad) is Tensor
     known = None if is_plain else taken_of(parameter.grad)
     if known is not None:
@@ -497,7 +494,7 @@ def take_gradient(parameter: Tensor, owner: Any = None, holder: GradientHolder |
 
 
 def take_reduced(parameter: Tensor, unrounded: Tensor, owner: Any, holder: GradientHolder) -> None:
-    """Take a gradient that was rounded just now to be put into `.grad`, with its values from before that."""
+    """Take a gradient that was rounded for `.grad`, with its unrounded values."""
     taken = TakenGradient(shards.local_of(parameter.grad), owner, holder)
     taken.pending, taken.is_unrounded, taken.is_reduced = unrounded, True, True
     _leave_handle(parameter, taken)
@@ -510,7 +507,7 @@ def _leave_handle(parameter: Tensor, taken: TakenGradient) -> TakenGradient | No
     handle = GradientHandle(taken)
     try:
         continue_version(handle, gradient if is_plain else shards.local_of(gradient))
-        parameter.grad = handle if is_plain else shards.with_local(gradient, handle)
+        parameter.grad = handle if is_plain else torch_private.dtensor_like(gradient, handle)
     except RuntimeError:  # it was made in inference mode, or the parameter has got another dtype or shape
         return None
     return taken

@@ -1,7 +1,7 @@
 """A gradient that was taken from `.grad`, and the products recorded on it since.
 
 What torch would hold in `.grad` is computed on demand from the gradient as it arrived, with torch's own operations and
-rounding. The record must not keep the parameter alive: its `.grad` leads back here.
+rounding. Nothing here keeps the parameter alive, because its `.grad` leads back here.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class GradientHolder:
         """Called once `.grad` is an ordinary gradient again."""
 
     def unrounded(self, new: Tensor) -> Tensor:
-        """Return a gradient that is being added to one that was taken, before it was rounded where that is known."""
+        """Return the unrounded values, if known, of a gradient that is being added to one that was taken."""
         return new
 
 
 class FactorKind(enum.Enum):
-    """The operation of a recorded product, by torch's name; a GradScaler unscales by the inverse of the loss scale."""
+    """The operation of a recorded product, by torch's name; a GradScaler unscales."""
 
     MULTIPLY = "mul_"
     DIVIDE = "div_"
@@ -52,9 +52,9 @@ class FactorKind(enum.Enum):
 
 @dataclass(frozen=True, eq=False)
 class Factor:
-    """One recorded product; shared by all gradients of the list that it was applied to.
+    """One recorded product; all gradients of the list that it was applied to share it.
 
-    Torch's rounding depends on the form of the scalar, a Python number or a tensor, and on whether it was given a list.
+    How torch rounds depends on whether the value is a Python number or a tensor, and on whether it was given a list.
     """
 
     kind: FactorKind
@@ -63,7 +63,7 @@ class Factor:
 
     @cached_property
     def number(self) -> float:
-        """`value` as a Python float; waits for the device that holds it."""
+        """`value` as a float; waits for the device that holds it."""
         return float(self.value)
 
     def number_for(self, dtype: torch.dtype, *, on_cpu: bool) -> float:
@@ -79,11 +79,11 @@ class Factor:
 
     @property
     def _is_narrowed_on_gpu(self) -> bool:
-        """Whether a GPU rounds the scalar, in its memory, to the gradient's dtype first; not so the loss scale."""
+        """Whether a GPU rounds the scalar to the gradient's dtype first: one in its memory, but not a loss scale."""
         return isinstance(self.value, Tensor) and not self.value.is_cpu and self.kind is not FactorKind.UNSCALE
 
     def apply(self, gradient: Tensor) -> None:
-        """Do to `gradient`, which is on the device of the original, what torch was called to do."""
+        """Do what torch was called to do to a gradient, which is on the device of the original."""
         if self.kind is FactorKind.UNSCALE:
             found = torch.zeros((), dtype=torch.float32, device=gradient.device)
             torch_private.check_and_unscale([gradient], found, self.value)
@@ -94,7 +94,7 @@ class Factor:
             getattr(gradient, self.kind.value)(self.value)
 
     def apply_on_host(self, gradient: Tensor) -> None:
-        """Do to a copy on the CPU what a GPU does to a gradient there, with the same rounding."""
+        """Do what a GPU does to a gradient, with the same rounding, to its copy on the CPU."""
         if isinstance(self.value, Tensor) and not self.value.is_cpu:
             dtype = gradient.dtype if self._is_narrowed_on_gpu else self.value.dtype
             replace(self, value=self.value.to("cpu", dtype)).apply(gradient)
@@ -108,7 +108,7 @@ class Factor:
 
 @lru_cache(maxsize=8192, typed=True)
 def _shared(value: Any) -> Any:
-    """Return the same object for all that are equal: the garbage collector visits what lives on with each gradient."""
+    """Return the same object for all equal values, so that the garbage collector visits few."""
     return value
 
 
@@ -134,7 +134,7 @@ class TakenGradient:
         self.dtype, self.device = gradient.dtype, gradient.device
         # The owner has the parameter, weak references to which would forbid torch.utils.swap_tensors.
         self._owner: Callable[[], Any] = (lambda: None) if owner is None else weakref.ref(owner)
-        self.holder: Callable[[], GradientHolder | None] = (lambda: None) if holder is None else weakref.ref(holder)
+        self._holder: Callable[[], GradientHolder | None] = (lambda: None) if holder is None else weakref.ref(holder)
 
     def __getattr__(self, name: str) -> Any:
         """Find `pending` when it is first needed, without a lock: all threads find the same tensor."""
@@ -142,6 +142,12 @@ class TakenGradient:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         self.pending = self._flat.tensors[self._position]
         return self.pending
+
+    @property
+    def holder(self) -> GradientHolder:
+        """What took the gradient; once that is gone, one that knows nothing."""
+        holder = self._holder()
+        return GradientHolder() if holder is None else holder
 
     @property
     def is_given(self) -> bool:
@@ -156,9 +162,9 @@ class TakenGradient:
     # -- values --------------------------------------------------------------------------------------------------------
 
     def move_to(self, flat: Any, position: int, arrived: Any) -> None:
-        """Let `pending` be at a position in `flat.tensors`, where it may be read once an event has passed.
+        """Look `pending` up in `flat.tensors` when it is needed, to be read once the event `arrived` has passed.
 
-        It is looked up when it is first needed. `flat` must not lead to the parameter.
+        `flat` must not lead to the parameter.
         """
         self.arrived, self._flat, self._position = arrived, flat, position
         del self.pending
@@ -186,7 +192,7 @@ class TakenGradient:
         return self._as_it_was(self.exact(), self.dtype)
 
     def exact(self) -> Tensor:
-        """Return the same values, of an unrounded gradient before they are rounded."""
+        """Return the same values in the dtype in which they count."""
         exact = self._as_it_was(self.ready(), self.exact_dtype)
         if self.factors and exact is self.pending:
             exact = self._copy_of(exact, exact.dtype)
@@ -226,8 +232,8 @@ class TakenGradient:
     def scale(self) -> float | None:
         """Return the one number that the gradient is multiplied with; None where one product would round differently.
 
-        That is 1.0 without factors, else a single finite factor of at most 1 on a gradient that does not count in fp16,
-        rounded as torch rounds it. The product is then rounded to `exact_dtype`. Reads factors from their device.
+        That is 1.0 without factors. Otherwise it is a single factor of at most 1, rounded as torch rounds it, on a
+        gradient that does not count in fp16. Waits for the device that holds it.
         """
         factors = [factor for factor in self.factors if factor.number != 1.0]
         if not factors:
@@ -257,8 +263,8 @@ class TakenGradient:
         """Add a micro-batch's gradient to an unrounded one, in its dtype."""
         if self.factors:
             self.pending, self.factors = self.scaled(), ()
-        pending, holder = self.ready(), self.holder()
-        new = (new if holder is None else holder.unrounded(new)).detach().to(pending.device, pending.dtype)
+        pending = self.ready()
+        new = self.holder.unrounded(new).detach().to(pending.device, pending.dtype)
         self.pending = pending + new if self.in_use else pending.add_(new)
         self._flat = None
         self.in_use = False
@@ -274,7 +280,7 @@ class TakenGradient:
         self.version += 1
 
     def leave_speculation(self) -> None:
-        """Be as before speculation: in `.grad` as an ordinary gradient, or unrounded as it arrived."""
+        """Return to `.grad` as an ordinary gradient, or stay a handle of the unrounded one as it arrived."""
         if not self.is_reduced:
             self.give_back()
         elif self.in_use:
@@ -284,7 +290,7 @@ class TakenGradient:
     def give_back(self) -> Tensor:
         """Make `.grad` an ordinary gradient again, in memory of its own, and return it.
 
-        Where `.grad` holds something else, or the parameter has another dtype or shape by now, it is left as it is.
+        `.grad` is left alone where it holds something else, or the parameter has another dtype or shape by now.
         """
         if self.given is not None:
             return self.given
@@ -296,26 +302,21 @@ class TakenGradient:
         self.factors, self._flat = (), None
         parameter: Any = self.parameter
         gradient: Any = getattr(parameter, "grad", None)
-        if getattr(gradient, "taken", None) is self:
+        local: Any = shards.local_of(gradient)
+        if getattr(local, "taken", None) is self:
             with suppress(RuntimeError):
-                continue_version(given, gradient)
+                continue_version(given, local)
             with suppress(RuntimeError):  # another dtype or shape by now: the handle forwards to `given`
-                parameter.grad = given
-        elif getattr(shards.local_of(gradient), "taken", None) is self:
-            with suppress(RuntimeError):
-                continue_version(given, shards.local_of(gradient))
-            shards.set_local(gradient, given)
-        holder = self.holder()
-        if holder is not None:
-            holder._was_given_back(self)
+                if local is gradient:
+                    parameter.grad = given
+                else:
+                    torch_private.set_dtensor_part(gradient, given)
+        self.holder._was_given_back(self)
         return given
 
 
 def continue_version(tensor: Tensor, predecessor: Tensor) -> None:
-    """Raise the version counter of `tensor` to that of the tensor that it replaces.
-
-    Raises RuntimeError if either was made in inference mode, and so has none.
-    """
+    """Raise a version counter to that of the tensor that is replaced; RuntimeError if either has none."""
     behind = version_of(predecessor) - version_of(tensor)
     if behind > 0:
         torch.autograd.graph.increment_version([tensor] * behind)

@@ -9,30 +9,15 @@ from contextlib import contextmanager
 
 from superadam.host.machine import Host, cpus_of
 
-LEFT_TO_TRAINING = 2
-"""CPUs for the training process: one for the thread that launches kernels (the training thread in forward, autograd's
-in backward), without which the GPU would idle, and one for everything else, such as data loading."""
-
 _logger = logging.getLogger("superadam")
 
 
 def near(host: Host, pci_address: str) -> frozenset[int]:
-    """Return those CPUs of this process's affinity that are on the NUMA node of a PCI device ("0000:1b:00.0").
-
-    All of the affinity where the node is not known, has no CPUs, or has none that this process may run on.
-    """
+    """Return this process's CPUs that are on the NUMA node of a PCI device ("0000:1b:00.0"); all if there are none."""
     node = host.read_or(f"/sys/bus/pci/devices/{pci_address}/numa_node", "-1")
     if not node.isdecimal():  # -1: the firmware does not say
         return host.affinity
     return host.affinity & cpus_of(host.read_or(f"/sys/devices/system/node/node{node}/cpulist", "")) or host.affinity
-
-
-def idle_count(cpus: Set[int]) -> int:
-    """Return how many of these CPUs are idle while the model computes on a GPU; at least 1.
-
-    A worker that shares its only CPU with the training thread is still better than none: that thread mostly waits.
-    """
-    return max(1, len(cpus) - LEFT_TO_TRAINING)
 
 
 def bind_thread(cpus: Set[int]) -> None:

@@ -10,7 +10,7 @@ from typing import IO
 
 
 def synchronize(path: Path) -> None:
-    """Return when a file, or the names in a folder, are on the disk; raises OSError."""
+    """Return once a file, or the names in a folder, are on the disk; raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -21,10 +21,8 @@ def synchronize(path: Path) -> None:
 def replace_file(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     """Replace `path` by what `write` writes to a binary file, in one step: after a power cut it is one or the other.
 
-    It is written under another name, which a process that is killed meanwhile leaves behind; the next call removes it.
-
-    Raises:
-        OSError: writing failed; the older file is as it was.
+    A process that is killed meanwhile leaves a file of another name behind, which the next call removes. Raises OSError
+    if writing fails; the older file is then as it was.
     """
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     if path.exists() and not path.is_file():  # /dev/null would be gone

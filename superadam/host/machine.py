@@ -1,4 +1,4 @@
-"""Access to the machine's files, environment and programs, in one place so that tests can substitute a machine."""
+"""The files, environment, programs and control groups of the machine, in one place so that tests can substitute one."""
 
 from __future__ import annotations
 
@@ -13,12 +13,7 @@ COMMAND_SECONDS = 10.0
 
 
 def _run(words: Sequence[str]) -> str:
-    """Return what a program prints; raises OSError or subprocess.SubprocessError."""
     return subprocess.run(words, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=True).stdout
-
-
-def _affinity() -> frozenset[int]:
-    return frozenset(os.sched_getaffinity(0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +22,7 @@ class Host:
 
     root: Path = Path("/")  # of its file system
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
-    affinity: frozenset[int] = field(default_factory=_affinity)  # CPUs that the process may run on
+    affinity: frozenset[int] = field(default_factory=lambda: frozenset(os.sched_getaffinity(0)))  # CPUs we may run on
     run: Callable[[Sequence[str]], str] = _run
 
     def path(self, path: str) -> Path:
@@ -71,3 +66,28 @@ def ranges_of(numbers: frozenset[int]) -> str:
         else:
             parts.append([number])
     return ",".join("-".join(map(str, part)) for part in parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A control group (cgroup); its files have other names in version 1 than in version 2."""
+
+    version: int
+    directory: str  # may not exist
+
+
+def groups_of(host: Host, controller: str) -> list[Group]:
+    """Return the groups that limit this process's "cpu" or "memory", with their parents, whose limits hold as well."""
+    found = []
+    for line in host.read_or("/proc/self/cgroup", "0::/").splitlines():
+        _, controllers, path = line.split(":", 2)
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        if controllers == "":
+            version, roots = 2, ["/sys/fs/cgroup"]
+        elif controller in controllers.split(","):
+            version, roots = 1, [f"/sys/fs/cgroup/{controllers}", f"/sys/fs/cgroup/{controller}"]
+        else:
+            continue
+        for root in dict.fromkeys(roots):
+            found += [Group(version, "/".join([root, *parts[:depth]])) for depth in range(len(parts) + 1)]
+    return found

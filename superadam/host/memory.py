@@ -7,14 +7,10 @@ import resource
 from dataclasses import dataclass
 from typing import Self
 
-from superadam.host.cgroups import Group, groups_of
-from superadam.host.machine import Host
+from superadam.host.machine import Group, Host, groups_of
 
-UNLIMITED = 1 << 60
-"""Version 1 of control groups writes "no limit" as a number beyond this."""
-
-BUCKETS_UNDER_WAY = 2
-"""Buckets that host memory is reserved for, in each direction: one being copied, and one being computed."""
+UNLIMITED = 1 << 60  # version 1 of control groups writes "no limit" as a number beyond this
+BUCKETS_UNDER_WAY = 2  # in each direction: one that is copied, and one that is computed
 
 _logger = logging.getLogger("superadam")
 
@@ -26,7 +22,6 @@ class HostMemory:
     total: int  # of the machine
     limit: int  # what this process can have at most: the machine's, or what its control groups allow
     available: int  # an estimate, without swapping: of the machine, or of the control groups where they leave less
-    lockable: int | None  # RLIMIT_MEMLOCK; None for no limit
 
     @classmethod
     def of(cls, host: Host) -> Self:
@@ -38,30 +33,20 @@ class HostMemory:
         total, available = (int(lines[key].split()[0]) << 10 for key in ("MemTotal", "MemAvailable"))
         groups = [found for group in groups_of(host, "memory") if (found := _limit_of(host, group)) is not None]
         limit = min([total, *(allowed for allowed, _ in groups)])
-        return cls(total, limit, max(0, min([available, *(left for _, left in groups)])), lockable_bytes())
+        return cls(total, limit, max(0, min([available, *(left for _, left in groups)])))
 
 
 @dataclass(frozen=True, slots=True)
 class HostNeeds:
-    """Bytes of host memory that training takes, besides parameters and what autograd keeps.
+    """Bytes of host memory that training takes, besides parameters and what autograd keeps."""
 
-    Attributes:
-        state: masters and moments.
-        gradients: of one step, where backward leaves them in host memory.
-        pending: gradients of one step that are copied to the host, and stay there together.
-        shadows: new values that wait on the host for the verdict.
-        lists: elements whose new value may change with the verdict.
-        largest: the largest buffer that is copied, in either direction.
-        present: what of all this is allocated already.
-    """
-
-    state: int = 0
-    gradients: int = 0
-    pending: int = 0
-    shadows: int = 0
-    lists: int = 0
-    largest: int = 0
-    present: int = 0
+    state: int = 0  # masters and moments
+    gradients: int = 0  # of one step, where backward leaves them in host memory
+    pending: int = 0  # gradients of one step that are copied to the host, and stay there together
+    shadows: int = 0  # new values that wait on the host for the verdict
+    lists: int = 0  # elements whose new value may change with the verdict
+    largest: int = 0  # the largest buffer that is copied, in either direction
+    present: int = 0  # what of all this is allocated already
 
     def __add__(self, other: HostNeeds) -> HostNeeds:
         """Return what both take together, one after the other under way."""
@@ -94,21 +79,15 @@ class HostNeeds:
         """Check that the host can hold this; see `require_memory`."""
         parts = f"{gigabytes(self.state)} of state, {gigabytes(self.gradients + self.pending)} of gradients"
         values = gigabytes(self.shadows + self.lists + self.under_way)
-        require_memory(
-            host,
-            self.total,
-            f"training ({parts}, {values} of new values and buckets under way)",
-            "allow this process more memory, train fewer parameters, or let gradients travel in a narrower "
-            "transfer_dtype",
-            missing=self.missing,
-        )
+        subject = f"training ({parts}, {values} of new values and buckets under way)"
+        remedy = "allow this process more memory, train fewer parameters, or let gradients travel in a narrower "
+        require_memory(host, self.total, subject, remedy + "transfer_dtype", missing=self.missing)
 
 
 def require_memory(host: Host, needed: int, subject: str, remedy: str, *, missing: int | None = None) -> None:
     """Check that this process can have `needed` bytes, of which `missing` ones, by default all, are not allocated yet.
 
-    Only what cannot be is refused. What the system holds to be available is an estimate: other programs end, caches are
-    dropped, memory is swapped. If that is too little, a warning says so.
+    Warns where the system's estimate of what is available is less: programs end, caches are dropped, memory is swapped.
 
     Raises:
         MemoryError: it is more than the machine has, or than the control groups of this process allow.

@@ -1,7 +1,7 @@
 """Defers signal handlers while something is changed that must be changed wholly or not at all.
 
-Python runs the handlers of signals between any two instructions of the main thread, and a handler may raise, as that of
-Ctrl-C does. A signal that is left to its default action, such as ending the process, is not deferred.
+Python runs handlers between any two instructions of the main thread, and a handler may raise, as that of Ctrl-C does. A
+signal whose default action ends the process is not deferred.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ os.register_at_fork(after_in_child=_signals.forget)  # what another thread forks
 
 
 def deferred_signals() -> AbstractContextManager[None]:
-    """Return a context inside which no handler runs; those that are due run at its end.
+    """Return a context inside which no handler runs; those that are due run at the end of the outermost one.
 
-    Whatever they raise, all of them run; the last exception is raised, with the others as its context. Inside another
-    context, they wait for the end of that one. In other threads than the main one, where no handler runs, it does
-    nothing.
+    All of them run, and the last exception is raised with the others as its context. Only the main thread runs
+    handlers, so that in other threads this does nothing.
     """
     return _SECTION if threading.current_thread() is threading.main_thread() else _NOTHING

@@ -24,15 +24,13 @@ from typing import Any
 
 from superadam.host.files import replace_file, synchronize
 
-FORMAT = 1
-"""Stored in every manifest; a later layout gets the next number."""
+FORMAT = 1  # in every manifest; a later layout gets the next number
 
 _LATEST, _MANIFEST = "latest", "manifest.json"
 _NAME = re.compile(r"save-(\d{8,})", re.ASCII)
 _POINTER = re.compile(r"(save-\d{8,}) ([0-9a-f]{64})\n", re.ASCII)
 
-Files = dict[str, tuple[int, str]]
-"""Size in bytes and SHA-256 of each file of a checkpoint, but for its manifest."""
+Files = dict[str, tuple[int, str]]  # size in bytes and SHA-256 of each file of a checkpoint, but for its manifest
 
 
 class CheckpointError(RuntimeError):
@@ -42,11 +40,7 @@ class CheckpointError(RuntimeError):
 def begin(folder: Path, stack: ExitStack) -> Path:
     """Return the new folder to write the next checkpoint to; when `stack` ends, it was published or is deleted.
 
-    Whoever holds the lock is the only one that saves here, so any other unfinished save was killed, and is deleted.
-
-    Raises:
-        OSError: the folder cannot be written.
-        CheckpointError: another process is saving there.
+    Deletes what killed saves have left. Raises OSError, or CheckpointError where another process is saving there.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = stack.enter_context((folder / ".lock").open("a"))
@@ -65,10 +59,7 @@ def begin(folder: Path, stack: ExitStack) -> Path:
 def publish(part: Path, files: Files, world_size: int, keep: int) -> Path:
     """Make what was written, and is on the disk, the newest checkpoint, and delete all but `keep`; return its folder.
 
-    What cannot be deleted is left to the next save.
-
-    Raises:
-        OSError, CheckpointError: these are not the files there, or writing failed.
+    Raises OSError or CheckpointError where these are not the files there, or writing failed.
     """
     _require_files(part, files)
     path = part.with_name(part.name.split(".")[1])
@@ -98,10 +89,9 @@ def locate(folder: Path) -> tuple[Path, str | None, list[Path]]:
 
 
 def verify(path: Path, digest: str | None, rank: int, world_size: int) -> None:
-    """Raise unless a checkpoint is whole, and this rank's share of its files intact.
+    """Raise OSError or CheckpointError unless a checkpoint is whole, and this rank's share of its files intact.
 
-    Raises:
-        OSError, CheckpointError: it is damaged, of another format, or not the one whose manifest has this SHA-256.
+    Its manifest must have the SHA-256 `digest`, if one is given.
     """
     if path.name == _LATEST:
         raise CheckpointError(f"{path} is missing or damaged")
@@ -152,7 +142,7 @@ def _number(path: Path) -> int:
 
 
 def _checkpoints(folder: Path) -> list[Path]:
-    """Return all that were renamed to their final names, the newest first."""
+    """Return all that have their final names, the newest first."""
     return sorted((path for path in folder.iterdir() if _NAME.fullmatch(path.name)), key=_number, reverse=True)
 
 

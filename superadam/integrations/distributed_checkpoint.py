@@ -33,8 +33,7 @@ from superadam.integrations.checkpoint_folder import CheckpointError
 
 __all__ = ["CheckpointError", "load", "peek", "save"]
 
-_VALUES = "values.pt"
-"""What is no tensor, and `extra`."""
+_VALUES = "values.pt"  # what is no tensor, and `extra`
 
 _T = TypeVar("_T")
 
@@ -94,10 +93,10 @@ def save(
 
         files = {name: entry for share in ranks.gather(ranks.run(write)) for name, entry in share.items()}
 
-        def publish() -> Path | None:
-            return checkpoint_folder.publish(part, files, ranks.size, keep) if ranks.rank == 0 else None
+        def publish() -> Path:
+            return checkpoint_folder.publish(part, files, ranks.size, keep) if ranks.rank == 0 else part
 
-        return ranks.gather(ranks.run(publish))[0] or part
+        return ranks.gather(ranks.run(publish))[0]
 
 
 def load(
@@ -216,9 +215,8 @@ def _write_values(path: Path, values: dict[str, Any]) -> None:
         ) from None
 
 
-def _read_values(path: Path) -> dict[str, Any]:
-    values: dict[str, Any] = torch.load(path / _VALUES, map_location="cpu", weights_only=True)
-    return values
+def _read_values(path: Path) -> Any:
+    return torch.load(path / _VALUES, map_location="cpu", weights_only=True)
 
 
 @contextmanager
@@ -272,9 +270,7 @@ def _template(
     """Return host tensors for all in a checkpoint, sharded as the parameters are now.
 
     The file decides what state there is: a parameter without gradients has none, and torch's AdamW has no masters.
-
-    Raises:
-        CheckpointError: it is of another model or other parameter groups.
+    Raises CheckpointError where it is of another model or other parameter groups.
     """
     groups = _named_state(model, optimizer)["param_groups"]
     if [sorted(group["params"]) for group in groups] != [sorted(group["params"]) for group in values["param_groups"]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -85,7 +86,7 @@ def take_reduced_gradients(optimizer: SpeculativeCPUAdam, model: nn.Module) -> N
 
 
 class Announcement:
-    """An all-reduce hook, which shows a buffer to the sources of the module's optimizers; copies of it do nothing."""
+    """An all-reduce hook, which shows buffers to the sources of the module's optimizers; copies of it do nothing."""
 
     def __init__(self) -> None:
         self.sources: weakref.WeakSet[ReducedGradients] = weakref.WeakSet()
@@ -102,18 +103,18 @@ class Announcement:
 _announcements: weakref.WeakKeyDictionary[nn.Module, Announcement] = weakref.WeakKeyDictionary()
 
 
+@dataclass(eq=False)
 class _Owner:
     """Has a parameter, so that a gradient need not keep it alive."""
 
-    def __init__(self, parameter: Tensor) -> None:
-        self.parameter = parameter
+    parameter: Tensor
 
 
 class ReducedGradients(GradientHolder):
     """Takes gradients of one optimizer's shards from the buffers in which they were reduced.
 
-    FSDP2 shows the buffer of a group to its hook, divides it in place, and makes a rounded copy. From that it cuts the
-    gradients of the group's parameters, and calls the hooks of each, before it goes on to the next one. So in the hook
+    FSDP2 shows the buffer of a group to its hook, divides it in place, and makes a rounded copy. It cuts the gradients
+    of the group's parameters from the copy, and calls their hooks, before it goes on to the next group. So in the hook
     of a parameter, the unrounded gradient lies in the buffer where the rounded one lies in the copy.
     """
 
@@ -219,13 +220,10 @@ class ReducedGradients(GradientHolder):
         return GradientHolder() if optimizer is None else optimizer._gradient_holder
 
     def _nonfinite_of(self, taken: TakenGradient) -> int | None:
-        """As the scheduler, or the optimizer."""
         return self._holder._nonfinite_of(taken)
 
     def _norm_was_asked(self, taken: TakenGradient) -> None:
-        """As the scheduler."""
         self._holder._norm_was_asked(taken)
 
     def _was_given_back(self, taken: TakenGradient) -> None:
-        """As the scheduler."""
         self._holder._was_given_back(taken)

@@ -1,4 +1,4 @@
-"""Copies that are made also where no memory is left, because what they publish can no longer be taken back."""
+"""Memory of tensors: whether it is there, and copies that succeed also where none is left."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from superadam.kernels.torch_private import foreach_copy_, is_short_of_memory
 def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor], *, non_blocking: bool = False) -> None:
     """Copy each source into its target, of the same shape and dtype, in one call.
 
-    Where the strides of both differ, torch copies between host and device through memory that it allocates. If there is
-    none, the elements are copied in pieces that need none, which takes long.
+    For strides that differ torch allocates memory. If there is none, tensors are copied in pieces that need none.
     """
     if not targets:  # torch takes no empty lists
         return
@@ -27,7 +26,7 @@ def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor], *, non_block
 
 
 def copy_one(target: Tensor, source: Tensor, non_blocking: bool = False) -> None:
-    """Copy a source into its target, of the same shape and dtype, in pieces if need be, as `copy_each`."""
+    """Do the same for one pair."""
     try:
         target.copy_(source, non_blocking=non_blocking)
     except Exception as error:
@@ -37,3 +36,12 @@ def copy_one(target: Tensor, source: Tensor, non_blocking: bool = False) -> None
         outermost = max(range(target.dim()), key=lambda one: (sizes[one] > 1, strides[one]))
         for index in range(sizes[outermost]):
             copy_one(target.select(outermost, index), source.select(outermost, index), non_blocking)
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether a strided tensor's storage holds its elements; it may have been freed or, on meta, never allocated."""
+    if not tensor.numel():
+        return True
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    needed = (tensor.storage_offset() + last + 1) * tensor.element_size()
+    return not tensor.is_meta and tensor.untyped_storage().nbytes() >= needed

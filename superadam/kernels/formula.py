@@ -74,6 +74,7 @@ def is_certain(k: Coefficients, dtype: Dtype, g: Array, m: Array, v: Array, vmax
 
     All arrays are fp32; `k` has the scalars of the interval.
     """
+    assert k.interval is not None
     spread, slope, kappa, least, slack = map(_single, k.interval)
     new, _, _, _, d, q = _formula(k, g, m, v, vmax, p)
     with np.errstate(all="ignore"):

@@ -120,25 +120,22 @@ class Interval(NamedTuple):
     high: float
 
     def holds(self, factor: float) -> bool:
-        """Whether a factor, as kernels round it, lies in the interval."""
+        """Whether a fp32 factor lies in the interval."""
         return self.low <= factor <= self.high
 
 
 class IntervalScalars(NamedTuple):
     """The scalars of the interval test, named as in `interval.h`; each is a fp32 number, and rounded up."""
 
-    spread: float = 0.0
-    slope: float = 0.0
-    kappa: float = 0.0
-    least: float = 0.0
-    slack: float = 0.0
-
-
-_NO_INTERVAL = IntervalScalars()
+    spread: float
+    slope: float
+    kappa: float
+    least: float
+    slack: float
 
 
 class Scale(NamedTuple):
-    """A factor on a gradient; `rounds`: whether the product is rounded to bf16, as torch does that writes it back."""
+    """A factor on a gradient; `rounds`: whether torch would round the product to bf16 as it writes it back."""
 
     factor: float = 1.0
     rounds: bool = False
@@ -163,16 +160,16 @@ class Coefficients:
     bc2s: float
     eps: float
     flags: Flag
-    interval: IntervalScalars = _NO_INTERVAL
+    interval: IntervalScalars | None = None  # None where only `s` is covered
 
     @staticmethod
     @functools.lru_cache(maxsize=1024)
     def at_step(
         hyper: Hyperparameters, step: int, scale: float = 1.0, *, rounds: bool = False, double: bool = False
     ) -> Coefficients:
-        """Return the scalars of step `step`, counted from 1, rounded to fp32; `double`: to fp64, for fp64 parameters.
+        """Return the scalars of step `step`, counted from 1, rounded to fp32, or with `double` to fp64.
 
-        `scale` multiplies the gradient, and `rounds` says whether the product is rounded to bf16, as in `Scale`.
+        `scale` and `rounds` are those of a `Scale`.
         """
 
         def rounded(value: float) -> float:
@@ -207,15 +204,10 @@ class Coefficients:
                 flags=flags,
             )
 
-    @property
-    def covers_interval(self) -> bool:
-        """Whether these are the scalars of an interval."""
-        return self.interval is not _NO_INTERVAL
-
     def over(self, interval: Interval) -> Coefficients | None:
-        """Return these scalars with those of the interval test; None where its proof does not hold.
+        """Return these scalars with those of the interval test; None where its proof (docs/clipping.md) does not hold.
 
-        It covers products with the gradient that are rounded to bf16, and those that are not. `s` lies in the interval.
+        It covers products with the gradient that are rounded to bf16, and those that are not.
         """
         low, high = interval
         is_covered = (
@@ -243,7 +235,7 @@ class Coefficients:
     def row(self) -> tuple[float, ...]:
         """Return the values in the order of `superadam.kernels.native.COEFFICIENTS`."""
         formula = (self.s, self.decay, self.wd, self.w, self.b2, self.c2, self.nss, self.bc2s, self.eps)
-        return (*formula, *self.interval, int(self.flags))
+        return (*formula, *(self.interval or [0.0] * len(IntervalScalars._fields)), int(self.flags))
 
 
 def _rounded_up(value: float) -> float:

@@ -15,12 +15,9 @@ import numpy.typing as npt
 
 from superadam._kernels import ffi, lib
 
-CHUNK: int = lib.SUPERADAM_CHUNK
-"""Consecutive elements whose squares are summed together; see `superadam_segment.sums` in `cpu/cdef.h`."""
-
-SAMPLE_WIDTH: int = lib.SUPERADAM_SAMPLE_WIDTH
-SAMPLE_BLOCKS: int = lib.SUPERADAM_SAMPLE_BLOCKS
-"""Adjacent elements of a block that is compared with the master, and the most blocks of one parameter."""
+CHUNK: int = lib.SUPERADAM_CHUNK  # consecutive elements whose squares are summed together
+SAMPLE_WIDTH: int = lib.SUPERADAM_SAMPLE_WIDTH  # adjacent elements that are compared with the master
+SAMPLE_BLOCKS: int = lib.SUPERADAM_SAMPLE_BLOCKS  # the most such blocks of one parameter
 
 
 class Dtype(enum.IntEnum):
@@ -55,28 +52,27 @@ class Flag(enum.IntFlag):
 
 
 def _table_dtype(struct: str) -> np.dtype[np.void]:
-    """Return the numpy record type of a C struct: its names, offsets and size; pointers become unsigned integers."""
-    numpy_names = {"int32_t": "i4", "int64_t": "i8", "double": "f8"}
-    ctype = ffi.typeof(struct)
-    fields = [(name, field.offset, field.type) for name, field in ctype.fields]
+    """Return the numpy record type of a C struct in `cpu/cdef.h`; pointers become addresses."""
+    formats = {"int32_t": "i4", "int64_t": "i8", "double": "f8"}
+    names, fields = zip(*ffi.typeof(struct).fields, strict=True)
     return np.dtype(
         {
-            "names": [name for name, _, _ in fields],
-            "formats": ["u8" if type_.kind == "pointer" else numpy_names[type_.cname] for _, _, type_ in fields],
-            "offsets": [offset for _, offset, _ in fields],
-            "itemsize": ffi.sizeof(ctype),
+            "names": names,
+            "formats": ["u8" if one.type.kind == "pointer" else formats[one.type.cname] for one in fields],
+            "offsets": [one.offset for one in fields],
+            "itemsize": ffi.sizeof(struct),
         }
     )
 
 
 SEGMENT = _table_dtype("superadam_segment")
-"""numpy record of one run of elements; a table of them is a job. Fields as in `cpu/cdef.h`, pointers as addresses."""
+"""One run of elements; a table of them is a job."""
 
 UNCERTAIN = _table_dtype("superadam_uncertain")
-"""numpy record of a list of elements, to whose address `uncertain` of a segment points. Fields as in `cpu/cdef.h`."""
+"""A list of elements; `uncertain` of a segment is its address."""
 
 COEFFICIENTS = _table_dtype("superadam_coefficients")
-"""numpy record of the scalars of one step. Fields as in `cpu/cdef.h`."""
+"""The scalars of one step."""
 
 _NO_COEFFICIENTS = np.zeros(0, COEFFICIENTS)
 
@@ -187,7 +183,7 @@ def set_num_threads(count: int) -> None:
 
 
 def chunk_count(length: int) -> int:
-    """Return the number of chunks, and so of entries of `sums` and `nonfinite`, for `length` elements."""
+    """Return the number of chunks of `length` elements."""
     return -(-length // CHUNK)
 
 
@@ -205,10 +201,10 @@ def run(
 
     Args:
         which: the pass.
-        segments: 1-D C-contiguous array of dtype `SEGMENT`.
-        coefficients: 1-D C-contiguous array of dtype `COEFFICIENTS` that the segments index.
+        segments: 1-D C-contiguous array of `SEGMENT`.
+        coefficients: 1-D C-contiguous array of `COEFFICIENTS` that the segments index.
         isa: instruction set; default `active_isa()`.
-        threads: the largest number of threads; default `get_num_threads()`.
+        threads: the most threads; default `get_num_threads()`.
 
     Raises:
         ValueError: the table does not fit the pass; nothing was read or written.
@@ -240,16 +236,15 @@ def move_like(
 ) -> int:
     """Move what `which` moves for a table of one segment, without its arithmetic; `out` is filled with ones.
 
-    Arrays must be aligned to 64 bytes and the length a multiple of `CHUNK`. State that the pass updates keeps its bits.
-    Returns the sum modulo 2^32 of all 32-bit words of the arrays that were only read.
+    State that the pass updates keeps its bits. Returns the sum modulo 2^32 of all 32-bit words that were only read.
 
     Args:
         which: the pass.
-        segments: 1-D array of dtype `SEGMENT` with one entry.
+        segments: one `SEGMENT`, of a multiple of `CHUNK` elements in arrays aligned to 64 bytes.
         burst: elements of one array that are touched before the next array, a power of two from 32 to `CHUNK`.
         prefetch: distance of the software prefetch in bytes, 0 for none.
         stream_out, stream_state: whether `out` or the state is written past the caches.
-        threads: the largest number of threads; default `get_num_threads()`.
+        threads: as for `run`.
 
     Raises:
         ValueError: the segment does not fit the pass; nothing was read or written.
@@ -288,11 +283,11 @@ def differing(
     """Return those of `rows` whose working copy, in host memory, is not the rounded master; see `cpu/cdef.h`.
 
     Args:
-        segments: 1-D C-contiguous array of dtype `SEGMENT`; rows without a master are passed over.
+        segments: as for `run`; rows without a master are passed over.
         parameters: address of the working copy of each row; 0 where it is to be passed over.
         rows: which to look at.
         everything: compare every element, not only samples.
-        threads: the largest number of threads; default `get_num_threads()`.
+        threads: as for `run`.
     """
     found = np.empty(len(rows), np.int64)
     number = lib.superadam_differing(

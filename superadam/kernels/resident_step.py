@@ -9,10 +9,9 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ResidentStep:
-    """What one step of one parameter reads and writes on the device.
+    """What one step of one parameter reads and writes: dense tensors on the device, in the memory order of its state.
 
-    All tensors are dense, on the device, and have the elements of the parameter in the memory order of its state. The
-    state is fp32, or fp64 for fp64 parameters.
+    The state is fp32, or fp64 for fp64 parameters.
     """
 
     master: Tensor

@@ -1,9 +1,11 @@
-"""All names of PyTorch that it may change without notice, and what happens without each; nothing else may use one.
+"""All names of PyTorch that it may change without notice; no other module may use one.
 
-Results keep their bits without any of them: what is lost is speed, or is refused. Names are bound when this is
-imported, but for those of modules that take seconds to import. `tests/kernels/test_torch_private.py` fails with the
-name of one that is gone or has changed. PyTorch documents some list operations (`torch._foreach_*`), as beta: they are
-here, too.
+Those that the optimizer needs by itself come with a public way to do the same, slower. All others serve gradients that
+are taken out of `.grad`: where torch lacks one of these, `missing` names it, and no gradient is taken. All work is then
+left to `step()`, with the same bits.
+
+Names are bound when this is imported, but for those of modules that take seconds to import.
+`tests/kernels/test_torch_private.py` fails with the name of one that is gone or has changed.
 """
 
 from __future__ import annotations
@@ -11,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-import math
 import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,17 +25,22 @@ from torch import Tensor
 FOUND: dict[str, bool] = {}
 """Whether torch has each name that is bound here, by its path below `torch`."""
 
+missing: list[str] = []
+"""Names that torch lacks and taking gradients needs."""
+
 
 def _find(path: str, otherwise: Any = None) -> Any:
-    """Return what is at a path below `torch`, or else `otherwise`."""
+    """Return what is at a path below `torch`; where there is nothing, `otherwise`, without which it is `missing`."""
     found: Any = torch
     for name in path.split("."):
         found = getattr(found, name, None)
     FOUND[path] = found is not None
+    if found is None and otherwise is None:
+        missing.append(path)
     return otherwise if found is None else found
 
 
-# -- modes -------------------------------------------------------------------------------------------------------------
+# -- what the optimizer needs by itself --------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -45,26 +51,36 @@ def _public_modes(mode: bool) -> Iterator[None]:
 
 inference_mode: Callable[[bool], AbstractContextManager[Any]] = _find("_C._InferenceMode", _public_modes)
 """Sets inference mode, and restores the gradient mode as well, in one call into C, between whose parts no signal
-handler runs. Without it: two public managers; a handler that raises between them could leave gradients disabled."""
+handler runs. Of the public managers, a handler that raises between them could leave gradients disabled."""
 
 uncompiled: Callable[..., Any] = _find("_compile._disable_dynamo", torch.compiler.disable)
-"""Lets torch.compile call a function as it is. Without it: the public decorator, which imports the compiler at once."""
+"""Lets torch.compile call a function as it is. The public decorator imports the compiler at once."""
 
-_tracing_context: Callable[[], Any] = _find("_guards.TracingContext.try_get")
-"""Whether AOTAutograd traces. Without it: no gradient is taken."""
+_fresh = itertools.count(-2, -1)
+
+version_of: Callable[[Tensor], int] = (
+    operator.attrgetter("_version") if _find("Tensor._version", False) else lambda tensor: next(_fresh)
+)
+"""Returns the version counter, which counts writes. Otherwise a number lower than all before, so that every tensor
+counts as written to since any earlier look, and values are compared."""
+
+_WeakReference: Any = _find("multiprocessing.reductions.StorageWeakRef")
+_has_address: bool = _find("UntypedStorage._cdata") is not None and _WeakReference is not None
+
+storage_key: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata") if _has_address else id
+"""Returns the address of torch's StorageImpl, which identifies a storage while it lives, or a weak reference to it.
+Otherwise that of its Python object, which lives as long."""
+
+storage_reference: Callable[[torch.UntypedStorage], Any] = _WeakReference if _has_address else lambda storage: storage
+"""Returns what reserves the key of a storage, but not its memory. Otherwise the storage, whose memory stays, too."""
 
 
-def is_tracing() -> bool:
-    """Return whether a compiler traces tensors.
-
-    Without `compiled_autograd_enabled`, compiled autograd may fail an assertion of its own where it meets a handle.
-    """
-    compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")  # importing it takes seconds
-    is_collecting = bool(getattr(compiled_autograd, "compiled_autograd_enabled", False))
-    return is_collecting or torch.compiler.is_compiling() or _tracing_context() is not None
+def _copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor], non_blocking: bool = False) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source, non_blocking=non_blocking)
 
 
-# -- errors ------------------------------------------------------------------------------------------------------------
+foreach_copy_: Callable[..., Any] = _find("_foreach_copy_", _copy_each)
 
 _MEMORY_RAN_OUT = (
     "DefaultCPUAllocator: can't allocate memory",
@@ -76,46 +92,28 @@ _MEMORY_RAN_OUT = (
 
 
 def is_short_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that memory ran out, on the host or on a device.
-
-    Some have no class of their own, and are told by their words. Under other words: as any other RuntimeError.
-    """
+    """Return whether an error says that memory ran out, on the host or on a device; some only say so in their text."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _MEMORY_RAN_OUT)
 
 
-# -- storages and versions ---------------------------------------------------------------------------------------------
-
-_WeakReference: Any = _find("multiprocessing.reductions.StorageWeakRef")
-_has_address: bool = _find("UntypedStorage._cdata") is not None and _WeakReference is not None
-
-storage_key: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata") if _has_address else id
-"""Returns the address of torch's StorageImpl, which identifies a storage while it lives, or a weak reference to it.
-Without it: that of its Python object, which lives as long."""
-
-storage_reference: Callable[[torch.UntypedStorage], Any] = _WeakReference if _has_address else lambda storage: storage
-"""Returns what reserves the key of a storage, but not its memory. Without it: the storage, whose memory stays, too."""
-
-_fresh = itertools.count(-2, -1)
-
-version_of: Callable[[Tensor], int] = (
-    operator.attrgetter("_version") if _find("Tensor._version") is not None else lambda tensor: next(_fresh)
-)
-"""Returns the version counter, which counts writes. Without it: a number lower than all before, so that every tensor
-counts as written to since any earlier look, and values are compared: writes through `.data` are seen, too."""
-
-# -- list operations ---------------------------------------------------------------------------------------------------
+def are_flattened(parameters: Iterable[Tensor]) -> bool:
+    """Return whether some are shards of FSDP1, by its mark; without a mark, whether any module is wrapped in it."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported, so not used
+    if fsdp is None:
+        return False
+    mark = getattr(sys.modules.get("torch.distributed.fsdp._common_utils"), "FSDP_FLATTENED", None)
+    if mark is not None:
+        return any(hasattr(one, mark) for one in parameters)
+    return any(issubclass(type(one), fsdp.FullyShardedDataParallel) for one in gc.get_objects())
 
 
-def _copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor], non_blocking: bool = False) -> None:
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source, non_blocking=non_blocking)
+STEP_MARK = "_opt_called"
+"""The attribute of an optimizer with which `torch.optim.lr_scheduler` sees a step; without it, it warns."""
 
-
-foreach_copy_: Callable[..., Any] = _find("_foreach_copy_", _copy_each)
-foreach_abs: Callable[..., Sequence[Tensor]] = _find("_foreach_abs", lambda tensors: [one.abs() for one in tensors])
-"""Without these: one tensor after another."""
+default_store: Callable[[], Any] = _find("distributed.distributed_c10d._get_default_store", lambda: None)
+"""Returns the key-value store of all ranks. Otherwise None, and each rank tells of its own error."""
 
 # -- handles: gradients that were taken out of `.grad` -----------------------------------------------------------------
 
@@ -125,53 +123,23 @@ no_torch_function: Any = _find("_C._disabled_torch_function_impl")
 """Keeps `.shape` and the like of a subclass fast."""
 forbid_memory: Callable[[Tensor], None] = _find("_C._set_throw_on_mutable_data_ptr")
 """Makes C++ that asks for a handle's memory get an exception, not address 0."""
-foreach_types: list[Any] = _find("utils._foreach_utils._foreach_supported_types")
+foreach_types: list[Any] = _find("utils._foreach_utils._foreach_supported_types") or []
 """The classes that torch's clipping and norms treat in lists; per tensor they would round differently."""
-tensor_use_count: Callable[[Tensor], float] = _find("Tensor._use_count")
-storage_use_count: Callable[[int], float] = _find("_C._storage_Use_Count")  # of the storage with this key
+tensor_use_count: Callable[[Tensor], int] = _find("Tensor._use_count")
+storage_use_count: Callable[[int], int] = _find("_C._storage_Use_Count")  # of the storage with this key
 """Count references to a gradient and to its memory, also those of C++."""
+has_internal_overlap: Callable[[Tensor], int] = _find("_debug_has_internal_overlap")
+"""Returns 0 if no two elements share memory."""
+_find("Tensor._base")
 base_of: Callable[[Tensor], Tensor | None] = operator.attrgetter("_base")
 """Returns the tensor that a view refers to, which holds its memory, too."""
+_find("ops.aten.detach.default._schema")
 schema_of: Callable[[Any], Any] = operator.attrgetter("_schema")
-"""Returns what tells which arguments an operation writes to."""
-for _path in ("Tensor._base", "ops.aten.detach.default._schema"):
-    _find(_path)
-
-NEEDED_TO_TAKE = (
-    "Tensor._make_wrapper_subclass",
-    "_C._disabled_torch_function_impl",
-    "_C._set_throw_on_mutable_data_ptr",
-    "utils._foreach_utils._foreach_supported_types",
-    "_guards.TracingContext.try_get",
-    "Tensor._use_count",
-    "_C._storage_Use_Count",
-    "Tensor._base",
-    "ops.aten.detach.default._schema",
-    "UntypedStorage._cdata",
-    "multiprocessing.reductions.StorageWeakRef",
-)
-missing = [path for path in NEEDED_TO_TAKE if not FOUND[path]]
-"""Where one is missing, no gradient counts as exclusive, so that none is taken: all work is left to `step()`."""
-
-
-def _no_count(counted: object) -> float:
-    return math.nan  # which is at most no other
-
-
-def _no_base(tensor: Tensor) -> None:
-    return None
-
-
-if missing:
-    foreach_types = []
-    tensor_use_count, storage_use_count, base_of = _no_count, _no_count, _no_base
-
-has_internal_overlap: Callable[[Tensor], int] = _find("_debug_has_internal_overlap", lambda tensor: 1)
-"""0 if no two elements share memory. Without it: gradients that are not contiguous are not taken."""
-
+"""Returns which arguments an operation writes to."""
 TRUSTED_NAMESPACES = ("aten", "_c10d_functional")
-"""Of operations whose schemas say which results alias arguments. Under another name: any result may alias any."""
+"""Of operations whose schemas say which results alias arguments; of others, any may alias any."""
 
+foreach_abs: Callable[..., Sequence[Tensor]] = _find("_foreach_abs")
 foreach_norm: Any = _find("ops.aten._foreach_norm.Scalar")
 foreach_zero_: Any = _find("ops.aten._foreach_zero_.default")
 foreach_products: dict[str, dict[str, Any]] = {
@@ -179,14 +147,30 @@ foreach_products: dict[str, dict[str, Any]] = {
     "div_": {"Tensor": _find("ops.aten._foreach_div_.Tensor"), "Scalar": _find("ops.aten._foreach_div_.Scalar")},
 }
 check_and_unscale: Any = _find("ops.aten._amp_foreach_non_finite_check_and_unscale_.default")
-"""What clipping and a GradScaler call for lists of handles. Without one: what they call instead runs on the gradients,
-given back if it writes."""
+"""What clipping and a GradScaler call for lists of handles."""
+
+_tracing_context: Callable[[], Any] = _find("_guards.TracingContext.try_get")
+
+
+def is_tracing() -> bool:
+    """Return whether a compiler traces tensors; only `compiled_autograd_enabled` shows that compiled autograd does."""
+    compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")  # importing it takes seconds
+    is_collecting = bool(getattr(compiled_autograd, "compiled_autograd_enabled", False))
+    return is_collecting or torch.compiler.is_compiling() or _tracing_context() is not None
+
+
+def _uncounted(counted: object) -> Any:
+    return 0
+
+
+if missing:  # modules count references once when they are imported
+    tensor_use_count = storage_use_count = base_of = _uncounted
 
 # -- DTensors: torch.distributed.tensor takes long to import, and is not imported here ---------------------------------
 
 
 def dtensor_part(tensor: Any) -> Tensor:
-    """Return the very tensor that holds this rank's part. Without `_local_tensor`: what stands for it, or a view."""
+    """Return the very tensor that holds this rank's part; without `_local_tensor`, what stands for it, or a view."""
     try:
         local: Tensor = tensor._local_tensor
     except AttributeError:
@@ -201,12 +185,12 @@ def set_dtensor_part(tensor: Any, local: Tensor) -> None:
 
 
 def can_have_handle(tensor: Any) -> bool:
-    """Whether a handle can become the part of a DTensor. Without `_local_tensor` or `_spec`, none is taken."""
+    """Whether a handle can become the part of a DTensor; if not, no gradient is taken."""
     return hasattr(tensor, "_local_tensor") and hasattr(tensor, "_spec")
 
 
 def check_can_take(parameters: Iterable[Any], what: str) -> None:
-    """Raise RuntimeError unless gradients of these can be taken: in `.grad` itself they are in its own dtype."""
+    """Raise RuntimeError unless gradients of these can be taken; `what` was asked for and needs that."""
     dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
     if missing or not all(can_have_handle(one) for one in parameters if isinstance(one, dtensor)):
         raise RuntimeError(
@@ -219,48 +203,23 @@ def check_can_take(parameters: Iterable[Any], what: str) -> None:
 def dtensor_like(tensor: Any, local: Tensor) -> Tensor:
     """Return a DTensor that is distributed as `tensor` is, with this part on this rank, wherever that lies.
 
-    Without `_spec`: a DTensor over the same memory, which has to be where the mesh is, else RuntimeError.
+    The public way, which `_spec` spares us, moves the part to the device of the mesh; it must lie there.
     """
-    try:
-        spec = tensor._spec
-    except AttributeError:
-        return _public_dtensor(tensor, local)
-    if local.dtype != tensor.dtype:
-        spec = torch.empty_like(tensor, dtype=local.dtype, device="meta", requires_grad=False)._spec  # type: ignore[attr-defined]
-    whole: Tensor = type(tensor)(local, spec, requires_grad=False)
-    return whole
-
-
-def _public_dtensor(tensor: Any, local: Tensor) -> Tensor:
-    mesh = tensor.device_mesh
+    whole: Tensor
+    mesh, spec = tensor.device_mesh, getattr(tensor, "_spec", None)
+    if spec is not None:
+        if local.dtype != tensor.dtype:
+            like: Any = torch.empty_like(tensor, dtype=local.dtype, device="meta", requires_grad=False)
+            spec = like._spec
+        whole = type(tensor)(local, spec, requires_grad=False)
+        return whole
     if local.device.type != mesh.device_type:
         raise RuntimeError(
             f"torch {torch.__version__} has no DTensor._spec, without which a part on {local.device} cannot belong to "
             f"a mesh of {mesh.device_type} devices; install a torch that superadam was tested with"
         )
     with torch.no_grad():
-        whole: Tensor = sys.modules["torch.distributed.tensor"].DTensor.from_local(
+        whole = sys.modules["torch.distributed.tensor"].DTensor.from_local(
             local, mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
         )
     return whole
-
-
-# -- processes, FSDP1, schedulers of learning rates --------------------------------------------------------------------
-
-default_store: Callable[[], Any] = _find("distributed.distributed_c10d._get_default_store", lambda: None)
-"""Returns the key-value store of all ranks. Without it: None, and each rank tells of its own error."""
-
-
-def are_flattened(parameters: Iterable[Tensor]) -> bool:
-    """Return whether some are shards of FSDP1, which marks them. Without its mark: if any module is wrapped in it."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported, so not used
-    if fsdp is None:
-        return False
-    mark = getattr(sys.modules.get("torch.distributed.fsdp._common_utils"), "FSDP_FLATTENED", None)
-    if mark is not None:
-        return any(hasattr(one, mark) for one in parameters)
-    return any(issubclass(type(one), fsdp.FullyShardedDataParallel) for one in gc.get_objects())
-
-
-STEP_MARK = "_opt_called"
-"""The attribute of an optimizer that tells `torch.optim.lr_scheduler` of a step. Under another name: it warns."""

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from superadam.distributed import shards
+from superadam.kernels.copies import has_memory
 from superadam.kernels.dtypes import DTYPES
 from superadam.kernels.hyperparameters import Hyperparameters, described, number_of
-from superadam.kernels.storage import has_memory
 from superadam.state.parameter import ParameterState
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -19,7 +19,7 @@ from superadam.distributed import shards
 from superadam.handles.taken_gradient import TakenGradient
 from superadam.kernels.dtypes import DTYPES
 from superadam.kernels.hyperparameters import Hyperparameters, Interval, Scale
-from superadam.kernels.torch_private import version_of
+from superadam.kernels.torch_private import dtensor_like, version_of
 from superadam.state.uncertain import NARROWER, Listed, Patch
 
 
@@ -202,7 +202,7 @@ class ParameterState:
 
     def whole(self, tensor: Tensor) -> Tensor:
         """Return a tensor of this state as users see it: distributed as the parameter."""
-        return shards.with_local(self.parameter, tensor) if self.is_distributed else tensor
+        return dtensor_like(self.parameter, tensor) if self.is_distributed else tensor
 
     def whole_of(self, key: str) -> Tensor:
         """Return the tensor of one attribute as users see it, always the same while the attribute is."""

@@ -28,8 +28,8 @@ from superadam.distributed.verdict import Question, Ranks, RanksNorm
 from superadam.handles.taken_gradient import FactorKind, TakenGradient
 from superadam.host.signals import deferred_signals
 from superadam.kernels import native
+from superadam.kernels.copies import has_memory
 from superadam.kernels.hyperparameters import Hyperparameters, Scale
-from superadam.kernels.storage import has_memory
 from superadam.kernels.torch_private import is_short_of_memory
 from superadam.state.norm import GradientNorm
 from superadam.state.outside_writes import adopt_outside_write
@@ -177,7 +177,7 @@ class Transaction:
             old = [_pending_of(state) for state in states]
             accepted = [one.gradient for one in old], _indices(coefficients, states, old)
         indices = _indices(coefficients, states, pending)
-        lists = self._lists(states, pending, [coefficients.sets[index].covers_interval for index in indices])
+        lists = self._lists(states, pending, [coefficients.sets[index].interval is not None for index in indices])
         self.table.speculate(
             self.table.rows_of(states),
             [record.gradient for record in pending],

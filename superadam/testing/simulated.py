@@ -1,9 +1,12 @@
 """A simulated asynchronous device in host memory, which behaves as badly as a real device may.
 
-Copies happen late, in any order that streams and events allow, drawn from a seed; waiting on an event that was not
-recorded orders nothing; dropped memory is filled with NaN at once, or when the stream it was recorded for has passed. A
-schedule that lacks a wait computes wrong values here, which plain host execution would hide. The model's own
-computations run at once: they are the current stream, and only what we enqueue there is late.
+A schedule that lacks a wait computes wrong values here, which plain host execution would hide:
+
+- Copies happen late, in any order that streams and events allow, drawn from a seed.
+- Waiting on an event that was not recorded orders nothing.
+- Dropped memory is filled with NaN at once, or when the stream that it was recorded for has passed.
+
+The model computes on the current stream, at once; only what the scheduler enqueues there is late.
 """
 
 from __future__ import annotations
@@ -12,7 +15,6 @@ import collections
 import math
 import random
 import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,9 +27,9 @@ from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import ChunkSums, Device, Stream
 from superadam.devices.worker import Job, Work, Worker
 from superadam.host.signals import deferred_signals
+from superadam.kernels.copies import has_memory
 from superadam.kernels.hyperparameters import Coefficients
 from superadam.kernels.resident_step import ResidentStep
-from superadam.kernels.storage import has_memory
 from superadam.kernels.torch_private import storage_key
 from superadam.testing import stand_in
 
@@ -39,20 +41,9 @@ class SimulatedEvent:
         self._device = device
         self.is_recorded = False
         self.has_passed = False
-        self._passed_at = 0.0
-
-    def pass_now(self) -> None:
-        """Let the point pass."""
-        self.has_passed = True
-        self._passed_at = time.perf_counter()
 
     def query(self) -> bool:
-        """Return whether the point has passed."""
         return self.has_passed
-
-    def passed_at(self) -> float:
-        """Return when the device reached the point."""
-        return self._passed_at
 
     def synchronize(self) -> None:
         """Run the device until the point has passed; return at once if it was never recorded."""
@@ -76,29 +67,20 @@ class Block:
     kept_for: list[tuple[Stream, SimulatedEvent]] = field(default_factory=list)
 
 
-def _nothing() -> None:
-    pass
-
-
 def _poison(storage: torch.UntypedStorage) -> None:
     """Fill with bytes that are NaN in every float type."""
     torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).fill_(0xFF)
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    """Return a tensor over the same memory whose lifetime and version counter are its own.
-
-    It owns the storage. Its memory may still be taken away by `resize_` on the storage: see `has_memory`.
-    """
+    """Return a tensor over the same storage whose lifetime and version counter are its own."""
     return torch.empty(0, dtype=tensor.dtype, device="cpu").set_(
         tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
     )
 
 
 class SimulatedDevice(Device):
-    """Streams that run when the seed says so.
-
-    It does not report its free memory, so that state stays on it only on request, and never because of measured times.
+    """Streams that run when the seed says so; it does not report its free memory, so that runs repeat.
 
     Args:
         seed: decides every choice; the same seed gives the same run.
@@ -133,7 +115,7 @@ class SimulatedDevice(Device):
             operation = self._streams[self._random.choice(streams)].popleft()
             operation.run()
             if operation.event is not None:
-                operation.event.pass_now()
+                operation.event.has_passed = True
         return True
 
     def progress(self) -> None:
@@ -157,13 +139,11 @@ class SimulatedDevice(Device):
     # ---- the interface -----------------------------------------------------------------------------------------------
 
     def is_host(self, tensor: Tensor) -> bool:
-        """Whether the tensor lies in memory from `host_empty`; all others count as on the device."""
         return storage_key(tensor.untyped_storage()) in self._host_blocks
 
     def pack(
         self, gradients: Sequence[Tensor], layout: FlatLayout[Any], dtype: torch.dtype, norm: ChunkSums | None = None
     ) -> Tensor:
-        """Return device memory that is filled when the current stream gets there, with NaN between the gradients."""
         self.progress()
         packed = self._allocate(layout.numel, dtype)
         targets = layout.views(_alias(packed))
@@ -175,23 +155,19 @@ class SimulatedDevice(Device):
         return packed
 
     def update(self, steps: Sequence[ResidentStep], sets: Sequence[Coefficients]) -> None:
-        """Run at once, as everything that the model computes: but after what is under way on its stream."""
         self.record(Stream.CURRENT).synchronize()
         stand_in.update(steps, sets)
 
     def scatter(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        """Run at once, as everything that the model computes: but after what is under way on its stream."""
         self.record(Stream.CURRENT).synchronize()
         _copy([target.data for target in targets], sources)
 
     def put(self, buffer: Tensor, index: Tensor, values: Tensor) -> None:
-        """Run at once, as everything that the model computes: but after what is under way on its stream."""
         self.record(Stream.CURRENT).synchronize()
         if all(map(has_memory, (buffer, index, values))):
             super().put(buffer, index, values)
 
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return host memory full of NaN."""
         tensor = self._allocate(numel, dtype)
         key = storage_key(tensor.untyped_storage())
         self._host_blocks.add(key)
@@ -199,20 +175,17 @@ class SimulatedDevice(Device):
         return tensor
 
     def empty(self, numel: int, dtype: torch.dtype, stream: Stream) -> Tensor:
-        """Return device memory full of NaN."""
         return self._allocate(numel, dtype)
 
     def copy(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
-        """Enqueue a copy; both sides are read and written when it runs."""
         target, origin = _alias(destination), _alias(source)
         self._enqueue(stream, Operation(lambda: _copy([target], [origin])))
         self.progress()
 
     def record(self, stream: Stream) -> SimulatedEvent:
-        """Return a fresh event at the present end of a stream."""
         event = SimulatedEvent(self)
         event.is_recorded = True
-        self._enqueue(stream, Operation(_nothing, event=event))
+        self._enqueue(stream, Operation(lambda: None, event=event))
         self.progress()
         return event
 
@@ -226,11 +199,9 @@ class SimulatedDevice(Device):
             self._waits[stream].append(event)
 
     def record_stream(self, buffer: Tensor, stream: Stream) -> None:
-        """Keep memory until the stream has passed its present end."""
         self._blocks[storage_key(buffer.untyped_storage())].kept_for.append((stream, self.record(stream)))
 
     def start_worker(self, idle: Work) -> SeededWorker:
-        """Return a worker whose jobs run between the training thread's calls, when the seed says so."""
         return SeededWorker(self._random, idle)
 
     # ---- memory ------------------------------------------------------------------------------------------------------
@@ -296,7 +267,6 @@ class SeededWorker(Worker):
 
     @property
     def is_idle(self) -> bool:
-        """Whether every submitted job is done."""
         return not self._jobs
 
     def submit(self, job: Job) -> None:
@@ -308,17 +278,14 @@ class SeededWorker(Worker):
             self._run_one()
 
     def drain(self) -> None:
-        """Run every job; see `Worker`."""
         self.close()
         self._raise_error()
 
     def wake(self) -> None:
-        """Do as much idle work as the seed says."""
         while self._random.random() < 0.5 and self._idle():
             pass
 
     def close(self) -> None:
-        """Run what is left."""
         while self._jobs:
             self._run_one()
 

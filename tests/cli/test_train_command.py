@@ -235,7 +235,7 @@ def refusal(available: int, *words: object, monkeypatch: pytest.MonkeyPatch, cap
         raise UsageError("allocated")
 
     with monkeypatch.context() as patched:
-        patched.setattr(HostMemory, "of", lambda host: HostMemory(10**13, available, available, None))
+        patched.setattr(HostMemory, "of", lambda host: HostMemory(10**13, available, available))
         patched.setattr(command, "Trainer", allocate)
         assert train(*words) == 2
     printed = capsys.readouterr().err
@@ -287,7 +287,7 @@ def test_checkpoint_is_refused_where_it_and_its_run_do_not_fit(
         (needed, left, 0, 0),
         (needed, left - 1, 0, 1),
     ):
-        memory = HostMemory(10**13, limit, available, None)
+        memory = HostMemory(10**13, limit, available)
         with monkeypatch.context() as patched, caplog.at_level(logging.WARNING, "superadam"):
             patched.setattr(HostMemory, "of", lambda host, memory=memory: memory)
             assert train(*resume, "--stop-at", 3, "--no-save") == status

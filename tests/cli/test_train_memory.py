@@ -110,7 +110,7 @@ def test_needs_grow_with_what_is_asked_for(
 
 
 def test_memory_is_refused_from_the_first_byte_on_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(HostMemory, "of", lambda host: HostMemory(10**12, 5_000_000_000, 10**12, None))
+    monkeypatch.setattr(HostMemory, "of", lambda host: HostMemory(10**12, 5_000_000_000, 10**12))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7_000_000_000, 10**12))
     cpu, cuda = torch.device("cpu"), torch.device("cuda:1")
     require_memory(cpu, 5_000_000_000, "it", "do less")
@@ -125,7 +125,7 @@ def test_memory_is_refused_from_the_first_byte_on_that_is_not_there(monkeypatch:
 def test_memory_that_only_seems_to_lack_is_no_reason_to_refuse(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(HostMemory, "of", lambda host: HostMemory(10**12, 10**12, 10, None))
+    monkeypatch.setattr(HostMemory, "of", lambda host: HostMemory(10**12, 10**12, 10))
     require_memory(torch.device("cpu"), 5_000_000_000, "it", "do less")
     (record,) = caplog.records
     assert record.getMessage().startswith(

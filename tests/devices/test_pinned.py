@@ -20,9 +20,8 @@ from torch import Tensor
 
 from superadam.devices import pinned as pinned_module
 from superadam.devices import slab
-from superadam.devices.gaps import Gaps
 from superadam.devices.pinned import PinnedMemory
-from superadam.devices.slab import PAGE_BYTES, PinningError
+from superadam.devices.slab import PAGE_BYTES, Gaps, PinningError
 
 PAGES = 24
 

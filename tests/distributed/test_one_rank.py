@@ -22,6 +22,7 @@ from superadam import OffloadScheduler, SpeculativeCPUAdamW, StepKind
 from superadam.distributed import shards
 from superadam.handles.gradient_handle import taken_of
 from superadam.integrations.reduced_gradients import take_reduced_gradients
+from superadam.kernels import torch_private
 
 pytestmark = pytest.mark.slow
 
@@ -114,7 +115,7 @@ def test_reduced_gradients_are_those_of_fp32_shards(device: str, overlaps: bool)
 def test_result_of_a_collective_that_is_under_way_is_waited_for(device: str) -> None:
     like = DTensor.from_local(torch.zeros(4, device=device), init_device_mesh(device, (1,)), [Shard(0)])
     under_way = AsyncCollectiveTensor(torch.ones(4, device=device))
-    part = shards.part_of(shards.with_local(like, under_way), like)
+    part = shards.part_of(torch_private.dtensor_like(like, under_way), like)
     assert type(part) is Tensor
     assert part.tolist() == [1.0] * 4
 

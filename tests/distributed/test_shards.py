@@ -29,6 +29,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from superadam import SpeculativeCPUAdamW, StepKind
 from superadam.distributed import shards
+from superadam.kernels import torch_private
 
 pytestmark = pytest.mark.slow
 
@@ -501,7 +502,7 @@ def test_attributes_of_dtensor(rank: int) -> None:
         assert part is shards.local_of(parameter)
         assert part.data_ptr() == parameter.to_local().data_ptr()
         state = torch.zeros(part.shape)
-        whole: Any = shards.with_local(parameter, state)
+        whole: Any = torch_private.dtensor_like(parameter, state)
         assert type(whole) is DTensor
         assert shards.local_of(whole) is state
         assert (whole.shape, whole.dtype, whole.stride()) == (parameter.shape, torch.float32, parameter.stride())
@@ -509,7 +510,7 @@ def test_attributes_of_dtensor(rank: int) -> None:
         whole += 1
         assert state.eq(1).all()
         assert bits((whole + parameter).full_tensor()) == bits(torch.full((3, 2), 2.0))
-        shards.set_local(whole, torch.full(part.shape, 5.0))
+        torch_private.set_dtensor_part(whole, torch.full(part.shape, 5.0))
         assert whole.full_tensor().eq(5).all()
         # An operation on the DTensor counts there, one on the part in the part, and one on a list nowhere: see README.
         for write, where in (

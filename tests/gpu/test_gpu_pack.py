@@ -235,40 +235,6 @@ def test_nothing_to_pack_is_allowed(implementation: str) -> None:
     gpu.pack_gradients([empty, empty], [0, 0], empty, *norm)
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    good, buffer = torch.ones(10, device=DEVICE), torch.zeros(30, device=DEVICE)
-    sums, counts = torch.zeros(2, dtype=torch.float64, device=DEVICE), torch.zeros(2, dtype=torch.int64, device=DEVICE)
-    meta = torch.empty(10, device="meta")
-
-    def refused(error: type[Exception], message: str, *arguments: object) -> None:
-        with pytest.raises(error, match=message):
-            gpu.pack_gradients(*arguments)  # type: ignore[arg-type]
-        assert not buffer.any()
-
-    refused(TypeError, "gradient 1 is int64", [good, good.long()], [0, 10], buffer)
-    refused(TypeError, "sparse", [good.to_sparse()], [0], buffer)
-    refused(ValueError, "gradient 1 is on meta", [good, meta], [0, 10], buffer)
-    refused(ValueError, "without gaps; call contiguous", [good[::2]], [0], buffer)
-    refused(ValueError, "without gaps; call contiguous", [torch.ones(1, device=DEVICE).expand(3)], [0], buffer)
-    refused(TypeError, "destination is int64", [good], [0], buffer.long())
-    refused(ValueError, r"destination has shape \(5, 6\)", [good], [0], buffer.view(5, 6))
-    refused(ValueError, "destination is on meta", [good], [0], torch.empty(30, device="meta"))
-    refused(TypeError, "gradients of float64 cannot be packed into a buffer of float32", [good.double()], [0], buffer)
-    refused(TypeError, "gradients of float32 cannot be packed", [good], [0], buffer.double())
-    refused(TypeError, "float32, float64", [good.double(), good], [0, 10], buffer.double())
-    refused(ValueError, "2 offsets for 1 tensors", [good], [0, 10], buffer)
-    refused(ValueError, "outside destination of 30 elements", [good], [21], buffer)
-    refused(ValueError, "outside destination", [good], [-1], buffer)
-    refused(ValueError, "two tensors would overlap", [good, good], [0, 9], buffer)
-    refused(ValueError, "only one of sums and nonfinite", [good], [0], buffer, sums)
-    refused(TypeError, "sums is float32, expected float64", [good], [0], buffer, good, counts)
-    refused(TypeError, "nonfinite is float64, expected int64", [good], [0], buffer, sums, sums)
-    refused(ValueError, "sums has shape", [good] * 3, [0, 10, 20], buffer, sums, counts)
-
-
 # -- which implementation runs -----------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,7 @@ import torch
 from support.gpu_arrays import BACKENDS, DEVICE, asked_for, needs_triton
 
 from superadam import gpu
-from superadam.gpu.tables import Table
+from superadam.gpu import tables
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
 from superadam.kernels.resident_step import ResidentStep
 
@@ -16,34 +16,34 @@ HYPER = Hyperparameters(1e-3, 0.9, 0.999, 1e-8, 0.1, amsgrad=False, maximize=Fal
 
 
 @pytest.fixture
-def tables(monkeypatch: pytest.MonkeyPatch) -> list[Table]:
-    """All tables that were asked for, of which only the first finds memory."""
-    asked: list[Table] = []
-    entries = Table.entries
+def uploads(monkeypatch: pytest.MonkeyPatch) -> list[np.ndarray]:
+    """All tables that were uploaded, of which only the first finds memory."""
+    asked: list[np.ndarray] = []
+    upload = tables.upload
 
-    def short(table: Table, rows: np.ndarray) -> torch.Tensor:
-        asked.append(table)
+    def short(array: np.ndarray, device: torch.device) -> torch.Tensor:
+        asked.append(array)
         if len(asked) > 1:
             raise torch.OutOfMemoryError("planted")
-        return entries(table, rows)
+        return upload(array, device)
 
-    monkeypatch.setattr(Table, "entries", short)
+    monkeypatch.setattr(tables, "upload", short)
     return asked
 
 
 @pytest.mark.parametrize("implementation", BACKENDS)
-def test_values_are_scattered_without_memory_for_a_table(implementation: str, tables: list[Table]) -> None:
+def test_values_are_scattered_without_memory_for_a_table(implementation: str, uploads: list[np.ndarray]) -> None:
     dtypes = (torch.float32, torch.bfloat16, torch.float64)
     targets = [torch.zeros(5, 7, dtype=dtype, device=DEVICE) for dtype in dtypes]
     sources = [torch.randn(5, 7, device=DEVICE).to(dtype) for dtype in dtypes]
     with asked_for(implementation):
         gpu.scatter_values(sources, targets)
-    assert len(tables) == (2 if implementation == "triton" else 0)
+    assert len(uploads) == (2 if implementation == "triton" else 0)
     assert all(map(torch.equal, targets, sources))
 
 
 @needs_triton
-def test_update_writes_nothing_where_a_table_finds_no_memory(tables: list[Table]) -> None:
+def test_update_writes_nothing_where_a_table_finds_no_memory(uploads: list[np.ndarray]) -> None:
     steps = [
         ResidentStep(
             *(torch.ones(9, device=DEVICE) for _ in range(3)),
@@ -55,5 +55,5 @@ def test_update_writes_nothing_where_a_table_finds_no_memory(tables: list[Table]
     ]
     with pytest.raises(torch.OutOfMemoryError, match="planted"):
         gpu.update(steps, [Coefficients.at_step(HYPER, 1, 1.0, double=False)])
-    assert len(tables) == 2
+    assert len(uploads) == 2
     assert all(bool((one == 1).all()) for step in steps for one in (step.master, step.exp_avg, step.parameter))

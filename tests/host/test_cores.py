@@ -8,8 +8,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from superadam.host import cores
 from superadam.host.machine import Host
@@ -39,13 +37,6 @@ def test_cpus_near_a_device(
         (tmp_path / path.lstrip("/")).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path.lstrip("/")).write_text(text + "\n")
     assert cores.near(Host(tmp_path, {}, affinity), ADDRESS) == expected
-
-
-@given(st.integers(1, 1000))
-def test_training_keeps_two_cpus_where_there_are_enough(count: int) -> None:
-    idle = cores.idle_count(set(range(count)))
-    assert 1 <= idle <= count
-    assert idle == count - cores.LEFT_TO_TRAINING or (idle == 1 and count <= cores.LEFT_TO_TRAINING)
 
 
 def in_thread(work: threading.Thread) -> None:

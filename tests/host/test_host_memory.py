@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from superadam.host.cgroups import Group, groups_of
-from superadam.host.machine import Host
-from superadam.host.memory import HostMemory, HostNeeds, require_memory
+from superadam.host.machine import Group, Host, groups_of
+from superadam.host.memory import HostMemory, HostNeeds, lockable_bytes, require_memory
 
 MEMINFO = {"/proc/meminfo": "MemTotal:       4000 kB\nMemFree: 1 kB\nMemAvailable:   3000 kB\n"}
 VERSION_2 = {"/proc/self/cgroup": "0::/a/b"}
@@ -65,9 +64,9 @@ def test_available_memory(tmp_path: Path, files: dict[str, str], limit: int, ava
 
 
 @pytest.mark.parametrize(("limit", "lockable"), [(8 << 20, 8 << 20), (resource.RLIM_INFINITY, None), (0, 0)])
-def test_lockable_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int, lockable: int | None) -> None:
+def test_lockable_memory(monkeypatch: pytest.MonkeyPatch, limit: int, lockable: int | None) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, resource.RLIM_INFINITY))
-    assert HostMemory.of(machine(tmp_path, MEMINFO)).lockable == lockable
+    assert lockable_bytes() == lockable
 
 
 def test_a_machine_that_does_not_say(tmp_path: Path) -> None:

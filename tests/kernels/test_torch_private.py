@@ -18,7 +18,7 @@ import pytest
 import torch
 from support import without_names
 from support.visible import parameter
-from support.without_names import ALL, NONE, OF_DTENSORS, PARTS
+from support.without_names import NEEDED_ALONE, NONE
 from torch import Tensor, distributed, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -568,43 +568,30 @@ def test_torch_still_does_what_is_relied_on(path: str, group: None) -> None:
 
 @pytest.fixture(scope="module")
 def runs() -> Any:
-    """Return what came out of training with and without each name."""
+    """Return what came out of training with and without names."""
     command = [sys.executable, without_names.__file__]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
-def check_run(run: Any, usual: Any, *, takes: bool) -> None:
-    assert "error" not in run, run["error"]
-    assert run["digests"] == usual["digests"]
-    assert any(run["taken"]) is takes
-    assert run["refused"] is not takes
+def test_without_a_name_that_only_handles_need_no_gradient_is_taken(runs: Any) -> None:
+    expected = {path: [] if path in NEEDED_ALONE else [path] for path in torch_private.FOUND}
+    assert {path: run["missing"] for path, run in runs["missing"].items()} == expected
 
 
-def test_with_all_names_gradients_are_taken_and_overlap_changes_no_bit(runs: Any) -> None:
-    for kind, dtypes in (("plain", 1), ("sharded", 2)):
-        usual = runs[kind][NONE]
-        check_run(usual, usual, takes=True)
-        assert len(usual["digests"]) == dtypes
-    assert runs["plain"].keys() == {NONE, ALL, *torch_private.FOUND}
-
-
-@pytest.mark.parametrize("path", [*torch_private.FOUND, ALL])
-def test_without_a_name_the_bits_are_the_same(path: str, runs: Any) -> None:
-    check_run(runs["plain"][path], runs["plain"][NONE], takes=path not in (*torch_private.NEEDED_TO_TAKE, ALL))
-
-
-@pytest.mark.parametrize("path", [*OF_DTENSORS, ALL])
-def test_without_a_name_sharded_training_has_the_same_bits(path: str, runs: Any) -> None:
-    takes = path not in (*torch_private.NEEDED_TO_TAKE, *PARTS, ALL)
-    check_run(runs["sharded"][path], runs["sharded"][NONE], takes=takes)
-
-
-def test_what_keeps_work_from_overlapping_is_told(runs: Any) -> None:
-    for path in torch_private.FOUND:
-        told = f"nothing overlaps: torch {torch.__version__} lacks {path}"
-        assert runs["plain"][path]["told"] == ([told] * 2 if path in torch_private.NEEDED_TO_TAKE else []), path
+@pytest.mark.parametrize("kind", ["plain", "sharded"])
+def test_without_names_the_bits_are_the_same(kind: str, runs: Any) -> None:
+    usual = runs[kind][NONE]
+    for name, run in runs[kind].items():
+        assert "error" not in run, f"{name}: {run['error']}"
+        assert run["digests"] == usual["digests"], name
+        takes = name in (*NEEDED_ALONE, NONE)
+        assert any(run["taken"]) is takes, name
+        assert run["refused"] is not takes, name
+        told = f"nothing overlaps: torch {torch.__version__} lacks {', '.join(run['missing'])}"
+        assert run.get("told", []) == ([told] * 2 if kind == "plain" and not takes else []), name
+    assert len(usual["digests"]) == {"plain": 1, "sharded": 2}[kind]
 
 
 def test_without_a_spec_a_part_elsewhere_is_refused() -> None:

@@ -138,7 +138,7 @@ def test_a_state_that_users_have_damaged_is_passed_over() -> None:
 
 
 def remembering(monkeypatch: pytest.MonkeyPatch, limit: int, available: int) -> None:
-    monkeypatch.setattr(HostMemory, "of", lambda host: HostMemory(10**13, limit, available, None))
+    monkeypatch.setattr(HostMemory, "of", lambda host: HostMemory(10**13, limit, available))
 
 
 class Paced(PacedDevice):

@@ -68,7 +68,7 @@ class FakeCuda:
         self._streams += 1
         return FakeStream(self, ("download", "upload")[(self._streams - 1) % 2])
 
-    def new_event(self, enable_timing: bool = False, blocking: bool = False) -> FakeEvent:
+    def new_event(self, blocking: bool = False) -> FakeEvent:
         assert blocking
         return FakeEvent(self)
 
@@ -144,10 +144,6 @@ class FakeEvent:
     def query(self) -> bool:
         return self.cuda.events_pass
 
-    def elapsed_time(self, end: FakeEvent) -> float:
-        assert self.recorded_on == end.recorded_on
-        return 2.0
-
     def synchronize(self) -> None:
         self.cuda.log.append(("synchronize", self.recorded_on))
 
@@ -157,7 +153,6 @@ class FakeDevice(CudaDevice):
 
     def __init__(self, cuda: FakeCuda, host: Host | None = None) -> None:
         super().__init__("cuda:0", host)
-        cuda.log.clear()  # of the start of its clock
         self._cuda = cuda
         self.device = torch.device("cpu")
 

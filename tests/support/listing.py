@@ -9,7 +9,6 @@ from support.intervals import Case, at_factor
 from support.kernel_arrays import Job, Placed, coefficient_table, make_segment, narrow, widen
 
 from superadam.kernels import formula, native
-from superadam.kernels.hyperparameters import IntervalScalars
 from superadam.kernels.native import Dtype, Flag, Pass
 
 LISTED = ("gradient", "master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
@@ -27,7 +26,7 @@ class Listing:
         segment.arrays["accepted_gradient"] = Placed(segment.arrays["gradient"].view.copy())
         if Flag.AMSGRAD not in case.k.flags:
             del segment.arrays["max_exp_avg_sq"]
-        older = dataclasses.replace(at_factor(case.k, 0.75), interval=IntervalScalars())
+        older = dataclasses.replace(at_factor(case.k, 0.75), interval=None)
         self.job = Job(which, [segment], [case.k, older])
         segment.accepted_coefficients = 1
         kinds = {"index": np.uint32, "gradient": segment.arrays["gradient"].view.dtype}

@@ -1,4 +1,4 @@
-"""Trains with and without each private name of torch, in forks of this process, and prints what came out as JSON.
+"""Trains with and without private names of torch, in forks of this process, and prints what came out as JSON.
 
 Run as a script, in a process that has not imported superadam. `python without_names.py`.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import functools
 import hashlib
 import itertools
 import json
@@ -14,15 +15,24 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 PARTS = ("distributed.tensor.DTensor._local_tensor", "distributed.tensor.DTensor._spec")
-OF_DTENSORS = (*PARTS, "Tensor._base", "Tensor._use_count", "Tensor._version", "UntypedStorage._cdata")
-"""Names without which sharded parameters are trained, too."""
+NEEDED_ALONE = (
+    "_C._InferenceMode",
+    "_compile._disable_dynamo",
+    "Tensor._version",
+    "_foreach_copy_",
+    "distributed.distributed_c10d._get_default_store",
+)
+"""Names that are not needed to take gradients, but by the optimizer itself, which has a public way for each."""
+
+ADDRESS = "UntypedStorage._cdata"
+"""A name that is needed for both."""
 
 NONE, ALL = "none", "all"
 """Of the names are missing."""
@@ -33,29 +43,7 @@ STEPS = 8
 def owner_of(path: str) -> tuple[Any, str]:
     """Return what has the last name of a path below torch, and that name."""
     *owners, name = path.split(".")
-    owner: Any = torch
-    for one in owners:
-        owner = getattr(owner, one)
-    return owner, name
-
-
-@contextlib.contextmanager
-def hidden(places: Sequence[tuple[Any, str]]) -> Iterator[None]:
-    """Let `getattr` not find names, which cannot be deleted from a class of C or are needed by torch itself."""
-    usual = getattr
-
-    def blind(of: Any, what: str, *default: Any) -> Any:
-        if any(of is owner and what == name for owner, name in places):
-            if default:
-                return default[0]
-            raise AttributeError(what)
-        return usual(of, what, *default)
-
-    builtins.getattr = blind
-    try:
-        yield
-    finally:
-        builtins.getattr = usual
+    return functools.reduce(getattr, owners, torch), name
 
 
 def take_away_part(name: str) -> None:
@@ -74,31 +62,23 @@ def take_away_part(name: str) -> None:
     setattr(DTensor, name, property(get, slot.__set__))
 
 
-def import_without(*paths: str) -> None:
-    """Import superadam in a process in which torch lacks these names."""
-    for path in paths:
-        if path in PARTS:
-            take_away_part(path.rpartition(".")[2])
+def import_without(*paths: str) -> list[str]:
+    """Import superadam in a process in which torch seems to lack these names; return what is missing for handles."""
+    for path in set(paths).intersection(PARTS):
+        take_away_part(path.rpartition(".")[2])
     early = [path for path in paths if path not in PARTS]
     places = [owner_of(path) for path in early]
-    for path, (owner, name) in zip(early, places, strict=True):
-        if "ops" not in path and path not in NEEDED_BY_TORCH:
-            with contextlib.suppress(AttributeError, TypeError):
-                delattr(owner, name)
-    with hidden(places):
-        from superadam.kernels import torch_private
+    usual = getattr
+
+    def blind(of: Any, what: str, *default: Any) -> Any:
+        return default[0] if any(of is owner and what == name for owner, name in places) else usual(of, what, *default)
+
+    builtins.getattr = blind
+    from superadam.kernels import torch_private
+
+    builtins.getattr = usual
     assert not any(torch_private.FOUND[path] for path in early)
-
-
-NEEDED_BY_TORCH = (
-    "_C._InferenceMode",
-    "_C._disabled_torch_function_impl",
-    "_guards.TracingContext.try_get",
-    "utils._foreach_utils._foreach_supported_types",
-    "multiprocessing.reductions.StorageWeakRef",
-    "distributed.distributed_c10d._get_default_store",
-)
-"""Names that torch itself, without superadam, cannot train without."""
+    return torch_private.missing
 
 
 # -- training ----------------------------------------------------------------------------------------------------------
@@ -255,8 +235,8 @@ def _names() -> dict[str, Any]:
 
 def _work(paths: Sequence[str], train: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
     def work() -> dict[str, Any]:
-        import_without(*paths)
-        return train()
+        missing = import_without(*paths)
+        return train() | {"missing": missing}
 
     return work
 
@@ -269,8 +249,9 @@ if __name__ == "__main__":
 
     torch.set_num_threads(1)
     names = in_fork(_names)["names"]
-    plain = {path: in_fork(_work([path], train_all)) for path in names}
-    plain |= {NONE: in_fork(_work([], train_all)), ALL: in_fork(_work(names, train_all))}
-    sharded = {path: in_fork(_work([path], train_sharded)) for path in OF_DTENSORS}
-    sharded |= {NONE: in_fork(_work([], train_sharded)), ALL: in_fork(_work([*names, *PARTS], train_sharded))}
-    json.dump({"plain": plain, "sharded": sharded}, sys.stdout)
+    missing = {path: in_fork(_work([path], dict)) for path in names}
+    cases = {path: [path] for path in (*NEEDED_ALONE, ADDRESS)} | {NONE: [], ALL: names}
+    plain = {name: in_fork(_work(paths, train_all)) for name, paths in cases.items()}
+    cases = {path: [path] for path in (*PARTS, "Tensor._version", ADDRESS)} | {NONE: [], ALL: [*names, *PARTS]}
+    sharded = {name: in_fork(_work(paths, train_sharded)) for name, paths in cases.items()}
+    json.dump({"missing": missing, "plain": plain, "sharded": sharded}, sys.stdout)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 
 from superadam.cli.doctor.finding import Finding, Status
-from superadam.host.cgroups import groups_of
-from superadam.host.machine import Host, cpus_of, ranges_of
+from superadam.host.machine import Host, cpus_of, groups_of, ranges_of
 from superadam.kernels import native
 
 REBUILD = "pip install --force-reinstall --no-deps superadam"
