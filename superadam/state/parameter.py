@@ -17,6 +17,7 @@ from torch import Tensor
 
 from superadam.distributed import shards
 from superadam.handles.taken_gradient import TakenGradient
+from superadam.kernels import torch_private
 from superadam.kernels.dtypes import DTYPES
 from superadam.kernels.hyperparameters import Hyperparameters, Interval, Scale
 from superadam.kernels.torch_private import version_of
@@ -122,6 +123,12 @@ def check_parameter(parameter: Tensor, name: str) -> None:
         )
 
 
+def differing(first: Tensor, second: Tensor) -> Tensor:
+    """Return where two tensors of one dtype differ in any bit; NaN equals NaN, +0 and -0 differ."""
+    bits = getattr(torch, f"int{8 * first.dtype.itemsize}")
+    return (first.contiguous().view(bits) != second.contiguous().view(bits)) & ~(first.isnan() & second.isnan())
+
+
 class ParameterState:
     """State of one parameter; its tensors are None until the first gradient arrives.
 
@@ -138,29 +145,6 @@ class ParameterState:
         reference: the weak reference to this object that all share, kept so that taking a gradient makes none.
         wholes: the DTensors, by attribute, as whose part users see the four tensors above; empty for other parameters.
     """
-
-    __slots__ = (
-        "__weakref__",
-        "dtype",
-        "exp_avg",
-        "exp_avg_sq",
-        "is_contiguous_on_cpu",
-        "is_own_master",
-        "is_staged",
-        "local",
-        "master",
-        "max_exp_avg_sq",
-        "name",
-        "parameter",
-        "parameter_dtype",
-        "pending",
-        "phase",
-        "reference",
-        "row",
-        "shape",
-        "strides",
-        "wholes",
-    )
 
     def __init__(self, parameter: Tensor, row: int, name: str, *, is_on_host: bool | None = None) -> None:
         check_parameter(parameter, name)
@@ -211,17 +195,10 @@ class ParameterState:
             self.wholes[key] = self.whole(tensor)
         return self.wholes[key]
 
-    def empty(self, dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised CPU tensor in the layout of the state."""
-        return torch.empty_strided(self.local.shape, self.strides, dtype=dtype, device="cpu")
-
     def host_copy(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Return a copy of `tensor` on the CPU in the layout of the state."""
-        return self.empty(dtype).copy_(tensor.detach())
-
-    def zeros(self) -> Tensor:
-        """Return zeros in the layout of the state."""
-        return torch.zeros_like(self.local, dtype=self.dtype, device="cpu", requires_grad=False)
+        empty = torch.empty_strided(self.local.shape, self.strides, dtype=dtype, device="cpu")
+        return empty.copy_(tensor.detach())
 
     def check_gradient(self, gradient: Tensor) -> None:
         """Raise TypeError or ValueError if a gradient does not fit."""
@@ -266,11 +243,6 @@ class ParameterState:
         return pending is not None and pending.taken() is taken and pending.version == taken.version
 
     @property
-    def is_as_bound(self) -> bool:
-        """Whether the parameter has the shape and dtype it was bound with; if not, it is compared when bound again."""
-        return self.local.shape == self.shape and self.local.dtype == self.parameter_dtype
-
-    @property
     def is_narrow(self) -> bool:
         """Whether the parameter's dtype is narrower than its master's, so that new values of many factors are one."""
         return self.parameter_dtype in NARROWER
@@ -283,15 +255,9 @@ class ParameterState:
     @property
     def versions(self) -> tuple[int, ...] | None:
         """Version counters of master and moments, which kernels leave alone; None if any was made in inference mode."""
-        master, exp_avg, exp_avg_sq, largest = self.master, self.exp_avg, self.exp_avg_sq, self.max_exp_avg_sq
-        versions: tuple[int, ...]
+        tensors = (self.master, self.exp_avg, self.exp_avg_sq, self.max_exp_avg_sq)
         try:
-            versions = (
-                -1 if master is None else version_of(master),
-                -1 if exp_avg is None else version_of(exp_avg),
-                -1 if exp_avg_sq is None else version_of(exp_avg_sq),
-                -1 if largest is None else version_of(largest),
-            )
+            versions = tuple([-1 if tensor is None else version_of(tensor) for tensor in tensors])
         except RuntimeError:  # made in inference mode
             return None
         if self.is_distributed:  # writes to DTensors count there; those that are made in between begin at 0
@@ -309,9 +275,28 @@ class ParameterState:
 
     def create_state(self, *, with_max: bool) -> None:
         """Create what a step reads and writes: zero moments, and the master from the parameter's present value."""
+
+        def zeros() -> Tensor:
+            return torch.zeros_like(self.local, dtype=self.dtype, device="cpu", requires_grad=False)
+
         if self.exp_avg is None:
-            self.exp_avg, self.exp_avg_sq = self.zeros(), self.zeros()
+            self.exp_avg, self.exp_avg_sq = zeros(), zeros()
         if not self.is_own_master and self.master is None:  # also after loading moments that came without masters
             self.master = self.host_copy(self.local, self.dtype)
         if with_max and self.max_exp_avg_sq is None:
-            self.max_exp_avg_sq = self.zeros()
+            self.max_exp_avg_sq = zeros()
+
+    @torch.no_grad()
+    def adopt_outside_write(self) -> None:
+        """Adopt in the master what others wrote to the working copy; nothing must be pending on it.
+
+        Only elements that differ from the rounded master are adopted, so that loading the same weights again changes
+        nothing.
+        """
+        if self.master is None:
+            return
+        present = self.local.detach().cpu()
+        where = differing(present, self.master.to(present.dtype))
+        if where.any():
+            with torch_private.inference_mode(self.master.is_inference()):  # where alone such a master can be written
+                self.master[where] = present[where].to(self.dtype)

@@ -25,8 +25,7 @@ import torch
 from torch import Tensor
 
 from superadam.kernels import native
-from superadam.state.outside_writes import differing
-from superadam.state.parameter import ParameterState
+from superadam.state.parameter import ParameterState, differing
 from superadam.state.table import ParameterTable, Rows
 
 FULL_STEPS = 100

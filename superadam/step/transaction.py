@@ -32,7 +32,6 @@ from superadam.kernels.hyperparameters import Hyperparameters, Scale
 from superadam.kernels.storage import has_memory
 from superadam.kernels.torch_private import is_short_of_memory
 from superadam.state.norm import GradientNorm
-from superadam.state.outside_writes import adopt_outside_write
 from superadam.state.parameter import ParameterState, Pending, Phase, Place
 from superadam.state.samples import Samples
 from superadam.state.table import CoefficientTable, ParameterTable, Segments
@@ -566,8 +565,13 @@ class Transaction:
         """Compare parameters with their masters and adopt what differs; by default where something hints at a write."""
         with self._timed("commit_seconds"):
             if states is None:
-                hinted = [self.table.states[row] for row in self.table.fingerprints.hints(self.table.all_rows)]
-                states = [state for state in hinted if has_memory(state.local) and state.is_as_bound]
+                hinted = [self.table.states[row] for row in self.table.fingerprints.hints()]
+                states = [  # those of another shape or dtype are compared when they are bound again
+                    state
+                    for state in hinted
+                    if has_memory(state.local)
+                    and (state.local.shape, state.local.dtype) == (state.shape, state.parameter_dtype)
+                ]
             self._adopt(states)
 
     def _adopt(self, states: Sequence[ParameterState]) -> None:
@@ -584,7 +588,7 @@ class Transaction:
         self.table.delivery.settle()
         for state in states:
             self.distrust(state)
-            adopt_outside_write(state)
+            state.adopt_outside_write()
             self.table.fingerprints.remember(state.row)
             self.table.refresh_pointers(state)
 
