@@ -200,6 +200,10 @@ class ParameterState:
         empty = torch.empty_strided(self.local.shape, self.strides, dtype=dtype, device="cpu")
         return empty.copy_(tensor.detach())
 
+    def zeros(self) -> Tensor:
+        """Return zeros in the layout of the state."""
+        return torch.zeros_like(self.local, dtype=self.dtype, device="cpu", requires_grad=False)
+
     def check_gradient(self, gradient: Tensor) -> None:
         """Raise TypeError or ValueError if a gradient does not fit."""
         if (
@@ -275,16 +279,12 @@ class ParameterState:
 
     def create_state(self, *, with_max: bool) -> None:
         """Create what a step reads and writes: zero moments, and the master from the parameter's present value."""
-
-        def zeros() -> Tensor:
-            return torch.zeros_like(self.local, dtype=self.dtype, device="cpu", requires_grad=False)
-
         if self.exp_avg is None:
-            self.exp_avg, self.exp_avg_sq = zeros(), zeros()
+            self.exp_avg, self.exp_avg_sq = self.zeros(), self.zeros()
         if not self.is_own_master and self.master is None:  # also after loading moments that came without masters
             self.master = self.host_copy(self.local, self.dtype)
         if with_max and self.max_exp_avg_sq is None:
-            self.max_exp_avg_sq = zeros()
+            self.max_exp_avg_sq = self.zeros()
 
     @torch.no_grad()
     def adopt_outside_write(self) -> None:

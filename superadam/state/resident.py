@@ -82,11 +82,11 @@ class ResidentStates:
         """Return the master on the device, flat, to be read on the current stream; None for its own master."""
         return self._held[state].get("master")
 
-    def bring_home(self, states: Iterable[ParameterState]) -> None:
-        """Copy these states to the host and free their memory on the device."""
+    def bring_home(self, states: Iterable[ParameterState]) -> list[ParameterState]:
+        """Copy these states to the host and free their memory on the device; return those that were there."""
         leaving = [state for state in states if state in self._held] if self._held else []
         if not leaving:
-            return
+            return leaving
         if self._updated is not None:  # perhaps on the current stream of another thread
             self._device.wait(Stream.CURRENT, self._updated)
         for state in leaving:
@@ -95,6 +95,7 @@ class ResidentStates:
         self._device.record(Stream.CURRENT).synchronize()
         for state in leaving:
             del self._held[state]
+        return leaving
 
     def _moved(self, tensor: Tensor) -> Tensor:
         """Return a flat copy on the device, which the upload stream writes."""

@@ -189,9 +189,7 @@ class ParameterTable:
     def bring_home(self, states: Iterable[ParameterState] | None = None) -> None:
         """Bring these states, by default all, to the host; return when they are there."""
         if self._resident is not None:
-            leaving = [state for state in (self.states if states is None else states) if self._resident.holds(state)]
-            self._resident.bring_home(leaving)
-            for state in leaving:
+            for state in self._resident.bring_home(self.states if states is None else states):
                 self.remember_master(state)
 
     def newest_master(self, state: ParameterState) -> Tensor | None:
@@ -259,46 +257,35 @@ class ParameterTable:
                 segments[name] += np.uint64(getattr(into, name).ctypes.data)
         native.run(Pass.NORM, segments, threads=num_threads)
 
-    def speculate(
-        self,
-        rows: Rows,
-        gradients: Sequence[Tensor],
-        outs: Sequence[Tensor],
-        coefficients: CoefficientTable,
-        indices: Indices,
-        accepted: tuple[Sequence[Tensor], Indices] | None = None,
-        num_threads: int | None = None,
-        lists: Sequence[int] | None = None,
-    ) -> None:
-        """Write new values to `outs` as if these gradients were a step, and sum their squares.
-
-        The same pass folds `accepted`, the gradients of the step before and the indices of their coefficients, into the
-        state; without them the state stays as it is. `num_threads` is a maximum; None for all. `lists` has the address
-        of the record in which each row's uncertain elements are listed, 0 for none.
-        """
-        segments = self.segments(rows, gradients)
-        segments["coefficients"] = indices
-        if lists is not None:
-            segments["uncertain"] = lists
-        segments["out"] = [out.data_ptr() for out in outs]
-        which = Pass.SPECULATE
-        if accepted is not None:
-            which = Pass.COMMIT_AND_SPECULATE
-            segments["accepted_gradient"] = [gradient.data_ptr() for gradient in accepted[0]]
-            segments["accepted_coefficients"] = accepted[1]
-        native.run(which, segments, coefficients.array(), threads=num_threads)
-
-    def prepared_patch(
+    def run_speculation(
         self,
         rows: Rows,
         pending: Sequence[Pending],
         coefficients: CoefficientTable,
         indices: Indices,
-    ) -> Callable[[], int]:
-        """Return what gives listed elements the values of these coefficients, and returns how many; state stays.
+        accepted: Sequence[Pending] | None = None,
+        num_threads: int | None = None,
+    ) -> None:
+        """Write new values to the places of these gradients as if they were a step; sum squares, fill lists.
 
-        Its memory is allocated now, so that it does not fail for want of it.
+        The same pass folds `accepted`, the gradients of the step before, into the state; without them the state stays
+        as it is. `num_threads` is a maximum; None for all.
         """
+        segments = self.segments(rows, [record.gradient for record in pending])
+        segments["coefficients"] = indices
+        segments["uncertain"] = [0 if record.listed is None else record.listed.address for record in pending]
+        segments["out"] = [record.place.value.data_ptr() for record in pending if record.place]
+        which = Pass.SPECULATE
+        if accepted is not None:
+            which = Pass.COMMIT_AND_SPECULATE
+            segments["accepted_gradient"] = [record.gradient.data_ptr() for record in accepted]
+            segments["accepted_coefficients"] = self.indices_of(rows, accepted, coefficients)
+        native.run(which, segments, coefficients.array(), threads=num_threads)
+
+    def run_patch(
+        self, rows: Rows, pending: Sequence[Pending], coefficients: CoefficientTable, indices: Indices
+    ) -> int:
+        """Give listed elements the new values of these coefficients, and return how many there are; state stays."""
         by_shadow: dict[Shadow, list[int]] = {}
         for number, record in enumerate(pending):
             assert record.place is not None
@@ -318,33 +305,18 @@ class ParameterTable:
                     row[name] = source[name]
                 row["length"], row["out"] = one.count, values.data_ptr()
                 row["target"] = 0 if target is None else target.data_ptr()
-        table, count = coefficients.array(), int(segments["length"].sum())
+        native.run(Pass.SPECULATE, segments, coefficients.array())
+        for patch, listed in patches:
+            patch.send([one.index for one in listed])
+        return int(segments["length"].sum())
 
-        def run() -> int:
-            native.run(Pass.SPECULATE, segments, table)
-            for patch, listed in patches:
-                patch.send([one.index for one in listed])
-            return count
-
-        return run
-
-    def commit(
-        self,
-        rows: Rows,
-        accepted: Sequence[Tensor],
-        coefficients: CoefficientTable,
-        indices: Indices,
-        num_threads: int | None = None,
-    ) -> None:
-        """Fold accepted gradients, which working copies show already, into the state; arguments as `speculate`."""
-        segments = self.segments(rows, accepted)
-        segments["coefficients"] = indices
+    def run_commit(self, rows: Rows, accepted: Sequence[Pending], num_threads: int | None = None) -> None:
+        """Fold accepted gradients, which working copies show already, into the state."""
+        coefficients = CoefficientTable()
+        segments = self.segments(rows, [record.gradient for record in accepted])
+        segments["coefficients"] = self.indices_of(rows, accepted, coefficients)
         segments["sums"] = segments["nonfinite"] = 0
         native.run(Pass.COMMIT, segments, coefficients.array(), threads=num_threads)
-
-    def update(self, rows: Rows, segments: Segments, coefficients: CoefficientTable, indices: Indices) -> None:
-        """Make one step in place: state, own masters, working copies and step counts; the job is overwritten."""
-        self.prepared_update(rows, segments, coefficients, indices)()
 
     def prepared_update(
         self,
@@ -354,9 +326,10 @@ class ParameterTable:
         indices: Indices,
         late: npt.NDArray[np.bool_] | None = None,
     ) -> Callable[[], None]:
-        """Return what does as `update`, once; its memory is allocated now, so that it does not fail for want of it.
+        """Return what makes one step in place, once: state, own masters, working copies and step counts.
 
-        Of rows that are `late`, only the working copies are updated and steps counted: their state is committed later.
+        Its memory is allocated now, so that it does not fail for want of it; the job is overwritten. Of rows that are
+        `late`, only working copies are updated and steps counted: their state is committed later.
         """
         for column in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master"):  # may have been created since
             segments[column] = self._rows[column][rows]
@@ -366,7 +339,7 @@ class ParameterTable:
         segments["out"] = self._parameter_pointers[rows]
         is_staged, table = self._is_staged[rows], coefficients.array()
         direct: list[tuple[Pass, Segments]] = []
-        parts: list[tuple[Pass, list[ParameterState], Segments]] = []
+        in_turn: list[tuple[Pass, list[ParameterState], Segments]] = []
         if late is None and not is_staged.any():  # usual without a scheduler, perhaps of very many
             direct.append((Pass.UPDATE, segments))
         else:
@@ -374,32 +347,34 @@ class ParameterTable:
             for which, chosen in ((Pass.UPDATE, ~late), (Pass.SPECULATE, late)):
                 direct.append((which, segments[chosen & ~is_staged]))
                 staged = np.flatnonzero(chosen & is_staged)
-                for part in _parts(staged, segments["length"], self.delivery.staged_numel):
-                    parts.append((which, [self.states[row] for row in rows[part]], segments[part]))
-        stage = self.delivery.stage([states for _, states, _ in parts]) if parts else iter(())
+                for some in _cut(staged, segments["length"], self.delivery.staged_numel):
+                    in_turn.append((which, [self.states[row] for row in rows[some]], segments[some]))
+        stage = self.delivery.stage([states for _, states, _ in in_turn]) if in_turn else iter(())
         count = self.prepared_count(rows)
 
         def run() -> None:
-            for which, some in direct:
-                if len(some):
-                    native.run(which, some, table)
-            for places, (which, states, some) in zip(stage, parts, strict=True):
-                out = some["out"]
-                for position, place in enumerate(places):
-                    out[position] = place.value.data_ptr()
-                native.run(which, some, table)
+            for which, job in direct:
+                if len(job):
+                    native.run(which, job, table)
+            for places, (which, states, job) in zip(stage, in_turn, strict=True):
+                job["out"] = [place.value.data_ptr() for place in places]
+                native.run(which, job, table)
                 self.delivery.publish(states, places)
             count()
 
         return run
 
     def step_resident(
-        self, rows: Rows, gradients: Sequence[Tensor], coefficients: CoefficientTable, indices: Sequence[int]
+        self,
+        states: Sequence[ParameterState],
+        gradients: Sequence[Tensor],
+        coefficients: CoefficientTable,
+        indices: Sequence[int],
     ) -> None:
         """Make one step on the device, to which state that is still on the host moves."""
         assert self._resident is not None
-        count = self.prepared_count(rows)
-        self._resident.step([self.states[row] for row in rows], gradients, indices, coefficients.sets)
+        count = self.prepared_count(self.rows_of(states))
+        self._resident.step(states, gradients, indices, coefficients.sets)
         count()
 
     def prepared_count(self, rows: Rows) -> Callable[[], None]:
@@ -413,13 +388,17 @@ class ParameterTable:
 
         return count
 
+    def indices_of(self, rows: Rows, pending: Sequence[Pending], coefficients: CoefficientTable) -> list[int]:
+        """Return the coefficients that each of these gradients was captured with, after adding them to the table."""
+        return [
+            coefficients.index(one.hyper, one.step, one.scale, double=bool(double), interval=one.interval)
+            for one, double in zip(pending, self._is_double[rows], strict=True)
+        ]
+
     def indices_of_next_step(
         self, rows: Rows, runs: Iterable[tuple[Hyperparameters, int]], scale: Scale, coefficients: CoefficientTable
     ) -> Indices:
-        """Return the coefficients that each row's next step has, after adding them to the table.
-
-        `runs` holds hyper-parameters and the number of consecutive rows that each is for.
-        """
+        """Return the coefficients of each row's next step, as `indices_of`; `runs` as in `StepGradients`."""
         indices = np.empty(len(rows), np.int32)
         begin = 0
         for hyper, count in runs:
@@ -435,7 +414,7 @@ class ParameterTable:
         return indices
 
 
-def _parts(chosen: Rows, lengths: npt.NDArray[np.uint64], numel: int) -> list[Rows]:
+def _cut(chosen: Rows, lengths: npt.NDArray[np.uint64], numel: int) -> list[Rows]:
     """Split positions in a job into runs of about `numel` elements, each with at least one position."""
     if len(chosen) == 0:
         return []

@@ -34,8 +34,8 @@ from superadam.kernels.torch_private import is_short_of_memory
 from superadam.state.norm import GradientNorm
 from superadam.state.parameter import ParameterState, Pending, Phase, Place
 from superadam.state.samples import Samples
-from superadam.state.table import CoefficientTable, ParameterTable, Segments
-from superadam.state.uncertain import Listed, UncertainLists
+from superadam.state.table import CoefficientTable, ParameterTable, Rows, Segments
+from superadam.state.uncertain import empty_lists
 from superadam.step.gradients import StepGradients
 from superadam.step.outcome import Applied, Statistics, StepKind, StepOutcome
 from superadam.step.validation import judge
@@ -157,7 +157,8 @@ class Transaction:
             alone = [s for s, record in pending.items() if record.place and s.phase is Phase.CLEAN]
             fused = [s for s, record in pending.items() if record.place and s.phase is Phase.ACCEPTED]
             if waiting:
-                segments = self._segments(waiting, [pending[state].gradient for state in waiting])
+                gradients = [pending[state].gradient for state in waiting]
+                segments = self.table.segments(self.table.rows_of(waiting), gradients)
                 self.table.compute_norm(segments, num_threads=num_threads)
             for state in (*alone, *fused):
                 pending[state].versions = state.versions
@@ -170,46 +171,35 @@ class Transaction:
     def _speculate(
         self, states: Sequence[ParameterState], pending: Sequence[Pending], fuses: bool, num_threads: int | None
     ) -> None:
-        coefficients = CoefficientTable()
-        accepted = None
-        if fuses:
-            old = [_pending_of(state) for state in states]
-            accepted = [one.gradient for one in old], _indices(coefficients, states, old)
-        indices = _indices(coefficients, states, pending)
-        lists = self._lists(states, pending, [coefficients.sets[index].covers_interval for index in indices])
-        self.table.speculate(
-            self.table.rows_of(states),
-            [record.gradient for record in pending],
-            [record.place.value for record in pending if record.place],
-            coefficients,
-            indices,
-            accepted,
-            num_threads,
-            lists,
-        )
+        rows, coefficients = self.table.rows_of(states), CoefficientTable()
+        indices = self.table.indices_of(rows, pending, coefficients)
+        sets = coefficients.sets
+        self._make_lists(states, pending, [sets[index].covers_interval for index in indices])
+        accepted = [_pending_of(state) for state in states] if fuses else None
+        self.table.run_speculation(rows, pending, coefficients, indices, accepted, num_threads)
 
-    def _lists(
+    def _make_lists(
         self, states: Sequence[ParameterState], pending: Sequence[Pending], covered: Sequence[bool]
-    ) -> list[int] | None:
-        """Return the addresses of the lists for uncertain elements, 0 where the interval test is not covered."""
+    ) -> None:
+        """Give lists for uncertain elements to the records whose interval the test covers."""
+        chosen = []
         for state, record, is_covered in zip(states, pending, covered, strict=True):
+            record.listed = None
             if not is_covered or not state.is_narrow:
                 record.interval = None
-        over = [number for number, record in enumerate(pending) if record.interval is not None]
-        if not over:
-            return None
-        chosen, addresses = [states[number] for number in over], [0] * len(states)
-        with_max = [state.max_exp_avg_sq is not None for state in chosen]
+            else:
+                chosen.append((state, record))
+        if not chosen:
+            return
+        numels = [state.local.numel() for state, _ in chosen]
         try:
-            lists = UncertainLists([state.local.numel() for state in chosen], with_max)
+            lists = empty_lists(numels, [state.max_exp_avg_sq is not None for state, _ in chosen])
         except Exception as error:
             if not is_short_of_memory(error):
                 raise
-            return None  # without its list, a value is for one factor
-        for position, number in enumerate(over):
-            pending[number].listed = Listed(lists, position)
-            addresses[number] = lists.address(position)
-        return addresses
+            return  # without its list, a value is for one factor
+        for (_, record), listed in zip(chosen, lists, strict=True):
+            record.listed = listed
 
     def add_pending(self, pending: Mapping[ParameterState, Pending], norm: GradientNorm) -> None:
         """Let gradients that stay on the device wait for the verdict; `norm` is theirs, in this order."""
@@ -249,11 +239,9 @@ class Transaction:
             begin, self.applied = time.perf_counter(), None
             if self._members[Phase.ACCEPTED]:
                 self._commit([state for state in gradients.states if state.phase is Phase.ACCEPTED])
-            rows = self.table.rows_of(gradients.states)
-            hinted = self.table.fingerprints.seen_hints(rows)  # bound() has just looked
-            if hinted:
+            if hinted := self.table.fingerprints.seen_hints(gradients.rows):  # bound() has just looked
                 self._adopt([self.table.states[row] for row in hinted])
-            if written := self._samples.find_written(rows):
+            if written := self._samples.find_written(gradients.rows):
                 self._adopt([self.table.states[row] for row in written])
             begin = self._spent("commit_seconds", begin)
             if gradients.segments is not None:
@@ -285,12 +273,10 @@ class Transaction:
             self.table.norm.clear()
         begin = self._spent("norm_seconds", begin)
         if outcome.kind is not StepKind.SKIPPED:
-            with_max = any(hyper.amsgrad for hyper, _ in gradients.runs)
-            self._make_ready(gradients.states, gradients.runs, with_max=with_max)
-            rows, coefficients = self.table.rows_of(gradients.states), CoefficientTable()
-            scale = Scale(outcome.clip_coefficient)
-            indices = self.table.indices_of_next_step(rows, gradients.runs, scale, coefficients)
-            self.table.update(rows, segments, coefficients, indices)
+            self._make_ready(gradients.states, gradients.rows, gradients.runs)
+            coefficients, scale = CoefficientTable(), Scale(outcome.clip_coefficient)
+            indices = self.table.indices_of_next_step(gradients.rows, gradients.runs, scale, coefficients)
+            self.table.prepared_update(gradients.rows, segments, coefficients, indices)()
             self._spent("update_seconds", begin)
         return outcome
 
@@ -331,7 +317,7 @@ class Transaction:
                     part.apply_factors()
         uncounted = [part for part in parts if part.pending is None]
         if uncounted:
-            self.table.compute_norm(self._segments(*_columns(uncounted)), norm)
+            self.table.compute_norm(self._job(uncounted)[1], norm)
         for part in parts:
             factor = part.scale.factor
             if factor != 1.0:
@@ -400,19 +386,13 @@ class Transaction:
 
     def _patch(self, parts: Sequence[_Part]) -> bool:
         """Make speculated values those of this step's factor; return whether there was memory for that."""
-        states, records = [part.state for part in parts], [_pending_of(part.state) for part in parts]
-        coefficients, indices = self._coefficients(parts)
-        try:
-            patch = self.table.prepared_patch(self.table.rows_of(states), records, coefficients, indices)
-        except Exception as error:
-            if not is_short_of_memory(error):
-                raise
-            return False
+        rows = self.table.rows_of([part.state for part in parts])
+        records = [_pending_of(part.state) for part in parts]
         versions = [record.versions for record in records]
         for record in records:
             record.versions = None  # stale, until all is done
         try:
-            self.statistics.patched_elements += patch()
+            self.statistics.patched_elements += self.table.run_patch(rows, records, *self._coefficients(parts))
         except Exception as error:
             if not is_short_of_memory(error):
                 raise
@@ -434,16 +414,15 @@ class Transaction:
 
     def _update(self, parts: Sequence[_Part]) -> None:
         """Update parameters in place; where commits are late, some have their new values, and are left to commit."""
-        with_max = any(part.hyper.amsgrad for part in parts)
-        self._make_ready([part.state for part in parts], ((part.hyper, 1) for part in parts), with_max=with_max)
+        states = [part.state for part in parts]
+        self._make_ready(states, self.table.rows_of(states), [(part.hyper, 1) for part in parts])
         resident = [part for part in parts if part.is_resident]
         here = [part for part in parts if not part.is_resident]
         update_here = self._prepared(here)  # whose memory is there before anything is changed
         if resident:
-            states, gradients = _columns(resident)
-            coefficients, indices = self._coefficients(resident)
+            states, gradients = [part.state for part in resident], [part.gradient for part in resident]
             try:  # first: the device works while the host does
-                self.table.step_resident(self.table.rows_of(states), gradients, coefficients, indices)
+                self.table.step_resident(states, gradients, *self._coefficients(resident))
             except Exception as error:
                 if not is_short_of_memory(error):
                     raise
@@ -470,12 +449,12 @@ class Transaction:
         """Return what updates parameters on the host; None without any."""
         if not parts:
             return None
-        states, gradients = _columns(parts)
-        coefficients, indices = self._coefficients(parts)
-        rows, late = self.table.rows_of(states), None
-        if self.commits_late:
-            late = np.array([part.can_be_late for part in parts], bool)
-        return self.table.prepared_update(rows, self._segments(states, gradients), coefficients, indices, late)
+        late = np.array([part.can_be_late for part in parts], bool) if self.commits_late else None
+        return self.table.prepared_update(*self._job(parts), *self._coefficients(parts), late)
+
+    def _job(self, parts: Sequence[_Part]) -> tuple[Rows, Segments]:
+        rows = self.table.rows_of([part.state for part in parts])
+        return rows, self.table.segments(rows, [part.gradient for part in parts])
 
     def _coefficients(self, parts: Sequence[_Part]) -> tuple[CoefficientTable, list[int]]:
         table, steps = CoefficientTable(), self.table.steps
@@ -525,9 +504,7 @@ class Transaction:
     def _commit(self, states: Sequence[ParameterState], num_threads: int | None = None) -> None:
         if not states:
             return
-        coefficients, accepted = CoefficientTable(), [_pending_of(state) for state in states]
-        gradients, indices = [record.gradient for record in accepted], _indices(coefficients, states, accepted)
-        self.table.commit(self.table.rows_of(states), gradients, coefficients, indices, num_threads)
+        self.table.run_commit(self.table.rows_of(states), [_pending_of(state) for state in states], num_threads)
         for state in states:
             self._move(state, Phase.CLEAN, None)
 
@@ -593,10 +570,10 @@ class Transaction:
             self.table.refresh_pointers(state)
 
     def _make_ready(
-        self, states: Sequence[ParameterState], runs: Iterable[tuple[Hyperparameters, int]], *, with_max: bool
+        self, states: Sequence[ParameterState], rows: Rows, runs: Sequence[tuple[Hyperparameters, int]]
     ) -> None:
         """Create the state that a step with these hyper-parameters reads and writes."""
-        if self.table.are_ready(self.table.rows_of(states), with_max=with_max):
+        if self.table.are_ready(rows, with_max=any(hyper.amsgrad for hyper, _ in runs)):
             return
         each = itertools.chain.from_iterable(itertools.repeat(hyper, count) for hyper, count in runs)
         for state, hyper in zip(states, each, strict=True):
@@ -606,9 +583,6 @@ class Transaction:
                     state.create_state(with_max=hyper.amsgrad)
                 finally:
                     self.table.refresh_pointers(state)  # of what was created before memory ran out
-
-    def _segments(self, states: Sequence[ParameterState], gradients: Sequence[Tensor]) -> Segments:
-        return self.table.segments(self.table.rows_of(states), gradients)
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
@@ -630,10 +604,6 @@ class Transaction:
         return now
 
 
-def _columns(parts: Sequence[_Part]) -> tuple[list[ParameterState], list[Tensor]]:
-    return [part.state for part in parts], [part.gradient for part in parts]
-
-
 def _clip_factor(taken: TakenGradient) -> float:
     """Return the product of a gradient's factors other than unscaling."""
     factors = (one for one in taken.factors if one.kind is not FactorKind.UNSCALE and one.number)
@@ -648,12 +618,3 @@ def _cannot_fuse(state: ParameterState, new: Pending) -> bool:
 def _pending_of(state: ParameterState) -> Pending:
     assert state.pending is not None
     return state.pending
-
-
-def _indices(coefficients: CoefficientTable, states: Sequence[ParameterState], pending: Sequence[Pending]) -> list[int]:
-    return [
-        coefficients.index(
-            record.hyper, record.step, record.scale, double=state.dtype == torch.float64, interval=record.interval
-        )
-        for state, record in zip(states, pending, strict=True)
-    ]
