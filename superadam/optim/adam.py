@@ -21,7 +21,7 @@ from superadam.host.signals import deferred_signals
 from superadam.kernels import native, torch_private
 from superadam.optim import checkpoint
 from superadam.optim.arguments import check_group, check_together, checked_limit, refuse_limit_of_shard
-from superadam.optim.binding import Binding, GradientSource, Overlap, hyper_by_row, names_of, runs_of
+from superadam.optim.binding import Binding, Overlap, hyper_by_row, names_of, runs_of
 from superadam.state.parameter import ParameterState, check_parameter
 from superadam.step.gradients import gather
 from superadam.step.outcome import Statistics, StepKind, StepOutcome
@@ -220,7 +220,7 @@ class SpeculativeCPUAdam(Optimizer):
         published = self._binding.published
         if published.is_exposed and not published.entries and checkpoint.is_asked_for_template():
             with self._lock:
-                self._binding.create(self.param_groups)
+                self._binding.create_state(self.param_groups)
             return None
         loss = None
         if closure is not None:  # not under the lock: its backward may run hooks of the scheduler in other threads
@@ -277,22 +277,20 @@ class SpeculativeCPUAdam(Optimizer):
         """
         transaction = self._binding.bound(self.param_groups)
         table, hyper = transaction.table, hyper_by_row(self.param_groups)
-        asked = table.states if params is None else [table.state_of(parameter) for parameter in params]
-        gradients: dict[ParameterState, TakenGradient] = {}
-        for state in asked:
+        asked: list[ParameterState] = []
+        for parameter in table.parameters if params is None else params:
+            state = table.state_of(parameter)
             if state is None:
                 raise ValueError(
                     "speculate() got a parameter that is in no group of this optimizer; call add_param_group() first"
                 )
-            if state.parameter.grad is not None:
-                state.check_gradient(
-                    state.local_gradient(state.parameter.grad)
-                    if table.is_distributed or type(state.parameter.grad) is not Tensor
-                    else state.parameter.grad
-                )
+            if parameter.grad is not None:
+                state.check_gradient(state.local_gradient(parameter.grad))
+            asked.append(state)
         shared = shared_memory(table.parameters) if table.is_distributed else ()
         received = table.delivery.received
-        for state in filter(None, asked):
+        gradients: dict[ParameterState, TakenGradient] = {}
+        for state in asked:
             taken = None if state.row in shared else take_gradient(state.parameter, state, self._binding)
             if taken is not None:
                 gradient = taken.pending if received is None or taken.is_unrounded else received(taken.pending)
@@ -377,15 +375,6 @@ class SpeculativeCPUAdam(Optimizer):
         self._binding.detach(self.param_groups)
 
     @property
-    def _gradient_source(self) -> GradientSource | None:
-        """What brings gradients before they are rounded to the dtype of `.grad`; never copied or pickled."""
-        return self._binding.source
-
-    @_gradient_source.setter
-    def _gradient_source(self, source: GradientSource) -> None:
-        self._binding.source = source
-
-    @property
     def _gradient_holder(self) -> GradientHolder:
         """What answers questions about gradients that were taken: the scheduler, if there is one."""
         overlap: Any = self._binding.overlap
@@ -394,7 +383,7 @@ class SpeculativeCPUAdam(Optimizer):
     @_whole
     def _entries(self) -> defaultdict[Tensor, Any]:
         """Return `state` for who only measures it: unlike reading that, this judges no writes to parameters."""
-        return self._binding.unjudged(self.param_groups)
+        return self._binding.entries(self.param_groups, adopts=False)
 
     # ---- state -------------------------------------------------------------------------------------------------------
 
@@ -405,9 +394,9 @@ class SpeculativeCPUAdam(Optimizer):
 
         Accepted steps are committed first, and later ones at once while the dict or anything in it is referenced.
         """
-        published = self._binding.committed(self.param_groups)
+        entries = self._binding.entries(self.param_groups)
         self._binding.published.is_exposed = True
-        return published
+        return entries
 
     @state.setter
     @_untracked
@@ -511,7 +500,7 @@ class SpeculativeCPUAdam(Optimizer):
         """Return what pickles and deep copies hold, committed; hooks stay behind, as in torch."""
         with self._lock:
             values = {key: self.__dict__[key] for key in ("defaults", "param_groups", "statistics", "_verdicts")}
-            return {**values, "state": self._binding.committed(self.param_groups)}
+            return {**values, "state": self._binding.entries(self.param_groups)}
 
 
 class SpeculativeCPUAdamW(SpeculativeCPUAdam):

@@ -166,18 +166,11 @@ class Binding(GradientHolder):
             self.published.look_for_references()
         return transaction
 
-    def committed(self, groups: Groups) -> defaultdict[Tensor, Any]:
-        """Return the published state after committing accepted steps and adopting outside writes.
+    def entries(self, groups: Groups, *, adopts: bool = True) -> defaultdict[Tensor, Any]:
+        """Return the published state after committing accepted steps, and adopting outside writes where `adopts`.
 
         Where binding fails, it is returned unchanged: a step refuses it, and until then it can be corrected.
         """
-        return self._up_to_date(groups, adopts=True)
-
-    def unjudged(self, groups: Groups) -> defaultdict[Tensor, Any]:
-        """Return the same, with masters as before outside writes, which wait for a step or for who reads the state."""
-        return self._up_to_date(groups, adopts=False)
-
-    def _up_to_date(self, groups: Groups, *, adopts: bool) -> defaultdict[Tensor, Any]:
         self._catch_up()
         if self.has_state:
             with suppress(TypeError, ValueError):
@@ -202,12 +195,12 @@ class Binding(GradientHolder):
 
     def detach(self, groups: Groups) -> None:
         """Reach parameters without a scheduler again; nothing may be open."""
-        self.unjudged(groups)
+        self.entries(groups, adopts=False)
         with deferred_signals():
             self._forget_binding()
             self.overlap = None
 
-    def create(self, groups: Groups) -> None:
+    def create_state(self, groups: Groups) -> None:
         """Create the state of every parameter with a gradient, as it is before the first step."""
         table = self.bound(groups).table
         for state, hyper in zip(table.states, hyper_by_row(groups), strict=True):
@@ -229,12 +222,11 @@ class Binding(GradientHolder):
             self.overlap._conclude(outcome)
 
     def _catch_up(self) -> None:
-        """Return when everything that a scheduler has taken is speculated on."""
         if self.overlap is not None:
             self.overlap._catch_up()
 
     def commit(self, groups: Groups) -> None:
-        """Fold accepted steps and outside writes into the state."""
+        """As `SpeculativeCPUAdam.commit`."""
         if self.has_state:
             transaction = self.bound(groups)
             transaction.commit()
@@ -271,12 +263,11 @@ class Binding(GradientHolder):
         known = {} if self._transaction is None else self._close(self._transaction)
         written = set() if self._transaction is None else set(self._transaction.table.written())
         delivery = SynchronousDelivery() if self.overlap is None else self.overlap.delivery
-        states = []
-        for row, (parameter, name) in enumerate(zip(parameters, names, strict=True)):
-            states.append(
-                known.get(parameter)
-                or ParameterState(parameter, row, name, is_on_host=delivery.is_host(shards.local_of(parameter)))
-            )
+        states = [
+            known.get(parameter)
+            or ParameterState(parameter, row, name, is_on_host=delivery.is_host(shards.local_of(parameter)))
+            for row, (parameter, name) in enumerate(zip(parameters, names, strict=True))
+        ]
         _refuse_shared_memory(states, names)
         ranks = ranks_of(parameters, names, self.ranks)
         for row, (state, name) in enumerate(zip(states, names, strict=True)):  # nothing raises from here on
@@ -295,7 +286,7 @@ class Binding(GradientHolder):
     # ---- for gradients that were taken (taken_gradient.GradientHolder) -----------------------------------------------
 
     def _nonfinite_of(self, taken: TakenGradient) -> int | None:
-        """Return the number of Inf and NaN in a gradient, where they were counted."""
+        """As `GradientHolder`."""
         return None if self._transaction is None else self._transaction.nonfinite_of(taken)
 
 

@@ -23,6 +23,9 @@ from superadam.kernels.hyperparameters import Hyperparameters, Interval, Scale
 from superadam.kernels.torch_private import version_of
 from superadam.state.uncertain import NARROWER, Listed, Patch
 
+TENSORS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master")
+"""Attributes of a `ParameterState` that hold its tensors; they have the same names in kernels and in checkpoints."""
+
 
 class Phase(enum.Enum):
     """Where a parameter's transaction stands."""

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torch import Tensor
 
 from superadam.devices import Device, Event, Stream
 from superadam.kernels.hyperparameters import Coefficients
 from superadam.kernels.resident_step import ResidentStep
-from superadam.state.parameter import ParameterState
-
-_TENSORS = ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")  # of a `ParameterState` and of a `ResidentStep`
+from superadam.state.parameter import TENSORS, ParameterState
 
 
 class ResidentStates:
@@ -54,7 +53,7 @@ class ResidentStates:
                 held = self._held.get(state)
                 if held is None or ("max_exp_avg_sq" in held) is (state.max_exp_avg_sq is None):
                     self.bring_home([state])
-                    host = {name: tensor for name in _TENSORS if (tensor := getattr(state, name)) is not None}
+                    host = {name: tensor for name in TENSORS if (tensor := getattr(state, name)) is not None}
                     held = self._held[state] = {name: self._moved(tensor) for name, tensor in host.items()}
                     arrived.append(state)
                 parameter = state.local
@@ -63,8 +62,8 @@ class ResidentStates:
                     values = values.as_strided(state.shape, state.strides)
                     delivered.append((parameter.data, values))
                     parameter = values
-                master, exp_avg, exp_avg_sq, largest = map(held.get, _TENSORS)
-                steps.append(ResidentStep(master, exp_avg, exp_avg_sq, largest, gradient, parameter, int(index)))  # type: ignore[arg-type]
+                tensors: dict[str, Any] = {name: held.get(name) for name in TENSORS}
+                steps.append(ResidentStep(**tensors, gradient=gradient, parameter=parameter, coefficients=int(index)))
             if arrived:  # not behind everything that the model has enqueued
                 self._device.wait(Stream.CURRENT, self._device.record(Stream.UPLOAD))
                 for tensor in (tensor for state in arrived for tensor in self._held[state].values()):

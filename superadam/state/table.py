@@ -17,7 +17,7 @@ from superadam.kernels.native import Dtype, Pass
 from superadam.state.delivery import Delivery
 from superadam.state.fingerprints import Fingerprints
 from superadam.state.norm import GradientNorm
-from superadam.state.parameter import ParameterState, Pending, Shadow
+from superadam.state.parameter import TENSORS, ParameterState, Pending, Shadow
 from superadam.state.resident import ResidentStates
 from superadam.state.uncertain import Listed, Patch
 
@@ -39,10 +39,7 @@ class CoefficientTable:
     def index(
         self, hyper: Hyperparameters, step: int, scale: Scale, *, double: bool, interval: Interval | None = None
     ) -> int:
-        """Return the index of the coefficients of this step, with gradients multiplied by `scale`.
-
-        With those of the interval test over `interval`, where its proof holds.
-        """
+        """Return the index of the coefficients of this step, with the interval test's where its proof holds."""
         key = (id(hyper), step, scale, double, interval)
         if key not in self._known:
             coefficients = Coefficients.at_step(hyper, step, scale.factor, rounds=scale.rounds, double=double)
@@ -69,6 +66,7 @@ class ParameterTable:
         states, parameters, fingerprints: in the order of the optimizer's groups; the parameters are the model's.
         is_distributed: whether any of them is a DTensor.
         steps: accepted steps of each parameter.
+        is_staged: whether kernels on the CPU can neither read nor write the parameter.
         is_published: whether the optimizer's `state`, as users see it, holds what the row holds.
         norm: of the gradients of the open step, per (parameter, chunk); 0 where a parameter takes no part.
     """
@@ -105,7 +103,7 @@ class ParameterTable:
         self._is_own_master = np.array([state.is_own_master for state in self.states], bool)
         self._is_double = np.array([state.dtype == torch.float64 for state in self.states], bool)
         self._parameter_pointers = np.zeros(len(self.states), np.uint64)
-        self._is_staged = np.array([state.is_staged for state in self.states], bool)
+        self.is_staged = np.array([state.is_staged for state in self.states], bool)
         self._owned: list[list[torch.UntypedStorage]] = [[] for _ in self.states]  # memory that passes work on
         self._known_masters = [(0, 0)] * len(self.states)  # version, and the step count from which it is as rounded
         for state in self.states:
@@ -118,17 +116,15 @@ class ParameterTable:
 
     def refresh_pointers(self, state: ParameterState) -> None:
         """Refresh a state's pointers, after its tensors were created, replaced or dropped."""
-
-        def pointer(tensor: Tensor | None) -> int:
-            return 0 if tensor is None else tensor.data_ptr()
-
-        tensors = (state.master, state.exp_avg, state.exp_avg_sq, state.max_exp_avg_sq)
-        self._owned[state.row] = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
-        row = self._rows[state.row]
-        row["master"] = pointer(state.local if state.is_own_master else state.master)
-        row["exp_avg"] = pointer(state.exp_avg)
-        row["exp_avg_sq"] = pointer(state.exp_avg_sq)
-        row["max_exp_avg_sq"] = pointer(state.max_exp_avg_sq)
+        row, owned = self._rows[state.row], []
+        for name in TENSORS:
+            tensor = getattr(state, name)
+            row[name] = 0 if tensor is None else tensor.data_ptr()
+            if tensor is not None:
+                owned.append(tensor.untyped_storage())
+        self._owned[state.row] = owned
+        if state.is_own_master:
+            row["master"] = state.local.data_ptr()
         self._is_ready[state.row] = state.has_state
         self._has_max[state.row] = state.max_exp_avg_sq is not None
         self._parameter_pointers[state.row] = 0 if state.is_staged else state.local.data_ptr()
@@ -176,10 +172,7 @@ class ParameterTable:
             segments = self._at(rows)  # whose gradient dtypes are the parameters' own
             segments["gradient"] = np.fromiter(pointers, np.uint64, len(pointers))
             return list(gradients), segments
-        fitted = [
-            gradient if pointer is not None else self.states[row].host_gradient(gradient)
-            for row, gradient, pointer in zip(rows, gradients, pointers, strict=True)
-        ]
+        fitted = [self.states[row].host_gradient(gradient) for row, gradient in zip(rows, gradients, strict=True)]
         return fitted, self.segments(rows, fitted)
 
     def is_home(self, state: ParameterState) -> bool:
@@ -207,11 +200,6 @@ class ParameterTable:
             self._known_masters[state.row] = state.master_version, int(self.steps[state.row]) + 1
             return True
         return bool(self.steps[state.row] < first_step)
-
-    def staged_rows(self, rows: Rows) -> Rows:
-        """Return those rows whose parameter kernels cannot read."""
-        staged: Rows = rows[self._is_staged[rows]]
-        return staged
 
     def differing(self, rows: Rows, *, everything: bool) -> Rows:
         """Return those rows whose parameter, in host memory, is not the rounded master, in samples or at all."""
@@ -301,7 +289,7 @@ class ParameterTable:
             patches.append((patch, listed))
             for number, one, values, target in zip(numbers, listed, patch.values, patch.targets, strict=True):
                 row, source = segments[number], one.record
-                for name in ("gradient", "master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "index"):
+                for name in ("gradient", *TENSORS, "index"):
                     row[name] = source[name]
                 row["length"], row["out"] = one.count, values.data_ptr()
                 row["target"] = 0 if target is None else target.data_ptr()
@@ -331,13 +319,13 @@ class ParameterTable:
         Its memory is allocated now, so that it does not fail for want of it; the job is overwritten. Of rows that are
         `late`, only working copies are updated and steps counted: their state is committed later.
         """
-        for column in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master"):  # may have been created since
+        for column in TENSORS:  # may have been created since
             segments[column] = self._rows[column][rows]
         segments["coefficients"] = indices
         segments["sums"] = segments["nonfinite"] = 0
         segments["out_dtype"] = np.where(self._is_own_master[rows], Dtype.NONE, segments["out_dtype"])
         segments["out"] = self._parameter_pointers[rows]
-        is_staged, table = self._is_staged[rows], coefficients.array()
+        is_staged, table = self.is_staged[rows], coefficients.array()
         direct: list[tuple[Pass, Segments]] = []
         in_turn: list[tuple[Pass, list[ParameterState], Segments]] = []
         if late is None and not is_staged.any():  # usual without a scheduler, perhaps of very many
