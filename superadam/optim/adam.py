@@ -247,14 +247,14 @@ class SpeculativeCPUAdam(Optimizer):
 
     def _judged_step(self) -> StepOutcome:
         transaction = self._binding.bound(self.param_groups)
-        limit = self._verdicts.limit_of_next_step
-        limit = self._verdicts.max_grad_norm if limit is None else limit
+        verdicts = self._verdicts
+        limit = verdicts.max_grad_norm if verdicts.limit_of_next_step is None else verdicts.limit_of_next_step
         if self._binding.is_flattened:
             refuse_limit_of_shard(limit)
         gradients = gather(transaction.table, runs_of(self.param_groups))
         with deferred_signals():  # a step is made wholly or not at all
             outcome = transaction.step(gradients, limit)
-            self._verdicts.last_outcome, self._verdicts.limit_of_next_step = outcome, None
+            verdicts.last_outcome, verdicts.limit_of_next_step = outcome, None
             setattr(self, torch_private.STEP_MARK, True)  # resolve() counts as step() for learning-rate schedulers
             kind = outcome.kind.value
             setattr(self.statistics, kind, getattr(self.statistics, kind) + 1)
@@ -359,12 +359,7 @@ class SpeculativeCPUAdam(Optimizer):
 
     @_whole
     def _attach_overlap(self, overlap: Overlap) -> None:
-        """Let a scheduler carry gradients and parameters from now on.
-
-        Raises:
-            RuntimeError: there is a scheduler already.
-            TypeError, ValueError: the parameters cannot be bound; nothing was attached.
-        """
+        """Let a scheduler carry gradients and parameters from now on; if this raises, nothing was attached."""
         if self._binding.overlap is not None:
             raise RuntimeError("the optimizer has a scheduler already; close() it before making another one")
         self._binding.attach(overlap, self.param_groups)
@@ -382,7 +377,7 @@ class SpeculativeCPUAdam(Optimizer):
 
     @_whole
     def _entries(self) -> defaultdict[Tensor, Any]:
-        """Return `state` for who only measures it: unlike reading that, this judges no writes to parameters."""
+        """Return `state` as it is before outside writes are adopted, for measuring it."""
         return self._binding.entries(self.param_groups, adopts=False)
 
     # ---- state -------------------------------------------------------------------------------------------------------
@@ -411,18 +406,18 @@ class SpeculativeCPUAdam(Optimizer):
     def reload_masters(self, params: Iterable[Tensor] | None = None) -> None:
         """Adopt values that were written to parameters past their version counters, as through `.data`.
 
-        `step()` finds most of these writes by itself, and all others.
-
-        An element that equals its rounded master keeps that master.
+        `step()` finds most of these writes by itself, and all others. An element that equals its rounded master keeps
+        that master.
 
         Args:
             params: only these parameters; default all.
         """
         transaction = self._binding.bound(self.param_groups)
-        chosen = None if params is None else {id(parameter) for parameter in params}
-        transaction.adopt_outside_writes(
-            [state for state in transaction.table.states if chosen is None or id(state.parameter) in chosen]
-        )
+        states = transaction.table.states
+        if params is not None:
+            chosen = {id(parameter) for parameter in params}
+            states = [state for state in states if id(state.parameter) in chosen]
+        transaction.adopt_outside_writes(states)
 
     @_whole
     def state_dict(self) -> dict[str, Any]:
@@ -470,7 +465,7 @@ class SpeculativeCPUAdam(Optimizer):
         arriving: dict[Tensor, dict[str, Any]] = {}
 
         def take_state(optimizer: Optimizer, final: dict[str, Any]) -> dict[str, Any]:
-            """Check everything and take the tensors out, so that torch neither casts nor moves them."""
+            # Check everything and take the tensors out, so that torch neither casts nor moves them.
             states = self._binding.bound(self.param_groups).table.states
             sizes = [len(group["params"]) for group in self.param_groups]
             groups, entries, foreign = checkpoint.read(final, states, sizes)

@@ -1,6 +1,6 @@
 """Binds the optimizer's parameters, their published state and a scheduler to one transaction.
 
-Parameters are bound lazily, because frameworks replace them between construction and the first step.
+That is done when a call first needs it, because frameworks replace parameters after the optimizer was made.
 """
 
 from __future__ import annotations
@@ -113,8 +113,7 @@ class Binding(GradientHolder):
         """Replace the published dict, after bringing the old one up to date; gradients stay in `.grad`."""
         self._catch_up()
         with deferred_signals():
-            if self._transaction is not None:
-                self._close(self._transaction)
+            self._close()
             self._forget_binding()
             self.published = PublishedState(entries, is_exposed=True)
 
@@ -141,11 +140,6 @@ class Binding(GradientHolder):
                 ranks.is_behind = True
             raise
 
-    @property
-    def has_state(self) -> bool:
-        """Whether any parameter was bound, or has a state that was loaded."""
-        return bool(self.published.entries) or self._transaction is not None
-
     def bound(self, groups: Groups) -> Transaction:
         """Return the transaction over the groups' present parameters, its rows equal to the published state.
 
@@ -155,10 +149,9 @@ class Binding(GradientHolder):
         parameters = [parameter for group in groups for parameter in group["params"]]
         transaction = self._transaction
         if transaction is None or not _are_same(transaction.table, parameters):
+            names = [name for index, group in enumerate(groups) for name in names_of(group, index)]
             with deferred_signals():
-                return self._bind(
-                    parameters, [name for index, group in enumerate(groups) for name in names_of(group, index)]
-                )
+                return self._bind(parameters, names)
         if self.published.is_exposed:
             for state in transaction.table.states:
                 if state.phase is not Phase.ACCEPTED and self.published.read(state, transaction.table):
@@ -172,7 +165,7 @@ class Binding(GradientHolder):
         Where binding fails, it is returned unchanged: a step refuses it, and until then it can be corrected.
         """
         self._catch_up()
-        if self.has_state:
+        if self.published.entries or self._transaction is not None:  # else there is nothing yet
             with suppress(TypeError, ValueError):
                 self.bound(groups)
             if adopts and self._transaction is not None:
@@ -227,7 +220,7 @@ class Binding(GradientHolder):
 
     def commit(self, groups: Groups) -> None:
         """As `SpeculativeCPUAdam.commit`."""
-        if self.has_state:
+        if self.published.entries or self._transaction is not None:  # else there is nothing yet
             transaction = self.bound(groups)
             transaction.commit()
             transaction.adopt_outside_writes()
@@ -246,21 +239,23 @@ class Binding(GradientHolder):
             self.overlap._follow(None)
 
     def _publish(self) -> None:
-        """Bring `entries` up to date with every step; what others wrote to parameters waits for who needs it."""
+        """Bring `entries` up to date with every step; what others wrote to parameters is not adopted."""
         if self._transaction is not None:
             self._transaction.commit()
             self._transaction.table.bring_home()
             self.published.write(self._transaction.table)
 
-    def _close(self, transaction: Transaction) -> dict[Tensor, ParameterState]:
+    def _close(self) -> dict[Tensor, ParameterState]:
         """Write all state to `entries`; return the states of parameters that are still as they were bound."""
-        transaction.drop()  # the gradients in `.grad` still count
+        if self._transaction is None:
+            return {}
+        self._transaction.drop()  # the gradients in `.grad` still count
         self._publish()
-        table = transaction.table
+        table = self._transaction.table
         return {state.parameter: state for state in table.states if not _is_converted(state, table)}
 
     def _bind(self, parameters: Sequence[Tensor], names: Sequence[str]) -> Transaction:
-        known = {} if self._transaction is None else self._close(self._transaction)
+        known = self._close()
         written = set() if self._transaction is None else set(self._transaction.table.written())
         delivery = SynchronousDelivery() if self.overlap is None else self.overlap.delivery
         states = [

@@ -33,8 +33,8 @@ class CoefficientTable:
 
     def __init__(self) -> None:
         self._index: dict[Coefficients, int] = {}
-        self._known: dict[tuple[int, int, Scale, bool, Interval | None], int] = {}
         self._alive: list[Hyperparameters] = []  # so that no id in _known is reused
+        self._known: dict[tuple[int, int, Scale, bool, Interval | None], int] = {}
 
     def index(
         self, hyper: Hyperparameters, step: int, scale: Scale, *, double: bool, interval: Interval | None = None
