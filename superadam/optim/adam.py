@@ -273,7 +273,7 @@ class SpeculativeCPUAdam(Optimizer):
 
         Raises:
             TypeError, ValueError: a gradient does not fit its parameter, a parameter is not one of this optimizer's, or
-                a hyper-parameter is out of range. Whatever is raised, nothing was changed.
+                a hyper-parameter is out of range; nothing was changed.
         """
         transaction = self._binding.bound(self.param_groups)
         table, hyper = transaction.table, hyper_by_row(self.param_groups)

@@ -87,8 +87,8 @@ class Binding(GradientHolder):
 
     Attributes:
         published: the `state` dict.
-        overlap: the scheduler; None where there is none.
-        source: of gradients that are not those in `.grad`; None where there is none.
+        overlap: the scheduler, if there is one.
+        source: of gradients that are not those in `.grad`, if there is one.
         is_flattened: whether the bound parameters are shards of FSDP1.
         ranks: over which the bound parameters are distributed.
     """
@@ -119,10 +119,7 @@ class Binding(GradientHolder):
 
     @contextmanager
     def on_all_ranks(self, question: Question, groups: Groups) -> Iterator[None]:
-        """Tell the other ranks of an error that is raised inside before they were asked, so that they raise as well.
-
-        Errors in a step on which all have agreed are reported in the next collective.
-        """
+        """Tell the other ranks of an error inside, so that they raise as well; after agreement, in the next call."""
         number = 0 if self.ranks is None else self.ranks.number
         try:
             if self.source is not None:
@@ -140,10 +137,15 @@ class Binding(GradientHolder):
                 ranks.is_behind = True
             raise
 
+    @property
+    def has_state(self) -> bool:
+        """Whether any parameter was bound, or has a state that was loaded."""
+        return bool(self.published.entries) or self._transaction is not None
+
     def bound(self, groups: Groups) -> Transaction:
         """Return the transaction over the groups' present parameters, its rows equal to the published state.
 
-        Raises ValueError where two parameters share memory, or a published entry cannot be a state.
+        Raises ValueError where parameters share memory, or a published entry cannot be a state.
         """
         self._catch_up()
         parameters = [parameter for group in groups for parameter in group["params"]]
@@ -165,7 +167,7 @@ class Binding(GradientHolder):
         Where binding fails, it is returned unchanged: a step refuses it, and until then it can be corrected.
         """
         self._catch_up()
-        if self.published.entries or self._transaction is not None:  # else there is nothing yet
+        if self.has_state:
             with suppress(TypeError, ValueError):
                 self.bound(groups)
             if adopts and self._transaction is not None:
@@ -220,7 +222,7 @@ class Binding(GradientHolder):
 
     def commit(self, groups: Groups) -> None:
         """As `SpeculativeCPUAdam.commit`."""
-        if self.published.entries or self._transaction is not None:  # else there is nothing yet
+        if self.has_state:
             transaction = self.bound(groups)
             transaction.commit()
             transaction.adopt_outside_writes()
@@ -286,10 +288,7 @@ class Binding(GradientHolder):
 
 
 def _are_same(table: ParameterTable, parameters: Sequence[Tensor]) -> bool:
-    """Whether these are the bound parameters, still of the same dtype, layout and device.
-
-    Parameters that have only moved are distrusted, because the values in their new memory were not written by us.
-    """
+    """Whether these are the bound parameters, of the same dtype, layout and device; distrust those that have moved."""
     fingerprints = table.fingerprints
     if table.is_distributed:
         if [*map(id, parameters)] != [*map(id, table.parameters)]:

@@ -37,10 +37,7 @@ _LARGEST_STEP = 2.0**53  # up to which fp64 counts every step
 
 
 def is_asked_for_template() -> bool:
-    """Whether torch.distributed.checkpoint calls this, from where it makes an optimizer create its state.
-
-    Its gradients, all zero, could be those of a true step, which has to count.
-    """
+    """Whether torch.distributed.checkpoint calls this: its zero gradients could be those of a true step."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and not str(frame.f_globals.get("__name__")).startswith("torch.distributed.checkpoint."):
         frame = frame.f_back

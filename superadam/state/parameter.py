@@ -67,8 +67,6 @@ class Place(NamedTuple):
 class Pending:
     """A gradient that waits for its verdict or its commit, with everything that its step depends on, captured by value.
 
-    Only `place`, `versions` and what tells for which factors the speculated value is right change.
-
     Attributes:
         taken: the record of the gradient; weak, so that nothing here keeps a gradient that was given back.
         gradient: as kernels read it: on the host in the layout of the state, or on the device where `is_resident`.
@@ -178,7 +176,7 @@ class ParameterState:
         return self.local is not self.parameter
 
     def local_gradient(self, gradient: Tensor) -> Tensor:
-        """Return the part of a gradient that belongs to `local`; raise TypeError where that is not on this rank."""
+        """Return this rank's part of a gradient; raise TypeError unless it is distributed as the parameter."""
         local = shards.part_of(gradient, self.parameter)
         if local is None:
             raise TypeError(

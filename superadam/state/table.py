@@ -194,7 +194,7 @@ class ParameterTable:
         self._known_masters[state.row] = state.master_version, 0
 
     def is_master_edited(self, state: ParameterState) -> bool:
-        """Whether others have written to a master since the parameter's last step, so that it is not the older one."""
+        """Whether others have written to a master since the parameter's last step."""
         version, first_step = self._known_masters[state.row]
         if state.master_version != version:
             self._known_masters[state.row] = state.master_version, int(self.steps[state.row]) + 1

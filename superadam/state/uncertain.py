@@ -17,7 +17,7 @@ NARROWER = (torch.bfloat16, torch.float16)
 """Dtypes of working copies that have lists: new values are rounded to them."""
 
 LISTED_SHARE = 32
-"""A list has room for one element in this many; a parameter that has more uncertain ones is not worth patching."""
+"""A list has room for one element in this many; with more uncertain ones, a patch is not worth it."""
 
 _GRAIN = 16  # entries to which a list's capacity is rounded up, so that its arrays begin at cache lines
 _ARRAYS = ("index", "master", "exp_avg", "exp_avg_sq", "gradient", "max_exp_avg_sq")
@@ -102,7 +102,7 @@ class Patch(Protocol):
 
 
 class HostPatch:
-    """Of speculated values that are still on the host."""
+    """A patch of speculated values that are still on the host."""
 
     def __init__(self, targets: Sequence[Tensor], counts: Sequence[int]) -> None:
         self.targets: Sequence[Tensor | None] = targets

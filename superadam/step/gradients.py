@@ -58,10 +58,8 @@ def gather(table: ParameterTable, runs: list[tuple[Hyperparameters, int]]) -> St
     states, present_runs = table.states, runs
     if any(map(operator.is_, every, itertools.repeat(None))):
         takes_part = [gradient is not None for gradient in every]
-        begins = [0, *itertools.accumulate(count for _, count in runs)]
-        present_runs = [
-            (hyper, sum(takes_part[begin : begin + count])) for (hyper, count), begin in zip(runs, begins, strict=False)
-        ]
+        each = iter(takes_part)
+        present_runs = [(hyper, sum(itertools.islice(each, count))) for hyper, count in runs]
         states = list(itertools.compress(table.states, takes_part))
         every = list(itertools.compress(every, takes_part))
     rows = table.rows_of(states)

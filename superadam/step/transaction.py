@@ -134,15 +134,21 @@ class Transaction:
         *,
         is_resident: bool = False,
     ) -> Pending:
-        """Return the record of a gradient that was taken, for `speculate` or `add_pending`; arguments as its fields."""
+        """Return the record of a gradient that was taken, for `speculate`; arguments as its fields."""
         step, one = int(self.table.steps[state.row]) + 1, taken()
         scale = Scale.recorded(self.expected_scale, gradient.dtype if one is None or one.is_unrounded else one.dtype)
         return Pending(taken, gradient, version, hyper, step, scale, place, is_resident)
 
-    def speculate(self, pending: Mapping[ParameterState, Pending], num_threads: int | None = None) -> None:
-        """Compute the norm of gradients on the host, and new values where there is a place for them.
+    def speculate(
+        self,
+        pending: Mapping[ParameterState, Pending],
+        num_threads: int | None = None,
+        norm: GradientNorm | None = None,
+    ) -> None:
+        """Let gradients wait for the verdict, with their norm, and new values for those that have a place for one.
 
-        Earlier speculation on these parameters is dropped. `num_threads` is a maximum; None for all.
+        Earlier speculation on these parameters is dropped. `num_threads` is a maximum; None for all. `norm` is that of
+        gradients without a place, in their order, where it was computed elsewhere.
         """
         with self._timed("speculate_seconds"):
             self._drop(pending)
@@ -151,7 +157,9 @@ class Transaction:
             waiting = [state for state, record in pending.items() if record.place is None]
             alone = [s for s, record in pending.items() if record.place and s.phase is Phase.CLEAN]
             fused = [s for s, record in pending.items() if record.place and s.phase is Phase.ACCEPTED]
-            if waiting:
+            if norm is not None:
+                self.table.put_norm(self.table.rows_of(waiting), norm)
+            elif waiting:
                 gradients = [pending[state].gradient for state in waiting]
                 segments = self.table.segments(self.table.rows_of(waiting), gradients)
                 self.table.compute_norm(segments, num_threads=num_threads)
@@ -195,15 +203,6 @@ class Transaction:
             return  # without its list, a value is for one factor
         for (_, record), listed in zip(chosen, lists, strict=True):
             record.listed = listed
-
-    def add_pending(self, pending: Mapping[ParameterState, Pending], norm: GradientNorm) -> None:
-        """Let gradients that stay on the device wait for the verdict; `norm` is theirs, in this order."""
-        with self._timed("speculate_seconds"):
-            self._drop(pending)
-            self._commit([state for state in pending if state.phase is Phase.ACCEPTED])
-            self.table.put_norm(self.table.rows_of(list(pending)), norm)
-            for state, record in pending.items():
-                self._move(state, Phase.SPECULATED, record)
 
     def drop(self) -> None:
         """Drop everything that waits for a verdict; the gradients stay where they are."""
@@ -476,13 +475,8 @@ class Transaction:
 
     # ---- after the verdict -------------------------------------------------------------------------------------------
 
-    def commit(self) -> None:
-        """Fold every accepted gradient into the state."""
-        with self._timed("commit_seconds"):
-            self._commit(self.in_phase(Phase.ACCEPTED))
-
-    def commit_some(self, elements: int, num_threads: int | None = None) -> int:
-        """Commit accepted gradients, oldest first, of at least this many elements; return of how many it was."""
+    def commit(self, elements: float = math.inf, num_threads: int | None = None) -> int:
+        """Fold accepted gradients of at least this many elements, oldest first, into the state; return of how many."""
         with self._timed("commit_seconds"):
             chosen: list[ParameterState] = []
             count = 0
