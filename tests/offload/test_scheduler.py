@@ -1148,9 +1148,9 @@ def test_step_returns_before_the_commits_are_done(monkeypatch: pytest.MonkeyPatc
         ended.set()
         return commit(self, *arguments)
 
-    monkeypatch.setattr(Transaction, "commit", slow)
     with OffloadScheduler(optimizer, model, num_threads=1):
         train(model, optimizer, range(1))  # there is state from then on
+        monkeypatch.setattr(Transaction, "commit", slow)
         loss_of(model, 0).backward()
         optimizer.step()
         assert began.wait(60)
