@@ -20,7 +20,7 @@ from superadam.cli.bench.pairs import Action, compare
 from superadam.kernels import native
 from superadam.kernels.hyperparameters import Coefficients, Interval
 from superadam.kernels.native import Dtype, Pass
-from superadam.state.uncertain import Listed, UncertainLists
+from superadam.state.uncertain import empty_lists
 
 LEARNING_RATES = (1e-6, 1e-5, 1e-4)
 FACTOR, WIDTH = 0.3, 1.5
@@ -44,15 +44,14 @@ class Arrays:
             "nonfinite": np.zeros(native.chunk_count(numel), np.int64),
         }
         self.arrays["accepted_gradient"] = self.arrays["gradient"].copy()
-        self.lists = UncertainLists([numel], [False])
-        self.listed = Listed(self.lists, 0)
+        (self.listed,) = empty_lists([numel], [False])
         self.plain = np.zeros(1, native.SEGMENT)
         for name, array in self.arrays.items():
             self.plain[name] = array.ctypes.data
         self.plain["length"], self.plain["accepted_coefficients"] = numel, 1
         self.plain["gradient_dtype"] = self.plain["out_dtype"] = Dtype.BFLOAT16
         self.testing = self.plain.copy()
-        self.testing["uncertain"] = self.lists.address(0)
+        self.testing["uncertain"] = self.listed.address
         self.values = np.zeros(int(self.listed.record["capacity"]), np.uint16)
 
     def patch(self) -> npt.NDArray[np.void]:

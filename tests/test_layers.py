@@ -71,11 +71,11 @@ def test_every_folder_is_a_layer() -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "from superadam.step.validation import judge",
-        "import superadam.step.validation",
-        "def later():\n    from superadam.step import validation",
+        "from superadam.step.outcome import judge",
+        "import superadam.step.outcome",
+        "def later():\n    from superadam.step import outcome",
         "from superadam import OffloadScheduler",
-        "from ..step import validation",
+        "from ..step import outcome",
     ],
 )
 def test_upward_imports_are_seen(line: str) -> None:

@@ -19,7 +19,7 @@ from superadam.kernels import native
 from superadam.kernels.native import Dtype, Pass
 from superadam.kernels.torch_private import foreach_copy_
 from superadam.state.norm import GradientNorm
-from superadam.step import validation
+from superadam.step.outcome import judge
 
 MAX_GRAD_NORM = 1e6
 """Far above the norm of every contest: the usual step is not clipped, but the norm must be known before it is made."""
@@ -96,7 +96,7 @@ def prepare_passes(tensors: int, numel: int) -> tuple[Action, Action]:
 
     def run() -> None:
         native.run(Pass.NORM, norm)
-        outcome = validation.judge(GradientNorm(arrays.sums, arrays.nonfinite), MAX_GRAD_NORM)
+        outcome = judge(GradientNorm(arrays.sums, arrays.nonfinite), MAX_GRAD_NORM)
         if outcome.clip_coefficient != 1.0 or outcome.nonfinite:
             raise RuntimeError(f"the gradients of a benchmark were not accepted ({outcome}); report this as a bug")
         native.run(Pass.UPDATE, update, arrays.coefficients)

@@ -65,7 +65,7 @@ def take_reduced_gradients(optimizer: SpeculativeCPUAdam, model: nn.Module) -> N
             "place; keep fp32 shards there, whose gradients arrive unrounded"
         )
     check_can_take(sharded, "take_reduced_gradients() was called")
-    source = inner._gradient_source
+    source = inner._binding.source
     if not isinstance(source, ReducedGradients):
         source = ReducedGradients(inner)
     announcements = [(module, _announcements.get(module) or Announcement()) for module in groups]
@@ -82,7 +82,7 @@ def take_reduced_gradients(optimizer: SpeculativeCPUAdam, model: nn.Module) -> N
         announcement.sources.add(source)
     source.watch()
     source.is_lost = False
-    inner._gradient_source = source
+    inner._binding.source = source
 
 
 class Announcement:

@@ -91,7 +91,7 @@ class Pipeline:
         self._wait_for(arrived, is_awaited)
         pending = _records(transaction, sent, hyper, are_resident=True)
         seen = transaction.norm_so_far()
-        transaction.add_pending(pending, norm_in(norms))
+        transaction.speculate(pending, norm=norm_in(norms))
         self._statistics.resident_buckets += 1
         elements = sum(state.shape.numel() for state in pending)
         self.predictor.total = transaction.table.numel
@@ -164,7 +164,7 @@ class Pipeline:
         if not transaction.in_phase(Phase.ACCEPTED):
             return self._speculate_anew(transaction)
         begin = time.perf_counter()
-        elements = transaction.commit_some(self._autotuner.placement.bucket_numel, self._num_threads())
+        elements = transaction.commit(self._autotuner.placement.bucket_numel, self._num_threads())
         self._count_work("commit", begin, elements)
         return True
 

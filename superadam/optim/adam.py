@@ -21,7 +21,7 @@ from superadam.host.signals import deferred_signals
 from superadam.kernels import native, torch_private
 from superadam.optim import checkpoint
 from superadam.optim.arguments import check_group, check_together, checked_limit, refuse_limit_of_shard
-from superadam.optim.binding import Binding, GradientSource, Overlap, hyper_by_row, names_of, runs_of
+from superadam.optim.binding import Binding, Overlap, hyper_by_row, names_of, runs_of
 from superadam.state.parameter import ParameterState, check_parameter
 from superadam.step.gradients import gather
 from superadam.step.outcome import Statistics, StepKind, StepOutcome
@@ -220,7 +220,7 @@ class SpeculativeCPUAdam(Optimizer):
         published = self._binding.published
         if published.is_exposed and not published.entries and checkpoint.is_asked_for_template():
             with self._lock:
-                self._binding.create(self.param_groups)
+                self._binding.create_state(self.param_groups)
             return None
         loss = None
         if closure is not None:  # not under the lock: its backward may run hooks of the scheduler in other threads
@@ -247,14 +247,14 @@ class SpeculativeCPUAdam(Optimizer):
 
     def _judged_step(self) -> StepOutcome:
         transaction = self._binding.bound(self.param_groups)
-        limit = self._verdicts.limit_of_next_step
-        limit = self._verdicts.max_grad_norm if limit is None else limit
+        verdicts = self._verdicts
+        limit = verdicts.max_grad_norm if verdicts.limit_of_next_step is None else verdicts.limit_of_next_step
         if self._binding.is_flattened:
             refuse_limit_of_shard(limit)
         gradients = gather(transaction.table, runs_of(self.param_groups))
         with deferred_signals():  # a step is made wholly or not at all
             outcome = transaction.step(gradients, limit)
-            self._verdicts.last_outcome, self._verdicts.limit_of_next_step = outcome, None
+            verdicts.last_outcome, verdicts.limit_of_next_step = outcome, None
             setattr(self, torch_private.STEP_MARK, True)  # resolve() counts as step() for learning-rate schedulers
             kind = outcome.kind.value
             setattr(self.statistics, kind, getattr(self.statistics, kind) + 1)
@@ -273,26 +273,24 @@ class SpeculativeCPUAdam(Optimizer):
 
         Raises:
             TypeError, ValueError: a gradient does not fit its parameter, a parameter is not one of this optimizer's, or
-                a hyper-parameter is out of range. Whatever is raised, nothing was changed.
+                a hyper-parameter is out of range; nothing was changed.
         """
         transaction = self._binding.bound(self.param_groups)
         table, hyper = transaction.table, hyper_by_row(self.param_groups)
-        asked = table.states if params is None else [table.state_of(parameter) for parameter in params]
-        gradients: dict[ParameterState, TakenGradient] = {}
-        for state in asked:
+        asked: list[ParameterState] = []
+        for parameter in table.parameters if params is None else params:
+            state = table.state_of(parameter)
             if state is None:
                 raise ValueError(
                     "speculate() got a parameter that is in no group of this optimizer; call add_param_group() first"
                 )
-            if state.parameter.grad is not None:
-                state.check_gradient(
-                    state.local_gradient(state.parameter.grad)
-                    if table.is_distributed or type(state.parameter.grad) is not Tensor
-                    else state.parameter.grad
-                )
+            if parameter.grad is not None:
+                state.check_gradient(state.local_gradient(parameter.grad))
+            asked.append(state)
         shared = shared_memory(table.parameters) if table.is_distributed else ()
         received = table.delivery.received
-        for state in filter(None, asked):
+        gradients: dict[ParameterState, TakenGradient] = {}
+        for state in asked:
             taken = None if state.row in shared else take_gradient(state.parameter, state, self._binding)
             if taken is not None:
                 gradient = taken.pending if received is None or taken.is_unrounded else received(taken.pending)
@@ -361,12 +359,7 @@ class SpeculativeCPUAdam(Optimizer):
 
     @_whole
     def _attach_overlap(self, overlap: Overlap) -> None:
-        """Let a scheduler carry gradients and parameters from now on.
-
-        Raises:
-            RuntimeError: there is a scheduler already.
-            TypeError, ValueError: the parameters cannot be bound; nothing was attached.
-        """
+        """Let a scheduler carry gradients and parameters from now on; if this raises, nothing was attached."""
         if self._binding.overlap is not None:
             raise RuntimeError("the optimizer has a scheduler already; close() it before making another one")
         self._binding.attach(overlap, self.param_groups)
@@ -377,15 +370,6 @@ class SpeculativeCPUAdam(Optimizer):
         self._binding.detach(self.param_groups)
 
     @property
-    def _gradient_source(self) -> GradientSource | None:
-        """What brings gradients before they are rounded to the dtype of `.grad`; never copied or pickled."""
-        return self._binding.source
-
-    @_gradient_source.setter
-    def _gradient_source(self, source: GradientSource) -> None:
-        self._binding.source = source
-
-    @property
     def _gradient_holder(self) -> GradientHolder:
         """What answers questions about gradients that were taken: the scheduler, if there is one."""
         overlap: Any = self._binding.overlap
@@ -393,8 +377,8 @@ class SpeculativeCPUAdam(Optimizer):
 
     @_whole
     def _entries(self) -> defaultdict[Tensor, Any]:
-        """Return `state` for who only measures it: unlike reading that, this judges no writes to parameters."""
-        return self._binding.unjudged(self.param_groups)
+        """Return `state` as it is before outside writes are adopted, for measuring it."""
+        return self._binding.entries(self.param_groups, adopts=False)
 
     # ---- state -------------------------------------------------------------------------------------------------------
 
@@ -405,9 +389,9 @@ class SpeculativeCPUAdam(Optimizer):
 
         Accepted steps are committed first, and later ones at once while the dict or anything in it is referenced.
         """
-        published = self._binding.committed(self.param_groups)
+        entries = self._binding.entries(self.param_groups)
         self._binding.published.is_exposed = True
-        return published
+        return entries
 
     @state.setter
     @_untracked
@@ -422,18 +406,18 @@ class SpeculativeCPUAdam(Optimizer):
     def reload_masters(self, params: Iterable[Tensor] | None = None) -> None:
         """Adopt values that were written to parameters past their version counters, as through `.data`.
 
-        `step()` finds most of these writes by itself, and all others.
-
-        An element that equals its rounded master keeps that master.
+        `step()` finds most of these writes by itself, and all others. An element that equals its rounded master keeps
+        that master.
 
         Args:
             params: only these parameters; default all.
         """
         transaction = self._binding.bound(self.param_groups)
-        chosen = None if params is None else {id(parameter) for parameter in params}
-        transaction.adopt_outside_writes(
-            [state for state in transaction.table.states if chosen is None or id(state.parameter) in chosen]
-        )
+        states = transaction.table.states
+        if params is not None:
+            chosen = {id(parameter) for parameter in params}
+            states = [state for state in states if id(state.parameter) in chosen]
+        transaction.adopt_outside_writes(states)
 
     @_whole
     def state_dict(self) -> dict[str, Any]:
@@ -481,7 +465,7 @@ class SpeculativeCPUAdam(Optimizer):
         arriving: dict[Tensor, dict[str, Any]] = {}
 
         def take_state(optimizer: Optimizer, final: dict[str, Any]) -> dict[str, Any]:
-            """Check everything and take the tensors out, so that torch neither casts nor moves them."""
+            # Check everything and take the tensors out, so that torch neither casts nor moves them.
             states = self._binding.bound(self.param_groups).table.states
             sizes = [len(group["params"]) for group in self.param_groups]
             groups, entries, foreign = checkpoint.read(final, states, sizes)
@@ -511,7 +495,7 @@ class SpeculativeCPUAdam(Optimizer):
         """Return what pickles and deep copies hold, committed; hooks stay behind, as in torch."""
         with self._lock:
             values = {key: self.__dict__[key] for key in ("defaults", "param_groups", "statistics", "_verdicts")}
-            return {**values, "state": self._binding.committed(self.param_groups)}
+            return {**values, "state": self._binding.entries(self.param_groups)}
 
 
 class SpeculativeCPUAdamW(SpeculativeCPUAdam):

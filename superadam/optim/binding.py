@@ -1,6 +1,6 @@
 """Binds the optimizer's parameters, their published state and a scheduler to one transaction.
 
-Parameters are bound lazily, because frameworks replace them between construction and the first step.
+That is done when a call first needs it, because frameworks replace parameters after the optimizer was made.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ class Binding(GradientHolder):
 
     Attributes:
         published: the `state` dict.
-        overlap: the scheduler; None where there is none.
-        source: of gradients that are not those in `.grad`; None where there is none.
+        overlap: the scheduler, if there is one.
+        source: of gradients that are not those in `.grad`, if there is one.
         is_flattened: whether the bound parameters are shards of FSDP1.
         ranks: over which the bound parameters are distributed.
     """
@@ -113,17 +113,13 @@ class Binding(GradientHolder):
         """Replace the published dict, after bringing the old one up to date; gradients stay in `.grad`."""
         self._catch_up()
         with deferred_signals():
-            if self._transaction is not None:
-                self._close(self._transaction)
+            self._close()
             self._forget_binding()
             self.published = PublishedState(entries, is_exposed=True)
 
     @contextmanager
     def on_all_ranks(self, question: Question, groups: Groups) -> Iterator[None]:
-        """Tell the other ranks of an error that is raised inside before they were asked, so that they raise as well.
-
-        Errors in a step on which all have agreed are reported in the next collective.
-        """
+        """Tell the other ranks of an error inside, so that they raise as well; after agreement, in the next call."""
         number = 0 if self.ranks is None else self.ranks.number
         try:
             if self.source is not None:
@@ -149,16 +145,15 @@ class Binding(GradientHolder):
     def bound(self, groups: Groups) -> Transaction:
         """Return the transaction over the groups' present parameters, its rows equal to the published state.
 
-        Raises ValueError where two parameters share memory, or a published entry cannot be a state.
+        Raises ValueError where parameters share memory, or a published entry cannot be a state.
         """
         self._catch_up()
         parameters = [parameter for group in groups for parameter in group["params"]]
         transaction = self._transaction
         if transaction is None or not _are_same(transaction.table, parameters):
+            names = [name for index, group in enumerate(groups) for name in names_of(group, index)]
             with deferred_signals():
-                return self._bind(
-                    parameters, [name for index, group in enumerate(groups) for name in names_of(group, index)]
-                )
+                return self._bind(parameters, names)
         if self.published.is_exposed:
             for state in transaction.table.states:
                 if state.phase is not Phase.ACCEPTED and self.published.read(state, transaction.table):
@@ -166,18 +161,11 @@ class Binding(GradientHolder):
             self.published.look_for_references()
         return transaction
 
-    def committed(self, groups: Groups) -> defaultdict[Tensor, Any]:
-        """Return the published state after committing accepted steps and adopting outside writes.
+    def entries(self, groups: Groups, *, adopts: bool = True) -> defaultdict[Tensor, Any]:
+        """Return the published state after committing accepted steps, and adopting outside writes where `adopts`.
 
         Where binding fails, it is returned unchanged: a step refuses it, and until then it can be corrected.
         """
-        return self._up_to_date(groups, adopts=True)
-
-    def unjudged(self, groups: Groups) -> defaultdict[Tensor, Any]:
-        """Return the same, with masters as before outside writes, which wait for a step or for who reads the state."""
-        return self._up_to_date(groups, adopts=False)
-
-    def _up_to_date(self, groups: Groups, *, adopts: bool) -> defaultdict[Tensor, Any]:
         self._catch_up()
         if self.has_state:
             with suppress(TypeError, ValueError):
@@ -202,12 +190,12 @@ class Binding(GradientHolder):
 
     def detach(self, groups: Groups) -> None:
         """Reach parameters without a scheduler again; nothing may be open."""
-        self.unjudged(groups)
+        self.entries(groups, adopts=False)
         with deferred_signals():
             self._forget_binding()
             self.overlap = None
 
-    def create(self, groups: Groups) -> None:
+    def create_state(self, groups: Groups) -> None:
         """Create the state of every parameter with a gradient, as it is before the first step."""
         table = self.bound(groups).table
         for state, hyper in zip(table.states, hyper_by_row(groups), strict=True):
@@ -229,12 +217,11 @@ class Binding(GradientHolder):
             self.overlap._conclude(outcome)
 
     def _catch_up(self) -> None:
-        """Return when everything that a scheduler has taken is speculated on."""
         if self.overlap is not None:
             self.overlap._catch_up()
 
     def commit(self, groups: Groups) -> None:
-        """Fold accepted steps and outside writes into the state."""
+        """As `SpeculativeCPUAdam.commit`."""
         if self.has_state:
             transaction = self.bound(groups)
             transaction.commit()
@@ -254,29 +241,30 @@ class Binding(GradientHolder):
             self.overlap._follow(None)
 
     def _publish(self) -> None:
-        """Bring `entries` up to date with every step; what others wrote to parameters waits for who needs it."""
+        """Bring `entries` up to date with every step; what others wrote to parameters is not adopted."""
         if self._transaction is not None:
             self._transaction.commit()
             self._transaction.table.bring_home()
             self.published.write(self._transaction.table)
 
-    def _close(self, transaction: Transaction) -> dict[Tensor, ParameterState]:
+    def _close(self) -> dict[Tensor, ParameterState]:
         """Write all state to `entries`; return the states of parameters that are still as they were bound."""
-        transaction.drop()  # the gradients in `.grad` still count
+        if self._transaction is None:
+            return {}
+        self._transaction.drop()  # the gradients in `.grad` still count
         self._publish()
-        table = transaction.table
+        table = self._transaction.table
         return {state.parameter: state for state in table.states if not _is_converted(state, table)}
 
     def _bind(self, parameters: Sequence[Tensor], names: Sequence[str]) -> Transaction:
-        known = {} if self._transaction is None else self._close(self._transaction)
+        known = self._close()
         written = set() if self._transaction is None else set(self._transaction.table.written())
         delivery = SynchronousDelivery() if self.overlap is None else self.overlap.delivery
-        states = []
-        for row, (parameter, name) in enumerate(zip(parameters, names, strict=True)):
-            states.append(
-                known.get(parameter)
-                or ParameterState(parameter, row, name, is_on_host=delivery.is_host(shards.local_of(parameter)))
-            )
+        states = [
+            known.get(parameter)
+            or ParameterState(parameter, row, name, is_on_host=delivery.is_host(shards.local_of(parameter)))
+            for row, (parameter, name) in enumerate(zip(parameters, names, strict=True))
+        ]
         _refuse_shared_memory(states, names)
         ranks = ranks_of(parameters, names, self.ranks)
         for row, (state, name) in enumerate(zip(states, names, strict=True)):  # nothing raises from here on
@@ -295,15 +283,12 @@ class Binding(GradientHolder):
     # ---- for gradients that were taken (taken_gradient.GradientHolder) -----------------------------------------------
 
     def _nonfinite_of(self, taken: TakenGradient) -> int | None:
-        """Return the number of Inf and NaN in a gradient, where they were counted."""
+        """As `GradientHolder`."""
         return None if self._transaction is None else self._transaction.nonfinite_of(taken)
 
 
 def _are_same(table: ParameterTable, parameters: Sequence[Tensor]) -> bool:
-    """Whether these are the bound parameters, still of the same dtype, layout and device.
-
-    Parameters that have only moved are distrusted, because the values in their new memory were not written by us.
-    """
+    """Whether these are the bound parameters, of the same dtype, layout and device; distrust those that have moved."""
     fingerprints = table.fingerprints
     if table.is_distributed:
         if [*map(id, parameters)] != [*map(id, table.parameters)]:

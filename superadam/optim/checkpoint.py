@@ -19,11 +19,10 @@ from superadam.distributed import shards
 from superadam.kernels.copies import has_memory
 from superadam.kernels.dtypes import DTYPES
 from superadam.kernels.hyperparameters import Hyperparameters, described, number_of
-from superadam.state.parameter import ParameterState
+from superadam.state.parameter import TENSORS, ParameterState
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-OPTIONAL = ("max_exp_avg_sq", "master")
-_OURS = {"step", *MOMENTS, *OPTIONAL}
+MOMENTS = ("exp_avg", "exp_avg_sq")  # which every entry has; the other tensors are optional
+_OURS = {"step", *TENSORS}
 LATER_GROUP_KEYS = {
     "amsgrad": False,
     "maximize": False,
@@ -38,10 +37,7 @@ _LARGEST_STEP = 2.0**53  # up to which fp64 counts every step
 
 
 def is_asked_for_template() -> bool:
-    """Whether torch.distributed.checkpoint calls this, from where it makes an optimizer create its state.
-
-    Its gradients, all zero, could be those of a true step, which has to count.
-    """
+    """Whether torch.distributed.checkpoint calls this: its zero gradients could be those of a true step."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and not str(frame.f_globals.get("__name__")).startswith("torch.distributed.checkpoint."):
         frame = frame.f_back
@@ -80,7 +76,6 @@ def is_of_others(entry: object) -> bool:
 
 
 def _is_dense(value: object, shape: torch.Size) -> bool:
-    """Whether this is a tensor of floats of this shape, in memory."""
     if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_nested:
         return False
     if shards.is_distributed(value):
@@ -89,12 +84,9 @@ def _is_dense(value: object, shape: torch.Size) -> bool:
 
 
 def local_entry(entry: Mapping[str, Any], state: ParameterState) -> dict[str, Any]:
-    """Return a copy of an entry with this rank's parts of its tensors.
-
-    Raises ValueError where they are not distributed as the parameter.
-    """
+    """Return a copy of an entry with this rank's parts of its tensors, which must be distributed as the parameter."""
     parts = dict(entry)
-    for key in (*MOMENTS, *OPTIONAL) if state.is_distributed else ():
+    for key in TENSORS if state.is_distributed else ():
         value = entry.get(key)
         if isinstance(value, Tensor):
             parts[key] = shards.part_of(value, state.parameter)
@@ -118,9 +110,9 @@ def check_entry(entry: object, state: ParameterState) -> None:
             "load a checkpoint of Adam, AdamW or superadam"
         )
     read_step(entry["step"], name)
-    for key in (*MOMENTS, *OPTIONAL):
+    for key in TENSORS:
         value = entry.get(key)
-        if value is None and key in OPTIONAL:
+        if value is None and key not in MOMENTS:
             continue
         if not _is_dense(value, state.local.shape):
             raise ValueError(
@@ -133,10 +125,10 @@ Read = tuple[list[dict[str, Any]], dict[ParameterState, dict[str, Any]], dict[st
 
 
 def read(state_dict: Mapping[str, Any], states: Sequence[ParameterState], sizes: Sequence[int]) -> Read:
-    """Return copies of a state dict's groups, and of the state of every parameter that has one; and all other state.
+    """Return copies of a state dict's groups and of the state of each parameter, and what others keep under names.
 
-    The last is what others keep under names, not for a parameter. `sizes` are the numbers of parameters of the
-    optimizer's groups. Raises ValueError unless the state dict is that of an Adam optimizer over such parameters.
+    `sizes` are the numbers of parameters of the optimizer's groups. Raises ValueError unless the state dict is that of
+    an Adam optimizer over such parameters.
     """
     try:
         return _read(state_dict, states, sizes)
@@ -197,7 +189,6 @@ def _read(state_dict: Mapping[str, Any], states: Sequence[ParameterState], sizes
 
 
 def _read_group(group: Mapping[str, Any], index: int, size: int) -> dict[str, Any]:
-    """Return a copy of a group, without the keys that say how its steps were computed."""
     if len(group["params"]) != size:
         raise ValueError(
             f"loaded state dict has {len(group['params'])} parameters in group {index}, expected {size}; "
@@ -227,7 +218,7 @@ def copied(entry: Mapping[str, Any], state: ParameterState) -> dict[str, Any]:
     if "step" in entry:
         step = fitted_step(entry["step"], read_step(entry["step"], state.name))
         copied["step"] = step.detach().to("cpu", copy=True).reshape(())
-    for key in (*MOMENTS, *OPTIONAL):
+    for key in TENSORS:
         if entry.get(key) is not None:
             copied[key] = state.whole(state.host_copy(entry[key], state.dtype))
     return copied | {key: _cast(value, state.parameter) for key, value in entry.items() if key not in _OURS}

@@ -16,11 +16,8 @@ from torch import Tensor
 
 from superadam.distributed import shards
 from superadam.optim import checkpoint
-from superadam.state.parameter import ParameterState, Phase
+from superadam.state.parameter import TENSORS, ParameterState, Phase
 from superadam.state.table import ParameterTable
-
-TENSORS = (*checkpoint.MOMENTS, *checkpoint.OPTIONAL)
-"""Keys of a parameter's published state besides `step`; also attributes of `ParameterState`."""
 
 
 class PublishedState:

@@ -17,16 +17,17 @@ from superadam.state.parameter import ParameterState, Place
 from superadam.state.uncertain import HostPatch, Patch
 
 STAGED_NUMEL = 16 * 1024 * 1024
-"""Elements of new values that are made at once where each has to be copied, so that their memory does not grow with the
-model."""
+"""Elements of new values in one part, so that their memory does not grow with the model."""
 
 
 class Delivery(Protocol):
-    """The interface between the passes over parameters and the copies to the model's device."""
+    """The interface between the passes over parameters and the copies to the model's device.
 
-    @property
-    def staged_numel(self) -> int:
-        """About how many elements of new values a part for `stage` has."""
+    Attributes:
+        staged_numel: about how many elements of new values a part for `stage` has.
+    """
+
+    staged_numel: int
 
     @property
     def received(self) -> Callable[[Tensor], Tensor] | None:
@@ -41,8 +42,7 @@ class Delivery(Protocol):
     def stage(self, parts: Sequence[Sequence[ParameterState]]) -> Iterator[list[Place]]:
         """Return memory for the new values of one part after another; there is at least one.
 
-        All of it is allocated when this returns. The next part may take the same memory, so that the values of each are
-        to be published before it is asked for.
+        All of it is allocated when this returns. Parts may share memory: publish each before asking for the next.
         """
 
     def publish(self, states: Sequence[ParameterState], places: Sequence[Place]) -> None:

@@ -1,9 +1,8 @@
 """Version counter, storage and address of each parameter after our last write to it: hints at writes by others.
 
-An address alone does not identify memory: the allocator hands it out again, often at once. So storages are compared as
-well, by the address of torch's StorageImpl, and a weak reference to each keeps that address from being reused, while
-the storage's memory is freed all the same. One case stays unseen: a storage that is resized to 0 and back between two
-looks, and gets the same address again.
+The allocator hands out an address again, often at once, so that an address alone does not identify memory. Storages are
+compared as well, by the address of torch's StorageImpl. A weak reference keeps that address from being used again, but
+not the memory. A storage resized to 0 and back between two looks, and gets the same address again, stays unseen.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ def _storage_of(tensor: Tensor) -> int:
 
 
 def _weak_reference(tensor: Tensor) -> Any:
-    """Return a reference that reserves the address of a tensor's StorageImpl, but not its memory."""
     has_storage = _storage_of(tensor) != _NO_STORAGE
     return storage_reference(tensor.untyped_storage()) if has_storage else None
 
@@ -41,8 +39,8 @@ def _weak_reference(tensor: Tensor) -> Any:
 class Fingerprints:
     """One version, storage and address for each of a fixed list of parameters, which are called by their row in it.
 
-    Where some are DTensors, `parameters` holds their parts on this rank and `wholes` themselves, each of which counts
-    the writes to it that do not go through the other: then a version is the sum of both.
+    Where some are DTensors, `parameters` holds their parts on this rank, and `wholes` the DTensors. Writes are counted
+    by the one or the other, so that a version is the sum of both.
     """
 
     def __init__(self, parameters: Sequence[Tensor], wholes: Sequence[Tensor] | None = None) -> None:
@@ -82,14 +80,9 @@ class Fingerprints:
         parameter = self._parameters[row]
         return bool(parameter.data_ptr() != self._pointers[row] or _storage_of(parameter) != self._storages[row])
 
-    def hints(self, rows: npt.NDArray[np.int64]) -> list[int]:
-        """Return those of distinct rows whose version hints at an outside write now; addresses are left to `look`."""
-        if len(rows) == len(self._parameters):
-            rows = np.arange(len(rows))
-        versions = np.fromiter(map(version_of, self._at(rows)), np.int64, len(rows))
-        if self._wholes is not None:
-            versions += [version_of(self._wholes[row]) for row in rows]
-        found: list[int] = rows[versions != self._versions[rows]].tolist()
+    def hints(self) -> list[int]:
+        """Return the rows whose version hints at an outside write now; addresses are left to `look`."""
+        found: list[int] = np.flatnonzero(self._present_versions() != self._versions).tolist()
         return found
 
     def is_hinted(self, row: int) -> bool:
@@ -99,11 +92,6 @@ class Fingerprints:
     def _version(self, row: int) -> int:
         version = version_of(self._parameters[row])
         return version if self._wholes is None else version + version_of(self._wholes[row])
-
-    def _at(self, rows: npt.NDArray[np.int64]) -> Sequence[Tensor]:
-        if len(rows) == len(self._parameters):
-            return self._parameters
-        return [self._parameters[row] for row in rows.tolist()]
 
     def remember(self, row: int) -> None:
         """Remember a parameter as it is now."""
@@ -119,13 +107,12 @@ class Fingerprints:
         """Make the next look compare values: the master was replaced, so it is unknown who wrote the parameter last."""
         self._versions[row] = _DISTRUSTED
 
-    def bump(self, rows: npt.NDArray[np.int64]) -> None:
-        """Increment versions for a write of ours, now or later; an outside write in between is still noticed."""
-        self.prepared_bump(rows)()
-
     def prepared_bump(self, rows: npt.NDArray[np.int64]) -> Callable[[], None]:
-        """Return what does as `bump`, once, and does not fail for want of memory."""
-        bumped, versions = [*self._at(rows)], self._versions[rows] + 1
+        """Return what counts a write of ours in the versions, once; it does not fail for want of memory.
+
+        An outside write in between is still noticed.
+        """
+        bumped, versions = [self._parameters[row] for row in rows.tolist()], self._versions[rows] + 1
         if self._wholes is not None:
             bumped += [self._wholes[row] for row in rows if self._wholes[row] is not self._parameters[row]]
             versions += 1  # also where both are one tensor, as its version is added to itself
@@ -137,7 +124,6 @@ class Fingerprints:
         return bump
 
     def _present(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64], npt.NDArray[np.int64]]:
-        """Return address, storage and version of every parameter."""
         pointers, storages, key_of = [], [], storage_key
         count = len(self._parameters)
         for parameter in self._parameters:
@@ -146,11 +132,11 @@ class Fingerprints:
                 storages.append(key_of(parameter.untyped_storage()))
             except RuntimeError:
                 storages.append(_NO_STORAGE)
+        addresses = np.fromiter(pointers, np.uint64, count), np.fromiter(storages, np.uint64, count)
+        return (*addresses, self._present_versions())
+
+    def _present_versions(self) -> npt.NDArray[np.int64]:
         versions = map(version_of, self._parameters)
         if self._wholes is not None:
             versions = map(operator.add, versions, map(version_of, self._wholes))
-        return (
-            np.fromiter(pointers, np.uint64, count),
-            np.fromiter(storages, np.uint64, count),
-            np.fromiter(versions, np.int64, count),
-        )
+        return np.fromiter(versions, np.int64, len(self._parameters))

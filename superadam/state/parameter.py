@@ -17,10 +17,14 @@ from torch import Tensor
 
 from superadam.distributed import shards
 from superadam.handles.taken_gradient import TakenGradient
+from superadam.kernels import torch_private
 from superadam.kernels.dtypes import DTYPES
 from superadam.kernels.hyperparameters import Hyperparameters, Interval, Scale
 from superadam.kernels.torch_private import dtensor_like, version_of
 from superadam.state.uncertain import NARROWER, Listed, Patch
+
+TENSORS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master")
+"""Attributes of a `ParameterState` that hold its tensors; they have the same names in kernels and in checkpoints."""
 
 
 class Phase(enum.Enum):
@@ -62,8 +66,6 @@ class Place(NamedTuple):
 @dataclass(slots=True, eq=False)
 class Pending:
     """A gradient that waits for its verdict or its commit, with everything that its step depends on, captured by value.
-
-    Only `place`, `versions` and what tells for which factors the speculated value is right change.
 
     Attributes:
         taken: the record of the gradient; weak, so that nothing here keeps a gradient that was given back.
@@ -122,6 +124,12 @@ def check_parameter(parameter: Tensor, name: str) -> None:
         )
 
 
+def differing(first: Tensor, second: Tensor) -> Tensor:
+    """Return where two tensors of one dtype differ in any bit; NaN equals NaN, +0 and -0 differ."""
+    bits = getattr(torch, f"int{8 * first.dtype.itemsize}")
+    return (first.contiguous().view(bits) != second.contiguous().view(bits)) & ~(first.isnan() & second.isnan())
+
+
 class ParameterState:
     """State of one parameter; its tensors are None until the first gradient arrives.
 
@@ -138,29 +146,6 @@ class ParameterState:
         reference: the weak reference to this object that all share, kept so that taking a gradient makes none.
         wholes: the DTensors, by attribute, as whose part users see the four tensors above; empty for other parameters.
     """
-
-    __slots__ = (
-        "__weakref__",
-        "dtype",
-        "exp_avg",
-        "exp_avg_sq",
-        "is_contiguous_on_cpu",
-        "is_own_master",
-        "is_staged",
-        "local",
-        "master",
-        "max_exp_avg_sq",
-        "name",
-        "parameter",
-        "parameter_dtype",
-        "pending",
-        "phase",
-        "reference",
-        "row",
-        "shape",
-        "strides",
-        "wholes",
-    )
 
     def __init__(self, parameter: Tensor, row: int, name: str, *, is_on_host: bool | None = None) -> None:
         check_parameter(parameter, name)
@@ -191,7 +176,7 @@ class ParameterState:
         return self.local is not self.parameter
 
     def local_gradient(self, gradient: Tensor) -> Tensor:
-        """Return the part of a gradient that belongs to `local`; raise TypeError where that is not on this rank."""
+        """Return this rank's part of a gradient; raise TypeError unless it is distributed as the parameter."""
         local = shards.part_of(gradient, self.parameter)
         if local is None:
             raise TypeError(
@@ -211,13 +196,10 @@ class ParameterState:
             self.wholes[key] = self.whole(tensor)
         return self.wholes[key]
 
-    def empty(self, dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised CPU tensor in the layout of the state."""
-        return torch.empty_strided(self.local.shape, self.strides, dtype=dtype, device="cpu")
-
     def host_copy(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Return a copy of `tensor` on the CPU in the layout of the state."""
-        return self.empty(dtype).copy_(tensor.detach())
+        empty = torch.empty_strided(self.local.shape, self.strides, dtype=dtype, device="cpu")
+        return empty.copy_(tensor.detach())
 
     def zeros(self) -> Tensor:
         """Return zeros in the layout of the state."""
@@ -266,11 +248,6 @@ class ParameterState:
         return pending is not None and pending.taken() is taken and pending.version == taken.version
 
     @property
-    def is_as_bound(self) -> bool:
-        """Whether the parameter has the shape and dtype it was bound with; if not, it is compared when bound again."""
-        return self.local.shape == self.shape and self.local.dtype == self.parameter_dtype
-
-    @property
     def is_narrow(self) -> bool:
         """Whether the parameter's dtype is narrower than its master's, so that new values of many factors are one."""
         return self.parameter_dtype in NARROWER
@@ -283,15 +260,9 @@ class ParameterState:
     @property
     def versions(self) -> tuple[int, ...] | None:
         """Version counters of master and moments, which kernels leave alone; None if any was made in inference mode."""
-        master, exp_avg, exp_avg_sq, largest = self.master, self.exp_avg, self.exp_avg_sq, self.max_exp_avg_sq
-        versions: tuple[int, ...]
+        tensors = (self.master, self.exp_avg, self.exp_avg_sq, self.max_exp_avg_sq)
         try:
-            versions = (
-                -1 if master is None else version_of(master),
-                -1 if exp_avg is None else version_of(exp_avg),
-                -1 if exp_avg_sq is None else version_of(exp_avg_sq),
-                -1 if largest is None else version_of(largest),
-            )
+            versions = tuple([-1 if tensor is None else version_of(tensor) for tensor in tensors])
         except RuntimeError:  # made in inference mode
             return None
         if self.is_distributed:  # writes to DTensors count there; those that are made in between begin at 0
@@ -315,3 +286,18 @@ class ParameterState:
             self.master = self.host_copy(self.local, self.dtype)
         if with_max and self.max_exp_avg_sq is None:
             self.max_exp_avg_sq = self.zeros()
+
+    @torch.no_grad()
+    def adopt_outside_write(self) -> None:
+        """Adopt in the master what others wrote to the working copy; nothing must be pending on it.
+
+        Only elements that differ from the rounded master are adopted, so that loading the same weights again changes
+        nothing.
+        """
+        if self.master is None:
+            return
+        present = self.local.detach().cpu()
+        where = differing(present, self.master.to(present.dtype))
+        if where.any():
+            with torch_private.inference_mode(self.master.is_inference()):  # where alone such a master can be written
+                self.master[where] = present[where].to(self.dtype)

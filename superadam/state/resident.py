@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torch import Tensor
 
 from superadam.devices import Device, Event, Stream
 from superadam.kernels.hyperparameters import Coefficients
 from superadam.kernels.resident_step import ResidentStep
-from superadam.state.parameter import ParameterState
-
-_TENSORS = ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")  # of a `ParameterState` and of a `ResidentStep`
+from superadam.state.parameter import TENSORS, ParameterState
 
 
 class ResidentStates:
@@ -54,7 +53,7 @@ class ResidentStates:
                 held = self._held.get(state)
                 if held is None or ("max_exp_avg_sq" in held) is (state.max_exp_avg_sq is None):
                     self.bring_home([state])
-                    host = {name: tensor for name in _TENSORS if (tensor := getattr(state, name)) is not None}
+                    host = {name: tensor for name in TENSORS if (tensor := getattr(state, name)) is not None}
                     held = self._held[state] = {name: self._moved(tensor) for name, tensor in host.items()}
                     arrived.append(state)
                 parameter = state.local
@@ -63,8 +62,8 @@ class ResidentStates:
                     values = values.as_strided(state.shape, state.strides)
                     delivered.append((parameter.data, values))
                     parameter = values
-                master, exp_avg, exp_avg_sq, largest = map(held.get, _TENSORS)
-                steps.append(ResidentStep(master, exp_avg, exp_avg_sq, largest, gradient, parameter, int(index)))  # type: ignore[arg-type]
+                tensors: dict[str, Any] = {name: held.get(name) for name in TENSORS}
+                steps.append(ResidentStep(**tensors, gradient=gradient, parameter=parameter, coefficients=int(index)))
             if arrived:  # not behind everything that the model has enqueued
                 self._device.wait(Stream.CURRENT, self._device.record(Stream.UPLOAD))
                 for tensor in (tensor for state in arrived for tensor in self._held[state].values()):
@@ -82,11 +81,11 @@ class ResidentStates:
         """Return the master on the device, flat, to be read on the current stream; None for its own master."""
         return self._held[state].get("master")
 
-    def bring_home(self, states: Iterable[ParameterState]) -> None:
-        """Copy these states to the host and free their memory on the device."""
+    def bring_home(self, states: Iterable[ParameterState]) -> list[ParameterState]:
+        """Copy these states to the host and free their memory on the device; return those that were there."""
         leaving = [state for state in states if state in self._held] if self._held else []
         if not leaving:
-            return
+            return leaving
         if self._updated is not None:  # perhaps on the current stream of another thread
             self._device.wait(Stream.CURRENT, self._updated)
         for state in leaving:
@@ -95,6 +94,7 @@ class ResidentStates:
         self._device.record(Stream.CURRENT).synchronize()
         for state in leaving:
             del self._held[state]
+        return leaving
 
     def _moved(self, tensor: Tensor) -> Tensor:
         """Return a flat copy on the device, which the upload stream writes."""

@@ -1,17 +1,11 @@
 """Samples of working copies find outside writes that left no hint: through `.data`, numpy or shared memory.
 
-In each step, blocks of 8 adjacent elements at fixed places of each working copy are compared with the rounded master:
-the first elements, the last ones, and about one block for each 4096 elements in between, up to 64. One sample that
-differs makes the step compare every element of every working copy, and so do the `FULL_STEPS` steps that follow each
-finding. A program that writes past version counters as a rule writes to many parameters, and where it clamps or masks,
-to few elements of each: so it has the bits of counted writes from the first finding on, and it alone pays for that.
+Each step compares blocks of 8 adjacent elements of each working copy with the rounded master: the first elements, the
+last ones, and about one block for each 4096 elements in between, up to 64. After one difference, this step and the next
+`FULL_STEPS` compare every element, because such a program writes again. `docs/design.md` says which programs it finds.
 
-`docs/design.md` says which programs that finds.
-
-Tensors that kernels cannot read, as those on a device, are looked at in turns, `STAGED_ROWS` in each step.
-
-Never reports a difference that we made: rows are compared between commit and verdict, when a working copy is the
-rounded master unless others have written to either. A master that others wrote to is left as it is.
+Rows are compared between commit and verdict. A working copy is then the rounded master, unless others have written to
+either; a master that others wrote to is left as it is.
 """
 
 from __future__ import annotations
@@ -25,16 +19,14 @@ import torch
 from torch import Tensor
 
 from superadam.kernels import native
-from superadam.state.outside_writes import differing
-from superadam.state.parameter import ParameterState
+from superadam.state.parameter import ParameterState, differing
 from superadam.state.table import ParameterTable, Rows
 
 FULL_STEPS = 100
 """Steps after a finding that compare everything: a clamp may leave its samples alone for a while."""
 
 STAGED_ROWS = 64
-"""Parameters that kernels on the CPU cannot read and that are looked at in one step: others have their turn in the next
-one, because torch takes microseconds for each."""
+"""Parameters that kernels cannot read, as those on a device, take turns: torch takes microseconds for each."""
 
 _logger = logging.getLogger("superadam")
 
@@ -73,7 +65,7 @@ class Samples:
         found: list[int] = table.differing(rows, everything=everything).tolist()
         if found:
             found = [row for row in found if table.is_home(table.states[row])]
-        staged = table.staged_rows(rows)
+        staged = rows[table.is_staged[rows]]
         if len(staged):
             if not everything and len(staged) > STAGED_ROWS:
                 begin = STAGED_ROWS * int(table.steps[staged].max()) % len(staged)
@@ -133,7 +125,6 @@ def blocks_of(length: int) -> tuple[int, int, int]:
 
 
 def _cut(tensor: Tensor, blocks: tuple[int, int, int]) -> Tensor:
-    """Return the blocks of a dense tensor, in the order of its memory."""
     count, width, distance = blocks
     return tensor.as_strided((count, width), (distance, 1))
 
@@ -141,8 +132,8 @@ def _cut(tensor: Tensor, blocks: tuple[int, int, int]) -> Tensor:
 def _cut_sparse(state: ParameterState, blocks: tuple[int, int, int]) -> Tensor:
     """Return the blocks of a parameter that is not dense, in the order of its state's memory."""
     count, width, distance = blocks
-    places = distance * np.arange(count)[:, None] + np.arange(width)
+    positions = distance * np.arange(count)[:, None] + np.arange(width)
     layout = zip(state.strides, state.local.shape, state.local.stride(), strict=True)
-    offsets = sum((places // dense % size * stride for dense, size, stride in layout), np.zeros_like(places))
+    offsets = sum((positions // dense % size * stride for dense, size, stride in layout), np.zeros_like(positions))
     flat = state.local.as_strided((int(offsets.max()) + 1,), (1,))
     return flat[torch.from_numpy(offsets).to(flat.device)]

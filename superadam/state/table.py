@@ -17,7 +17,7 @@ from superadam.kernels.native import Dtype, Pass
 from superadam.state.delivery import Delivery
 from superadam.state.fingerprints import Fingerprints
 from superadam.state.norm import GradientNorm
-from superadam.state.parameter import ParameterState, Pending, Shadow
+from superadam.state.parameter import TENSORS, ParameterState, Pending, Shadow
 from superadam.state.resident import ResidentStates
 from superadam.state.uncertain import Listed, Patch
 
@@ -33,16 +33,13 @@ class CoefficientTable:
 
     def __init__(self) -> None:
         self._index: dict[Coefficients, int] = {}
-        self._known: dict[tuple[int, int, Scale, bool, Interval | None], int] = {}
         self._alive: list[Hyperparameters] = []  # so that no id in _known is reused
+        self._known: dict[tuple[int, int, Scale, bool, Interval | None], int] = {}
 
     def index(
         self, hyper: Hyperparameters, step: int, scale: Scale, *, double: bool, interval: Interval | None = None
     ) -> int:
-        """Return the index of the coefficients of this step, with gradients multiplied by `scale`.
-
-        With those of the interval test over `interval`, where its proof holds.
-        """
+        """Return the index of the coefficients of this step, with the interval test's where its proof holds."""
         key = (id(hyper), step, scale, double, interval)
         if key not in self._known:
             coefficients = Coefficients.at_step(hyper, step, scale.factor, rounds=scale.rounds, double=double)
@@ -69,6 +66,7 @@ class ParameterTable:
         states, parameters, fingerprints: in the order of the optimizer's groups; the parameters are the model's.
         is_distributed: whether any of them is a DTensor.
         steps: accepted steps of each parameter.
+        is_staged: whether kernels on the CPU can neither read nor write the parameter.
         is_published: whether the optimizer's `state`, as users see it, holds what the row holds.
         norm: of the gradients of the open step, per (parameter, chunk); 0 where a parameter takes no part.
     """
@@ -105,7 +103,7 @@ class ParameterTable:
         self._is_own_master = np.array([state.is_own_master for state in self.states], bool)
         self._is_double = np.array([state.dtype == torch.float64 for state in self.states], bool)
         self._parameter_pointers = np.zeros(len(self.states), np.uint64)
-        self._is_staged = np.array([state.is_staged for state in self.states], bool)
+        self.is_staged = np.array([state.is_staged for state in self.states], bool)
         self._owned: list[list[torch.UntypedStorage]] = [[] for _ in self.states]  # memory that passes work on
         self._known_masters = [(0, 0)] * len(self.states)  # version, and the step count from which it is as rounded
         for state in self.states:
@@ -118,17 +116,15 @@ class ParameterTable:
 
     def refresh_pointers(self, state: ParameterState) -> None:
         """Refresh a state's pointers, after its tensors were created, replaced or dropped."""
-
-        def pointer(tensor: Tensor | None) -> int:
-            return 0 if tensor is None else tensor.data_ptr()
-
-        tensors = (state.master, state.exp_avg, state.exp_avg_sq, state.max_exp_avg_sq)
-        self._owned[state.row] = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
-        row = self._rows[state.row]
-        row["master"] = pointer(state.local if state.is_own_master else state.master)
-        row["exp_avg"] = pointer(state.exp_avg)
-        row["exp_avg_sq"] = pointer(state.exp_avg_sq)
-        row["max_exp_avg_sq"] = pointer(state.max_exp_avg_sq)
+        row, owned = self._rows[state.row], []
+        for name in TENSORS:
+            tensor = getattr(state, name)
+            row[name] = 0 if tensor is None else tensor.data_ptr()
+            if tensor is not None:
+                owned.append(tensor.untyped_storage())
+        self._owned[state.row] = owned
+        if state.is_own_master:
+            row["master"] = state.local.data_ptr()
         self._is_ready[state.row] = state.has_state
         self._has_max[state.row] = state.max_exp_avg_sq is not None
         self._parameter_pointers[state.row] = 0 if state.is_staged else state.local.data_ptr()
@@ -176,10 +172,7 @@ class ParameterTable:
             segments = self._at(rows)  # whose gradient dtypes are the parameters' own
             segments["gradient"] = np.fromiter(pointers, np.uint64, len(pointers))
             return list(gradients), segments
-        fitted = [
-            gradient if pointer is not None else self.states[row].host_gradient(gradient)
-            for row, gradient, pointer in zip(rows, gradients, pointers, strict=True)
-        ]
+        fitted = [self.states[row].host_gradient(gradient) for row, gradient in zip(rows, gradients, strict=True)]
         return fitted, self.segments(rows, fitted)
 
     def is_home(self, state: ParameterState) -> bool:
@@ -189,9 +182,7 @@ class ParameterTable:
     def bring_home(self, states: Iterable[ParameterState] | None = None) -> None:
         """Bring these states, by default all, to the host; return when they are there."""
         if self._resident is not None:
-            leaving = [state for state in (self.states if states is None else states) if self._resident.holds(state)]
-            self._resident.bring_home(leaving)
-            for state in leaving:
+            for state in self._resident.bring_home(self.states if states is None else states):
                 self.remember_master(state)
 
     def newest_master(self, state: ParameterState) -> Tensor | None:
@@ -203,17 +194,12 @@ class ParameterTable:
         self._known_masters[state.row] = state.master_version, 0
 
     def is_master_edited(self, state: ParameterState) -> bool:
-        """Whether others have written to a master since the parameter's last step, so that it is not the older one."""
+        """Whether others have written to a master since the parameter's last step."""
         version, first_step = self._known_masters[state.row]
         if state.master_version != version:
             self._known_masters[state.row] = state.master_version, int(self.steps[state.row]) + 1
             return True
         return bool(self.steps[state.row] < first_step)
-
-    def staged_rows(self, rows: Rows) -> Rows:
-        """Return those rows whose parameter kernels cannot read."""
-        staged: Rows = rows[self._is_staged[rows]]
-        return staged
 
     def differing(self, rows: Rows, *, everything: bool) -> Rows:
         """Return those rows whose parameter, in host memory, is not the rounded master, in samples or at all."""
@@ -259,46 +245,35 @@ class ParameterTable:
                 segments[name] += np.uint64(getattr(into, name).ctypes.data)
         native.run(Pass.NORM, segments, threads=num_threads)
 
-    def speculate(
-        self,
-        rows: Rows,
-        gradients: Sequence[Tensor],
-        outs: Sequence[Tensor],
-        coefficients: CoefficientTable,
-        indices: Indices,
-        accepted: tuple[Sequence[Tensor], Indices] | None = None,
-        num_threads: int | None = None,
-        lists: Sequence[int] | None = None,
-    ) -> None:
-        """Write new values to `outs` as if these gradients were a step, and sum their squares.
-
-        The same pass folds `accepted`, the gradients of the step before and the indices of their coefficients, into the
-        state; without them the state stays as it is. `num_threads` is a maximum; None for all. `lists` has the address
-        of the record in which each row's uncertain elements are listed, 0 for none.
-        """
-        segments = self.segments(rows, gradients)
-        segments["coefficients"] = indices
-        if lists is not None:
-            segments["uncertain"] = lists
-        segments["out"] = [out.data_ptr() for out in outs]
-        which = Pass.SPECULATE
-        if accepted is not None:
-            which = Pass.COMMIT_AND_SPECULATE
-            segments["accepted_gradient"] = [gradient.data_ptr() for gradient in accepted[0]]
-            segments["accepted_coefficients"] = accepted[1]
-        native.run(which, segments, coefficients.array(), threads=num_threads)
-
-    def prepared_patch(
+    def run_speculation(
         self,
         rows: Rows,
         pending: Sequence[Pending],
         coefficients: CoefficientTable,
         indices: Indices,
-    ) -> Callable[[], int]:
-        """Return what gives listed elements the values of these coefficients, and returns how many; state stays.
+        accepted: Sequence[Pending] | None = None,
+        num_threads: int | None = None,
+    ) -> None:
+        """Write new values to the places of these gradients as if they were a step; sum squares, fill lists.
 
-        Its memory is allocated now, so that it does not fail for want of it.
+        The same pass folds `accepted`, the gradients of the step before, into the state; without them the state stays
+        as it is. `num_threads` is a maximum; None for all.
         """
+        segments = self.segments(rows, [record.gradient for record in pending])
+        segments["coefficients"] = indices
+        segments["uncertain"] = [0 if record.listed is None else record.listed.address for record in pending]
+        segments["out"] = [record.place.value.data_ptr() for record in pending if record.place]
+        which = Pass.SPECULATE
+        if accepted is not None:
+            which = Pass.COMMIT_AND_SPECULATE
+            segments["accepted_gradient"] = [record.gradient.data_ptr() for record in accepted]
+            segments["accepted_coefficients"] = self.indices_of(rows, accepted, coefficients)
+        native.run(which, segments, coefficients.array(), threads=num_threads)
+
+    def run_patch(
+        self, rows: Rows, pending: Sequence[Pending], coefficients: CoefficientTable, indices: Indices
+    ) -> int:
+        """Give listed elements the new values of these coefficients, and return how many there are; state stays."""
         by_shadow: dict[Shadow, list[int]] = {}
         for number, record in enumerate(pending):
             assert record.place is not None
@@ -314,37 +289,22 @@ class ParameterTable:
             patches.append((patch, listed))
             for number, one, values, target in zip(numbers, listed, patch.values, patch.targets, strict=True):
                 row, source = segments[number], one.record
-                for name in ("gradient", "master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "index"):
+                for name in ("gradient", *TENSORS, "index"):
                     row[name] = source[name]
                 row["length"], row["out"] = one.count, values.data_ptr()
                 row["target"] = 0 if target is None else target.data_ptr()
-        table, count = coefficients.array(), int(segments["length"].sum())
+        native.run(Pass.SPECULATE, segments, coefficients.array())
+        for patch, listed in patches:
+            patch.send([one.index for one in listed])
+        return int(segments["length"].sum())
 
-        def run() -> int:
-            native.run(Pass.SPECULATE, segments, table)
-            for patch, listed in patches:
-                patch.send([one.index for one in listed])
-            return count
-
-        return run
-
-    def commit(
-        self,
-        rows: Rows,
-        accepted: Sequence[Tensor],
-        coefficients: CoefficientTable,
-        indices: Indices,
-        num_threads: int | None = None,
-    ) -> None:
-        """Fold accepted gradients, which working copies show already, into the state; arguments as `speculate`."""
-        segments = self.segments(rows, accepted)
-        segments["coefficients"] = indices
+    def run_commit(self, rows: Rows, accepted: Sequence[Pending], num_threads: int | None = None) -> None:
+        """Fold accepted gradients, which working copies show already, into the state."""
+        coefficients = CoefficientTable()
+        segments = self.segments(rows, [record.gradient for record in accepted])
+        segments["coefficients"] = self.indices_of(rows, accepted, coefficients)
         segments["sums"] = segments["nonfinite"] = 0
         native.run(Pass.COMMIT, segments, coefficients.array(), threads=num_threads)
-
-    def update(self, rows: Rows, segments: Segments, coefficients: CoefficientTable, indices: Indices) -> None:
-        """Make one step in place: state, own masters, working copies and step counts; the job is overwritten."""
-        self.prepared_update(rows, segments, coefficients, indices)()
 
     def prepared_update(
         self,
@@ -354,19 +314,20 @@ class ParameterTable:
         indices: Indices,
         late: npt.NDArray[np.bool_] | None = None,
     ) -> Callable[[], None]:
-        """Return what does as `update`, once; its memory is allocated now, so that it does not fail for want of it.
+        """Return what makes one step in place, once: state, own masters, working copies and step counts.
 
-        Of rows that are `late`, only the working copies are updated and steps counted: their state is committed later.
+        Its memory is allocated now, so that it does not fail for want of it; the job is overwritten. Of rows that are
+        `late`, only working copies are updated and steps counted: their state is committed later.
         """
-        for column in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master"):  # may have been created since
+        for column in TENSORS:  # may have been created since
             segments[column] = self._rows[column][rows]
         segments["coefficients"] = indices
         segments["sums"] = segments["nonfinite"] = 0
         segments["out_dtype"] = np.where(self._is_own_master[rows], Dtype.NONE, segments["out_dtype"])
         segments["out"] = self._parameter_pointers[rows]
-        is_staged, table = self._is_staged[rows], coefficients.array()
+        is_staged, table = self.is_staged[rows], coefficients.array()
         direct: list[tuple[Pass, Segments]] = []
-        parts: list[tuple[Pass, list[ParameterState], Segments]] = []
+        in_turn: list[tuple[Pass, list[ParameterState], Segments]] = []
         if late is None and not is_staged.any():  # usual without a scheduler, perhaps of very many
             direct.append((Pass.UPDATE, segments))
         else:
@@ -374,32 +335,34 @@ class ParameterTable:
             for which, chosen in ((Pass.UPDATE, ~late), (Pass.SPECULATE, late)):
                 direct.append((which, segments[chosen & ~is_staged]))
                 staged = np.flatnonzero(chosen & is_staged)
-                for part in _parts(staged, segments["length"], self.delivery.staged_numel):
-                    parts.append((which, [self.states[row] for row in rows[part]], segments[part]))
-        stage = self.delivery.stage([states for _, states, _ in parts]) if parts else iter(())
+                for some in _cut(staged, segments["length"], self.delivery.staged_numel):
+                    in_turn.append((which, [self.states[row] for row in rows[some]], segments[some]))
+        stage = self.delivery.stage([states for _, states, _ in in_turn]) if in_turn else iter(())
         count = self.prepared_count(rows)
 
         def run() -> None:
-            for which, some in direct:
-                if len(some):
-                    native.run(which, some, table)
-            for places, (which, states, some) in zip(stage, parts, strict=True):
-                out = some["out"]
-                for position, place in enumerate(places):
-                    out[position] = place.value.data_ptr()
-                native.run(which, some, table)
+            for which, job in direct:
+                if len(job):
+                    native.run(which, job, table)
+            for places, (which, states, job) in zip(stage, in_turn, strict=True):
+                job["out"] = [place.value.data_ptr() for place in places]
+                native.run(which, job, table)
                 self.delivery.publish(states, places)
             count()
 
         return run
 
     def step_resident(
-        self, rows: Rows, gradients: Sequence[Tensor], coefficients: CoefficientTable, indices: Sequence[int]
+        self,
+        states: Sequence[ParameterState],
+        gradients: Sequence[Tensor],
+        coefficients: CoefficientTable,
+        indices: Sequence[int],
     ) -> None:
         """Make one step on the device, to which state that is still on the host moves."""
         assert self._resident is not None
-        count = self.prepared_count(rows)
-        self._resident.step([self.states[row] for row in rows], gradients, indices, coefficients.sets)
+        count = self.prepared_count(self.rows_of(states))
+        self._resident.step(states, gradients, indices, coefficients.sets)
         count()
 
     def prepared_count(self, rows: Rows) -> Callable[[], None]:
@@ -413,13 +376,17 @@ class ParameterTable:
 
         return count
 
+    def indices_of(self, rows: Rows, pending: Sequence[Pending], coefficients: CoefficientTable) -> list[int]:
+        """Return the coefficients that each of these gradients was captured with, after adding them to the table."""
+        return [
+            coefficients.index(one.hyper, one.step, one.scale, double=bool(double), interval=one.interval)
+            for one, double in zip(pending, self._is_double[rows], strict=True)
+        ]
+
     def indices_of_next_step(
         self, rows: Rows, runs: Iterable[tuple[Hyperparameters, int]], scale: Scale, coefficients: CoefficientTable
     ) -> Indices:
-        """Return the coefficients that each row's next step has, after adding them to the table.
-
-        `runs` holds hyper-parameters and the number of consecutive rows that each is for.
-        """
+        """Return the coefficients of each row's next step, as `indices_of`; `runs` as in `StepGradients`."""
         indices = np.empty(len(rows), np.int32)
         begin = 0
         for hyper, count in runs:
@@ -435,7 +402,7 @@ class ParameterTable:
         return indices
 
 
-def _parts(chosen: Rows, lengths: npt.NDArray[np.uint64], numel: int) -> list[Rows]:
+def _cut(chosen: Rows, lengths: npt.NDArray[np.uint64], numel: int) -> list[Rows]:
     """Split positions in a job into runs of about `numel` elements, each with at least one position."""
     if len(chosen) == 0:
         return []

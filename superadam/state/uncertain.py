@@ -17,7 +17,7 @@ NARROWER = (torch.bfloat16, torch.float16)
 """Dtypes of working copies that have lists: new values are rounded to them."""
 
 LISTED_SHARE = 32
-"""A list has room for one element in this many; a parameter that has more uncertain ones is not worth patching."""
+"""A list has room for one element in this many; with more uncertain ones, a patch is not worth it."""
 
 _GRAIN = 16  # entries to which a list's capacity is rounded up, so that its arrays begin at cache lines
 _ARRAYS = ("index", "master", "exp_avg", "exp_avg_sq", "gradient", "max_exp_avg_sq")
@@ -33,46 +33,27 @@ def _capacity(numel: int) -> int:
     return -(-numel // (LISTED_SHARE * _GRAIN)) * _GRAIN
 
 
-class UncertainLists:
-    """Lists of some parameters in one piece of memory, for one pass.
-
-    Attributes:
-        records: of dtype `superadam.kernels.native.UNCERTAIN`, in the order of the parameters.
-    """
-
-    def __init__(self, numels: Sequence[int], with_max: Sequence[bool]) -> None:
-        self.records = np.zeros(len(numels), native.UNCERTAIN)
-        sizes = [list_bytes(numel, with_max=one) for numel, one in zip(numels, with_max, strict=True)]
-        self._memory = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
-        self.records["capacity"] = [*map(_capacity, numels)]
-        begins = self._memory.data_ptr() + np.cumsum([0, *sizes[:-1]], dtype=np.uint64)
-        for number, name in enumerate(_ARRAYS):
-            self.records[name] = begins + np.uint64(number * _ENTRY_BYTES) * self.records["capacity"].astype(np.uint64)
-        self.records[_ARRAYS[-1]][~np.array(with_max, bool)] = 0
-
-    def address(self, position: int) -> int:
-        """Return the address of one record, for a segment."""
-        return self.records.ctypes.data + self.records.itemsize * position
-
-    def index(self, position: int) -> npt.NDArray[np.uint32]:
-        """Return the positions of the elements that are listed for one parameter."""
-        record = self.records[position]
-        begin = int(record["index"]) - self._memory.data_ptr()
-        bytes_ = self._memory.numpy()[begin : begin + _ENTRY_BYTES * int(record["count"])]
-        return bytes_.view(np.uint32)
-
-
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """The list of one parameter."""
+    """The list of the uncertain elements of one parameter.
 
-    lists: UncertainLists
-    position: int
+    Attributes:
+        memory: that holds its arrays, shared with the lists of other parameters.
+        records: the kernel's record of it, of dtype `superadam.kernels.native.UNCERTAIN`, as an array of one.
+    """
+
+    memory: Tensor
+    records: npt.NDArray[np.void]
+
+    @property
+    def address(self) -> int:
+        """The address of the record, for a segment."""
+        return self.records.ctypes.data
 
     @property
     def record(self) -> np.void:
-        """The kernel's record of it."""
-        record: np.void = self.lists.records[self.position]
+        """The kernel's record."""
+        record: np.void = self.records[0]
         return record
 
     @property
@@ -88,7 +69,21 @@ class Listed:
     @property
     def index(self) -> npt.NDArray[np.uint32]:
         """Their positions."""
-        return self.lists.index(self.position)
+        begin = int(self.record["index"]) - self.memory.data_ptr()
+        return self.memory.numpy()[begin : begin + _ENTRY_BYTES * self.count].view(np.uint32)
+
+
+def empty_lists(numels: Sequence[int], with_max: Sequence[bool]) -> list[Listed]:
+    """Return empty lists for parameters with these numbers of elements; `with_max`: which have a `max_exp_avg_sq`."""
+    records = np.zeros(len(numels), native.UNCERTAIN)
+    sizes = [list_bytes(numel, with_max=one) for numel, one in zip(numels, with_max, strict=True)]
+    memory = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
+    records["capacity"] = [*map(_capacity, numels)]
+    begins = memory.data_ptr() + np.cumsum([0, *sizes[:-1]], dtype=np.uint64)
+    for number, name in enumerate(_ARRAYS):
+        records[name] = begins + np.uint64(number * _ENTRY_BYTES) * records["capacity"].astype(np.uint64)
+    records[_ARRAYS[-1]][~np.array(with_max, bool)] = 0
+    return [Listed(memory, records[position : position + 1]) for position in range(len(numels))]
 
 
 class Patch(Protocol):
@@ -107,7 +102,7 @@ class Patch(Protocol):
 
 
 class HostPatch:
-    """Of speculated values that are still on the host."""
+    """A patch of speculated values that are still on the host."""
 
     def __init__(self, targets: Sequence[Tensor], counts: Sequence[int]) -> None:
         self.targets: Sequence[Tensor | None] = targets

@@ -14,7 +14,7 @@ from superadam.handles.gradient_handle import GradientHandle
 from superadam.handles.taken_gradient import TakenGradient
 from superadam.kernels.hyperparameters import Hyperparameters
 from superadam.state.parameter import ParameterState
-from superadam.state.table import ParameterTable, Segments
+from superadam.state.table import ParameterTable, Rows, Segments
 
 _ORDINARY = {Tensor, GradientHandle, type(None)}  # others may be DTensors
 
@@ -24,12 +24,14 @@ class StepGradients:
     """The gradients of one step, at most one for each parameter.
 
     Attributes:
+        rows: of `states`.
         gradients: one for each of `states`: as `ParameterState.host_gradient` returns it, or one that was taken before.
         runs: present hyper-parameters, and the number of consecutive states that each is for.
         segments: the job over them; None where some were taken.
     """
 
     states: Sequence[ParameterState]
+    rows: Rows
     gradients: Sequence[Tensor | TakenGradient]
     runs: list[tuple[Hyperparameters, int]]
     segments: Segments | None = None
@@ -43,8 +45,8 @@ class StepGradients:
 def gather(table: ParameterTable, runs: list[tuple[Hyperparameters, int]]) -> StepGradients:
     """Return the gradients in `.grad` of a table's parameters; changes nothing.
 
-    `runs` holds hyper-parameters and the number of consecutive rows that each is for. Raises TypeError or ValueError
-    where a gradient does not fit its parameter.
+    `runs` is as in `StepGradients`, for all rows. Raises TypeError or ValueError where a gradient does not fit its
+    parameter.
     """
     received = table.delivery.received
     every: list[Any] = [parameter.grad for parameter in table.parameters]
@@ -53,27 +55,24 @@ def gather(table: ParameterTable, runs: list[tuple[Hyperparameters, int]]) -> St
         pairs = zip(table.states, every, strict=True)
         every = [None if gradient is None else state.local_gradient(gradient) for state, gradient in pairs]
         kinds = set(map(type, every))
-    has_taken = GradientHandle in kinds
     states, present_runs = table.states, runs
     if any(map(operator.is_, every, itertools.repeat(None))):
         takes_part = [gradient is not None for gradient in every]
-        begins = [0, *itertools.accumulate(count for _, count in runs)]
-        present_runs = [
-            (hyper, sum(takes_part[begin : begin + count])) for (hyper, count), begin in zip(runs, begins, strict=False)
-        ]
+        each = iter(takes_part)
+        present_runs = [(hyper, sum(itertools.islice(each, count))) for hyper, count in runs]
         states = list(itertools.compress(table.states, takes_part))
         every = list(itertools.compress(every, takes_part))
-    if has_taken:
+    rows = table.rows_of(states)
+    if GradientHandle in kinds:
         meant = [_meant(one, state, received) for one, state in zip(every, states, strict=True)]
-        return StepGradients(states, meant, present_runs)
-    gradients, segments = table.job(table.rows_of(states), every if received is None else [*map(received, every)])
-    return StepGradients(states, gradients, present_runs, segments)
+        return StepGradients(states, rows, meant, present_runs)
+    gradients, segments = table.job(rows, every if received is None else [*map(received, every)])
+    return StepGradients(states, rows, gradients, present_runs, segments)
 
 
 def _meant(
     gradient: Tensor, state: ParameterState, received: Callable[[Tensor], Tensor] | None
 ) -> Tensor | TakenGradient:
-    """Return the gradient that a `.grad` stands for."""
     if type(gradient) is GradientHandle:
         taken: TakenGradient = gradient.taken
         if taken.given is None:

@@ -1,10 +1,6 @@
 """The transaction: speculate, validate, then accept, redo or drop; commit later.
 
-Speculation reads the state and writes shadows: neither parameters nor state change before the verdict, so dropping
-costs nothing. The gradient stays *pending*. The verdict publishes the shadows whose speculation was right, and updates
-all other parameters in place, or only computes their new values. An accepted pending gradient is folded into the state
-by a commit, which may wait until the parameter's next gradient arrives and share its pass. This module decides which
-pass runs over which rows.
+Decides which pass runs over which rows. `docs/design.md`, section 2, says why there are these phases.
 """
 
 from __future__ import annotations
@@ -32,23 +28,21 @@ from superadam.kernels.copies import has_memory
 from superadam.kernels.hyperparameters import Hyperparameters, Scale
 from superadam.kernels.torch_private import is_short_of_memory
 from superadam.state.norm import GradientNorm
-from superadam.state.outside_writes import adopt_outside_write
 from superadam.state.parameter import ParameterState, Pending, Phase, Place
 from superadam.state.samples import Samples
-from superadam.state.table import CoefficientTable, ParameterTable, Segments
-from superadam.state.uncertain import Listed, UncertainLists
+from superadam.state.table import CoefficientTable, ParameterTable, Rows, Segments
+from superadam.state.uncertain import empty_lists
 from superadam.step.gradients import StepGradients
-from superadam.step.outcome import Applied, Statistics, StepKind, StepOutcome
-from superadam.step.validation import judge
+from superadam.step.outcome import Applied, Statistics, StepKind, StepOutcome, judge
 
 
 @dataclass(slots=True)
-class _Part:
+class _Contribution:
     """What one parameter contributes to a step.
 
     Attributes:
         gradient: as kernels read it, on the device where `is_resident`; neither scaled nor clipped.
-        scale: by which this step multiplies the gradient: that which was recorded on its handle, or the clipping.
+        scale: by which this step multiplies the gradient: recorded on its handle, or the clipping.
         taken: whose gradient it is, if it was taken.
         waits: whether `taken` waits for this verdict, unchanged since its norm was computed.
         pending: its record, while that still describes `gradient`: its norm is known.
@@ -82,11 +76,12 @@ class _Part:
 class Transaction:
     """Phases and passes over the parameters of one `ParameterTable`.
 
-    `expected_scale` is the factor by which the last step's gradients were unscaled; speculation multiplies by it.
-    `applied` is what the last step did to gradients that were taken; None where none was, or it was skipped.
-    `lock` is held by whoever runs a pass or gives a verdict.
-    `commits_late` says whether values that are computed with the verdict are published before their state is updated.
-    `ranks` are those that make each step together; None where every parameter is an ordinary tensor.
+    Attributes:
+        expected_scale: the factor by which the last step's gradients were unscaled; speculation multiplies by it.
+        applied: what the last step did to gradients that were taken; None where none was, or it was skipped.
+        lock: held by the thread that runs a pass or gives a verdict.
+        commits_late: whether values that are computed with the verdict are published before their state is updated.
+        ranks: those that make each step together; None where every parameter is an ordinary tensor.
     """
 
     def __init__(self, table: ParameterTable, statistics: Statistics, ranks: Ranks | None = None) -> None:
@@ -121,10 +116,9 @@ class Transaction:
     # ---- before the verdict ------------------------------------------------------------------------------------------
 
     def can_speculate(self, state: ParameterState, hyper: Hyperparameters) -> bool:
-        """Whether a parameter's next step can be computed before its verdict: everything that it reads exists.
+        """Whether a parameter's next step can be computed before its verdict: it is a working copy with all its state.
 
-        An own master is updated in one pass with the verdict. An outside write to a parameter counts only from the
-        verdict on, because it may be undone before.
+        An outside write counts only from the verdict on, because it may be undone before.
         """
         is_complete = state.has_state and (state.max_exp_avg_sq is not None or not hyper.amsgrad)
         return is_complete and not state.is_own_master and not self.table.fingerprints.is_hinted(state.row)
@@ -140,15 +134,21 @@ class Transaction:
         *,
         is_resident: bool = False,
     ) -> Pending:
-        """Return the record of a gradient that was taken, for `speculate` or `add_pending`; arguments as its fields."""
+        """Return the record of a gradient that was taken, for `speculate`; arguments as its fields."""
         step, one = int(self.table.steps[state.row]) + 1, taken()
         scale = Scale.recorded(self.expected_scale, gradient.dtype if one is None or one.is_unrounded else one.dtype)
         return Pending(taken, gradient, version, hyper, step, scale, place, is_resident)
 
-    def speculate(self, pending: Mapping[ParameterState, Pending], num_threads: int | None = None) -> None:
-        """Compute the norm of gradients that kernels can read, and the new value of those that have a place for it.
+    def speculate(
+        self,
+        pending: Mapping[ParameterState, Pending],
+        num_threads: int | None = None,
+        norm: GradientNorm | None = None,
+    ) -> None:
+        """Let gradients wait for the verdict, with their norm, and new values for those that have a place for one.
 
-        Earlier speculation on these parameters is dropped. `num_threads` is a maximum; None for all.
+        Earlier speculation on these parameters is dropped. `num_threads` is a maximum; None for all. `norm` is that of
+        gradients without a place, in their order, where it was computed elsewhere.
         """
         with self._timed("speculate_seconds"):
             self._drop(pending)
@@ -157,8 +157,11 @@ class Transaction:
             waiting = [state for state, record in pending.items() if record.place is None]
             alone = [s for s, record in pending.items() if record.place and s.phase is Phase.CLEAN]
             fused = [s for s, record in pending.items() if record.place and s.phase is Phase.ACCEPTED]
-            if waiting:
-                segments = self._segments(waiting, [pending[state].gradient for state in waiting])
+            if norm is not None:
+                self.table.put_norm(self.table.rows_of(waiting), norm)
+            elif waiting:
+                gradients = [pending[state].gradient for state in waiting]
+                segments = self.table.segments(self.table.rows_of(waiting), gradients)
                 self.table.compute_norm(segments, num_threads=num_threads)
             for state in (*alone, *fused):
                 pending[state].versions = state.versions
@@ -171,55 +174,35 @@ class Transaction:
     def _speculate(
         self, states: Sequence[ParameterState], pending: Sequence[Pending], fuses: bool, num_threads: int | None
     ) -> None:
-        coefficients = CoefficientTable()
-        accepted = None
-        if fuses:
-            old = [_pending_of(state) for state in states]
-            accepted = [one.gradient for one in old], _indices(coefficients, states, old)
-        indices = _indices(coefficients, states, pending)
-        lists = self._lists(states, pending, [coefficients.sets[index].interval is not None for index in indices])
-        self.table.speculate(
-            self.table.rows_of(states),
-            [record.gradient for record in pending],
-            [record.place.value for record in pending if record.place],
-            coefficients,
-            indices,
-            accepted,
-            num_threads,
-            lists,
-        )
+        rows, coefficients = self.table.rows_of(states), CoefficientTable()
+        indices = self.table.indices_of(rows, pending, coefficients)
+        sets = coefficients.sets
+        self._make_lists(states, pending, [sets[index].interval is not None for index in indices])
+        accepted = [_pending_of(state) for state in states] if fuses else None
+        self.table.run_speculation(rows, pending, coefficients, indices, accepted, num_threads)
 
-    def _lists(
+    def _make_lists(
         self, states: Sequence[ParameterState], pending: Sequence[Pending], covered: Sequence[bool]
-    ) -> list[int] | None:
-        """Return the addresses of the lists for uncertain elements, 0 where the interval test is not covered."""
+    ) -> None:
+        """Give lists for uncertain elements to the records whose interval the test covers."""
+        chosen = []
         for state, record, is_covered in zip(states, pending, covered, strict=True):
+            record.listed = None
             if not is_covered or not state.is_narrow:
                 record.interval = None
-        over = [number for number, record in enumerate(pending) if record.interval is not None]
-        if not over:
-            return None
-        chosen, addresses = [states[number] for number in over], [0] * len(states)
-        with_max = [state.max_exp_avg_sq is not None for state in chosen]
+            else:
+                chosen.append((state, record))
+        if not chosen:
+            return
+        numels = [state.local.numel() for state, _ in chosen]
         try:
-            lists = UncertainLists([state.local.numel() for state in chosen], with_max)
+            lists = empty_lists(numels, [state.max_exp_avg_sq is not None for state, _ in chosen])
         except Exception as error:
             if not is_short_of_memory(error):
                 raise
-            return None  # without its list, a value is for one factor
-        for position, number in enumerate(over):
-            pending[number].listed = Listed(lists, position)
-            addresses[number] = lists.address(position)
-        return addresses
-
-    def add_pending(self, pending: Mapping[ParameterState, Pending], norm: GradientNorm) -> None:
-        """Let gradients that stay on the device wait for the verdict; `norm` is theirs, in this order."""
-        with self._timed("speculate_seconds"):
-            self._drop(pending)
-            self._commit([state for state in pending if state.phase is Phase.ACCEPTED])
-            self.table.put_norm(self.table.rows_of(list(pending)), norm)
-            for state, record in pending.items():
-                self._move(state, Phase.SPECULATED, record)
+            return  # without its list, a value is for one factor
+        for (_, record), listed in zip(chosen, lists, strict=True):
+            record.listed = listed
 
     def drop(self) -> None:
         """Drop everything that waits for a verdict; the gradients stay where they are."""
@@ -241,35 +224,32 @@ class Transaction:
     # ---- the verdict -------------------------------------------------------------------------------------------------
 
     def step(self, gradients: StepGradients, max_norm: float | None) -> StepOutcome:
-        """Validate gradients, and unless one of them is not finite, make a step with them.
+        """Make a step with these gradients if all are finite; drop everything else that waits for a verdict.
 
-        A gradient that was speculated on, and is unchanged, has its new value published; every other parameter is
-        updated in place. Whatever else waits for a verdict is dropped. A `max_norm` of None or inf is no limit.
+        A `max_norm` of None or inf is no limit.
         """
         with deferred_signals(), self.lock:
             begin, self.applied = time.perf_counter(), None
             if self._members[Phase.ACCEPTED]:
                 self._commit([state for state in gradients.states if state.phase is Phase.ACCEPTED])
-            rows = self.table.rows_of(gradients.states)
-            hinted = self.table.fingerprints.seen_hints(rows)  # bound() has just looked
-            if hinted:
+            if hinted := self.table.fingerprints.seen_hints(gradients.rows):  # bound() has just looked
                 self._adopt([self.table.states[row] for row in hinted])
-            if written := self._samples.find_written(rows):
+            if written := self._samples.find_written(gradients.rows):
                 self._adopt([self.table.states[row] for row in written])
             begin = self._spent("commit_seconds", begin)
             if gradients.segments is not None:
                 return self._step_in_place(gradients, gradients.segments, max_norm, begin)
-            parts, others = self._parts(gradients)
+            contributions, others = self._contributions(gradients)
             self._drop(others)
-            outcome = self._judge(Question.STEP, parts, self.table.norm.copy(), max_norm)
-            told = self._told(parts, outcome)
+            outcome = self._judge(Question.STEP, contributions, self.table.norm.copy(), max_norm)
+            told = self._told(contributions, outcome)
             begin = self._spent("norm_seconds", begin)
             if outcome.kind is StepKind.SKIPPED:
                 self._drop(self.in_phase(Phase.SPECULATED))
             else:
                 self._computed = 0
-                self._apply(parts, outcome.clip_coefficient)
-                self.applied = self._applied(parts, is_own=outcome.kind is StepKind.CLIPPED)
+                self._apply(contributions, outcome.clip_coefficient)
+                self.applied = self._applied(contributions, is_own=outcome.kind is StepKind.CLIPPED)
             self.table.norm.clear()
             self._spent("resolve_seconds", begin)
             return told
@@ -286,112 +266,111 @@ class Transaction:
             self.table.norm.clear()
         begin = self._spent("norm_seconds", begin)
         if outcome.kind is not StepKind.SKIPPED:
-            with_max = any(hyper.amsgrad for hyper, _ in gradients.runs)
-            self._make_ready(gradients.states, gradients.runs, with_max=with_max)
-            rows, coefficients = self.table.rows_of(gradients.states), CoefficientTable()
-            scale = Scale(outcome.clip_coefficient)
-            indices = self.table.indices_of_next_step(rows, gradients.runs, scale, coefficients)
-            self.table.update(rows, segments, coefficients, indices)
+            self._make_ready(gradients.states, gradients.rows, gradients.runs)
+            coefficients, scale = CoefficientTable(), Scale(outcome.clip_coefficient)
+            indices = self.table.indices_of_next_step(gradients.rows, gradients.runs, scale, coefficients)
+            self.table.prepared_update(gradients.rows, segments, coefficients, indices)()
             self._spent("update_seconds", begin)
         return outcome
 
-    def _parts(self, gradients: StepGradients) -> tuple[list[_Part], list[ParameterState]]:
+    def _contributions(self, gradients: StepGradients) -> tuple[list[_Contribution], list[ParameterState]]:
         """Return what each parameter contributes, and the states whose pending gradient is not among these."""
-        parts, others = [], dict(self._members[Phase.SPECULATED])
+        contributions, others = [], dict(self._members[Phase.SPECULATED])
         for state, gradient, hyper in zip(gradients.states, gradients.gradients, gradients.hyper, strict=True):
             if isinstance(gradient, Tensor):
-                parts.append(_Part(state, hyper, gradient))
+                contributions.append(_Contribution(state, hyper, gradient))
                 continue
             pending = state.pending
             if pending is not None and state.waits_with(gradient):
-                part = _Part(state, hyper, pending.gradient, taken=gradient, waits=True, pending=pending)
+                one = _Contribution(state, hyper, pending.gradient, taken=gradient, waits=True, pending=pending)
                 del others[state]
             else:
-                part = _Part(state, hyper, gradient.ready(), taken=gradient)
+                one = _Contribution(state, hyper, gradient.ready(), taken=gradient)
             if gradient.factors:
                 scale = gradient.scale()
-                if scale is None or part.pending is None:
-                    part.apply_factors()
+                if scale is None or one.pending is None:
+                    one.apply_factors()
                 else:
-                    part.scale = Scale.recorded(scale, gradient.exact_dtype)
-            elif part.pending is None:
-                part.gradient = state.host_gradient(part.gradient)
-            parts.append(part)
-        return parts, list(others)
+                    one.scale = Scale.recorded(scale, gradient.exact_dtype)
+            elif one.pending is None:
+                one.gradient = state.host_gradient(one.gradient)
+            contributions.append(one)
+        return contributions, list(others)
 
     def _judge(
-        self, question: Question, parts: Sequence[_Part], norm: GradientNorm, max_norm: float | None
+        self, question: Question, contributions: Sequence[_Contribution], norm: GradientNorm, max_norm: float | None
     ) -> StepOutcome:
         """Return the verdict over the gradients as they are now in `.grad`.
 
         `norm` is a copy of that of the gradients that wait, as they arrived; it becomes that of all as they are.
         """
         if max_norm is not None and not math.isinf(max_norm):
-            for part in parts:  # scaling a norm rounds differently from scaling its gradients, but for powers of two
-                if part.scale.factor != 1.0 and math.frexp(part.scale.factor)[0] != 0.5:
-                    part.apply_factors()
-        uncounted = [part for part in parts if part.pending is None]
+            # Scaling a norm rounds differently from scaling its gradients, but for powers of two.
+            for one in contributions:
+                if one.scale.factor != 1.0 and math.frexp(one.scale.factor)[0] != 0.5:
+                    one.apply_factors()
+        uncounted = [one for one in contributions if one.pending is None]
         if uncounted:
-            self.table.compute_norm(self._segments(*_columns(uncounted)), norm)
-        for part in parts:
-            factor = part.scale.factor
+            self.table.compute_norm(self._job(uncounted)[1], norm)
+        for one in contributions:
+            factor = one.scale.factor
             if factor != 1.0:
-                norm.sums[self.table.chunks_of(part.state.row)] *= factor * factor
+                norm.sums[self.table.chunks_of(one.state.row)] *= factor * factor
         return judge(self._over_ranks(question, norm, max_norm), max_norm)
 
     def _over_ranks(self, question: Question, norm: GradientNorm, max_norm: float | None) -> GradientNorm | RanksNorm:
-        """Return the norm of the gradients of all ranks; each of them must call this."""
+        """Return the norm over all ranks, each of which must call this."""
         if self.ranks is None:
             return norm
         owned, plain = (native.ordered_sum(norm.sums[self._shares == one]) for one in (Share.OWNED, Share.PLAIN))
         return self.ranks.norm(question, max_norm, norm.count, owned, plain)
 
-    def _apply(self, parts: Sequence[_Part], clip: float) -> None:
-        """Make a step whose verdict is known."""
-        accepted: list[_Part] = []
-        near: list[_Part] = []
-        rest: list[_Part] = []
-        for part in parts:
+    def _apply(self, contributions: Sequence[_Contribution], clip: float) -> None:
+        """Publish the speculated values that are right for this clip coefficient; update all other parameters."""
+        accepted: list[_Contribution] = []
+        near: list[_Contribution] = []
+        rest: list[_Contribution] = []
+        for one in contributions:
             if clip != 1.0:
-                if part.scale.factor != 1.0:
-                    part.apply_factors()
-                part.scale = Scale(clip)
-            pending = part.pending
+                if one.scale.factor != 1.0:
+                    one.apply_factors()
+                one.scale = Scale(clip)
+            pending = one.pending
             is_fresh = (
                 pending is not None
                 and pending.place is not None
-                and pending.hyper == part.hyper
+                and pending.hyper == one.hyper
                 and pending.versions is not None
-                and pending.versions == part.state.versions
+                and pending.versions == one.state.versions
             )
             if pending is None or not is_fresh:
-                rest.append(part)
-            elif pending.scale == part.scale:
-                accepted.append(part)
+                rest.append(one)
+            elif pending.scale == one.scale:
+                accepted.append(one)
             else:
-                (near if pending.can_be_patched(part.scale) else rest).append(part)
+                (near if pending.can_be_patched(one.scale) else rest).append(one)
         if near:
             (accepted if self._patch(near) else rest).extend(near)
-        for part in rest:
-            if part.waits:
-                record = _pending_of(part.state)
+        for one in rest:
+            if one.waits:
+                record = _pending_of(one.state)
                 self.statistics.respeculated += record.place is not None
                 record.place = None
-        count = self.table.prepared_count(self.table.rows_of([part.state for part in accepted])) if accepted else None
+        count = self.table.prepared_count(self.table.rows_of([one.state for one in accepted])) if accepted else None
         if rest:
             self._update(rest)
         if count is not None:  # nothing may fail from here on
             self._publish(accepted, count)
 
-    def _applied(self, parts: Sequence[_Part], *, is_own: bool) -> Applied | None:
+    def _applied(self, contributions: Sequence[_Contribution], *, is_own: bool) -> Applied | None:
         """Return what this step does to those gradients that wait for it.
 
         Where less than four fifths of the elements are multiplied alike, some are likely to be left as they are.
         """
         elements: collections.Counter[float | None] = collections.Counter()
-        for part in parts:
-            if part.waits:
-                elements[None if part.pending is None else part.scale.factor] += part.state.shape.numel()
+        for one in contributions:
+            if one.waits:
+                elements[None if one.pending is None else one.scale.factor] += one.state.shape.numel()
         if not elements:
             return None
         factor, count = elements.most_common(1)[0]
@@ -399,32 +378,26 @@ class Transaction:
             factor = self.expected_scale
         return Applied(self.table.norm.total, factor, self.expected_scale, is_own, self._computed)
 
-    def _patch(self, parts: Sequence[_Part]) -> bool:
+    def _patch(self, contributions: Sequence[_Contribution]) -> bool:
         """Make speculated values those of this step's factor; return whether there was memory for that."""
-        states, records = [part.state for part in parts], [_pending_of(part.state) for part in parts]
-        coefficients, indices = self._coefficients(parts)
-        try:
-            patch = self.table.prepared_patch(self.table.rows_of(states), records, coefficients, indices)
-        except Exception as error:
-            if not is_short_of_memory(error):
-                raise
-            return False
+        rows = self.table.rows_of([one.state for one in contributions])
+        records = [_pending_of(one.state) for one in contributions]
         versions = [record.versions for record in records]
         for record in records:
             record.versions = None  # stale, until all is done
         try:
-            self.statistics.patched_elements += patch()
+            self.statistics.patched_elements += self.table.run_patch(rows, records, *self._coefficients(contributions))
         except Exception as error:
             if not is_short_of_memory(error):
                 raise
             return False
-        for part, record, before in zip(parts, records, versions, strict=True):
-            record.scale, record.versions = part.scale, before
-        self.statistics.patched += len(parts)
+        for one, record, before in zip(contributions, records, versions, strict=True):
+            record.scale, record.versions = one.scale, before
+        self.statistics.patched += len(contributions)
         return True
 
-    def _publish(self, parts: Sequence[_Part], count: Callable[[], None]) -> None:
-        states = [part.state for part in parts]
+    def _publish(self, contributions: Sequence[_Contribution], count: Callable[[], None]) -> None:
+        states = [one.state for one in contributions]
         records = [_pending_of(state) for state in states]
         self.table.delivery.publish(states, [record.place for record in records if record.place])
         count()
@@ -433,68 +406,65 @@ class Transaction:
             record.place = record.interval = record.listed = None
             self._move(state, Phase.ACCEPTED, record)
 
-    def _update(self, parts: Sequence[_Part]) -> None:
-        """Update parameters in place; where commits are late, some have their new values, and are left to commit."""
-        with_max = any(part.hyper.amsgrad for part in parts)
-        self._make_ready([part.state for part in parts], ((part.hyper, 1) for part in parts), with_max=with_max)
-        resident = [part for part in parts if part.is_resident]
-        here = [part for part in parts if not part.is_resident]
+    def _update(self, contributions: Sequence[_Contribution]) -> None:
+        """Update parameters in place; where commits are late, only compute and publish the new values of some."""
+        states = [one.state for one in contributions]
+        self._make_ready(states, self.table.rows_of(states), [(one.hyper, 1) for one in contributions])
+        resident = [one for one in contributions if one.is_resident]
+        here = [one for one in contributions if not one.is_resident]
         update_here = self._prepared(here)  # whose memory is there before anything is changed
         if resident:
-            states, gradients = _columns(resident)
-            coefficients, indices = self._coefficients(resident)
+            states, gradients = [one.state for one in resident], [one.gradient for one in resident]
             try:  # first: the device works while the host does
-                self.table.step_resident(self.table.rows_of(states), gradients, coefficients, indices)
+                self.table.step_resident(states, gradients, *self._coefficients(resident))
             except Exception as error:
                 if not is_short_of_memory(error):
                     raise
-                for part in resident:  # nothing was changed; the host has room
-                    part.gradient = part.state.host_gradient(part.gradient)
+                for one in resident:  # nothing was changed; the host has room
+                    one.gradient = one.state.host_gradient(one.gradient)
                 update_here = None  # which frees its memory
                 update_here = self._prepared([*here, *resident])
                 self.statistics.displaced += len(resident)
         if update_here is not None:
             update_here()
-        for part in parts:
-            state = part.state
-            can_be_late = part.can_be_late
+        for one in contributions:
+            state = one.state
+            can_be_late = one.can_be_late
             self._computed += state.shape.numel() if can_be_late else 0
             if self.commits_late and can_be_late:
-                record = replace(_pending_of(state), hyper=part.hyper, step=int(self.table.steps[state.row]))
-                record.scale, record.interval, record.listed = part.scale, None, None
+                record = replace(_pending_of(state), hyper=one.hyper, step=int(self.table.steps[state.row]))
+                record.scale, record.interval, record.listed = one.scale, None, None
                 self._move(state, Phase.ACCEPTED, record)
                 self.statistics.late += 1
             elif state.phase is not Phase.CLEAN:
                 self._move(state, Phase.CLEAN, None)
 
-    def _prepared(self, parts: Sequence[_Part]) -> Callable[[], None] | None:
+    def _prepared(self, contributions: Sequence[_Contribution]) -> Callable[[], None] | None:
         """Return what updates parameters on the host; None without any."""
-        if not parts:
+        if not contributions:
             return None
-        states, gradients = _columns(parts)
-        coefficients, indices = self._coefficients(parts)
-        rows, late = self.table.rows_of(states), None
-        if self.commits_late:
-            late = np.array([part.can_be_late for part in parts], bool)
-        return self.table.prepared_update(rows, self._segments(states, gradients), coefficients, indices, late)
+        late = np.array([one.can_be_late for one in contributions], bool) if self.commits_late else None
+        return self.table.prepared_update(*self._job(contributions), *self._coefficients(contributions), late)
 
-    def _coefficients(self, parts: Sequence[_Part]) -> tuple[CoefficientTable, list[int]]:
+    def _job(self, contributions: Sequence[_Contribution]) -> tuple[Rows, Segments]:
+        rows = self.table.rows_of([one.state for one in contributions])
+        return rows, self.table.segments(rows, [one.gradient for one in contributions])
+
+    def _coefficients(self, contributions: Sequence[_Contribution]) -> tuple[CoefficientTable, list[int]]:
         table, steps = CoefficientTable(), self.table.steps
         return table, [
-            table.index(
-                part.hyper, int(steps[part.state.row]) + 1, part.scale, double=part.state.dtype == torch.float64
-            )
-            for part in parts
+            table.index(one.hyper, int(steps[one.state.row]) + 1, one.scale, double=one.state.dtype == torch.float64)
+            for one in contributions
         ]
 
-    def _told(self, parts: Sequence[_Part], outcome: StepOutcome) -> StepOutcome:
+    def _told(self, contributions: Sequence[_Contribution], outcome: StepOutcome) -> StepOutcome:
         """Return the outcome with the factors that others applied to all gradients; remember the unscaling.
 
-        Over several ranks, it is returned as it is, because they need not all have taken their gradients.
+        Ranks need not all have taken their gradients, so that over several of them the outcome stays as it is.
         """
-        distinct = {part.taken.factors: part.taken for part in parts if part.taken is not None}
+        distinct = {one.taken.factors: one.taken for one in contributions if one.taken is not None}
         factors = {(one.unscale_factor(), _clip_factor(one)) for one in distinct.values()}
-        if len(factors) != 1 or not all(part.waits for part in parts):
+        if len(factors) != 1 or not all(one.waits for one in contributions):
             return outcome
         unscale, clip = factors.pop()
         self.expected_scale = unscale
@@ -505,13 +475,8 @@ class Transaction:
 
     # ---- after the verdict -------------------------------------------------------------------------------------------
 
-    def commit(self) -> None:
-        """Fold every accepted gradient into the state."""
-        with self._timed("commit_seconds"):
-            self._commit(self.in_phase(Phase.ACCEPTED))
-
-    def commit_some(self, elements: int, num_threads: int | None = None) -> int:
-        """Commit accepted gradients, oldest first, of at least this many elements; return of how many it was."""
+    def commit(self, elements: float = math.inf, num_threads: int | None = None) -> int:
+        """Fold accepted gradients of at least this many elements, oldest first, into the state; return of how many."""
         with self._timed("commit_seconds"):
             chosen: list[ParameterState] = []
             count = 0
@@ -526,9 +491,7 @@ class Transaction:
     def _commit(self, states: Sequence[ParameterState], num_threads: int | None = None) -> None:
         if not states:
             return
-        coefficients, accepted = CoefficientTable(), [_pending_of(state) for state in states]
-        gradients, indices = [record.gradient for record in accepted], _indices(coefficients, states, accepted)
-        self.table.commit(self.table.rows_of(states), gradients, coefficients, indices, num_threads)
+        self.table.run_commit(self.table.rows_of(states), [_pending_of(state) for state in states], num_threads)
         for state in states:
             self._move(state, Phase.CLEAN, None)
 
@@ -551,11 +514,11 @@ class Transaction:
         """Return the norm of these gradients, as a step would judge it."""
         with self._timed("norm_seconds"):
             if gradients.segments is None:
-                parts, others = self._parts(gradients)
+                contributions, others = self._contributions(gradients)
                 norm = self.table.norm.copy()
                 for state in others:
                     norm.clear(self.table.chunks_of(state.row))
-                return self._judge(Question.NORM, parts, norm, 0.0).grad_norm
+                return self._judge(Question.NORM, contributions, norm, 0.0).grad_norm
             norm = GradientNorm.zeros(len(self.table.norm.sums))
             self.table.compute_norm(gradients.segments, norm)
             return self._over_ranks(Question.NORM, norm, 0.0).total
@@ -566,8 +529,13 @@ class Transaction:
         """Compare parameters with their masters and adopt what differs; by default where something hints at a write."""
         with self._timed("commit_seconds"):
             if states is None:
-                hinted = [self.table.states[row] for row in self.table.fingerprints.hints(self.table.all_rows)]
-                states = [state for state in hinted if has_memory(state.local) and state.is_as_bound]
+                hinted = [self.table.states[row] for row in self.table.fingerprints.hints()]
+                states = [  # those of another shape or dtype are compared when they are bound again
+                    state
+                    for state in hinted
+                    if has_memory(state.local)
+                    and (state.local.shape, state.local.dtype) == (state.shape, state.parameter_dtype)
+                ]
             self._adopt(states)
 
     def _adopt(self, states: Sequence[ParameterState]) -> None:
@@ -584,15 +552,15 @@ class Transaction:
         self.table.delivery.settle()
         for state in states:
             self.distrust(state)
-            adopt_outside_write(state)
+            state.adopt_outside_write()
             self.table.fingerprints.remember(state.row)
             self.table.refresh_pointers(state)
 
     def _make_ready(
-        self, states: Sequence[ParameterState], runs: Iterable[tuple[Hyperparameters, int]], *, with_max: bool
+        self, states: Sequence[ParameterState], rows: Rows, runs: Sequence[tuple[Hyperparameters, int]]
     ) -> None:
         """Create the state that a step with these hyper-parameters reads and writes."""
-        if self.table.are_ready(self.table.rows_of(states), with_max=with_max):
+        if self.table.are_ready(rows, with_max=any(hyper.amsgrad for hyper, _ in runs)):
             return
         each = itertools.chain.from_iterable(itertools.repeat(hyper, count) for hyper, count in runs)
         for state, hyper in zip(states, each, strict=True):
@@ -603,15 +571,9 @@ class Transaction:
                 finally:
                     self.table.refresh_pointers(state)  # of what was created before memory ran out
 
-    def _segments(self, states: Sequence[ParameterState], gradients: Sequence[Tensor]) -> Segments:
-        return self.table.segments(self.table.rows_of(states), gradients)
-
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
-        """Hold the lock, so that a worker and the training thread never run a pass at once, and measure the time.
-
-        Signals are deferred, so that the work inside is done completely.
-        """
+        """Hold the lock, measure the time, and defer signals, so that the work inside is done completely."""
         with deferred_signals(), self.lock:
             begin = time.perf_counter()
             try:
@@ -624,10 +586,6 @@ class Transaction:
         now = time.perf_counter()
         setattr(self.statistics, phase, getattr(self.statistics, phase) + now - begin)
         return now
-
-
-def _columns(parts: Sequence[_Part]) -> tuple[list[ParameterState], list[Tensor]]:
-    return [part.state for part in parts], [part.gradient for part in parts]
 
 
 def _clip_factor(taken: TakenGradient) -> float:
@@ -644,12 +602,3 @@ def _cannot_fuse(state: ParameterState, new: Pending) -> bool:
 def _pending_of(state: ParameterState) -> Pending:
     assert state.pending is not None
     return state.pending
-
-
-def _indices(coefficients: CoefficientTable, states: Sequence[ParameterState], pending: Sequence[Pending]) -> list[int]:
-    return [
-        coefficients.index(
-            record.hyper, record.step, record.scale, double=state.dtype == torch.float64, interval=record.interval
-        )
-        for state, record in zip(states, pending, strict=True)
-    ]

@@ -114,10 +114,10 @@ def test_copies_have_no_part_in_it() -> None:
     optimizer = SpeculativeCPUAdamW(model.parameters())
     take_reduced_gradients(optimizer, model)
     backward(model)
-    assert pickle.loads(pickle.dumps(optimizer))._gradient_source is None
-    assert copy.deepcopy(optimizer)._gradient_source is None
+    assert pickle.loads(pickle.dumps(optimizer))._binding.source is None
+    assert copy.deepcopy(optimizer)._binding.source is None
     announcement = Announcement()
-    announcement.sources.add(optimizer._gradient_source)  # type: ignore[arg-type]
+    announcement.sources.add(optimizer._binding.source)  # type: ignore[arg-type]
     assert not pickle.loads(pickle.dumps(announcement)).sources
 
 
@@ -152,7 +152,7 @@ def test_it_stays_through_loading_and_in_wrappers() -> None:
     for _ in range(2):
         backward(model)
         assert all(taken_of(parameter.grad) is not None for parameter in model.parameters())
-        source: Any = optimizer._gradient_source
+        source: Any = optimizer._binding.source
         assert source._buffer is not None
         optimizer.step()
         assert source._buffer is source._rounded is None  # they hold memory of the device
@@ -207,7 +207,7 @@ def test_a_scheduler_is_told_of_them() -> None:
     model = sharded()
     optimizer = SpeculativeCPUAdamW(model.parameters())
     take_reduced_gradients(optimizer, model)
-    source: Any = optimizer._gradient_source
+    source: Any = optimizer._binding.source
     with OffloadScheduler(
         optimizer, model, device=SimulatedDevice(1, 0.5), num_threads=1, bucket_numel=1, gpu_buckets=0
     ) as scheduler:
@@ -254,7 +254,7 @@ def test_nothing_that_fails_is_attached(monkeypatch: pytest.MonkeyPatch) -> None
         patch.setattr(FSDPModule, "set_all_reduce_hook", refuse)
         with pytest.raises(ValueError, match=r"cannot show its reduced gradients \(planted\), expected one mesh"):
             take_reduced_gradients(optimizer, model)
-    assert optimizer._gradient_source is plain._gradient_source is None
+    assert optimizer._binding.source is plain._binding.source is None
     backward(model)
     assert all(taken_of(parameter.grad) is None for parameter in model.parameters())
 

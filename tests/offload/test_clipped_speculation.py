@@ -32,6 +32,7 @@ from superadam.offload.shadow import FlatShadow
 from superadam.state import uncertain
 from superadam.state.parameter import Phase
 from superadam.state.table import ParameterTable
+from superadam.step import transaction
 from superadam.testing import SimulatedDevice
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("one_torch_thread")]
@@ -765,7 +766,7 @@ PLACES: dict[str, tuple[str, Callable[[Training], tuple[Any, str]]]] = {
     "uploads": ("usual", lambda training: (training.device, "copy")),
     "what is put": ("usual", lambda training: (training.device, "put")),
     "positions": ("usual", lambda _: (np, "concatenate")),
-    "the job": ("usual", lambda _: (ParameterTable, "prepared_patch")),
+    "the job": ("usual", lambda _: (ParameterTable, "run_patch")),
     "publication": ("usual", lambda training: (training.device, "scatter")),
     "publication on the host": ("immediate", lambda training: (training.device, "scatter")),
 }
@@ -825,7 +826,7 @@ def test_training_goes_on_where_lists_have_no_memory(device: str, at: int, monke
     made = DEVICES[device]()
     options: dict[str, Any] = {"gpu_buckets": 0} if isinstance(made, SimulatedDevice) else {}
     ours = Training(RECIPES["always"], made, bucket_numel=1000, **options)
-    failing = Failing(monkeypatch, uncertain.UncertainLists, "__init__", 2 * 3 + at, MemoryError("planted"))
+    failing = Failing(monkeypatch, transaction, "empty_lists", 2 * 3 + at, MemoryError("planted"))
     with ours.scheduler or contextlib.nullcontext():
         failing.is_armed = True
         ours.run()

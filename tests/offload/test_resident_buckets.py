@@ -856,7 +856,7 @@ def test_device_without_any_memory(
 
 @pytest.mark.covering
 @pytest.mark.parametrize("at", [1, 2, 3])
-@pytest.mark.parametrize("what", ["_add_resident", "add_pending"])
+@pytest.mark.parametrize("what", ["_add_resident", "speculate"])
 def test_worker_that_fails_with_a_kept_bucket(
     what: str, at: int, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

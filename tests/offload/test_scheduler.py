@@ -807,7 +807,7 @@ def test_idle_commit_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     with eager(optimizer, model, device=ThreadDevice()):
         train(model, optimizer, range(1))  # the first step leaves nothing to commit
         with monkeypatch.context() as patch:
-            patch.setattr(Transaction, "commit_some", stumble)
+            patch.setattr(Transaction, "commit", stumble)
             loss_of(model, 1).backward()
             optimizer.step()
             assert failed.wait(60)
@@ -1140,17 +1140,17 @@ def test_step_returns_before_the_commits_are_done(monkeypatch: pytest.MonkeyPatc
     model = mlp(torch.bfloat16)
     optimizer = adam(model, max_grad_norm=math.inf)
     began, may_go_on, ended = threading.Event(), threading.Event(), threading.Event()
-    commit_some = Transaction.commit_some
+    commit = Transaction.commit
 
     def slow(self: Transaction, *arguments: int) -> int:
         began.set()
         assert may_go_on.wait(60)
         ended.set()
-        return commit_some(self, *arguments)
+        return commit(self, *arguments)
 
-    monkeypatch.setattr(Transaction, "commit_some", slow)
     with OffloadScheduler(optimizer, model, num_threads=1):
         train(model, optimizer, range(1))  # there is state from then on
+        monkeypatch.setattr(Transaction, "commit", slow)
         loss_of(model, 0).backward()
         optimizer.step()
         assert began.wait(60)

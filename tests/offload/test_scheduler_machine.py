@@ -30,9 +30,8 @@ from superadam.state.parameter import Phase as Of
 from superadam.state.resident import ResidentStates
 from superadam.state.table import ParameterTable
 from superadam.step import transaction as transaction_module
-from superadam.step.outcome import StepOutcome
+from superadam.step.outcome import StepOutcome, judge
 from superadam.step.transaction import Transaction
-from superadam.step.validation import judge
 from superadam.testing.simulated import SimulatedDevice, SimulatedEvent, _alias
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_torch_thread")]
@@ -202,7 +201,7 @@ def clipped_step_is_published(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _change_parts(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], None]) -> None:
-    original = Transaction._parts
+    original = Transaction._contributions
 
     def parts(self: Transaction, gradients: Any) -> Any:
         made, others = original(self, gradients)
@@ -211,7 +210,7 @@ def _change_parts(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], None]
         ours = {part.state for part in made if part.pending is not None}
         return made, [state for state in others if state not in ours]
 
-    monkeypatch.setattr(Transaction, "_parts", parts)
+    monkeypatch.setattr(Transaction, "_contributions", parts)
 
 
 def changed_hyperparameters_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,8 +233,8 @@ def edit_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def dropped_gradient_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the norm, although there is none in `.grad`."""
-    original = Transaction._parts
-    monkeypatch.setattr(Transaction, "_parts", lambda self, gradients: (original(self, gradients)[0], []))
+    original = Transaction._contributions
+    monkeypatch.setattr(Transaction, "_contributions", lambda self, gradients: (original(self, gradients)[0], []))
 
 
 def another_gradient_counts(monkeypatch: pytest.MonkeyPatch) -> None:

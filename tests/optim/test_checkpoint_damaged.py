@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from support.visible import are_taken, bits, give_gradients, parameter, parameters_of, train, visible
 
 from superadam import SpeculativeCPUAdam, SpeculativeCPUAdamW
-from superadam.state.outside_writes import differing
+from superadam.state.parameter import differing
 
 pytestmark = [
     pytest.mark.skipif(

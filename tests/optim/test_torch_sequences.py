@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.optim import lr_scheduler
 
 from superadam import SpeculativeCPUAdamW
-from superadam.state.outside_writes import differing
+from superadam.state.parameter import differing
 
 pytestmark = [
     pytest.mark.skipif(

@@ -16,7 +16,7 @@ from support.strategies import Magnitudes, random_array
 from support.visible import are_taken, bits, give_gradients, parameter, parameters_of, shown, state_bits, train, visible
 
 from superadam import SpeculativeCPUAdam
-from superadam.state.outside_writes import differing
+from superadam.state.parameter import differing
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from superadam.kernels import native
-from superadam.state.uncertain import LISTED_SHARE, Listed, UncertainLists, list_bytes
+from superadam.state.uncertain import LISTED_SHARE, empty_lists, list_bytes
 
 NAMES = ("index", "master", "exp_avg", "exp_avg_sq", "gradient", "max_exp_avg_sq")
 
@@ -18,13 +18,13 @@ NAMES = ("index", "master", "exp_avg", "exp_avg_sq", "gradient", "max_exp_avg_sq
 def test_arrays_of_all_lists_are_apart_and_within_the_memory(with_max: tuple[bool, ...]) -> None:
     """Those of a parameter without `max_exp_avg_sq` have none: kernels would read what is not there."""
     numels = [1, 0, 5000, 513]
-    lists = UncertainLists(numels, with_max)
-    begin = lists._memory.data_ptr()
-    assert lists._memory.nbytes == sum(
-        list_bytes(numel, with_max=one) for numel, one in zip(numels, with_max, strict=True)
-    )
-    taken = np.zeros(lists._memory.nbytes, int)
-    for numel, has_max, record in zip(numels, with_max, lists.records, strict=True):
+    lists = empty_lists(numels, with_max)
+    (memory,) = {listed.memory for listed in lists}
+    begin = memory.data_ptr()
+    assert memory.nbytes == sum(list_bytes(numel, with_max=one) for numel, one in zip(numels, with_max, strict=True))
+    taken = np.zeros(memory.nbytes, int)
+    for numel, has_max, listed in zip(numels, with_max, lists, strict=True):
+        record = listed.record
         assert record["capacity"] * LISTED_SHARE >= numel
         assert (record["max_exp_avg_sq"] != 0) == has_max
         for name in NAMES[: 5 + has_max]:
@@ -36,23 +36,21 @@ def test_arrays_of_all_lists_are_apart_and_within_the_memory(with_max: tuple[boo
 
 def test_each_list_is_found_at_its_address() -> None:
     numels = [0, 1, LISTED_SHARE * 16, LISTED_SHARE * 16 + 1, 100_000]
-    lists = UncertainLists(numels, [False] * len(numels))
-    for position, numel in enumerate(numels):
-        memory = (ctypes.c_uint8 * native.UNCERTAIN.itemsize).from_address(lists.address(position))
+    lists = empty_lists(numels, [False] * len(numels))
+    for position, (numel, listed) in enumerate(zip(numels, lists, strict=True)):
+        memory = (ctypes.c_uint8 * native.UNCERTAIN.itemsize).from_address(listed.address)
         np.ctypeslib.as_array(memory).view(native.UNCERTAIN)["count"] = position
-        capacity = int(lists.records["capacity"][position])
-        assert lists.records["count"][position] == position
-        values = (ctypes.c_uint32 * capacity).from_address(int(lists.records["index"][position]))
+        capacity = int(listed.record["capacity"])
+        assert listed.record["count"] == position
+        values = (ctypes.c_uint32 * capacity).from_address(int(listed.record["index"]))
         values[:] = [numel + one for one in range(capacity)]
-    for position, numel in enumerate(numels[1:], 1):
-        listed = Listed(lists, position)
+    for position, (numel, listed) in enumerate(zip(numels[1:], lists[1:], strict=True), 1):
         assert listed.count == position
         assert listed.index.tolist() == [numel + one for one in range(position)]
 
 
 def test_a_list_is_complete_up_to_its_last_entry() -> None:
-    lists = UncertainLists([LISTED_SHARE * 16], [False])
-    listed = Listed(lists, 0)
+    (listed,) = empty_lists([LISTED_SHARE * 16], [False])
     for count, is_complete in ((0, True), (15, True), (16, True), (17, False), (400, False)):
-        lists.records["count"] = count
+        listed.records["count"] = count
         assert (listed.count, listed.is_complete) == (count, is_complete)

@@ -75,7 +75,7 @@ def test_as_much_is_committed_as_was_asked_for() -> None:
     train(optimizer, 2, speculative=True)
     transaction = optimizer._binding._transaction
     assert transaction is not None
-    assert transaction.commit_some(71) == 140
+    assert transaction.commit(71) == 140
     assert transaction.in_phase(Phase.ACCEPTED) == transaction.table.states[2:]
 
 
