@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from superadam.kernels import formula
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from support import formula
+
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters, Interval
 from superadam.kernels.native import Dtype
 

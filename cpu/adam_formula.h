@@ -1,6 +1,6 @@
 /* The Adam formula, once, for every instruction set: Kingma & Ba, "Adam", arXiv 1412.6980, Algorithm 1; AMSGrad: Reddi
  * et al., arXiv 1904.09237; decoupled decay: Loshchilov & Hutter, arXiv 1711.05101; the order of operations is that of
- * torch.optim's fused CPU kernel. The same function stands in superadam/kernels/formula.py.
+ * torch.optim's fused CPU kernel. The same function stands in tests/support/formula.py.
  *
  * Every vec_* operation rounds once; vec_fma(a, b, c) is a * b + c rounded once. Compile with -ffp-contract=off. */
 

@@ -1,6 +1,6 @@
 /* The interval test: whether the new value of an element, rounded to the dtype of the working copy, is the same for
  * every gradient factor in an interval. docs/clipping.md has the proof; superadam/kernels/hyperparameters.py computes
- * the scalars, and superadam/kernels/formula.py has the same test. It may call an element uncertain that is not, never
+ * the scalars, and tests/support/formula.py has the same test. It may call an element uncertain that is not, never
  * the other way round. Included after adam_formula.h by instruction sets in fp32. */
 
 typedef struct {

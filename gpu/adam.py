@@ -1,6 +1,6 @@
 """Adam for parameters whose state is resident on the GPU: the UPDATE pass of `cpu/adam_loop.h`, with the same bits.
 
-The formula is `adam_formula`, as in `cpu/adam_formula.h` and `superadam/kernels/formula.py`. `enable_fp_fusion=False`
+The formula is `adam_formula`, as in `cpu/adam_formula.h` and `tests/support/formula.py`. `enable_fp_fusion=False`
 and correctly rounded divisions and roots make every operation round once and keep denormals; plain torch cannot.
 
 One launch updates all parameters with the same dtypes and branches of the formula; a program takes 1024 elements of one

@@ -1,6 +1,6 @@
 """Loads, stores and casts of every dtype; rounding to 16 bits is written out so that every bit is defined here.
 
-The same casts are in `cpu/isa/vec_scalar.h` and `superadam/kernels/formula.py`. Halves are stored as uint16.
+The same casts are in `cpu/isa/vec_scalar.h` and `tests/support/formula.py`. Halves are stored as uint16.
 """
 
 from __future__ import annotations

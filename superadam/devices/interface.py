@@ -89,7 +89,7 @@ class Device(abc.ABC):
     def update(self, steps: Sequence[ResidentStep], sets: Sequence[Coefficients]) -> None:
         """Enqueue steps of distinct parameters to the current stream, past version counters; they index `sets`.
 
-        Called only where `can_update`. Each has the bits of `superadam.kernels.formula.adam_formula`.
+        Called only where `can_update`. The result has the bits of the CPU's kernels.
         """
         raise NotImplementedError
 

@@ -113,7 +113,6 @@ class PinnedMemory:
 
 
 def _settle(held: _Held) -> None:
-    """Wait for every event, and drop what was held."""
     for queue in held.values():
         for event, _ in queue:
             event.synchronize()

@@ -49,7 +49,6 @@ class HostNeeds:
     present: int = 0  # what of all this is allocated already
 
     def __add__(self, other: HostNeeds) -> HostNeeds:
-        """Return what both take together, one after the other under way."""
         return HostNeeds(
             self.state + other.state,
             self.gradients + other.gradients,

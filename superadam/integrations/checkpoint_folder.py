@@ -142,7 +142,6 @@ def _number(path: Path) -> int:
 
 
 def _checkpoints(folder: Path) -> list[Path]:
-    """Return all that have their final names, the newest first."""
     return sorted((path for path in folder.iterdir() if _NAME.fullmatch(path.name)), key=_number, reverse=True)
 
 

@@ -254,7 +254,6 @@ def _named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _contents(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return all tensors by their names in a checkpoint, and everything else."""
     named = _named_state(model, optimizer)
     flat = {f"model.{name}": value for name, value in get_model_state_dict(model).items()}
     for name, entry in named["state"].items():

@@ -191,7 +191,6 @@ class Autotuner:
         return buckets
 
     def _elements_of(self, buckets: int) -> int:
-        """Return how many elements are resident in so many buckets."""
         return sum(one.numel() for one in last_parameters(self.order, replace(self.placement, gpu_buckets=buckets)))
 
     def shrink(self) -> None:

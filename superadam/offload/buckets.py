@@ -32,8 +32,6 @@ class Bucket:
 
 
 class _Filling:
-    """A bucket that is not full."""
-
     __slots__ = ("entries", "numel")
 
     def __init__(self) -> None:

@@ -87,7 +87,6 @@ class Pipeline:
         sent_at: float,
         is_awaited: Callable[[], bool],
     ) -> None:
-        """Read the norm of a resident bucket; runs in the worker."""
         self._wait_for(arrived, is_awaited)
         pending = _records(transaction, sent, hyper, are_resident=True)
         seen = transaction.norm_so_far()
@@ -138,7 +137,6 @@ class Pipeline:
             self._autotuner.add_work(Work(elements, end, end - begin, is_hidden, waits=not written))
 
     def _count_lists(self, pending: Mapping[ParameterState, Pending], prediction: Prediction) -> None:
-        """Learn from the lists of uncertain elements, and count them."""
         self.predictor.add_lists(pending, prediction)
         for state, record in pending.items():
             if record.listed is not None:

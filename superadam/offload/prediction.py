@@ -198,7 +198,6 @@ class Predictor:
 
     @property
     def _usual_limit(self) -> float:
-        """The limit that was applied in more than half of the last steps; inf for none."""
         return statistics.median_high(self._limits) if self._limits else math.inf
 
     def _width(self) -> float | None:
@@ -218,7 +217,6 @@ class Predictor:
 
 
 def _ratio(limit: float, norm: float) -> float:
-    """Return the factor that makes a norm the limit."""
     return limit / norm if norm > 0.0 else math.inf
 
 

@@ -53,7 +53,6 @@ _logger = logging.getLogger("superadam")
 
 
 def _end(pipeline: Pipeline | None, device: Device | None) -> None:
-    """End the worker, and release what the scheduler's own device holds."""
     if pipeline is not None:
         pipeline.close()
     if device is not None:
@@ -182,14 +181,12 @@ class OffloadScheduler(GradientHolder):
             self.statistics.hook_seconds += time.perf_counter() - begin
 
     def _take(self, parameters: Iterable[Tensor]) -> None:
-        """Take the gradients of these parameters, and send buckets that are full."""
         for parameter in parameters:
             bucket = self._bucketer.add(parameter)
             if bucket is not None:
                 self._send(bucket)
 
     def _take_waiting(self) -> None:
-        """Take the gradients that wait for the next group's, which does not come."""
         if self._groups is not None:
             self._take(self._groups.rest())
 
@@ -249,7 +246,6 @@ class OffloadScheduler(GradientHolder):
         self._caught_up = time.perf_counter()
 
     def _conclude(self, outcome: StepOutcome) -> None:
-        """Handle the outcome of a step: let commits begin."""
         seconds = time.perf_counter() - self._caught_up
         self._transfers.trace_arrived()
         is_full = self.optimizer.statistics.displaced > self._counts.displaced
@@ -296,17 +292,14 @@ class OffloadScheduler(GradientHolder):
     # ---- for gradients that were taken (taken_gradient.GradientHolder) -----------------------------------------------
 
     def _nonfinite_of(self, taken: TakenGradient) -> int | None:
-        """Return the number of Inf and NaN in a gradient, where they were counted."""
         with self._lock:
             self._catch_up()
             return None if self._transaction is None else self._transaction.nonfinite_of(taken)
 
     def _norm_was_asked(self, taken: TakenGradient) -> None:
-        """Let torch compute norms before gradients travel, from now on."""
         self._transfers.computes_norms = self._device.has_link
 
     def _was_given_back(self, taken: TakenGradient) -> None:
-        """Count a gradient of this step that was written to."""
         self.statistics.given_back_gradients += self._bucketer.forget(taken)
 
     # ---- placement ---------------------------------------------------------------------------------------------------

@@ -72,5 +72,4 @@ class Trace:
 
 
 def _readable(value: Any) -> Any:
-    """Return a value that JSON can hold: Inf and NaN, as the norm of a skipped step, as text."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -223,7 +223,6 @@ class Transfers:
         return packed
 
     def _let_leave(self, most: int) -> None:
-        """Wait until at most this number of packed buckets has still to leave the device."""
         while (arrived := self._leaving.oldest(most + 1)) is not None:
             arrived.synchronize()
 
@@ -306,7 +305,6 @@ class Transfers:
                 taken.norm = norm
 
     def _send_to_host(self, sources: Sequence[Tensor]) -> tuple[list[Tensor], Event]:
-        """Start the download of what the current stream writes; return host tensors, and the event of arrival."""
         device = self.device
         device.wait(Stream.DOWNLOAD, device.record(Stream.CURRENT))
         hosts = [device.host_empty(source.numel(), source.dtype) for source in sources]  # may raise, before any copy
@@ -428,7 +426,6 @@ class Transfers:
 
 
 def _places(states: Sequence[ParameterState], shadows: Sequence[FlatShadow]) -> list[Place]:
-    """Return the place of each of these parameters in one of the shadows."""
     places = {state: place for shadow in shadows for state, place in shadow.places().items()}
     return [places[state] for state in states]
 

@@ -283,7 +283,6 @@ class Binding(GradientHolder):
     # ---- for gradients that were taken (taken_gradient.GradientHolder) -----------------------------------------------
 
     def _nonfinite_of(self, taken: TakenGradient) -> int | None:
-        """As `GradientHolder`."""
         return None if self._transaction is None else self._transaction.nonfinite_of(taken)
 
 

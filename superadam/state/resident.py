@@ -104,5 +104,4 @@ class ResidentStates:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Return the elements of a dense tensor in memory order."""
     return tensor.as_strided((tensor.numel(),), (1,))

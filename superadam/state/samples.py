@@ -80,7 +80,6 @@ class Samples:
     # ---- parameters that kernels cannot read -------------------------------------------------------------------------
 
     def _written(self, states: Sequence[ParameterState]) -> list[int]:
-        """Return rows that differ in any element."""
         found = []
         for state in states:
             master = self._table.newest_master(state)

@@ -319,7 +319,6 @@ class Transaction:
         return judge(self._over_ranks(question, norm, max_norm), max_norm)
 
     def _over_ranks(self, question: Question, norm: GradientNorm, max_norm: float | None) -> GradientNorm | RanksNorm:
-        """Return the norm over all ranks, each of which must call this."""
         if self.ranks is None:
             return norm
         owned, plain = (native.ordered_sum(norm.sums[self._shares == one]) for one in (Share.OWNED, Share.PLAIN))
@@ -589,7 +588,6 @@ class Transaction:
 
 
 def _clip_factor(taken: TakenGradient) -> float:
-    """Return the product of a gradient's factors other than unscaling."""
     factors = (one for one in taken.factors if one.kind is not FactorKind.UNSCALE and one.number)
     return math.prod((1.0 / one.number if one.kind is FactorKind.DIVIDE else one.number for one in factors), start=1.0)
 

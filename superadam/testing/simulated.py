@@ -68,7 +68,6 @@ class Block:
 
 
 def _poison(storage: torch.UntypedStorage) -> None:
-    """Fill with bytes that are NaN in every float type."""
     torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).fill_(0xFF)
 
 

@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 from arm import emulation
 from arm.emulation import Cpu, EmulatedJob
+from support import formula
 from support.intervals import HALVES, drawn_case
 from support.kernel_arrays import READS_STATE, Job, differing, differing_stored, make_segment, variants
 from support.listing import Listing
 from support.strategies import Magnitudes
 
-from superadam.kernels import formula
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
 from superadam.kernels.native import Dtype, Flag, Pass
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support import formula
 from support.strategies import Magnitudes, hyperparameters, lengths, random_array
 
-from superadam.kernels import formula
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
 
 SEEDS = st.integers(0, 2**32 - 1)

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support import formula
 from support.intervals import HALVES, Case, at_factor, beside_midpoints, cases, decayed, elements, factors
 from support.kernel_arrays import Job, coefficient_table, differing, make_segment, narrow, widen
 from support.listing import LISTED, Listing
 
-from superadam.kernels import formula, native
+from superadam.kernels import native
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters, Interval
 from superadam.kernels.native import Dtype, Flag, Pass
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support import formula
 from support.kernel_arrays import (
     HALVES_AND_FLOAT32,
     READS_STATE,
@@ -20,7 +21,7 @@ from support.kernel_arrays import (
 )
 from support.strategies import Magnitudes
 
-from superadam.kernels import formula, native
+from superadam.kernels import native
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
 from superadam.kernels.native import Dtype, Pass
 

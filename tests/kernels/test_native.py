@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support import formula
 from support.kernel_arrays import READS_STATE, Job, coefficient_table, make_segment
 
 import superadam
 from superadam._kernels import ffi, lib
-from superadam.kernels import formula, native
+from superadam.kernels import native
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
 from superadam.kernels.native import Dtype, Pass
 

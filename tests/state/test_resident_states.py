@@ -12,13 +12,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support import formula
 from support.overlap import PlantedError
 from support.reference import Synchronous, flat, same_bits
 from support.strategies import Magnitudes, hyperparameters, random_array
 from torch import Tensor, nn
 
 from superadam.devices import Device, PlainDevice, Stream
-from superadam.kernels import formula
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters, Scale
 from superadam.kernels.resident_step import ResidentStep
 from superadam.state.parameter import ParameterState

@@ -17,6 +17,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from support import formula
 from support.reference import Synchronous, flat, same_bits
 from support.strategies import Magnitudes, random_array
 from support.visible import are_taken, bits
@@ -232,8 +233,8 @@ class SpeculativeRun(RuleBasedStateMachine):
     def ask_for_the_norm(self, limit: float) -> None:
         """It sets the limit of the coming step, and that is all."""
         gradients = [flat(one.grad, one) for one in self.plain if one.grad is not None]
-        sums = [one for gradient in gradients for one in superadam.kernels.formula.chunk_sums(gradient).tolist()]
-        norm = math.sqrt(superadam.kernels.formula.ordered_sum(np.array(sums, np.float64)))
+        sums = [one for gradient in gradients for one in formula.chunk_sums(gradient).tolist()]
+        norm = math.sqrt(formula.ordered_sum(np.array(sums, np.float64)))
         told = self.optimizer.clip_grad_norm_(limit).item()
         assert told == norm or (math.isnan(told) and math.isnan(norm))
         self.limit_of_next_step = limit

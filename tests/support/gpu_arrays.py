@@ -30,8 +30,9 @@ if DEVICE.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         importlib.reload(triton.language.standard)
         importlib.reload(triton.language)
 
+from support import formula  # noqa: E402
+
 from superadam.gpu import Backend, backend, language  # noqa: E402
-from superadam.kernels import formula  # noqa: E402
 from superadam.kernels.native import Dtype  # noqa: E402
 
 Array = npt.NDArray[np.generic]

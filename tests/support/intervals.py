@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
+from support import formula
 
-from superadam.kernels import formula
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters, Interval
 from superadam.kernels.native import Dtype, Flag
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
+from support import formula
 from support.strategies import Magnitudes, coefficients, lengths, magnitudes, random_array
 
-from superadam.kernels import formula, native
+from superadam.kernels import native
 from superadam.kernels.hyperparameters import Coefficients
 from superadam.kernels.native import Dtype, Flag, Pass
 

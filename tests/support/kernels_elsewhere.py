@@ -13,6 +13,7 @@ import json
 import logging
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,10 @@ def load_package(kernels: str, directories: list[str]) -> None:
 
 def count_differing() -> int:
     """Return how many values of an update with every output differ from the oracle's."""
-    from superadam.kernels import formula, native
+    sys.path.append(str(Path(__file__).parents[1]))
+    from support import formula
+
+    from superadam.kernels import native
     from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
 
     hyper = Hyperparameters(1e-3, 0.9, 0.999, 1e-8, 0.1, amsgrad=True, maximize=True, decoupled_weight_decay=False)

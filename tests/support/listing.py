@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+from support import formula
 from support.intervals import Case, at_factor
 from support.kernel_arrays import Job, Placed, coefficient_table, make_segment, narrow, widen
 
-from superadam.kernels import formula, native
+from superadam.kernels import native
 from superadam.kernels.native import Dtype, Flag, Pass
 
 LISTED = ("gradient", "master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")

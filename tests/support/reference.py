@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from support import formula
 from torch import Tensor
 
 from superadam import StepKind
-from superadam.kernels import formula
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
 
 Array = npt.NDArray[Any]

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from support import formula
 from support.reference import Parameter, flat, same_bits
 from torch import Tensor, distributed, nn
 from torch.distributed import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from superadam.kernels import formula
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
 
 
