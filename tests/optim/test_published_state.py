@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 import torch
 from support.visible import (
+    EACH_DTYPE,
     are_taken,
     bits,
+    copy_weights,
+    entry_bits,
     give_gradients,
     parameter,
     parameters_of,
@@ -19,14 +22,13 @@ from support.visible import (
     shown,
     speculate,
     train,
+    train_alike,
+    trained,
     visible,
 )
 
 from superadam import SpeculativeCPUAdam, SpeculativeCPUAdamW
 from superadam.state.parameter import Phase
-
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 
 
 def make(dtype: torch.dtype = torch.float32, **options: Any) -> SpeculativeCPUAdam:
@@ -60,9 +62,7 @@ def test_parameters_that_share_memory_are_refused(kind: str) -> None:
 
 
 def test_refused_parameters_leave_those_of_before_in_their_places() -> None:
-    optimizer, twin = make(), make()
-    for one in (optimizer, twin):
-        train(one, 1)
+    optimizer, twin = trained(make(), [1]), trained(make(), [1])
     group = optimizer.param_groups[0]
     first, second = group["params"]
     group["params"] = [second, first, torch.nn.Parameter(first.detach())]
@@ -132,9 +132,7 @@ def test_group_added_during_training(dtype: torch.dtype, speculative: bool, is_e
 @EACH_DTYPE
 @pytest.mark.parametrize("has_gradient", [False, True])
 def test_group_added_while_speculation_is_open(dtype: torch.dtype, has_gradient: bool) -> None:
-    optimizer, twin = make(dtype), make(dtype)
-    for one in (optimizer, twin):
-        train(one, 1)
+    optimizer, twin = trained(make(dtype), [1]), trained(make(dtype), [1])
     speculate(optimizer, 2)
     give_gradients(twin, 2)
     for one in (optimizer, twin):
@@ -145,9 +143,7 @@ def test_group_added_while_speculation_is_open(dtype: torch.dtype, has_gradient:
     twin.step()
     assert visible(optimizer) == visible(twin)
     assert optimizer.last_outcome == twin.last_outcome
-    for one in (optimizer, twin):
-        train(one, 3, speculative=one is optimizer)
-    assert visible(optimizer) == visible(twin)
+    train_alike(optimizer, twin, 3)
 
 
 @pytest.mark.parametrize("when", ["before the first step", "after a step", "accepted"])
@@ -168,9 +164,7 @@ def test_framework_replaces_parameters(when: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_parameters_replaced_while_speculation_is_open(dtype: torch.dtype) -> None:
     """Those that are left make their step; those that come back later have theirs to make."""
-    optimizer, twin = make(dtype), make(dtype)
-    for one in (optimizer, twin):
-        train(one, 1)
+    optimizer, twin = trained(make(dtype), [1]), trained(make(dtype), [1])
     speculate(optimizer, 2)
     give_gradients(twin, 2)
     for one in (optimizer, twin):
@@ -272,18 +266,13 @@ def test_model_converted_while_speculation_is_open(conversion: str, history: str
         if history != "new":
             train(one, 1, speculative=one is optimizer and history == "accepted")
     for one in (optimizer, twin):
-        give_gradients(one, 2)
-        if one is optimizer:
-            one.speculate()
-            assert all(are_taken(one))
+        give_gradients(one, 2, speculative=one is optimizer)
         for p in parameters_of(one):
             p.data = convert(p.data)
         one.step()
         one.zero_grad()
     assert visible(optimizer) == visible(twin)
-    for one in (optimizer, twin):
-        train(one, 3, speculative=one is optimizer)
-    assert visible(optimizer) == visible(twin)
+    train_alike(optimizer, twin, 3)
 
 
 @pytest.mark.parametrize("convert", [torch.Tensor.double, lambda values: values[:3].clone()], ids=["double", "shorter"])
@@ -291,14 +280,9 @@ def test_conversion_that_does_not_fit_is_refused_while_speculation_is_open(
     convert: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
     """Given back its data, everything goes on."""
-    optimizer, twin = make(torch.bfloat16), make(torch.bfloat16)
+    optimizer, twin = trained(make(torch.bfloat16), [1]), trained(make(torch.bfloat16), [1])
     for one in (optimizer, twin):
-        train(one, 1)
-    for one in (optimizer, twin):
-        give_gradients(one, 2)
-        if one is optimizer:
-            one.speculate()
-            assert all(are_taken(one))
+        give_gradients(one, 2, speculative=one is optimizer)
         first = parameters_of(one)[0]
         whole = first.data
         first.data = convert(whole)
@@ -316,9 +300,7 @@ def test_conversion_that_does_not_fit_is_refused_while_speculation_is_open(
 @pytest.mark.parametrize("is_freed", [False, True])
 def test_memory_swapped_while_speculation_is_open(dtype: torch.dtype, is_freed: bool) -> None:
     """As block swapping does; also where the first memory is gone and its address used again."""
-    optimizer, twin = make(dtype), make(dtype)
-    for one in (optimizer, twin):
-        train(one, 1)
+    optimizer, twin = trained(make(dtype), [1]), trained(make(dtype), [1])
     speculate(optimizer, 2)
     for p in parameters_of(optimizer):
         if is_freed:
@@ -331,9 +313,7 @@ def test_memory_swapped_while_speculation_is_open(dtype: torch.dtype, is_freed: 
     optimizer.zero_grad()
     train(twin, 2)
     assert visible(optimizer) == visible(twin)
-    for one in (optimizer, twin):
-        train(one, 3, speculative=one is optimizer)
-    assert visible(optimizer) == visible(twin)
+    train_alike(optimizer, twin, 3)
 
 
 def test_conversion_to_what_cannot_be_held_is_refused() -> None:
@@ -367,50 +347,25 @@ def test_held_state_is_kept_up_to_date_by_plain_steps() -> None:
     assert bits(entry["exp_avg"]) == bits(optimizer.state_dict()["state"][0]["exp_avg"])
 
 
-def _edit_in_place(state: Any, p: torch.Tensor) -> None:
-    state[p]["exp_avg"].mul_(0.5)
-
-
-def _replace(state: Any, p: torch.Tensor) -> None:
-    state[p]["exp_avg"] = state[p]["exp_avg"] * 0.5
-
-
-def _replace_entry(state: Any, p: torch.Tensor) -> None:
-    state[p] = {**state[p], "exp_avg": (state[p]["exp_avg"] * 0.5).double().t().contiguous().t()}
-
-
-def _negate(state: Any, p: torch.Tensor) -> None:
-    state[p]["exp_avg"] = torch._neg_view(state[p]["exp_avg"])
-
-
-def _set_narrow_step(state: Any, p: torch.Tensor) -> None:
-    state[p]["step"] = torch.tensor(256, dtype=torch.bfloat16)
-
-
 def _set_inference_step(state: Any, p: torch.Tensor) -> None:
     with torch.inference_mode():
         state[p]["step"] = torch.tensor(9.0)
 
 
-def _set_step(state: Any, p: torch.Tensor) -> None:
-    state[p]["step"] = 7
-
-
-def _fill_step(state: Any, p: torch.Tensor) -> None:
-    state[p]["step"].fill_(7)
-
-
-def _delete(state: Any, p: torch.Tensor) -> None:
-    del state[p]
-
-
-def _clear(state: Any, p: torch.Tensor) -> None:
-    state[p].clear()
-
-
-EDITS = {"in place": _edit_in_place, "replaced": _replace, "another entry": _replace_entry, "step": _set_step}
-EDITS |= {"negated": _negate, "narrow step": _set_narrow_step, "inference step": _set_inference_step}
-EDITS |= {"step in place": _fill_step, "deleted": _delete, "cleared": _clear}
+EDITS: dict[str, Callable[[Any, torch.Tensor], object]] = {
+    "in place": lambda state, p: state[p]["exp_avg"].mul_(0.5),
+    "replaced": lambda state, p: state[p].update(exp_avg=state[p]["exp_avg"] * 0.5),
+    "another entry": lambda state, p: state.update(
+        {p: {**state[p], "exp_avg": (state[p]["exp_avg"] * 0.5).double().t().contiguous().t()}}
+    ),
+    "step": lambda state, p: state[p].update(step=7),
+    "negated": lambda state, p: state[p].update(exp_avg=torch._neg_view(state[p]["exp_avg"])),
+    "narrow step": lambda state, p: state[p].update(step=torch.tensor(256, dtype=torch.bfloat16)),
+    "inference step": _set_inference_step,
+    "step in place": lambda state, p: state[p]["step"].fill_(7),
+    "deleted": lambda state, p: state.pop(p),
+    "cleared": lambda state, p: state[p].clear(),
+}
 
 
 @EACH_DTYPE
@@ -418,9 +373,7 @@ EDITS |= {"step in place": _fill_step, "deleted": _delete, "cleared": _clear}
 @pytest.mark.parametrize("speculative", [False, True])
 def test_what_users_write_into_the_state_counts(dtype: torch.dtype, edit: str, speculative: bool) -> None:
     """As if a checkpoint with that content had been loaded."""
-    optimizer, twin = make(dtype), make(dtype)
-    for one in (optimizer, twin):
-        train(one, 1)
+    optimizer, twin = trained(make(dtype), [1]), trained(make(dtype), [1])
     p, q = parameters_of(optimizer)[1], parameters_of(twin)[1]
     EDITS[edit](optimizer.state, p)
     saved = twin.state_dict()
@@ -434,7 +387,7 @@ def test_what_users_write_into_the_state_counts(dtype: torch.dtype, edit: str, s
     assert visible(optimizer) == visible(twin)
 
 
-def _edit_through_state_dict(optimizer: Any, edit: Callable[[Any, torch.Tensor], None], p: torch.Tensor) -> None:
+def _edit_through_state_dict(optimizer: Any, edit: Callable[[Any, torch.Tensor], object], p: torch.Tensor) -> None:
     """Edit tensors alone, which a state dict shares with the optimizer, as torch's does."""
     index = [id(one) for one in parameters_of(optimizer)].index(id(p))
     edit({p: optimizer.state_dict()["state"][index]}, p)
@@ -455,10 +408,7 @@ def test_what_users_write_into_the_state_while_speculation_is_open_counts(
         train(one, 1)
         p = parameters_of(one)[1]
         held = one.state if when == "read before" else None
-        give_gradients(one, 2)
-        if one is optimizer:
-            one.speculate()
-            assert all(are_taken(one))
+        give_gradients(one, 2, speculative=one is optimizer)
         if when == "through a state dict":
             _edit_through_state_dict(one, EDITS[edit], p)
         else:
@@ -469,15 +419,11 @@ def test_what_users_write_into_the_state_while_speculation_is_open_counts(
     is_working_copy = dtype in (torch.bfloat16, torch.float16)
     assert optimizer.statistics.accepted == is_working_copy  # the other parameter's
     assert optimizer.statistics.respeculated == is_working_copy
-    for one in (optimizer, twin):
-        train(one, 3, speculative=one is optimizer)
-    assert visible(optimizer) == visible(twin)
+    train_alike(optimizer, twin, 3)
 
 
 def test_state_of_one_parameter_popped_and_put_back_while_speculation_is_open() -> None:
-    optimizer, twin = make(torch.bfloat16), make(torch.bfloat16)
-    for one in (optimizer, twin):
-        train(one, 1)
+    optimizer, twin = trained(make(torch.bfloat16), [1]), trained(make(torch.bfloat16), [1])
     speculate(optimizer, 2)
     p = parameters_of(optimizer)[0]
     entry = optimizer.state.pop(p)
@@ -492,9 +438,7 @@ def test_state_of_one_parameter_popped_and_put_back_while_speculation_is_open() 
 @pytest.mark.parametrize("empty", [lambda: defaultdict(dict), dict], ids=["defaultdict", "dict"])
 @pytest.mark.parametrize("is_open", [False, True])
 def test_state_set_anew(empty: Callable[[], Any], is_open: bool) -> None:
-    optimizer, twin = make(torch.bfloat16), make(torch.bfloat16)
-    for one in (optimizer, twin):
-        train(one, 1)
+    optimizer, twin = trained(make(torch.bfloat16), [1]), trained(make(torch.bfloat16), [1])
     if is_open:
         speculate(optimizer, 2)
     optimizer.state = empty()
@@ -608,19 +552,15 @@ def test_one_tensor_of_the_state_that_is_held_follows_speculative_steps(key: str
 @pytest.mark.parametrize("is_read_before", [False, True])
 def test_assigned_state_keeps_accepted_steps(dtype: torch.dtype, is_read_before: bool) -> None:
     """What `state` was before holds them: assigned again, it is as if nothing had happened."""
-    optimizer, twin = make(dtype), make(dtype)
-    for one in (optimizer, twin):
-        train(one, 1)
-    first = optimizer.state if is_read_before else optimizer._binding.published.entries
+    optimizer, twin = trained(make(dtype), [1]), trained(make(dtype), [1])
+    first = optimizer.state if is_read_before else optimizer._published.entries
     for seed in (2, 3):
         train(optimizer, seed, speculative=True)
         train(twin, seed)
     optimizer.state = defaultdict(dict)
     optimizer.state = first
     assert visible(optimizer) == visible(twin)
-    for one in (optimizer, twin):
-        train(one, 4, speculative=one is optimizer)
-    assert visible(optimizer) == visible(twin)
+    train_alike(optimizer, twin, 4)
 
 
 @EACH_DTYPE
@@ -640,9 +580,7 @@ def test_assigned_state_is_advanced_in_place(dtype: torch.dtype, step: Any, spec
         p: {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in entry.items()}
         for p, entry in zip(parameters_of(twin), saved["state"].values(), strict=True)
     }
-    with torch.no_grad():
-        for p, q in zip(parameters_of(optimizer), parameters_of(twin), strict=True):
-            p.copy_(q)
+    copy_weights(optimizer, twin)
     moments = [entry["exp_avg"] for entry in given.values()]
     twin.state = given
     for seed in (2, 3):
@@ -676,9 +614,7 @@ def test_swapped_parameters_and_state(dtype: torch.dtype, speculative: bool) -> 
     train(other, 4)
     assert [bits(p) for p in copied.values()] == shown(other)
     for row, entry in other.state_dict()["state"].items():
-        assert {key: bits(value) for key, value in entry.items()} == {
-            key: bits(value) for key, value in saved["state"][row].items()
-        }
+        assert entry_bits(entry) == entry_bits(saved["state"][row])
     assert visible(optimizer) == visible(twin)
     for one in (optimizer, twin):
         train(one, 5, speculative=speculative and one is optimizer)
@@ -724,7 +660,7 @@ def test_gaussian_splatting_as_it_is_written(dtype: torch.dtype, speculative: bo
     for p, q in zip(parameters_of(optimizer), parameters_of(twin), strict=True):
         ours, theirs = optimizer.state[p], twin.state[q]
         assert bits(p) == bits(q.to(dtype))
-        assert {key: bits(ours[key]) for key in theirs} == {key: bits(value) for key, value in theirs.items()}
+        assert {key: bits(ours[key]) for key in theirs} == entry_bits(theirs)
 
 
 def test_state_is_shown_where_parameters_no_longer_fit_it() -> None:
@@ -828,9 +764,7 @@ BAD_EDITS: dict[str, tuple[Callable[[Any, torch.Tensor], Any], str]] = {
 @pytest.mark.parametrize("edit", BAD_EDITS)
 def test_what_cannot_be_a_state_is_refused(edit: str) -> None:
     spoil, sentence = BAD_EDITS[edit]
-    optimizer, twin = make(), make()
-    for one in (optimizer, twin):
-        train(one, 1)
+    optimizer, twin = trained(make(), [1]), trained(make(), [1])
     p = parameters_of(optimizer)[1]
     good = {key: value.clone() for key, value in optimizer.state[p].items()}
     spoil(optimizer.state, p)

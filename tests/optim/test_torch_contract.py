@@ -21,6 +21,7 @@ from support.visible import (
     speculate,
     state_bits,
     train,
+    trained,
     visible,
 )
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
@@ -295,9 +296,7 @@ def test_autograd_notices_that_parameters_changed(dtype: torch.dtype, is_specula
 @EACH_DTYPE
 def test_graphs_made_before_and_during_speculation_stay_valid(dtype: torch.dtype) -> None:
     """Nothing is written before the step: not by speculation, and not by a rollback, a question or a skipped step."""
-    optimizer, twin = make(dtype=dtype), make(dtype=dtype)
-    for one in (optimizer, twin):
-        train(one, 1)
+    optimizer, twin = trained(make(dtype=dtype), [1]), trained(make(dtype=dtype), [1])
     p, q = parameters_of(optimizer)[0], parameters_of(twin)[0]
     graphs = [(p * p * p).sum()]
     speculate(optimizer, 2, math.nan)

@@ -66,10 +66,7 @@ def test_write_over_open_speculation(
     for one in (optimizer, twin):
         for seed in range(steps_before):
             train(one, seed)
-        give_gradients(one, 5, size)
-        if one is optimizer:
-            one.speculate()
-            assert all(are_taken(one))
+        give_gradients(one, 5, size, speculative=one is optimizer)
         write(one)
         if is_looked_at:
             assert len(one.state) == bool(steps_before)
@@ -307,10 +304,7 @@ def test_reload_masters_while_speculation_is_open(dtype: torch.dtype, steps_befo
     for one in (optimizer, twin):
         for seed in range(steps_before):
             train(one, seed)
-        give_gradients(one, 5)
-        if one is optimizer:
-            one.speculate()
-            assert all(are_taken(one))
+        give_gradients(one, 5, speculative=one is optimizer)
         (p,) = parameters_of(one)
         p.data[::2] = 7.0
         one.reload_masters()
