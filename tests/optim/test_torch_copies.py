@@ -9,17 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from support.visible import are_taken, bits, give_gradients, parameter, parameters_of, speculate, train, visible
+from support.visible import (
+    EACH_DTYPE,
+    are_taken,
+    bits,
+    give_gradients,
+    make,
+    parameters_of,
+    speculate,
+    train,
+    visible,
+)
 from torch.optim import lr_scheduler
 
 from superadam import SpeculativeCPUAdamW
-
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
-
-
-def make(cls: type = SpeculativeCPUAdamW, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
-    return cls([parameter(70, dtype=dtype), parameter(4, 5, dtype=dtype, seed=1)], **options)
 
 
 def _pickled(optimizer: Any) -> Any:

@@ -12,7 +12,20 @@ from typing import Any
 import pytest
 import torch
 from optim.test_torch_cases import CASES, CONFIGURATIONS, REFUSED, options_of
-from support.visible import bits, give_gradients, parameter, parameters_of, refused, shown, state_bits, train, visible
+from support.visible import (
+    bits,
+    copy_weights,
+    entry_bits,
+    give_gradients,
+    parameter,
+    parameters_of,
+    refused,
+    shown,
+    state_bits,
+    train,
+    trained,
+    visible,
+)
 from torch.testing._internal.common_optimizers import optim_db
 
 INFO = {info.optim_cls.__name__: info for info in optim_db if info.optim_cls.__name__ in CASES}
@@ -30,12 +43,6 @@ pytestmark = pytest.mark.usefixtures("one_torch_thread")
 def make(name: str, description: str = "default", dtype: torch.dtype = torch.float32, **options: Any) -> Any:
     made = [parameter(*shape, dtype=dtype, seed=seed) for seed, shape in enumerate(SHAPES)]
     return CASES[name][0](made, **{**copy.deepcopy(options_of(name)[description]), **options})
-
-
-def trained(optimizer: Any, seeds: range = range(2), *, speculative: bool = False) -> Any:
-    for seed in seeds:
-        train(optimizer, seed, speculative=speculative)
-    return optimizer
 
 
 # -- steps -------------------------------------------------------------------------------------------------------------
@@ -212,12 +219,8 @@ def test_state_dict_goes_on_alike(name: str, description: str, speculative: bool
         train(optimizer, seed, speculative=speculative)
         scheduler.step()
     saved = through_disk(optimizer.state_dict())
-    assert visible(optimizer)["state"] == {
-        row: {key: bits(value) for key, value in entry.items()} for row, entry in saved["state"].items()
-    }
-    with torch.no_grad():
-        for p, q in zip(parameters_of(fresh), parameters_of(optimizer), strict=True):
-            p.copy_(q)
+    assert visible(optimizer)["state"] == {row: entry_bits(entry) for row, entry in saved["state"].items()}
+    copy_weights(fresh, optimizer)
     fresh.load_state_dict(saved)
     assert fresh.param_groups[0]["initial_lr"] == optimizer.param_groups[0]["initial_lr"]
     for one in (optimizer, fresh):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.visible import are_taken, give_gradients, parameter, parameters_of, state_bits, train, visible
+from support.visible import are_taken, give_gradients, make, parameter, parameters_of, state_bits, train, visible
 
 from superadam import SpeculativeCPUAdam, SpeculativeCPUAdamW, StepKind
 from superadam.handles.gradient_handle import taken_of
@@ -18,10 +18,6 @@ from superadam.kernels import torch_private
 WHEN = pytest.mark.parametrize("when", ["before unscale_", "after unscale_"])
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]  # torch itself refuses to unscale fp16 gradients
 EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
-
-
-def make(cls: type = SpeculativeCPUAdamW, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
-    return cls([parameter(70, dtype=dtype), parameter(4, 5, dtype=dtype, seed=1)], **options)
 
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -99,7 +95,7 @@ def test_speculation_changes_no_bit_of_a_scaled_loop(dtype: torch.dtype, use: st
 @EACH_DTYPE
 @pytest.mark.parametrize("when", ["never", "before unscale_", "after unscale_"])
 def test_limit_and_outcomes_are_those_of_unscaled_gradients(dtype: torch.dtype, when: str) -> None:
-    optimizer, twin = (make(SpeculativeCPUAdam, dtype, max_grad_norm=0.5) for _ in range(2))
+    optimizer, twin = (make(dtype, SpeculativeCPUAdam, max_grad_norm=0.5) for _ in range(2))
     scaler = scaler_of(2.0**10)
     for seed in range(4):
         give_gradients(twin, seed)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from superadam import SpeculativeCPUAdam, SpeculativeCPUAdamW
 from superadam.handles.gradient_handle import taken_of
 
 Bits = tuple[str, tuple[int, ...], bytes]
@@ -80,10 +81,18 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 """All that a parameter may have."""
 
+PAIRS = [(SpeculativeCPUAdam, torch.optim.Adam), (SpeculativeCPUAdamW, torch.optim.AdamW)]
+EACH_PAIR = pytest.mark.parametrize(("ours", "theirs"), PAIRS, ids=["Adam", "AdamW"])
+
 
 def parameter(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.nn.Parameter:
     """Return a parameter of normally distributed values."""
     return torch.nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype))
+
+
+def make(dtype: torch.dtype = torch.float32, cls: type = SpeculativeCPUAdamW, **options: Any) -> Any:
+    """Return an optimizer of two parameters."""
+    return cls([parameter(70, dtype=dtype), parameter(4, 5, dtype=dtype, seed=1)], **options)
 
 
 def give_gradients(optimizer: Any, seed: int, size: float = 1.0, *, speculative: bool = False) -> None:
