@@ -141,7 +141,8 @@ def isa(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def one_torch_thread() -> Generator[None]:
     """Let torch compute with one thread: its fused Adam rounds the end of each thread's part in another way."""
-    before = torch.get_num_threads()
+    of_torch, of_superadam = torch.get_num_threads(), superadam.get_num_threads()
     torch.set_num_threads(1)
     yield
-    torch.set_num_threads(before)
+    torch.set_num_threads(of_torch)
+    superadam.set_num_threads(of_superadam)  # which the option `--threads` sets

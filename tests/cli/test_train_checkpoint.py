@@ -25,17 +25,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from support.children import exit_code_of_child
-from support.training_runs import (
-    OPTIONS,
-    SENTENCES,
-    TINY,
-    TINY_SHAPE,
-    are_same,
-    one_torch_thread,
-    tiny_trainer,
-    train,
-    write_text,
-)
+from support.training_runs import OPTIONS, SENTENCES, TINY, TINY_SHAPE, are_same, tiny_trainer, train, write_text
 
 from superadam import OverlapStatistics, StepKind
 from superadam.cli.train import checkpoint, files
@@ -43,11 +33,7 @@ from superadam.cli.train.loop import Trainer
 from superadam.cli.train.text import Text
 from superadam.cli.usage import UsageError
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_torch_thread() -> Iterator[None]:
-    with one_torch_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
 STEPS = 6

@@ -6,25 +6,20 @@ import dataclasses
 import math
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.training_runs import DEVICES, TINY_SHAPE, are_same, one_torch_thread, tiny_trainer
+from support.training_runs import DEVICES, TINY_SHAPE, are_same, tiny_trainer
 
 from superadam import StepKind
 from superadam.cli.train import loop
 from superadam.cli.train.presets import Shape
 from superadam.devices import PlainDevice
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_torch_thread() -> Iterator[None]:
-    with one_torch_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.training_runs import DEVICES, TINY_SHAPE, one_torch_thread, tiny_trainer
+from support.training_runs import DEVICES, TINY_SHAPE, tiny_trainer
 
 from superadam import OffloadScheduler, StepKind, StepOutcome
 from superadam.cli.train.loop import Trainer
@@ -20,11 +20,7 @@ from superadam.cli.train.model import next_byte_loss
 from superadam.cli.train.verification import NORM_TOLERANCE, Reference, Verification, count_differing
 from superadam.kernels import native
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_torch_thread() -> Iterator[None]:
-    with one_torch_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
 def verified_steps(trainer: Trainer, steps: int = 5) -> Verification:

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,9 +21,8 @@ from typing import Any
 import pytest
 import support.gpu_arrays  # noqa: F401 - kernels are interpreted
 import torch
-from support.training_runs import one_torch_thread
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_torch_thread")]
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "bench"))
@@ -39,12 +38,6 @@ from gpucheck.verdicts import Answer  # noqa: E402
 from superadam.cli import main as cli  # noqa: E402
 
 STAGES = ["machine", "tests", "verification", "rates", "throughput", "sanitizer"]
-
-
-@pytest.fixture(autouse=True)
-def _one_torch_thread() -> Iterator[None]:
-    with one_torch_thread():
-        yield
 
 
 def kind_of(command: Sequence[str]) -> str:
