@@ -12,7 +12,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 from typing import Any
@@ -22,56 +22,24 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support import visible
+from support.handles import NotingHolder, Owner
+from support.visible import DTYPES
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
 from superadam.handles.gradient_handle import GradientHandle, is_exclusive, take_gradient, taken_of
 from superadam.handles.taken_gradient import TakenGradient
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-
-class Owner:
-    """Holds a parameter, as the optimizer's state of it does."""
-
-    def __init__(self, parameter: Tensor) -> None:
-        self.parameter = parameter
-
-
-@dataclass(eq=False)
-class GradientHolder:
-    """Notes what it is told."""
-
-    count: int | None = None
-    norms: list[TakenGradient] = field(default_factory=list)
-    given: list[TakenGradient] = field(default_factory=list)
-
-    def _nonfinite_of(self, taken: TakenGradient) -> int | None:
-        return self.count
-
-    def _norm_was_asked(self, taken: TakenGradient) -> None:
-        self.norms.append(taken)
-
-    def _was_given_back(self, taken: TakenGradient) -> None:
-        self.given.append(taken)
-
-
-def bits(tensor: Any) -> Any:
+def bits(value: Any) -> Any:
     """Return what must be equal: values bit for bit, shape and dtype."""
-    if isinstance(tensor, list | tuple):
-        return [bits(item) for item in tensor]
-    if not isinstance(tensor, Tensor):
-        return repr(tensor)
-    tensor = tensor.detach().clone().contiguous()
-    if tensor.is_floating_point():
-        tensor = torch.where(tensor.isnan(), torch.nan, tensor)  # the sign of a NaN is not defined
-        assert type(tensor) is Tensor
-        return tensor.dtype, tensor.shape, tensor.view(INTEGERS[tensor.itemsize]).tolist()
-    return tensor.dtype, tensor.shape, tensor.tolist()
+    if isinstance(value, list | tuple):
+        return [bits(item) for item in value]
+    return visible.bits(value) if isinstance(value, Tensor) else repr(value)
 
 
-def handle_for(gradient: Tensor, keeper: GradientHolder | None = None) -> tuple[nn.Parameter, Owner, TakenGradient]:
+def handle_for(gradient: Tensor, keeper: NotingHolder | None = None) -> tuple[nn.Parameter, Owner, TakenGradient]:
     """Return a parameter in whose `.grad` is a handle of a copy of `gradient`."""
     parameter = nn.Parameter(torch.zeros_like(gradient))
     parameter.grad = gradient.clone()
@@ -105,7 +73,7 @@ def backward(module: nn.Module, factor: float = 1.0) -> None:
 class Taking:
     """Takes the gradients of a model as they arrive."""
 
-    def __init__(self, module: nn.Module, keeper: GradientHolder | None = None) -> None:
+    def __init__(self, module: nn.Module, keeper: NotingHolder | None = None) -> None:
         self.owners = [Owner(parameter) for parameter in module.parameters()]
         self.holder = keeper
         self.count = 0
@@ -364,15 +332,11 @@ HELD: dict[str, Operation] = {
 
 OPERATIONS = {**RECORDED, **READ, **WRITTEN, **REPLACED, **HELD}
 ELSEWHERE = ["here", "other strides"]
+Values = Callable[[int], Tensor]
+"""Returns as many values."""
 
 
-def run(
-    operations: list[str],
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    place: str,
-    values: Callable[[int], Tensor],
-) -> None:
+def run(operations: list[str], dtype: torch.dtype, shape: tuple[int, ...], place: str, values: Values) -> None:
     """Do the same to a taken and to an ordinary gradient."""
     start = values(int(np.prod(shape))).view(shape).to(dtype)
     ours, owner, taken = handle_for(start)
@@ -384,8 +348,7 @@ def run(
     pending = taken.pending
     del taken
     ours.register_post_accumulate_grad_hook(lambda parameter: take_gradient(parameter, owner) and None)
-    held_ours: list[Any] = []
-    held_theirs: list[Any] = []
+    held_ours, held_theirs = list[Any](), list[Any]()
     for name in operations:
         results = []
         for parameter, held in ((ours, held_ours), (theirs, held_theirs)):
@@ -423,11 +386,7 @@ def with_infinity(count: int) -> Tensor:
     values=st.sampled_from([irregular, with_infinity]),
 )
 def test_any_sequence_is_as_on_an_ordinary_gradient(
-    operations: list[str],
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    place: str,
-    values: Callable[[int], Tensor],
+    operations: list[str], dtype: torch.dtype, shape: tuple[int, ...], place: str, values: Values
 ) -> None:
     run(operations, dtype, shape, place, values)
 
@@ -506,7 +465,7 @@ def test_grad_scaler_unscales_and_skips_as_in_torch(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("count", [None, 0, 2])
 def test_finite_check_takes_the_count_of_the_keeper(count: int | None) -> None:
-    keeper = GradientHolder(count)
+    keeper = NotingHolder(count)
     parameter, _owner, taken = handle_for(torch.tensor([1.0, float("nan")]), keeper)
     found = torch.zeros(())
     torch._amp_foreach_non_finite_check_and_unscale_([parameter.grad], found, torch.tensor(0.5))
@@ -519,7 +478,7 @@ def test_finite_check_takes_the_count_of_the_keeper(count: int | None) -> None:
 
 def test_clipping_does_not_give_back_and_asks_for_norms() -> None:
     both = pair(with_gradients=False)
-    keeper = both.takes.holder = GradientHolder()
+    keeper = both.takes.holder = NotingHolder()
     for module in both:
         backward(module)
         clip_grad_norm_(module.parameters(), 0.5)
@@ -558,16 +517,6 @@ def _with_gradient(gradient: Tensor) -> nn.Parameter:
     return parameter
 
 
-def test_gradient_of_a_usual_backward_is_taken_in_the_hook() -> None:
-    both = pair(with_gradients=False)
-    for turn in range(3):
-        for module in both:
-            backward(module, turn)
-        assert both.handles() == 4
-        both.check()
-    assert both.takes.count == 12
-
-
 def test_gradient_is_taken_in_later_calls_too() -> None:
     module = model()
     backward(module)
@@ -575,10 +524,6 @@ def test_gradient_is_taken_in_later_calls_too() -> None:
         assert is_exclusive(parameter)
         assert (lambda it: (lambda it: take_gradient(it))(it))(parameter) is not None
         assert taken_of(parameter.grad) is not None
-
-
-def _hold_array(parameter: Any) -> object:
-    return parameter.grad.numpy()
 
 
 HOLDERS: dict[str, Callable[[Any], object]] = {
@@ -1048,15 +993,6 @@ def test_copies_are_plain_and_apart() -> None:
     assert bits(shallow) == bits(weight(both.taking).grad)
 
 
-def test_pickled_gradients_load_as_weights() -> None:
-    file = io.BytesIO()
-    parameter, _owner, _taken = handle_for(torch.tensor([1.0, 2.0]))
-    torch.save([parameter.grad, {"parameter": parameter}], file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=True)
-    assert bits(loaded[0]) == bits(torch.tensor([1.0, 2.0]))
-
-
 def test_printed_as_an_ordinary_gradient() -> None:
     for ours, theirs in zip(*(module.parameters() for module in pair()), strict=True):
         assert repr(ours.grad) == repr(theirs.grad)
@@ -1109,21 +1045,6 @@ def test_product_with_another_handle_is_not_recorded() -> None:
     assert parameter.grad.tolist() == [3.0, 6.0]
     assert type(parameter.grad) is Tensor
     assert taken_of(scalar.grad) is not None
-
-
-@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
-def test_graph_of_gradients_is_not_taken() -> None:
-    both = pair()
-    for module in both:
-        module(INPUTS).pow(2).sum().backward(create_graph=True)
-    assert both.handles() == 0
-    both.check()
-    for module in both:
-        penalty = sum(parameter.grad.pow(2).sum() for parameter in module.parameters() if parameter.grad is not None)
-        penalty.backward()  # type: ignore[union-attr]
-    both.check()
-    for module in both:
-        module.zero_grad()
 
 
 def test_sparse_gradient_after_a_dense_one() -> None:
@@ -1313,7 +1234,7 @@ def test_other_writes_round_the_sum(write: Callable[[Any, Tensor], Any]) -> None
 @pytest.mark.parametrize("counted", [None, 0])
 def test_unscaling_and_products_come_before_rounding(counted: int | None) -> None:
     """7e4 is more than fp16 can hold."""
-    parameter, _owner, taken = handle_for(torch.tensor([6e4], dtype=torch.float16), GradientHolder(counted))
+    parameter, _owner, taken = handle_for(torch.tensor([6e4], dtype=torch.float16), NotingHolder(counted))
     taken.pending = torch.tensor([7e4])
     taken.is_unrounded = True
     assert parameter.grad is not None

@@ -297,28 +297,6 @@ def test_gradients_that_others_hold_are_left_alone(dtype: torch.dtype) -> None:
 
 
 @EACH_DTYPE
-def test_gradients_in_one_buffer_that_is_filled_again(dtype: torch.dtype) -> None:
-    """As buckets of data-parallel training hold them: they are not taken."""
-    optimizer, twin = make(dtype), make(dtype)
-    buffer = torch.zeros(85, dtype=dtype)
-    for seed in range(3):
-        give_gradients(twin, seed)
-        views = [buffer[:70], buffer[70:].view(3, 5)]
-        for one, other, view in zip(parameters_of(optimizer), parameters_of(twin), views, strict=True):
-            one.grad = view.copy_(other.grad)
-        optimizer.speculate()
-        assert not any(are_taken(optimizer))
-        buffer.mul_(0.5)
-        for other in parameters_of(twin):
-            other.grad.mul_(0.5)
-        optimizer.resolve()
-        twin.step()
-    twin.zero_grad()
-    optimizer.zero_grad()
-    assert visible(optimizer) == visible(twin)
-
-
-@EACH_DTYPE
 @pytest.mark.parametrize("when", ["first", "second"])
 def test_gradients_of_inference_mode(dtype: torch.dtype, when: str) -> None:
     optimizer, twin = make(dtype), make(dtype)

@@ -7,15 +7,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support.visible import are_taken, bits, give_gradients, parameter, parameters_of, refused, state_bits
+from support.visible import EACH_DTYPE, are_taken, bits, give_gradients, parameter, parameters_of, refused, state_bits
 from torch import Tensor
 
 from superadam import SpeculativeCPUAdam, SpeculativeCPUAdamW
 from superadam.state.delivery import SynchronousDelivery
 from superadam.state.parameter import ParameterState
-
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 
 # -- parameters --------------------------------------------------------------------------------------------------------
 
