@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -269,22 +268,16 @@ def test_each_process_needs_its_share(name: str, device: str) -> None:
 # ---- interruptions and errors ----------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def at_step(number: int, act: Callable[[], object]) -> Iterator[None]:
-    """Call `act` on this rank at the beginning of a step."""
+def interrupted(rank: int, words: tuple[object, ...]) -> tuple[int, str, str]:
+    """Train, and send a signal to the second rank at the beginning of the third step."""
     step = Trainer.step
 
     def acting(trainer: Trainer, *, inject_nan: bool = False) -> Any:
-        if len(trainer.history.steps) == number - 1:
-            act()
+        if rank == 1 and len(trainer.history.steps) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
         return step(trainer, inject_nan=inject_nan)
 
     with mock.patch.object(Trainer, "step", acting):
-        yield
-
-
-def interrupted(rank: int, words: tuple[object, ...]) -> tuple[int, str, str]:
-    with at_step(3, lambda: os.kill(os.getpid(), signal.SIGINT) if rank == 1 else None):
         return train(*words)
 
 
