@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import operator
 import pickle
 import subprocess
@@ -14,7 +13,7 @@ import pytest
 import torch
 from support.ranks import on_ranks
 from support.shards import Oracle, local, wrap
-from support.visible import bits
+from support.visible import bits, through_disk
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -295,12 +294,7 @@ def test_state_dicts_go_round(rank: int, dtype: torch.dtype, way: str) -> None:
     model, other = model_of(dtype), model_of(dtype)
     optimizer, loaded = (SpeculativeCPUAdamW(m.parameters(), lr=1e-2, amsgrad=True) for m in (model, other))
     train(model, optimizer, rank, range(3), 1e-3)
-    state_dict = optimizer.state_dict()
-    if way == "file":
-        file = io.BytesIO()
-        torch.save(state_dict, file)
-        file.seek(0)
-        state_dict = torch.load(file, weights_only=True)
+    state_dict = optimizer.state_dict() if way == "dict" else through_disk(optimizer.state_dict())
     other.load_state_dict(model.state_dict())
     loaded.load_state_dict(state_dict)
     assert state_of(loaded) == state_of(optimizer)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import itertools
 import math
 import pickle
@@ -24,7 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import visible
 from support.handles import NotingHolder, Owner
-from support.visible import DTYPES
+from support.visible import DTYPES, through_disk
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
@@ -172,13 +171,6 @@ def _changed_later(parameter: Any) -> None:
     factor.fill_(100.0)
 
 
-def _saved(value: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file)
-
-
 def _step(parameter: Any, kind: type[torch.optim.Optimizer], **options: Any) -> Tensor:
     kind([parameter], lr=0.25, **options).step()  # type: ignore[call-arg]
     return parameter.detach().clone()
@@ -263,7 +255,7 @@ READ: dict[str, Operation] = {
     "deepcopy": lambda p, held: copy.deepcopy(p.grad),
     "deepcopy list": lambda p, held: copy.deepcopy([p.grad, p.grad]),
     "pickle": lambda p, held: pickle.loads(pickle.dumps([p.grad, p.grad])),
-    "save": lambda p, held: _saved({"gradients": [p.grad]}),
+    "save": lambda p, held: through_disk({"gradients": [p.grad]}),
     "SGD": lambda p, held: _step(p, torch.optim.SGD),
     "AdamW": lambda p, held: _step(p, torch.optim.AdamW, foreach=False),
     "AdamW foreach": lambda p, held: _step(p, torch.optim.AdamW, foreach=True),
@@ -977,7 +969,7 @@ def test_copies_are_plain_and_apart() -> None:
     for duplicate in (
         copy.deepcopy(gradient),
         pickle.loads(pickle.dumps(gradient)),
-        _saved([gradient])[0],
+        through_disk([gradient])[0],
         copy.deepcopy(both.taking)[0].weight.grad,
     ):
         if duplicate is None:  # torch does not copy the gradients of parameters

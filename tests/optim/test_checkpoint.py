@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import math
 import pickle
 import platform
@@ -27,6 +26,7 @@ from support.visible import (
     refused,
     shown,
     state_bits,
+    through_disk,
     trained,
     visible,
 )
@@ -43,13 +43,6 @@ def make(
     dtype: torch.dtype = torch.float32, cls: type[torch.optim.Optimizer] = SpeculativeCPUAdamW, **options: Any
 ) -> Any:
     return cls([parameter(64, dtype=dtype), parameter(8, 16, dtype=dtype, seed=1)], **{"lr": 0.1, **options})
-
-
-def through_disk(value: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 # -- damaged and foreign -----------------------------------------------------------------------------------------------
@@ -232,23 +225,6 @@ def test_hook_that_returns_no_state_dict() -> None:
 
 
 # -- there and back ----------------------------------------------------------------------------------------------------
-
-
-@EACH_DTYPE
-@pytest.mark.parametrize("amsgrad", [False, True])
-def test_continuing_from_disk_is_never_stopping(dtype: torch.dtype, amsgrad: bool) -> None:
-    optimizer, twin = make(dtype, amsgrad=amsgrad), make(dtype, amsgrad=amsgrad)
-    trained(optimizer, range(4))
-    trained(twin, range(2))
-    give_gradients(twin, 2)
-    twin.speculate()
-    twin.resolve()  # accepted, not committed
-    saved = through_disk(twin.state_dict())
-    fresh = make(dtype)
-    copy_weights(fresh, twin)
-    fresh.load_state_dict(saved)
-    trained(fresh, range(3, 4))
-    assert visible(fresh) == visible(optimizer)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -600,23 +576,6 @@ def test_ours_loads_torch(ours: type, theirs: type, dtype: torch.dtype) -> None:
         assert bits(p) == bits(q)
     trained(optimizer, range(2, 3))
     assert optimizer.state[parameters_of(optimizer)[0]]["step"] == 3
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("without", [[], ["master"]], ids=["", "without masters"])
-def test_loading_never_casts_or_moves_fp32_state(dtype: torch.dtype, without: list[str]) -> None:
-    optimizer = trained(make(dtype, amsgrad=True))
-    saved = copy.deepcopy(optimizer.state_dict())
-    for entry in saved["state"].values():
-        for key in without:
-            del entry[key]
-    before = state_bits(optimizer, without=without)["state"]
-    other = make(dtype)
-    copy_weights(other, optimizer)
-    other.load_state_dict(saved)
-    assert state_bits(other, without=without)["state"] == before
-    for entry in other.state_dict()["state"].values():
-        assert {(value.dtype, value.device.type) for value in entry.values()} == {(torch.float32, "cpu")}
 
 
 @pytest.mark.parametrize("key", ["amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused"])

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
-from typing import Any
 
 import pytest
 import torch
@@ -17,6 +15,7 @@ from support.visible import (
     make,
     parameters_of,
     speculate,
+    through_disk,
     train,
     visible,
 )
@@ -24,19 +23,11 @@ from torch.optim import lr_scheduler
 
 from superadam import SpeculativeCPUAdamW
 
-
-def _pickled(optimizer: Any) -> Any:
-    return pickle.loads(pickle.dumps(optimizer))
-
-
-def _saved(optimizer: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(optimizer, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-COPIES = {"deepcopy": copy.deepcopy, "pickle": _pickled, "torch.save": _saved}
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda optimizer: pickle.loads(pickle.dumps(optimizer)),
+    "torch.save": lambda optimizer: through_disk(optimizer, weights_only=False),
+}
 
 
 @EACH_DTYPE

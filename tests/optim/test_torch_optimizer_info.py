@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import itertools
 import platform
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ import pytest
 import torch
 from optim.test_torch_cases import CASES, CONFIGURATIONS, REFUSED, options_of
 from support.visible import (
+    EACH_DTYPE,
     bits,
     copy_weights,
     entry_bits,
@@ -22,6 +22,7 @@ from support.visible import (
     refused,
     shown,
     state_bits,
+    through_disk,
     train,
     trained,
     visible,
@@ -201,16 +202,9 @@ def test_parameters_of_other_dtypes_are_refused(name: str, dtype: torch.dtype) -
 # -- state dicts and copies --------------------------------------------------------------------------------------------
 
 
-def through_disk(value: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 @CONFIGURED
 @BOTH_WAYS
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@EACH_DTYPE
 def test_state_dict_goes_on_alike(name: str, description: str, speculative: bool, dtype: torch.dtype) -> None:
     """Through a file of weights alone, with schedulers that have changed the groups."""
     optimizer, fresh = make(name, description, dtype), make(name, description, dtype, lr=0.5)

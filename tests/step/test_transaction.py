@@ -6,7 +6,6 @@ And whatever is done to gradients and parameters in between does what it does wi
 from __future__ import annotations
 
 import copy
-import io
 import math
 import operator
 import os
@@ -262,14 +261,12 @@ class SpeculativeRun(RuleBasedStateMachine):
             parameter.copy_(parameter.sign())
             parameter.copy_(kept)
 
-    @rule(through_disk=st.booleans())
-    def copy_everything(self, through_disk: bool) -> None:
+    @rule(is_saved=st.booleans())
+    def copy_everything(self, is_saved: bool) -> None:
         """Continue in a fresh model and optimizer, without the gradients."""
-        if through_disk:
-            file = io.BytesIO()
-            torch.save({"model": [p.detach() for p in self.parameters], "optimizer": self.optimizer.state_dict()}, file)
-            file.seek(0)
-            saved = torch.load(file, weights_only=True)
+        if is_saved:
+            model = [p.detach() for p in self.parameters]
+            saved = through_disk({"model": model, "optimizer": self.optimizer.state_dict()})
             groups = [
                 {**group, "params": [torch.nn.Parameter(torch.randn_like(p)) for p in group["params"]]}
                 for group in self.optimizer.param_groups

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -30,6 +31,14 @@ def bits(tensor: Tensor) -> Bits:
 def entry_bits(entry: Mapping[str, Tensor]) -> dict[str, Bits]:
     """Return the state of a parameter as bits."""
     return {key: bits(value) for key, value in entry.items()}
+
+
+def through_disk(value: Any, *, weights_only: bool = True) -> Any:
+    """Return what is loaded of a file that a value was saved to."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=weights_only)
 
 
 def _seen(value: Any) -> Any:
