@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from support.reference import Synchronous, flat, same_bits
 from support.strategies import Magnitudes, random_array
-from support.visible import DTYPES, are_taken, bits
+from support.visible import DTYPES, are_taken, bits, through_disk
 
 import superadam
 from superadam import SpeculativeCPUAdam, StepKind
