@@ -6,7 +6,9 @@ import gc
 import logging
 import threading
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -15,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from support.children import exit_code_of_child
-from support.pinning import Point, RecordingRegistrar
 from torch import Tensor
 
 from superadam.devices import pinned as pinned_module
@@ -25,6 +26,44 @@ from superadam.devices.pinned import PinnedMemory
 from superadam.devices.slab import PAGE_BYTES, PinningError
 
 PAGES = 24
+
+
+@dataclass
+class RecordingRegistrar:
+    """Remembers what is registered: size by address."""
+
+    limit: int = 1 << 62
+    refuses_to_unregister: bool = False
+    registered: dict[int, int] = field(default_factory=dict)
+    unregistered: list[int] = field(default_factory=list)
+
+    def register(self, address: int, size: int) -> None:
+        if sum(self.registered.values()) + size > self.limit:
+            raise PinningError("no more")
+        self.registered[address] = size
+
+    def unregister(self, address: int) -> None:
+        if self.refuses_to_unregister:
+            raise PinningError("not now")
+        del self.registered[address]
+        self.unregistered.append(address)
+
+
+@dataclass
+class Point:
+    """An event."""
+
+    has_passed: bool = False
+    waits: int = 0
+    at_synchronize: Callable[[], object] = bool
+
+    def query(self) -> bool:
+        return self.has_passed
+
+    def synchronize(self) -> None:
+        self.waits += 1
+        self.at_synchronize()
+        self.has_passed = True
 
 
 def pinned(pages: int = PAGES, largest: int = 1) -> tuple[PinnedMemory, RecordingRegistrar]:
