@@ -6,6 +6,7 @@ import gc
 import itertools
 import os
 import signal
+import socket
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -146,3 +147,26 @@ def one_torch_thread() -> Generator[None]:
     yield
     torch.set_num_threads(of_torch)
     superadam.set_num_threads(of_superadam)  # which the option `--threads` sets
+
+
+@pytest.fixture(scope="module")
+def no_network() -> Generator[None]:
+    """Make every attempt to reach a network an error."""
+
+    def refuse(self: socket.socket, address: Any) -> None:
+        if self.family != socket.AF_UNIX:
+            raise AssertionError(f"a test tried to reach {address!r}")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket.socket, "connect", refuse)
+        yield
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Generator[None]:
+    """Make a process group of this process alone."""
+    from torch import distributed
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()

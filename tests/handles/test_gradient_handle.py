@@ -1281,36 +1281,31 @@ def test_norms_come_before_rounding(order: float) -> None:
 # -- distributed tensors -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_local_gradients_of_distributed_tensors() -> None:
-    if not torch.distributed.is_available():
-        pytest.skip("this build of torch has no torch.distributed")
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = DeviceMesh("cpu", [0])
-        results = []
-        for takes in (True, False):
-            parameter: Any = nn.Parameter(distribute_tensor(torch.zeros(4, 3), mesh, [Shard(0)]))
-            parameter.grad = distribute_tensor(torch.arange(12.0).view(4, 3), mesh, [Shard(0)])
-            owner = Owner(parameter)
-            taken = take_gradient(parameter, owner) if takes else None
-            assert (taken is None) is not takes
-            assert taken_of(parameter.grad) is taken
-            norm = clip_grad_norm_([parameter], 0.5)
-            assert isinstance(norm, DTensor)
-            results.append(bits([norm.full_tensor(), parameter.grad.full_tensor(), parameter.grad.to_local().norm()]))
-            assert (type(parameter.grad._local_tensor) is GradientHandle) is takes
-            parameter.grad.add_(1)
-            assert type(parameter.grad._local_tensor) is Tensor
-            parameter.grad.to_local().mul_(0.3)
-            torch.optim.AdamW([parameter], lr=0.1).step()
-            results.append(bits([parameter.full_tensor(), parameter.grad.full_tensor()]))
-            assert taken_of(parameter.grad) is None
-        assert results[:2] == results[2:]
-    finally:
-        torch.distributed.destroy_process_group()
+    mesh = DeviceMesh("cpu", [0])
+    results = []
+    for takes in (True, False):
+        parameter: Any = nn.Parameter(distribute_tensor(torch.zeros(4, 3), mesh, [Shard(0)]))
+        parameter.grad = distribute_tensor(torch.arange(12.0).view(4, 3), mesh, [Shard(0)])
+        owner = Owner(parameter)
+        taken = take_gradient(parameter, owner) if takes else None
+        assert (taken is None) is not takes
+        assert taken_of(parameter.grad) is taken
+        norm = clip_grad_norm_([parameter], 0.5)
+        assert isinstance(norm, DTensor)
+        results.append(bits([norm.full_tensor(), parameter.grad.full_tensor(), parameter.grad.to_local().norm()]))
+        assert (type(parameter.grad._local_tensor) is GradientHandle) is takes
+        parameter.grad.add_(1)
+        assert type(parameter.grad._local_tensor) is Tensor
+        parameter.grad.to_local().mul_(0.3)
+        torch.optim.AdamW([parameter], lr=0.1).step()
+        results.append(bits([parameter.full_tensor(), parameter.grad.full_tensor()]))
+        assert taken_of(parameter.grad) is None
+    assert results[:2] == results[2:]
 
 
 def test_every_order_of_two_writes() -> None:
