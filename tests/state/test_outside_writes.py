@@ -24,6 +24,8 @@ from support.visible import (
     shown,
     state_bits,
     train,
+    train_alike,
+    trained,
     visible,
 )
 
@@ -139,9 +141,7 @@ def test_write_that_is_taken_back_keeps_masters(dtype: torch.dtype, how: str) ->
     """As if it had never been."""
     optimizer, twin = make(dtype), make(dtype)
     for seed in range(4):
-        give_gradients(optimizer, seed)
-        optimizer.speculate()
-        assert all(are_taken(optimizer))
+        give_gradients(optimizer, seed, speculative=True)
         (p,) = parameters_of(optimizer)
         holder = torch.nn.Linear(1, 1, dtype=dtype)
         holder.weight = p
@@ -225,16 +225,12 @@ RELOADS: dict[str, Callable[[torch.Tensor], object]] = {
 @pytest.mark.parametrize("reload", RELOADS)
 @pytest.mark.parametrize("is_committed", [False, True])
 def test_loading_the_same_weights_keeps_masters(dtype: torch.dtype, reload: str, is_committed: bool) -> None:
-    optimizer, twin = make(dtype), make(dtype)
-    for one in (optimizer, twin):
-        train(one, 1, speculative=True)
+    optimizer, twin = (trained(make(dtype), [1], speculative=True) for _ in range(2))
     if is_committed:
         optimizer.commit()
     with torch.no_grad():
         RELOADS[reload](parameters_of(optimizer)[0])
-    for one in (optimizer, twin):
-        train(one, 2, speculative=True)
-    assert visible(optimizer) == visible(twin)
+    train_alike(optimizer, twin, 2)
     (p,) = parameters_of(optimizer)
     assert (optimizer.state[p]["master"] != p.float()).any()  # there is something that could have been lost
 
@@ -366,9 +362,8 @@ def test_state_that_was_made_in_inference_mode_counts_as_it_is_at_the_step() -> 
 
 
 def test_a_write_is_adopted_in_a_master_that_was_made_in_inference_mode() -> None:
-    optimizer, twin = make(), make()
+    optimizer, twin = trained(make(), [1]), trained(make(), [1])
     for one in (optimizer, twin):
-        train(one, 1)
         (p,) = parameters_of(one)
         with torch.inference_mode(one is optimizer):
             one.state[p] = {key: value.clone() for key, value in one.state[p].items()}
