@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from measures.paced_device import PRESETS, PacedDevice
-from support.visible import through_disk, visible
+from support.optimizers import through_disk
+from support.visible import visible
 from torch import Tensor, nn
 from torch.utils._device import _device_constructors
 from torch.utils.checkpoint import checkpoint

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from measures.paced_device import PRESETS, PacedDevice
-from support.visible import DTYPES
+from support.optimizers import DTYPES
 from torch import Tensor, nn
 
 from superadam.devices import Device, PlainDevice, Stream

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.optimizers import through_disk
 from support.ranks import on_ranks
 from support.shards import Oracle, local, wrap
-from support.visible import bits, through_disk
+from support.visible import bits
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,

@@ -23,7 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import visible
 from support.handles import NotingHolder, Owner
-from support.visible import DTYPES, through_disk
+from support.optimizers import DTYPES, through_disk
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 

@@ -14,7 +14,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.handles import NotingHolder, Owner
-from support.visible import DTYPES, EACH_DTYPE, bits
+from support.optimizers import DTYPES, EACH_DTYPE
+from support.visible import bits
 from torch import Tensor, nn
 
 from superadam.handles.taken_gradient import Factor, FactorKind, TakenGradient, continue_version

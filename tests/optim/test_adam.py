@@ -11,9 +11,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from support.optimizers import DTYPES, EACH_DTYPE, trained
 from support.visible import (
-    DTYPES,
-    EACH_DTYPE,
     are_taken,
     bits,
     give_gradients,
@@ -24,7 +23,6 @@ from support.visible import (
     speculate,
     state_bits,
     train,
-    trained,
     visible,
 )
 

@@ -13,12 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.optimizers import EACH_DTYPE, EACH_PAIR, copy_weights, through_disk, trained
 from support.visible import (
-    EACH_DTYPE,
-    EACH_PAIR,
     are_taken,
     bits,
-    copy_weights,
     entry_bits,
     give_gradients,
     parameter,
@@ -26,8 +24,6 @@ from support.visible import (
     refused,
     shown,
     state_bits,
-    through_disk,
-    trained,
     visible,
 )
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict

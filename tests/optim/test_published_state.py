@@ -9,22 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+from support.optimizers import EACH_DTYPE, copy_weights, make, train_alike, trained
 from support.visible import (
-    EACH_DTYPE,
     are_taken,
     bits,
-    copy_weights,
     entry_bits,
     give_gradients,
-    make,
     parameter,
     parameters_of,
     refused,
     shown,
     speculate,
     train,
-    train_alike,
-    trained,
     visible,
 )
 

@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.optimizers import EACH_DTYPE, EACH_PAIR, make, trained
 from support.visible import (
-    EACH_DTYPE,
-    EACH_PAIR,
     are_taken,
     bits,
     give_gradients,
-    make,
     parameter,
     parameters_of,
     refused,
@@ -23,7 +21,6 @@ from support.visible import (
     speculate,
     state_bits,
     train,
-    trained,
     visible,
 )
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook

@@ -7,18 +7,8 @@ import pickle
 
 import pytest
 import torch
-from support.visible import (
-    EACH_DTYPE,
-    are_taken,
-    bits,
-    give_gradients,
-    make,
-    parameters_of,
-    speculate,
-    through_disk,
-    train,
-    visible,
-)
+from support.optimizers import EACH_DTYPE, make, through_disk
+from support.visible import are_taken, bits, give_gradients, parameters_of, speculate, train, visible
 from torch.optim import lr_scheduler
 
 from superadam import SpeculativeCPUAdamW

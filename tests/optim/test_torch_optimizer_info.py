@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 from optim.test_torch_cases import CASES, CONFIGURATIONS, REFUSED, options_of
+from support.optimizers import EACH_DTYPE, copy_weights, through_disk, trained
 from support.visible import (
-    EACH_DTYPE,
     bits,
-    copy_weights,
     entry_bits,
     give_gradients,
     parameter,
@@ -22,9 +21,7 @@ from support.visible import (
     refused,
     shown,
     state_bits,
-    through_disk,
     train,
-    trained,
     visible,
 )
 from torch.testing._internal.common_optimizers import optim_db

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.visible import are_taken, give_gradients, make, parameter, parameters_of, state_bits, train, visible
+from support.optimizers import make
+from support.visible import are_taken, give_gradients, parameter, parameters_of, state_bits, train, visible
 
 from superadam import SpeculativeCPUAdam, SpeculativeCPUAdamW, StepKind
 from superadam.handles.gradient_handle import taken_of

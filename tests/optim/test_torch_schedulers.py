@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.visible import copy_weights, make, state_bits, train, visible
+from support.optimizers import copy_weights, make
+from support.visible import state_bits, train, visible
 from torch.optim import lr_scheduler, swa_utils
 
 

@@ -11,23 +11,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.optimizers import DTYPES, EACH_DTYPE, train_alike, trained
 from support.reference import same_bits
 from support.strategies import Magnitudes, random_array
-from support.visible import (
-    DTYPES,
-    EACH_DTYPE,
-    are_taken,
-    bits,
-    give_gradients,
-    parameter,
-    parameters_of,
-    shown,
-    state_bits,
-    train,
-    train_alike,
-    trained,
-    visible,
-)
+from support.visible import are_taken, bits, give_gradients, parameter, parameters_of, shown, state_bits, train, visible
 
 from superadam import SpeculativeCPUAdam
 from superadam.state.outside_writes import differing

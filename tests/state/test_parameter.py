@@ -7,18 +7,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support.visible import (
-    EACH_DTYPE,
-    are_taken,
-    bits,
-    give_gradients,
-    parameter,
-    parameters_of,
-    refused,
-    state_bits,
-    train_alike,
-    trained,
-)
+from support.optimizers import EACH_DTYPE, train_alike, trained
+from support.visible import are_taken, bits, give_gradients, parameter, parameters_of, refused, state_bits
 from torch import Tensor
 
 from superadam import SpeculativeCPUAdam, SpeculativeCPUAdamW

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.visible import give_gradients, make, parameter, parameters_of, state_bits, train, trained, visible
+from support.optimizers import make, trained
+from support.visible import give_gradients, parameter, parameters_of, state_bits, train, visible
 from torch import Tensor
 
 from superadam import SpeculativeCPUAdam, StepKind

@@ -6,7 +6,8 @@ import math
 
 import pytest
 import torch
-from support.visible import give_gradients, parameter, parameters_of, train, trained, visible
+from support.optimizers import trained
+from support.visible import give_gradients, parameter, parameters_of, train, visible
 
 from superadam import SpeculativeCPUAdam
 from superadam.handles.gradient_handle import taken_of

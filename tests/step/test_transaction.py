@@ -17,9 +17,10 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from support.optimizers import DTYPES, through_disk
 from support.reference import Synchronous, flat, same_bits
 from support.strategies import Magnitudes, random_array
-from support.visible import DTYPES, are_taken, bits, through_disk
+from support.visible import are_taken, bits
 
 import superadam
 from superadam import SpeculativeCPUAdam, StepKind

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from superadam import SpeculativeCPUAdam, SpeculativeCPUAdamW
 from superadam.handles.gradient_handle import taken_of
 
 Bits = tuple[str, tuple[int, ...], bytes]
@@ -31,14 +29,6 @@ def bits(tensor: Tensor) -> Bits:
 def entry_bits(entry: Mapping[str, Tensor]) -> dict[str, Bits]:
     """Return the state of a parameter as bits."""
     return {key: bits(value) for key, value in entry.items()}
-
-
-def through_disk(value: Any, *, weights_only: bool = True) -> Any:
-    """Return what is loaded of a file that a value was saved to."""
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=weights_only)
 
 
 def _seen(value: Any) -> Any:
@@ -86,22 +76,9 @@ def refused(optimizer: Optimizer, error: type[Exception], sentence: str) -> Iter
     assert visible(optimizer) == before
 
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
-"""All that a parameter may have."""
-
-PAIRS = [(SpeculativeCPUAdam, torch.optim.Adam), (SpeculativeCPUAdamW, torch.optim.AdamW)]
-EACH_PAIR = pytest.mark.parametrize(("ours", "theirs"), PAIRS, ids=["Adam", "AdamW"])
-
-
 def parameter(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.nn.Parameter:
     """Return a parameter of normally distributed values."""
     return torch.nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype))
-
-
-def make(dtype: torch.dtype = torch.float32, cls: type = SpeculativeCPUAdamW, **options: Any) -> Any:
-    """Return an optimizer of two parameters."""
-    return cls([parameter(70, dtype=dtype), parameter(4, 5, dtype=dtype, seed=1)], **options)
 
 
 def give_gradients(optimizer: Any, seed: int, size: float = 1.0, *, speculative: bool = False) -> None:
@@ -127,29 +104,8 @@ def speculate(optimizer: Any, seed: int, size: float = 1.0) -> None:
     give_gradients(optimizer, seed, size, speculative=True)
 
 
-def copy_weights(optimizer: Optimizer, source: Optimizer) -> None:
-    """Give the parameters of an optimizer the values of another's."""
-    with torch.no_grad():
-        for one, theirs in zip(parameters_of(optimizer), parameters_of(source), strict=True):
-            one.copy_(theirs)
-
-
 def train(optimizer: Any, seed: int, size: float = 1.0, *, speculative: bool = False) -> None:
     """Make one step with the gradients of this seed, in one or in two parts, and drop them."""
     give_gradients(optimizer, seed, size, speculative=speculative)
     (optimizer.resolve if speculative else optimizer.step)()
     optimizer.zero_grad()
-
-
-def trained(optimizer: Any, seeds: Iterable[int] = range(2), *, speculative: bool = False) -> Any:
-    """Return an optimizer after these steps."""
-    for seed in seeds:
-        train(optimizer, seed, speculative=speculative)
-    return optimizer
-
-
-def train_alike(optimizer: Any, twin: Any, *seeds: int) -> None:
-    """Make steps, the first optimizer's speculative; afterwards nothing that a user can see differs."""
-    trained(optimizer, seeds, speculative=True)
-    trained(twin, seeds)
-    assert visible(optimizer) == visible(twin)
