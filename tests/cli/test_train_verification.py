@@ -23,7 +23,7 @@ from superadam.kernels import native
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
-def verified_steps(trainer: Trainer, steps: int = 5) -> Verification:
+def verified_steps(trainer: Trainer, steps: int) -> Verification:
     """Run some steps with a NaN in the second one, and compare."""
     reference = trainer.verify()
     with trainer:
@@ -40,16 +40,19 @@ def feed(reference: Reference, gradients: Sequence[torch.Tensor]) -> None:
     loss.backward()  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_right_run_differs_in_nothing(dtype: str, overlap: bool) -> None:
-    trainer = tiny_trainer(dtype=dtype, overlap=overlap)
-    found = verified_steps(trainer)
+def check_right(trainer: Trainer, steps: int) -> None:
+    """Check that a run of committed, clipped and skipped steps differs in nothing."""
+    found = verified_steps(trainer, steps)
     assert (found.elements, found.elements_differing, found.parameters_differing) == (3 * trainer.parameters, 0, 0)
     assert found.verdicts_differing == 0
     assert found.norm_max_relative_difference <= NORM_TOLERANCE
-    kinds = {record.kind for record in trainer.history.steps}
-    assert kinds == set(StepKind)
+    assert {record.kind for record in trainer.history.steps} == set(StepKind)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_right_run_differs_in_nothing(dtype: str, overlap: bool) -> None:
+    check_right(tiny_trainer(dtype=dtype, overlap=overlap), 5)
 
 
 @pytest.mark.slow
@@ -60,15 +63,10 @@ def test_right_run_differs_in_nothing(dtype: str, overlap: bool) -> None:
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_right_run_of_a_decoder_differs_in_nothing(dtype: str, checkpointing: bool, tied: bool, device: str) -> None:
     shape = dataclasses.replace(TINY_SHAPE, tied=tied)
-    trainer = tiny_trainer(
-        dtype=dtype, shape=shape, checkpointing=checkpointing, device=device, max_grad_norm=1.5, steps=12
-    )
-    found = verified_steps(trainer, steps=12)
+    options = {"dtype": dtype, "shape": shape, "checkpointing": checkpointing, "device": device}
+    trainer = tiny_trainer(max_grad_norm=1.5, steps=12, **options)
     assert trainer.parameters == shape.parameters
-    assert (found.elements, found.elements_differing, found.parameters_differing) == (3 * trainer.parameters, 0, 0)
-    assert found.verdicts_differing == 0
-    assert found.norm_max_relative_difference <= NORM_TOLERANCE
-    assert {record.kind for record in trainer.history.steps} == set(StepKind)
+    check_right(trainer, 12)
 
 
 def test_run_of_skipped_steps_alone_differs_in_nothing() -> None:

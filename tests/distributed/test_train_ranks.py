@@ -375,31 +375,6 @@ def wait_for_skipped_step(process: subprocess.Popen[str]) -> None:
     assert any("skipped" in line for line in iter(process.stdout.readline, ""))
 
 
-def ranks_of(launcher: int) -> list[int]:
-    """Return the processes that torchrun started."""
-    return [int(child) for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]
-
-
-@pytest.mark.subprocess
-def test_run_whose_process_was_killed_goes_on_with_the_bits_of_an_uninterrupted_one(tmp_path: Path) -> None:
-    words = (*OPTIONS, "--steps", 100000, "--inject-nan", 3, "--text", write_text(tmp_path), "--save-every", 1)
-    process = launched(*words, "--out", tmp_path / "run")
-    wait_for_skipped_step(process)
-    os.kill(ranks_of(process.pid)[1], signal.SIGKILL)
-    _, err = process.communicate(timeout=200)
-    assert process.returncode != 0
-    (sentence,) = [line for line in err.splitlines() if line.startswith("superadam: ")]
-    assert "the processes of this run cannot go on, because one of them has ended" in sentence
-    assert "Traceback (most recent call last)" not in err.partition(sentence)[0]
-    done = len(peek(tmp_path / "run" / "shards")["history"]["steps"])
-    assert done >= 2  # it may have been killed while the third step was saved
-    left = ("--inject-nan", 3) if done < 3 else ()
-    resumed = run(train_with, 2, words=("--resume", tmp_path / "run", "--stop-at", done + 2, *left))
-    assert [status for status, _, _ in resumed] == [0, 0]
-    assert run(train_with, 2, words=(*words[:-2], "--out", tmp_path / "whole", "--stop-at", done + 2))[0][0] == 0
-    assert state_of(tmp_path / "run") == state_of(tmp_path / "whole")
-
-
 @pytest.mark.subprocess
 def test_ctrl_c_to_torchrun_stops_all_and_saves(tmp_path: Path) -> None:
     words = (*OPTIONS, "--steps", 100000, "--inject-nan", 3, "--text", write_text(tmp_path), "--out", tmp_path / "run")
