@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support.optimizers import DTYPES, EACH_DTYPE, trained
+from support.optimizers import DTYPES, EACH_DTYPE, train_alike, trained
 from support.visible import (
     are_taken,
     bits,
@@ -514,16 +514,13 @@ def test_hyperparameters_changed_after_the_verdict_do_not(dtype: torch.dtype, ch
     for one in (optimizer, twin):
         one.param_groups[0].update(change)
     assert visible(optimizer) == visible(twin)
-    train(optimizer, 2, speculative=True)
-    train(twin, 2)
-    assert visible(optimizer) == visible(twin)
+    train_alike(optimizer, twin, 2)
 
 
 def test_tensor_learning_rate_is_captured_by_value() -> None:
     optimizer, twin = (make(torch.bfloat16, lr=torch.tensor(0.01)) for _ in range(2))
-    for seed in range(2):
-        train(optimizer, seed, speculative=True)
-        train(twin, seed)
+    trained(optimizer, range(2), speculative=True)
+    trained(twin, range(2))
     for one in (optimizer, twin):
         one.param_groups[0]["lr"].fill_(0.5)  # as schedulers do
     speculate(optimizer, 2)  # commits the second step in the same pass
@@ -748,6 +745,7 @@ def test_outcome_tells_the_whole_coefficient(speculative: bool) -> None:
 
 if platform.machine() == "x86_64":  # elsewhere torch's fused kernel rounds differently from itself here
 
+    @pytest.mark.usefixtures("one_torch_thread")
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
     @pytest.mark.parametrize("when", ["never", "speculate, clip", "clip, speculate"])
     def test_clipping_by_torch_has_the_bits_of_torch(dtype: torch.dtype, when: str) -> None:
@@ -757,29 +755,24 @@ if platform.machine() == "x86_64":  # elsewhere torch's fused kernel rounds diff
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         copies = [torch.nn.Parameter(p.detach().to(wide, copy=True)) for p in parameters_of(optimizer)]
         reference = torch.optim.AdamW(copies, fused=True, **options)
-        before = torch.get_num_threads()
-        torch.set_num_threads(1)  # torch's fused kernel rounds the tail of each thread's part otherwise than the rest
-        try:
-            for seed in range(5):
-                give_gradients(optimizer, seed)
-                plain = [torch.nn.Parameter(torch.zeros_like(p)) for p in parameters_of(optimizer)]
-                for p, one in zip(parameters_of(optimizer), plain, strict=True):
-                    one.grad = p.grad.clone()
-                if when == "speculate, clip":
-                    optimizer.speculate()
-                for params in (plain, parameters_of(optimizer)):
-                    torch.nn.utils.clip_grad_norm_(params, 0.7)
-                if when == "clip, speculate":
-                    optimizer.speculate()
-                assert are_taken(optimizer) == [when != "never"] * 2
-                for one, copied in zip(plain, copies, strict=True):
-                    copied.grad = one.grad.to(wide)
-                optimizer.step()
-                reference.step()
-                optimizer.zero_grad()
-                assert shown(optimizer) == [bits(copied.to(dtype)) for copied in copies]
-        finally:
-            torch.set_num_threads(before)
+        for seed in range(5):
+            give_gradients(optimizer, seed)
+            plain = [torch.nn.Parameter(torch.zeros_like(p)) for p in parameters_of(optimizer)]
+            for p, one in zip(parameters_of(optimizer), plain, strict=True):
+                one.grad = p.grad.clone()
+            if when == "speculate, clip":
+                optimizer.speculate()
+            for params in (plain, parameters_of(optimizer)):
+                torch.nn.utils.clip_grad_norm_(params, 0.7)
+            if when == "clip, speculate":
+                optimizer.speculate()
+            assert are_taken(optimizer) == [when != "never"] * 2
+            for one, copied in zip(plain, copies, strict=True):
+                copied.grad = one.grad.to(wide)
+            optimizer.step()
+            reference.step()
+            optimizer.zero_grad()
+            assert shown(optimizer) == [bits(copied.to(dtype)) for copied in copies]
 
 
 def test_zero_grad_forgets_the_limit_of_the_step_that_never_came() -> None:

@@ -23,6 +23,7 @@ from support.visible import (
     parameters_of,
     refused,
     shown,
+    speculate,
     state_bits,
     visible,
 )
@@ -154,8 +155,7 @@ def test_damaged_or_foreign_state_dict_is_refused(damage: str, is_open: bool) ->
     saved = copy.deepcopy(trained(make()).state_dict())
     for optimizer in (make(), trained(make(torch.bfloat16), range(5, 7))):
         if is_open:
-            give_gradients(optimizer, 9)
-            optimizer.speculate()
+            speculate(optimizer, 9)
         with refused(optimizer, ValueError, sentence):
             optimizer.load_state_dict(spoil(copy.deepcopy(saved)))
         assert are_taken(optimizer) == [True, True] * is_open
@@ -465,8 +465,7 @@ def test_saving_while_speculation_is_open(dtype: torch.dtype) -> None:
     """What is saved is the last accepted step, with the parameters of that step; saving drops nothing."""
     optimizer, twin = trained(make(dtype)), trained(make(dtype))
     saved_without = through_disk({"model": parameters_of(twin), "optimizer": twin.state_dict()})
-    give_gradients(optimizer, 2)
-    optimizer.speculate()
+    speculate(optimizer, 2)
     saved = through_disk({"model": parameters_of(optimizer), "optimizer": optimizer.state_dict()})
     assert [bits(p) for p in saved["model"]] == [bits(p) for p in saved_without["model"]]
     fresh = make(dtype)
@@ -572,22 +571,6 @@ def test_ours_loads_torch(ours: type, theirs: type, dtype: torch.dtype) -> None:
         assert bits(p) == bits(q)
     trained(optimizer, range(2, 3))
     assert optimizer.state[parameters_of(optimizer)[0]]["step"] == 3
-
-
-@pytest.mark.parametrize("key", ["amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused"])
-def test_checkpoint_older_than_a_group_key(key: str) -> None:
-    saved = copy.deepcopy(trained(make(cls=torch.optim.AdamW)).state_dict())
-    for group in saved["param_groups"]:
-        del group[key]
-        del group["decoupled_weight_decay"]
-    for entry in saved["state"].values():
-        entry["step"] = int(entry["step"])  # a number then
-    optimizer = make()
-    optimizer.load_state_dict(saved)
-    trained(optimizer, range(2, 3))
-    assert optimizer.param_groups[0][key] == make().param_groups[0][key]
-    assert optimizer.param_groups[0]["decoupled_weight_decay"] is True
-    assert torch.equal(optimizer.state[parameters_of(optimizer)[0]]["step"], torch.tensor(3.0))
 
 
 def test_decay_of_adamw_stays_decoupled_whatever_is_loaded() -> None:

@@ -181,10 +181,7 @@ def test_model_converted_after_published(conversion: str, history: str, speculat
         parameters_of(twin)[0].copy_(one)
     if history != "loaded":
         assert shown(optimizer) == shown_now
-    for seed in (2, 3):
-        train(optimizer, seed, speculative=speculative)
-        train(twin, seed)
-    assert visible(optimizer) == visible(twin)
+    train_alike(optimizer, twin, 2, 3, speculative=speculative)
 
 
 @EACH_DTYPE
@@ -324,10 +321,7 @@ def test_what_users_write_into_the_state_counts(dtype: torch.dtype, edit: str, s
     EDITS[edit](by_parameter, q)
     saved["state"] = {0: saved["state"][0], **({1: by_parameter[q]} if by_parameter.get(q) else {})}
     twin.load_state_dict(saved)
-    for seed in (2, 3):
-        train(optimizer, seed, speculative=speculative)
-        train(twin, seed)
-    assert visible(optimizer) == visible(twin)
+    train_alike(optimizer, twin, 2, 3, speculative=speculative)
 
 
 def _edit_through_state_dict(optimizer: Any, edit: Callable[[Any, torch.Tensor], object], p: torch.Tensor) -> None:
@@ -452,10 +446,7 @@ def test_what_users_write_into_a_state_they_hold_survives_binding_anew(
         if one is twin:
             assert one.state  # it is read before anything else happens
         CHANGES[change](one, held[one])
-    for seed in (3, 4):
-        for one in (optimizer, twin):
-            train(one, seed, speculative=speculative and one is optimizer)
-    assert visible(optimizer) == visible(twin)
+    train_alike(optimizer, twin, 3, 4, speculative=speculative)
 
 
 @EACH_DTYPE
@@ -537,31 +528,6 @@ def test_assigned_state_is_advanced_in_place(dtype: torch.dtype, step: Any, spec
             key: bits(own[key]) for key in ("exp_avg", "exp_avg_sq")
         }
     assert shown(optimizer) == shown(twin)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("speculative", [False, True])
-def test_swapped_parameters_and_state(dtype: torch.dtype, speculative: bool) -> None:
-    """torch's own context steps other tensors, in place, and puts everything back, also what was not committed."""
-    stateless = pytest.importorskip("torch.optim._stateless")
-    optimizer, twin, other = make(dtype), make(dtype), make(dtype, lr=0.1)
-    for one in (optimizer, twin):
-        train(one, 1)
-        train(one, 2, speculative=speculative and one is optimizer)
-    train(other, 3)
-    copied = {str(row): torch.nn.Parameter(p.detach().clone()) for row, p in enumerate(parameters_of(other))}
-    saved = copy.deepcopy(other.state_dict())
-    with stateless.swap_in_optimizer_params_and_state(optimizer, copied, saved):
-        assert parameters_of(optimizer) == [*copied.values()]
-        train(optimizer, 4, speculative=speculative)
-    train(other, 4)
-    assert [bits(p) for p in copied.values()] == shown(other)
-    for row, entry in other.state_dict()["state"].items():
-        assert entry_bits(entry) == entry_bits(saved["state"][row])
-    assert visible(optimizer) == visible(twin)
-    for one in (optimizer, twin):
-        train(one, 5, speculative=speculative and one is optimizer)
-    assert visible(optimizer) == visible(twin)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -150,8 +150,7 @@ def test_step_hook_sees_the_step_that_it_follows() -> None:
     )
     for seed in range(3):
         train(optimizer, seed)
-    give_gradients(optimizer, 3)
-    optimizer.speculate()
+    speculate(optimizer, 3)
     optimizer.step()
     assert seen == [1, 2, 3, 4]
 
@@ -269,9 +268,7 @@ def test_autograd_notices_that_parameters_changed(dtype: torch.dtype, is_specula
     optimizer = make(dtype=dtype, max_grad_norm=100.0)
     p = parameters_of(optimizer)[0]
     train(optimizer, 1)
-    give_gradients(optimizer, 2, size)
-    if is_speculated:
-        optimizer.speculate()
+    give_gradients(optimizer, 2, size, speculative=is_speculated)
     y = (p * p).sum()
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

@@ -229,6 +229,8 @@ def test_state_dict_is_older_than_any_of_the_later_flags(name: str, description:
         fresh = make(name, "amsgrad")
         for flag in flags[:count]:
             del saved["param_groups"][0][flag]
+        if count:
+            saved["state"][0]["step"] = int(saved["state"][0]["step"])  # a number then
         fresh.load_state_dict(copy.deepcopy(saved))
         reference.load_state_dict(saved)
         assert {**fresh.param_groups[0], "params": 0} == {**reference.param_groups[0], "params": 0}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.optimizers import make
-from support.visible import are_taken, give_gradients, parameter, parameters_of, state_bits, train, visible
+from support.visible import are_taken, give_gradients, parameter, parameters_of, speculate, state_bits, train, visible
 
 from superadam import SpeculativeCPUAdam, SpeculativeCPUAdamW, StepKind
 from superadam.handles.gradient_handle import taken_of
@@ -101,9 +101,7 @@ def test_limit_and_outcomes_are_those_of_unscaled_gradients(dtype: torch.dtype, 
     for seed in range(4):
         give_gradients(twin, seed)
         twin.step()
-        give_gradients(optimizer, seed, scaler.get_scale())
-        if when == "before unscale_":
-            optimizer.speculate()
+        give_gradients(optimizer, seed, scaler.get_scale(), speculative=when == "before unscale_")
         scaler.scale(torch.ones(()))  # which makes the scale
         if when == "after unscale_":
             scaler.unscale_(optimizer)
@@ -151,9 +149,7 @@ def test_an_overflow_that_unscaling_makes_is_found() -> None:
     kinds, scales = [], []
     for speculative in (False, True):
         optimizer = make()
-        give_gradients(optimizer, 1, 1e30)
-        if speculative:
-            optimizer.speculate()
+        give_gradients(optimizer, 1, 1e30, speculative=speculative)
         scaler = scaler_of(2.0**-40)
         scaler.scale(torch.ones(()))
         scaler.step(optimizer)
@@ -177,8 +173,7 @@ def test_unscaling_is_expected_from_the_second_step_on() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4)
     accepted = []
     for seed in range(8):
-        give_gradients(optimizer, seed, scaler.get_scale())
-        optimizer.speculate()
+        speculate(optimizer, seed, scaler.get_scale())
         assert all(are_taken(optimizer))
         scaler.scale(torch.ones(()))
         scaler.step(optimizer)
@@ -196,9 +191,7 @@ def test_fp16_gradients_are_refused_as_by_torch() -> None:
     for speculative in (False, True):
         optimizer = make(dtype=torch.float16)
         scaler = scaler_of(2.0)
-        give_gradients(optimizer, 1)
-        if speculative:
-            optimizer.speculate()
+        give_gradients(optimizer, 1, speculative=speculative)
         before = visible(optimizer)
         scaler.scale(torch.ones(()))
         with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
@@ -210,8 +203,7 @@ def test_fp16_gradients_are_refused_as_by_torch() -> None:
 def test_unscaling_is_recorded_and_not_done() -> None:
     optimizer = make(dtype=torch.bfloat16)
     scaler = scaler_of(2.0**10)
-    give_gradients(optimizer, 1, 2.0**10)
-    optimizer.speculate()
+    speculate(optimizer, 1, 2.0**10)
     scaler.scale(torch.ones(()))
     scaler.unscale_(optimizer)
     twin = make(dtype=torch.bfloat16)

@@ -17,6 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import support.gpu_arrays  # noqa: F401 - kernels are interpreted
@@ -98,11 +99,16 @@ def but(kind: str, instead: Callable[[Done], Done]) -> Program:
     return run
 
 
+def results_in(folder: Path) -> dict[str, Any]:
+    (path,) = (path for path in folder.glob("*.json") if "trace" not in path.name)
+    results: dict[str, Any] = json.loads(path.read_text())
+    return results
+
+
 def check(folder: Path, program: Program = in_this_process, seconds: float = 1000.0) -> tuple[int, dict[str, Any]]:
     """Rehearse into a folder, and return the exit status and the results."""
     status = gpu_check.check(folder, seconds, rehearses=True, runner=runner(program))
-    (path,) = (path for path in folder.glob("*.json") if "trace" not in path.name)
-    results: dict[str, Any] = json.loads(path.read_text())
+    results = results_in(folder)
     assert list(results["stages"]) == STAGES
     return status, results
 
@@ -227,8 +233,7 @@ def test_interrupted_check_leaves_what_it_has(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         gpu_check.check(tmp_path, 1000.0, rehearses=True, runner=runner(run))
-    (path,) = (path for path in tmp_path.glob("*.json") if "trace" not in path.name)
-    results = json.loads(path.read_text())
+    results = results_in(tmp_path)
     assert list(results["stages"]) == STAGES[:5]
     rows = results["stages"]["throughput"]["figures"]["rows"]
     assert [row["side"] for row in rows] == [sides.ALONE] * 2 + [sides.OVERLAPPED] * 2
@@ -335,17 +340,11 @@ def test_memory_that_does_not_suffice_is_a_row(
     assert set(rows(Done(-9, "", 1.0)).values()) == {"killed"}
     assert rows(Done(None, output[: output.index("\n") + 1], 1.0))[alone, 1] == fits
 
-    def full(settings: Any) -> Any:
-        raise torch.OutOfMemoryError("full")
-
-    monkeypatch.setattr(throughput, "build_model", full)
+    monkeypatch.setattr(throughput, "build_model", Mock(side_effect=torch.OutOfMemoryError("full")))
     throughput.measure(both)
     assert set(rows(Done(0, capsys.readouterr().out, 1.0)).values()) == {fits_not}
 
-    def broken(settings: Any) -> Any:
-        raise RuntimeError("broken")
-
-    monkeypatch.setattr(throughput, "build_model", broken)
+    monkeypatch.setattr(throughput, "build_model", Mock(side_effect=RuntimeError("broken")))
     with pytest.raises(RuntimeError, match="broken"):
         throughput.measure(both)
 
@@ -413,12 +412,6 @@ def test_hidden_share_is_of_the_passes_alone_however_slow_a_plain_step_is() -> N
     for plain in (2.5, 30.0):
         rows = verdicts.with_hidden_shares([*own, measured(sides.PLAIN, plain), measured(sides.ON_HOST, plain)])
         assert [row.hidden_share for row in rows] == [None, 0.75, None, None]
-
-
-def test_rates_count_both_directions() -> None:
-    found = list(rates.link_rates(torch.device("cpu"), 1 << 16, 3))
-    assert len(found) == 3
-    assert all(rate.gigabytes_per_second > 0.0 for rate in found)
 
 
 def test_kernels_move_what_a_copy_moves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -489,8 +482,7 @@ def test_one_stage_has_all_the_time(tmp_path: Path) -> None:
         return remembered(command, seconds)
 
     gpu_check.check(tmp_path, 1000.0, rehearses=True, runner=runner(run), only=["rates"])
-    (path,) = tmp_path.glob("*.json")
-    assert list(json.loads(path.read_text())["stages"]) == ["rates"]
+    assert list(results_in(tmp_path)["stages"]) == ["rates"]
     assert 900.0 < given[0] <= 1000.0
 
 

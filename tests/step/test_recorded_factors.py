@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.optimizers import make, trained
-from support.visible import give_gradients, parameter, parameters_of, state_bits, train, visible
+from support.visible import give_gradients, parameter, parameters_of, speculate, state_bits, train, visible
 from torch import Tensor
 
 from superadam import SpeculativeCPUAdam, StepKind
@@ -172,8 +172,7 @@ def test_factors_of_all_gradients_are_told(
 
 def test_the_norm_so_far_is_of_gradients_as_they_arrived() -> None:
     optimizer = SpeculativeCPUAdam([parameter(70, dtype=torch.bfloat16)])
-    give_gradients(optimizer, 1)
-    optimizer.speculate()
+    speculate(optimizer, 1)
     transaction: Any = optimizer._published._transaction
     norm = transaction.norm_so_far()
     assert norm > 0.0

@@ -40,9 +40,9 @@ def trained(optimizer: Any, seeds: Iterable[int] = range(2), *, speculative: boo
     return optimizer
 
 
-def train_alike(optimizer: Any, twin: Any, *seeds: int) -> None:
+def train_alike(optimizer: Any, twin: Any, *seeds: int, speculative: bool = True) -> None:
     """Make steps, the first optimizer's speculative; afterwards nothing that a user can see differs."""
-    trained(optimizer, seeds, speculative=True)
+    trained(optimizer, seeds, speculative=speculative)
     trained(twin, seeds)
     assert visible(optimizer) == visible(twin)
 
