@@ -487,7 +487,7 @@ def test_one_tensor_of_the_state_that_is_held_follows_speculative_steps(key: str
 def test_assigned_state_keeps_accepted_steps(dtype: torch.dtype, is_read_before: bool) -> None:
     """What `state` was before holds them: assigned again, it is as if nothing had happened."""
     optimizer, twin = trained(make(dtype), [1]), trained(make(dtype), [1])
-    first = optimizer.state if is_read_before else optimizer._published.entries
+    first = optimizer.state if is_read_before else optimizer._binding.published.entries
     for seed in (2, 3):
         train(optimizer, seed, speculative=True)
         train(twin, seed)

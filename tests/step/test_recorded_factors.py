@@ -173,7 +173,7 @@ def test_factors_of_all_gradients_are_told(
 def test_the_norm_so_far_is_of_gradients_as_they_arrived() -> None:
     optimizer = SpeculativeCPUAdam([parameter(70, dtype=torch.bfloat16)])
     speculate(optimizer, 1)
-    transaction: Any = optimizer._published._transaction
+    transaction: Any = optimizer._binding._transaction
     norm = transaction.norm_so_far()
     assert norm > 0.0
     transaction.expected_scale = 0.5
@@ -183,7 +183,7 @@ def test_the_norm_so_far_is_of_gradients_as_they_arrived() -> None:
 def test_memory_of_new_values_is_released_once_they_are_published() -> None:
     optimizer = trained(SpeculativeCPUAdam([parameter(70, dtype=torch.bfloat16)]), [1])
     give_gradients(optimizer, 2, speculative=True)
-    pending = optimizer._published._transaction.table.states[0].pending
+    pending = optimizer._binding._transaction.table.states[0].pending
     assert pending.place is not None
     optimizer.step()
     assert optimizer.statistics.accepted == 1
