@@ -78,7 +78,7 @@ class Household:
 
     def __init__(self, tensors: Sequence[Tensor], device: Device | None = None) -> None:
         self.device = device or SimulatedDevice(1, 0.5)
-        self.resident = ResidentStates(self.device, self.device)
+        self.resident = ResidentStates(self.device)
         self.memory: list[weakref.ref[Tensor]] = []
         self._watch_memory()
         self.states = [
