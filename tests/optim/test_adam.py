@@ -367,8 +367,7 @@ def test_speculate_and_resolve_are_a_step(dtype: torch.dtype, limit: float | Non
 
 @pytest.mark.parametrize("through", ["step", "resolve", "step of open speculation"])
 def test_on_nonfinite_raise(through: str) -> None:
-    optimizer = make(torch.bfloat16, on_nonfinite="raise")
-    train(optimizer, 1)
+    optimizer = trained(make(torch.bfloat16, on_nonfinite="raise"), [1])
     before = state_bits(optimizer)
     give_gradients(optimizer, 2)
     parameters_of(optimizer)[1].grad[0, 0] = math.inf
@@ -465,8 +464,7 @@ FATES: dict[str, tuple[Callable[[SpeculativeCPUAdam], object], tuple[int, int, i
 @pytest.mark.parametrize("fate", FATES)
 def test_statistics_tell_what_became_of_speculation(fate: str) -> None:
     happen, expected = FATES[fate]
-    optimizer = make(torch.bfloat16)
-    train(optimizer, 1)
+    optimizer = trained(make(torch.bfloat16), [1])
     speculate(optimizer, 2)
     happen(optimizer)
     optimizer.step()
@@ -825,8 +823,7 @@ BAD_PAIRS = [(key, value) for key, values in BAD_VALUES.items() for value in val
 def test_bad_hyperparameter_is_refused(key: str, value: object) -> None:
     with pytest.raises(ValueError, match=r"expected|must be"):
         make(**{key: value})
-    optimizer = make()
-    train(optimizer, 1)
+    optimizer = trained(make(), [1])
     give_gradients(optimizer, 2)
     with refused(optimizer, ValueError, r"expected|must be"):
         optimizer.add_param_group({"params": [parameter(3)], key: value})
@@ -839,9 +836,7 @@ def test_bad_hyperparameter_is_refused(key: str, value: object) -> None:
     assert state_bits(optimizer) == before
     optimizer.param_groups[0][key] = good
     optimizer.step()
-    twin = make()
-    train(twin, 1)
-    train(twin, 2)
+    twin = trained(make(), [1, 2])
     assert state_bits(optimizer) == state_bits(twin)
 
 

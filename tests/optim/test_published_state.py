@@ -186,8 +186,7 @@ def test_model_converted_after_published(conversion: str, history: str, speculat
 
 @EACH_DTYPE
 def test_conversion_to_another_shape_is_refused(dtype: torch.dtype) -> None:
-    optimizer = make(dtype)
-    train(optimizer, 1)
+    optimizer = trained(make(dtype), [1])
     first = parameters_of(optimizer)[0]
     whole = first.data
     first.data = torch.zeros(60, dtype=dtype)
@@ -266,8 +265,7 @@ def test_memory_swapped_while_speculation_is_open(dtype: torch.dtype, is_freed: 
 
 
 def test_conversion_to_what_cannot_be_held_is_refused() -> None:
-    optimizer = make()
-    train(optimizer, 1)
+    optimizer = trained(make(), [1])
     parameters_of(optimizer)[1].data = torch.zeros(4, 5, dtype=torch.complex64)
     with pytest.raises(TypeError, match="parameter 1 of group 0 is complex"):
         optimizer.step()

@@ -184,8 +184,7 @@ def test_state_dict_hooks(ours: type, theirs: type) -> None:
 
 
 def test_state_dict_hook_that_returns_something_else() -> None:
-    optimizer = make()
-    train(optimizer, 1)
+    optimizer = trained(make(), [1])
     optimizer.register_state_dict_post_hook(lambda optimizer, saved: {"wrapped": saved})
     assert sorted(optimizer.state_dict()) == ["wrapped"]
 

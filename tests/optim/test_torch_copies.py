@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from support.optimizers import EACH_DTYPE, make, through_disk
+from support.optimizers import EACH_DTYPE, make, through_disk, trained
 from support.visible import are_taken, bits, give_gradients, parameters_of, speculate, train, visible
 from torch.optim import lr_scheduler
 
@@ -111,8 +111,7 @@ def test_limits_and_outcomes_are_shared_by_copies_of_the_attributes_alone() -> N
 
 
 def test_setstate_of_an_older_pickle() -> None:
-    optimizer = make()
-    train(optimizer, 1)
+    optimizer = trained(make(), [1])
     values = copy.deepcopy(optimizer).__getstate__()
     del values["param_groups"][0]["decoupled_weight_decay"]
     other = SpeculativeCPUAdamW.__new__(SpeculativeCPUAdamW)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.optimizers import make
+from support.optimizers import make, trained
 from support.visible import are_taken, give_gradients, parameter, parameters_of, speculate, state_bits, train, visible
 
 from superadam import SpeculativeCPUAdam, SpeculativeCPUAdamW, StepKind
@@ -120,8 +120,7 @@ def test_limit_and_outcomes_are_those_of_unscaled_gradients(dtype: torch.dtype, 
 @pytest.mark.parametrize("when", ["never", "before unscale_", "after unscale_"])
 def test_an_overflow_is_the_scalers(value: float, on_nonfinite: str, when: str) -> None:
     """It does not call the optimizer then, so nothing raises, and the outcome is still the last one."""
-    optimizer = make(dtype=torch.bfloat16, on_nonfinite=on_nonfinite)
-    train(optimizer, 1)
+    optimizer = trained(make(dtype=torch.bfloat16, on_nonfinite=on_nonfinite), [1])
     before, outcome = state_bits(optimizer), optimizer.last_outcome
     scaler = scaler_of(2.0**10)
     scaler.scale(parameters_of(optimizer)[0].sum() * value).backward()
@@ -137,8 +136,7 @@ def test_an_overflow_is_the_scalers(value: float, on_nonfinite: str, when: str) 
     assert state_bits(optimizer) == before
     assert optimizer.last_outcome is outcome
     optimizer.zero_grad()
-    twin = make(dtype=torch.bfloat16)
-    train(twin, 1)
+    twin = trained(make(dtype=torch.bfloat16), [1])
     for one in (optimizer, twin):
         train(one, 2, speculative=one is optimizer)
     assert state_bits(optimizer) == state_bits(twin)
