@@ -6,6 +6,7 @@ import gc
 import itertools
 import os
 import signal
+import socket
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -141,7 +142,31 @@ def isa(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def one_torch_thread() -> Generator[None]:
     """Let torch compute with one thread: its fused Adam rounds the end of each thread's part in another way."""
-    before = torch.get_num_threads()
+    of_torch, of_superadam = torch.get_num_threads(), superadam.get_num_threads()
     torch.set_num_threads(1)
     yield
-    torch.set_num_threads(before)
+    torch.set_num_threads(of_torch)
+    superadam.set_num_threads(of_superadam)  # which the option `--threads` sets
+
+
+@pytest.fixture(scope="module")
+def no_network() -> Generator[None]:
+    """Make every attempt to reach a network an error."""
+
+    def refuse(self: socket.socket, address: Any) -> None:
+        if self.family != socket.AF_UNIX:
+            raise AssertionError(f"a test tried to reach {address!r}")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket.socket, "connect", refuse)
+        yield
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Generator[None]:
+    """Make a process group of this process alone."""
+    from torch import distributed
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()

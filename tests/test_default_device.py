@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import copy
-import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from measures.paced_device import PRESETS, PacedDevice
+from support.optimizers import through_disk
 from support.visible import visible
 from torch import Tensor, nn
 from torch.utils._device import _device_constructors
@@ -100,10 +100,7 @@ def trained(dtype: torch.dtype, device: Device | None, where: str | None, gpu_bu
                 optimizer.step()
                 optimizer.zero_grad()
                 if seed == 2:
-                    file = io.BytesIO()
-                    torch.save(copy.deepcopy(optimizer.state_dict()), file)
-                    file.seek(0)
-                    optimizer.load_state_dict(torch.load(file, map_location="cpu"))
+                    optimizer.load_state_dict(through_disk(copy.deepcopy(optimizer.state_dict())))
             optimizer.reload_masters()
         for seed in range(2):  # without a scheduler
             backward(seed)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from measures import pacing
 from measures.paced_device import PRESETS, PacedDevice, Rates, constant
 from measures.timed_model import Gradients, TimedModel, without_samples
-from support.overlap import adam, everything, mlp, train
+from support.overlap import adam, mlp, train
 from support.visible import bits, state_bits
 from torch import Tensor, nn
 
@@ -273,25 +273,6 @@ def test_it_knows_its_free_memory_and_has_every_core() -> None:
 # ---- bits ------------------------------------------------------------------------------------------------------------
 
 SWIFT = Rates(1e15, 1e15, 1e15)
-
-
-@pytest.mark.parametrize("kept", [0, 2, 100])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_training_has_the_bits_of_plain_steps(kept: int, dtype: torch.dtype) -> None:
-    model, plain = mlp(dtype), mlp(dtype)
-    optimizer, twin = adam(model), adam(plain)
-    device = PacedDevice(SWIFT)
-    with OffloadScheduler(optimizer, model, bucket_numel=70, gpu_buckets=kept, device=device) as scheduler:
-        train(model, optimizer, range(12))
-        assert (scheduler.statistics.resident_buckets > 0) == (kept > 0)
-        assert scheduler.statistics.downloaded_bytes > 0
-    train(plain, twin, range(12))
-    assert optimizer.statistics.clipped == twin.statistics.clipped > 0
-    assert {busy.name for busy in device.busy} >= {"pack", "download", "publish"}
-    together, alone = everything(model, optimizer), everything(plain, twin)
-    for state in (*together["state"].values(), *alone["state"].values()):
-        state.pop("master", None)  # which fp32 and fp64 parameters on the host are themselves
-    assert together == alone
 
 
 def test_training_that_waits_for_every_verdict_keeps_its_state_on_the_device() -> None:

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from support.machines import machine
 
 from superadam.cli import main as cli
 from superadam.cli.bench.arrays import PassArrays
@@ -28,32 +29,6 @@ from superadam.kernels.native import Dtype
 SMALL_BANDWIDTH = ("memory bandwidth", lambda host: memory.bandwidth(host, 4 << 20))
 """The measurement over 4 MiB instead of 1 GiB."""
 QUICK_PROBES = tuple(SMALL_BANDWIDTH if name == "memory bandwidth" else (name, probe) for name, probe in PROBES)
-
-
-def no_programs(words: Sequence[str]) -> str:
-    raise FileNotFoundError(words[0])
-
-
-def machine(
-    root: Path,
-    files: dict[str, str] | None = None,
-    environment: dict[str, str] | None = None,
-    affinity: frozenset[int] = frozenset(range(4)),
-    programs: dict[str, str] | None = None,
-) -> Host:
-    """Return a made-up machine; `programs` maps a word of the command line to what is printed."""
-    for path, text in (files or {}).items():
-        target = root / path.lstrip("/")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text)
-
-    def run(words: Sequence[str]) -> str:
-        for word, output in (programs or {}).items():
-            if any(word in given for given in words):
-                return output
-        return no_programs(words)
-
-    return Host(root, environment or {}, affinity, run)
 
 
 @pytest.fixture
@@ -117,13 +92,18 @@ def test_what_could_be_better_says_how(tmp_path: Path) -> None:
 # -- processors ------------------------------------------------------------------------------------------------------
 
 
-def test_a_wrong_isa_is_broken_with_the_remedy(tmp_path: Path, fresh_native: pytest.MonkeyPatch) -> None:
-    fresh_native.setenv("SUPERADAM_ISA", "sse9")
-    finding = processor.instruction_sets(machine(tmp_path, environment={"SUPERADAM_ISA": "sse9"}))
-    assert finding.status is Status.BROKEN
-    assert "sse9" in finding.detail
-    assert native.available_isas()[0] in finding.detail
-    assert finding.remedy == "unset SUPERADAM_ISA"
+@pytest.mark.parametrize(
+    ("name", "value", "probe"),
+    [("SUPERADAM_ISA", "sse9", processor.instruction_sets), ("SUPERADAM_THREADS", "many", processor.threads)],
+)
+def test_a_wrong_word_in_the_environment_is_broken_with_the_remedy(
+    tmp_path: Path, fresh_native: pytest.MonkeyPatch, name: str, value: str, probe: Callable[[Host], Finding]
+) -> None:
+    fresh_native.setenv(name, value)
+    finding = probe(machine(tmp_path, environment={name: value}))
+    assert (finding.status, finding.remedy) == (Status.BROKEN, f"unset {name}")
+    assert value in finding.detail
+    assert name == "SUPERADAM_THREADS" or native.available_isas()[0] in finding.detail
 
 
 def test_a_forced_slower_isa_could_be_better(tmp_path: Path, fresh_native: pytest.MonkeyPatch) -> None:
@@ -131,8 +111,7 @@ def test_a_forced_slower_isa_could_be_better(tmp_path: Path, fresh_native: pytes
     fresh_native.setattr(native, "known_isas", lambda: {"best": "runnable", **dict.fromkeys(available, "runnable")})
     fresh_native.setenv("SUPERADAM_ISA", available[-1])
     finding = processor.instruction_sets(machine(tmp_path, environment={"SUPERADAM_ISA": available[-1]}))
-    assert finding.status is Status.BETTER
-    assert finding.remedy == "unset SUPERADAM_ISA"
+    assert (finding.status, finding.remedy) == (Status.BETTER, "unset SUPERADAM_ISA")
     assert finding.values["active"] == available[-1]
 
 
@@ -143,13 +122,6 @@ def test_kernels_that_were_not_compiled_could_be_better(tmp_path: Path, fresh_na
     assert finding.status is Status.BETTER
     assert "avx512 not compiled" in finding.detail
     assert finding.remedy.startswith("pip install")
-
-
-def test_a_wrong_thread_count_is_broken(tmp_path: Path, fresh_native: pytest.MonkeyPatch) -> None:
-    fresh_native.setenv("SUPERADAM_THREADS", "many")
-    finding = processor.threads(machine(tmp_path, environment={"SUPERADAM_THREADS": "many"}))
-    assert finding.status is Status.BROKEN
-    assert finding.remedy == "unset SUPERADAM_THREADS"
 
 
 @pytest.mark.parametrize(
@@ -210,7 +182,7 @@ def test_processors_count_cores_and_what_is_allowed(tmp_path: Path) -> None:
         "/sys/devices/system/cpu/online": "0-7",
     }
     files |= {f"/sys/devices/system/cpu/cpu{n}/topology/thread_siblings_list": f"{n % 4},{n % 4 + 4}" for n in range(8)}
-    finding = processor.processors(machine(tmp_path, files))
+    finding = processor.processors(machine(tmp_path, files, affinity=frozenset(range(4))))
     assert finding.values == {"name": "Some CPU", "cores": 4, "cpus": 8, "allowed": 4}
     assert finding.detail == "Some CPU: 4 cores, 8 CPUs, of which this process may use 4 (0-3)"
 
@@ -289,31 +261,26 @@ def test_cache_partitioning(tmp_path: Path, files: dict[str, str], status: Statu
     assert (finding.status, finding.remedy) == (status, remedy)
 
 
-def link_of(tmp_path: Path, rows: str, c2c: str | None = None) -> Finding:
-    programs = ({"c2c": c2c} if c2c is not None else {}) | {"--query-gpu": rows}
-    return accelerator.link(machine(tmp_path, programs=programs))
+C2C = "GPU 0: NVIDIA GH200 480GB (UUID: GPU-0)\n" + "".join(f"\t C2C Link {n}: 44.712 GB/s\n" for n in range(10))
 
 
-def test_a_pcie_link_is_reported_by_generation_and_width(tmp_path: Path) -> None:
-    finding = link_of(tmp_path, "0, NVIDIA H200, 00000000:18:00.0, 5, 16, 16\n")
-    assert (finding.status, finding.detail) == (Status.OK, "GPU 0: PCIe 5 x16, 63 GB/s each way")
-
-
-def test_a_link_with_missing_lanes_could_be_better(tmp_path: Path) -> None:
-    finding = link_of(tmp_path, "0, GPU, 00000000:18:00.0, 4, 8, 16\n")
-    assert finding.status is Status.BETTER
-    assert finding.detail == "GPU 0: PCIe 4 x8, 16 GB/s each way, of x16"
-
-
-def test_nvlink_c2c_is_recognised(tmp_path: Path) -> None:
-    c2c = "GPU 0: NVIDIA GH200 480GB (UUID: GPU-0)\n" + "".join(f"\t C2C Link {n}: 44.712 GB/s\n" for n in range(10))
-    finding = link_of(tmp_path, "0, NVIDIA GH200 480GB, 00000009:01:00.0, 5, 16, 16\n", c2c)
-    assert finding.detail == "GPU 0: NVLink-C2C, 447 GB/s each way"
+@pytest.mark.parametrize(
+    ("row", "programs", "status", "detail"),
+    [
+        ("NVIDIA H200, 00000000:18:00.0, 5, 16, 16", {}, Status.OK, "GPU 0: PCIe 5 x16, 63 GB/s each way"),
+        ("GPU, 00000000:18:00.0, 4, 8, 16", {}, Status.BETTER, "GPU 0: PCIe 4 x8, 16 GB/s each way, of x16"),
+        ("GH200, 00000009:01:00.0, 5, 16, 16", {"c2c": C2C}, Status.OK, "GPU 0: NVLink-C2C, 447 GB/s each way"),
+    ],
+)
+def test_links_are_told(tmp_path: Path, row: str, programs: dict[str, str], status: Status, detail: str) -> None:
+    finding = accelerator.link(machine(tmp_path, programs={**programs, "--query-gpu": f"0, {row}\n"}))
+    assert (finding.status, finding.detail) == (status, detail)
 
 
 @pytest.mark.parametrize("rows", ["0, GPU, 00000000:18:00.0, [N/A], [N/A], [N/A]\n", ""])
 def test_a_link_that_is_not_reported_does_no_harm(tmp_path: Path, rows: str) -> None:
-    assert link_of(tmp_path, rows).status in (Status.OK, Status.UNKNOWN)
+    finding = accelerator.link(machine(tmp_path, programs={"--query-gpu": rows}))
+    assert finding.status in (Status.OK, Status.UNKNOWN)
 
 
 def test_a_driver_with_a_torch_without_cuda_could_be_better(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

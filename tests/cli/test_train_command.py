@@ -10,22 +10,11 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from support.children import wait_until_delivered
-from support.training_runs import (
-    OPTIONS,
-    SENTENCES,
-    TINY_SHAPE,
-    are_same,
-    one_torch_thread,
-    read_report,
-    train,
-    write_text,
-)
+from support.training_runs import OPTIONS, SENTENCES, TINY_SHAPE, are_same, read_report, train, write_text
 
 from superadam import OffloadScheduler
 from superadam.cli.train import checkpoint, command, verification
@@ -37,13 +26,7 @@ from superadam.cli.train.verification import Reference
 from superadam.cli.usage import UsageError
 from superadam.host.memory import HostMemory
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def _one_torch_thread() -> Iterator[None]:
-    with one_torch_thread():
-        yield
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_torch_thread")]
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
@@ -73,39 +56,22 @@ def test_verified_run_leaves_its_files_and_figures(
         assert (report["respeculated"], report["dropped"], report["shadow_bytes"]) == (0, 0, 0)
         assert report["waiting_buckets"] == report["buckets"]
     assert (report["downloaded_bytes"], report["uploaded_bytes"], report["peak_device_bytes"]) == (0, 0, None)
-    printed = capsys.readouterr().out
-    for word in (
-        "committed",
-        "clipped",
-        "skipped",
-        "respeculated",
-        "dropped",
-        "hidden",
-        "host GB",
-        "tokens/s",
-        "threads",
-    ):
-        assert word in printed
-    assert f"verified: 0 of {3 * parameters:,} fp32 elements" in printed
+    assert f"verified: 0 of {3 * parameters:,} fp32 elements" in capsys.readouterr().out
 
 
-def test_run_without_overlap_has_the_same_bits_and_speculates_nothing(tmp_path: Path) -> None:
-    text = write_text(tmp_path)
-    for name, options in (("overlapped", ()), ("plain", ("--no-overlap",)), ("wide", ("--bucket-numel", "auto"))):
-        words = (*(word for word in OPTIONS if options == () or word not in ("--bucket-numel", "2000")), *options)
-        places = ("--text", text, "--out", tmp_path / name, "--report", tmp_path / f"{name}.json")
-        assert train(*words, *places, "--verify", "--inject-nan", 2) == 0
-    runs = [checkpoint.read(tmp_path / name) for name in ("overlapped", "plain", "wide")]
-    reports = [read_report(tmp_path / f"{name}.json") for name in ("overlapped", "plain", "wide")]
-    for run, report in zip(runs[1:], reports[1:], strict=True):
-        for key in ("model", "optimizer", "batches", "random"):
-            assert are_same(runs[0][key], run[key]), key
-        for key in ("steps", "held_out"):
-            assert are_same(runs[0]["history"][key], run["history"][key]), key
-        for key in ("losses", "grad_norms", "held_out_loss", "clipped", "skipped"):
-            assert reports[0][key] == report[key], key
-    assert [report["buckets"] for report in reports] == [24, 0, 8]
-    plain = reports[1]
+def test_overlap_and_the_size_of_buckets_are_chosen_and_change_no_bit(tmp_path: Path) -> None:
+    words = [word for word in OPTIONS if word not in ("--bucket-numel", "2000")]
+    found = []
+    for options in ((), ("--no-overlap",), ("--bucket-numel", 2000)):
+        places = ("--text", write_text(tmp_path), "--out", tmp_path / "run", "--report", tmp_path / "report.json")
+        assert train(*words, *places, *options, "--verify", "--inject-nan", 2) == 0
+        found.append((read_report(tmp_path / "report.json"), checkpoint.read(tmp_path / "run")))
+    (first, whole), *others = found
+    for report, run in others:
+        assert (report["losses"], report["held_out_loss"]) == (first["losses"], first["held_out_loss"])
+        assert all(are_same(whole[key], run[key]) for key in ("model", "optimizer", "batches", "random"))
+    assert [report["buckets"] for report, _ in found] == [8, 0, 24]
+    plain = found[1][0]
     assert (plain["overlap"], plain["respeculated"], plain["dropped"], plain["hidden_share"]) == (False, 0, 0, 0.0)
 
 
@@ -169,10 +135,9 @@ def test_stopped_and_continued_run_is_the_run_that_never_stopped(
     whole, parts = (checkpoint.read(tmp_path / name) for name in ("whole", "parts"))
     for key in ("settings", "model", "optimizer", "batches", "random"):
         assert are_same(whole[key], parts[key]), key
-    one, other = (read_report(tmp_path / f"{name}.json") for name in ("whole", "parts"))
-    for key in ("steps", "committed", "clipped", "skipped", "buckets", "losses", "grad_norms"):
-        assert one[key] == other[key], key
-    assert (other["sessions"], other["elements_differing"]) == (2, 0)
+    reports = [read_report(tmp_path / f"{name}.json") for name in ("whole", "parts")]
+    assert reports[0]["losses"] == reports[1]["losses"]
+    assert (reports[1]["sessions"], reports[1]["elements_differing"]) == (2, 0)
 
 
 def test_finished_run_goes_on_with_more_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -438,41 +403,3 @@ def test_ctrl_c_saves_and_the_run_goes_on(tmp_path: Path) -> None:
     words = ("--resume", tmp_path / "run", "--steps", done + 2, "--report", tmp_path / "report.json")
     assert train(*words) == 0
     assert json.loads((tmp_path / "report.json").read_text())["steps"] == done + 2
-
-
-@pytest.mark.subprocess
-def test_second_ctrl_c_ends_a_long_step_and_leaves_the_last_checkpoint(tmp_path: Path) -> None:
-    script = """
-import ctypes, sys
-from superadam.cli.main import main
-from superadam.cli.train.loop import Trainer
-
-step = Trainer.step
-
-def block(trainer, *, inject_nan=False):
-    if len(trainer.history.steps) == 2:
-        print("a step without an end", flush=True)
-        mutex = ctypes.create_string_buffer(64)  # of zeros: PTHREAD_MUTEX_INITIALIZER
-        for _ in range(2):
-            ctypes.CDLL(None).pthread_mutex_lock(mutex)
-    return step(trainer, inject_nan=inject_nan)
-
-Trainer.step = block
-sys.exit(main())
-"""
-    places = ["--text", str(write_text(tmp_path)), "--out", str(tmp_path / "run")]
-    process = subprocess.Popen(
-        [sys.executable, "-c", script, "train", *OPTIONS, *places, "--save-every", "1"],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONSAFEPATH": "1"},
-    )
-    assert process.stdout is not None
-    assert "a step without an end\n" in iter(process.stdout.readline, "")
-    for number in (signal.SIGINT, signal.SIGINT):
-        process.send_signal(number)
-        wait_until_delivered(process.pid, number)
-    assert process.wait(timeout=120) == 128 + signal.SIGINT
-    process.stdout.close()
-    assert len(checkpoint.read(tmp_path / "run")["history"]["steps"]) == 2
-    assert os.listdir(tmp_path / "run") == ["checkpoint.pt"]

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from rich.console import Console
-from support.training_runs import TINY_SHAPE, one_torch_thread, tiny_trainer
+from support.training_runs import TINY_SHAPE, tiny_trainer
 
 from superadam.cli.train import display
 from superadam.cli.train.report import Report
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_torch_thread() -> Iterator[None]:
-    with one_torch_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
 def printed(overlap: bool, **changes: Any) -> str:
@@ -61,10 +56,11 @@ def test_run_on_a_device() -> None:
 
 
 def test_run_without_overlap_tells_nothing_of_buckets() -> None:
-    table = printed(False)
+    table, overlapped = printed(False), printed(True)
     for word in ("buckets", "accepted", "respeculated", "dropped", "waiting", "hidden", "moved", "shadows"):
+        assert word in overlapped
         assert word not in table
-    for word in ("committed", "clipped", "skipped", "seconds", "in the optimizer", "host GB", "threads"):
+    for word in ("committed", "clipped", "skipped", "seconds", "in the optimizer", "host GB", "threads", "tokens/s"):
         assert word in table
 
 

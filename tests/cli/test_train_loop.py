@@ -6,25 +6,20 @@ import dataclasses
 import math
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.training_runs import DEVICES, TINY_SHAPE, are_same, one_torch_thread, tiny_trainer
+from support.training_runs import DEVICES, TINY_SHAPE, are_same, tiny_trainer
 
 from superadam import StepKind
 from superadam.cli.train import loop
 from superadam.cli.train.presets import Shape
 from superadam.devices import PlainDevice
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_torch_thread() -> Iterator[None]:
-    with one_torch_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
 @pytest.mark.slow
@@ -145,7 +140,7 @@ def test_history_tells_what_optimizer_and_scheduler_counted() -> None:
     assert (counted.buckets, counted.waiting_buckets) == (overlap.buckets, overlap.waiting_buckets)
     assert counted.buckets == 6 * 3
     assert counted.waiting_buckets + counted.speculated_buckets == counted.buckets
-    assert all((history.accepted, history.respeculated, history.dropped))
+    assert all(fates)
     assert (counted.downloaded_bytes, counted.uploaded_bytes) == (0, 0)  # of a model in host memory
     assert 0.0 < history.optimizer_seconds < history.seconds
     assert 0.0 <= history.hidden_share < 1.0

@@ -10,7 +10,9 @@ import torch
 from support.training_runs import DEVICES, TINY, TINY_SHAPE, are_same
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from superadam.cli.train.model import build_model, next_byte_loss, parameter_groups
+from superadam.cli.train.llama import Decoder
+from superadam.cli.train.model import ByteTransformer, build_model, next_byte_loss, parameter_groups
+from superadam.cli.train.presets import Shape
 from superadam.cli.train.settings import Settings
 
 
@@ -20,17 +22,28 @@ def test_default_model_has_a_few_million_parameters_in_bf16() -> None:
     assert {p.dtype for p in parameters} == {torch.bfloat16}
 
 
-def test_initial_loss_is_that_of_a_guess() -> None:
-    loss = next_byte_loss(build_model(TINY), torch.randint(0, 256, (2, 9)))
-    assert loss.item() == pytest.approx(math.log(256), rel=1e-6)  # fp32 has 24 bits
+MODELS = pytest.mark.parametrize("shape", [None, TINY_SHAPE])
 
 
+@pytest.mark.parametrize(
+    ("shape", "vocabulary", "within"),
+    [
+        (None, 256, 1e-6),  # logits are zeros at first
+        (TINY_SHAPE, TINY_SHAPE.vocabulary, 0.1),  # random logits, small compared with 1
+        (dataclasses.replace(TINY_SHAPE, tied=False), TINY_SHAPE.vocabulary, 0.1),
+    ],
+)
+def test_initial_loss_is_that_of_a_guess(shape: Shape | None, vocabulary: int, within: float) -> None:
+    model = build_model(dataclasses.replace(TINY, shape=shape))
+    loss = next_byte_loss(model, torch.randint(0, 256, (8, 33), generator=torch.Generator().manual_seed(1)))
+    assert loss.item() == pytest.approx(math.log(vocabulary), abs=within)
+
+
+@MODELS
 @pytest.mark.parametrize("position", [1, 5, 11])
-def test_no_byte_sees_a_later_one(position: int) -> None:
-    model = build_model(TINY)
-    with torch.no_grad():
-        model.head.weight.normal_()
-    tokens = torch.randint(0, 256, (1, 12))
+def test_no_token_sees_a_later_one(shape: Shape | None, position: int) -> None:
+    model = model_of_random_logits(shape)
+    tokens = torch.randint(0, 256, (1, 12), generator=torch.Generator().manual_seed(1))
     changed = tokens.clone()
     changed[0, position] ^= 1
     before, after = model(tokens), model(changed)
@@ -38,17 +51,25 @@ def test_no_byte_sees_a_later_one(position: int) -> None:
     assert not torch.equal(before[:, position:], after[:, position:])
 
 
-def test_order_of_bytes_matters() -> None:
-    model = build_model(TINY)
-    with torch.no_grad():
-        model.head.weight.normal_()
+@MODELS
+def test_order_of_tokens_matters(shape: Shape | None) -> None:
+    model = model_of_random_logits(shape)
     tokens = torch.tensor([[1, 2, 3, 4]])
     assert not torch.equal(model(tokens)[0, -1], model(tokens[:, [1, 0, 2, 3]])[0, -1])
 
 
-def test_cpu_computes_in_fp32_from_bf16_weights() -> None:
-    narrow = build_model(TINY)
-    wide = build_model(dataclasses.replace(TINY, dtype="fp32"))
+def model_of_random_logits(shape: Shape | None) -> ByteTransformer | Decoder:
+    """Return a model in fp32 whose last matrix is no matrix of zeros."""
+    model = build_model(dataclasses.replace(TINY, shape=shape, dtype="fp32"))
+    if isinstance(model, ByteTransformer):
+        with torch.no_grad():
+            model.head.weight.normal_()
+    return model
+
+
+@MODELS
+def test_cpu_computes_in_fp32_from_bf16_weights(shape: Shape | None) -> None:
+    narrow, wide = (build_model(dataclasses.replace(TINY, shape=shape, dtype=dtype)) for dtype in ("bf16", "fp32"))
     wide.load_state_dict(narrow.state_dict())
     tokens = torch.randint(0, 256, (2, 9))
     assert torch.equal(next_byte_loss(narrow, tokens), next_byte_loss(wide, tokens))

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib import rcParams
-from support.training_runs import one_torch_thread, tiny_trainer
+from support.training_runs import tiny_trainer
 
 from superadam.cli.train import picture
 from superadam.cli.train.history import History
 from superadam.cli.train.report import Report
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_torch_thread() -> Iterator[None]:
-    with one_torch_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
 def run_of(steps: int, nan_steps: frozenset[int], max_grad_norm: float) -> tuple[History, Report]:

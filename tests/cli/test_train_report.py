@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.training_runs import one_torch_thread, read_report, tiny_trainer
+from support.training_runs import read_report, tiny_trainer
 
 from superadam.cli.train.report import Report
 from superadam.cli.train.verification import NORM_TOLERANCE, Verification
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_torch_thread() -> Iterator[None]:
-    with one_torch_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
 GOOD = Verification(300, 0, 0, 0, 1e-15)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.training_runs import DEVICES, TINY_SHAPE, one_torch_thread, tiny_trainer
+from support.training_runs import DEVICES, TINY_SHAPE, tiny_trainer
 
 from superadam import OffloadScheduler, StepKind, StepOutcome
 from superadam.cli.train.loop import Trainer
@@ -20,14 +20,10 @@ from superadam.cli.train.model import next_byte_loss
 from superadam.cli.train.verification import NORM_TOLERANCE, Reference, Verification, count_differing
 from superadam.kernels import native
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_torch_thread() -> Iterator[None]:
-    with one_torch_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
-def verified_steps(trainer: Trainer, steps: int = 5) -> Verification:
+def verified_steps(trainer: Trainer, steps: int) -> Verification:
     """Run some steps with a NaN in the second one, and compare."""
     reference = trainer.verify()
     with trainer:
@@ -44,16 +40,19 @@ def feed(reference: Reference, gradients: Sequence[torch.Tensor]) -> None:
     loss.backward()  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_right_run_differs_in_nothing(dtype: str, overlap: bool) -> None:
-    trainer = tiny_trainer(dtype=dtype, overlap=overlap)
-    found = verified_steps(trainer)
+def check_right(trainer: Trainer, steps: int) -> None:
+    """Check that a run of committed, clipped and skipped steps differs in nothing."""
+    found = verified_steps(trainer, steps)
     assert (found.elements, found.elements_differing, found.parameters_differing) == (3 * trainer.parameters, 0, 0)
     assert found.verdicts_differing == 0
     assert found.norm_max_relative_difference <= NORM_TOLERANCE
-    kinds = {record.kind for record in trainer.history.steps}
-    assert kinds == set(StepKind)
+    assert {record.kind for record in trainer.history.steps} == set(StepKind)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_right_run_differs_in_nothing(dtype: str, overlap: bool) -> None:
+    check_right(tiny_trainer(dtype=dtype, overlap=overlap), 5)
 
 
 @pytest.mark.slow
@@ -64,15 +63,10 @@ def test_right_run_differs_in_nothing(dtype: str, overlap: bool) -> None:
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_right_run_of_a_decoder_differs_in_nothing(dtype: str, checkpointing: bool, tied: bool, device: str) -> None:
     shape = dataclasses.replace(TINY_SHAPE, tied=tied)
-    trainer = tiny_trainer(
-        dtype=dtype, shape=shape, checkpointing=checkpointing, device=device, max_grad_norm=1.5, steps=12
-    )
-    found = verified_steps(trainer, steps=12)
+    options = {"dtype": dtype, "shape": shape, "checkpointing": checkpointing, "device": device}
+    trainer = tiny_trainer(max_grad_norm=1.5, steps=12, **options)
     assert trainer.parameters == shape.parameters
-    assert (found.elements, found.elements_differing, found.parameters_differing) == (3 * trainer.parameters, 0, 0)
-    assert found.verdicts_differing == 0
-    assert found.norm_max_relative_difference <= NORM_TOLERANCE
-    assert {record.kind for record in trainer.history.steps} == set(StepKind)
+    check_right(trainer, 12)
 
 
 def test_run_of_skipped_steps_alone_differs_in_nothing() -> None:

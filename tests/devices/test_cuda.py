@@ -21,6 +21,7 @@ from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 from support.fake_cuda import FakeCuda, FakeDevice, FakeStream, OperationsOnStreams, fake_cuda
 from support.gpu_arrays import BACKENDS, asked_for
+from support.machines import machine
 from support.overlapped_run import OverlappedRun
 from support.visible import bits, state_bits
 from torch import Tensor, nn
@@ -32,15 +33,13 @@ from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import ChunkSums
 from superadam.devices.slab import CudaRegistrar, PinningError, Slab
 from superadam.gpu import scatter_values
-from superadam.host.machine import Host
 from superadam.host.memory import HostNeeds
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
 from superadam.kernels.native import chunk_count
 from superadam.kernels.resident_step import ResidentStep
 from superadam.state.parameter import ParameterState
-from superadam.testing import SimulatedDevice
+from superadam.testing import DEVICE_CHECKS, SimulatedDevice
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 GPUS = [f"cuda:{index}" for index in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
 ROOM = 1 << 22
 
@@ -106,80 +105,31 @@ def layout_of(tensors: list[Tensor], device: Device) -> FlatLayout:
     )
 
 
-def settled(device: Device) -> None:
-    for stream in Stream:
-        device.record(stream).synchronize()
-
-
 # ---- what arrives ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gradients_go_to_the_host_and_values_come_back(device: CudaDevice, dtype: torch.dtype) -> None:
-    """Gradients that lie as their parameters do, or otherwise, arrive in the layout of the states."""
-    parameters = oddly_laid_out(device.device, dtype)
-    layout = layout_of(parameters, device)
-    same = oddly_laid_out(device.device, dtype, seed=8)
-    for gradients in (same, [gradient.contiguous() for gradient in same]):
-        packed = device.pack(gradients, layout, dtype)
-        assert (packed.dtype, packed.shape) == (dtype, (layout.numel,))
-        device.wait(Stream.DOWNLOAD, device.record(Stream.CURRENT))
-        host = device.host_empty(layout.numel, dtype)
-        assert device.is_host(host)
-        device.copy(host, packed, Stream.DOWNLOAD)
-        device.record_stream(packed, Stream.DOWNLOAD)
-        device.record_stream(host, Stream.DOWNLOAD)
-        device.record(Stream.DOWNLOAD).synchronize()
-        for view, gradient in zip(layout.views(host), gradients, strict=True):
-            assert bits(view) == bits(gradient)
-        there = device.empty(layout.numel, dtype, Stream.UPLOAD)
-        device.copy(there, host, Stream.UPLOAD)
-        device.record_stream(host, Stream.UPLOAD)
-        versions = [parameter._version for parameter in parameters]
-        device.wait(Stream.CURRENT, device.record(Stream.UPLOAD))
-        device.scatter(layout.views(there), [state.parameter.data for state in layout.states])
-        device.record_stream(there, Stream.CURRENT)
-        for state, gradient in zip(layout.states, gradients, strict=True):
-            assert bits(state.parameter) == bits(gradient)
-        assert [parameter._version for parameter in parameters] == versions
+OF_REAL_ONES = ("events pass in the order of their stream", "norm of packed gradients has the bits of the host")
 
 
-@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
-@pytest.mark.parametrize("gradient_dtype", DTYPES[:3], ids=str)
-def test_packing_converts_as_torch_does(device: CudaDevice, gradient_dtype: torch.dtype, dtype: torch.dtype) -> None:
-    gradients = oddly_laid_out(device.device, gradient_dtype)
-    layout = layout_of(gradients, device)
-    packed = device.pack(gradients, layout, dtype)
-    for view, gradient in zip(layout.views(packed), gradients, strict=True):
-        assert bits(view) == bits(gradient.to(dtype))
-
-
-def test_packing_takes_gradients_that_carry_a_graph_or_are_negated_views(device: CudaDevice) -> None:
-    with_graph = torch.ones(3, requires_grad=True, device=device.device) * 2
-    negated = torch.complex(torch.zeros(4), torch.arange(4.0)).to(device.device).conj().imag
-    assert negated.is_neg()
-    dense = torch._neg_view(torch.ones(2, device=device.device))
-    layout = layout_of([torch.zeros(numel, device=device.device) for numel in (3, 4, 2)], device)
-    packed = device.pack([with_graph, negated, dense], layout, torch.float32)
-    first, second, third = layout.views(packed)
-    assert first.tolist() == [2.0] * 3
-    assert second.tolist() == [0.0, -1.0, -2.0, -3.0]
-    assert third.tolist() == [-1.0, -1.0]
-    assert not packed.requires_grad
+@pytest.mark.parametrize("check", [check for check in DEVICE_CHECKS if not check.startswith(OF_REAL_ONES)])
+def test_it_does_what_the_interface_promises(check: str, device: CudaDevice) -> None:
+    """But for the made-up events, which pass at once, and norms, which need Triton: `test_conformance.py` has GPUs."""
+    DEVICE_CHECKS[check](device)
 
 
 @where_there_are("implementation", ["torch"] if GPUS else BACKENDS)
 def test_every_implementation_of_the_kernels(cuda: FakeCuda, implementation: str) -> None:
-    """Compiled kernels do not reach the made-up device; other tests run them."""
+    """Gradients may lie as their parameters do, or otherwise. Compiled kernels run in other tests."""
     device = FakeDevice(cuda)
     layout = layout_of(oddly_laid_out(device.device), device)
-    gradients = oddly_laid_out(device.device, seed=5)
-    gradients[-1] = torch._neg_view(gradients[-1])  # whose memory does not hold its values
-    with asked_for(implementation):
-        packed = device.pack(gradients, layout, torch.float32)
-        device.scatter(layout.views(packed), [state.parameter.data for state in layout.states])
-    for state, gradient in zip(layout.states, gradients, strict=True):
-        assert bits(state.parameter) == bits(gradient)
+    same = oddly_laid_out(device.device, seed=5)
+    same[-1] = torch._neg_view(same[-1])  # whose memory does not hold its values
+    for gradients in (same, [gradient.contiguous() for gradient in same]):
+        with asked_for(implementation):
+            packed = device.pack(gradients, layout, torch.float32)
+            device.scatter(layout.views(packed), [state.parameter.data for state in layout.states])
+        for state, gradient in zip(layout.states, gradients, strict=True):
+            assert bits(state.parameter) == bits(gradient)
 
 
 def norm_room(layout: FlatLayout, device: torch.device) -> Tensor:
@@ -442,14 +392,6 @@ def test_host_memory_is_not_used_again_while_a_copy_is_under_way(cuda: FakeCuda)
 # ---- reserving -------------------------------------------------------------------------------------------------------
 
 
-def machine(root: Path, files: dict[str, str]) -> Host:
-    for path, text in files.items():
-        target = root / path.lstrip("/")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text)
-    return Host(root, {}, frozenset(range(8)))
-
-
 def meminfo(available: int) -> dict[str, str]:
     return {"/proc/meminfo": f"MemTotal: {available >> 9} kB\nMemAvailable: {available >> 10} kB\n"}
 
@@ -472,12 +414,21 @@ def test_gradients_of_a_step_and_two_buckets_each_way_are_pinned_once(cuda: Fake
     assert cuda.registered == {}
 
 
-def test_gradients_of_the_step_before_are_pinned_where_there_is_plenty_of_memory(
-    cuda: FakeCuda, tmp_path: Path
+@pytest.mark.parametrize(
+    ("available", "needs", "pinned"),
+    [
+        (1 << 30, HostNeeds(pending=1 << 20, largest=1 << 16), (2 << 20) + 4 * (1 << 16)),  # those of the step before
+        (1 << 30, HostNeeds(state=1 << 30, pending=1 << 20), 1 << 20),  # unless state is to take their room
+        (None, HostNeeds(pending=1 << 16, largest=1 << 12), (1 << 16) + (4 << 12)),  # a machine that does not say
+        (None, HostNeeds(shadows=1 << 20), 1 << 20),  # new values that wait on the host
+    ],
+)
+def test_as_much_is_pinned_as_there_is_use_and_room_for(
+    cuda: FakeCuda, tmp_path: Path, available: int | None, needs: HostNeeds, pinned: int
 ) -> None:
-    device = FakeDevice(cuda, machine(tmp_path, meminfo(1 << 30)))
-    device.reserve(HostNeeds(pending=1 << 20, largest=1 << 16))
-    assert list(cuda.registered.values()) == [(2 << 20) + 4 * (1 << 16)]
+    device = FakeDevice(cuda, machine(tmp_path, {} if available is None else meminfo(available)))
+    device.reserve(needs)
+    assert list(cuda.registered.values()) == [pinned]
 
 
 def test_what_the_host_can_never_hold_is_refused_before_anything_is_pinned(cuda: FakeCuda, tmp_path: Path) -> None:
@@ -502,27 +453,6 @@ def test_what_the_host_only_seems_to_lack_is_pinned_with_a_warning(
     (record,) = caplog.records
     assert "more host memory, but by the system's estimate 0.00 GB are available, beyond" in record.getMessage()
     assert sum(cuda.registered.values()) == 8192
-
-
-def test_new_values_that_wait_on_the_host_are_pinned(cuda: FakeCuda) -> None:
-    device = FakeDevice(cuda)
-    device.reserve(HostNeeds(shadows=1 << 20))
-    assert list(cuda.registered.values()) == [1 << 20]
-
-
-def test_state_that_is_to_come_is_left_room_for(cuda: FakeCuda, tmp_path: Path) -> None:
-    """The gradients of a second step are pinned only with what state does not take."""
-    for state, expected in ((0, 2 << 20), (1 << 30, 1 << 20)):
-        device = FakeDevice(cuda, machine(tmp_path, meminfo(1 << 30)))
-        device.reserve(HostNeeds(state=state, pending=1 << 20))
-        assert list(cuda.registered.values()) == [expected]
-        device.close()
-
-
-def test_a_machine_that_does_not_say_what_is_free_is_trusted(cuda: FakeCuda, tmp_path: Path) -> None:
-    device = FakeDevice(cuda, machine(tmp_path, {}))
-    device.reserve(HostNeeds(pending=1 << 16, largest=1 << 12))
-    assert sum(cuda.registered.values()) == (1 << 16) + (4 << 12)
 
 
 def test_memory_that_cannot_be_pinned_is_pageable_with_a_warning(
@@ -570,10 +500,6 @@ def test_refusal_is_forgotten_before_torch_meets_it(cuda: FakeCuda) -> None:
 
 def test_cores_near_the_device_but_two_are_idle(cuda: FakeCuda, tmp_path: Path) -> None:
     assert FakeDevice(cuda, machine(tmp_path, TWO_NODES)).idle_cores() == 4
-
-
-def test_one_core_works_beside_training(cuda: FakeCuda, tmp_path: Path) -> None:
-    assert FakeDevice(cuda, Host(tmp_path, {}, frozenset({3}))).idle_cores() == 1
 
 
 def test_worker_stays_near_the_device(cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

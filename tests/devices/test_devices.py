@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from measures.paced_device import PRESETS, PacedDevice
+from support.optimizers import DTYPES
 from torch import Tensor, nn
 
 from superadam.devices import Device, PlainDevice, Stream
@@ -20,8 +21,6 @@ from superadam.host.memory import HostNeeds
 from superadam.state.parameter import ParameterState
 from superadam.testing.simulated import Operation, SeededWorker, SimulatedDevice, SimulatedEvent
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-
 
 def lazy(seed: int = 0) -> SimulatedDevice:
     """Return a device that does nothing before it is waited for."""
@@ -30,15 +29,6 @@ def lazy(seed: int = 0) -> SimulatedDevice:
 
 def layout_of(*tensors: Tensor) -> FlatLayout:
     return FlatLayout([ParameterState(nn.Parameter(tensor), row, f"p{row}") for row, tensor in enumerate(tensors)])
-
-
-def oddly_laid_out(dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    shapes = [(5, 7), (), (0, 3), (6, 4), (3, 4, 5, 6)]
-    tensors = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
-    tensors[3] = tensors[3].t()
-    tensors[4] = tensors[4].contiguous(memory_format=torch.channels_last)
-    return tensors
 
 
 def finish(device: Device) -> None:

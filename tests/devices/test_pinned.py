@@ -6,7 +6,10 @@ import gc
 import logging
 import threading
 import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -15,7 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from support.children import exit_code_of_child
-from support.pinning import Point, RecordingRegistrar
 from torch import Tensor
 
 from superadam.devices import pinned as pinned_module
@@ -26,8 +28,46 @@ from superadam.devices.slab import PAGE_BYTES, Gaps, PinningError
 PAGES = 24
 
 
-def pinned(pages: int = PAGES, largest: int = 1) -> tuple[PinnedMemory, RecordingRegistrar]:
-    registrar = RecordingRegistrar()
+@dataclass
+class RecordingRegistrar:
+    """Remembers what is registered: size by address."""
+
+    limit: int = 1 << 62
+    refuses_to_unregister: bool = False
+    registered: dict[int, int] = field(default_factory=dict)
+    unregistered: list[int] = field(default_factory=list)
+
+    def register(self, address: int, size: int) -> None:
+        if sum(self.registered.values()) + size > self.limit:
+            raise PinningError("no more")
+        self.registered[address] = size
+
+    def unregister(self, address: int) -> None:
+        if self.refuses_to_unregister:
+            raise PinningError("not now")
+        del self.registered[address]
+        self.unregistered.append(address)
+
+
+@dataclass
+class Point:
+    """An event."""
+
+    has_passed: bool = False
+    waits: int = 0
+    at_synchronize: Callable[[], object] = bool
+
+    def query(self) -> bool:
+        return self.has_passed
+
+    def synchronize(self) -> None:
+        self.waits += 1
+        self.at_synchronize()
+        self.has_passed = True
+
+
+def pinned(pages: int = PAGES, largest: int = 1, limit: int = 1 << 62) -> tuple[PinnedMemory, RecordingRegistrar]:
+    registrar = RecordingRegistrar(limit)
     memory = PinnedMemory(registrar)
     memory.grow(pages * PAGE_BYTES, largest * PAGE_BYTES)
     return memory, registrar
@@ -50,11 +90,14 @@ def take(memory: PinnedMemory, pages: int) -> Tensor:
 # ---- gaps ------------------------------------------------------------------------------------------------------------
 
 
-@given(st.lists(st.tuples(st.booleans(), st.integers(1, 9), st.integers(0, 99)), max_size=60))
-def test_gaps_are_what_is_not_taken(actions: list[tuple[bool, int, int]]) -> None:
-    gaps, taken = Gaps(40), dict[int, int]()
+@given(
+    st.sampled_from([0, 1, 40, 40]),
+    st.lists(st.tuples(st.booleans(), st.integers(1, 9), st.integers(0, 99)), max_size=60),
+)
+def test_gaps_are_what_is_not_taken(total: int, actions: list[tuple[bool, int, int]]) -> None:
+    gaps, taken = Gaps(total), dict[int, int]()
     for takes, size, which in actions:
-        free = [n for n in range(40) if not any(begin <= n < begin + taken[begin] for begin in taken)]
+        free = [n for n in range(total) if not any(begin <= n < begin + taken[begin] for begin in taken)]
         if takes:
             begin = gaps.allocate(size)
             runs = [n for n in free if all(n + i in free for i in range(size))]
@@ -64,15 +107,10 @@ def test_gaps_are_what_is_not_taken(actions: list[tuple[bool, int, int]]) -> Non
         elif taken:
             begin = sorted(taken)[which % len(taken)]
             gaps.free(begin, taken.pop(begin))
-    free = [n for n in range(40) if not any(begin <= n < begin + taken[begin] for begin in taken)]
+    free = [n for n in range(total) if not any(begin <= n < begin + taken[begin] for begin in taken)]
     assert [n for begin, end in gaps.ranges for n in range(begin, end)] == free
     assert all(end < begin for (_, end), (begin, _) in zip(gaps.ranges, gaps.ranges[1:], strict=False))
     assert all(begin < end for begin, end in gaps.ranges)
-
-
-def test_nothing_is_free_of_nothing() -> None:
-    assert Gaps(0).allocate(1) is None
-    assert Gaps(0).ranges == []
 
 
 # ---- tensors, views, and what is kept --------------------------------------------------------------------------------
@@ -183,24 +221,18 @@ def test_memory_in_a_cycle_comes_back_while_memory_is_asked_for(monkeypatch: pyt
 
 
 def test_two_threads_get_memory_of_their_own() -> None:
-    memory, _ = pinned(8)
-    wrong: list[int] = []
+    memory, registrar = pinned(8)
 
     def work(mark: int) -> None:
         for turn in range(300):
             tensor = take(memory, 1 + turn % 3)
             tensor.fill_(mark)
             memory.hold_until(tensor, Point(has_passed=True), mark)
-            if not (tensor == mark).all():
-                wrong.append(turn)
+            assert (tensor == mark).all()
 
-    threads = [threading.Thread(target=work, args=(mark,)) for mark in (1, 2, 3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
-    assert page_of(take(memory, 8), memory._registrar) == 0  # type: ignore[arg-type]
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(work, (1, 2, 3)))
+    assert page_of(take(memory, 8), registrar) == 0
 
 
 def test_threads_ask_for_memory_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,11 +246,8 @@ def test_threads_ask_for_memory_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -
         return original(gaps, size)
 
     monkeypatch.setattr(Gaps, "allocate", waiting)
-    threads = [threading.Thread(target=take, args=(memory, 1)) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(take, [memory] * 2, [1] * 2))
     assert met == []
 
 
@@ -254,10 +283,8 @@ def test_pageable_memory_is_kept_as_well() -> None:
 
 
 def test_as_much_as_the_driver_allows_is_pinned(caplog: pytest.LogCaptureFixture) -> None:
-    registrar = RecordingRegistrar(limit=11 * PAGE_BYTES)
-    memory = PinnedMemory(registrar)
     with caplog.at_level(logging.WARNING, "superadam"):
-        memory.grow(16 * PAGE_BYTES, 2 * PAGE_BYTES)
+        memory, registrar = pinned(16, largest=2, limit=11 * PAGE_BYTES)
     assert sorted(registrar.registered.values()) == [2 * PAGE_BYTES, 8 * PAGE_BYTES]
     assert memory.size == 10 * PAGE_BYTES
     (record,) = caplog.records
@@ -277,9 +304,7 @@ def test_slab_that_cannot_be_mapped_is_refused_in_a_sentence(caplog: pytest.LogC
 def test_much_memory_is_pinned_in_several_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
     """With as much more as their ends are too short for the largest buffer, so that all buffers find room."""
     monkeypatch.setattr(pinned_module, "SLAB_BYTES", 4 * PAGE_BYTES)
-    registrar = RecordingRegistrar()
-    memory = PinnedMemory(registrar)
-    memory.grow(9 * PAGE_BYTES, 3 * PAGE_BYTES)
+    memory, registrar = pinned(9, largest=3)
     assert sorted(registrar.registered.values()) == [3 * PAGE_BYTES] + [4 * PAGE_BYTES] * 3
     buffers = [take(memory, 3) for _ in range(3)]
     assert memory.pageable_bytes == 0

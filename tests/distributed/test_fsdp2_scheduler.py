@@ -11,8 +11,7 @@ import pytest
 import torch
 from support.overlap import ThreadDevice
 from support.ranks import on_ranks
-from support.reference import flat, same_bits
-from support.shards import local, parts_of, ways_to_shard, wrap
+from support.shards import ROUNDED, SHAPES, assert_same, local, parts_of, ways_to_shard, wrap
 from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
@@ -26,9 +25,6 @@ pytestmark = pytest.mark.slow
 
 STEPS = 14
 LIMIT = 0.5
-ROUNDED = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-SHAPES = [(7, 5), (5, 1), (1, 9), (9, 6)]
-"""Of layers: uneven parts, and on some ranks none at all."""
 
 
 DEVICES: dict[str, Callable[[], tuple[Device, int]]] = {
@@ -55,11 +51,6 @@ def loss_of(model: Any, rank: int, step: int, micro: int, *, recomputes: bool = 
     else:
         values = model(values)
     return (values - 1).float().square().sum()
-
-
-def assert_same(mine: list[Tensor], theirs: list[Tensor]) -> None:
-    for one, other in zip(mine, theirs, strict=True):
-        assert same_bits(flat(one, one), flat(other, other))
 
 
 def train(model: Any, optimizer: SpeculativeCPUAdamW, rank: int, micro_batches: int, *, syncs: bool) -> list[StepKind]:

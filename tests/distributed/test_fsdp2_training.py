@@ -11,8 +11,8 @@ import torch
 from support.language_models import VOCABULARY, llama, mixture_of_experts
 from support.overlap import ThreadDevice
 from support.ranks import on_ranks
-from support.reference import flat, same_bits
-from support.shards import Oracle, local, parts_of, wrap
+from support.reference import same_bits
+from support.shards import ROUNDED, Oracle, assert_same, local, parts_of, wrap
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -27,7 +27,6 @@ pytestmark = [
 STEPS = 20
 MICRO_BATCHES = 2
 LIMIT = 0.5
-ROUNDED = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
 
 MODELS = {"Llama": lambda: llama(intermediate_size=1), "Qwen3-MoE": mixture_of_experts}
@@ -115,8 +114,7 @@ def test_training(rank: int, name: str, dtype: torch.dtype) -> None:
         if step % 10 == 9:
             oracle.check()
         optimizer.zero_grad()
-    for one, other in zip(parts_of(model, optimizer), overlapped(rank, name, dtype, norms, kinds), strict=True):
-        assert same_bits(flat(one, one), flat(other, other))
+    assert_same(parts_of(model, optimizer), overlapped(rank, name, dtype, norms, kinds))
     if dtype == torch.bfloat16:
         assert optimizer.statistics.accepted > 0
         return

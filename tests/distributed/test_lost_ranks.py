@@ -21,7 +21,7 @@ import pytest
 import torch
 from support.overlap import ThreadDevice
 from support.ranks import ENDED, Ending, preload, run, run_apart
-from support.shards import parts_of, wrap
+from support.shards import SHAPES, parts_of, wrap
 from support.training_runs import OPTIONS, write_text
 from torch import distributed, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -49,9 +49,6 @@ STEPS, SAVED, LOST = 6, 3, 4
 SECONDS = 3
 """The group's timeout, once a rank is about to be stopped; ranks that a loaded machine slows down end with its error,
 too."""
-
-SHAPES = [(7, 5), (5, 1), (1, 9), (9, 6)]
-"""Of layers: uneven parts, and on some ranks none at all."""
 
 
 # ---- where ranks are lost --------------------------------------------------------------------------------------------

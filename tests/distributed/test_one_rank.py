@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.reference import flat, same_bits
-from support.shards import local, parts_of, wrap
+from support.shards import assert_same, local, parts_of, wrap
 from torch import Tensor, distributed, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -81,15 +80,11 @@ def trained(
 @pytest.mark.parametrize("offloads", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_overlap_changes_no_bit(device: str, dtype: torch.dtype, offloads: bool) -> None:
-    plain, overlapped = (trained(device, dtype, overlaps=overlaps, offloads=offloads) for overlaps in (False, True))
-    for one, other in zip(plain, overlapped, strict=True):
-        assert same_bits(flat(one, one), flat(other, other))
+    assert_same(*(trained(device, dtype, overlaps=overlaps, offloads=offloads) for overlaps in (False, True)))
 
 
 def test_overlap_changes_no_bit_of_reduced_gradients(device: str) -> None:
-    plain, overlapped = (trained(device, torch.bfloat16, overlaps=overlaps, is_reduced=True) for overlaps in (0, 1))
-    for one, other in zip(plain, overlapped, strict=True):
-        assert same_bits(flat(one, one), flat(other, other))
+    assert_same(*(trained(device, torch.bfloat16, overlaps=overlaps, is_reduced=True) for overlaps in (0, 1)))
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
@@ -142,8 +137,7 @@ def test_state_that_is_written_to_after_speculation_counts(device: str, key: str
         entry[key].mul_(1.5)
         optimizer.step()
         shown.append(parts_of(model, optimizer))
-    for one, other in zip(*shown, strict=True):
-        assert same_bits(flat(one, one), flat(other, other))
+    assert_same(*shown)
 
 
 def test_state_that_was_cleared_is_shown_as_it_is_made_again(device: str) -> None:

@@ -144,12 +144,8 @@ def edit_state(run: Run, one: Any, factor: float) -> None:
         local(run.optimizer.state[one]["exp_avg"]).mul_(factor)
 
 
-def replace_gradient(run: Run, one: Any, factor: float) -> None:
-    one.grad = one.grad.clone() * factor
-
-
-def drop_gradient(run: Run, one: Any, factor: float) -> None:
-    one.grad = None
+def change_lr(run: Run, one: Any, factor: float) -> None:
+    run.optimizer.param_groups[0]["lr"] *= factor
 
 
 def clip(run: Run, one: Any, factor: float, **options: Any) -> None:
@@ -157,21 +153,9 @@ def clip(run: Run, one: Any, factor: float, **options: Any) -> None:
     run.look(norm.full_tensor() if gradients_of(run) else norm)
 
 
-def change_lr(run: Run, one: Any, factor: float) -> None:
-    run.optimizer.param_groups[0]["lr"] *= factor
-
-
-def change_limit(run: Run, one: Any, factor: float) -> None:
-    run.optimizer.max_grad_norm = run.draws.choice([None, 0.1, 3.0])
-
-
 def place(run: Run, one: Any, factor: float) -> None:
     if run.scheduler is not None:
         run.scheduler.place(bucket_numel=run.apart.choice([1, 10, 100]))
-
-
-def evaluate(run: Run, one: Any, factor: float) -> None:
-    run.model(torch.ones(2, 4, dtype=one.dtype))
 
 
 def save_sharded(run: Run, one: Any, factor: float) -> None:
@@ -197,8 +181,8 @@ ACTIONS: dict[str, Callable[[Run, Any, float], object]] = {
     "multiply a gradient": with_gradient(lambda run, one, factor: one.grad.mul_(factor)),
     "multiply all gradients": multiply_all,
     "add to a gradient": with_gradient(lambda run, one, factor: one.grad.add_(factor)),
-    "drop a gradient": drop_gradient,
-    "replace a gradient": with_gradient(replace_gradient),
+    "drop a gradient": lambda run, one, factor: setattr(one, "grad", None),
+    "replace a gradient": with_gradient(lambda run, one, factor: setattr(one, "grad", one.grad.clone() * factor)),
     "zero a gradient": with_gradient(lambda run, one, factor: one.grad.zero_()),
     "NaN on one rank": with_gradient(spoil),
     "gather a gradient": with_gradient(lambda run, one, factor: run.look(one.grad.full_tensor())),
@@ -206,7 +190,9 @@ ACTIONS: dict[str, Callable[[Run, Any, float], object]] = {
     "clip": clip,
     "clip one by one": lambda run, one, factor: clip(run, one, factor, foreach=False),
     "clip by the optimizer": lambda run, one, factor: run.look(run.optimizer.clip_grad_norm_(factor)),
-    "change the limit": change_limit,
+    "change the limit": lambda run, one, factor: setattr(
+        run.optimizer, "max_grad_norm", run.draws.choice([None, 0.1, 3.0])
+    ),
     "change lr": change_lr,
     "edit state": edit_state,
     "write a parameter": lambda run, one, factor: one.mul_(0.9),
@@ -217,7 +203,7 @@ ACTIONS: dict[str, Callable[[Run, Any, float], object]] = {
     "look at everything": lambda run, one, factor: run.look_at_everything(),
     "load what is saved": lambda run, one, factor: run.optimizer.load_state_dict(run.optimizer.state_dict()),
     "save sharded": save_sharded,
-    "evaluate": evaluate,
+    "evaluate": lambda run, one, factor: run.model(torch.ones(2, 4, dtype=one.dtype)),
     "place": place,
 }
 

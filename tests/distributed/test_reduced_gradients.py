@@ -12,7 +12,7 @@ import torch
 from support.overlap import PlantedError, RaiseInBackward, ThreadDevice
 from support.ranks import on_ranks
 from support.reference import flat, same_bits
-from support.shards import Oracle, local, ways_to_shard, wrap
+from support.shards import ROUNDED, SHAPES, Oracle, local, ways_to_shard, wrap
 from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -26,9 +26,6 @@ from superadam.testing import SimulatedDevice
 pytestmark = pytest.mark.slow
 
 LIMIT = 0.5
-ROUNDED = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-SHAPES = [(7, 5), (5, 1), (1, 9), (9, 6)]
-"""Of layers: uneven parts, and on some ranks none at all."""
 
 DEVICES: dict[str, Callable[[], tuple[Device | None, int]]] = {
     "no scheduler": lambda: (None, 0),
@@ -234,22 +231,10 @@ def roll_back(run: Run) -> None:
     run.check_gradients()
 
 
-def speculate(run: Run) -> None:
-    run.optimizer.speculate()
-
-
-def replace(run: Run) -> None:
-    round_twin(run, lambda p: setattr(p, "grad", p.grad.clone() * 3))
-
-
 def zero_one(run: Run) -> None:
     """And add to it afterwards."""
     on_both(run, lambda p: p.grad.zero_() if p.dim() > 1 else None)
     run.backward(99)
-
-
-def drop_one(run: Run) -> None:
-    on_both(run, lambda p: setattr(p, "grad", None) if p.dim() > 1 else None)
 
 
 def write_and_add(run: Run) -> None:
@@ -269,14 +254,14 @@ EDITS: dict[str, Callable[[Run], object]] = {
     "product and sum": lambda run: (on_both(run, lambda p: p.grad.mul_(1 / 3)), run.backward(97)),
     "clip_grad_norm_": clip,
     "unscale_": scale,
-    "speculate": speculate,
+    "speculate": lambda run: run.optimizer.speculate(),
     "rollback": roll_back,
     "write": lambda run: round_twin(run, lambda p: p.grad.clamp_(-1, 1)),
     "write through .data": lambda run: round_twin(run, lambda p: p.grad.data.add_(1)),
     "write and add": write_and_add,
-    "replace": replace,
+    "replace": lambda run: round_twin(run, lambda p: setattr(p, "grad", p.grad.clone() * 3)),
     "zero": zero_one,
-    "drop": drop_one,
+    "drop": lambda run: on_both(run, lambda p: setattr(p, "grad", None) if p.dim() > 1 else None),
     "state_dict": lambda run: run.optimizer.state_dict(),
 }
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
-import math
 import operator
 import pickle
 import subprocess
@@ -13,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.optimizers import through_disk
 from support.ranks import on_ranks
 from support.shards import Oracle, local, wrap
 from support.visible import bits
@@ -172,20 +171,13 @@ def test_ignored_parameters_are_ordinary_tensors(rank: int) -> None:
         model(torch.randn(3, 4)).square().sum().backward()
         before = [bits(local(p)) for p in model.parameters()]
         if differs:
-            with pytest.raises(
-                RuntimeError, match=r"^the gradients of parameters that are not distributed differ .* ign"
-            ):
+            with pytest.raises(RuntimeError, match=r"^the gradients of parameters that are not distributed differ"):
                 optimizer.step()
             assert before == [bits(local(p)) for p in model.parameters()]
         else:
             for parameter in model[1].parameters():
                 torch.distributed.all_reduce(parameter.grad)
-            oracle.copy_gradients()
-            optimizer.step()
-            norm, outcome = oracle.step(None), optimizer.last_outcome
-            assert outcome is not None
-            assert math.isclose(outcome.grad_norm, norm, rel_tol=1e-14)  # which is added in another order
-            oracle.check()
+            oracle.check_step(rel_tol=1e-14)  # the norm is added in another order
         optimizer.zero_grad()
     assert type(optimizer.state[model[1].weight]["exp_avg"]) is Tensor
 
@@ -304,12 +296,7 @@ def test_state_dicts_go_round(rank: int, dtype: torch.dtype, way: str) -> None:
     model, other = model_of(dtype), model_of(dtype)
     optimizer, loaded = (SpeculativeCPUAdamW(m.parameters(), lr=1e-2, amsgrad=True) for m in (model, other))
     train(model, optimizer, rank, range(3), 1e-3)
-    state_dict = optimizer.state_dict()
-    if way == "file":
-        file = io.BytesIO()
-        torch.save(state_dict, file)
-        file.seek(0)
-        state_dict = torch.load(file, weights_only=True)
+    state_dict = optimizer.state_dict() if way == "dict" else through_disk(optimizer.state_dict())
     other.load_state_dict(model.state_dict())
     loaded.load_state_dict(state_dict)
     assert state_of(loaded) == state_of(optimizer)
@@ -384,14 +371,8 @@ def test_tensor_parallelism(rank: int, dtype: torch.dtype) -> None:
     for step in range(3):
         torch.manual_seed(step)
         model(torch.randn(3, 8).to(dtype)).square().mean().backward()
-        oracle.copy_gradients()
         optimizer.speculate()
-        optimizer.step()
-        norm, outcome = oracle.step(None), optimizer.last_outcome
-        assert outcome is not None
-        assert math.isclose(outcome.grad_norm, norm, rel_tol=1e-14)  # which is added in another order
-        oracle.check()
-        optimizer.zero_grad()
+        oracle.check_step(rel_tol=1e-14)  # the norm is added in another order
 
 
 @on_ranks(1)
@@ -401,13 +382,8 @@ def test_one_rank(rank: int) -> None:
     oracle = Oracle(optimizer)
     for step in range(3):
         backward(model, rank, step)
-        oracle.copy_gradients()
         optimizer.speculate()
-        optimizer.step()
-        assert optimizer.last_outcome is not None
-        assert optimizer.last_outcome.grad_norm == oracle.step(None)
-        oracle.check()
-        optimizer.zero_grad()
+        oracle.check_step()
 
 
 @on_ranks(2)
@@ -428,16 +404,12 @@ def test_state_of_other_placements_is_refused(rank: int) -> None:
     ):
         bad = copy.copy(good)
         bad["state"] = {0: {**good["state"][0], "exp_avg": wrong}}
-        with pytest.raises(
-            ValueError, match=r"^exp_avg of parameter 0 of group 0 is .*, expected it like its parameter"
-        ):
+        with pytest.raises(ValueError, match=r"^exp_avg of parameter 0 of group 0 is .*, expected it like its"):
             optimizer.load_state_dict(bad)
         assert state_of(optimizer) == before
     plain = nn.Parameter(torch.ones(4, 4))
     single = SpeculativeCPUAdamW([plain])
-    with pytest.raises(
-        ValueError, match=r"^exp_avg of parameter 0 of group 0 is .*DTensor.*, expected floats of shape"
-    ):
+    with pytest.raises(ValueError, match=r"^exp_avg of parameter 0 of group 0 is .*DTensor.*, expected floats"):
         single.load_state_dict(good)
     optimizer.state[parameter]["exp_avg"] = torch.ones(4, 4)
     with pytest.raises(ValueError, match="expected it like its parameter"):
@@ -476,14 +448,10 @@ def test_different_ranks_are_refused(rank: int) -> None:
     first = nn.Parameter(distribute_tensor(torch.ones(6), every, [Shard(0)]))
     second = nn.Parameter(distribute_tensor(torch.ones(6), some, [Shard(0)]))
     if rank == 2:
-        with pytest.raises(
-            TypeError, match=r"^parameter 1 of group 0 lies on ranks \[0, 1\] only, .* leave it out here$"
-        ):
+        with pytest.raises(TypeError, match=r"^parameter 1 of group 0 lies on ranks \[0, 1\] only, .* leave it out"):
             SpeculativeCPUAdamW([first, second])
     else:
-        with pytest.raises(
-            ValueError, match=r"^parameter 0 of group 0 is distributed over ranks \[0, 1, 2\] and .*one o"
-        ):
+        with pytest.raises(ValueError, match=r"^parameter 0 of group 0 is distributed over ranks \[0, 1, 2\] and "):
             SpeculativeCPUAdamW([first, second]).step()
 
 

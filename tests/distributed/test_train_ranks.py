@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -269,22 +268,16 @@ def test_each_process_needs_its_share(name: str, device: str) -> None:
 # ---- interruptions and errors ----------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def at_step(number: int, act: Callable[[], object]) -> Iterator[None]:
-    """Call `act` on this rank at the beginning of a step."""
+def interrupted(rank: int, words: tuple[object, ...]) -> tuple[int, str, str]:
+    """Train, and send a signal to the second rank at the beginning of the third step."""
     step = Trainer.step
 
     def acting(trainer: Trainer, *, inject_nan: bool = False) -> Any:
-        if len(trainer.history.steps) == number - 1:
-            act()
+        if rank == 1 and len(trainer.history.steps) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
         return step(trainer, inject_nan=inject_nan)
 
     with mock.patch.object(Trainer, "step", acting):
-        yield
-
-
-def interrupted(rank: int, words: tuple[object, ...]) -> tuple[int, str, str]:
-    with at_step(3, lambda: os.kill(os.getpid(), signal.SIGINT) if rank == 1 else None):
         return train(*words)
 
 
@@ -380,31 +373,6 @@ def launched(*words: object) -> subprocess.Popen[str]:
 def wait_for_skipped_step(process: subprocess.Popen[str]) -> None:
     assert process.stdout is not None
     assert any("skipped" in line for line in iter(process.stdout.readline, ""))
-
-
-def ranks_of(launcher: int) -> list[int]:
-    """Return the processes that torchrun started."""
-    return [int(child) for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]
-
-
-@pytest.mark.subprocess
-def test_run_whose_process_was_killed_goes_on_with_the_bits_of_an_uninterrupted_one(tmp_path: Path) -> None:
-    words = (*OPTIONS, "--steps", 100000, "--inject-nan", 3, "--text", write_text(tmp_path), "--save-every", 1)
-    process = launched(*words, "--out", tmp_path / "run")
-    wait_for_skipped_step(process)
-    os.kill(ranks_of(process.pid)[1], signal.SIGKILL)
-    _, err = process.communicate(timeout=200)
-    assert process.returncode != 0
-    (sentence,) = [line for line in err.splitlines() if line.startswith("superadam: ")]
-    assert "the processes of this run cannot go on, because one of them has ended" in sentence
-    assert "Traceback (most recent call last)" not in err.partition(sentence)[0]
-    done = len(peek(tmp_path / "run" / "shards")["history"]["steps"])
-    assert done >= 2  # it may have been killed while the third step was saved
-    left = ("--inject-nan", 3) if done < 3 else ()
-    resumed = run(train_with, 2, words=("--resume", tmp_path / "run", "--stop-at", done + 2, *left))
-    assert [status for status, _, _ in resumed] == [0, 0]
-    assert run(train_with, 2, words=(*words[:-2], "--out", tmp_path / "whole", "--stop-at", done + 2))[0][0] == 0
-    assert state_of(tmp_path / "run") == state_of(tmp_path / "whole")
 
 
 @pytest.mark.subprocess

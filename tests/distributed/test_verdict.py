@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import operator
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -168,42 +170,39 @@ def test_ordinary_parameters_need_no_other_rank(rank: int) -> None:
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
-def wrong_shape(optimizer: Any, parameter: Any) -> None:
-    parameter.grad._local_tensor = torch.ones(1, 1)
+def placed(placement: Any) -> DTensor:
+    """Return a gradient of another placement than its parameter's."""
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    return DTensor.from_local(torch.ones(4, dtype=torch.bfloat16), mesh, [placement])
 
 
-def wrong_placement(optimizer: Any, parameter: Any) -> None:
-    parameter.grad = DTensor.from_local(torch.ones(4, dtype=torch.bfloat16), parameter.device_mesh, [Replicate()])
-
-
-def partial(optimizer: Any, parameter: Any) -> None:
-    parameter.grad = DTensor.from_local(torch.ones(4, dtype=torch.bfloat16), parameter.device_mesh, [Partial()])
-
-
-def ordinary(optimizer: Any, parameter: Any) -> None:
-    parameter.grad = torch.ones(4, dtype=torch.bfloat16)
-
-
-def wrong_rate(optimizer: Any, parameter: Any) -> None:
-    optimizer.param_groups[0]["lr"] = -1.0
-
-
-def wrong_state(optimizer: Any, parameter: Any) -> None:
-    optimizer.state[parameter]["step"] = torch.tensor(0.5)
-
-
-def twice(optimizer: Any, parameter: Any) -> None:
-    optimizer.param_groups[0]["params"] = [parameter, parameter]
-
-
-WRONGS: dict[Any, str] = {
-    wrong_shape: r"^the gradient of parameter 0 of group 0 has shape \(1, 1\), expected",
-    wrong_placement: r"^the gradient of parameter 0 of group 0 is a DTensor of shape \(4,\) placed \[Replicate",
-    partial: r"^the gradient of parameter 0 of group 0 is .*Partial.*, expected it like its .*redistribute\(\)",
-    ordinary: r"^the gradient of parameter 0 of group 0 is an ordinary tensor of shape \(4,\), expected it like",
-    wrong_rate: "lr is -1.0; expected",
-    wrong_state: "^the state of parameter 0 of group 0 has step",
-    twice: "are the same parameter",
+WRONG_STATE = "state"
+WRONGS: dict[str, tuple[Callable[[Any, Any], object], str]] = {
+    "shape": (
+        lambda optimizer, parameter: setattr(parameter.grad, "_local_tensor", torch.ones(1, 1)),
+        r"^the gradient of parameter 0 of group 0 has shape \(1, 1\), expected",
+    ),
+    "placement": (
+        lambda optimizer, parameter: setattr(parameter, "grad", placed(Replicate())),
+        r"^the gradient of parameter 0 of group 0 is a DTensor of shape \(4,\) placed \[Replicate",
+    ),
+    "partial": (
+        lambda optimizer, parameter: setattr(parameter, "grad", placed(Partial())),
+        r"^the gradient of parameter 0 of group 0 is .*Partial.*, expected it like its .*redistribute\(\)",
+    ),
+    "ordinary": (
+        lambda optimizer, parameter: setattr(parameter, "grad", torch.ones(4, dtype=torch.bfloat16)),
+        r"^the gradient of parameter 0 of group 0 is an ordinary tensor of shape \(4,\), expected it like",
+    ),
+    "rate": (lambda optimizer, parameter: optimizer.param_groups[0].update(lr=-1.0), "lr is -1.0; expected"),
+    WRONG_STATE: (
+        lambda optimizer, parameter: optimizer.state[parameter].update(step=torch.tensor(0.5)),
+        "^the state of parameter 0 of group 0 has step",
+    ),
+    "twice": (
+        lambda optimizer, parameter: optimizer.param_groups[0].update(params=[parameter, parameter]),
+        "are the same parameter",
+    ),
 }
 
 
@@ -213,16 +212,16 @@ WRONGS: dict[Any, str] = {
 def test_an_error_on_one_rank(rank: int, call: str, is_bound: bool) -> None:
     """The rank raises its error, the other one a sentence; afterwards they are at the same point."""
     for bad_rank in (0, 1):
-        for wrong, sentence in WRONGS.items():
+        for what, (spoil, sentence) in WRONGS.items():
             parameter = cut(4, dtype=torch.bfloat16)
             optimizer = SpeculativeCPUAdamW([parameter], lr=0.1)
-            if is_bound or wrong is wrong_state:
+            if is_bound or what == WRONG_STATE:
                 optimizer.step()
             groups = [{**group} for group in optimizer.param_groups]
             before = seen(parameter)
             gradient = torch.ones_like(parameter)
             if rank == bad_rank:
-                wrong(optimizer, parameter)
+                spoil(optimizer, parameter)
             ask: Any = optimizer.step if call == "step" else lambda: optimizer.clip_grad_norm_(1.0)  # noqa: B023
             if rank == bad_rank:
                 raises((TypeError, ValueError), sentence, ask)  # type: ignore[arg-type]
@@ -231,7 +230,7 @@ def test_an_error_on_one_rank(rank: int, call: str, is_bound: bool) -> None:
             assert seen(parameter) == before
             parameter.grad = gradient
             optimizer.param_groups[0].update(groups[0])
-            if rank == bad_rank and wrong is wrong_state:
+            if rank == bad_rank and what == WRONG_STATE:
                 optimizer.state[parameter]["step"] = torch.tensor(1.0)
             optimizer.step()
             assert seen(parameter) != before
@@ -375,45 +374,23 @@ def test_scaled_gradients_that_overflow_on_one_rank(rank: int, dtype: torch.dtyp
         assert scaler.get_scale() == 2.0
 
 
+EDITS: dict[str, Callable[[list[Any]], object]] = {
+    "clip values": lambda ps: nn.utils.clip_grad_value_(ps, 0.3),
+    "clip one by one": lambda ps: nn.utils.clip_grad_norm_(ps, 0.5, foreach=False),
+    "clip the largest": lambda ps: nn.utils.clip_grad_norm_(ps, 0.5, norm_type=math.inf),
+    "add": lambda ps: [setattr(p, "grad", operator.iadd(p.grad, torch.ones_like(p.grad))) for p in ps],
+    "read": lambda ps: [(p.grad.full_tensor().sum(), repr(p.grad), p.grad.to_local().norm()) for p in ps],
+    "write": lambda ps: [p.grad.to_local().mul_(0.5) for p in ps],
+    "replace": lambda ps: [setattr(p, "grad", p.grad * 2) for p in ps],
+    "drop": lambda ps: setattr(ps[1], "grad", None),
+    "zero": lambda ps: [p.grad.zero_() for p in ps],
+}
+
+
 @on_ranks(2)
 def test_accumulation_norms_and_writes_over_handles(rank: int) -> None:
     """Each does to a gradient that was taken what it does to an ordinary one."""
-
-    def clip_value(ps: Any) -> None:
-        nn.utils.clip_grad_value_(ps, 0.3)
-
-    def clip_each(ps: Any) -> None:
-        nn.utils.clip_grad_norm_(ps, 0.5, foreach=False)
-
-    def clip_inf(ps: Any) -> None:
-        nn.utils.clip_grad_norm_(ps, 0.5, norm_type=math.inf)
-
-    def add(ps: Any) -> None:
-        for p in ps:
-            p.grad += torch.ones_like(p.grad)
-
-    def read(ps: Any) -> None:
-        for p in ps:
-            p.grad.full_tensor().sum()
-            repr(p.grad)
-            p.grad.to_local().norm()
-
-    def write(ps: Any) -> None:
-        for p in ps:
-            p.grad.to_local().mul_(0.5)
-
-    def replace(ps: Any) -> None:
-        for p in ps:
-            p.grad = p.grad * 2
-
-    def drop(ps: Any) -> None:
-        ps[1].grad = None
-
-    def zero(ps: Any) -> None:
-        for p in ps:
-            p.grad.zero_()
-
-    for edit in (clip_value, clip_each, clip_inf, add, read, write, replace, drop, zero):
+    for name, edit in EDITS.items():
         results = []
         for is_taken in (False, True):
             parameters = [cut(5, 3, dtype=torch.bfloat16), cut(2, 3, dtype=torch.bfloat16)]
@@ -428,7 +405,7 @@ def test_accumulation_norms_and_writes_over_handles(rank: int) -> None:
             optimizer.step()
             state = [local(optimizer.state[p][key]) for p in parameters for key in ("master", "exp_avg", "exp_avg_sq")]
             results.append([*seen(*parameters), *map(bits, state)])
-        assert results[0] == results[1], edit.__name__
+        assert results[0] == results[1], name
 
 
 @on_ranks(2)

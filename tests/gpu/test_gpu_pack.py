@@ -238,6 +238,11 @@ def test_nothing_to_pack_is_allowed(implementation: str) -> None:
 # -- which implementation runs -----------------------------------------------------------------------------------------
 
 
+def in_new_process(code: str) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("SUPERADAM_", "TRITON_"))}
+    return subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, env=clean)
+
+
 @pytest.mark.slow
 @pytest.mark.subprocess
 def test_without_triton_torch_packs_and_says_so_once() -> None:
@@ -257,8 +262,7 @@ def test_without_triton_torch_packs_and_says_so_once() -> None:
         "try: gpu.pack_gradients([torch.ones(3)], [0], buffer)\n"
         "except RuntimeError as error: print(error)\n"
     )
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("SUPERADAM_", "TRITON_"))}
-    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, env=clean)
+    done = in_new_process(code)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[:3] == ["torch", "torch", "[0.0, 1.0, 1.0, 1.0]"]
@@ -315,7 +319,6 @@ def test_a_compiler_that_does_not_work_is_noticed_before_training() -> None:
         "for _ in range(3): choice = gpu.backend('cuda:0')\n"
         "print(choice.backend.value, Probe.asked, choice.reason)\n"
     )
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("SUPERADAM_", "TRITON_"))}
-    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, env=clean)
+    done = in_new_process(code)
     assert done.stdout == "torch 1 Triton cannot launch a kernel (RuntimeError: Failed to find C compiler.)\n", done
     assert done.stderr.count("superadam packs and scatters with plain torch on cuda:0") == 1

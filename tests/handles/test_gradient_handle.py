@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import itertools
 import math
 import pickle
@@ -12,7 +11,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 from typing import Any
@@ -22,56 +21,24 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support import visible
+from support.handles import NotingHolder, Owner
+from support.optimizers import DTYPES, through_disk
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
 from superadam.handles.gradient_handle import GradientHandle, is_exclusive, take_gradient, taken_of
 from superadam.handles.taken_gradient import TakenGradient
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-
-class Owner:
-    """Holds a parameter, as the optimizer's state of it does."""
-
-    def __init__(self, parameter: Tensor) -> None:
-        self.parameter = parameter
-
-
-@dataclass(eq=False)
-class GradientHolder:
-    """Notes what it is told."""
-
-    count: int | None = None
-    norms: list[TakenGradient] = field(default_factory=list)
-    given: list[TakenGradient] = field(default_factory=list)
-
-    def _nonfinite_of(self, taken: TakenGradient) -> int | None:
-        return self.count
-
-    def _norm_was_asked(self, taken: TakenGradient) -> None:
-        self.norms.append(taken)
-
-    def _was_given_back(self, taken: TakenGradient) -> None:
-        self.given.append(taken)
-
-
-def bits(tensor: Any) -> Any:
+def bits(value: Any) -> Any:
     """Return what must be equal: values bit for bit, shape and dtype."""
-    if isinstance(tensor, list | tuple):
-        return [bits(item) for item in tensor]
-    if not isinstance(tensor, Tensor):
-        return repr(tensor)
-    tensor = tensor.detach().clone().contiguous()
-    if tensor.is_floating_point():
-        tensor = torch.where(tensor.isnan(), torch.nan, tensor)  # the sign of a NaN is not defined
-        assert type(tensor) is Tensor
-        return tensor.dtype, tensor.shape, tensor.view(INTEGERS[tensor.itemsize]).tolist()
-    return tensor.dtype, tensor.shape, tensor.tolist()
+    if isinstance(value, list | tuple):
+        return [bits(item) for item in value]
+    return visible.bits(value) if isinstance(value, Tensor) else repr(value)
 
 
-def handle_for(gradient: Tensor, keeper: GradientHolder | None = None) -> tuple[nn.Parameter, Owner, TakenGradient]:
+def handle_for(gradient: Tensor, keeper: NotingHolder | None = None) -> tuple[nn.Parameter, Owner, TakenGradient]:
     """Return a parameter in whose `.grad` is a handle of a copy of `gradient`."""
     parameter = nn.Parameter(torch.zeros_like(gradient))
     parameter.grad = gradient.clone()
@@ -105,7 +72,7 @@ def backward(module: nn.Module, factor: float = 1.0) -> None:
 class Taking:
     """Takes the gradients of a model as they arrive."""
 
-    def __init__(self, module: nn.Module, keeper: GradientHolder | None = None) -> None:
+    def __init__(self, module: nn.Module, keeper: NotingHolder | None = None) -> None:
         self.owners = [Owner(parameter) for parameter in module.parameters()]
         self.holder = keeper
         self.count = 0
@@ -204,13 +171,6 @@ def _changed_later(parameter: Any) -> None:
     factor.fill_(100.0)
 
 
-def _saved(value: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file)
-
-
 def _step(parameter: Any, kind: type[torch.optim.Optimizer], **options: Any) -> Tensor:
     kind([parameter], lr=0.25, **options).step()  # type: ignore[call-arg]
     return parameter.detach().clone()
@@ -292,10 +252,11 @@ READ: dict[str, Operation] = {
     "empty_like": lambda p, held: torch.empty_like(p.grad).stride(),
     "tolist": lambda p, held: p.grad.tolist(),
     "repr": lambda p, held: repr(p.grad),
+    "format": lambda p, held: f"{p.grad}" if p.dim() else f"{p.grad:.3f} {float(p.grad)}",
     "deepcopy": lambda p, held: copy.deepcopy(p.grad),
     "deepcopy list": lambda p, held: copy.deepcopy([p.grad, p.grad]),
     "pickle": lambda p, held: pickle.loads(pickle.dumps([p.grad, p.grad])),
-    "save": lambda p, held: _saved({"gradients": [p.grad]}),
+    "save": lambda p, held: through_disk({"gradients": [p.grad]}),
     "SGD": lambda p, held: _step(p, torch.optim.SGD),
     "AdamW": lambda p, held: _step(p, torch.optim.AdamW, foreach=False),
     "AdamW foreach": lambda p, held: _step(p, torch.optim.AdamW, foreach=True),
@@ -364,15 +325,11 @@ HELD: dict[str, Operation] = {
 
 OPERATIONS = {**RECORDED, **READ, **WRITTEN, **REPLACED, **HELD}
 ELSEWHERE = ["here", "other strides"]
+Values = Callable[[int], Tensor]
+"""Returns as many values."""
 
 
-def run(
-    operations: list[str],
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    place: str,
-    values: Callable[[int], Tensor],
-) -> None:
+def run(operations: list[str], dtype: torch.dtype, shape: tuple[int, ...], place: str, values: Values) -> None:
     """Do the same to a taken and to an ordinary gradient."""
     start = values(int(np.prod(shape))).view(shape).to(dtype)
     ours, owner, taken = handle_for(start)
@@ -384,8 +341,7 @@ def run(
     pending = taken.pending
     del taken
     ours.register_post_accumulate_grad_hook(lambda parameter: take_gradient(parameter, owner) and None)
-    held_ours: list[Any] = []
-    held_theirs: list[Any] = []
+    held_ours, held_theirs = list[Any](), list[Any]()
     for name in operations:
         results = []
         for parameter, held in ((ours, held_ours), (theirs, held_theirs)):
@@ -423,11 +379,7 @@ def with_infinity(count: int) -> Tensor:
     values=st.sampled_from([irregular, with_infinity]),
 )
 def test_any_sequence_is_as_on_an_ordinary_gradient(
-    operations: list[str],
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    place: str,
-    values: Callable[[int], Tensor],
+    operations: list[str], dtype: torch.dtype, shape: tuple[int, ...], place: str, values: Values
 ) -> None:
     run(operations, dtype, shape, place, values)
 
@@ -483,30 +435,9 @@ def test_torch_optimizers_step_on_handles(optimizer: str, clip: str) -> None:
     assert both.takes.count == 24
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_grad_scaler_unscales_and_skips_as_in_torch(dtype: torch.dtype) -> None:
-    both = pair(dtype, with_gradients=False)
-    optimizers = [torch.optim.AdamW(module.parameters(), lr=0.1) for module in both]
-    scalers = [torch.amp.GradScaler("cpu", init_scale=3 * 2.0**10, growth_interval=1) for _ in range(2)]
-    for step in range(4):
-        for module, optimizer, scaler in zip(both, optimizers, scalers, strict=True):
-            loss = module(INPUTS.to(dtype)).pow(2).sum() * (float("inf") if step == 1 else 1.0)
-            scaler.scale(loss).backward()
-            scaler.unscale_(optimizer)
-            if module is both.taking:
-                assert both.handles() == 4
-            clip_grad_norm_(module.parameters(), 0.5)
-            scaler.step(optimizer)
-            scaler.update()
-        both.check()
-        assert scalers[0].get_scale() == scalers[1].get_scale()
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-
-
 @pytest.mark.parametrize("count", [None, 0, 2])
 def test_finite_check_takes_the_count_of_the_keeper(count: int | None) -> None:
-    keeper = GradientHolder(count)
+    keeper = NotingHolder(count)
     parameter, _owner, taken = handle_for(torch.tensor([1.0, float("nan")]), keeper)
     found = torch.zeros(())
     torch._amp_foreach_non_finite_check_and_unscale_([parameter.grad], found, torch.tensor(0.5))
@@ -519,7 +450,7 @@ def test_finite_check_takes_the_count_of_the_keeper(count: int | None) -> None:
 
 def test_clipping_does_not_give_back_and_asks_for_norms() -> None:
     both = pair(with_gradients=False)
-    keeper = both.takes.holder = GradientHolder()
+    keeper = both.takes.holder = NotingHolder()
     for module in both:
         backward(module)
         clip_grad_norm_(module.parameters(), 0.5)
@@ -558,16 +489,6 @@ def _with_gradient(gradient: Tensor) -> nn.Parameter:
     return parameter
 
 
-def test_gradient_of_a_usual_backward_is_taken_in_the_hook() -> None:
-    both = pair(with_gradients=False)
-    for turn in range(3):
-        for module in both:
-            backward(module, turn)
-        assert both.handles() == 4
-        both.check()
-    assert both.takes.count == 12
-
-
 def test_gradient_is_taken_in_later_calls_too() -> None:
     module = model()
     backward(module)
@@ -575,10 +496,6 @@ def test_gradient_is_taken_in_later_calls_too() -> None:
         assert is_exclusive(parameter)
         assert (lambda it: (lambda it: take_gradient(it))(it))(parameter) is not None
         assert taken_of(parameter.grad) is not None
-
-
-def _hold_array(parameter: Any) -> object:
-    return parameter.grad.numpy()
 
 
 HOLDERS: dict[str, Callable[[Any], object]] = {
@@ -1032,7 +949,7 @@ def test_copies_are_plain_and_apart() -> None:
     for duplicate in (
         copy.deepcopy(gradient),
         pickle.loads(pickle.dumps(gradient)),
-        _saved([gradient])[0],
+        through_disk([gradient])[0],
         copy.deepcopy(both.taking)[0].weight.grad,
     ):
         if duplicate is None:  # torch does not copy the gradients of parameters
@@ -1046,24 +963,6 @@ def test_copies_are_plain_and_apart() -> None:
     assert type(shallow) is Tensor
     shallow.add_(1)
     assert bits(shallow) == bits(weight(both.taking).grad)
-
-
-def test_pickled_gradients_load_as_weights() -> None:
-    file = io.BytesIO()
-    parameter, _owner, _taken = handle_for(torch.tensor([1.0, 2.0]))
-    torch.save([parameter.grad, {"parameter": parameter}], file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=True)
-    assert bits(loaded[0]) == bits(torch.tensor([1.0, 2.0]))
-
-
-def test_printed_as_an_ordinary_gradient() -> None:
-    for ours, theirs in zip(*(module.parameters() for module in pair()), strict=True):
-        assert repr(ours.grad) == repr(theirs.grad)
-        assert f"{ours.grad}" == f"{theirs.grad}"
-    parameter, _owner, _taken = handle_for(torch.tensor(2.5))
-    assert f"{parameter.grad:.3f}" == "2.500"
-    assert float(parameter.grad) == 2.5  # type: ignore[arg-type]
 
 
 def test_hash_and_equality_are_those_of_tensors() -> None:
@@ -1109,21 +1008,6 @@ def test_product_with_another_handle_is_not_recorded() -> None:
     assert parameter.grad.tolist() == [3.0, 6.0]
     assert type(parameter.grad) is Tensor
     assert taken_of(scalar.grad) is not None
-
-
-@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
-def test_graph_of_gradients_is_not_taken() -> None:
-    both = pair()
-    for module in both:
-        module(INPUTS).pow(2).sum().backward(create_graph=True)
-    assert both.handles() == 0
-    both.check()
-    for module in both:
-        penalty = sum(parameter.grad.pow(2).sum() for parameter in module.parameters() if parameter.grad is not None)
-        penalty.backward()  # type: ignore[union-attr]
-    both.check()
-    for module in both:
-        module.zero_grad()
 
 
 def test_sparse_gradient_after_a_dense_one() -> None:
@@ -1313,7 +1197,7 @@ def test_other_writes_round_the_sum(write: Callable[[Any, Tensor], Any]) -> None
 @pytest.mark.parametrize("counted", [None, 0])
 def test_unscaling_and_products_come_before_rounding(counted: int | None) -> None:
     """7e4 is more than fp16 can hold."""
-    parameter, _owner, taken = handle_for(torch.tensor([6e4], dtype=torch.float16), GradientHolder(counted))
+    parameter, _owner, taken = handle_for(torch.tensor([6e4], dtype=torch.float16), NotingHolder(counted))
     taken.pending = torch.tensor([7e4])
     taken.is_unrounded = True
     assert parameter.grad is not None
@@ -1368,36 +1252,31 @@ def test_norms_come_before_rounding(order: float) -> None:
 # -- distributed tensors -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_local_gradients_of_distributed_tensors() -> None:
-    if not torch.distributed.is_available():
-        pytest.skip("this build of torch has no torch.distributed")
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = DeviceMesh("cpu", [0])
-        results = []
-        for takes in (True, False):
-            parameter: Any = nn.Parameter(distribute_tensor(torch.zeros(4, 3), mesh, [Shard(0)]))
-            parameter.grad = distribute_tensor(torch.arange(12.0).view(4, 3), mesh, [Shard(0)])
-            owner = Owner(parameter)
-            taken = take_gradient(parameter, owner) if takes else None
-            assert (taken is None) is not takes
-            assert taken_of(parameter.grad) is taken
-            norm = clip_grad_norm_([parameter], 0.5)
-            assert isinstance(norm, DTensor)
-            results.append(bits([norm.full_tensor(), parameter.grad.full_tensor(), parameter.grad.to_local().norm()]))
-            assert (type(parameter.grad._local_tensor) is GradientHandle) is takes
-            parameter.grad.add_(1)
-            assert type(parameter.grad._local_tensor) is Tensor
-            parameter.grad.to_local().mul_(0.3)
-            torch.optim.AdamW([parameter], lr=0.1).step()
-            results.append(bits([parameter.full_tensor(), parameter.grad.full_tensor()]))
-            assert taken_of(parameter.grad) is None
-        assert results[:2] == results[2:]
-    finally:
-        torch.distributed.destroy_process_group()
+    mesh = DeviceMesh("cpu", [0])
+    results = []
+    for takes in (True, False):
+        parameter: Any = nn.Parameter(distribute_tensor(torch.zeros(4, 3), mesh, [Shard(0)]))
+        parameter.grad = distribute_tensor(torch.arange(12.0).view(4, 3), mesh, [Shard(0)])
+        owner = Owner(parameter)
+        taken = take_gradient(parameter, owner) if takes else None
+        assert (taken is None) is not takes
+        assert taken_of(parameter.grad) is taken
+        norm = clip_grad_norm_([parameter], 0.5)
+        assert isinstance(norm, DTensor)
+        results.append(bits([norm.full_tensor(), parameter.grad.full_tensor(), parameter.grad.to_local().norm()]))
+        assert (type(parameter.grad._local_tensor) is GradientHandle) is takes
+        parameter.grad.add_(1)
+        assert type(parameter.grad._local_tensor) is Tensor
+        parameter.grad.to_local().mul_(0.3)
+        torch.optim.AdamW([parameter], lr=0.1).step()
+        results.append(bits([parameter.full_tensor(), parameter.grad.full_tensor()]))
+        assert taken_of(parameter.grad) is None
+    assert results[:2] == results[2:]
 
 
 def test_every_order_of_two_writes() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -13,34 +13,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.handles import NotingHolder, Owner
+from support.optimizers import DTYPES, EACH_DTYPE
+from support.visible import bits
 from torch import Tensor, nn
 
 from superadam.handles.taken_gradient import Factor, FactorKind, TakenGradient, continue_version
 
 MULTIPLY, DIVIDE, UNSCALE = FactorKind.MULTIPLY, FactorKind.DIVIDE, FactorKind.UNSCALE
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-WIDE = [torch.float32, torch.float64]
-EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
-INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-class Owner:
-    def __init__(self, parameter: Tensor) -> None:
-        self.parameter = parameter
-
-
-@dataclass(eq=False)
-class GradientHolder:
-    given: list[TakenGradient] = field(default_factory=list)
-
-    def _nonfinite_of(self, taken: TakenGradient) -> int | None:
-        return None
-
-    def _norm_was_asked(self, taken: TakenGradient) -> None:
-        raise AssertionError
-
-    def _was_given_back(self, taken: TakenGradient) -> None:
-        self.given.append(taken)
 
 
 @dataclass
@@ -52,10 +32,7 @@ class Copy:
 
 
 def same_bits(first: Tensor, second: Tensor) -> bool:
-    assert first.dtype == second.dtype
-    assert first.shape == second.shape
-    integer = INTEGERS[first.itemsize]
-    return torch.equal(first.contiguous().view(integer), second.contiguous().view(integer))
+    return bits(first) == bits(second)
 
 
 def irregular(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -395,7 +372,7 @@ def test_what_arrived_unrounded_stays_so_without_speculation(in_use: bool) -> No
 
 
 def test_giving_back_makes_a_copy_and_tells_the_keeper() -> None:
-    keeper = GradientHolder()
+    keeper = NotingHolder()
     gradient = irregular(3, 5)
     pending = gradient.clone()
     taken = TakenGradient(pending, None, keeper)
@@ -437,7 +414,7 @@ def test_other_gradients_in_grad_are_left_alone() -> None:
 
 def test_owner_and_keeper_are_not_kept_alive() -> None:
     parameter = nn.Parameter(torch.zeros(3))
-    owner, keeper = Owner(parameter), GradientHolder()
+    owner, keeper = Owner(parameter), NotingHolder()
     references = [weakref.ref(owner), weakref.ref(keeper)]
     taken = TakenGradient(irregular(3), owner, keeper)
     assert taken.parameter is parameter

@@ -8,9 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from support.machines import machine
 
 from superadam.host import cores
-from superadam.host.machine import Host
 
 ADDRESS = "0000:1b:00.0"
 NODE = f"/sys/bus/pci/devices/{ADDRESS}/numa_node"
@@ -21,22 +21,19 @@ ALL = frozenset(range(8))
 @pytest.mark.parametrize(
     ("files", "affinity", "expected"),
     [
-        ({NODE: "1", CPULIST: "4-7,12-15"}, ALL, {4, 5, 6, 7}),
-        ({NODE: "1", CPULIST: "4-7"}, frozenset({0, 5}), {5}),
-        ({NODE: "-1", CPULIST: "4-7"}, ALL, ALL),
+        ({NODE: "1\n", CPULIST: "4-7,12-15\n"}, ALL, {4, 5, 6, 7}),
+        ({NODE: "1\n", CPULIST: "4-7\n"}, frozenset({0, 5}), {5}),
+        ({NODE: "-1\n", CPULIST: "4-7\n"}, ALL, ALL),
         ({}, ALL, ALL),
-        ({NODE: "1"}, ALL, ALL),
-        ({NODE: "1", CPULIST: ""}, ALL, ALL),  # a node of memory only
-        ({NODE: "1", CPULIST: "4-7"}, frozenset({0, 1}), {0, 1}),  # the process was put elsewhere
+        ({NODE: "1\n"}, ALL, ALL),
+        ({NODE: "1\n", CPULIST: ""}, ALL, ALL),  # a node of memory only
+        ({NODE: "1\n", CPULIST: "4-7\n"}, frozenset({0, 1}), {0, 1}),  # the process was put elsewhere
     ],
 )
 def test_cpus_near_a_device(
     tmp_path: Path, files: dict[str, str], affinity: frozenset[int], expected: set[int]
 ) -> None:
-    for path, text in files.items():
-        (tmp_path / path.lstrip("/")).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path.lstrip("/")).write_text(text + "\n")
-    assert cores.near(Host(tmp_path, {}, affinity), ADDRESS) == expected
+    assert cores.near(machine(tmp_path, files, affinity=affinity), ADDRESS) == expected
 
 
 def in_thread(work: threading.Thread) -> None:

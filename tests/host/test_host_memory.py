@@ -7,6 +7,7 @@ import resource
 from pathlib import Path
 
 import pytest
+from support.machines import machine
 
 from superadam.host.machine import Group, Host, groups_of
 from superadam.host.memory import HostMemory, HostNeeds, lockable_bytes, require_memory
@@ -15,14 +16,6 @@ MEMINFO = {"/proc/meminfo": "MemTotal:       4000 kB\nMemFree: 1 kB\nMemAvailabl
 VERSION_2 = {"/proc/self/cgroup": "0::/a/b"}
 VERSION_1 = {"/proc/self/cgroup": "5:cpu:/c\n4:memory:/a"}
 TOP, PARENT, GROUP = "/sys/fs/cgroup", "/sys/fs/cgroup/a", "/sys/fs/cgroup/a/b"
-
-
-def machine(root: Path, files: dict[str, str]) -> Host:
-    for path, text in files.items():
-        target = root / path.lstrip("/")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text)
-    return Host(root, {}, frozenset({0}))
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +10,16 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from support.frameworks import Predictor, Run, Sentences, Training, adamw, alone, compare, dtypes
+from support.frameworks import Predictor, Run, Sentences, Training, adamw, compare, dtypes
 from support.visible import bits
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _alone() -> Iterator[None]:
-    with alone():
-        yield
+pytestmark = [
+    pytest.mark.timeout(240),
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
+    pytest.mark.usefixtures("one_torch_thread", "no_network"),
+]
 
 
 # ---- Accelerate ------------------------------------------------------------------------------------------------------

@@ -12,18 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning, EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.utilities import grad_norm
-from support.frameworks import (
-    Predictor,
-    Run,
-    Sentences,
-    Training,
-    adamw,
-    alone,
-    assert_same,
-    compare,
-    dtypes,
-    everything_in,
-)
+from support.frameworks import Predictor, Run, Sentences, Training, adamw, assert_same, compare, dtypes, everything_in
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -34,16 +23,16 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(240),
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
+    pytest.mark.usefixtures("one_torch_thread", "no_network"),
 ]
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _alone() -> Iterator[None]:
+def _quiet() -> Iterator[None]:
     logger = logging.getLogger("lightning.pytorch")
     level = logger.level
     logger.setLevel(logging.ERROR)
-    with alone():
-        yield
+    yield
     logger.setLevel(level)
 
 

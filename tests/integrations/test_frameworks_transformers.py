@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from support.frameworks import (
     Sentences,
     Training,
     adamw,
-    alone,
     assert_same,
     compare,
     dtypes,
@@ -34,13 +32,8 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(240),
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
+    pytest.mark.usefixtures("one_torch_thread", "no_network"),
 ]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _alone() -> Iterator[None]:
-    with alone():
-        yield
 
 
 class Examples(Dataset[dict[str, Tensor]]):

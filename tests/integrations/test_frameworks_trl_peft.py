@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from support.frameworks import Run, Training, adamw, alone, compare, dtypes, history
+from support.frameworks import Run, Training, adamw, compare, dtypes, history
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import (
@@ -26,16 +25,11 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(240),
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
+    pytest.mark.usefixtures("one_torch_thread", "no_network"),
 ]
 
 WORDS = 60
 ADAPTERS = ["q_proj", "v_proj", "down_proj"]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _alone() -> Iterator[None]:
-    with alone():
-        yield
 
 
 class Opening(TrainerCallback):

@@ -6,13 +6,12 @@ import copy
 import gc
 import pickle
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from support.shards import local, wrap
-from torch import distributed, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
@@ -21,12 +20,7 @@ from superadam.handles.gradient_handle import taken_of
 from superadam.integrations.reduced_gradients import Announcement, take_reduced_gradients
 from superadam.testing import SimulatedDevice
 
-
-@pytest.fixture(autouse=True)
-def group() -> Iterator[None]:
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def sharded(shard: torch.dtype = torch.bfloat16, reduced: torch.dtype | None = torch.float32) -> Any:

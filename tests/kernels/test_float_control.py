@@ -2,20 +2,57 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+import ctypes
+import platform
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.float_control import control_register, flushed_denormals, rounded_upward
 from support.kernel_arrays import Job, jobs, make_segment
 from support.strategies import Magnitudes, hyperparameters, scales
 
 from superadam.kernels import native
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
 from superadam.kernels.native import Dtype, Pass
+
+_libm = ctypes.CDLL("libm.so.6")
+_IS_X86 = platform.machine() == "x86_64"
+_TO_NEAREST = 0
+_UPWARD = 0x800 if _IS_X86 else 0x400000  # FE_UPWARD of <fenv.h>
+
+
+def control_register() -> int:
+    """Return MXCSR without its exception flags, or FPCR, out of the `fenv_t` of glibc."""
+    environment = ctypes.create_string_buffer(64)
+    _libm.fegetenv(environment)
+    if _IS_X86:
+        return int.from_bytes(environment.raw[28:32], "little") & ~0x3F
+    return int.from_bytes(environment.raw[:4], "little")
+
+
+@contextmanager
+def flushed_denormals() -> Iterator[None]:
+    """Treat denormals as zeros in this thread, as `torch.set_flush_denormal(True)` does."""
+    assert torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+
+
+@contextmanager
+def rounded_upward() -> Iterator[None]:
+    """Round towards +infinity in this thread."""
+    assert _libm.fesetround(_UPWARD) == 0
+    try:
+        yield
+    finally:
+        _libm.fesetround(_TO_NEAREST)
 
 
 class Setting(Protocol):

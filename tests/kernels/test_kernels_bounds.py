@@ -7,7 +7,9 @@ at every byte offset.)
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
+import mmap
 import resource
 import signal
 from collections.abc import Callable, Iterator
@@ -15,7 +17,6 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 from support.children import exit_code_of_child
-from support.guarded_memory import GuardedMemory
 from support.kernel_arrays import STATE, STORAGE, variants
 
 from superadam.kernels import native
@@ -33,6 +34,41 @@ WRITTEN = {
 FILL = 0x3C  # such bytes are a small positive number in every dtype
 NAN = 0xFF  # and such ones NaN
 EACH_END = pytest.mark.parametrize("at_end", [True, False], ids=["ending at a guard", "beginning at a guard"])
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_NO_ACCESS = 0  # PROT_NONE
+
+
+class GuardedMemory:
+    """At least `size` bytes that can be made read-only, with an inaccessible page on either side.
+
+    The first byte before or after it ends the process with SIGSEGV.
+    """
+
+    def __init__(self, size: int) -> None:
+        page = mmap.PAGESIZE
+        self.size = -(-size // page) * page
+        self._memory = mmap.mmap(-1, self.size + 2 * page)
+        self._begin = ctypes.addressof(ctypes.c_char.from_buffer(self._memory)) + page
+        _protect(self._begin - page, page, _NO_ACCESS)
+        _protect(self._begin + self.size, page, _NO_ACCESS)
+
+    def fill(self, byte: int) -> None:
+        ctypes.memset(self._begin, byte, self.size)
+
+    def set_read_only(self, read_only: bool) -> None:
+        _protect(self._begin, self.size, mmap.PROT_READ if read_only else mmap.PROT_READ | mmap.PROT_WRITE)
+
+    def address(self, size: int, *, at_end: bool) -> int:
+        """Return where `size` bytes lie that end, or begin, exactly at an inaccessible page."""
+        return self._begin + self.size - size if at_end else self._begin
+
+
+def _protect(address: int, size: int, protection: int) -> None:
+    if _libc.mprotect(address, size, protection) != 0:
+        raise OSError(ctypes.get_errno(), "mprotect failed")
 
 
 def coefficient_table() -> np.ndarray:

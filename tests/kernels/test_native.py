@@ -6,7 +6,7 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -47,13 +47,31 @@ def check_refused(job: Job, table: np.ndarray, message: str, **options: object) 
     job.check([{}] * len(job.segments))  # nothing at all was written, also not for the good segments before
 
 
-@EACH_PASS
-def test_a_missing_array_is_refused(which: Pass) -> None:
+def bad_segments() -> Iterator[tuple[Pass, dict[str, int], str]]:
+    """Yield a pass, what is put into a segment of its table, and what is said of it."""
+    dtypes = "dtypes that this pass does not take"
+    for which in Pass:
+        yield from ((which, {name: 0}, "lacks an array") for name in sorted(USED[which]))
+        yield from ((which, {"gradient_dtype": dtype}, dtypes) for dtype in (-1, 0, 5, 1 << 30))
+        yield from ((which, {"length": length}, "negative length") for length in (-1, -4096, np.iinfo(np.int64).min))
+        for gradient, out in ((1, 4), (2, 4), (4, 1), (4, 2), (4, 3), (1, 5), (1, -1)) if "out" in USED[which] else ():
+            yield which, {"gradient_dtype": gradient, "out_dtype": out}, dtypes
+    yield Pass.NORM, {"sums": 0, "nonfinite": 0}, "lacks an array"
+    for which in (Pass.SPECULATE, Pass.COMMIT_AND_SPECULATE):
+        yield which, {"out_dtype": Dtype.NONE}, dtypes
+    outside = "coefficient set outside the table"
+    for index in (-1, 1, np.iinfo(np.int32).max):
+        yield from ((which, {"coefficients": index}, outside) for which in READS_STATE)
+        yield Pass.COMMIT_AND_SPECULATE, {"accepted_coefficients": index}, outside
+
+
+@pytest.mark.parametrize(("which", "change", "message"), [*bad_segments()], ids=str)
+def test_a_segment_that_the_pass_cannot_take_is_refused(which: Pass, change: dict[str, int], message: str) -> None:
     job = make_job(which)
-    for name in USED[which]:
-        table = job.table()
-        table[name][2] = 0
-        check_refused(job, table, "lacks an array")
+    table = job.table()
+    for name, value in change.items():
+        table[name][2] = value
+    check_refused(job, table, message)
 
 
 @pytest.mark.parametrize("name", ["coefficients", "accepted_coefficients"])
@@ -85,59 +103,6 @@ def test_sums_come_with_nonfinite(name: str) -> None:
     check_refused(job, table, "lacks an array")
 
 
-def test_a_norm_without_a_place_is_refused() -> None:
-    job = make_job(Pass.NORM)
-    table = job.table()
-    table["sums"][2] = table["nonfinite"][2] = 0
-    check_refused(job, table, "lacks an array")
-
-
-@EACH_PASS
-@pytest.mark.parametrize("dtype", [-1, 0, 5, 1 << 30])
-def test_an_unknown_gradient_dtype_is_refused(which: Pass, dtype: int) -> None:
-    job = make_job(which)
-    table = job.table()
-    table["gradient_dtype"][2] = dtype
-    check_refused(job, table, "dtypes that this pass does not take")
-
-
-@pytest.mark.parametrize("which", [which for which in Pass if "out" in USED[which]], ids=lambda which: which.name)
-@pytest.mark.parametrize(("gradient", "out"), [(1, 4), (2, 4), (4, 1), (4, 2), (4, 3), (1, 5), (1, -1)])
-def test_a_mix_of_dtypes_is_refused(which: Pass, gradient: int, out: int) -> None:
-    job = make_job(which)
-    table = job.table()
-    table["gradient_dtype"][2], table["out_dtype"][2] = gradient, out
-    check_refused(job, table, "dtypes that this pass does not take")
-
-
-@pytest.mark.parametrize("which", [Pass.SPECULATE, Pass.COMMIT_AND_SPECULATE], ids=lambda which: which.name)
-def test_a_missing_out_dtype_is_refused(which: Pass) -> None:
-    job = make_job(which)
-    table = job.table()
-    table["out_dtype"][2] = Dtype.NONE
-    check_refused(job, table, "dtypes that this pass does not take")
-
-
-@EACH_PASS
-@pytest.mark.parametrize("length", [-1, -4096, np.iinfo(np.int64).min])
-def test_a_negative_length_is_refused(which: Pass, length: int) -> None:
-    job = make_job(which)
-    table = job.table()
-    table["length"][2] = length
-    check_refused(job, table, "negative length")
-
-
-@pytest.mark.parametrize("which", READS_STATE, ids=lambda which: which.name)
-@pytest.mark.parametrize("index", [-1, 1, np.iinfo(np.int32).max])
-def test_a_coefficient_set_outside_the_table_is_refused(which: Pass, index: int) -> None:
-    job = make_job(which)
-    names = ["coefficients", "accepted_coefficients"] if which is Pass.COMMIT_AND_SPECULATE else ["coefficients"]
-    for name in names:
-        table = job.table()
-        table[name][2] = index
-        check_refused(job, table, "coefficient set outside the table")
-
-
 @pytest.mark.parametrize("which", [-1, len(Pass), 1 << 30])
 def test_an_unknown_pass_is_refused(which: int) -> None:
     job = make_job(Pass.UPDATE)
@@ -156,15 +121,7 @@ def test_rows_that_do_not_exist_are_no_instruction_sets(row: int) -> None:
     assert lib.superadam_isa_status(row) == lib.SUPERADAM_NOT_COMPILED
 
 
-def change_dtype(table: np.ndarray) -> np.ndarray:
-    return table.view(np.uint64)
-
-
-def take_every_second(table: np.ndarray) -> np.ndarray:
-    return table[::2]
-
-
-@pytest.mark.parametrize("spoil", [change_dtype, take_every_second], ids=lambda spoil: spoil.__name__)
+@pytest.mark.parametrize("spoil", [lambda table: table.view(np.uint64), lambda table: table[::2]])
 def test_a_table_of_another_layout_is_refused(spoil: Callable[[np.ndarray], np.ndarray]) -> None:
     job = make_job(Pass.UPDATE)
     check_refused(job, spoil(job.table()), "SEGMENT|contiguous")

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -464,14 +464,6 @@ def _() -> bool:
     return torch_private.check_and_unscale in operations(lambda: scaler.unscale_(optimizer)) and one.grad[0] == 0.5
 
 
-@pytest.fixture(scope="module")
-def group() -> Iterator[None]:
-    """Make a process group of this process alone."""
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
-
-
 def shard() -> Any:
     """Return a DTensor of one rank."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -552,7 +544,7 @@ def test_every_name_is_checked() -> None:
 
 
 @pytest.mark.parametrize("path", RELIED_ON)
-def test_torch_still_does_what_is_relied_on(path: str, group: None) -> None:
+def test_torch_still_does_what_is_relied_on(path: str, one_rank: None) -> None:
     sentence, check = RELIED_ON[path]
     expected = f"torch.{path} {sentence}"
     assert torch_private.FOUND.get(path, True), f"{expected}: it is gone from torch {torch.__version__}"
@@ -600,7 +592,9 @@ def test_without_a_spec_a_part_elsewhere_is_refused() -> None:
         torch_private.dtensor_like(one, torch.empty(4, 2, device="meta"))
 
 
-def test_without_its_mark_fsdp1_is_seen_while_a_module_is_wrapped(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_its_mark_fsdp1_is_seen_while_a_module_is_wrapped(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = wrapped()
     monkeypatch.delattr(distributed.fsdp._common_utils, "FSDP_FLATTENED")
     assert torch_private.are_flattened(model.parameters())

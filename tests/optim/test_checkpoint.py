@@ -3,40 +3,35 @@
 from __future__ import annotations
 
 import copy
-import io
 import math
 import pickle
 import platform
-import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support.optimizers import EACH_DTYPE, EACH_PAIR, copy_weights, through_disk, trained
 from support.visible import (
     are_taken,
     bits,
+    entry_bits,
     give_gradients,
     parameter,
     parameters_of,
     refused,
     shown,
+    speculate,
     state_bits,
     visible,
 )
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-from superadam import OffloadScheduler, SpeculativeCPUAdam, SpeculativeCPUAdamW
+from superadam import OffloadScheduler, SpeculativeCPUAdamW
 from superadam.optim import checkpoint
 from superadam.state.parameter import ParameterState
-
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
-
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
@@ -47,55 +42,24 @@ def make(
     return cls([parameter(64, dtype=dtype), parameter(8, 16, dtype=dtype, seed=1)], **{"lr": 0.1, **options})
 
 
-def trained(optimizer: Any, seeds: range = range(2)) -> Any:
-    for seed in seeds:
-        give_gradients(optimizer, seed)
-        optimizer.step()
-        optimizer.zero_grad()
-    return optimizer
-
-
-def load_weights(optimizer: Any, source: Any) -> None:
-    """Give one optimizer's parameters the values of the other's."""
-    with torch.no_grad():
-        for p, theirs in zip(parameters_of(optimizer), parameters_of(source), strict=True):
-            p.copy_(theirs)
-
-
-def through_disk(value: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 # -- damaged and foreign -----------------------------------------------------------------------------------------------
 
 
 def _entry(**changes: Any) -> Callable[[dict], Any]:
     """Change the entry of the second parameter; None takes a key away."""
-
-    def spoil(saved: dict) -> Any:
-        entry = saved["state"][1]
-        for key, value in changes.items():
-            entry[key] = value
-            if value is None:
-                del entry[key]
-        return saved
-
-    return spoil
+    return lambda saved: _changed(saved, saved["state"][1], changes)
 
 
 def _group(**changes: Any) -> Callable[[dict], Any]:
-    def spoil(saved: dict) -> Any:
-        group = saved["param_groups"][0]
-        for key, value in changes.items():
-            group[key] = value
-            if value is None:
-                del group[key]
-        return saved
+    """Change the first group; None takes a key away."""
+    return lambda saved: _changed(saved, saved["param_groups"][0], changes)
 
-    return spoil
+
+def _changed(saved: dict, part: dict, changes: dict[str, Any]) -> dict:
+    part.update(changes)
+    for key in [key for key, value in changes.items() if value is None]:
+        del part[key]
+    return saved
 
 
 def _freed(saved: dict) -> dict:
@@ -191,8 +155,7 @@ def test_damaged_or_foreign_state_dict_is_refused(damage: str, is_open: bool) ->
     saved = copy.deepcopy(trained(make()).state_dict())
     for optimizer in (make(), trained(make(torch.bfloat16), range(5, 7))):
         if is_open:
-            give_gradients(optimizer, 9)
-            optimizer.speculate()
+            speculate(optimizer, 9)
         with refused(optimizer, ValueError, sentence):
             optimizer.load_state_dict(spoil(copy.deepcopy(saved)))
         assert are_taken(optimizer) == [True, True] * is_open
@@ -241,21 +204,10 @@ def test_state_is_loaded_while_parameters_have_no_memory() -> None:
     second.untyped_storage().resize_(0)
     optimizer.load_state_dict(copy.deepcopy(source.state_dict()))
     second.untyped_storage().resize_(size)
-    load_weights(optimizer, source)
+    copy_weights(optimizer, source)
     for one in (optimizer, source):
         trained(one, range(2, 4))
     assert visible(optimizer) == visible(source)
-
-
-@pytest.mark.parametrize("kept", [0.1, 0.5])
-def test_truncated_file(kept: float) -> None:
-    optimizer = trained(make())
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    whole = file.getvalue()
-    with refused(optimizer, RuntimeError, "zip archive|central directory"):
-        optimizer.load_state_dict(torch.load(io.BytesIO(whole[: int(kept * len(whole))]), weights_only=True))
-    optimizer.load_state_dict(torch.load(io.BytesIO(whole), weights_only=True))
 
 
 def test_hook_that_returns_no_state_dict() -> None:
@@ -269,23 +221,6 @@ def test_hook_that_returns_no_state_dict() -> None:
 
 
 # -- there and back ----------------------------------------------------------------------------------------------------
-
-
-@EACH_DTYPE
-@pytest.mark.parametrize("amsgrad", [False, True])
-def test_continuing_from_disk_is_never_stopping(dtype: torch.dtype, amsgrad: bool) -> None:
-    optimizer, twin = make(dtype, amsgrad=amsgrad), make(dtype, amsgrad=amsgrad)
-    trained(optimizer, range(4))
-    trained(twin, range(2))
-    give_gradients(twin, 2)
-    twin.speculate()
-    twin.resolve()  # accepted, not committed
-    saved = through_disk(twin.state_dict())
-    fresh = make(dtype)
-    load_weights(fresh, twin)
-    fresh.load_state_dict(saved)
-    trained(fresh, range(3, 4))
-    assert visible(fresh) == visible(optimizer)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -316,7 +251,7 @@ def test_other_weights_loaded_after_the_optimizer_win() -> None:
     """Where they differ: a master that an element of the model still shows is kept."""
     optimizer, fresh = trained(make(torch.bfloat16)), make(torch.bfloat16)
     fresh.load_state_dict(through_disk(optimizer.state_dict()))
-    load_weights(fresh, optimizer)
+    copy_weights(fresh, optimizer)
     for one in (optimizer, fresh):
         with torch.no_grad():
             parameters_of(one)[0][:30] = 7.0
@@ -413,7 +348,7 @@ def test_weights_that_are_loaded_late_meet_the_loaded_masters(between: str) -> N
     elif between == "a step of none":
         fresh.zero_grad()
         fresh.step()
-    load_weights(fresh, source)
+    copy_weights(fresh, source)
     for one in (source, fresh):
         trained(one, range(4, 6))
     assert visible(fresh) == visible(source)
@@ -435,13 +370,9 @@ def _with_foreign_state(optimizer: Any) -> Any:
 def _seen(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _seen(each) for key, each in value.items()}
-    return (
-        [_seen(each) for each in value]
-        if isinstance(value, list)
-        else bits(value)
-        if hasattr(value, "dtype")
-        else value
-    )
+    if isinstance(value, list):
+        return [_seen(each) for each in value]
+    return bits(value) if isinstance(value, torch.Tensor) else value
 
 
 def _foreign_state(optimizer: Any, dtype: torch.dtype | None = None) -> list[Any]:
@@ -458,7 +389,7 @@ def _foreign_state(optimizer: Any, dtype: torch.dtype | None = None) -> list[Any
 
 def _loaded(optimizer: Any) -> Any:
     fresh = make(parameters_of(optimizer)[0].dtype)
-    load_weights(fresh, optimizer)
+    copy_weights(fresh, optimizer)
     fresh.load_state_dict(through_disk(optimizer.state_dict()))
     return fresh
 
@@ -504,62 +435,6 @@ def test_what_others_keep_is_cast_as_by_torch(dtype: torch.dtype) -> None:
     assert _seen(ours) == _seen(theirs)
 
 
-FRESH_PROCESS = """
-import sys, torch
-from superadam import SpeculativeCPUAdamW
-
-LIMIT = 360.0  # of norms from 300 to 410
-
-def build(seed):
-    torch.manual_seed(seed)
-    model = torch.nn.Linear(32, 32, dtype=torch.bfloat16)
-    return model, SpeculativeCPUAdamW(model.parameters(), lr=1e-3, max_grad_norm=LIMIT)
-
-def train(model, optimizer, first, last):
-    for seed in range(first, last):
-        x = torch.randn(16, 32, generator=torch.Generator().manual_seed(seed)).bfloat16()
-        optimizer.zero_grad()
-        (model(x) - x).float().square().sum().backward()
-        optimizer.speculate()
-        optimizer.resolve()
-
-def save(path, model, optimizer):
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
-"""
-CONTINUE = """
-for order in (0, 1):
-    model, optimizer = build(9)
-    saved = torch.load(sys.argv[1], weights_only=True)
-    for part in ("model", "optimizer")[:: 1 - 2 * order]:
-        {"model": model, "optimizer": optimizer}[part].load_state_dict(saved[part])
-    train(model, optimizer, 5, 10)
-    save(f"{sys.argv[1]}.{order}", model, optimizer)
-"""
-
-
-@pytest.mark.slow
-def test_masters_survive_into_a_fresh_process(tmp_path: Path) -> None:
-    names: dict[str, Any] = {}
-    exec(FRESH_PROCESS, names)
-    path = tmp_path / "checkpoint"
-    model, optimizer = names["build"](0)
-    names["train"](model, optimizer, 0, 5)
-    names["save"](path, model, optimizer)
-    subprocess.run([sys.executable, "-c", FRESH_PROCESS + CONTINUE, str(path)], check=True, timeout=120)
-    names["train"](model, optimizer, 5, 10)
-    assert optimizer.statistics.clipped > 0
-    assert optimizer.statistics.committed > 0
-    expected = visible(optimizer)
-    assert any((entry["master"] != p).any() for p, entry in optimizer.state.items())
-    for order in (0, 1):
-        saved = torch.load(tmp_path / f"checkpoint.{order}", weights_only=True)
-        for index, (name, p) in enumerate(model.named_parameters()):
-            assert bits(saved["model"][name]) == bits(p)
-            assert {key: bits(value) for key, value in saved["optimizer"]["state"][index].items()} == expected["state"][
-                index
-            ]
-
-
 @EACH_DTYPE
 @pytest.mark.parametrize("what", ["its own", "an older one", "torch's", "no state"])
 def test_loading_while_speculation_is_open(dtype: torch.dtype, what: str) -> None:
@@ -568,10 +443,7 @@ def test_loading_while_speculation_is_open(dtype: torch.dtype, what: str) -> Non
     older = copy.deepcopy(optimizer.state_dict())
     for one in (optimizer, twin):
         trained(one, range(2, 4))
-        give_gradients(one, 4)
-        if one is optimizer:
-            one.speculate()
-            assert all(are_taken(one))
+        give_gradients(one, 4, speculative=one is optimizer)
         given = {
             "its own": one.state_dict,
             "an older one": lambda: older,
@@ -593,12 +465,11 @@ def test_saving_while_speculation_is_open(dtype: torch.dtype) -> None:
     """What is saved is the last accepted step, with the parameters of that step; saving drops nothing."""
     optimizer, twin = trained(make(dtype)), trained(make(dtype))
     saved_without = through_disk({"model": parameters_of(twin), "optimizer": twin.state_dict()})
-    give_gradients(optimizer, 2)
-    optimizer.speculate()
+    speculate(optimizer, 2)
     saved = through_disk({"model": parameters_of(optimizer), "optimizer": optimizer.state_dict()})
     assert [bits(p) for p in saved["model"]] == [bits(p) for p in saved_without["model"]]
     fresh = make(dtype)
-    load_weights(fresh, twin)
+    copy_weights(fresh, twin)
     fresh.load_state_dict(saved["optimizer"])
     assert visible(fresh)["state"] == visible(twin)["state"]
     optimizer.resolve()
@@ -618,8 +489,7 @@ def test_loading_copies() -> None:
     other = make(torch.bfloat16)
     other.load_state_dict(frozen)
     trained(other, range(2, 4))
-    for index, entry in frozen["state"].items():
-        assert {key: bits(value) for key, value in entry.items()} == before["state"][index]
+    assert {index: entry_bits(entry) for index, entry in frozen["state"].items()} == before["state"]
 
 
 def test_returned_dicts_are_not_those_of_the_optimizer() -> None:
@@ -650,8 +520,6 @@ def test_between_dtypes_of_the_model(dtype: torch.dtype) -> None:
 
 # -- torch's Adam and AdamW --------------------------------------------------------------------------------------------
 
-PAIRS = [(SpeculativeCPUAdam, torch.optim.Adam), (SpeculativeCPUAdamW, torch.optim.AdamW)]
-EACH_PAIR = pytest.mark.parametrize(("ours", "theirs"), PAIRS, ids=["Adam", "AdamW"])
 OPTIONS = {"weight_decay": 0.1, "amsgrad": True, "maximize": True}
 
 
@@ -666,9 +534,7 @@ if platform.machine() == "x86_64":  # elsewhere torch's fused kernel rounds diff
         for first, cls in ((2, theirs), (4, ours)):
             saved = optimizer.torch_state_dict() if cls is theirs else optimizer.state_dict()
             other = make(cls=cls)
-            with torch.no_grad():
-                for p, q in zip(parameters_of(other), parameters_of(optimizer), strict=True):
-                    p.copy_(q)
+            copy_weights(other, optimizer)
             other.load_state_dict(carry(saved))
             optimizer = trained(other, range(first, first + 2))
         assert visible(optimizer) == visible(reference)
@@ -683,9 +549,9 @@ def test_torch_loads_ours(ours: type, theirs: type, dtype: torch.dtype) -> None:
     other = make(dtype, theirs)
     other.load_state_dict(saved)
     for entry, mine in zip(other.state_dict()["state"].values(), saved["state"].values(), strict=True):
-        assert {key: bits(value) for key, value in entry.items()} == {
-            key: bits(value if key == "step" else value.to(dtype)) for key, value in mine.items()
-        }
+        assert entry_bits(entry) == entry_bits(
+            {key: mine[key] if key == "step" else mine[key].to(dtype) for key in mine}
+        )
     theirs_groups = [{**group, "params": None} for group in other.param_groups]
     assert theirs_groups == [{**group, "params": None} for group in optimizer.param_groups]
     trained(other, range(2, 3))
@@ -696,52 +562,15 @@ def test_torch_loads_ours(ours: type, theirs: type, dtype: torch.dtype) -> None:
 def test_ours_loads_torch(ours: type, theirs: type, dtype: torch.dtype) -> None:
     other = trained(make(dtype, theirs, **OPTIONS))
     optimizer = make(dtype, ours)
-    with torch.no_grad():
-        for p, q in zip(parameters_of(optimizer), parameters_of(other), strict=True):
-            p.copy_(q)
+    copy_weights(optimizer, other)
     optimizer.load_state_dict(other.state_dict())
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     for p, q in zip(parameters_of(optimizer), parameters_of(other), strict=True):
         entry, theirs_entry = optimizer.state[p], other.state[q]
-        assert {key: bits(value) for key, value in entry.items()} == {
-            key: bits(value if key == "step" else value.to(wide)) for key, value in theirs_entry.items()
-        }
+        assert entry_bits(entry) == entry_bits({k: v if k == "step" else v.to(wide) for k, v in theirs_entry.items()})
         assert bits(p) == bits(q)
     trained(optimizer, range(2, 3))
     assert optimizer.state[parameters_of(optimizer)[0]]["step"] == 3
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("without", [[], ["master"]], ids=["", "without masters"])
-def test_loading_never_casts_or_moves_fp32_state(dtype: torch.dtype, without: list[str]) -> None:
-    optimizer = trained(make(dtype, amsgrad=True))
-    saved = copy.deepcopy(optimizer.state_dict())
-    for entry in saved["state"].values():
-        for key in without:
-            del entry[key]
-    before = state_bits(optimizer, without=without)["state"]
-    other = make(dtype)
-    load_weights(other, optimizer)
-    other.load_state_dict(saved)
-    assert state_bits(other, without=without)["state"] == before
-    for entry in other.state_dict()["state"].values():
-        assert {(value.dtype, value.device.type) for value in entry.values()} == {(torch.float32, "cpu")}
-
-
-@pytest.mark.parametrize("key", ["amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused"])
-def test_checkpoint_older_than_a_group_key(key: str) -> None:
-    saved = copy.deepcopy(trained(make(cls=torch.optim.AdamW)).state_dict())
-    for group in saved["param_groups"]:
-        del group[key]
-        del group["decoupled_weight_decay"]
-    for entry in saved["state"].values():
-        entry["step"] = int(entry["step"])  # a number then
-    optimizer = make()
-    optimizer.load_state_dict(saved)
-    trained(optimizer, range(2, 3))
-    assert optimizer.param_groups[0][key] == make().param_groups[0][key]
-    assert optimizer.param_groups[0]["decoupled_weight_decay"] is True
-    assert torch.equal(optimizer.state[parameters_of(optimizer)[0]]["step"], torch.tensor(3.0))
 
 
 def test_decay_of_adamw_stays_decoupled_whatever_is_loaded() -> None:

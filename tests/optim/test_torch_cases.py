@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.visible import are_taken, bits, give_gradients, parameter, parameters_of, state_bits
+from support.visible import bits, give_gradients, parameter, parameters_of, state_bits, train
 from torch.testing._internal.common_optimizers import (
     optim_error_inputs_func_adam,
     optim_error_inputs_func_adamw,
@@ -48,13 +48,7 @@ def run(cls: type, dtype: torch.dtype, *, speculative: bool = False, **options: 
     optimizer = cls([parameter(64, dtype=dtype), parameter(16, 12, dtype=dtype, seed=1)], **options)
     seen = []
     for seed in range(5):
-        give_gradients(optimizer, seed)
-        if speculative:
-            optimizer.speculate()
-            assert all(are_taken(optimizer))
-            optimizer.resolve()
-        else:
-            optimizer.step()
+        train(optimizer, seed, speculative=speculative)
         seen.append(state_bits(optimizer))
     return seen
 
@@ -88,14 +82,9 @@ if platform.machine() == "x86_64":  # elsewhere torch's fused kernel rounds diff
         reference = theirs([torch.nn.Parameter(parameter(64, dtype=dtype).detach().float())], fused=True, **options)
         (p,), (master,) = parameters_of(optimizer), parameters_of(reference)
         for seed in range(5):
-            give_gradients(optimizer, seed)
+            give_gradients(optimizer, seed, speculative=speculative)
             master.grad = p.grad.float()
-            if speculative:
-                optimizer.speculate()
-                assert all(are_taken(optimizer))
-                optimizer.resolve()
-            else:
-                optimizer.step()
+            (optimizer.resolve if speculative else optimizer.step)()
             reference.step()
             assert bits(p) == bits(master.to(dtype))
             assert bits(optimizer.state[p]["master"]) == bits(master)

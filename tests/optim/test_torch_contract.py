@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from support.optimizers import EACH_DTYPE, EACH_PAIR, make, trained
 from support.visible import (
     are_taken,
     bits,
@@ -23,20 +23,9 @@ from support.visible import (
     train,
     visible,
 )
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from superadam import SpeculativeCPUAdam, SpeculativeCPUAdamW
-
-PAIRS = [(SpeculativeCPUAdam, torch.optim.Adam), (SpeculativeCPUAdamW, torch.optim.AdamW)]
-EACH_PAIR = pytest.mark.parametrize(("ours", "theirs"), PAIRS, ids=["Adam", "AdamW"])
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
-
-
-def make(cls: type = SpeculativeCPUAdamW, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
-    return cls([parameter(70, dtype=dtype), parameter(4, 5, dtype=dtype, seed=1)], **options)
-
+from superadam import SpeculativeCPUAdamW
 
 # -- the object --------------------------------------------------------------------------------------------------------
 
@@ -44,7 +33,7 @@ def make(cls: type = SpeculativeCPUAdamW, dtype: torch.dtype = torch.float32, **
 @EACH_PAIR
 def test_groups_defaults_and_text_are_those_of_torch(ours: type, theirs: type) -> None:
     options = {"lr": 0.5, "betas": (torch.tensor(0.5), torch.tensor(0.75)), "weight_decay": 0.5}
-    optimizer, reference = make(ours, **options), make(theirs, **options)
+    optimizer, reference = make(cls=ours, **options), make(cls=theirs, **options)
     assert optimizer.defaults == reference.defaults
     assert repr(optimizer).replace(ours.__name__, theirs.__name__) == repr(reference)
     assert isinstance(optimizer, torch.optim.Optimizer)
@@ -91,8 +80,8 @@ REFUSED_BY_TORCH: dict[str, tuple[Callable[[type], Any], type[Exception]]] = {
     "numbers": (lambda cls: cls([3.0]), TypeError),
     "strings": (lambda cls: cls(["weight"]), TypeError),
     "not a leaf": (lambda cls: cls([parameter(3) * 2]), ValueError),
-    "both implementations": (lambda cls: make(cls, foreach=True, fused=True), RuntimeError),
-    "a group that is no dict": (lambda cls: make(cls).add_param_group([parameter(3)]), TypeError),
+    "both implementations": (lambda cls: make(cls=cls, foreach=True, fused=True), RuntimeError),
+    "a group that is no dict": (lambda cls: make(cls=cls).add_param_group([parameter(3)]), TypeError),
 }
 
 
@@ -122,7 +111,7 @@ def test_refused_by_us(key: str) -> None:
 @EACH_PAIR
 def test_step_hooks(ours: type, theirs: type) -> None:
     def heard(cls: type) -> list[Any]:
-        optimizer, calls = make(cls), []
+        optimizer, calls = make(cls=cls), []
 
         def hook(name: str) -> Callable[..., None]:
             return lambda opt, args, kwargs: calls.append(
@@ -161,8 +150,7 @@ def test_step_hook_sees_the_step_that_it_follows() -> None:
     )
     for seed in range(3):
         train(optimizer, seed)
-    give_gradients(optimizer, 3)
-    optimizer.speculate()
+    speculate(optimizer, 3)
     optimizer.step()
     assert seen == [1, 2, 3, 4]
 
@@ -170,7 +158,7 @@ def test_step_hook_sees_the_step_that_it_follows() -> None:
 @EACH_PAIR
 def test_state_dict_hooks(ours: type, theirs: type) -> None:
     def heard(cls: type) -> list[Any]:
-        optimizer, calls = make(cls), []
+        optimizer, calls = make(cls=cls), []
         train(optimizer, 1)
         saved = optimizer.state_dict()
         optimizer.register_state_dict_pre_hook(lambda opt: calls.append(("before saving", opt is optimizer)))
@@ -196,8 +184,7 @@ def test_state_dict_hooks(ours: type, theirs: type) -> None:
 
 
 def test_state_dict_hook_that_returns_something_else() -> None:
-    optimizer = make()
-    train(optimizer, 1)
+    optimizer = trained(make(), [1])
     optimizer.register_state_dict_post_hook(lambda optimizer, saved: {"wrapped": saved})
     assert sorted(optimizer.state_dict()) == ["wrapped"]
 
@@ -209,10 +196,7 @@ def test_profiler_ranges() -> None:
         optimizer.step()
         optimizer.zero_grad()
     names = [event.name for event in profile.events() if event.name.startswith("Optimizer.")]
-    assert names == [
-        "Optimizer.step#SpeculativeCPUAdamW.step",
-        "Optimizer.zero_grad#SpeculativeCPUAdamW.zero_grad",
-    ]
+    assert names == [f"Optimizer.{name}#SpeculativeCPUAdamW.{name}" for name in ("step", "zero_grad")]
 
 
 # -- closures and gradients --------------------------------------------------------------------------------------------
@@ -246,7 +230,7 @@ def test_closure(mode: Callable[[], Any]) -> None:
 @EACH_PAIR
 def test_zero_grad(ours: type, theirs: type) -> None:
     for cls in (ours, theirs):
-        optimizer = make(cls)
+        optimizer = make(cls=cls)
         give_gradients(optimizer, 1)
         held = parameters_of(optimizer)[0].grad
         optimizer.zero_grad(set_to_none=False)
@@ -283,9 +267,7 @@ def test_autograd_notices_that_parameters_changed(dtype: torch.dtype, is_specula
     optimizer = make(dtype=dtype, max_grad_norm=100.0)
     p = parameters_of(optimizer)[0]
     train(optimizer, 1)
-    give_gradients(optimizer, 2, size)
-    if is_speculated:
-        optimizer.speculate()
+    give_gradients(optimizer, 2, size, speculative=is_speculated)
     y = (p * p).sum()
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -295,9 +277,7 @@ def test_autograd_notices_that_parameters_changed(dtype: torch.dtype, is_specula
 @EACH_DTYPE
 def test_graphs_made_before_and_during_speculation_stay_valid(dtype: torch.dtype) -> None:
     """Nothing is written before the step: not by speculation, and not by a rollback, a question or a skipped step."""
-    optimizer, twin = make(dtype=dtype), make(dtype=dtype)
-    for one in (optimizer, twin):
-        train(one, 1)
+    optimizer, twin = trained(make(dtype=dtype), [1]), trained(make(dtype=dtype), [1])
     p, q = parameters_of(optimizer)[0], parameters_of(twin)[0]
     graphs = [(p * p * p).sum()]
     speculate(optimizer, 2, math.nan)
@@ -314,21 +294,6 @@ def test_graphs_made_before_and_during_speculation_stay_valid(dtype: torch.dtype
     assert p._version == version
     assert bits(p.grad) == bits(q.grad)
     assert visible(optimizer)["state"] == visible(twin)["state"]
-
-
-def test_gradient_with_a_graph_of_its_own() -> None:
-    optimizer, twin = make(), make()
-    p = parameters_of(optimizer)[0]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch, about backward(create_graph=True)
-        p.pow(3).sum().backward(create_graph=True)
-    assert p.grad.requires_grad
-    parameters_of(twin)[0].grad = p.grad.detach().clone()
-    optimizer.speculate()
-    assert not any(are_taken(optimizer))
-    optimizer.resolve()
-    twin.step()
-    assert state_bits(optimizer) == state_bits(twin)
 
 
 # -- other parts of torch ----------------------------------------------------------------------------------------------
@@ -361,27 +326,9 @@ def test_optimizers_that_step_in_backward() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_speculation_in_backward(dtype: torch.dtype) -> None:
-    model, twin = _two_layers(dtype), _two_layers(dtype)
-    optimizer, whole = (SpeculativeCPUAdamW(one.parameters(), max_grad_norm=8.0) for one in (model, twin))
-    for p in model.parameters():
-        p.register_post_accumulate_grad_hook(lambda p: optimizer.speculate([p]))
-    for seed in range(4):
-        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)).to(dtype)
-        model(x).square().sum().backward()
-        assert all(are_taken(optimizer))
-        optimizer.step()
-        optimizer.zero_grad()
-        twin(x).square().sum().backward()
-        whole.step()
-        whole.zero_grad()
-        assert optimizer.last_outcome == whole.last_outcome
-    assert visible(optimizer) == visible(whole)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("zeroes", [False, True])
-def test_speculation_in_backward_of_several_micro_batches(dtype: torch.dtype, zeroes: bool) -> None:
+def test_speculation_in_backward(dtype: torch.dtype, micro_batches: int, zeroes: bool) -> None:
     """Autograd adds to a gradient that was taken as to any other."""
     model, twin = _two_layers(dtype), _two_layers(dtype)
     optimizer, whole = (SpeculativeCPUAdamW(one.parameters(), max_grad_norm=8.0) for one in (model, twin))
@@ -391,8 +338,9 @@ def test_speculation_in_backward_of_several_micro_batches(dtype: torch.dtype, ze
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)).to(dtype)
         for one in (model, twin):
             one(x).square().sum().backward()
+        assert all(are_taken(optimizer)) or seed >= micro_batches
         assert visible(optimizer) == visible(whole)
-        if seed % 3 == 2:
+        if (seed + 1) % micro_batches == 0:
             for one in (optimizer, whole):
                 one.step()
                 one.zero_grad(set_to_none=not zeroes)
@@ -408,30 +356,3 @@ def test_compiled_step() -> None:
             give_gradients(one, seed)
             call()
     assert visible(optimizer) == visible(twin)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("speculative", [False, True])
-def test_distributed_checkpoint_functions(dtype: torch.dtype, speculative: bool) -> None:
-    """They step a fresh optimizer with lr 0 and zero gradients to find out what its state looks like."""
-    model, other = _two_layers(dtype), _two_layers(dtype)
-    optimizer, fresh = (SpeculativeCPUAdamW(one.parameters()) for one in (model, other))
-    for seed in range(3):
-        train(optimizer, seed, speculative=speculative)
-    saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
-    other.load_state_dict(model.state_dict())
-    set_optimizer_state_dict(other, fresh, saved)
-    for one in (optimizer, fresh):
-        train(one, 3)
-    assert visible(fresh) == visible(optimizer)
-
-
-def test_averaged_weights() -> None:
-    model, twin = _two_layers(torch.bfloat16), _two_layers(torch.bfloat16)
-    optimizer, reference = (SpeculativeCPUAdamW(one.parameters()) for one in (model, twin))
-    averaged = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
-    for seed in range(3):
-        train(optimizer, seed, speculative=True)
-        averaged.update_parameters(model)
-        train(reference, seed)
-    assert visible(optimizer) == visible(reference)

@@ -3,37 +3,21 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
-from typing import Any
 
 import pytest
 import torch
-from support.visible import are_taken, bits, give_gradients, parameter, parameters_of, speculate, train, visible
+from support.optimizers import EACH_DTYPE, make, through_disk, trained
+from support.visible import are_taken, bits, give_gradients, parameters_of, speculate, train, visible
 from torch.optim import lr_scheduler
 
 from superadam import SpeculativeCPUAdamW
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
-
-
-def make(cls: type = SpeculativeCPUAdamW, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
-    return cls([parameter(70, dtype=dtype), parameter(4, 5, dtype=dtype, seed=1)], **options)
-
-
-def _pickled(optimizer: Any) -> Any:
-    return pickle.loads(pickle.dumps(optimizer))
-
-
-def _saved(optimizer: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(optimizer, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-COPIES = {"deepcopy": copy.deepcopy, "pickle": _pickled, "torch.save": _saved}
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda optimizer: pickle.loads(pickle.dumps(optimizer)),
+    "torch.save": lambda optimizer: through_disk(optimizer, weights_only=False),
+}
 
 
 @EACH_DTYPE
@@ -127,8 +111,7 @@ def test_limits_and_outcomes_are_shared_by_copies_of_the_attributes_alone() -> N
 
 
 def test_setstate_of_an_older_pickle() -> None:
-    optimizer = make()
-    train(optimizer, 1)
+    optimizer = trained(make(), [1])
     values = copy.deepcopy(optimizer).__getstate__()
     del values["param_groups"][0]["decoupled_weight_decay"]
     other = SpeculativeCPUAdamW.__new__(SpeculativeCPUAdamW)

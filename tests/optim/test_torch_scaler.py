@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.visible import are_taken, give_gradients, parameter, parameters_of, state_bits, train, visible
+from support.optimizers import make, trained
+from support.visible import are_taken, give_gradients, parameter, parameters_of, speculate, state_bits, train, visible
 
 from superadam import SpeculativeCPUAdam, SpeculativeCPUAdamW, StepKind
 from superadam.handles.gradient_handle import taken_of
@@ -18,10 +19,6 @@ from superadam.kernels import torch_private
 WHEN = pytest.mark.parametrize("when", ["before unscale_", "after unscale_"])
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]  # torch itself refuses to unscale fp16 gradients
 EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
-
-
-def make(cls: type = SpeculativeCPUAdamW, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
-    return cls([parameter(70, dtype=dtype), parameter(4, 5, dtype=dtype, seed=1)], **options)
 
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -99,14 +96,12 @@ def test_speculation_changes_no_bit_of_a_scaled_loop(dtype: torch.dtype, use: st
 @EACH_DTYPE
 @pytest.mark.parametrize("when", ["never", "before unscale_", "after unscale_"])
 def test_limit_and_outcomes_are_those_of_unscaled_gradients(dtype: torch.dtype, when: str) -> None:
-    optimizer, twin = (make(SpeculativeCPUAdam, dtype, max_grad_norm=0.5) for _ in range(2))
+    optimizer, twin = (make(dtype, SpeculativeCPUAdam, max_grad_norm=0.5) for _ in range(2))
     scaler = scaler_of(2.0**10)
     for seed in range(4):
         give_gradients(twin, seed)
         twin.step()
-        give_gradients(optimizer, seed, scaler.get_scale())
-        if when == "before unscale_":
-            optimizer.speculate()
+        give_gradients(optimizer, seed, scaler.get_scale(), speculative=when == "before unscale_")
         scaler.scale(torch.ones(()))  # which makes the scale
         if when == "after unscale_":
             scaler.unscale_(optimizer)
@@ -125,8 +120,7 @@ def test_limit_and_outcomes_are_those_of_unscaled_gradients(dtype: torch.dtype, 
 @pytest.mark.parametrize("when", ["never", "before unscale_", "after unscale_"])
 def test_an_overflow_is_the_scalers(value: float, on_nonfinite: str, when: str) -> None:
     """It does not call the optimizer then, so nothing raises, and the outcome is still the last one."""
-    optimizer = make(dtype=torch.bfloat16, on_nonfinite=on_nonfinite)
-    train(optimizer, 1)
+    optimizer = trained(make(dtype=torch.bfloat16, on_nonfinite=on_nonfinite), [1])
     before, outcome = state_bits(optimizer), optimizer.last_outcome
     scaler = scaler_of(2.0**10)
     scaler.scale(parameters_of(optimizer)[0].sum() * value).backward()
@@ -142,8 +136,7 @@ def test_an_overflow_is_the_scalers(value: float, on_nonfinite: str, when: str) 
     assert state_bits(optimizer) == before
     assert optimizer.last_outcome is outcome
     optimizer.zero_grad()
-    twin = make(dtype=torch.bfloat16)
-    train(twin, 1)
+    twin = trained(make(dtype=torch.bfloat16), [1])
     for one in (optimizer, twin):
         train(one, 2, speculative=one is optimizer)
     assert state_bits(optimizer) == state_bits(twin)
@@ -154,9 +147,7 @@ def test_an_overflow_that_unscaling_makes_is_found() -> None:
     kinds, scales = [], []
     for speculative in (False, True):
         optimizer = make()
-        give_gradients(optimizer, 1, 1e30)
-        if speculative:
-            optimizer.speculate()
+        give_gradients(optimizer, 1, 1e30, speculative=speculative)
         scaler = scaler_of(2.0**-40)
         scaler.scale(torch.ones(()))
         scaler.step(optimizer)
@@ -180,8 +171,7 @@ def test_unscaling_is_expected_from_the_second_step_on() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4)
     accepted = []
     for seed in range(8):
-        give_gradients(optimizer, seed, scaler.get_scale())
-        optimizer.speculate()
+        speculate(optimizer, seed, scaler.get_scale())
         assert all(are_taken(optimizer))
         scaler.scale(torch.ones(()))
         scaler.step(optimizer)
@@ -199,9 +189,7 @@ def test_fp16_gradients_are_refused_as_by_torch() -> None:
     for speculative in (False, True):
         optimizer = make(dtype=torch.float16)
         scaler = scaler_of(2.0)
-        give_gradients(optimizer, 1)
-        if speculative:
-            optimizer.speculate()
+        give_gradients(optimizer, 1, speculative=speculative)
         before = visible(optimizer)
         scaler.scale(torch.ones(()))
         with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
@@ -213,8 +201,7 @@ def test_fp16_gradients_are_refused_as_by_torch() -> None:
 def test_unscaling_is_recorded_and_not_done() -> None:
     optimizer = make(dtype=torch.bfloat16)
     scaler = scaler_of(2.0**10)
-    give_gradients(optimizer, 1, 2.0**10)
-    optimizer.speculate()
+    speculate(optimizer, 1, 2.0**10)
     scaler.scale(torch.ones(()))
     scaler.unscale_(optimizer)
     twin = make(dtype=torch.bfloat16)

@@ -8,14 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.visible import parameter, parameters_of, state_bits, train, visible
+from support.optimizers import copy_weights, make
+from support.visible import state_bits, train, visible
 from torch.optim import lr_scheduler, swa_utils
-
-from superadam import SpeculativeCPUAdamW
-
-
-def make(cls: type = SpeculativeCPUAdamW, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
-    return cls([parameter(70, dtype=dtype), parameter(4, 5, dtype=dtype, seed=1)], **options)
 
 
 def _sequential(optimizer: Any) -> Any:
@@ -67,8 +62,8 @@ def _advance(scheduler: Any) -> None:
 @pytest.mark.parametrize("speculative", [False, True])
 def test_schedulers(name: str, is_tensor: bool, speculative: bool) -> None:
     """Learning rates and betas are those that torch's AdamW gets, and the steps are made with them."""
-    optimizer, reference, twin = make(lr=_lr(is_tensor)), make(torch.optim.AdamW, lr=_lr(is_tensor)), make()
-    descent = make(torch.optim.SGD, lr=_lr(is_tensor), momentum=0.9)
+    optimizer, reference, twin = make(lr=_lr(is_tensor)), make(cls=torch.optim.AdamW, lr=_lr(is_tensor)), make()
+    descent = make(cls=torch.optim.SGD, lr=_lr(is_tensor), momentum=0.9)
     schedulers = [SCHEDULERS[name](one) for one in (optimizer, reference, descent)]
     rates = set()
     for seed in range(5):
@@ -103,9 +98,7 @@ def test_state_dicts_of_schedulers_and_optimizer(name: str, is_tensor: bool, dty
         _advance(scheduler)
     second.load_state_dict(copy.deepcopy(scheduler.state_dict()))
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    with torch.no_grad():
-        for p, q in zip(parameters_of(other), parameters_of(optimizer), strict=True):
-            p.copy_(q)
+    copy_weights(other, optimizer)
     third = copy.deepcopy(scheduler)
     for seed in range(3, 6):
         for one, its in ((optimizer, scheduler), (other, second), (third.optimizer, third)):

@@ -531,7 +531,10 @@ def step_others(pair: Pair, seed: int) -> None:
             pair.ours.speculate()
         pair.ours.step()
         other.step_theirs()
-        other.check_parameters()
+        other.check_everything()
+    for place, master in enumerate(parameters_of(other.theirs)):
+        if place in saved["state"]:
+            assert bits(saved["state"][place]["exp_avg"]) == bits(other.theirs.state[master]["exp_avg"])
 
 
 ITERATIONS = 4 * ["train"] + 2 * ["gradients", "speculate", "step"]

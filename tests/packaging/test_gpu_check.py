@@ -12,18 +12,18 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import support.gpu_arrays  # noqa: F401 - kernels are interpreted
 import torch
-from support.training_runs import one_torch_thread
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_torch_thread")]
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "bench"))
@@ -39,12 +39,6 @@ from gpucheck.verdicts import Answer  # noqa: E402
 from superadam.cli import main as cli  # noqa: E402
 
 STAGES = ["machine", "tests", "verification", "rates", "throughput", "sanitizer"]
-
-
-@pytest.fixture(autouse=True)
-def _one_torch_thread() -> Iterator[None]:
-    with one_torch_thread():
-        yield
 
 
 def kind_of(command: Sequence[str]) -> str:
@@ -105,11 +99,16 @@ def but(kind: str, instead: Callable[[Done], Done]) -> Program:
     return run
 
 
+def results_in(folder: Path) -> dict[str, Any]:
+    (path,) = (path for path in folder.glob("*.json") if "trace" not in path.name)
+    results: dict[str, Any] = json.loads(path.read_text())
+    return results
+
+
 def check(folder: Path, program: Program = in_this_process, seconds: float = 1000.0) -> tuple[int, dict[str, Any]]:
     """Rehearse into a folder, and return the exit status and the results."""
     status = gpu_check.check(folder, seconds, rehearses=True, runner=runner(program))
-    (path,) = (path for path in folder.glob("*.json") if "trace" not in path.name)
-    results: dict[str, Any] = json.loads(path.read_text())
+    results = results_in(folder)
     assert list(results["stages"]) == STAGES
     return status, results
 
@@ -234,8 +233,7 @@ def test_interrupted_check_leaves_what_it_has(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         gpu_check.check(tmp_path, 1000.0, rehearses=True, runner=runner(run))
-    (path,) = (path for path in tmp_path.glob("*.json") if "trace" not in path.name)
-    results = json.loads(path.read_text())
+    results = results_in(tmp_path)
     assert list(results["stages"]) == STAGES[:5]
     rows = results["stages"]["throughput"]["figures"]["rows"]
     assert [row["side"] for row in rows] == [sides.ALONE] * 2 + [sides.OVERLAPPED] * 2
@@ -243,12 +241,8 @@ def test_interrupted_check_leaves_what_it_has(tmp_path: Path) -> None:
 
 def test_every_optimizer_makes_the_same_step() -> None:
     parameters = []
-    for make in (
-        sides.TorchOnDevice,
-        sides.TorchOnHost,
-        sides.Superadam,
-        lambda model: sides.Superadam(model).overlap(),
-    ):
+    overlapped = lambda model: sides.Superadam(model).overlap()  # noqa: E731
+    for make in (sides.TorchOnDevice, sides.TorchOnHost, sides.Superadam, overlapped):
         torch.manual_seed(0)
         model = torch.nn.Linear(64, 64, bias=False).to(torch.bfloat16)
         side = make(model)
@@ -346,17 +340,11 @@ def test_memory_that_does_not_suffice_is_a_row(
     assert set(rows(Done(-9, "", 1.0)).values()) == {"killed"}
     assert rows(Done(None, output[: output.index("\n") + 1], 1.0))[alone, 1] == fits
 
-    def full(settings: Any) -> Any:
-        raise torch.OutOfMemoryError("full")
-
-    monkeypatch.setattr(throughput, "build_model", full)
+    monkeypatch.setattr(throughput, "build_model", Mock(side_effect=torch.OutOfMemoryError("full")))
     throughput.measure(both)
     assert set(rows(Done(0, capsys.readouterr().out, 1.0)).values()) == {fits_not}
 
-    def broken(settings: Any) -> Any:
-        raise RuntimeError("broken")
-
-    monkeypatch.setattr(throughput, "build_model", broken)
+    monkeypatch.setattr(throughput, "build_model", Mock(side_effect=RuntimeError("broken")))
     with pytest.raises(RuntimeError, match="broken"):
         throughput.measure(both)
 
@@ -426,12 +414,6 @@ def test_hidden_share_is_of_the_passes_alone_however_slow_a_plain_step_is() -> N
         assert [row.hidden_share for row in rows] == [None, 0.75, None, None]
 
 
-def test_rates_count_both_directions() -> None:
-    found = list(rates.link_rates(torch.device("cpu"), 1 << 16, 3))
-    assert len(found) == 3
-    assert all(rate.gigabytes_per_second > 0.0 for rate in found)
-
-
 def test_kernels_move_what_a_copy_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = iter((0.5, 1.0, 2.0, 4.0))
     monkeypatch.setattr(rates, "_median_seconds", lambda action, rounds: action() or next(seconds))
@@ -476,6 +458,7 @@ def test_picture_names_what_did_not_fit_and_draws_the_bound() -> None:
 def test_results_do_not_overwrite_one_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report.platform, "node", lambda: "Node 7.local")
     monkeypatch.setattr(report, "commit", lambda: "1234567")
+    assert [report.slug(one) for one in ("NVIDIA GeForce RTX 4090", "GH200 480GB")] == ["rtx-4090", "gh200-480gb"]
     names = [report.new_file(tmp_path, "NVIDIA H200", "2026-11-22T10:00:00+00:00").name for _ in range(3)]
     assert names == [f"h200-node-7-local-2026-11-22-1234567{end}.json" for end in ("", "-2", "-3")]
     for _ in range(2):
@@ -499,17 +482,8 @@ def test_one_stage_has_all_the_time(tmp_path: Path) -> None:
         return remembered(command, seconds)
 
     gpu_check.check(tmp_path, 1000.0, rehearses=True, runner=runner(run), only=["rates"])
-    (path,) = tmp_path.glob("*.json")
-    assert list(json.loads(path.read_text())["stages"]) == ["rates"]
+    assert list(results_in(tmp_path)["stages"]) == ["rates"]
     assert 900.0 < given[0] <= 1000.0
-
-
-@pytest.mark.parametrize(
-    ("device", "name"),
-    [("NVIDIA H200", "h200"), ("NVIDIA GeForce RTX 4090", "rtx-4090"), ("GH200 480GB", "gh200-480gb")],
-)
-def test_files_are_named_after_the_device(device: str, name: str) -> None:
-    assert report.slug(device) == name
 
 
 def test_gpu_tests_are_found_and_this_is_none_of_them() -> None:

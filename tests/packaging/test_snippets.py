@@ -58,12 +58,9 @@ def named(paths: list[Path]) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def _light() -> Iterator[None]:
+def _light(one_torch_thread: None) -> Iterator[None]:
     """Compute with one thread, and leave no process group."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
     yield
-    torch.set_num_threads(before)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

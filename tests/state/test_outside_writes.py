@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.optimizers import DTYPES, EACH_DTYPE, train_alike, trained
 from support.reference import same_bits
 from support.strategies import Magnitudes, random_array
 from support.visible import are_taken, bits, give_gradients, parameter, parameters_of, shown, state_bits, train, visible
@@ -18,8 +19,6 @@ from support.visible import are_taken, bits, give_gradients, parameter, paramete
 from superadam import SpeculativeCPUAdam
 from superadam.state.parameter import differing
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 WORKING_COPIES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "contiguous": lambda values: values.clone(),
@@ -66,10 +65,7 @@ def test_write_over_open_speculation(
     for one in (optimizer, twin):
         for seed in range(steps_before):
             train(one, seed)
-        give_gradients(one, 5, size)
-        if one is optimizer:
-            one.speculate()
-            assert all(are_taken(one))
+        give_gradients(one, 5, size, speculative=one is optimizer)
         write(one)
         if is_looked_at:
             assert len(one.state) == bool(steps_before)
@@ -132,9 +128,7 @@ def test_write_that_is_taken_back_keeps_masters(dtype: torch.dtype, how: str) ->
     """As if it had never been."""
     optimizer, twin = make(dtype), make(dtype)
     for seed in range(4):
-        give_gradients(optimizer, seed)
-        optimizer.speculate()
-        assert all(are_taken(optimizer))
+        give_gradients(optimizer, seed, speculative=True)
         (p,) = parameters_of(optimizer)
         holder = torch.nn.Linear(1, 1, dtype=dtype)
         holder.weight = p
@@ -199,10 +193,18 @@ def test_write_between_steps(dtype: torch.dtype, speculative: bool, is_committed
     assert (p.flatten()[1::3].float() - 7.0).abs().min() > 1.0
 
 
-RELOADS: dict[str, Callable[[torch.Tensor], None]] = {
+def _swapped(p: torch.Tensor) -> None:
+    """Evaluate with other weights, from a backup of the rounded ones."""
+    backup = p.clone()
+    p.fill_(0.5)
+    p.copy_(backup)
+
+
+RELOADS: dict[str, Callable[[torch.Tensor], object]] = {
     "copy_": lambda p: p.copy_(p.clone()),
     "set .data": lambda p: setattr(p, "data", p.data.clone()),
-    "there and back": lambda p: (p.neg_(), p.neg_(), None)[-1],
+    "there and back": lambda p: (p.neg_(), p.neg_()),
+    "averages in and out": _swapped,
 }
 
 
@@ -210,16 +212,12 @@ RELOADS: dict[str, Callable[[torch.Tensor], None]] = {
 @pytest.mark.parametrize("reload", RELOADS)
 @pytest.mark.parametrize("is_committed", [False, True])
 def test_loading_the_same_weights_keeps_masters(dtype: torch.dtype, reload: str, is_committed: bool) -> None:
-    optimizer, twin = make(dtype), make(dtype)
-    for one in (optimizer, twin):
-        train(one, 1, speculative=True)
+    optimizer, twin = (trained(make(dtype), [1], speculative=True) for _ in range(2))
     if is_committed:
         optimizer.commit()
     with torch.no_grad():
         RELOADS[reload](parameters_of(optimizer)[0])
-    for one in (optimizer, twin):
-        train(one, 2, speculative=True)
-    assert visible(optimizer) == visible(twin)
+    train_alike(optimizer, twin, 2)
     (p,) = parameters_of(optimizer)
     assert (optimizer.state[p]["master"] != p.float()).any()  # there is something that could have been lost
 
@@ -252,22 +250,6 @@ def test_commit_looks_at_parameters_also_after_a_state_was_loaded(dtype: torch.d
             p[0, 0] = written
         optimizer.commit()
     assert optimizer.state[p]["master"][0, 0].item() == value
-
-
-@pytest.mark.parametrize("is_uncommitted", [False, True])
-def test_averaged_weights_swapped_in_and_out(is_uncommitted: bool) -> None:
-    """Evaluation with other weights, from a backup of the rounded ones, costs no master."""
-    optimizer, twin = make(), make()
-    for one in (optimizer, twin):
-        train(one, 1, speculative=is_uncommitted)
-    (p,) = parameters_of(optimizer)
-    backup = p.detach().clone()
-    with torch.no_grad():
-        p.copy_(torch.full_like(p, 0.5))
-        p.copy_(backup)
-    for one in (optimizer, twin):
-        train(one, 2, speculative=is_uncommitted)
-    assert visible(optimizer) == visible(twin)
 
 
 @EACH_DTYPE
@@ -307,10 +289,7 @@ def test_reload_masters_while_speculation_is_open(dtype: torch.dtype, steps_befo
     for one in (optimizer, twin):
         for seed in range(steps_before):
             train(one, seed)
-        give_gradients(one, 5)
-        if one is optimizer:
-            one.speculate()
-            assert all(are_taken(one))
+        give_gradients(one, 5, speculative=one is optimizer)
         (p,) = parameters_of(one)
         p.data[::2] = 7.0
         one.reload_masters()
@@ -370,9 +349,8 @@ def test_state_that_was_made_in_inference_mode_counts_as_it_is_at_the_step() -> 
 
 
 def test_a_write_is_adopted_in_a_master_that_was_made_in_inference_mode() -> None:
-    optimizer, twin = make(), make()
+    optimizer, twin = trained(make(), [1]), trained(make(), [1])
     for one in (optimizer, twin):
-        train(one, 1)
         (p,) = parameters_of(one)
         with torch.inference_mode(one is optimizer):
             one.state[p] = {key: value.clone() for key, value in one.state[p].items()}

@@ -7,15 +7,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from support.optimizers import EACH_DTYPE, train_alike, trained
 from support.visible import are_taken, bits, give_gradients, parameter, parameters_of, refused, state_bits
 from torch import Tensor
 
 from superadam import SpeculativeCPUAdam, SpeculativeCPUAdamW
 from superadam.state.delivery import SynchronousDelivery
 from superadam.state.parameter import ParameterState
-
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 
 # -- parameters --------------------------------------------------------------------------------------------------------
 
@@ -38,9 +36,7 @@ def test_unfit_parameter_is_refused(kind: str) -> None:
         SpeculativeCPUAdam([make()])
     with pytest.raises(TypeError, match=f"^weight {sentence}"):
         SpeculativeCPUAdam([("weight", make())])
-    optimizer = SpeculativeCPUAdam([parameter(3)])
-    give_gradients(optimizer, 1)
-    optimizer.step()
+    optimizer = trained(SpeculativeCPUAdam([parameter(3)]), [1])
     with refused(optimizer, TypeError, f"parameter 1 of group 1 {sentence}"):
         optimizer.add_param_group({"params": [parameter(3), make()]})
 
@@ -85,10 +81,7 @@ BAD_GRADIENTS: dict[str, tuple[Callable[[Tensor], Tensor], type[Exception], str]
 @pytest.mark.parametrize("kind", BAD_GRADIENTS)
 def test_bad_gradient_is_refused(kind: str) -> None:
     spoil, error, sentence = BAD_GRADIENTS[kind]
-    optimizer = SpeculativeCPUAdam([parameter(5, 5), parameter(4, 4)])
-    give_gradients(optimizer, 1)
-    optimizer.step()
-    optimizer.zero_grad()
+    optimizer = trained(SpeculativeCPUAdam([parameter(5, 5), parameter(4, 4)]), [1])
     parameters_of(optimizer)[0].grad = torch.ones(5, 5)
     spoil(parameters_of(optimizer)[1])
     before = state_bits(optimizer)
@@ -210,16 +203,10 @@ def test_every_layout_has_the_same_bits(
 @EACH_DTYPE
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (0, 3), (1, 1, 1)], ids=str)
 def test_smallest_shapes(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    optimizer = SpeculativeCPUAdamW([parameter(*shape, dtype=dtype), parameter(3, dtype=dtype)], lr=0.1)
-    twin = SpeculativeCPUAdamW([parameter(*shape, dtype=dtype), parameter(3, dtype=dtype)], lr=0.1)
-    for seed in range(2):
-        for one in (optimizer, twin):
-            give_gradients(one, seed)
-        optimizer.step()
-        twin.speculate()
-        assert all(are_taken(twin))
-        twin.resolve()
-    assert state_bits(optimizer) == state_bits(twin)
+    optimizer, twin = (
+        SpeculativeCPUAdamW([parameter(*shape, dtype=dtype), parameter(3, dtype=dtype)], lr=0.1) for _ in range(2)
+    )
+    train_alike(optimizer, twin, 0, 1)
     assert optimizer.state[parameters_of(optimizer)[0]]["exp_avg"].shape == shape
 
 
@@ -252,10 +239,8 @@ def _run(dtype: torch.dtype) -> list[object]:
     for seed, (size, limit) in enumerate([(1e-3, 1.0), (1.0, 1.0), (float("inf"), 1.0), (1.0, None)]):
         for speculative in (True, False):
             optimizer.max_grad_norm = limit
-            give_gradients(optimizer, seed, size)
+            give_gradients(optimizer, seed, size, speculative=speculative)
             if speculative:
-                optimizer.speculate()
-                assert all(are_taken(optimizer))
                 if seed == 3:
                     optimizer.rollback()
                 optimizer.resolve()
@@ -274,12 +259,7 @@ def _run(dtype: torch.dtype) -> list[object]:
 @pytest.mark.usefixtures("elsewhere")
 def test_what_is_staged_is_speculated_on(limit: float | None) -> None:
     optimizer = SpeculativeCPUAdam([parameter(70), parameter(4, dtype=torch.float64)], max_grad_norm=limit)
-    for seed in range(3):
-        give_gradients(optimizer, seed)
-        optimizer.speculate()
-        optimizer.step()
-        optimizer.zero_grad()
-    counts = optimizer.statistics
+    counts = trained(optimizer, range(3), speculative=True).statistics
     assert (counts.accepted, counts.respeculated) == ((4, 0) if limit is None else (0, 4))
 
 
@@ -292,10 +272,7 @@ def test_staging_has_the_same_bits(dtype: torch.dtype, request: pytest.FixtureRe
 
 @pytest.mark.usefixtures("elsewhere")
 def test_staged_fp32_parameter_has_a_master() -> None:
-    optimizer = SpeculativeCPUAdam([parameter(6)])
-    give_gradients(optimizer, 1)
-    optimizer.step()
-    (one,) = parameters_of(optimizer)
+    optimizer = trained(SpeculativeCPUAdam([one := parameter(6)]), [1])
     master = optimizer.state[one]["master"]
     assert bits(master) == bits(one)
     assert master.data_ptr() != one.data_ptr()

@@ -48,6 +48,13 @@ def sampled_places(length: int) -> list[int]:
     return sorted({distance * block + i for block in range(count) for i in range(width)})
 
 
+def differs(copy: Tensor, master: Tensor, **options: Any) -> bool:
+    segment = np.zeros(1, native.SEGMENT)
+    segment["length"], segment["master"], segment["out_dtype"] = len(copy), master.data_ptr(), DTYPES[copy.dtype]
+    rows = native.differing(segment, np.array([copy.data_ptr()], np.uint64), np.zeros(1, np.int64), **options)
+    return len(rows) > 0
+
+
 # ---- what is looked at ----------------------------------------------------------------------------------------------
 
 
@@ -57,20 +64,13 @@ def test_kernels_look_at_the_same_places(dtype: torch.dtype, length: int, data: 
     """A difference is found exactly where `blocks_of` says, and anywhere when everything is compared."""
     master = torch.linspace(-1, 1, length)
     copy = master.to(dtype)
-    segment = np.zeros(1, native.SEGMENT)
-    segment["length"], segment["master"], segment["out_dtype"] = length, master.data_ptr(), DTYPES[dtype]
-    pointers, rows = np.array([copy.data_ptr()], np.uint64), np.zeros(1, np.int64)
-
-    def found(*, everything: bool) -> int:
-        return len(native.differing(segment, pointers, rows, everything=everything))
-
-    assert not found(everything=False)
-    assert not found(everything=True)
+    assert not differs(copy, master, everything=False)
+    assert not differs(copy, master, everything=True)
     places = sampled_places(length)
     place = data.draw(st.one_of(st.sampled_from(places), st.integers(0, length - 1)))
     copy[place] += 1
-    assert found(everything=False) == (place in places)
-    assert found(everything=True)
+    assert differs(copy, master, everything=False) == (place in places)
+    assert differs(copy, master, everything=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -96,13 +96,10 @@ def test_large_parameters_are_compared_by_several_threads() -> None:
     length = 100 * native.CHUNK + 5
     master = torch.ones(length)
     copy = master.to(torch.bfloat16)
-    segment = np.zeros(1, native.SEGMENT)
-    segment["length"], segment["master"], segment["out_dtype"] = length, master.data_ptr(), native.Dtype.BFLOAT16
-    pointers, rows = np.array([copy.data_ptr()], np.uint64), np.zeros(1, np.int64)
-    assert not len(native.differing(segment, pointers, rows, everything=True, threads=2))
+    assert not differs(copy, master, everything=True, threads=2)
     for place in (0, 77_777, length - 1):
         copy[place] = 2
-        assert len(native.differing(segment, pointers, rows, everything=True, threads=2))
+        assert differs(copy, master, everything=True, threads=2)
         copy[place] = 1
 
 
@@ -216,13 +213,12 @@ def optional_scheduler(
 def test_edits_of_masters_count(where: str) -> None:
     """In a working copy that nobody wrote to, also if a skipped step lies in between."""
 
-    def run(*, samples: bool) -> tuple[dict[str, Any], list[list[int]]]:
+    def run(*, samples: bool) -> dict[str, Any]:
         model = nn.Linear(40, 40, dtype=torch.bfloat16)
         counted(model.weight, parameter(40, 40).detach().to(torch.bfloat16))
         counted(model.bias, torch.zeros(40, dtype=torch.bfloat16))
         optimizer = SpeculativeCPUAdam(model.parameters(), lr=0.01)
         with pytest.MonkeyPatch.context() as patch, optional_scheduler(optimizer, model, where):
-            found = [[]] if samples else []
             if not samples:
                 patch.setattr(Samples, "find_written", lambda self, rows: [])
             for seed, size in enumerate([1.0, 1.0, math.nan, 1.0, 1.0]):
@@ -238,9 +234,9 @@ def test_edits_of_masters_count(where: str) -> None:
             for seed in (7, 8):
                 give_gradients(optimizer, seed)
                 optimizer.step()
-            return everything(model, optimizer), found
+            return everything(model, optimizer)
 
-    assert run(samples=True)[0] == run(samples=False)[0]
+    assert run(samples=True) == run(samples=False)
 
 
 def finding(*lengths: int) -> tuple[SpeculativeCPUAdam, list[Tensor]]:

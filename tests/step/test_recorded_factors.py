@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from support.visible import give_gradients, parameter, parameters_of, state_bits, train, visible
+from support.optimizers import make, trained
+from support.visible import give_gradients, parameter, parameters_of, speculate, state_bits, train, visible
 from torch import Tensor
 
 from superadam import SpeculativeCPUAdam, StepKind
@@ -90,9 +92,7 @@ def test_no_product_is_made_over_gradients_that_kernels_can_scale(
     for one in (optimizer, twin):
         one.max_grad_norm = limit
         train(one, 1)
-        give_gradients(one, 2)
-    optimizer.speculate()
-    for one in (optimizer, twin):
+        give_gradients(one, 2, speculative=one is optimizer)
         PRODUCTS[product]([p.grad for p in parameters_of(one) if p.grad is not None])
         one.step()
     assert state_bits(optimizer) == state_bits(twin)
@@ -106,9 +106,7 @@ def test_a_loss_scale_that_stays_is_speculated_on(inverse: float, dtype: torch.d
     for one in (optimizer, twin):
         train(one, 1)
         for seed in range(2, 5):
-            give_gradients(one, seed, 1 / inverse)
-            if one is optimizer:
-                one.speculate()
+            give_gradients(one, seed, 1 / inverse, speculative=one is optimizer)
             gradients = [p.grad for p in parameters_of(one) if p.grad is not None]
             check_and_unscale(gradients, torch.zeros(()), torch.tensor(inverse))
             one.step()
@@ -139,7 +137,7 @@ def test_a_product_of_a_gradient_that_counts_unrounded_is_not_rounded() -> None:
 
 @pytest.mark.parametrize("factor", [0.5, 0.3], ids=str)
 def test_norm_without_a_limit_is_that_of_products_before_they_are_rounded(factor: float) -> None:
-    optimizer = SpeculativeCPUAdam([parameter(70, dtype=torch.bfloat16), parameter(4, 5, dtype=torch.bfloat16)])
+    optimizer = make(torch.bfloat16, SpeculativeCPUAdam)
     give_gradients(optimizer, 1)
     gradients = [p.grad.double() for p in parameters_of(optimizer) if p.grad is not None]
     optimizer.speculate([parameters_of(optimizer)[0]])
@@ -152,38 +150,30 @@ def test_norm_without_a_limit_is_that_of_products_before_they_are_rounded(factor
     assert optimizer.last_outcome.grad_norm == pytest.approx(norm, rel=1e-12)  # sums in fp64, in another order
 
 
-def test_factors_of_some_gradients_are_not_told_as_those_of_all() -> None:
-    optimizer = SpeculativeCPUAdam([parameter(70, dtype=torch.bfloat16), parameter(4, 5, dtype=torch.bfloat16)])
-    train(optimizer, 1)
+@pytest.mark.parametrize(
+    ("count", "change", "expected"),
+    [
+        (1, lambda g: g.mul_(0.5), (StepKind.COMMITTED, 1.0)),  # not told as that of all
+        (2, lambda g: g.mul_(0.25), (StepKind.CLIPPED, 0.25)),
+        (2, lambda g: g.div_(4.0), (StepKind.CLIPPED, 0.25)),
+    ],
+)
+def test_factors_of_all_gradients_are_told(
+    count: int, change: Callable[[Tensor], Tensor], expected: tuple[StepKind, float]
+) -> None:
+    optimizer = trained(make(torch.bfloat16, SpeculativeCPUAdam), [1])
     give_gradients(optimizer, 2)
-    first, _ = parameters_of(optimizer)
-    optimizer.speculate([first])
-    assert first.grad is not None
-    first.grad.mul_(0.5)
-    optimizer.step()
-    assert optimizer.last_outcome is not None
-    assert (optimizer.last_outcome.kind, optimizer.last_outcome.clip_coefficient) == (StepKind.COMMITTED, 1.0)
-
-
-@pytest.mark.parametrize("change", [lambda g: g.mul_(0.25), lambda g: g.div_(4.0)], ids=["multiplied", "divided"])
-def test_factors_of_all_gradients_are_told(change: Callable[[Tensor], Tensor]) -> None:
-    optimizer = SpeculativeCPUAdam([parameter(70, dtype=torch.bfloat16), parameter(4, 5, dtype=torch.bfloat16)])
-    give_gradients(optimizer, 1)
-    optimizer.speculate()
-    for one in parameters_of(optimizer):
-        assert one.grad is not None
+    optimizer.speculate(parameters_of(optimizer)[:count])
+    for one in parameters_of(optimizer)[:count]:
         change(one.grad)
     optimizer.step()
-    assert optimizer.last_outcome is not None
-    assert (optimizer.last_outcome.kind, optimizer.last_outcome.clip_coefficient) == (StepKind.CLIPPED, 0.25)
+    assert (optimizer.last_outcome.kind, optimizer.last_outcome.clip_coefficient) == expected
 
 
 def test_the_norm_so_far_is_of_gradients_as_they_arrived() -> None:
     optimizer = SpeculativeCPUAdam([parameter(70, dtype=torch.bfloat16)])
-    give_gradients(optimizer, 1)
-    optimizer.speculate()
-    transaction = optimizer._binding._transaction
-    assert transaction is not None
+    speculate(optimizer, 1)
+    transaction: Any = optimizer._binding._transaction
     norm = transaction.norm_so_far()
     assert norm > 0.0
     transaction.expected_scale = 0.5
@@ -191,14 +181,9 @@ def test_the_norm_so_far_is_of_gradients_as_they_arrived() -> None:
 
 
 def test_memory_of_new_values_is_released_once_they_are_published() -> None:
-    optimizer = SpeculativeCPUAdam([parameter(70, dtype=torch.bfloat16)])
-    train(optimizer, 1)
-    give_gradients(optimizer, 2)
-    optimizer.speculate()
-    transaction = optimizer._binding._transaction
-    assert transaction is not None
-    pending = transaction.table.states[0].pending
-    assert pending is not None
+    optimizer = trained(SpeculativeCPUAdam([parameter(70, dtype=torch.bfloat16)]), [1])
+    give_gradients(optimizer, 2, speculative=True)
+    pending = optimizer._binding._transaction.table.states[0].pending
     assert pending.place is not None
     optimizer.step()
     assert optimizer.statistics.accepted == 1

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from support.optimizers import trained
 from support.visible import give_gradients, parameter, parameters_of, train, visible
 
 from superadam import SpeculativeCPUAdam
@@ -25,9 +26,7 @@ def test_a_write_to_state_after_speculation_counts(key: str, how: str) -> None:
             with torch.inference_mode():
                 entry[key] = entry[key].clone()
             train(optimizer, 2)
-        give_gradients(optimizer, 3)
-        if is_speculative:
-            optimizer.speculate()
+        give_gradients(optimizer, 3, speculative=is_speculative)
         if how == "replaced":
             entry[key] = entry[key] * 2
         else:
@@ -40,22 +39,24 @@ def test_a_write_to_state_after_speculation_counts(key: str, how: str) -> None:
     assert shown[0] == shown[1]
 
 
+def accepted_twins() -> tuple[SpeculativeCPUAdam, SpeculativeCPUAdam]:
+    """Return two optimizers after the same steps, of which the first has an accepted one to commit."""
+    optimizer, twin = (trained(SpeculativeCPUAdam([parameter(70, dtype=torch.bfloat16)]), [1]) for _ in range(2))
+    train(optimizer, 2, speculative=True)
+    train(twin, 2)
+    assert (optimizer.statistics.accepted, twin.statistics.accepted) == (1, 0)
+    return optimizer, twin
+
+
 def test_an_accepted_step_is_kept_where_the_next_gradient_only_waits() -> None:
     """As it does where the parameter was written to."""
-    shown = []
-    for is_speculative in (False, True):
-        optimizer = SpeculativeCPUAdam([parameter(70, dtype=torch.bfloat16)])
-        train(optimizer, 1)
-        train(optimizer, 2, speculative=is_speculative)
-        assert optimizer.statistics.accepted == is_speculative
+    optimizer, twin = accepted_twins()
+    for one in (optimizer, twin):
         with torch.no_grad():
-            parameters_of(optimizer)[0][:9].add_(1)
-        give_gradients(optimizer, 3)
-        if is_speculative:
-            optimizer.speculate()
-        optimizer.step()
-        shown.append(visible(optimizer))
-    assert shown[0] == shown[1]
+            parameters_of(one)[0][:9].add_(1)
+        give_gradients(one, 3, speculative=one is optimizer)
+        one.step()
+    assert visible(optimizer) == visible(twin)
 
 
 def test_speculation_goes_on_after_a_write_was_adopted() -> None:
@@ -70,8 +71,7 @@ def test_speculation_goes_on_after_a_write_was_adopted() -> None:
 
 
 def test_as_much_is_committed_as_was_asked_for() -> None:
-    optimizer = SpeculativeCPUAdam([parameter(70, dtype=torch.bfloat16, seed=seed) for seed in range(3)])
-    train(optimizer, 1)
+    optimizer = trained(SpeculativeCPUAdam([parameter(70, dtype=torch.bfloat16, seed=s) for s in range(3)]), [1])
     train(optimizer, 2, speculative=True)
     transaction = optimizer._binding._transaction
     assert transaction is not None
@@ -80,15 +80,10 @@ def test_as_much_is_committed_as_was_asked_for() -> None:
 
 
 def test_masters_read_again_are_those_of_the_accepted_step() -> None:
-    shown = []
-    for is_speculative in (False, True):
-        optimizer = SpeculativeCPUAdam([parameter(70, dtype=torch.bfloat16)])
-        train(optimizer, 1)
-        train(optimizer, 2, speculative=is_speculative)
-        assert optimizer.statistics.accepted == is_speculative
-        optimizer.reload_masters()
-        shown.append(visible(optimizer))
-    assert shown[0] == shown[1]
+    optimizer, twin = accepted_twins()
+    for one in (optimizer, twin):
+        one.reload_masters()
+    assert visible(optimizer) == visible(twin)
 
 
 def test_what_was_counted_is_of_the_gradient_that_waits() -> None:

@@ -6,8 +6,8 @@ And whatever is done to gradients and parameters in between does what it does wi
 from __future__ import annotations
 
 import copy
-import io
 import math
+import operator
 import os
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from support import formula
+from support.optimizers import DTYPES, through_disk
 from support.reference import Synchronous, flat, same_bits
 from support.strategies import Magnitudes, random_array
 from support.visible import are_taken, bits
@@ -29,7 +30,6 @@ from superadam.handles.taken_gradient import TakenGradient
 from superadam.kernels.hyperparameters import Hyperparameters
 
 SHAPES = [(0,), (), (1,), (5, 7), (64,), (4097,), (33, 130)]
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 LAYOUTS = ["contiguous", "transposed", "sliced"]
 
 
@@ -68,31 +68,16 @@ KINDS = st.sampled_from(
 SEEDS = st.integers(0, 2**32 - 1)
 
 
-def half(gradient: torch.Tensor) -> None:
-    gradient.mul_(0.5)
-
-
-def third(gradient: torch.Tensor) -> None:
-    gradient.div_(3)
-
-
-def double(gradient: torch.Tensor) -> None:
-    gradient *= 2
-
-
-def tensor_factor(gradient: torch.Tensor) -> None:
-    gradient.mul_(torch.tensor(0.3))
-
-
-def clamp(gradient: torch.Tensor) -> None:
-    gradient.clamp_(-0.5, 0.5)
-
-
-def through_view(gradient: torch.Tensor) -> None:
-    (gradient[:1] if gradient.dim() else gradient.unsqueeze(0)).add_(1.0)
-
-
-EDITS = st.sampled_from([half, half, third, double, tensor_factor, clamp, through_view])
+EDITS = st.sampled_from(
+    [
+        *2 * [lambda gradient: gradient.mul_(0.5)],
+        lambda gradient: gradient.div_(3),
+        lambda gradient: operator.imul(gradient, 2),
+        lambda gradient: gradient.mul_(torch.tensor(0.3)),
+        lambda gradient: gradient.clamp_(-0.5, 0.5),
+        lambda gradient: (gradient[:1] if gradient.dim() else gradient.unsqueeze(0)).add_(1.0),
+    ]
+)
 
 
 class SpeculativeRun(RuleBasedStateMachine):
@@ -151,14 +136,14 @@ class SpeculativeRun(RuleBasedStateMachine):
             (one * factors).sum().backward()
 
     @rule(which=st.integers(0, 5), edit=EDITS)
-    def edit_one_gradient(self, which: int, edit: Callable[[torch.Tensor], None]) -> None:
+    def edit_one_gradient(self, which: int, edit: Callable[[torch.Tensor], object]) -> None:
         i = which % len(self.parameters)
         for one in (self.parameters[i], self.plain[i]):
             if one.grad is not None:
                 edit(one.grad)
 
     @rule(edit=EDITS)
-    def edit_every_gradient(self, edit: Callable[[torch.Tensor], None]) -> None:
+    def edit_every_gradient(self, edit: Callable[[torch.Tensor], object]) -> None:
         for one in (*self.parameters, *self.plain):
             if one.grad is not None:
                 edit(one.grad)
@@ -278,14 +263,12 @@ class SpeculativeRun(RuleBasedStateMachine):
             parameter.copy_(parameter.sign())
             parameter.copy_(kept)
 
-    @rule(through_disk=st.booleans())
-    def copy_everything(self, through_disk: bool) -> None:
+    @rule(is_saved=st.booleans())
+    def copy_everything(self, is_saved: bool) -> None:
         """Continue in a fresh model and optimizer, without the gradients."""
-        if through_disk:
-            file = io.BytesIO()
-            torch.save({"model": [p.detach() for p in self.parameters], "optimizer": self.optimizer.state_dict()}, file)
-            file.seek(0)
-            saved = torch.load(file, weights_only=True)
+        if is_saved:
+            model = [p.detach() for p in self.parameters]
+            saved = through_disk({"model": model, "optimizer": self.optimizer.state_dict()})
             groups = [
                 {**group, "params": [torch.nn.Parameter(torch.randn_like(p)) for p in group["params"]]}
                 for group in self.optimizer.param_groups

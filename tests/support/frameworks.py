@@ -6,9 +6,7 @@ No framework's loop is changed: a test hands over the optimizer, and opens the s
 from __future__ import annotations
 
 import os
-import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 # Before any framework is imported: nothing is looked up, reported or asked for.
@@ -38,24 +36,6 @@ DTYPES = [torch.bfloat16, torch.float32]
 """What models are trained in: working copies that are speculated on, and parameters that are their own masters."""
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
-
-
-@contextmanager
-def alone() -> Iterator[None]:
-    """Let torch use one thread, and make every attempt to reach a network an error."""
-
-    def refuse(self: socket.socket, address: Any) -> None:
-        if self.family != socket.AF_UNIX:
-            raise AssertionError(f"a test tried to reach {address!r}")
-
-    threads, connect = torch.get_num_threads(), socket.socket.connect
-    torch.set_num_threads(1)
-    socket.socket.connect = refuse  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        socket.socket.connect = connect  # type: ignore[method-assign]
-        torch.set_num_threads(threads)
 
 
 # ---- models and data ---------------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ import pkgutil
 import re
 import subprocess
 import sys
-import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -168,8 +167,6 @@ class Code:
         relaxed: operations in LLVM's IR that may be reassociated, contracted, or approximated.
         keeps_denormals: False where the hardware's mode flushes them or does not round to nearest even.
         spilled: bytes of registers that each thread keeps in memory.
-        registers: of a thread.
-        seconds: that the compilers took.
     """
 
     instructions: Counter[str]
@@ -177,8 +174,6 @@ class Code:
     relaxed: int
     keeps_denormals: bool
     spilled: int
-    registers: int
-    seconds: float
 
     def count(self, pattern: str) -> int:
         """Return how many instructions match a regular expression from their beginning to their end."""
@@ -193,14 +188,13 @@ _RELAXED = re.compile(r"= (?:tail )?(?:f\w+|call|select|phi) (?:fast|nnan|ninf|n
 _MODES = {"round_mode_32": 0, "round_mode_16_64": 0, "denorm_mode_32": 3, "denorm_mode_16_64": 3}
 
 
-def _read(compiled: Any, assembler: str, seconds: float) -> Code:
+def _read(compiled: Any, assembler: str) -> Code:
     """Return what counts of a kernel that Triton has compiled, with what NVIDIA's assembler said."""
     metadata, relaxed = compiled.metadata, len(_RELAXED.findall(compiled.asm["llir"]))
     threads = metadata.num_warps * metadata.target.warp_size
     if metadata.target.backend == "cuda":
         names = re.findall(r"^\s+(?:@!?%\w+\s+)?([a-z]\w*(?:\.\w+(?:::\w+)*)+)\s", compiled.asm["ptx"], re.M)
         spilled = sum(map(int, re.findall(r"(\d+) bytes spill", assembler)))
-        (registers,) = map(int, re.findall(r"Used (\d+) registers", assembler))
         keeps_denormals = not any(re.search(r"\.ftz\b", name) for name in names)
     else:
         # A half is widened on the way into v_fma_mix, which makes products (of which -0 is subtracted) and sums, too.
@@ -208,10 +202,10 @@ def _read(compiled: Any, assembler: str, seconds: float) -> Code:
         names = re.findall(r"^\t([a-z]\w+?)(?:_e32|_e64|_sdwa|_dpp)*(?:\s|$)", text, re.M)
         value = {name: int(number) for name, number in re.findall(r"^\s+\.(\w+)[: ]\s*(\d+)$", text, re.M)}
         # Scalar registers are spilled into lanes of vector registers, without memory.
-        spilled, registers = value["private_segment_fixed_size"] + 4 * value["vgpr_spill_count"], value["vgpr_count"]
+        spilled = value["private_segment_fixed_size"] + 4 * value["vgpr_spill_count"]
         keeps_denormals = all(value[f"amdhsa_float_{mode}"] == expected for mode, expected in _MODES.items())
         keeps_denormals &= not any(re.match(r"s_(setreg|denorm|round)", name) for name in names)
-    return Code(Counter(names), threads, relaxed, keeps_denormals, spilled, registers, seconds)
+    return Code(Counter(names), threads, relaxed, keeps_denormals, spilled)
 
 
 Request = tuple[str, str, tuple[Any, ...]]
@@ -236,10 +230,8 @@ def _compile_all() -> None:
         assert launch.name == name
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()) as log:
             warnings.simplefilter("error")
-            begin = time.perf_counter()
             compiled = launch.kernel.warmup(*launch.arguments, grid=launch.grid, **launch.constants)
-            seconds = time.perf_counter() - begin
-        codes.append(_read(compiled, log.getvalue(), seconds))
+        codes.append(_read(compiled, log.getvalue()))
     pickle.dump(codes, sys.stdout.buffer)
 
 

@@ -6,18 +6,17 @@ import importlib.util
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from support.ranks import preload, run
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.spawn import spawn, start_processes
 from transformers import (
     Gemma2ForCausalLM,
     LlamaForCausalLM,
@@ -29,12 +28,11 @@ from transformers import (
 
 from superadam import SpeculativeCPUAdamW
 
+preload("transformers")
+
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "long_sequences.py"
 ROWS, SEQUENCE, VOCABULARY = 2, 32, 64
 STEPS = 3
-
-HUNG = timedelta(minutes=2)
-"""After which a rank that waits for another one raises: many times what all of them need."""
 
 Tensors = Mapping[str, Tensor]
 Arguments = dict[str, Any]
@@ -302,20 +300,13 @@ def losses_of_example() -> list[float]:
 
 def report_of_ranks(folder: Path) -> dict[int, list[dict[str, Any]]]:
     """Return what each of two ranks reports, and each of four."""
-    spawn(_run_ranks, (folder,))
+    for ranks in (2, 4):
+        run(_report, ranks, folder=str(folder))
     return {ranks: [torch.load(folder / f"{ranks}-{rank}") for rank in range(ranks)] for ranks in (2, 4)}
 
 
-def _run_ranks(_index: int, folder: Path) -> None:
-    """Fork ranks from a process that has imported everything, which takes seconds, and computed nothing yet."""
-    for ranks in (2, 4):
-        start_processes(_run_rank, (ranks, folder), ranks, start_method="fork")
-
-
-def _run_rank(rank: int, ranks: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store-{ranks}", ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=HUNG)
+def _report(rank: int, folder: str) -> None:
+    ranks = dist.get_world_size()
     made = [(case, *case.distributed_model()) for case in CASES if math.prod(case.shape) == ranks]
     report: dict[str, Any] = {
         case.name: case.gradients(model, case.arguments(group, batch)) for case, model, group, batch in made
@@ -325,5 +316,4 @@ def _run_rank(rank: int, ranks: int, folder: Path) -> None:
         report |= {case.name: steps_of_rank(case) for case in STEPPED}
         report["example"] = losses_of_example()
         report[MISSING.name] = gradients_without_positions()
-    torch.save(report, folder / f"{ranks}-{rank}")
-    dist.destroy_process_group()
+    torch.save(report, f"{folder}/{ranks}-{rank}")

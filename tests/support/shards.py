@@ -84,6 +84,15 @@ class Oracle:
             one.p, one.m, one.v, one.vmax = formula.adam_formula(k, gradient, one.m, one.v, one.vmax, one.p)
         return norm
 
+    def check_step(self, *, rel_tol: float = 0.0) -> None:
+        """Let the optimizer make a step without a limit, and compare its norm and everything that it leaves."""
+        self.copy_gradients()
+        self.optimizer.step()
+        norm, outcome = self.step(None), self.optimizer.last_outcome
+        assert math.isclose(outcome.grad_norm, norm, rel_tol=rel_tol)
+        self.check()
+        self.optimizer.zero_grad()
+
     def check(self) -> None:
         """Compare every bit of parameters and state."""
         for tensor, one in zip(self.tensors, self.parameters, strict=True):
@@ -102,6 +111,19 @@ class Oracle:
                 assert getattr(entry[key], "placements", None) == getattr(tensor, "placements", None)
                 assert entry[key].shape == tensor.shape
                 assert entry[key].dtype == (torch.float64 if tensor.dtype == torch.float64 else torch.float32)
+
+
+ROUNDED = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+"""A policy of mixed precision under which gradients of bf16 shards are rounded once they are reduced."""
+
+SHAPES = [(7, 5), (5, 1), (1, 9), (9, 6)]
+"""Of layers: uneven parts, and on some ranks none at all."""
+
+
+def assert_same(mine: Iterable[Tensor], theirs: Iterable[Tensor]) -> None:
+    """Compare every bit of two lists of parts."""
+    for one, other in zip(mine, theirs, strict=True):
+        assert same_bits(flat(one, one), flat(other, other))
 
 
 def parts_of(model: nn.Module, optimizer: Any) -> list[Tensor]:

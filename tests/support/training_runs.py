@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import superadam
 from superadam.cli.main import main
 from superadam.cli.train.loop import Trainer
 from superadam.cli.train.presets import Shape
@@ -73,16 +70,6 @@ def read_report(path: Path) -> dict[str, Any]:
     """Return a report as a program reads it."""
     report: dict[str, Any] = json.loads(path.read_text())
     return report
-
-
-@contextmanager
-def one_torch_thread() -> Iterator[None]:
-    """Let torch use one thread, as tiny models want it, and afterwards undo this and what `--threads` did."""
-    of_torch, of_superadam = torch.get_num_threads(), superadam.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(of_torch)
-    superadam.set_num_threads(of_superadam)
 
 
 def are_same(a: object, b: object) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +24,11 @@ def bits(tensor: Tensor) -> Bits:
     if values.is_floating_point() and bool((nan := values.isnan()).any()):
         values = values.masked_fill(nan, math.nan)
     return str(tensor.dtype), tuple(tensor.shape), values.view(torch.uint8).numpy().tobytes()
+
+
+def entry_bits(entry: Mapping[str, Tensor]) -> dict[str, Bits]:
+    """Return the state of a parameter as bits."""
+    return {key: bits(value) for key, value in entry.items()}
 
 
 def _seen(value: Any) -> Any:
@@ -76,13 +81,17 @@ def parameter(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) ->
     return torch.nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype))
 
 
-def give_gradients(optimizer: Optimizer, seed: int, size: float = 1.0) -> None:
-    """Set `.grad` of every parameter that requires one."""
+def give_gradients(optimizer: Any, seed: int, size: float = 1.0, *, speculative: bool = False) -> None:
+    """Set `.grad` of every parameter that requires one; if `speculative`, speculate on all of them."""
     generator = torch.Generator().manual_seed(1000 + seed)
     for one in parameters_of(optimizer):
         gradient = (torch.randn(one.shape, generator=generator) * size).to(one.dtype)
         if one.requires_grad:
             one.grad = gradient
+        del gradient  # a gradient that is held elsewhere would not be taken
+    if speculative:
+        optimizer.speculate()
+        assert all(are_taken(optimizer)) or torch.is_inference_mode_enabled()
 
 
 def are_taken(optimizer: Optimizer) -> list[bool]:
@@ -91,18 +100,12 @@ def are_taken(optimizer: Optimizer) -> list[bool]:
 
 
 def speculate(optimizer: Any, seed: int, size: float = 1.0) -> None:
-    """Speculate on the gradients of this seed, all of which are taken."""
-    give_gradients(optimizer, seed, size)
-    optimizer.speculate()
-    assert all(are_taken(optimizer)) or torch.is_inference_mode_enabled()
+    """Speculate on the gradients of this seed."""
+    give_gradients(optimizer, seed, size, speculative=True)
 
 
 def train(optimizer: Any, seed: int, size: float = 1.0, *, speculative: bool = False) -> None:
     """Make one step with the gradients of this seed, in one or in two parts, and drop them."""
-    if speculative:
-        speculate(optimizer, seed, size)
-        optimizer.resolve()
-    else:
-        give_gradients(optimizer, seed, size)
-        optimizer.step()
+    give_gradients(optimizer, seed, size, speculative=speculative)
+    (optimizer.resolve if speculative else optimizer.step)()
     optimizer.zero_grad()
