@@ -21,6 +21,7 @@ import signal
 import struct
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ import superadam
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
 from superadam.devices import Device
 from superadam.offload import accumulation as micro_batches
+from superadam.step.transaction import Transaction
 from superadam.testing import SimulatedDevice
 
 pytestmark = [
@@ -506,6 +508,13 @@ def step_that_raises_where_gradients_are_not_finite(model: Any, optimizer: Any, 
     return "stepped"
 
 
+@program(torch=False)
+def loss_that_is_not_finite(model: Any, optimizer: Any, step: int, run: Run) -> None:
+    optimizer.zero_grad()
+    (loss_of(model, step) * [math.nan, 1.0, 1.0, math.inf, 1.0][step]).backward()
+    optimizer.step()
+
+
 @between(speculates=False)
 def gradients_made_by_autograd_grad(model: Any, optimizer: Any, step: int, run: Run) -> None:
     parameters = list(model.parameters())
@@ -866,6 +875,20 @@ def one_element_written(model: Any, optimizer: Any, step: int, run: Run) -> None
         model.first.bias[:] = -model.first.bias
 
 
+@between(torch=False)
+def one_element_written_in_a_step_that_comes_to_nothing(model: Any, optimizer: Any, step: int, run: Run) -> None:
+    with torch.no_grad():
+        model.blocks[0].weight[1, step] = 7.0
+    match step:
+        case 1:
+            optimizer.zero_grad()
+        case 2:
+            optimizer.rollback()
+            optimizer.zero_grad()
+        case 3:
+            model.first.weight.grad[0, 0] = math.inf
+
+
 @between(speculates=False)
 def weights_written_and_written_back(model: Any, optimizer: Any, step: int, run: Run) -> None:
     with torch.no_grad():
@@ -1107,6 +1130,18 @@ _changes("maximize_changed", lambda group, step: group.update(maximize=not group
 _changes("order_changed", lambda group, step: group["params"].reverse(), torch=False)
 
 
+@program(torch=False)
+def amsgrad_switched_on_for_backward_only(model: Any, optimizer: Any, step: int, run: Run) -> None:
+    """Nothing is made for it."""
+    optimizer.zero_grad()
+    optimizer.param_groups[0]["amsgrad"] = True
+    backward(model, step)
+    if run.scheduler is not None:
+        run.scheduler.synchronize()
+    optimizer.param_groups[0]["amsgrad"] = False
+    optimizer.step()
+
+
 @between(torch=False, speculates=False)
 def lr_filled_in_place(model: Any, optimizer: Any, step: int, run: Run) -> None:
     group = optimizer.param_groups[0]
@@ -1143,6 +1178,18 @@ def parameters_moved_to_another_group(model: Any, optimizer: Any, step: int, run
         first, *others = optimizer.param_groups[0]["params"]
         optimizer.param_groups[0]["params"] = others
         optimizer.add_param_group({"params": [first], "lr": 0.001})
+
+
+@program()
+def group_added_between_backward_and_step(model: Any, optimizer: Any, step: int, run: Run) -> None:
+    """Its parameter has a gradient, and what was taken of the others still counts."""
+    optimizer.zero_grad()
+    backward(model, step)
+    extra = nn.Parameter(torch.linspace(-1, 1, 64, dtype=dtype_of(model)))
+    model.register_parameter(f"extra{step}", extra)
+    (extra * extra.sin()).sum().backward()
+    optimizer.add_param_group({"params": [extra], "lr": 0.001 * (step + 1)})
+    optimizer.step()
 
 
 @between()
@@ -2076,6 +2123,27 @@ def test_program_has_the_bits_of_the_plain_run(one: Program, setting: Setting, m
     assert found is None, "after close()"
     if one.speculates and setting.name == "bf16-immediate":
         assert optimizer.statistics.accepted > 0  # parameters; a bucket counts as redone if another one was
+
+
+WHILE_THE_WORKER_WORKS = [
+    one for one in PROGRAMS if one.name.startswith("storage") or one.name == "gradients_dropped_and_made_again"
+]
+"""Programs that take memory away, after which what the worker reads and writes must still be its own."""
+
+
+@pytest.mark.parametrize("one", WHILE_THE_WORKER_WORKS, ids=str)
+@pytest.mark.parametrize("setting", [one for one in SETTINGS if one.device is ThreadDevice], ids=str)
+def test_program_has_the_bits_of_the_plain_run_with_a_slow_worker(
+    one: Program, setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speculate = Transaction.speculate
+
+    def slow(*arguments: Any, **options: Any) -> None:
+        time.sleep(0.002)
+        speculate(*arguments, **options)
+
+    monkeypatch.setattr(Transaction, "speculate", slow)
+    test_program_has_the_bits_of_the_plain_run(one, setting, monkeypatch)
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="torch's fused kernel rounds differently elsewhere")
