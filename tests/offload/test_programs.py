@@ -1694,12 +1694,17 @@ def gradient_in_the_buffer_of_a_custom_function(model: Any, optimizer: Any, step
 # ---- storage is replaced --------------------------------------------------------------------------------------------
 
 
+def is_alone(tensor: Tensor) -> bool:
+    """Whether a tensor's storage holds nothing else, so that it may be freed."""
+    return tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
 @between(speculates=False)
 def storage_replaced(model: Any, optimizer: Any, step: int, run: Run) -> None:
     for parameter in model.parameters():
         old = parameter.data
         parameter.data = old.clone()
-        if step % 2:
+        if step % 2 and is_alone(old):
             old.untyped_storage().resize_(0)
     gc.collect(1)
 
@@ -1737,7 +1742,7 @@ def storage_taken_away_and_given_back(model: Any, optimizer: Any, step: int, run
 @between(speculates=False)
 def storage_freed_and_filled_again(model: Any, optimizer: Any, step: int, run: Run) -> None:
     """As FSDP1 and DeepSpeed do with gathered weights."""
-    for parameter in model.parameters():
+    for parameter in filter(is_alone, model.parameters()):
         storage, kept = parameter.untyped_storage(), parameter.data.clone()
         size = storage.nbytes()
         storage.resize_(0)
@@ -1757,7 +1762,7 @@ def storage_freed_during_backward_and_filled_again(model: Any, optimizer: Any, s
 
     optimizer.zero_grad()
     kept: dict[Tensor, Tensor] = {}
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad and is_alone(parameter)]
     handles = [parameter.register_post_accumulate_grad_hook(free) for parameter in trained]
     try:
         backward(model, step, 1)

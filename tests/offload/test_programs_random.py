@@ -425,6 +425,7 @@ class OverlappedRun(RuleBasedStateMachine):
         file = io.BytesIO()
         old = self.ours
         torch.save({"model": old.model.state_dict(), "optimizer": old.optimizer.state_dict()}, file)
+        self.plain.optimizer.state_dict()  # adopts what was written to parameters, as that of the other has
         file.seek(0)
         saved: dict[str, Any] = torch.load(file, weights_only=True)
         self.close_scheduler()
