@@ -19,10 +19,10 @@ import pytest
 import torch
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
+from offload.test_programs_random import OverlappedRun
 from support.fake_cuda import FakeCuda, FakeDevice, FakeStream, OperationsOnStreams, fake_cuda
 from support.gpu_arrays import BACKENDS, asked_for
 from support.machines import machine
-from support.overlapped_run import OverlappedRun
 from support.visible import bits, state_bits
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -613,14 +613,16 @@ def test_a_narrow_link_rounds_gradients(device: CudaDevice) -> None:
 def test_whatever_happens_over_a_made_up_device(cuda: FakeCuda) -> None:
     devices: list[CudaDevice] = []
 
+    def made(seed: int) -> CudaDevice:
+        devices.append(FakeDevice(cuda))
+        devices[-1].reserve(HostNeeds(pending=1 << 16, largest=1 << 14))
+        return devices[-1]
+
     class Run(OverlappedRun):
-        @staticmethod
-        def make_device(seed: int) -> CudaDevice:
-            devices.append(FakeDevice(cuda))
-            devices[-1].reserve(HostNeeds(pending=1 << 16, largest=1 << 14))
-            return devices[-1]
+        devices = (made,)
 
     run_state_machine_as_test(Run, settings=settings(max_examples=25, stateful_step_count=12))
+    assert len(devices) >= 25
     for device in devices:
         device.close()
 

@@ -72,7 +72,12 @@ def test_transfer_dtypes_that_are_refused(value: Any) -> None:
         {"transfer_dtype": torch.float64},
         {"transfer_dtype": "bf16"},
         {"bucket_numel": np.int64(3)},
+        {"bucket_numel": "big"},
+        {"bucket_numel": True},
         {"num_threads": "all"},
+        {"num_threads": -1},
+        {"gpu_buckets": -1},
+        {"gpu_buckets": 1},  # which the host cannot step
     ],
     ids=str,
 )

@@ -590,20 +590,6 @@ def test_reading_state_brings_it_home_and_the_next_step_takes_it_back(device: De
     assert results[0] == results[1]
 
 
-def test_norm_of_kept_gradients_is_that_of_the_verdict(device: Device) -> None:
-    def clipping(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
-        for seed in range(5):
-            optimizer.zero_grad()
-            loss_of(model, seed).backward()
-            norm = optimizer.clip_grad_norm_(2.0)
-            optimizer.step()
-            assert optimizer.last_outcome is not None
-            assert float(norm) == optimizer.last_outcome.grad_norm > 0
-            assert optimizer.last_outcome.kind is StepKind.CLIPPED
-
-    pair(clipping, device, max_grad_norm=math.inf)
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_one_bad_element_in_a_kept_gradient_skips_the_step(value: float, device: Device) -> None:
     def poisoned(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
@@ -704,24 +690,6 @@ def test_sums_on_the_host_bring_kept_state_home(dtype: torch.dtype, device: Devi
             assert resident(scheduler) == (6 if step in (2, 4) else 0)
 
 
-def test_kept_parameters_written_between_backward_and_step(device: Device) -> None:
-    """They do not show the step yet, so it was written before the step."""
-    model, twin = mlp(torch.bfloat16), mlp(torch.bfloat16)
-    optimizer, plain = adam(model), adam(twin)
-    with kept(optimizer, model, device):
-        for seed in range(5):
-            for one, its in ((model, optimizer), (twin, plain)):
-                loss_of(one, seed).backward()
-                if seed in (2, 3):
-                    with torch.no_grad():
-                        one[2].weight[1:3] = 0.5
-                        one[0].bias.mul_(0.5)
-                its.step()
-                its.zero_grad()
-            assert shown(optimizer) == shown(plain)
-    assert everything(model, optimizer) == everything(twin, plain)
-
-
 @pytest.mark.parametrize("layout", ["elsewhere", "not dense"])
 def test_data_of_kept_parameters_replaced_between_backward_and_step(layout: str, device: Device) -> None:
     def replacing(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
@@ -771,24 +739,6 @@ def test_group_that_joins_is_kept_too(device: Device) -> None:
     pair(growing, device)
 
 
-def test_steps_by_hand_over_state_on_the_device(device: Device) -> None:
-    def by_hand(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
-        for seed in range(8):
-            loss_of(model, seed).backward()
-            optimizer.speculate()
-            if seed % 3 == 2:
-                optimizer.rollback()
-            else:
-                optimizer.resolve()
-            if seed > 3:
-                for parameter in model.parameters():
-                    parameter.grad = torch.full_like(parameter, 0.125)
-                optimizer.step()
-            optimizer.zero_grad()
-
-    pair(by_hand, device)
-
-
 def test_frequent_clipping_leaves_kept_buckets_alone(device: Device) -> None:
     def clipped(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
         train(model, optimizer, range(12))
@@ -796,17 +746,6 @@ def test_frequent_clipping_leaves_kept_buckets_alone(device: Device) -> None:
     scheduler = pair(clipped, device, scheduled={"gpu_buckets": 1}, max_grad_norm=1e-3)
     assert scheduler.statistics.waiting_buckets
     assert scheduler.statistics.resident_buckets == 11
-
-
-@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
-def test_backward_that_can_be_differentiated_again(device: Device) -> None:
-    def twice(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
-        for seed in range(4):
-            optimizer.zero_grad()
-            loss_of(model, seed).backward(create_graph=True)
-            optimizer.step()
-
-    pair(twice, device, keeps=False)  # a gradient with a graph is left where it is
 
 
 # ---- failures --------------------------------------------------------------------------------------------------------
@@ -887,19 +826,6 @@ def test_worker_that_fails_with_a_kept_bucket(
         train(model, optimizer, range(4, 5))
     assert everything(model, optimizer) == everything(twin, plain)
     assert not has_memory_in_use(device)
-
-
-def test_nonfinite_kept_gradients_may_raise(device: Device) -> None:
-    model = mlp()
-    optimizer = adam(model, on_nonfinite="raise")
-    with kept(optimizer, model, device):
-        train(model, optimizer, range(2))
-        before = visible(optimizer)
-        (loss_of(model, 2) * math.nan).backward()
-        with pytest.raises(FloatingPointError, match="nothing was changed"):
-            optimizer.step()
-        optimizer.zero_grad()
-        assert visible(optimizer) == before
 
 
 def test_scheduler_that_is_closed_with_an_open_step(device: Device) -> None:

@@ -1,4 +1,7 @@
-"""What users do around a scheduled step: every sequence ends in the bits of the run without overlap."""
+"""What programs cannot show of a scheduler: arguments, errors, threads, memory, lives, and what is told of a step.
+
+That no program sees a difference is in test_programs.py.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,6 @@ from support.overlap import (
     ImmediateDevice,
     ImmediateWorker,
     PlantedError,
-    RaiseInBackward,
     ThreadDevice,
     adam,
     batch,
@@ -144,60 +146,6 @@ def test_every_dtype_and_bucket_size(dtype: torch.dtype, bucket_numel: int, devi
     assert counts.clipped
 
 
-def test_groups_with_their_own_rates_and_decay(device: PlainDevice) -> None:
-    def grouped(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
-        first, *others = optimizer.param_groups[0]["params"]
-        optimizer.param_groups[0]["params"] = [first]
-        optimizer.add_param_group({"params": others[:2], "lr": 1e-3, "weight_decay": 0.1})
-        optimizer.add_param_group({"params": others[2:], "betas": (0.5, 0.9), "amsgrad": True, "maximize": True})
-        train(model, optimizer, range(5))
-
-    both(grouped, device=device)
-
-
-def test_group_added_between_two_steps(device: PlainDevice) -> None:
-    def grow(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
-        train(model, optimizer, range(2))
-        model.append(nn.Linear(8, 8))
-        torch.manual_seed(0)
-        nn.init.normal_(model[-1].weight)
-        nn.init.zeros_(model[-1].bias)
-        optimizer.add_param_group({"params": list(model[-1].parameters()), "lr": 0.01})
-        train(model, optimizer, range(2, 5))
-
-    both(grow, device=device)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_group_added_between_backward_and_step(dtype: torch.dtype, device: PlainDevice) -> None:
-    """Its parameters take part in the step if they have a gradient, and what was taken of the others still counts."""
-
-    def grow(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
-        train(model, optimizer, range(2))
-        for seed in range(3):
-            optimizer.zero_grad()
-            loss_of(model, seed).backward()
-            extra = nn.Parameter(torch.linspace(-1, 1, 8, dtype=dtype))
-            model.register_parameter(f"extra{seed}", extra)
-            (extra * extra.sin()).sum().backward()
-            optimizer.add_param_group({"params": [extra], "lr": 0.01})
-            optimizer.step()
-        train(model, optimizer, range(3, 5))
-
-    both(grow, lambda: mlp(dtype), device)
-
-
-def test_parameters_without_a_gradient_in_some_steps(device: PlainDevice) -> None:
-    def parts(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
-        for step in range(6):
-            optimizer.zero_grad()
-            if step != 3:  # a step with no gradient at all
-                loss_of(model[2 * (step % 3) :], step).backward()
-            optimizer.step()
-
-    both(parts, device=device)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_parameters_frozen_and_thawed(dtype: torch.dtype, device: PlainDevice) -> None:
     def toggled(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
@@ -224,226 +172,7 @@ def test_model_without_anything_to_train() -> None:
         optimizer.step()
 
 
-def test_parameters_that_are_not_in_the_model_or_not_in_the_optimizer(device: PlainDevice) -> None:
-    for overlaps in (False, True):
-        model, extra = mlp(), nn.Parameter(torch.ones(8))
-        optimizer = SpeculativeCPUAdam([*model[2:].parameters(), extra], lr=0.05, max_grad_norm=20.0)
-        scheduler = eager(optimizer, model, device=device) if overlaps else None
-        for seed in range(3):
-            optimizer.zero_grad()
-            ((model(batch(seed)) * extra - 1) ** 2).sum().backward()
-            optimizer.step()
-        assert model[0].weight.grad is not None
-        if scheduler is None:
-            expected = shown(optimizer)
-        else:
-            scheduler.close()
-            assert shown(optimizer) == expected
-
-
-def test_closures_and_learning_rate_schedulers(device: PlainDevice) -> None:
-    def closures(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
-        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-        for seed in range(4):
-
-            def closure(seed: int = seed) -> float:
-                optimizer.zero_grad()
-                loss = loss_of(model, seed)
-                loss.backward()
-                return loss.item()
-
-            assert optimizer.step(closure) > 0
-            schedule.step()
-
-    both(closures, device=device)
-
-
-@pytest.mark.parametrize("change", ["lr", "tensor lr", "weight_decay", "betas", "amsgrad", "max_grad_norm", "limit"])
-def test_hyperparameters_that_change_between_backward_and_step(change: str, device: PlainDevice) -> None:
-    def changing(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
-        group = optimizer.param_groups[0]
-        if change == "tensor lr":
-            group["lr"] = torch.tensor(0.05)
-        for seed in range(4):
-            optimizer.zero_grad()
-            loss_of(model, seed).backward()
-            match change:
-                case "lr":
-                    group["lr"] *= 0.7
-                case "tensor lr":
-                    group["lr"].mul_(0.7)
-                case "weight_decay":
-                    group["weight_decay"] += 0.1
-                case "betas":
-                    group["betas"] = (0.5 + 0.1 * seed, 0.9)
-                case "amsgrad":
-                    group["amsgrad"] = seed % 2 == 1
-                case "max_grad_norm":
-                    optimizer.max_grad_norm = 1.0 + seed
-                case "limit":
-                    assert optimizer.clip_grad_norm_(2.0) > 0
-            optimizer.step()
-
-    both(changing, device=device)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_amsgrad_that_is_switched_on_for_backward_only(dtype: torch.dtype, device: PlainDevice) -> None:
-    """Nothing is made for it."""
-
-    def switched(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
-        train(model, optimizer, range(2))
-        for seed in range(2, 5):
-            optimizer.zero_grad()
-            optimizer.param_groups[0]["amsgrad"] = True
-            loss_of(model, seed).backward()
-            if scheduler is not None:
-                scheduler._catch_up()
-            optimizer.param_groups[0]["amsgrad"] = False
-            optimizer.step()
-        assert not any("max_exp_avg_sq" in entry for entry in optimizer.state.values())
-
-    both(switched, lambda: mlp(dtype), device)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_optimizer_steps_by_hand(dtype: torch.dtype, device: PlainDevice) -> None:
-    """`speculate()` takes what backward left, `resolve()` judges, `rollback()` drops, with a scheduler as without."""
-
-    def by_hand(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
-        for seed in range(8):
-            loss_of(model, seed).backward()
-            optimizer.speculate()
-            if seed % 3 == 2:
-                optimizer.rollback()
-                assert type(model[0].weight.grad) is Tensor
-                if seed == 5:
-                    optimizer.step()  # with the gradients that were given back
-            else:
-                optimizer.resolve()
-            optimizer.zero_grad()
-
-    both(by_hand, lambda: mlp(dtype), device)
-
-
 # ---- what torch does to gradients -----------------------------------------------------------------------------------
-
-
-def scaled_training(
-    model: nn.Module, optimizer: SpeculativeCPUAdam, *, unscales: bool, micro_batches: int = 1
-) -> list[float]:
-    """Train with torch's own GradScaler, and return its scales."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=2)
-    scales = []
-    for seed in range(12):
-        optimizer.zero_grad()
-        for micro in range(micro_batches):
-            loss = loss_of(model, seed + 100 * micro)
-            scaler.scale(loss * math.inf if seed == 5 else loss).backward()
-        if unscales:
-            scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-        scales.append(scaler.get_scale())
-    optimizer.zero_grad()
-    return scales
-
-
-@pytest.mark.covering(3)
-@pytest.mark.parametrize("micro_batches", [1, 3])
-@pytest.mark.parametrize("unscales", [True, False])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)  # torch refuses to unscale fp16
-def test_grad_scaler(dtype: torch.dtype, unscales: bool, micro_batches: int, device: PlainDevice) -> None:
-    scales: list[list[float]] = []
-
-    def scaled(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
-        scales.append(scaled_training(model, optimizer, unscales=unscales, micro_batches=micro_batches))
-        assert optimizer.last_outcome is not None
-
-    scheduler = both(scaled, lambda: mlp(dtype), device)
-    assert scales[0] == scales[1]
-    assert len(set(scales[0])) > 2  # it grew and it backed off
-    assert scheduler.optimizer.statistics.clipped >= 1
-
-
-@pytest.mark.covering
-@pytest.mark.parametrize("foreach", [None, False])
-@pytest.mark.parametrize("norm_type", [2.0, math.inf, 1.0])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_clipping_by_torch(dtype: torch.dtype, norm_type: float, foreach: bool | None, device: PlainDevice) -> None:
-    """Norm, coefficient and products are torch's own."""
-    norms: list[list[Tensor]] = []
-
-    def clipped(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
-        norms.append([])
-        for seed in range(5):
-            optimizer.zero_grad()
-            loss_of(model, seed).backward()
-            limit = 1e3 if seed == 1 else 0.5
-            one = torch.nn.utils.clip_grad_norm_(model.parameters(), limit, norm_type, foreach=foreach)
-            norms[-1].append(one)
-            optimizer.step()
-
-    both(clipped, lambda: mlp(dtype), device, are_told=False, max_grad_norm=math.inf)
-    assert bits(torch.stack(norms[0])) == bits(torch.stack(norms[1]))
-
-
-EDITS: dict[str, Callable[[Tensor], object]] = {
-    "halved": lambda gradient: gradient.mul_(0.5),
-    "a third": lambda gradient: gradient.div_(3.0),
-    "by value": lambda gradient: gradient.clamp_(-0.1, 0.1),
-    "noise": lambda gradient: gradient.add_(0.25),
-    "in part": lambda gradient: gradient.view(-1)[:1].zero_(),
-    "zeroed": lambda gradient: gradient.zero_(),
-    "read": lambda gradient: gradient.sum().item(),
-    "through data": lambda gradient: gradient.data.mul_(torch.tensor(2.0)),
-}
-
-
-@pytest.mark.covering
-@pytest.mark.parametrize("synchronizes", [False, True])
-@pytest.mark.parametrize("how", EDITS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gradients_that_are_edited(dtype: torch.dtype, how: str, synchronizes: bool, device: PlainDevice) -> None:
-    """All of them, or one."""
-
-    def edited(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
-        for seed in range(6):
-            optimizer.zero_grad()
-            loss_of(model, seed).backward()
-            if scheduler is not None and synchronizes:
-                scheduler._catch_up()
-            for row, parameter in enumerate(model.parameters()):
-                if row == 2 or seed % 3 == 2:
-                    EDITS[how](parameter.grad)
-            optimizer.step()
-
-    both(edited, lambda: mlp(dtype), device, are_told=False, max_grad_norm=math.inf)
-
-
-@pytest.mark.covering
-@pytest.mark.parametrize("how", ["replaced", "None", "zero_grad in place", "swapped"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_gradients_that_are_replaced(dtype: torch.dtype, how: str, device: PlainDevice) -> None:
-    def replaced(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
-        for seed in range(6):
-            optimizer.zero_grad()
-            loss_of(model, seed).backward()
-            if scheduler is not None and seed % 2:
-                scheduler._catch_up()
-            first, second = model[2].weight, model[4].weight
-            match how:
-                case "replaced":
-                    first.grad = torch.full_like(first, 0.125)
-                case "None":
-                    first.grad = None
-                case "zero_grad in place":
-                    optimizer.zero_grad(set_to_none=False)
-                case "swapped":
-                    first.grad, second.grad = second.grad, first.grad
-            optimizer.step()
-
-    both(replaced, lambda: mlp(dtype), device)
 
 
 def test_edited_gradients_are_not_taken_for_a_while() -> None:
@@ -468,7 +197,7 @@ def test_edited_gradients_are_not_taken_for_a_while() -> None:
     assert scheduler.statistics.given_back_gradients == 2 * 6
 
 
-# ---- reading and writing at any moment ------------------------------------------------------------------------------
+# ---- checkpoints ----------------------------------------------------------------------------------------------------
 
 
 def states(model: nn.Module, optimizer: SpeculativeCPUAdam) -> dict[str, Any]:
@@ -484,38 +213,6 @@ def same(first: Any, second: Any) -> bool:
     if isinstance(first, list | tuple):
         return len(first) == len(second) and all(map(same, first, second))
     return torch.equal(first, second) if isinstance(first, Tensor) else bool(first == second)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_state_dicts_show_the_last_accepted_step_at_every_moment(dtype: torch.dtype, device: PlainDevice) -> None:
-    model, twin = mlp(dtype), mlp(dtype)
-    optimizer, plain = adam(model), adam(twin)
-    with eager(optimizer, model, bucket_numel=70, device=device):
-        for seed in range(4):
-            optimizer.zero_grad()
-            expected = states(twin, plain)
-            assert same(states(model, optimizer), expected)
-            loss = loss_of(model, seed)
-            assert same(states(model, optimizer), expected)
-            loss.backward()
-            assert same(states(model, optimizer), expected)
-            assert same(model[2].state_dict(), twin[2].state_dict())
-            optimizer.step()
-            train(twin, plain, range(seed, seed + 1))
-            assert same(states(model, optimizer), states(twin, plain))
-    assert everything(model, optimizer) == everything(twin, plain)
-
-
-def test_exposed_state_follows_every_step(device: PlainDevice) -> None:
-    model, twin = mlp(), mlp()
-    optimizer, plain = adam(model), adam(twin)
-    with eager(optimizer, model, device=device):
-        for seed in range(4):
-            train(model, optimizer, range(seed, seed + 1))
-            train(twin, plain, range(seed, seed + 1))
-            for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-                assert all(torch.equal(optimizer.state[p][key], plain.state[q][key]) for key in plain.state[q])
-    assert everything(model, optimizer) == everything(twin, plain)
 
 
 @pytest.mark.covering
@@ -544,171 +241,7 @@ def test_checkpoint_loaded_under_the_scheduler(dtype: torch.dtype, moment: str, 
     assert everything(model, optimizer) == everything(source, other)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_weights_written_from_outside(dtype: torch.dtype, device: PlainDevice) -> None:
-    weights = {name: value.clone() for name, value in mlp(dtype).state_dict().items()}
-    for value in weights.values():
-        value[0] = 0.25
-
-    def written(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
-        model.load_state_dict(weights)  # after construction
-        train(model, optimizer, range(2))
-        with torch.no_grad():
-            model[0].weight.mul_(0.5)
-            model[2].bias[1:3] = 1.0
-        train(model, optimizer, range(2, 4))
-        model.load_state_dict(model.state_dict())  # changes nothing
-        train(model, optimizer, range(4, 6))
-
-    both(written, lambda: mlp(dtype), device)
-
-
-def test_averaged_weights_swapped_in_for_evaluation(device: PlainDevice) -> None:
-    def averaged(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
-        average = torch.optim.swa_utils.AveragedModel(model)  # deep copies the hooked model
-        for seed in range(4):
-            train(model, optimizer, range(seed, seed + 1))
-            average.update_parameters(model)
-            own = {name: value.clone() for name, value in model.state_dict().items()}
-            model.load_state_dict(average.module.state_dict())
-            with torch.no_grad():
-                loss_of(model, 99)
-            model.load_state_dict(own)
-
-    both(averaged, device=device)
-
-
-def test_evaluation_after_the_step_and_between_backward_and_step(device: PlainDevice) -> None:
-    """Parameters have the values of the last step until the next one, for all readers."""
-    seen: list[list[Tensor]] = []
-
-    def evaluated(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
-        seen.append([])
-        for seed in range(4):
-            before = shown(optimizer)
-            loss_of(model, seed).backward()
-            if scheduler is not None:
-                scheduler._catch_up()
-            assert shown(optimizer) == before
-            with torch.no_grad():
-                seen[-1].append(loss_of(model.eval(), 5))
-            with torch.inference_mode():
-                seen[-1].append(loss_of(model.train(), 5).clone())
-            seen[-1].append(copy.deepcopy(model)(batch(3)).sum().detach())
-            optimizer.step()
-            optimizer.zero_grad()
-            with torch.inference_mode():
-                seen[-1].append(loss_of(model, 5).clone())
-
-    both(evaluated, device=device)
-    assert all(map(torch.equal, *seen))
-
-
 # ---- failures -------------------------------------------------------------------------------------------------------
-
-
-def failing(model: nn.Module, error: BaseException, at: int = 2) -> None:
-    """Run a backward that fails after the layers from `at` on have their gradients."""
-    x = RaiseInBackward.apply(model[:at](batch(9)), error)
-    (30 * (model[at:](x) - 1) ** 2).mean().backward()
-
-
-@pytest.mark.covering
-@pytest.mark.parametrize("then", ["zero_grad", "again", "step", "evaluate"])
-@pytest.mark.parametrize("error", [PlantedError("planted"), KeyboardInterrupt(), torch.OutOfMemoryError("planted")])
-def test_backward_that_fails(error: BaseException, then: str, device: PlainDevice) -> None:
-    """What it left in `.grad` is there as in torch: to be dropped, added to, or stepped with."""
-
-    def stories(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
-        train(model, optimizer, range(2))
-        for seed in range(2, 5):
-            with pytest.raises(type(error)):
-                failing(model, error)
-            match then:
-                case "zero_grad":
-                    optimizer.zero_grad()
-                    loss_of(model, seed).backward()
-                case "again":
-                    loss_of(model, seed).backward()
-                case "evaluate":
-                    with torch.no_grad():
-                        loss_of(model, 3)
-                    loss_of(model, seed).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    both(stories, device=device)
-
-
-@pytest.mark.parametrize("when", ["in the last layer", "in the hook of a parameter", "in the closure"])
-def test_out_of_memory_and_a_smaller_batch(when: str, device: PlainDevice) -> None:
-    """As Accelerate's find_executable_batch_size and everyone else does it."""
-
-    def stories(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
-        for seed in range(4):
-            for rows in (8, 4):
-                optimizer.zero_grad()
-                hidden = model[:2](batch(seed, rows=rows))
-                if rows == 8 and when == "in the last layer":
-                    hidden = RaiseInBackward.apply(hidden, torch.OutOfMemoryError("planted"))
-                handle = None
-                if rows == 8 and when == "in the hook of a parameter":
-                    handle = model[2].weight.register_hook(raise_out_of_memory)
-                try:
-                    (30 * (model[2:](hidden) - 1) ** 2).mean().backward()
-                    if rows == 8 and when == "in the closure":
-                        raise torch.OutOfMemoryError("planted")
-                except torch.OutOfMemoryError:
-                    continue
-                finally:
-                    if handle is not None:
-                        handle.remove()
-                optimizer.step()
-
-    both(stories, device=device)
-
-
-def raise_out_of_memory(gradient: Tensor) -> None:
-    raise torch.OutOfMemoryError("planted")
-
-
-def test_bad_step_is_left_out(device: PlainDevice) -> None:
-    def careful(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
-        for seed in range(6):
-            loss = loss_of(model, seed)
-            loss.backward()
-            if seed % 2:
-                optimizer.zero_grad()
-                continue
-            optimizer.step()
-            optimizer.zero_grad()
-
-    both(careful, device=device)
-
-
-@pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_step_with_nonfinite_gradients_is_skipped(value: float, device: PlainDevice) -> None:
-    def poisoned(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
-        for seed in range(5):
-            optimizer.zero_grad()
-            (loss_of(model, seed) * (value if seed in (0, 3) else 1.0)).backward()
-            optimizer.step()
-            assert optimizer.last_outcome is not None
-            assert (optimizer.last_outcome.kind is StepKind.SKIPPED) == (seed in (0, 3))
-
-    both(poisoned, device=device)
-
-
-def test_nonfinite_gradients_may_raise(device: PlainDevice) -> None:
-    model = mlp()
-    optimizer = adam(model, on_nonfinite="raise")
-    with eager(optimizer, model, device=device):
-        train(model, optimizer, range(2))
-        with changes_nothing(model, optimizer):
-            (loss_of(model, 2) * math.nan).backward()
-            with pytest.raises(FloatingPointError, match="nothing was changed"):
-                optimizer.step()
-        train(model, optimizer, range(2))
 
 
 class FailingSpeculation:
@@ -841,34 +374,6 @@ def test_sparse_gradient_is_refused_by_the_step(anywhere: Device) -> None:
 # ---- arguments ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "sentence"),
-    [
-        ({"bucket_numel": 0}, ValueError, "bucket_numel is 0, expected 'auto' or an integer of at least 1"),
-        ({"bucket_numel": "big"}, ValueError, "bucket_numel is 'big', expected"),
-        ({"bucket_numel": 1.5}, ValueError, "bucket_numel is 1.5, expected"),
-        ({"bucket_numel": True}, ValueError, "bucket_numel is True, expected"),
-        ({"num_threads": -1}, ValueError, "num_threads is -1, expected 'auto' or an integer of at least 1"),
-        ({"transfer_dtype": torch.float64}, ValueError, "transfer_dtype is torch.float64, expected 'auto' or one of"),
-        ({"gpu_buckets": -1}, ValueError, "gpu_buckets is -1, expected 'auto' or an integer of at least 0"),
-        ({"gpu_buckets": 1}, ValueError, "gpu_buckets is 1, but PlainDevice cannot make steps"),
-        ({"model": [nn.Linear(2, 2)]}, TypeError, "model is a list, expected the nn.Module"),
-        ({"optimizer": "torch"}, TypeError, "optimizer is a AdamW, expected a SpeculativeCPUAdam"),
-    ],
-)
-def test_bad_arguments(options: dict[str, Any], error: type[Exception], sentence: str) -> None:
-    threads = threading.active_count()
-    model = mlp()
-    optimizer: Any = adam(model)
-    if options.pop("optimizer", None):
-        optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(error, match=sentence) as caught:
-        OffloadScheduler(optimizer, options.pop("model", model), **options)
-    assert "\n" not in str(caught.value)
-    assert threading.active_count() == threads
-    assert_nothing_is_attached(mlp() if isinstance(optimizer, torch.optim.AdamW) else model, optimizer)
-
-
 def assert_nothing_is_attached(model: nn.Module, optimizer: Any) -> None:
     """Check that a scheduler that was refused left neither hooks nor itself."""
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
@@ -882,22 +387,6 @@ def assert_nothing_is_attached(model: nn.Module, optimizer: Any) -> None:
             train(model, optimizer, range(2, 4))
         train(twin, plain, range(2, 4))
         assert everything(model, optimizer) == everything(twin, plain)
-
-
-class DistributedModel(nn.parallel.DistributedDataParallel):
-    """Counts as a DistributedDataParallel model, without the process group that a real one needs."""
-
-    def __init__(self, module: nn.Module) -> None:
-        nn.Module.__init__(self)
-        self.module = module
-
-
-def test_distributed_data_parallel_is_refused() -> None:
-    model = mlp()
-    optimizer = adam(model)
-    with pytest.raises(RuntimeError, match=r"DistributedDataParallel.*train this one without"):
-        OffloadScheduler(optimizer, nn.Sequential(DistributedModel(model)))
-    assert_nothing_is_attached(model, optimizer)
 
 
 class Cramped(SimulatedDevice):
@@ -1033,19 +522,6 @@ def test_closed_and_made_again(device: PlainDevice) -> None:
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_gradients_of_a_scheduler_that_is_closed_still_count(dtype: torch.dtype, anywhere: Device) -> None:
-    model, twin = mlp(dtype), mlp(dtype)
-    optimizer, plain = adam(model), adam(twin)
-    with eager(optimizer, model, device=anywhere):
-        train(model, optimizer, range(2))
-        loss_of(model, 2).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    train(twin, plain, range(3))
-    assert everything(model, optimizer) == everything(twin, plain)
-
-
 def test_no_thread_is_left_after_close() -> None:
     model = mlp()
     before = set(threading.enumerate())
@@ -1112,28 +588,6 @@ def test_copies_of_the_model_are_plain_models(how: str) -> None:
         with eager(copied, other):
             other.zero_grad()
             train(other, copied, range(2))
-
-
-@pytest.mark.parametrize("how", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_optimizer_is_copied_without_its_scheduler(dtype: torch.dtype, how: Callable[[Any], Any]) -> None:
-    """Also between backward and step; gradients stay behind, as in torch."""
-    model = mlp(dtype)
-    optimizer = adam(model)
-    with eager(optimizer, model):
-        train(model, optimizer, range(2))
-        twin_model, twin = how((model, optimizer))
-        train(model, optimizer, range(2, 4))
-        train(twin_model, twin, range(2, 4))
-        assert everything(model, optimizer) == everything(twin_model, twin)
-        loss_of(model, 4).backward()
-        twin_model, twin = how((model, optimizer))
-        assert all(parameter.grad is None for parameter in twin_model.parameters())
-        loss_of(twin_model, 4).backward()
-        for its in (optimizer, twin):
-            its.step()
-            its.zero_grad()
-        assert everything(model, optimizer) == everything(twin_model, twin)
 
 
 def test_step_returns_before_the_commits_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1546,186 +1000,6 @@ def test_gradients_in_another_layout_than_their_parameters(anywhere: Device) -> 
             optimizer.step()
 
     twins(steps, scheduled={"device": anywhere, "bucket_numel": 100})
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_gradients_that_are_part_of_a_larger_buffer(dtype: torch.dtype, anywhere: Device) -> None:
-    """As frameworks keep them, that look into the buffer, write to it and fill it again in the next step."""
-
-    def steps(model: nn.Module, optimizer: SpeculativeCPUAdam) -> None:
-        flat = torch.zeros(sum(parameter.numel() for parameter in model.parameters()), dtype=dtype)
-        for seed in range(5):
-            flat.zero_()
-            parts = flat.split([parameter.numel() for parameter in model.parameters()])
-            for parameter, part in zip(model.parameters(), parts, strict=True):
-                parameter.grad = part.view(parameter.shape)
-            loss_of(model, seed).backward()
-            if seed % 2:
-                flat[::3] *= 0.5
-                optimizer.state_dict()
-            optimizer.step()
-            flat.fill_(math.nan)  # before the commit
-
-    twins(steps, make=lambda: mlp(dtype), scheduled={"device": anywhere, "bucket_numel": 1})
-
-
-# ---- writes and reads while a step is open --------------------------------------------------------------------------
-
-
-def write(model: nn.Module, how: str) -> None:
-    with torch.no_grad():
-        match how:
-            case "part":
-                model[2].weight[1:3] = 0.5
-            case "whole":
-                model[0].bias.fill_(-1.0)
-            case "product":
-                model[4].weight.mul_(0.5)
-            case "nothing":
-                model[4].weight.copy_(model[4].weight.clone())
-            case "everything":
-                for parameter in model.parameters():
-                    parameter.add_(0.25)
-            case "binary and back":  # as BinaryConnect
-                own = model[2].weight.clone()
-                model[2].weight.copy_(own.sign())
-                loss_of(model, 1)
-                model[2].weight.copy_(own)
-
-
-WRITES = ["part", "whole", "product", "nothing", "everything", "binary and back"]
-
-
-@pytest.mark.covering(3)
-@pytest.mark.parametrize("when", ["after backward", "once it was speculated on", "and read"])
-@pytest.mark.parametrize("how", WRITES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_parameters_written_between_backward_and_step(
-    dtype: torch.dtype, how: str, when: str, anywhere: Device
-) -> None:
-    """It was written before the step."""
-
-    def steps(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
-        for seed in range(5):
-            optimizer.zero_grad()
-            loss_of(model, seed).backward()
-            if scheduler is not None and when != "after backward":
-                scheduler.synchronize()
-            if seed % 2:
-                write(model, how)
-            if when == "and read":
-                optimizer.state_dict()
-            optimizer.step()
-            seen[scheduler is not None].append(shown(optimizer))
-
-    seen: dict[bool, list[Any]] = {False: [], True: []}
-    both(steps, lambda: mlp(dtype), anywhere, bucket_numel=70, max_grad_norm=math.inf)
-    assert seen[False] == seen[True]
-
-
-@pytest.mark.parametrize("ending", ["skipped", "zero_grad", "rollback"])
-def test_parameters_written_in_a_step_that_comes_to_nothing(ending: str, anywhere: Device) -> None:
-    def steps(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
-        train(model, optimizer, range(2))
-        (loss_of(model, 1) * (math.nan if ending == "skipped" else 1.0)).backward()
-        if scheduler is not None:
-            scheduler.synchronize()
-        write(model, "part")
-        if ending == "skipped":
-            optimizer.step()
-        if ending == "rollback":
-            optimizer.rollback()
-        optimizer.zero_grad()
-        train(model, optimizer, range(2, 4))
-
-    both(steps, lambda: mlp(torch.bfloat16), anywhere, max_grad_norm=math.inf)
-
-
-STORAGES: dict[str, Callable[[nn.Parameter], object]] = {
-    "replaced": lambda parameter: setattr(parameter, "data", parameter.data.clone()),
-    "replaced by what is not dense": lambda parameter: setattr(
-        parameter, "data", torch.stack([parameter.data, parameter.data], dim=-1)[..., 0]
-    ),
-    "replaced by other values": lambda parameter: setattr(parameter, "data", torch.full_like(parameter.data, 0.25)),
-    "freed and made again": lambda parameter: free_and_make_again(parameter),
-    "swapped out and in": lambda parameter: setattr(parameter, "data", swapped_out(parameter)),
-    "widened and back": lambda parameter: setattr(parameter, "data", parameter.data.double().to(parameter.dtype)),
-}
-
-
-def free_and_make_again(parameter: nn.Parameter) -> None:
-    """As FSDP and colocated rollouts do: the same storage, without memory for a while."""
-    values, storage = parameter.detach().clone(), parameter.untyped_storage()
-    size = storage.nbytes()
-    storage.resize_(0)
-    waste = [torch.full((size,), 255, dtype=torch.uint8) for _ in range(8)]  # takes the memory that was freed
-    storage.resize_(size)
-    parameter.data.copy_(values)
-    del waste
-
-
-def swapped_out(parameter: nn.Parameter) -> Tensor:
-    """As block swapping does: nothing but an empty tensor remains for a while."""
-    values = parameter.data.clone()
-    parameter.data = torch.empty(0, dtype=parameter.dtype)
-    waste = [torch.full_like(values, math.nan) for _ in range(8)]
-    del waste
-    return values
-
-
-@pytest.mark.covering(3)
-@pytest.mark.parametrize("waits", [False, True])
-@pytest.mark.parametrize("how", STORAGES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_storages_that_change_while_the_worker_works(
-    dtype: torch.dtype, how: str, waits: bool, anywhere: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What the worker reads and writes is its own."""
-    slow_down(monkeypatch, 0.0 if waits else 0.002)
-
-    def steps(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
-        for seed in range(4):
-            optimizer.zero_grad()
-            loss_of(model, seed).backward()
-            if waits and scheduler is not None:
-                scheduler._catch_up()
-            for parameter in list(model.parameters())[seed % 3 :: 3]:
-                STORAGES[how](parameter)
-            optimizer.reload_masters()  # a plain step cannot know of writes through .data, either
-            optimizer.step()
-
-    both(steps, lambda: mlp(dtype), anywhere)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_gradients_that_are_freed_while_the_worker_works(
-    dtype: torch.dtype, anywhere: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slow_down(monkeypatch, 0.002)
-
-    def steps(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
-        train(model, optimizer, range(2))
-        for seed in range(2, 5):
-            loss_of(model, seed).backward()
-            optimizer.zero_grad()
-            waste = [torch.full_like(parameter, math.nan) for parameter in model.parameters() for _ in range(3)]
-            loss_of(model[2:], seed).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            del waste
-
-    both(steps, lambda: mlp(dtype), anywhere)
-
-
-def slow_down(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """Let every job of the worker take its time."""
-    speculate = Transaction.speculate
-
-    def slow(*arguments: Any, **options: Any) -> None:
-        time.sleep(seconds)
-        speculate(*arguments, **options)
-
-    monkeypatch.setattr(Transaction, "speculate", slow)
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
