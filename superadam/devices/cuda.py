@@ -56,8 +56,6 @@ class CudaDevice(Device):
     def _stream(self, stream: Stream) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device) if stream is Stream.CURRENT else self._streams[stream]
 
-    # ---- the interface -----------------------------------------------------------------------------------------------
-
     def is_host(self, tensor: Tensor) -> bool:
         return tensor.is_cpu
 
@@ -153,8 +151,6 @@ class CudaDevice(Device):
             self.pinned.hold_until(buffer, self.record(stream), stream)
         else:
             buffer.record_stream(self._stream(stream))
-
-    # ---- memory and cores of the host --------------------------------------------------------------------------------
 
     def reserve(self, needs: HostNeeds) -> None:
         """Pin what is not pinned yet, near the device; what cannot be pinned is pageable, with a warning."""

@@ -57,17 +57,6 @@ def cpus_of(text: str) -> frozenset[int]:
     return frozenset(numbers)
 
 
-def ranges_of(numbers: frozenset[int]) -> str:
-    """Return the shortest list that `cpus_of` parses to these numbers."""
-    parts: list[list[int]] = []
-    for number in sorted(numbers):
-        if parts and parts[-1][-1] == number - 1:
-            parts[-1][1:] = [number]
-        else:
-            parts.append([number])
-    return ",".join("-".join(map(str, part)) for part in parts)
-
-
 @dataclass(frozen=True, slots=True)
 class Group:
     """A control group (cgroup); its files have other names in version 1 than in version 2."""

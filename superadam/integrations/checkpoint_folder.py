@@ -5,8 +5,7 @@
     FOLDER/.save-*.part/        a save under way, or what is left of one that was killed
     FOLDER/.lock                held by the one save that may be under way
 
-A checkpoint is written under another name, synchronized, renamed, and only then named in `latest`. So whenever the
-processes or the machine stop, the folder holds the older one or the new one.
+A checkpoint is written under another name, synchronized, renamed, and only then named in `latest`.
 """
 
 from __future__ import annotations

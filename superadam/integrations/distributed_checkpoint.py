@@ -226,9 +226,6 @@ def _one_process_is_fine() -> Iterator[None]:
         yield
 
 
-# ---- model and optimizer ---------------------------------------------------------------------------------------------
-
-
 def _named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Return the optimizer's state dict with the parameters' names in the model.
 

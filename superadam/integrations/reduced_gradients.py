@@ -23,20 +23,13 @@ def take_reduced_gradients(optimizer: SpeculativeCPUAdam, model: nn.Module) -> N
     """Let an optimizer use the gradients of a sharded model in the dtype in which they were reduced.
 
     Under `MixedPrecisionPolicy(reduce_dtype=torch.float32)` the gradients of bf16 and fp16 shards are reduced in fp32
-    and then rounded for `.grad`. From now on a handle takes the place of each of them. Norms and steps see the
-    unrounded gradient, with a scheduler or without; what else reads `.grad` sees it rounded. Clipping, unscaling and
-    other products with one scalar apply to the unrounded gradient. Any other write, or a reference to its memory, makes
-    `.grad` an ordinary gradient: it counts as it is, and what is added to it is rounded, until `.grad` is None.
+    and then rounded for `.grad`. From now on norms and steps see the unrounded gradient, and micro-batches add up in
+    fp32; what else reads `.grad` sees it rounded. Products with one scalar, as of clipping and unscaling, apply to the
+    unrounded gradient. After any other write `.grad` counts as it is, until it is None. Other gradients stay as they
+    are: those of fp32 shards, those reduced in bf16, and those of parameters that are not sharded.
 
-    Each backward that reduces gradients adds them to `.grad` in fp32, in this order. Those of backwards under
-    `set_requires_gradient_sync(False)` are summed by FSDP2, in its reduce dtype, before the next reduction.
-
-    Gradients that are not reduced in a wider dtype than their shards' stay as they are: those of fp32 shards, which
-    arrive unrounded, those reduced in bf16, and those of parameters that are not sharded.
-
-    Call it after `fully_shard`, once for each model. It lasts as long as the optimizer; copies and pickles have no part
-    in it. It takes the place of hooks that were set with `FSDPModule.set_all_reduce_hook`; one that is set later takes
-    its place, so that gradients of that module are rounded again.
+    Call it after `fully_shard`, once for each model. It lasts as long as the optimizer, and takes the place of hooks
+    set with `FSDPModule.set_all_reduce_hook`. Copies and pickles have no part in it.
 
     Args:
         optimizer: of sharded parameters; it may be in a framework's wrapper.
@@ -141,8 +134,6 @@ class ReducedGradients(GradientHolder):
         optimizer = self._optimizer()
         return [] if optimizer is None else [one for group in optimizer.param_groups for one in group["params"]]
 
-    # ---- within backward, where an error would leave other ranks waiting ---------------------------------------------
-
     def show(self, buffer: Tensor) -> None:
         """Note the buffer of the group whose hooks are called next."""
         if len(self._parameters()) != len(self._followed):  # a group was added
@@ -192,8 +183,6 @@ class ReducedGradients(GradientHolder):
             return new
         return new if found is None else found
 
-    # ---- for the optimizer (binding.GradientSource) ----------------------------------------------------------
-
     def check(self) -> None:
         """Raise what has failed since the last verdict."""
         self._buffer = self._rounded = None
@@ -211,8 +200,6 @@ class ReducedGradients(GradientHolder):
         error, self._error = self._error, None
         if error is not None:
             raise error
-
-    # ---- for gradients that were taken (taken_gradient.GradientHolder) -----------------------------------------------
 
     @property
     def _holder(self) -> GradientHolder:

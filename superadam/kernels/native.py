@@ -234,20 +234,11 @@ def move_like(
     stream_state: bool,
     threads: int | None = None,
 ) -> int:
-    """Move what `which` moves for a table of one segment, without its arithmetic; `out` is filled with ones.
+    """Move what `which` moves, without its arithmetic; `out` is filled with ones, and state keeps its bits.
 
-    State that the pass updates keeps its bits. Returns the sum modulo 2^32 of all 32-bit words that were only read.
-
-    Args:
-        which: the pass.
-        segments: one `SEGMENT`, of a multiple of `CHUNK` elements in arrays aligned to 64 bytes.
-        burst: elements of one array that are touched before the next array, a power of two from 32 to `CHUNK`.
-        prefetch: distance of the software prefetch in bytes, 0 for none.
-        stream_out, stream_state: whether `out` or the state is written past the caches.
-        threads: as for `run`.
-
-    Raises:
-        ValueError: the segment does not fit the pass; nothing was read or written.
+    `segments` has one entry, of a multiple of `CHUNK` elements in arrays aligned to 64 bytes; the other arguments are
+    those of `superadam.cli.bench.floor.Variant`. Returns the sum modulo 2^32 of all 32-bit words that were only read.
+    Raises ValueError if the segment does not fit the pass; nothing was read or written.
     """
     if segments.dtype != SEGMENT or segments.shape != (1,):
         raise ValueError("superadam.kernels.native.move_like takes a table of dtype SEGMENT with exactly one entry")

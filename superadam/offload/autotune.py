@@ -57,12 +57,10 @@ class Autotuner:
     done another bucket, fewer.
 
     Args:
-        device: the model's; where it cannot make steps, nothing is measured.
         total: elements of all parameters.
         gpu_buckets, bucket_numel, transfer_dtype, num_threads: as in `superadam.Placement`, or "auto".
 
     Attributes:
-        placement: the present one.
         order: parameters (of DTensors, the parts on this rank) as their gradients became ready, resident ones last, in
             that of the last steps that had the most of them.
 
@@ -136,7 +134,6 @@ class Autotuner:
         return self.placement.gpu_buckets > 0 and set(map(id, order)) != set(map(id, self.order))
 
     def _has_new_choice(self, step: list[Work], awaited_at: float, update_seconds: float) -> bool:
-        """Change the placement where the last steps agree, and memory allows it; return whether it has changed."""
         now = self.placement.gpu_buckets
         wanted = self._wanted_buckets(step, awaited_at, update_seconds)
         wanted = wanted if self._most is None else min(wanted, self._most)

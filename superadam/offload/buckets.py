@@ -127,7 +127,6 @@ class Bucketer:
         return [filled for is_resident in sorted(self._filling) if (filled := self._filled(is_resident))]
 
     def _filled(self, is_resident: bool) -> Bucket | None:
-        """End a bucket; return its current part, or None if that is empty."""
         ended = self._filling.pop(is_resident, None)  # for one thread only
         return None if ended is None else ended.current(is_resident)
 

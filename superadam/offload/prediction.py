@@ -71,8 +71,6 @@ class Predictor:
         # Until which step, and for how many; of states that are bound again by another, nothing is kept.
         self._left_out: weakref.WeakKeyDictionary[ParameterState, tuple[int, int]] = weakref.WeakKeyDictionary()
 
-    # ---- learning ----------------------------------------------------------------------------------------------------
-
     def add_verdict(self, applied: Applied | None) -> None:
         """Learn from the end of a step; None where nothing was speculated on, or it was skipped."""
         made, self._made = self._made, []
@@ -121,8 +119,6 @@ class Predictor:
             self._listed, self._found = 0.0, 0
         else:
             self._uncertain += FADING * (min(self._uncertain, FIRST_UNCERTAIN) - self._uncertain)
-
-    # ---- predicting --------------------------------------------------------------------------------------------------
 
     def leaves_out(self, state: ParameterState, prediction: Prediction, unscaling: float) -> bool:
         """Whether speculation on a parameter would be in vain, if the verdict's factor is not the predicted one.
@@ -221,7 +217,6 @@ def _ratio(limit: float, norm: float) -> float:
 
 
 def _error(predicted: float, factor: float | None) -> float:
-    """Return how far a factor was from the predicted one, as the logarithm of their ratio."""
     return math.inf if factor is None or predicted == 0.0 else abs(math.log(predicted / factor))
 
 

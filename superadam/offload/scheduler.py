@@ -86,7 +86,6 @@ class OffloadScheduler(GradientHolder):
     Attributes:
         statistics: counts of buckets, bytes and seconds since the scheduler was made.
         trace: what happened when, in the last steps.
-        delivery, resident: for the optimizer.
 
     Raises:
         ValueError: an argument is out of range, or the device cannot keep buckets.
@@ -213,7 +212,6 @@ class OffloadScheduler(GradientHolder):
     # ---- for the optimizer (binding.Overlap) -----------------------------------------------------------------
 
     def _follow(self, transaction: Transaction | None) -> None:
-        """Speculate on the parameters of this transaction from now on; None: on none, until the next one."""
         self._transaction = transaction
         if self._pipeline is not None:
             self._pipeline.transaction = transaction
@@ -225,11 +223,6 @@ class OffloadScheduler(GradientHolder):
             self._hooks.watch(transaction.table.parameters)
 
     def _catch_up(self) -> None:
-        """Return when everything that was taken is speculated on.
-
-        Raises:
-            WorkerError: the worker failed; speculation is dropped, and the gradients are where they were.
-        """
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -343,7 +336,6 @@ class OffloadScheduler(GradientHolder):
             self.resident.bring_home(state for state in states if id(state.local) not in self._bucketer.resident)
 
     def _make_room(self) -> None:
-        """Keep half as many buckets, because the device has no memory for all of them."""
         before = self.placement.gpu_buckets
         self._autotuner.shrink()
         _logger.warning(

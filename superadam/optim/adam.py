@@ -212,10 +212,8 @@ class SpeculativeCPUAdam(Optimizer):
                 failed, ended, or is not at the same point.
             MemoryError, torch.OutOfMemoryError, RuntimeError: memory ran out; call this again to make the step.
 
-        Whatever is raised, nothing was changed.
-
-        `torch.distributed.checkpoint` makes a step with zero gradients to get state that it can load into: that creates
-        the state of before the first step, and is none.
+        Whatever is raised, nothing was changed. The step with zero gradients that `torch.distributed.checkpoint` makes
+        to get state to load into creates that state, and is none.
         """
         published = self._binding.published
         if published.is_exposed and not published.entries and checkpoint.is_asked_for_template():
@@ -448,11 +446,9 @@ class SpeculativeCPUAdam(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict()` of this class, or of torch.optim's Adam or AdamW, returned.
 
-        Parameters stay as they are, as in torch: the weights are the model's, which may be loaded before or after. fp32
-        state stays fp32 and on the CPU, whatever the parameters are. When a step, or a read of the state, first needs
-        the masters, an element of `master` counts where it rounds to the parameter's; elsewhere, and without `master`,
-        the parameter counts. What others keep in a parameter's state is cast and moved as in torch. `capturable` and
-        `differentiable` are not loaded.
+        Parameters stay as they are, as in torch; the model's weights may be loaded before or after. State stays fp32
+        and on the CPU. An element of `master` counts where it rounds to the parameter's; elsewhere, and without
+        `master`, the parameter counts. What others keep in a parameter's state is cast and moved as in torch.
 
         Raises:
             ValueError: the state dict is not one of Adam over such parameters; nothing was changed.

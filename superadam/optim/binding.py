@@ -72,7 +72,7 @@ class Overlap(Protocol):
         """Return when everything that was taken is speculated on; raise what failed there."""
 
     def _conclude(self, outcome: StepOutcome) -> None:
-        """Handle the outcome of a step: let commits begin."""
+        """Handle the outcome of a step."""
 
 
 class GradientSource(Protocol):
@@ -279,8 +279,6 @@ class Binding(GradientHolder):
         if self.overlap is not None:
             self.overlap._follow(self._transaction)
         return self._transaction
-
-    # ---- for gradients that were taken (taken_gradient.GradientHolder) -----------------------------------------------
 
     def _nonfinite_of(self, taken: TakenGradient) -> int | None:
         return None if self._transaction is None else self._transaction.nonfinite_of(taken)

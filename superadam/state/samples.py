@@ -77,8 +77,6 @@ class Samples:
                 table.remember_master(table.states[row])
         return [row for row in found if not table.is_master_edited(table.states[row])] if found else found
 
-    # ---- parameters that kernels cannot read -------------------------------------------------------------------------
-
     def _written(self, states: Sequence[ParameterState]) -> list[int]:
         found = []
         for state in states:

@@ -97,8 +97,6 @@ class SimulatedDevice(Device):
         self._host_blocks: set[int] = set()
         self._blocks: dict[int, Block] = {}
 
-    # ---- running -----------------------------------------------------------------------------------------------------
-
     def _runnable(self) -> list[Stream]:
         return [
             stream
@@ -134,8 +132,6 @@ class SimulatedDevice(Device):
             operation.after = (*operation.after, *self._waits[stream])
             self._waits[stream] = []
             self._streams[stream].append(operation)
-
-    # ---- the interface -----------------------------------------------------------------------------------------------
 
     def is_host(self, tensor: Tensor) -> bool:
         return storage_key(tensor.untyped_storage()) in self._host_blocks
@@ -202,8 +198,6 @@ class SimulatedDevice(Device):
 
     def start_worker(self, idle: Work) -> SeededWorker:
         return SeededWorker(self._random, idle)
-
-    # ---- memory ------------------------------------------------------------------------------------------------------
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         tensor = _alias(torch.empty(max(numel, 1), dtype=dtype, device="cpu")[:numel])  # empty memory has an address

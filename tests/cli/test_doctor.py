@@ -21,8 +21,9 @@ from superadam.cli.bench.arrays import PassArrays
 from superadam.cli.doctor import accelerator, memory, partition, processor, report, software
 from superadam.cli.doctor.diagnosis import PROBES, diagnose
 from superadam.cli.doctor.finding import Finding, Status
+from superadam.cli.doctor.processor import ranges_of
 from superadam.host import memory as host_memory
-from superadam.host.machine import Host, cpus_of, ranges_of
+from superadam.host.machine import Host, cpus_of
 from superadam.kernels import native
 from superadam.kernels.native import Dtype
 

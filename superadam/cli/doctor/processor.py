@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from superadam.cli.doctor.finding import Finding, Status
-from superadam.host.machine import Host, cpus_of, groups_of, ranges_of
+from superadam.host.machine import Host, cpus_of, groups_of
 from superadam.kernels import native
 
 REBUILD = "pip install --force-reinstall --no-deps superadam"
@@ -117,3 +117,14 @@ def numa_nodes(host: Host) -> Finding:
         remedy = f"numactl --cpunodebind={node} --membind={node} COMMAND"
         return Finding("NUMA nodes", Status.BETTER, f"{detail}; this process spans {len(ours)}", remedy, values)
     return Finding("NUMA nodes", Status.OK, f"{detail}; this process stays on {', '.join(ours)}", values=values)
+
+
+def ranges_of(numbers: frozenset[int]) -> str:
+    """Return the shortest list that `cpus_of` parses to these numbers."""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and parts[-1][-1] == number - 1:
+            parts[-1][1:] = [number]
+        else:
+            parts.append([number])
+    return ",".join("-".join(map(str, part)) for part in parts)
