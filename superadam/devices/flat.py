@@ -37,11 +37,13 @@ class FlatLayout(Generic[_Member]):
         for state in self.states:
             self.offsets.append(self.numel)
             self.numel += aligned(state.shape.numel())
-        self._places = [(one.shape, one.strides, offset) for one, offset in zip(self.states, self.offsets, strict=True)]
+        self._positions = [
+            (one.shape, one.strides, offset) for one, offset in zip(self.states, self.offsets, strict=True)
+        ]
 
     def cut(self, buffer: Tensor) -> FlatTensors:
         """Return the members of a 1-D buffer of `numel` elements, without references to `states`."""
-        return FlatTensors(buffer, self._places)
+        return FlatTensors(buffer, self._positions)
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """Return one view for each member of such a buffer."""
@@ -51,8 +53,8 @@ class FlatLayout(Generic[_Member]):
 class FlatTensors:
     """Tensors in one flat buffer; the first thread that needs one makes all of them."""
 
-    def __init__(self, buffer: Tensor, places: Iterable[tuple[Sequence[int], Sequence[int], int]]) -> None:
-        self._buffer, self._places = buffer, places
+    def __init__(self, buffer: Tensor, positions: Iterable[tuple[Sequence[int], Sequence[int], int]]) -> None:
+        self._buffer, self._positions = buffer, positions
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -60,6 +62,6 @@ class FlatTensors:
         known: list[Tensor] | None = self.__dict__.get("_tensors")
         if known is None:
             begin, view = self._buffer.storage_offset(), self._buffer.as_strided
-            made = [view(shape, strides, begin + offset) for shape, strides, offset in self._places]
+            made = [view(shape, strides, begin + offset) for shape, strides, offset in self._positions]
             known = self.__dict__.setdefault("_tensors", made)  # for all threads that were here
         return known

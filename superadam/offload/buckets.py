@@ -99,12 +99,12 @@ class Bucketer:
         if self._device.has_link:
             self._device.mark_ready()
         self._taken[key] = weakref.ref(taken)
-        place = id(state.local)
-        is_resident = place in self.resident and not self._device.is_host(taken.pending)
+        local = id(state.local)
+        is_resident = local in self.resident and not self._device.is_host(taken.pending)
         filling = self._filling.get(is_resident) or self._filling.setdefault(is_resident, _Filling())
         filling.entries.append((state, taken))
         filling.numel += state.shape.numel()
-        return self._filled(is_resident) if filling.numel >= self.bucket_numel or place == self.last else None
+        return self._filled(is_resident) if filling.numel >= self.bucket_numel or local == self.last else None
 
     def _take(self, parameter: Tensor, state: ParameterState) -> TakenGradient | None:
         """Return a gradient that was not taken yet, or a sum of micro-batches; None where it has to be left alone."""

@@ -117,10 +117,10 @@ class Pipeline:
         prediction = self.predictor.predict(elements, transaction.norm_so_far(), transaction.expected_scale, self.limit)
         for state, record in pending.items():
             if prediction is None or self.predictor.leaves_out(state, prediction, transaction.expected_scale):
-                record.place = None
+                record.slot = None
             else:
                 record.expect(*prediction)
-        written = {id(one.place.shadow): one.place.shadow for one in pending.values() if one.place is not None}
+        written = {id(one.slot.shadow): one.slot.shadow for one in pending.values() if one.slot is not None}
         is_hidden = not is_awaited()
         with torch.no_grad():
             transaction.speculate(pending, self._num_threads() if is_hidden else None)
@@ -233,13 +233,13 @@ def _records(
     *,
     are_resident: bool = False,
 ) -> dict[ParameterState, Pending]:
-    """Return the records of gradients that were sent, with places for those that are to be speculated on."""
+    """Return the records of gradients that were sent, with slots for those that are to be speculated on."""
     records: dict[ParameterState, Pending] = {}
     for one in sent:
-        places = one.places(speculated)
+        slots = one.slots(speculated)
         captured = zip(one.states, one.taken, one.gradients.tensors, one.versions, strict=True)
         for state, taken, gradient, version in captured:
-            fixed = hyper[state.row], places.get(state)
+            fixed = hyper[state.row], slots.get(state)
             records[state] = transaction.pending(state, taken, gradient, version, *fixed, is_resident=are_resident)
     return records
 
@@ -251,9 +251,9 @@ def _one_that_misses(
     of_shadow: dict[FlatShadow, dict[ParameterState, Pending]] = {}
     for state in transaction.in_phase(Phase.SPECULATED):
         record = state.pending
-        if record is not None and record.place is not None:
-            assert isinstance(record.place.shadow, FlatShadow)
-            of_shadow.setdefault(record.place.shadow, {})[state] = record
+        if record is not None and record.slot is not None:
+            assert isinstance(record.slot.shadow, FlatShadow)
+            of_shadow.setdefault(record.slot.shadow, {})[state] = record
     for shadow, pending in of_shadow.items():
         intervals = [record.interval for record in pending.values() if record.interval is not None]
         is_trusted = all(record.versions is not None for record in pending.values())

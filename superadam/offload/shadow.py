@@ -13,7 +13,7 @@ from torch import Tensor
 from superadam.devices import Device, Event, Stream
 from superadam.devices.flat import FlatLayout
 from superadam.kernels.torch_private import is_short_of_memory
-from superadam.state.parameter import ParameterState, Place
+from superadam.state.parameter import ParameterState, Slot
 from superadam.state.uncertain import HostPatch, Patch
 
 
@@ -67,9 +67,9 @@ class FlatShadow:
             self._views = self._layout.views(self._host[0])
         return self._views
 
-    def places(self) -> dict[ParameterState, Place]:
+    def slots(self) -> dict[ParameterState, Slot]:
         """Return where the value of each parameter lies."""
-        return {state: Place(self, position) for position, state in enumerate(self._layout.states)}
+        return {state: Slot(self, position) for position, state in enumerate(self._layout.states)}
 
     @property
     def has_arrived(self) -> bool:

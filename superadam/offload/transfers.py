@@ -30,7 +30,7 @@ from superadam.offload.statistics import OverlapStatistics
 from superadam.offload.trace import Trace
 from superadam.state.delivery import STAGED_NUMEL, Layouts, buffers_in, groups_of, size_of
 from superadam.state.norm import GradientNorm
-from superadam.state.parameter import ParameterState, Place
+from superadam.state.parameter import ParameterState, Slot
 
 LAYOUTS_KEPT = 8192  # from step to step: more than a model has buckets, unless their composition keeps changing
 PACKED_UNDER_WAY = 2  # packed buckets that may wait for the link where the device is short of memory
@@ -106,10 +106,10 @@ class Sent:
         every = group.values()
         return Sent([*group], [*map(weakref.ref, every)], gradients, [taken.version for taken in every], shadow)
 
-    def places(self, speculated: Set[ParameterState]) -> dict[ParameterState, Place]:
-        """Return the places of those that are speculated on."""
-        places = {} if self.shadow is None else self.shadow.places()
-        return {state: place for state, place in places.items() if state in speculated}
+    def slots(self, speculated: Set[ParameterState]) -> dict[ParameterState, Slot]:
+        """Return the slots of those that are speculated on."""
+        slots = {} if self.shadow is None else self.shadow.slots()
+        return {state: slot for state, slot in slots.items() if state in speculated}
 
 
 class Transfers:
@@ -338,12 +338,12 @@ class Transfers:
         """Whether kernels on the CPU may write this parameter."""
         return self.device.is_host(parameter)
 
-    def shadows(self, states: Sequence[ParameterState]) -> list[Place]:
+    def shadows(self, states: Sequence[ParameterState]) -> list[Slot]:
         """Return memory of the host."""
         shadows = [self._shadow(self._layout_of(group), None) for group in groups_of(states)]
-        return _places(states, shadows)
+        return _slots(states, shadows)
 
-    def stage(self, parts: Sequence[Sequence[ParameterState]]) -> Iterator[list[Place]]:
+    def stage(self, parts: Sequence[Sequence[ParameterState]]) -> Iterator[list[Slot]]:
         """Return memory of the host for each part, in turn one of two pieces, or always the same if memory is short."""
         if self._staged is not None:
             self._staged.synchronize()
@@ -356,27 +356,27 @@ class Transfers:
             except Exception as error:
                 if not is_short_of_memory(error):
                     raise
-        return self._places_in_turn(parts, layouts, pieces)
+        return self._slots_in_turn(parts, layouts, pieces)
 
-    def _places_in_turn(
+    def _slots_in_turn(
         self, parts: Sequence[Sequence[ParameterState]], layouts: Sequence[Layouts], pieces: Sequence[Tensor]
-    ) -> Iterator[list[Place]]:
-        """Yield places in the next piece of memory, once what was published from there before has left it."""
+    ) -> Iterator[list[Slot]]:
+        """Yield slots in the next piece of memory, once what was published from there before has left it."""
         published: collections.deque[Event] = collections.deque()
         for states, some, piece in zip(parts, layouts, itertools.cycle(pieces), strict=False):
             if len(published) == len(pieces):
                 published.popleft().synchronize()
             hosts = buffers_in(piece, some)
             shadows = [self._shadow(layout, None, [host, piece]) for layout, host in zip(some, hosts, strict=True)]
-            yield _places(states, shadows)
+            yield _slots(states, shadows)
             del shadows
             self._staged = self.device.record(Stream.CURRENT)
             published.append(self._staged)
 
-    def publish(self, states: Sequence[ParameterState], places: Sequence[Place]) -> None:
+    def publish(self, states: Sequence[ParameterState], slots: Sequence[Slot]) -> None:
         """Copy new values into their parameters on the current stream, those that have arrived already first."""
         chosen: dict[FlatShadow, tuple[list[int], list[Tensor]]] = {}
-        for state, (shadow, position) in zip(states, places, strict=True):
+        for state, (shadow, position) in zip(states, slots, strict=True):
             assert isinstance(shadow, FlatShadow)
             some = chosen.get(shadow)
             if some is None:
@@ -425,9 +425,9 @@ class Transfers:
                 self._trace.add("parameters to device", "upload", begin, time.perf_counter(), elements=elements)
 
 
-def _places(states: Sequence[ParameterState], shadows: Sequence[FlatShadow]) -> list[Place]:
-    places = {state: place for shadow in shadows for state, place in shadow.places().items()}
-    return [places[state] for state in states]
+def _slots(states: Sequence[ParameterState], shadows: Sequence[FlatShadow]) -> list[Slot]:
+    slots = {state: slot for shadow in shadows for state, slot in shadow.slots().items()}
+    return [slots[state] for state in states]
 
 
 def norm_in(hosts: Sequence[Tensor]) -> GradientNorm:

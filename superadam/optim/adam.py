@@ -295,11 +295,11 @@ class SpeculativeCPUAdam(Optimizer):
                 taken.pending, taken.in_use = state.host_gradient(gradient), True
                 gradients[state] = taken
         able = [state for state in gradients if transaction.can_speculate(state, hyper[state.row])]
-        places = dict(zip(able, table.delivery.shadows(able), strict=True))
+        slots = dict(zip(able, table.delivery.shadows(able), strict=True))
         table.bring_home(gradients)
         transaction.speculate(
             {
-                s: transaction.pending(s, weakref.ref(one), one.pending, one.version, hyper[s.row], places.get(s))
+                s: transaction.pending(s, weakref.ref(one), one.pending, one.version, hyper[s.row], slots.get(s))
                 for s, one in gradients.items()
             }
         )
@@ -460,8 +460,10 @@ class SpeculativeCPUAdam(Optimizer):
             )
         arriving: dict[Tensor, dict[str, Any]] = {}
 
-        def take_state(optimizer: Optimizer, final: dict[str, Any]) -> dict[str, Any]:
+        def take_state(optimizer: Optimizer, final: dict[str, Any]) -> dict[str, Any] | None:
             # Check everything and take the tensors out, so that torch neither casts nor moves them.
+            if self._arriving is not arriving:  # a signal kept an earlier call from removing this
+                return None
             states = self._binding.bound(self.param_groups).table.states
             sizes = [len(group["params"]) for group in self.param_groups]
             groups, entries, foreign = checkpoint.read(final, states, sizes)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from superadam.devices.flat import FlatLayout
 from superadam.kernels.copies import copy_each
-from superadam.state.parameter import ParameterState, Place
+from superadam.state.parameter import ParameterState, Slot
 from superadam.state.uncertain import HostPatch, Patch
 
 STAGED_NUMEL = 16 * 1024 * 1024
@@ -36,16 +36,16 @@ class Delivery(Protocol):
     def is_host(self, parameter: Tensor) -> bool:
         """Whether kernels on the CPU may write this parameter."""
 
-    def shadows(self, states: Sequence[ParameterState]) -> list[Place]:
+    def shadows(self, states: Sequence[ParameterState]) -> list[Slot]:
         """Return memory for one new value of each of these parameters."""
 
-    def stage(self, parts: Sequence[Sequence[ParameterState]]) -> Iterator[list[Place]]:
+    def stage(self, parts: Sequence[Sequence[ParameterState]]) -> Iterator[list[Slot]]:
         """Return memory for the new values of one part after another; there is at least one.
 
         All of it is allocated when this returns. Parts may share memory: publish each before asking for the next.
         """
 
-    def publish(self, states: Sequence[ParameterState], places: Sequence[Place]) -> None:
+    def publish(self, states: Sequence[ParameterState], slots: Sequence[Slot]) -> None:
         """Copy new values into their parameters, past version counters, before anything later on the current stream.
 
         Does not fail for want of memory, because the state has changed by then.
@@ -101,28 +101,28 @@ class SynchronousDelivery:
         """Whether it is on the CPU."""
         return parameter.is_cpu
 
-    def shadows(self, states: Sequence[ParameterState]) -> list[Place]:
+    def shadows(self, states: Sequence[ParameterState]) -> list[Slot]:
         """Return pageable memory."""
         return next(self.stage([states]))
 
-    def stage(self, parts: Sequence[Sequence[ParameterState]]) -> Iterator[list[Place]]:
+    def stage(self, parts: Sequence[Sequence[ParameterState]]) -> Iterator[list[Slot]]:
         """Return pageable memory, the same for all parts."""
         layouts = [[*map(FlatLayout, groups_of(states))] for states in parts]
         memory = torch.empty(max(map(size_of, layouts)), dtype=torch.uint8, device="cpu")
-        return (_places(states, some, memory) for states, some in zip(parts, layouts, strict=True))
+        return (_slots(states, some, memory) for states, some in zip(parts, layouts, strict=True))
 
-    def publish(self, states: Sequence[ParameterState], places: Sequence[Place]) -> None:
+    def publish(self, states: Sequence[ParameterState], slots: Sequence[Slot]) -> None:
         """Copy all of them in one call."""
-        copy_each([state.local.data for state in states], [place.value for place in places])
+        copy_each([state.local.data for state in states], [slot.value for slot in slots])
 
     def settle(self) -> None:
         """Return at once."""
 
 
-def _places(states: Sequence[ParameterState], layouts: Layouts, memory: Tensor) -> list[Place]:
+def _slots(states: Sequence[ParameterState], layouts: Layouts, memory: Tensor) -> list[Slot]:
     pairs = [*zip(layouts, buffers_in(memory, layouts), strict=True)]
     values = {
         state: view for layout, buffer in pairs for state, view in zip(layout.states, layout.views(buffer), strict=True)
     }
     shadow = HostShadow([values[state] for state in states])
-    return [Place(shadow, position) for position in range(len(states))]
+    return [Slot(shadow, position) for position in range(len(states))]

@@ -51,7 +51,7 @@ class Shadow(Protocol):
         """Return memory for new values of so many elements of the parameters at these positions."""
 
 
-class Place(NamedTuple):
+class Slot(NamedTuple):
     """Where the new value of one parameter lies."""
 
     shadow: Shadow
@@ -73,7 +73,7 @@ class Pending:
         version: of `taken`, whose gradient this is.
         step: the step that this gradient makes, counted from 1.
         scale: factor on the gradient in the speculated value.
-        place: of the speculated value; None where only the norm was computed, and once the value is not needed.
+        slot: of the speculated value; None where only the norm was computed, and once the value is not needed.
         versions: of the state's tensors that speculation has read; None where the speculated value is stale.
         interval: factors for which all elements that are not listed have the same speculated value; None for `scale`
             alone.
@@ -86,7 +86,7 @@ class Pending:
     hyper: Hyperparameters
     step: int
     scale: Scale
-    place: Place | None = None
+    slot: Slot | None = None
     is_resident: bool = False
     versions: tuple[int, ...] | None = None
     interval: Interval | None = None

@@ -254,7 +254,7 @@ class ParameterTable:
         accepted: Sequence[Pending] | None = None,
         num_threads: int | None = None,
     ) -> None:
-        """Write new values to the places of these gradients as if they were a step; sum squares, fill lists.
+        """Write new values to the slots of these gradients as if they were a step; sum squares, fill lists.
 
         The same pass folds `accepted`, the gradients of the step before, into the state; without them the state stays
         as it is. `num_threads` is a maximum; None for all.
@@ -262,7 +262,7 @@ class ParameterTable:
         segments = self.segments(rows, [record.gradient for record in pending])
         segments["coefficients"] = indices
         segments["uncertain"] = [0 if record.listed is None else record.listed.address for record in pending]
-        segments["out"] = [record.place.value.data_ptr() for record in pending if record.place]
+        segments["out"] = [record.slot.value.data_ptr() for record in pending if record.slot]
         which = Pass.SPECULATE
         if accepted is not None:
             which = Pass.COMMIT_AND_SPECULATE
@@ -276,15 +276,15 @@ class ParameterTable:
         """Give listed elements the new values of these coefficients, and return how many there are; state stays."""
         by_shadow: dict[Shadow, list[int]] = {}
         for number, record in enumerate(pending):
-            assert record.place is not None
-            by_shadow.setdefault(record.place.shadow, []).append(number)
+            assert record.slot is not None
+            by_shadow.setdefault(record.slot.shadow, []).append(number)
         segments = np.zeros(len(rows), native.SEGMENT)
         segments["coefficients"], segments["out_dtype"] = indices, self._rows["out_dtype"][rows]
         segments["gradient_dtype"] = [DTYPES[record.gradient.dtype] for record in pending]
         patches: list[tuple[Patch, list[Listed]]] = []
         for shadow, numbers in by_shadow.items():
             listed = [record.listed for record in (pending[number] for number in numbers) if record.listed is not None]
-            positions = [record.place.position for record in (pending[number] for number in numbers) if record.place]
+            positions = [record.slot.position for record in (pending[number] for number in numbers) if record.slot]
             patch = shadow.patch(positions, [one.count for one in listed])
             patches.append((patch, listed))
             for number, one, values, target in zip(numbers, listed, patch.values, patch.targets, strict=True):
@@ -344,10 +344,10 @@ class ParameterTable:
             for which, job in direct:
                 if len(job):
                     native.run(which, job, table)
-            for places, (which, states, job) in zip(stage, in_turn, strict=True):
-                job["out"] = [place.value.data_ptr() for place in places]
+            for slots, (which, states, job) in zip(stage, in_turn, strict=True):
+                job["out"] = [slot.value.data_ptr() for slot in slots]
                 native.run(which, job, table)
-                self.delivery.publish(states, places)
+                self.delivery.publish(states, slots)
             count()
 
         return run

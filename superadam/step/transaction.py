@@ -28,7 +28,7 @@ from superadam.kernels.copies import has_memory
 from superadam.kernels.hyperparameters import Hyperparameters, Scale
 from superadam.kernels.torch_private import is_short_of_memory
 from superadam.state.norm import GradientNorm
-from superadam.state.parameter import ParameterState, Pending, Phase, Place
+from superadam.state.parameter import ParameterState, Pending, Phase, Slot
 from superadam.state.samples import Samples
 from superadam.state.table import CoefficientTable, ParameterTable, Rows, Segments
 from superadam.state.uncertain import empty_lists
@@ -130,14 +130,14 @@ class Transaction:
         gradient: Tensor,
         version: int,
         hyper: Hyperparameters,
-        place: Place | None = None,
+        slot: Slot | None = None,
         *,
         is_resident: bool = False,
     ) -> Pending:
         """Return the record of a gradient that was taken, for `speculate`; arguments as its fields."""
         step, one = int(self.table.steps[state.row]) + 1, taken()
         scale = Scale.recorded(self.expected_scale, gradient.dtype if one is None or one.is_unrounded else one.dtype)
-        return Pending(taken, gradient, version, hyper, step, scale, place, is_resident)
+        return Pending(taken, gradient, version, hyper, step, scale, slot, is_resident)
 
     def speculate(
         self,
@@ -145,18 +145,18 @@ class Transaction:
         num_threads: int | None = None,
         norm: GradientNorm | None = None,
     ) -> None:
-        """Let gradients wait for the verdict, with their norm, and new values for those that have a place for one.
+        """Let gradients wait for the verdict, with their norm, and new values for those that have a slot for one.
 
         Earlier speculation on these parameters is dropped. `num_threads` is a maximum; None for all. `norm` is that of
-        gradients without a place, in their order, where it was computed elsewhere.
+        gradients without a slot, in their order, where it was computed elsewhere.
         """
         with self._timed("speculate_seconds"):
             self._drop(pending)
             apart = [s for s, new in pending.items() if s.phase is Phase.ACCEPTED and _cannot_fuse(s, new)]
             self._commit(apart, num_threads)
-            waiting = [state for state, record in pending.items() if record.place is None]
-            alone = [s for s, record in pending.items() if record.place and s.phase is Phase.CLEAN]
-            fused = [s for s, record in pending.items() if record.place and s.phase is Phase.ACCEPTED]
+            waiting = [state for state, record in pending.items() if record.slot is None]
+            alone = [s for s, record in pending.items() if record.slot and s.phase is Phase.CLEAN]
+            fused = [s for s, record in pending.items() if record.slot and s.phase is Phase.ACCEPTED]
             if norm is not None:
                 self.table.put_norm(self.table.rows_of(waiting), norm)
             elif waiting:
@@ -212,7 +212,7 @@ class Transaction:
     def _drop(self, states: Iterable[ParameterState]) -> None:
         for state in states:
             if state.phase is Phase.SPECULATED:
-                self.statistics.dropped += _pending_of(state).place is not None
+                self.statistics.dropped += _pending_of(state).slot is not None
                 self.table.norm.clear(self.table.chunks_of(state.row))
                 self._move(state, Phase.CLEAN, None)
 
@@ -337,7 +337,7 @@ class Transaction:
             pending = one.pending
             is_fresh = (
                 pending is not None
-                and pending.place is not None
+                and pending.slot is not None
                 and pending.hyper == one.hyper
                 and pending.versions is not None
                 and pending.versions == one.state.versions
@@ -353,8 +353,8 @@ class Transaction:
         for one in rest:
             if one.waits:
                 record = _pending_of(one.state)
-                self.statistics.respeculated += record.place is not None
-                record.place = None
+                self.statistics.respeculated += record.slot is not None
+                record.slot = None
         count = self.table.prepared_count(self.table.rows_of([one.state for one in accepted])) if accepted else None
         if rest:
             self._update(rest)
@@ -398,11 +398,11 @@ class Transaction:
     def _publish(self, contributions: Sequence[_Contribution], count: Callable[[], None]) -> None:
         states = [one.state for one in contributions]
         records = [_pending_of(state) for state in states]
-        self.table.delivery.publish(states, [record.place for record in records if record.place])
+        self.table.delivery.publish(states, [record.slot for record in records if record.slot])
         count()
         self.statistics.accepted += len(states)
         for state, record in zip(states, records, strict=True):
-            record.place = record.interval = record.listed = None
+            record.slot = record.interval = record.listed = None
             self._move(state, Phase.ACCEPTED, record)
 
     def _update(self, contributions: Sequence[_Contribution]) -> None:
@@ -594,7 +594,7 @@ def _clip_factor(taken: TakenGradient) -> float:
 
 def _cannot_fuse(state: ParameterState, new: Pending) -> bool:
     """Whether an accepted gradient must be committed before the new one: the fused pass takes two of one dtype."""
-    return new.place is None or _pending_of(state).gradient.dtype != new.gradient.dtype
+    return new.slot is None or _pending_of(state).gradient.dtype != new.gradient.dtype
 
 
 def _pending_of(state: ParameterState) -> Pending:

@@ -551,7 +551,7 @@ def test_lists_are_released_with_the_verdict() -> None:
         assert accepted
         for state in accepted:
             assert state.pending is not None
-            assert state.pending.listed is state.pending.interval is state.pending.place is None
+            assert state.pending.listed is state.pending.interval is state.pending.slot is None
 
 
 @pytest.mark.parametrize("capacity", [0, 1, 3])

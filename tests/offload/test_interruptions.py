@@ -230,6 +230,21 @@ def test_modes_are_as_before_whichever_line_raises(name: str, enabled: bool) -> 
     assert at > 20
 
 
+@pytest.mark.slow
+def test_state_loads_after_a_load_that_was_interrupted_at_any_line() -> None:
+    model = mlp(torch.bfloat16)
+    optimizer = adam(model)
+    model(batch(1, torch.bfloat16)).float().sum().backward()
+    optimizer.step()
+    saved, expected = optimizer.state_dict(), state_bits(optimizer)
+    at = 0
+    while interrupted_at(at, lambda: optimizer.load_state_dict(saved)):
+        optimizer.load_state_dict(saved)
+        assert state_bits(optimizer) == expected, at
+        at += 1
+    assert at > 50
+
+
 def test_guard_of_the_optimizers_methods_puts_the_grad_mode_back() -> None:
     """Entered by one call into C, which no signal divides."""
     assert torch.is_grad_enabled()

@@ -111,7 +111,7 @@ def test_lists_of_what_misses_are_released(monkeypatch: pytest.MonkeyPatch) -> N
         assert ours.optimizer.statistics.respeculated > 0
         for record in records:
             assert record is not None
-            assert record.listed is record.interval is record.place is None
+            assert record.listed is record.interval is record.slot is None
 
 
 @pytest.mark.usefixtures("_late")

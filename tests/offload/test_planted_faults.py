@@ -80,7 +80,7 @@ def on(*devices: type[SimulatedDevice]) -> Plant:
 
 
 def _is_speculated(part: Any) -> bool:
-    return part.pending is not None and part.pending.place is not None
+    return part.pending is not None and part.pending.slot is not None
 
 
 # Streams and memory
@@ -194,7 +194,7 @@ def edit_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was speculated on a gradient is published although `.grad` holds another one."""
 
     def change(part: Any) -> None:
-        if part.pending is None and part.state.phase is Of.SPECULATED and part.state.pending.place is not None:
+        if part.pending is None and part.state.phase is Of.SPECULATED and part.state.pending.slot is not None:
             part.pending, part.waits = part.state.pending, True
 
     _change_parts(monkeypatch, change)

@@ -24,7 +24,7 @@ from superadam.offload.shadow import FlatShadow
 from superadam.offload.statistics import OverlapStatistics
 from superadam.offload.trace import Trace
 from superadam.offload.transfers import Transfers, norm_in
-from superadam.state.parameter import ParameterState, Place
+from superadam.state.parameter import ParameterState, Slot
 from superadam.testing.simulated import Operation, SimulatedDevice, SimulatedEvent
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -304,11 +304,11 @@ def test_gradients_stay_where_they_are_if_they_cannot_leave(
 
 def speculated(
     transfers: Transfers, states: list[ParameterState], taken: list[TakenGradient], *only: ParameterState
-) -> tuple[dict[ParameterState, Place], Event]:
-    """Bring gradients down; return the places of all new values, or of some."""
+) -> tuple[dict[ParameterState, Slot], Event]:
+    """Bring gradients down; return the slots of all new values, or of some."""
     chosen = {*(only or states)}
     every, arrived = transfers.download(states, taken, chosen)
-    return {state: place for one in every for state, place in one.places(chosen).items()}, arrived
+    return {state: slot for one in every for state, slot in one.slots(chosen).items()}, arrived
 
 
 def sent(

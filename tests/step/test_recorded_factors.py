@@ -184,7 +184,7 @@ def test_memory_of_new_values_is_released_once_they_are_published() -> None:
     optimizer = trained(SpeculativeCPUAdam([parameter(70, dtype=torch.bfloat16)]), [1])
     give_gradients(optimizer, 2, speculative=True)
     pending = optimizer._binding._transaction.table.states[0].pending
-    assert pending.place is not None
+    assert pending.slot is not None
     optimizer.step()
     assert optimizer.statistics.accepted == 1
-    assert pending.place is None
+    assert pending.slot is None
