@@ -46,7 +46,6 @@ class LateCommits:
             self._choose()
 
     def _choose(self) -> None:
-        """Try what was not tried, for long or at all; else take what is better."""
         choice = not self.is_on
         if self._seconds[choice] and self._steps < self._trusted:
             choice = self._median(True) < (1.0 - LEAST_GAIN) * self._median(False)

@@ -162,7 +162,6 @@ class OffloadScheduler(GradientHolder):
     # ---- a gradient is ready -----------------------------------------------------------------------------------------
 
     def _gradient_ready(self, parameter: Tensor) -> None:
-        """Take a parameter's gradient; called by autograd within backward."""
         begin = time.perf_counter()
         if self._pipeline is None and self._bucketer.accumulation.sum_dtype is None:
             return

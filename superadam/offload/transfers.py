@@ -298,7 +298,6 @@ class Transfers:
         return sent, arrived, hosts
 
     def _compute_norms(self, gradients: Sequence[TakenGradient]) -> None:
-        """Let torch compute norms on the device, behind packing, which waits for the streams of the gradients."""
         if self.computes_norms and gradients:
             norms = norms_of((taken.pending, taken.norm_dtype) for taken in gradients)
             for taken, norm in zip(gradients, norms, strict=True):

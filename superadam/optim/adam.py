@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from superadam.distributed.verdict import Question
+from superadam.distributed.agreement import Question
 from superadam.handles.gradient_handle import shared_memory, take_gradient, taken_of
 from superadam.handles.taken_gradient import GradientHolder, TakenGradient
 from superadam.host.signals import deferred_signals

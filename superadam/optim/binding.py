@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from superadam.distributed import shards
-from superadam.distributed.verdict import Question, Ranks, ranks_of
+from superadam.distributed.agreement import Question, Ranks, ranks_of
 from superadam.handles.taken_gradient import GradientHolder, TakenGradient
 from superadam.host.signals import deferred_signals
 from superadam.kernels.hyperparameters import Hyperparameters

@@ -127,7 +127,6 @@ def _cut(tensor: Tensor, blocks: tuple[int, int, int]) -> Tensor:
 
 
 def _cut_sparse(state: ParameterState, blocks: tuple[int, int, int]) -> Tensor:
-    """Return the blocks of a parameter that is not dense, in the order of its state's memory."""
     count, width, distance = blocks
     positions = distance * np.arange(count)[:, None] + np.arange(width)
     layout = zip(state.strides, state.local.shape, state.local.stride(), strict=True)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from superadam.distributed.verdict import RanksNorm
+from superadam.distributed.agreement import RanksNorm
 from superadam.state.norm import GradientNorm
 
 _EPSILON = 1e-6  # which clip_grad_norm_ adds to the norm before it divides

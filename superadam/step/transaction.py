@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from superadam.distributed.agreement import Question, Ranks, RanksNorm
 from superadam.distributed.shards import Share, share_of
-from superadam.distributed.verdict import Question, Ranks, RanksNorm
 from superadam.handles.taken_gradient import FactorKind, TakenGradient
 from superadam.host.signals import deferred_signals
 from superadam.kernels import native

@@ -29,7 +29,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
 from superadam.cli.main import main
 from superadam.cli.train.loop import Trainer
-from superadam.distributed.verdict import Ranks
+from superadam.distributed.agreement import Ranks
 from superadam.integrations import checkpoint_folder
 from superadam.integrations.distributed_checkpoint import load, save
 from superadam.offload.hooks import GradientReady

@@ -39,7 +39,7 @@ HOME = "kernels/torch_private.py"
 ALLOWED = {
     ("cli/train/interruption.py", "_exit"): "of the module os: its documented way to end a process at once",
     ("optim/checkpoint.py", "_getframe"): "of the module sys: documented",
-    ("distributed/verdict.py", "_replace"): "of a named tuple: documented",
+    ("distributed/agreement.py", "_replace"): "of a named tuple: documented",
     ("cli/bench/passes.py", "_and_"): "a part of names of ours",
     ("devices/cuda.py", "_id"): "a part of public names of torch.cuda",
 }

@@ -52,7 +52,7 @@ def norm_of(entries: list[tuple[float, int]]) -> GradientNorm:
 
 
 @given(entries=ENTRIES, limit=st.one_of(st.none(), st.just(math.inf), NORMS))
-def test_verdict(entries: list[tuple[float, int]], limit: float | None) -> None:
+def test_agreement(entries: list[tuple[float, int]], limit: float | None) -> None:
     outcome = judge(norm_of(entries), limit)
     total = 0.0
     for one, _ in entries:  # in this order, in fp64

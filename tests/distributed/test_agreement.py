@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from superadam import SpeculativeCPUAdam, SpeculativeCPUAdamW, StepKind
-from superadam.distributed.verdict import Question, Ranks, ranks_of
+from superadam.distributed.agreement import Question, Ranks, ranks_of
 from superadam.state.parameter import ParameterState
 
 
