@@ -10,6 +10,7 @@ import logging
 from typing import Any
 
 import torch
+from torch.utils.serialization import config as serialization
 
 from superadam.host.memory import gigabytes
 from superadam.offload.scheduler import OffloadScheduler
@@ -92,6 +93,16 @@ def offload(trainer: Trainer, **scheduler_options: Any) -> OffloadCallback:
             callback.close()
 
     trainer.train = train_and_close  # type: ignore[method-assign]
+    load = getattr(trainer, "_load_optimizer_and_scheduler", None)
+    if load is not None:
+
+        @functools.wraps(load)
+        def load_mapped(*arguments: Any, **named: Any) -> Any:
+            """Map `optimizer.pt`, of which `load_state_dict` copies one tensor after another."""
+            with serialization.patch("load.mmap", True):  # type: ignore[attr-defined]
+                return load(*arguments, **named)
+
+        trainer._load_optimizer_and_scheduler = load_mapped  # type: ignore[method-assign]
     return callback
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -304,3 +306,49 @@ def test_clipping_that_keeps_speculation_from_use_is_told_once(
     (told,) = [message for message in caplog.messages if "were clipped" in message]
     assert told.startswith("10 of 10 steps were clipped, ")
     assert min(norms({f"{i} grad_norm": e["grad_norm"] for i, e in enumerate(trainer.state.log_history[:-1])})) > 0.01
+
+
+# ---- memory ------------------------------------------------------------------------------------------------------
+
+RESUMING = """
+import re, sys
+from pathlib import Path
+
+def memory(name):  # bytes
+    return int(re.search(rf"{name}:\\s+(\\d+) kB", Path("/proc/self/status").read_text()).group(1)) << 10
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from superadam.integrations.transformers import offload
+
+folder, is_resumed = sys.argv[1], sys.argv[2] == "resumed"
+torch.set_num_threads(1)
+sizes = {"vocab_size": 40_000, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 25}
+config = LlamaConfig(**sizes, num_attention_heads=4)
+data = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 4
+before = memory("VmRSS")
+model = LlamaForCausalLM(config).to(torch.bfloat16)
+options = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "max_steps": 1, "save_steps": 1}
+trainer = Trainer(model, TrainingArguments(folder, per_device_train_batch_size=1, **options), train_dataset=data)
+offload(trainer, num_threads=1)
+
+class Peak(TrainerCallback):
+    def on_train_begin(self, *_, **__):  # everything is loaded
+        self.bytes = memory("VmHWM") - before
+
+trainer.add_callback(peak := Peak())
+trainer.train(resume_from_checkpoint=is_resumed or None)
+print(peak.bytes / sum(p.numel() for p in model.parameters()))
+"""
+
+
+def test_resuming_takes_the_memory_of_training(tmp_path: Path) -> None:
+    """Peak resident memory, in bytes for each parameter: 2 of the model, 12 of the state, and what comes and goes."""
+    found = []
+    for how in ("new", "resumed"):
+        command = [sys.executable, "-c", RESUMING, str(tmp_path), how]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        found.append(float(done.stdout.split()[-1]))
+    fresh, resumed = found
+    assert 12.0 < resumed <= 16.0, f"{resumed:.1f} bytes, {fresh:.1f} without a checkpoint"
