@@ -20,6 +20,7 @@ napoleon_use_ivar = True  # attributes of records as a list, not as entries of t
 napoleon_custom_sections = ["Source"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # docstrings say what arguments are
+autodoc_mock_imports = ["transformers", "lightning"]  # which the site is built without
 python_use_unqualified_type_names = True
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from superadam.distributed import shards
+from superadam.host.mapped_files import MappedFiles
 from superadam.kernels.copies import has_memory
 from superadam.kernels.dtypes import DTYPES
 from superadam.kernels.hyperparameters import Hyperparameters, described, number_of
@@ -168,6 +169,7 @@ def _read(state_dict: Mapping[str, Any], states: Sequence[ParameterState], sizes
         raise ValueError("the state dict lists a parameter twice, expected each once; it is damaged")
     if not isinstance(entries, Mapping):
         raise ValueError(f"state of the state dict is {_kind_of(entries)}, expected a dict; it is damaged")
+    mapped = MappedFiles()
     read: dict[ParameterState, dict[str, Any]] = {}
     foreign: dict[str, Any] = {}
     for identifier, entry in entries.items():
@@ -177,7 +179,7 @@ def _read(state_dict: Mapping[str, Any], states: Sequence[ParameterState], sizes
                 entry = local_entry(entry, state) if isinstance(entry, dict) else entry
                 check_entry(entry, state)
             if entry:
-                read[state] = copied(entry, state)
+                read[state] = copied(entry, state, mapped)
         elif isinstance(identifier, str):
             foreign[identifier] = entry
         else:
@@ -212,8 +214,11 @@ def fitted(tensor: Tensor, state: ParameterState) -> Tensor:
     return tensor if fits else state.host_copy(tensor, state.dtype)
 
 
-def copied(entry: Mapping[str, Any], state: ParameterState) -> dict[str, Any]:
-    """Return a copy of a checked entry, its tensors whole: `step` 0-dim, those of Adam as kernels read them."""
+def copied(entry: Mapping[str, Any], state: ParameterState, mapped: MappedFiles) -> dict[str, Any]:
+    """Return a copy of a checked entry, its tensors whole: `step` 0-dim, those of Adam as kernels read them.
+
+    Of a mapped checkpoint, no more than one tensor is in memory at a time.
+    """
     copied: dict[str, Any] = {}
     if "step" in entry:
         step = fitted_step(entry["step"], read_step(entry["step"], state.name))
@@ -221,6 +226,7 @@ def copied(entry: Mapping[str, Any], state: ParameterState) -> dict[str, Any]:
     for key in TENSORS:
         if entry.get(key) is not None:
             copied[key] = state.whole(state.host_copy(entry[key], state.dtype))
+            mapped.release(entry[key])
     return copied | {key: _cast(value, state.parameter) for key, value in entry.items() if key not in _OURS}
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import Dataset
 
-from superadam import OffloadScheduler, SpeculativeCPUAdamW
+from superadam import SpeculativeCPUAdamW
 
 pytestmark = pytest.mark.slow
 
@@ -70,32 +70,28 @@ def trainer(rank: int, folder: Path, **options: Any) -> Any:
 def test_trainer(rank: int, overlaps: bool) -> None:
     from transformers import TrainerCallback
 
+    from superadam.integrations.transformers import offload
+
     inputs: list[dict[str, Any]] = []
 
     class Watch(TrainerCallback):
-        """Records what the model gets, and makes the scheduler once model and optimizer are prepared."""
-
-        scheduler: OffloadScheduler | None = None
+        """Records what the model gets."""
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **present: Any) -> None:
             present["model"].register_forward_pre_hook(
                 lambda module, args, kwargs: inputs.append(kwargs), with_kwargs=True
             )
-            if overlaps:
-                self.scheduler = OffloadScheduler(
-                    present["optimizer"], present["model"], num_threads=1, bucket_numel=2000
-                )
-
-        def on_train_end(self, args: Any, state: Any, control: Any, **present: Any) -> None:
-            if self.scheduler is not None:
-                assert self.scheduler.statistics.buckets > UPDATES
-                self.scheduler.close()
 
     with tempfile.TemporaryDirectory() as folder:
-        stock = trainer(
-            rank, Path(folder), optimizer_cls_and_kwargs=(SpeculativeCPUAdamW, {"lr": LR}), callbacks=[Watch()]
-        )
+        options = {} if overlaps else {"optimizer_cls_and_kwargs": (SpeculativeCPUAdamW, {"lr": LR})}
+        stock = trainer(rank, Path(folder), callbacks=[Watch()], **options)
+        if overlaps:
+            offload(stock, num_threads=1, bucket_numel=2000)
         stock.train()
+    counts = stock.state.log_history[-1]
+    assert ("superadam_committed" in counts) is overlaps
+    if overlaps:
+        assert counts["superadam_committed"] + counts["superadam_clipped"] == UPDATES
     assert len(inputs) == UPDATES * MICRO_BATCHES
     trained = stock.optimizer.optimizer
 

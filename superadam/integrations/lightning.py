@@ -1,0 +1,54 @@
+"""`Offload()`: the callback with which a Lightning Trainer trains with superadam during backward."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from superadam.offload.scheduler import OffloadScheduler
+
+try:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+except ImportError as error:
+    raise ImportError(f"superadam.integrations.lightning needs lightning ({error}); pip install lightning") from error
+
+
+class Offload(Callback):
+    """Opens an `OffloadScheduler` for each optimizer that `configure_optimizers` returns, while `fit` runs.
+
+    Each has to be a `SpeculativeCPUAdam`.
+
+    Args:
+        scheduler_options: of `superadam.OffloadScheduler`.
+
+    Attributes:
+        schedulers: one for each optimizer while `fit` runs.
+
+    Raises:
+        TypeError: the scheduler has no such option.
+    """
+
+    def __init__(self, **scheduler_options: Any) -> None:
+        inspect.signature(OffloadScheduler).bind(None, None, **scheduler_options)
+        self.schedulers: list[OffloadScheduler] = []
+        self._options = scheduler_options
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Open the schedulers: the model is where it trains by now, and a checkpoint is loaded."""
+        self._close()
+        optimizers: list[Any] = trainer.optimizers
+        for optimizer in optimizers:
+            self.schedulers.append(OffloadScheduler(optimizer, pl_module, **self._options))
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Close the schedulers."""
+        self._close()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Close the schedulers."""
+        self._close()
+
+    def _close(self) -> None:
+        schedulers, self.schedulers = self.schedulers, []
+        for scheduler in schedulers:
+            scheduler.close()

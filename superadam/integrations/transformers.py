@@ -1,0 +1,203 @@
+"""`offload(trainer)`: the one line with which a `transformers.Trainer` trains with superadam."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import inspect
+import logging
+from typing import Any
+
+import torch
+from torch.utils.serialization import config as serialization
+
+from superadam.host.memory import gigabytes
+from superadam.offload.scheduler import OffloadScheduler
+from superadam.optim.adam import SpeculativeCPUAdam, SpeculativeCPUAdamW
+from superadam.step.outcome import Statistics
+
+try:
+    from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers.training_args import ParallelMode
+except ImportError as error:
+    raise ImportError(
+        f"superadam.integrations.transformers needs transformers ({error}); install superadam[finetune]"
+    ) from error
+
+ADAMW_NAMES = ("adamw_torch", "adamw_torch_fused")
+"""Values of `args.optim` that mean the AdamW that superadam replaces."""
+
+LOGGED = ("committed", "clipped", "skipped", "accepted")
+"""Counts of `superadam.Statistics` that are added to the Trainer's log."""
+
+CLIPPED_SHARE = 0.2
+"""Of the steps: where more are clipped and most speculation is of no use, there is a warning."""
+
+JUDGED_STEPS = 50  # before that
+
+_logger = logging.getLogger("superadam")
+
+
+def offload(trainer: Trainer, **scheduler_options: Any) -> OffloadCallback:
+    """Let a Trainer, of transformers or derived from it as TRL's are, train with superadam during backward.
+
+    Call it after the Trainer was made and before `train()`. The optimizer is a `SpeculativeCPUAdamW` with the learning
+    rate, betas, epsilon and weight decay of `trainer.args`; the Trainer clips, schedules, logs and saves as ever. Its
+    log gets `superadam_committed`, `_clipped`, `_skipped` (steps since the last log), `_accepted` (parameters whose
+    speculation was published) and `superadam_hidden_share`.
+
+    Args:
+        trainer: whose optimizer was not made yet.
+        scheduler_options: of `superadam.OffloadScheduler`.
+
+    Returns:
+        The callback, which has the scheduler while `train()` runs.
+
+    Raises:
+        RuntimeError: the Trainer has an optimizer already, or trains with DeepSpeed, DistributedDataParallel or FSDP1.
+        ValueError: `args.optim` names another optimizer than AdamW.
+        TypeError: the scheduler has no such option.
+
+    Whatever is raised, the Trainer was not changed.
+    """
+    args = trainer.args
+    inspect.signature(OffloadScheduler).bind(None, None, **scheduler_options)
+    if trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None:
+        raise RuntimeError(
+            "the Trainer has an optimizer already, expected one that makes its own; do not pass it optimizers or "
+            "optimizer_cls_and_kwargs, and call offload() once, before train()"
+        )
+    if str(getattr(args.optim, "value", args.optim)) not in ADAMW_NAMES:
+        raise ValueError(
+            f"args.optim is {getattr(args.optim, 'value', args.optim)!r}, expected one of {', '.join(ADAMW_NAMES)}, "
+            "which superadam replaces; leave optim at its default"
+        )
+    _check_way_of_training(trainer)
+    options = {
+        "lr": args.learning_rate,
+        "betas": (args.adam_beta1, args.adam_beta2),
+        "eps": args.adam_epsilon,
+        "weight_decay": args.weight_decay,
+    }
+    trainer.optimizer_cls_and_kwargs = (SpeculativeCPUAdamW, options)
+    callback = OffloadCallback(scheduler_options)
+    trainer.callback_handler.callbacks.insert(0, callback)  # before those that report what it logs
+    train = trainer.train
+
+    @functools.wraps(train)
+    def train_and_close(*arguments: Any, **named: Any) -> Any:
+        try:
+            return train(*arguments, **named)
+        finally:  # an error or Ctrl-C calls no callback
+            callback.close()
+
+    trainer.train = train_and_close  # type: ignore[method-assign]
+    load = getattr(trainer, "_load_optimizer_and_scheduler", None)
+    if load is not None:
+
+        @functools.wraps(load)
+        def load_mapped(*arguments: Any, **named: Any) -> Any:
+            """Map `optimizer.pt`, of which `load_state_dict` copies one tensor after another."""
+            with serialization.patch("load.mmap", True):  # type: ignore[attr-defined]
+                return load(*arguments, **named)
+
+        trainer._load_optimizer_and_scheduler = load_mapped  # type: ignore[method-assign]
+    return callback
+
+
+def _check_way_of_training(trainer: Trainer) -> None:
+    """Raise RuntimeError where something else owns gradients or optimizer."""
+    instead = "train on several GPUs with FSDP2: accelerate launch with fsdp_version: 2"
+    if trainer.is_deepspeed_enabled:
+        raise RuntimeError(f"the Trainer uses DeepSpeed, which has its own optimizer and offload; {instead}")
+    if trainer.is_fsdp_enabled:
+        version = getattr(trainer.accelerator.state.fsdp_plugin, "fsdp_version", 1)
+        if version != 2:
+            raise RuntimeError(f"the Trainer uses FSDP{version}, whose shards a scheduler cannot follow; {instead}")
+    elif trainer.args.parallel_mode == ParallelMode.DISTRIBUTED and trainer.args.world_size > 1:
+        raise RuntimeError(
+            "the Trainer would use DistributedDataParallel, which reduces gradients after a scheduler has taken them; "
+            f"{instead}"
+        )
+
+
+class OffloadCallback(TrainerCallback):
+    """Opens a scheduler when training begins, and tells the Trainer's log what it did.
+
+    Attributes:
+        scheduler: while `train()` runs; None otherwise.
+    """
+
+    def __init__(self, scheduler_options: dict[str, Any]) -> None:
+        self.scheduler: OffloadScheduler | None = None
+        self._options = scheduler_options
+        self._logged = Statistics()
+        self._began = Statistics()
+        self._has_warned = False
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Open the scheduler: model and optimizer are prepared by now, and a checkpoint is loaded."""
+        self.close()  # that of an attempt with another batch size
+        self.scheduler = OffloadScheduler(kwargs["optimizer"], kwargs["model"], **self._options)
+        self._began = self._logged = copy.copy(self.scheduler.optimizer.statistics)
+        _warn_of_float32(self.scheduler.optimizer)
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Add what was counted since the last log, or in all at the end, to what reporters see and what is kept."""
+        scheduler, logs = self.scheduler, kwargs["logs"]
+        if scheduler is None or not ("loss" in logs or "train_loss" in logs):
+            return
+        now, before = scheduler.optimizer.statistics, self._logged if "loss" in logs else self._began
+        counts: dict[str, float] = {f"superadam_{name}": getattr(now, name) - getattr(before, name) for name in LOGGED}
+        counts["superadam_hidden_share"] = round(scheduler.statistics.hidden_share, 4)
+        logs.update(counts)
+        if state.log_history:
+            state.log_history[-1].update(counts)
+        self._logged = copy.copy(now)
+        self._warn_of_clipping(now)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Close the scheduler."""
+        self.close()
+
+    def close(self) -> None:
+        """Close the scheduler, if one is open."""
+        scheduler, self.scheduler = self.scheduler, None
+        if scheduler is not None:
+            scheduler.close()
+
+    def _warn_of_clipping(self, now: Statistics) -> None:
+        counts = {one.name: getattr(now, one.name) - getattr(self._began, one.name) for one in dataclasses.fields(now)}
+        steps = counts["committed"] + counts["clipped"]
+        assert self.scheduler is not None
+        overlap = self.scheduler.statistics
+        is_in_vain = counts["respeculated"] > counts["accepted"] or 2 * overlap.waiting_buckets > overlap.buckets
+        if self._has_warned or steps < JUDGED_STEPS or not overlap.buckets:
+            return
+        if counts["clipped"] > CLIPPED_SHARE * steps and is_in_vain:
+            self._has_warned = True
+            _logger.warning(
+                "%d of %d steps were clipped, by factors that could not be predicted, so that little of the "
+                "optimizer's work is hidden; raise max_grad_norm, or see docs/clipping.md",
+                counts["clipped"],
+                steps,
+            )
+
+
+def _warn_of_float32(optimizer: SpeculativeCPUAdam) -> None:
+    """Warn of weights that are fp32 on a device, where they and their gradients take twice the memory of bf16."""
+    parameters = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
+    wide = sum(one.numel() for one in parameters if one.dtype == torch.float32 and one.device.type != "cpu")
+    if wide:
+        _logger.warning(
+            "%s parameters are fp32 on the device, where weights and gradients take %s more than in bf16, although the "
+            "optimizer keeps fp32 masters; load the model with dtype=torch.bfloat16 (TRL: --dtype bfloat16), and under "
+            "FSDP2 set bf16: false, because Accelerate makes fp32 shards of a bf16 model otherwise",
+            f"{wide:,}",
+            gigabytes(4 * wide),
+        )

@@ -1,0 +1,354 @@
+"""`superadam.integrations.transformers.offload`: one line, and any Trainer trains with the same bits as without it."""
+
+from __future__ import annotations
+
+import logging
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from integrations.test_frameworks_transformers import Examples, llama, norms
+from support.frameworks import alone, assert_same, dtypes, history
+from support.visible import bits, state_bits
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from superadam import SpeculativeCPUAdamW
+from superadam.integrations import transformers as integration
+from superadam.integrations.transformers import offload
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(240),
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
+]
+
+SCHEDULER = {"num_threads": 1, "bucket_numel": 500}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _alone() -> Iterator[None]:
+    with alone():
+        yield
+
+
+def trainer_in(folder: Path, dtype: torch.dtype, *, model: dict[str, Any] | None = None, **options: Any) -> Trainer:
+    callbacks = options.pop("callbacks", [])
+    quiet = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "save_strategy": "no"}
+    often = {"per_device_train_batch_size": 2, "num_train_epochs": 2, "logging_steps": 1, "learning_rate": 1e-2}
+    arguments = TrainingArguments(str(folder), **{**quiet, **often, "weight_decay": 0.1, **options})
+    data = {"train_dataset": Examples(), "eval_dataset": Examples(4)}
+    return Trainer(llama(dtype, **(model or {})), arguments, **data, callbacks=callbacks)
+
+
+def everything(trainer: Trainer) -> dict[str, Any]:
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    logged = [
+        {name: value for name, value in entry.items() if not name.startswith("superadam_")}
+        for entry in history(trainer.state.log_history)
+    ]
+    seen = {f"log {index} {name}": repr(value) for index, one in enumerate(logged) for name, value in one.items()}
+    parameters = {name: bits(parameter) for name, parameter in trainer.model.named_parameters()}
+    if isinstance(optimizer, SpeculativeCPUAdamW):
+        seen["state"] = repr(state_bits(optimizer)["state"])
+    return {**seen, **parameters}
+
+
+def without(trainer: Trainer) -> Trainer:
+    """Return a Trainer that has the same optimizer, and no scheduler."""
+    offload(trainer)
+    trainer.callback_handler.callbacks.pop(0)
+    return trainer
+
+
+REENTRANT = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "default limit": {},
+    "a limit that clips every step": {"max_grad_norm": 0.1},
+    "no limit": {"max_grad_norm": 0.0},
+    "a large limit": {"max_grad_norm": 1e6},
+    "two micro-batches": {"gradient_accumulation_steps": 2},
+    "three micro-batches": {"gradient_accumulation_steps": 3},
+    "tied weights": {"model": {"tie_word_embeddings": True}},
+    "checkpointing": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+    "reentrant checkpointing": {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": True},
+    },
+    "best model": {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "load_best_model_at_end": True,
+    },
+    "rare logs": {"logging_steps": 4},
+}
+
+
+@dtypes
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_training_has_the_bits_of_the_same_optimizer_without_a_scheduler(
+    tmp_path: Path, name: str, dtype: torch.dtype
+) -> None:
+    plain = without(trainer_in(tmp_path / "plain", dtype, **CONFIGURATIONS[name]))
+    plain.train()
+    trainer = trainer_in(tmp_path / "ours", dtype, **CONFIGURATIONS[name])
+    offload(trainer, **SCHEDULER)
+    trainer.train()
+    assert_same(everything(plain), everything(trainer))
+    if dtype == torch.bfloat16 and name != "a limit that clips every step":
+        assert trainer.state.log_history[-1]["superadam_accepted"] > 0
+
+
+@pytest.mark.parametrize("name", ["default limit", "three micro-batches", "tied weights"])
+def test_fp32_has_the_bits_of_the_stock_trainer(tmp_path: Path, name: str) -> None:
+    stock = trainer_in(tmp_path / "stock", torch.float32, optim="adamw_torch_fused", **CONFIGURATIONS[name])
+    stock.train()
+    trainer = trainer_in(tmp_path / "ours", torch.float32, optim="adamw_torch_fused", **CONFIGURATIONS[name])
+    offload(trainer, **SCHEDULER)
+    trainer.train()
+    ours = everything(trainer)
+    ours.pop("state")
+    assert_same(everything(stock), ours)
+
+
+def test_hyper_parameters_are_those_of_the_arguments(tmp_path: Path) -> None:
+    trainer = trainer_in(tmp_path, torch.bfloat16, adam_beta1=0.8, adam_beta2=0.95, adam_epsilon=1e-6)
+    offload(trainer)
+    optimizer = trainer.create_optimizer()
+    assert type(optimizer) is SpeculativeCPUAdamW
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    for group in optimizer.param_groups:
+        assert (group["lr"], group["betas"], group["eps"]) == (1e-2, (0.8, 0.95), 1e-6)
+
+
+class Reporter(TrainerCallback):
+    """Keeps what it is told, as reporters do."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, Any]] = []
+
+    def on_log(self, *_: Any, logs: dict[str, Any], **__: Any) -> None:
+        self.seen.append(dict(logs))
+
+
+def test_reporters_and_the_history_have_the_counts(tmp_path: Path) -> None:
+    reporter = Reporter()
+    trainer = trainer_in(tmp_path, torch.bfloat16, callbacks=[reporter], logging_steps=2)
+    callback = offload(trainer, **SCHEDULER)
+    trainer.train()
+    assert callback.scheduler is None
+    kept = [entry for entry in trainer.state.log_history if "loss" in entry]
+    told = [entry for entry in reporter.seen if "loss" in entry]
+    names = ("committed", "clipped", "skipped")
+    for entries in (kept, told):
+        assert [sum(entry[f"superadam_{name}"] for name in names) for entry in entries] == [2] * 7
+    last = trainer.state.log_history[-1]
+    assert sum(last[f"superadam_{name}"] for name in names) == 14
+    assert last["superadam_accepted"] == sum(entry["superadam_accepted"] for entry in kept) > 0
+    assert 0.0 <= last["superadam_hidden_share"] <= 1.0
+
+
+def test_a_step_with_nan_is_skipped_and_told(tmp_path: Path) -> None:
+    class Poison(TrainerCallback):
+        def on_pre_optimizer_step(self, _: Any, state: Any, *__: Any, model: nn.Module, **___: Any) -> None:
+            if state.global_step == 3:
+                next(model.parameters()).grad.view(-1)[0] = math.nan  # type: ignore[union-attr]
+
+    seen = []
+    for is_plain in (True, False):
+        trainer = trainer_in(tmp_path, torch.bfloat16, callbacks=[Poison()], max_grad_norm=0.0)
+        if is_plain:
+            without(trainer)
+        else:
+            offload(trainer, **SCHEDULER)
+        trainer.train()
+        seen.append(everything(trainer))
+    assert repr(seen[0]) == repr(seen[1])
+    assert trainer.state.log_history[-1]["superadam_skipped"] == 1
+
+
+class Stop(TrainerCallback):
+    def __init__(self, error: BaseException) -> None:
+        self.error: BaseException | None = error
+
+    def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+        if state.global_step == 3 and self.error is not None:
+            error, self.error = self.error, None
+            raise error
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("planted")], ids=["ctrl-c", "error"])
+def test_an_error_closes_the_scheduler_and_training_can_begin_again(tmp_path: Path, error: BaseException) -> None:
+    seen = []
+    for is_plain in (True, False):
+        trainer = trainer_in(tmp_path, torch.bfloat16, callbacks=[Stop(error)])
+        callback = None
+        if is_plain:
+            without(trainer)
+        else:
+            callback = offload(trainer, **SCHEDULER)
+        with pytest.raises(type(error)):
+            trainer.train()
+        if callback is not None:
+            assert callback.scheduler is None
+            assert not any(one._post_accumulate_grad_hooks for one in trainer.model.parameters())
+        trainer.train()
+        seen.append(everything(trainer))
+    assert_same(*seen)
+    assert trainer.state.log_history[-1]["superadam_accepted"] > 0
+
+
+def test_a_smaller_batch_after_memory_ran_out(tmp_path: Path) -> None:
+    trainer = trainer_in(
+        tmp_path,
+        torch.bfloat16,
+        auto_find_batch_size=True,
+        callbacks=[Stop(RuntimeError("CUDA out of memory. planted"))],
+    )
+    offload(trainer, **SCHEDULER)
+    trainer.train()
+    assert trainer.state.train_batch_size < 2
+    assert trainer.state.log_history[-1]["superadam_accepted"] > 0
+
+
+def test_resumed_training_is_that_which_never_stopped(tmp_path: Path) -> None:
+    whole = trainer_in(tmp_path, torch.bfloat16, save_strategy="steps", save_steps=5)
+    offload(whole, **SCHEDULER)
+    whole.train()
+    resumed = trainer_in(tmp_path, torch.bfloat16)
+    offload(resumed, **SCHEDULER)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+    assert_same(everything(whole), everything(resumed))
+
+
+# ---- what is refused ---------------------------------------------------------------------------------------------
+
+
+def refused(kind: type[Exception], told: str, trainer: Trainer, **options: Any) -> None:
+    before = list(trainer.callback_handler.callbacks), trainer.optimizer_cls_and_kwargs
+    with pytest.raises(kind, match=told):
+        offload(trainer, **options)
+    assert (trainer.callback_handler.callbacks, trainer.optimizer_cls_and_kwargs) == before
+
+
+def test_an_optimizer_that_is_there_already_is_refused(tmp_path: Path) -> None:
+    told = "^the Trainer has an optimizer already, expected one that makes its own; "
+    trainer = trainer_in(tmp_path, torch.bfloat16)
+    trainer.create_optimizer()
+    refused(RuntimeError, told, trainer)
+    trainer = trainer_in(tmp_path, torch.bfloat16)
+    offload(trainer)
+    refused(RuntimeError, told, trainer)
+
+
+def test_other_optimizers_and_options_are_refused(tmp_path: Path) -> None:
+    told = "^args.optim is 'adafactor', expected one of adamw_torch, adamw_torch_fused, which superadam replaces; "
+    refused(ValueError, told, trainer_in(tmp_path, torch.bfloat16, optim="adafactor"))
+    refused(TypeError, "bucket_size", trainer_in(tmp_path, torch.bfloat16), bucket_size=3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"is_deepspeed_enabled": True}, "^the Trainer uses DeepSpeed, which .*; train on several GPUs with FSDP2: "),
+        ({"is_fsdp_enabled": True}, "^the Trainer uses FSDP1, whose shards .* fsdp_version: 2$"),
+    ],
+)
+def test_other_ways_to_shard_are_refused(tmp_path: Path, changes: dict[str, Any], told: str) -> None:
+    trainer = trainer_in(tmp_path, torch.bfloat16)
+    for name, value in changes.items():
+        setattr(trainer, name, value)
+    trainer.accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=1)))
+    refused(RuntimeError, told, trainer)
+
+
+def test_distributed_data_parallel_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = trainer_in(tmp_path, torch.bfloat16)
+    arguments = SimpleNamespace(**vars(trainer.args), parallel_mode=integration.ParallelMode.DISTRIBUTED, world_size=2)
+    monkeypatch.setattr(trainer, "args", arguments)
+    refused(RuntimeError, "^the Trainer would use DistributedDataParallel, .* fsdp_version: 2$", trainer)
+
+
+# ---- what is warned of -------------------------------------------------------------------------------------------
+
+
+def test_fp32_weights_on_a_device_are_told_with_what_they_cost(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(1000, 1000, bias=False)
+    optimizer = SpeculativeCPUAdamW(model.parameters())
+    integration._warn_of_float32(optimizer)
+    assert not caplog.messages
+    optimizer.param_groups[0]["params"] = [nn.Parameter(torch.empty(10**9, device="meta"))]
+    integration._warn_of_float32(optimizer)
+    (told,) = caplog.messages
+    assert told.startswith("1,000,000,000 parameters are fp32 on the device, where weights and gradients take 4.00 GB")
+    assert "dtype=torch.bfloat16" in told
+    assert "bf16: false" in told
+
+
+def test_clipping_that_keeps_speculation_from_use_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(integration, "JUDGED_STEPS", 10)
+    with caplog.at_level(logging.WARNING, "superadam"):
+        trainer = trainer_in(tmp_path, torch.float32, max_grad_norm=0.01)  # own masters wait for the verdict
+        offload(trainer, **SCHEDULER)
+        trainer.train()
+    (told,) = [message for message in caplog.messages if "were clipped" in message]
+    assert told.startswith("10 of 10 steps were clipped, ")
+    assert min(norms({f"{i} grad_norm": e["grad_norm"] for i, e in enumerate(trainer.state.log_history[:-1])})) > 0.01
+
+
+# ---- memory ------------------------------------------------------------------------------------------------------
+
+RESUMING = """
+import re, sys
+from pathlib import Path
+
+def memory(name):  # bytes
+    return int(re.search(rf"{name}:\\s+(\\d+) kB", Path("/proc/self/status").read_text()).group(1)) << 10
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from superadam.integrations.transformers import offload
+
+folder, is_resumed = sys.argv[1], sys.argv[2] == "resumed"
+torch.set_num_threads(1)
+sizes = {"vocab_size": 40_000, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 25}
+config = LlamaConfig(**sizes, num_attention_heads=4)
+data = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 4
+before = memory("VmRSS")
+model = LlamaForCausalLM(config).to(torch.bfloat16)
+options = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "max_steps": 1, "save_steps": 1}
+trainer = Trainer(model, TrainingArguments(folder, per_device_train_batch_size=1, **options), train_dataset=data)
+offload(trainer, num_threads=1)
+
+class Peak(TrainerCallback):
+    def on_train_begin(self, *_, **__):  # everything is loaded
+        self.bytes = memory("VmHWM") - before
+
+trainer.add_callback(peak := Peak())
+trainer.train(resume_from_checkpoint=is_resumed or None)
+print(peak.bytes / sum(p.numel() for p in model.parameters()))
+"""
+
+
+def test_resuming_takes_the_memory_of_training(tmp_path: Path) -> None:
+    """Peak resident memory, in bytes for each parameter: 2 of the model, 12 of the state, and what comes and goes."""
+    found = []
+    for how in ("new", "resumed"):
+        command = [sys.executable, "-c", RESUMING, str(tmp_path), how]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        found.append(float(done.stdout.split()[-1]))
+    fresh, resumed = found
+    assert 12.0 < resumed <= 16.0, f"{resumed:.1f} bytes, {fresh:.1f} without a checkpoint"
