@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import support.frameworks  # noqa: F401 - nothing is looked up in a network
 import torch
-from support.frameworks import alone  # noqa: F401 - nothing is looked up in a network
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config
 

@@ -11,7 +11,7 @@ import lightning
 import pytest
 import torch
 from integrations.test_frameworks_lightning import Manual, Module
-from support.frameworks import Sentences, alone, dtypes
+from support.frameworks import Sentences, dtypes
 from support.visible import bits, state_bits
 from torch.utils.data import DataLoader
 
@@ -20,6 +20,7 @@ from superadam.integrations.lightning import Offload
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(240),
+    pytest.mark.usefixtures("one_torch_thread", "no_network"),
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
 ]
 
@@ -29,8 +30,7 @@ def _alone() -> Iterator[None]:
     logger = logging.getLogger("lightning.pytorch")
     level = logger.level
     logger.setLevel(logging.ERROR)
-    with alone():
-        yield
+    yield
     logger.setLevel(level)
 
 

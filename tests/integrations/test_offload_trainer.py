@@ -6,7 +6,6 @@ import logging
 import math
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from integrations.test_frameworks_transformers import Examples, llama, norms
-from support.frameworks import alone, assert_same, dtypes, history
+from support.frameworks import assert_same, dtypes, history
 from support.visible import bits, state_bits
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -26,16 +25,11 @@ from superadam.integrations.transformers import offload
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(240),
+    pytest.mark.usefixtures("one_torch_thread", "no_network"),
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
 ]
 
 SCHEDULER = {"num_threads": 1, "bucket_numel": 500}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _alone() -> Iterator[None]:
-    with alone():
-        yield
 
 
 def trainer_in(folder: Path, dtype: torch.dtype, *, model: dict[str, Any] | None = None, **options: Any) -> Trainer:
