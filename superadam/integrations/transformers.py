@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -88,21 +89,12 @@ def offload(trainer: Trainer, **scheduler_options: Any) -> OffloadCallback:
     @functools.wraps(train)
     def train_and_close(*arguments: Any, **named: Any) -> Any:
         try:
+            callback.map_files()
             return train(*arguments, **named)
         finally:  # an error or Ctrl-C calls no callback
             callback.close()
 
     trainer.train = train_and_close  # type: ignore[method-assign]
-    load = getattr(trainer, "_load_optimizer_and_scheduler", None)
-    if load is not None:
-
-        @functools.wraps(load)
-        def load_mapped(*arguments: Any, **named: Any) -> Any:
-            """Map `optimizer.pt`, of which `load_state_dict` copies one tensor after another."""
-            with serialization.patch("load.mmap", True):  # type: ignore[attr-defined]
-                return load(*arguments, **named)
-
-        trainer._load_optimizer_and_scheduler = load_mapped  # type: ignore[method-assign]
     return callback
 
 
@@ -135,6 +127,11 @@ class OffloadCallback(TrainerCallback):
         self._logged = Statistics()
         self._began = Statistics()
         self._has_warned = False
+        self._mapping = contextlib.ExitStack()
+
+    def map_files(self) -> None:
+        """Let `torch.load` map files until training begins: `optimizer.pt` is copied tensor by tensor."""
+        self._mapping.enter_context(serialization.patch("load.mmap", True))  # type: ignore[attr-defined]
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -166,7 +163,8 @@ class OffloadCallback(TrainerCallback):
         self.close()
 
     def close(self) -> None:
-        """Close the scheduler, if one is open."""
+        """Close the scheduler, if one is open, and map no more files."""
+        self._mapping.close()
         scheduler, self.scheduler = self.scheduler, None
         if scheduler is not None:
             scheduler.close()

@@ -74,7 +74,7 @@ PLACES: dict[str, tuple[Any, str, int, bool]] = {
     "after the verdict": (Ranks, "_exchange", 1, True),
     "publishing": (Transfers, "publish", 1, True),
     "updating": (ParameterTable, "prepared_update", 1, True),
-    "committing": (ParameterTable, "commit", 1, True),
+    "committing": (ParameterTable, "run_commit", 1, True),
     "saving": (checkpoint_folder, "sha256", 1, False),
 }
 """What is called there, by its owner and name, which of its calls it is, and whether the rank is lost after it."""

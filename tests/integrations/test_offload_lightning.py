@@ -50,6 +50,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @dtypes
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_training_has_the_bits_of_training_without_the_callback(tmp_path: Path, way: str, dtype: torch.dtype) -> None:
     seen = []

@@ -40,6 +40,7 @@ ALLOWED = {
     ("cli/train/interruption.py", "_exit"): "of the module os: its documented way to end a process at once",
     ("optim/checkpoint.py", "_getframe"): "of the module sys: documented",
     ("distributed/agreement.py", "_replace"): "of a named tuple: documented",
+    ("kernels/hyperparameters.py", "_fields"): "of a named tuple: documented",
     ("cli/bench/passes.py", "_and_"): "a part of names of ours",
     ("devices/cuda.py", "_id"): "a part of public names of torch.cuda",
 }

@@ -1695,8 +1695,8 @@ def gradient_in_the_buffer_of_a_custom_function(model: Any, optimizer: Any, step
 
 
 def is_alone(tensor: Tensor) -> bool:
-    """Whether a tensor's storage holds nothing else, so that it may be freed."""
-    return tensor.untyped_storage().nbytes() == tensor.nbytes
+    """Whether a tensor's storage holds nothing else, so that it may be freed; torch cannot resize shared memory."""
+    return tensor.untyped_storage().nbytes() == tensor.nbytes and not tensor.is_shared()
 
 
 @between(speculates=False)
