@@ -18,9 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from datasets import DatasetDict, load_dataset
-from trl import ModelConfig, ScriptArguments, SFTConfig, SFTTrainer, TrlParser
+
+try:
+    import transformers
+    from datasets import DatasetDict, load_dataset
+    from trl import ModelConfig, ScriptArguments, SFTConfig, SFTTrainer, TrlParser
+except ImportError as error:
+    sys.exit(f'finetune.py cannot be run ({error}); pip install "superadam[finetune]"')
 
 from superadam.integrations.transformers import offload
 
@@ -81,6 +85,8 @@ def main() -> None:
     parser = TrlParser((FineTuning, ScriptArguments, SFTConfig, ModelConfig))
     parser.set_defaults(dtype="bfloat16", bf16=False)  # masters are fp32 on the host; autocast would add fp32 copies
     arguments, script, training, model = parser.parse_args_and_config()
+    if not script.dataset_name or not model.model_name_or_path:
+        parser.error("say what to train and on what: --model_name_or_path and --dataset_name")
     dataset = examples_of(script, evaluates=training.eval_strategy != "no")
     trainer = SFTTrainer(
         model_of(model, arguments, training),

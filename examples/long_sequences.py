@@ -22,12 +22,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers.masking_utils import causal_mask_function
+
+try:
+    import transformers
+    from transformers.masking_utils import causal_mask_function
+except ImportError as error:
+    sys.exit(f'long_sequences.py cannot be run ({error}); pip install "superadam[finetune]"')
 
 from superadam import SpeculativeCPUAdamW
 

@@ -84,17 +84,25 @@ def offload(trainer: Trainer, **scheduler_options: Any) -> OffloadCallback:
     trainer.optimizer_cls_and_kwargs = (SpeculativeCPUAdamW, options)
     callback = OffloadCallback(scheduler_options)
     trainer.callback_handler.callbacks.insert(0, callback)  # before those that report what it logs
-    train = trainer.train
+    train, create_scheduler = trainer.train, trainer.create_scheduler
 
     @functools.wraps(train)
     def train_and_close(*arguments: Any, **named: Any) -> Any:
+        callback.is_training = True
         try:
-            callback.map_files()
             return train(*arguments, **named)
         finally:  # an error or Ctrl-C calls no callback
+            callback.is_training = False
             callback.close()
 
+    @functools.wraps(create_scheduler)
+    def create_scheduler_and_map(*arguments: Any, **named: Any) -> Any:
+        made = create_scheduler(*arguments, **named)
+        callback.map_files()  # the Trainer loads its checkpoint of the optimizer next
+        return made
+
     trainer.train = train_and_close  # type: ignore[method-assign]
+    trainer.create_scheduler = create_scheduler_and_map  # type: ignore[method-assign]
     return callback
 
 
@@ -119,10 +127,12 @@ class OffloadCallback(TrainerCallback):
 
     Attributes:
         scheduler: while `train()` runs; None otherwise.
+        is_training: whether `train()` runs.
     """
 
     def __init__(self, scheduler_options: dict[str, Any]) -> None:
         self.scheduler: OffloadScheduler | None = None
+        self.is_training = False
         self._options = scheduler_options
         self._logged = Statistics()
         self._began = Statistics()
@@ -131,7 +141,8 @@ class OffloadCallback(TrainerCallback):
 
     def map_files(self) -> None:
         """Let `torch.load` map files until training begins: `optimizer.pt` is copied tensor by tensor."""
-        self._mapping.enter_context(serialization.patch("load.mmap", True))  # type: ignore[attr-defined]
+        if self.is_training:
+            self._mapping.enter_context(serialization.patch("load.mmap", True))  # type: ignore[attr-defined]
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

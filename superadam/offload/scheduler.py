@@ -126,10 +126,10 @@ class OffloadScheduler(GradientHolder):
         parameters = [shards.local_of(parameter) for group in optimizer.param_groups for parameter in group["params"]]
         self._device = device or device_for(parameters)
         owned_device = self._device if device is None else None
-        self.resident = ResidentStates(self._device) if self._device.can_update else None
+        self._resident = ResidentStates(self._device) if self._device.can_update else None
         total = sum(parameter.numel() for parameter in parameters)
         self._autotuner = Autotuner(self._device, total, gpu_buckets, bucket_numel, transfer_dtype, num_threads)
-        self._transfers = self.delivery = Transfers(
+        self._transfers = self._delivery = Transfers(
             self._device, self.statistics, self.trace, self.placement.transfer_dtype
         )
         self._transfers.staged_numel = self.placement.bucket_numel
@@ -331,8 +331,8 @@ class OffloadScheduler(GradientHolder):
         self._bucketer.last = travelling[-1] if travelling and resident else None
         self._transfers.transfer_dtype = self.placement.transfer_dtype
         self._transfers.staged_numel = self.placement.bucket_numel
-        if self.resident is not None:
-            self.resident.bring_home(state for state in states if id(state.local) not in self._bucketer.resident)
+        if self._resident is not None:
+            self._resident.bring_home(state for state in states if id(state.local) not in self._bucketer.resident)
 
     def _make_room(self) -> None:
         before = self.placement.gpu_buckets

@@ -58,11 +58,11 @@ class Overlap(Protocol):
     """The scheduler that runs the optimizer during backward, as seen by the optimizer."""
 
     @property
-    def delivery(self) -> Delivery:
+    def _delivery(self) -> Delivery:
         """Brings new values to parameters."""
 
     @property
-    def resident(self) -> ResidentStates | None:
+    def _resident(self) -> ResidentStates | None:
         """State that is not on the host."""
 
     def _follow(self, transaction: Transaction | None) -> None:
@@ -259,7 +259,7 @@ class Binding(GradientHolder):
     def _bind(self, parameters: Sequence[Tensor], names: Sequence[str]) -> Transaction:
         known = self._close()
         written = set() if self._transaction is None else set(self._transaction.table.written())
-        delivery = SynchronousDelivery() if self.overlap is None else self.overlap.delivery
+        delivery = SynchronousDelivery() if self.overlap is None else self.overlap._delivery
         states = [
             known.get(parameter)
             or ParameterState(parameter, row, name, is_on_host=delivery.is_host(shards.local_of(parameter)))
@@ -269,7 +269,7 @@ class Binding(GradientHolder):
         ranks = ranks_of(parameters, names, self.ranks)
         for row, (state, name) in enumerate(zip(states, names, strict=True)):  # nothing raises from here on
             state.row, state.name = row, name
-        table = ParameterTable(states, delivery, self.overlap.resident if self.overlap else None)
+        table = ParameterTable(states, delivery, self.overlap._resident if self.overlap else None)
         for state in states:
             self.published.read(state, table)
             if state in written:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import math
 import os
@@ -229,6 +230,29 @@ def test_resumed_training_is_that_which_never_stopped(tmp_path: Path) -> None:
     offload(resumed, **SCHEDULER)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
     assert_same(everything(whole), everything(resumed))
+
+
+def test_files_are_mapped_for_the_checkpoint_alone(tmp_path: Path) -> None:
+    """What a program loads while training starts may lie in memory, which cannot be mapped."""
+
+    class Loading(Trainer):
+        def get_train_dataloader(self) -> Any:
+            torch.load(self.saved())
+            return super().get_train_dataloader()
+
+        def saved(self) -> io.BytesIO:
+            memory = io.BytesIO()
+            torch.save(torch.zeros(3), memory)
+            memory.seek(0)
+            return memory
+
+    for resume in (None, str(tmp_path / "checkpoint-5")):
+        trainer = trainer_in(tmp_path, torch.bfloat16, save_strategy="steps", save_steps=5)
+        trainer.__class__ = Loading
+        offload(trainer, **SCHEDULER)
+        trainer.create_optimizer_and_scheduler(num_training_steps=16)  # as some do before they train
+        torch.load(trainer.saved())
+        trainer.train(resume_from_checkpoint=resume)
 
 
 # ---- what is refused ---------------------------------------------------------------------------------------------

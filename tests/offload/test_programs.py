@@ -1912,7 +1912,7 @@ def rolled_back_by_hand(model: Any, optimizer: Any, step: int, run: Run) -> Any:
 def scheduler_placed_otherwise(model: Any, optimizer: Any, step: int, run: Run) -> None:
     if run.scheduler is not None:
         gpu_buckets, bucket_numel = [(0, 1), (1, 100), (10**6, 100), (10**6, 10**6)][step % 4]
-        can_keep = run.scheduler.resident is not None
+        can_keep = run.scheduler._resident is not None
         run.scheduler.place(gpu_buckets=gpu_buckets if can_keep else None, bucket_numel=bucket_numel)
 
 

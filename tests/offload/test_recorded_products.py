@@ -188,7 +188,7 @@ def test_one_recorded_product_is_part_of_the_pass_wherever_that_is(
         assert train(model, ours, steps, 1000.0) == expected
         if gpu_buckets:
             transaction = ours._binding._transaction
-            assert scheduler.resident is not None
+            assert scheduler._resident is not None
             assert transaction is not None
-            assert all(map(scheduler.resident.holds, transaction.table.states))
+            assert all(map(scheduler._resident.holds, transaction.table.states))
     assert ended(model, ours) == ended(plain, by_hand)
