@@ -305,14 +305,10 @@ def norms_of(values: Iterable[tuple[Tensor, torch.dtype | None]], ord: Any = 2) 
     pairs = list(values)
     norms: dict[int, Tensor] = {}
     for rounds in (False, True):
-        positions = [position for position, (_, dtype) in enumerate(pairs) if (dtype is not None) is rounds]
-        if positions:
-            norms |= zip(
-                positions, torch_private.foreach_norm([pairs[position][0] for position in positions], ord), strict=True
-            )
-    return [
-        norms[position] if dtype is None else norms[position].to(dtype) for position, (_, dtype) in enumerate(pairs)
-    ]
+        chosen = [i for i, (_, dtype) in enumerate(pairs) if (dtype is not None) is rounds]
+        if chosen:
+            norms |= zip(chosen, torch_private.foreach_norm([pairs[i][0] for i in chosen], ord), strict=True)
+    return [norms[i] if dtype is None else norms[i].to(dtype) for i, (_, dtype) in enumerate(pairs)]
 
 
 def _vector_norm(operation: Any, tensor: Tensor, *args: Any, dtype: Any = None, **kwargs: Any) -> Any:
