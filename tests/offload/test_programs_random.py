@@ -35,7 +35,7 @@ from offload.test_programs import (
     state_of,
 )
 from support.overlap import DeferredDevice, ImmediateDevice, PlantedError, RaiseInBackward, ThreadDevice
-from support.visible import bits
+from support.visible import bits, parameters_of
 from torch import Tensor, nn
 
 from superadam import SpeculativeCPUAdam, SpeculativeCPUAdamW, StepKind
@@ -90,13 +90,13 @@ class Model(nn.Module):
         self.uses: tuple[int, ...] = (0, 1)
         self.uses_late = False
         self.error: BaseException | None = None
-        self.odd = Odd()
+        self.odd, self.image = Odd(), Image()
         self.to(dtype)
         self.odd.spread()
         if is_mixed:
             self.norm.float()
             self.late.float()
-            self.odd.image.data = self.odd.image.data.double()
+            self.image.double()
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = _run(self.norm, torch.tanh(_run(self.first, inputs)))
@@ -107,11 +107,12 @@ class Model(nn.Module):
         if self.uses_late:
             hidden = hidden + _run(self.late, hidden)
         tied = nn.functional.linear(hidden.to(self.first.weight.dtype), self.first.weight.t())
-        return _run(self.wide, hidden).sum(-1, keepdim=True) + _run(self.last, hidden) + tied + self.odd(hidden)
+        odd = self.odd(hidden) + _run(self.image, hidden[:, :1])
+        return _run(self.wide, hidden).sum(-1, keepdim=True) + _run(self.last, hidden) + tied + odd
 
 
 class Odd(nn.Module):
-    """Parameters of odd layouts: without dimensions, without elements, transposed, with gaps, channels last."""
+    """Parameters of odd layouts: without dimensions, without elements, transposed, with gaps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +120,6 @@ class Odd(nn.Module):
         self.none = nn.Parameter(torch.zeros(3, 0))
         self.transposed = nn.Parameter(torch.randn(16, 24).t())
         self.gaps = nn.Parameter(torch.randn(24, 16))
-        self.image = nn.Parameter(torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last))
 
     def spread(self) -> None:
         """Put gaps between elements, which a conversion of the dtype closes."""
@@ -129,7 +129,18 @@ class Odd(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         mixed = hidden.to(self.transposed.dtype) @ self.transposed + hidden.to(self.gaps.dtype) @ self.gaps
-        return mixed * self.scale + self.none.sum() + self.image.tanh().sum()
+        return mixed * self.scale + self.none.sum()
+
+
+class Image(nn.Module):
+    """A parameter whose channels come last in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden * self.weight.tanh().sum()
 
 
 def _run(layer: nn.Module, inputs: Tensor) -> Tensor:
@@ -185,6 +196,11 @@ def build(dtype: torch.dtype, limit: float | None, lr: float, *, is_mixed: bool,
     others = [p for p in early if p.ndim != 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "lr": 0.3 * lr, "amsgrad": True}]
     return Twin(model, kind(groups, lr=lr, weight_decay=0.0, max_grad_norm=limit))
+
+
+def has_gradients(optimizer: SpeculativeCPUAdam) -> bool:
+    """Whether any parameter has a gradient; a GradScaler raises where none has."""
+    return any(parameter.grad is not None for parameter in parameters_of(optimizer))
 
 
 @dataclass(frozen=True)
@@ -374,12 +390,12 @@ class OverlappedRun(RuleBasedStateMachine):
         with torch.no_grad():
             for parameter, value in zip(model.parameters(), weights, strict=False):
                 parameter.copy_(value)
-        if scaler is not None and iteration.unscales and gradients(model):
+        if scaler is not None and iteration.unscales and has_gradients(optimizer):
             scaler.unscale_(optimizer)
         seen = [twin.act(name, iteration.seed % STEPS) for name in iteration.actions]
         taken = [taken_of(gradient) for gradient in gradients(model)]
         self.is_scaled = scaler is not None or any(one is not None and one.factors for one in taken)
-        if scaler is not None and gradients(model):
+        if scaler is not None and has_gradients(optimizer):
             scaler.step(optimizer)
             scaler.update()
             seen.append(scaler.get_scale())
