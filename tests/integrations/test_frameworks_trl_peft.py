@@ -158,7 +158,7 @@ def spoiled(config: type[transformers.PreTrainedConfig]) -> nn.Module:
 
 @pytest.mark.parametrize("config", ARCHITECTURES)
 def test_architectures_of_presets(tmp_path: Path, config: type[transformers.PreTrainedConfig]) -> None:
-    """With frozen parameters, experts in one tensor, dropout, losses of routers; some steps are clipped, one skipped."""
+    """With frozen parameters, experts in one tensor, dropout and losses of routers; some steps clipped, one skipped."""
     seen = compare(fine_tuned(tmp_path, lambda: spoiled(config), max_grad_norm=2.2))
     norms = [float(value) for name, value in seen.items() if name.endswith("grad_norm")]
     assert min(norms) < 2.2 < max(norms), norms

@@ -48,7 +48,9 @@ class Preset:
         host = sum(each.state + each.pending for each in needs) / GIGABYTE
         gpu = 2 * torch.bfloat16.itemsize * self.parameters / self.gpus / GIGABYTE
         link = f"[`{name}`](../examples/presets/{name}.yaml)"
-        return f"| {link} | {self.gpus} | {self.sequence} | {self.parameters:,} | {state:.0f} | {host:.0f} | {gpu:.0f} |"
+        return (
+            f"| {link} | {self.gpus} | {self.sequence} | {self.parameters:,} | {state:.0f} | {host:.0f} | {gpu:.0f} |"
+        )
 
 
 PRESETS = {
