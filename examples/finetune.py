@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 try:
     import transformers
@@ -99,9 +100,12 @@ def main() -> None:
     )
     if arguments.optimizer == "superadam":
         offload(trainer)
+    plugin = trainer.accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
+    if plugin and plugin.mixed_precision_policy is None:  # without bf16: true
+        plugin.mixed_precision_policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
-    if trainer.is_fsdp_enabled:
-        trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")  # of shards, nothing is saved
+    if plugin:
+        plugin.set_state_dict_type("FULL_STATE_DICT")  # of shards, save_model() would save nothing
     trainer.save_model()
     if trainer.is_world_process_zero():
         report(trainer)
