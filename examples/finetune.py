@@ -6,7 +6,7 @@
 A line has `messages`, `prompt` and `completion`, or `text`. Everything else is an option of TRL's SFTConfig,
 ModelConfig and ScriptArguments, on the command line or in a YAML file (--config): assistant-only loss, packing,
 evaluation, schedules, report_to, checkpoints, and --resume_from_checkpoint. `--optimizer adamw` trains with torch's
-AdamW instead.
+AdamW instead. examples/presets/ has such files for published models of 8 to 70 billion parameters.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 try:
     import transformers
@@ -59,10 +60,12 @@ def model_of(model: ModelConfig, arguments: FineTuning, training: SFTConfig) -> 
     """Return the model, loaded or with random weights, in the dtype that was asked for."""
     dtype = model.dtype if model.dtype in (None, "auto") else getattr(torch, model.dtype)
     options = {"dtype": dtype, "attn_implementation": model.attn_implementation}
-    if not arguments.random_weights:
-        return transformers.AutoModelForCausalLM.from_pretrained(model.model_name_or_path, **options)
-    transformers.set_seed(training.seed)
     config = transformers.AutoConfig.from_pretrained(model.model_name_or_path)
+    if not arguments.random_weights:
+        if hasattr(config, "quantization_config"):
+            config.quantization_config["dequantize"] = True  # the 4 bits of GPT-OSS cannot be trained
+        return transformers.AutoModelForCausalLM.from_pretrained(model.model_name_or_path, config=config, **options)
+    transformers.set_seed(training.seed)
     return transformers.AutoModelForCausalLM.from_config(config, **options)
 
 
@@ -97,7 +100,12 @@ def main() -> None:
     )
     if arguments.optimizer == "superadam":
         offload(trainer)
+    plugin = trainer.accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
+    if plugin and plugin.mixed_precision_policy is None:  # without bf16: true
+        plugin.mixed_precision_policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+    if plugin:
+        plugin.set_state_dict_type("FULL_STATE_DICT")  # of shards, save_model() would save nothing
     trainer.save_model()
     if trainer.is_world_process_zero():
         report(trainer)

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import pad
 
 try:
     import transformers
@@ -36,13 +37,16 @@ except ImportError as error:
 from superadam import SpeculativeCPUAdamW
 
 MODELS = (
+    transformers.GptOssForCausalLM,
     transformers.GraniteForCausalLM,
     transformers.LlamaForCausalLM,
     transformers.MistralForCausalLM,
     transformers.MixtralForCausalLM,
+    transformers.Phi3ForCausalLM,
     transformers.Qwen2ForCausalLM,
     transformers.Qwen3ForCausalLM,
     transformers.Qwen3MoeForCausalLM,
+    transformers.SeedOssForCausalLM,
 )
 """Models whose gradients tests compare with those of whole sequences: in others, tokens may meet elsewhere too."""
 
@@ -83,10 +87,12 @@ def ulysses_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: int | Tensor | None,
     *,
     group: dist.ProcessGroup,
     scaling: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
     position_ids: Tensor | None = None,
@@ -96,6 +102,8 @@ def ulysses_attention(
 
     Args:
         query, key, value: `(batch, heads, slice, head_dim)`; there may be fewer heads of keys and values.
+        attention_mask: what `check_mask` returned.
+        s_aux: sinks of all heads, see `attend`.
         position_ids: of this rank's tokens in whole sequences.
         others: refused where they ask for something.
 
@@ -103,7 +111,8 @@ def ulysses_attention(
         ValueError: what is asked for is not plain causal self-attention over whole sequences.
     """
     asked = {name: given for name, given in others.items() if name not in NOT_FOR_ATTENTION}
-    asked["attention_mask"] = attention_mask
+    asked["attention_mask"] = isinstance(attention_mask, Tensor)
+    asked["sliding_window"] = sliding_window != attention_mask
     asked["dropout"] = dropout > 0
     asked["no causality"] = not (getattr(module, "is_causal", False) if is_causal is None else is_causal)
     asked["no position_ids"] = position_ids is None
@@ -111,8 +120,9 @@ def ulysses_attention(
     refused = [name for name, given in asked.items() if given is not None and given is not False]
     if refused:
         raise ValueError(
-            f"Ulysses attention was asked for {', '.join(refused)}; expected plain causal self-attention, without "
-            "masks, windows, dropout, caches and losses of routers: turn these off in the configuration or the call"
+            f"Ulysses attention was asked for {', '.join(refused)}; expected causal self-attention, without masks, "
+            "windows of one's own, dropout, caches and losses of routers: turn these off in the configuration or the "
+            "call"
         )
     ranks, heads = group.size(), query.shape[1]
     if heads % ranks:
@@ -125,10 +135,58 @@ def ulysses_attention(
     if repeats > 1:
         key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
     query, key, value = (exchange(part, 1, 2, group) for part in (query, key, value))
-    whole = nn.functional.scaled_dot_product_attention(
-        query, key, value, is_causal=True, scale=scaling, enable_gqa=key.shape[1] < query.shape[1]
-    )
+    options = {
+        "scale": query.shape[3] ** -0.5 if scaling is None else scaling,
+        "sinks": None if s_aux is None else s_aux.unflatten(0, (ranks, -1))[group.rank()],
+    }
+    if sliding_window is None:
+        whole = attend(query, key, value, **options)
+    else:
+        whole = attend_in_window(query, key, value, sliding_window, **options)
     return exchange(whole, 2, 1, group).transpose(1, 2), None
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *, scale: float, sinks: Tensor | None
+) -> Tensor:
+    """Return attention over whole sequences: `(batch, heads, sequence, head_dim)`.
+
+    Args:
+        query, key, value: `(batch, heads, sequence, head_dim)`; there may be fewer heads of keys and values.
+        mask: bool, `(batch, 1, queries, keys)`, of what is seen; None for causal attention.
+        scale: of scores.
+        sinks: `(heads,)`, scores of what takes a share of each query's attention, and has no value.
+    """
+    head_dim, front = query.shape[3], 0
+    if sinks is not None:  # one key more in front, whose product with each query is the sink
+        front = int(mask is None)  # and a query, for the diagonal
+        query, key, value = (pad(part, (0, 8, n, 0)) for part, n in ((query, front), (key, 1), (value, 1)))
+        query[..., head_dim] = (sinks / scale).unsqueeze(1)
+        key[..., 0, head_dim] = 1
+        mask = None if mask is None else pad(mask, (1, 0), value=True)
+    found = nn.functional.scaled_dot_product_attention(
+        query, key, value, mask, is_causal=mask is None, scale=scale, enable_gqa=key.shape[1] < query.shape[1]
+    )
+    return found[:, :, front:, :head_dim]
+
+
+def attend_in_window(query: Tensor, key: Tensor, value: Tensor, window: int, **options: Any) -> Tensor:
+    """Return causal attention, as `attend`, in which a query sees `window` keys up to its own.
+
+    A block of that many queries sees the keys of its own block and of the one before, so that memory is linear.
+    """
+    batch, _, length, _ = query.shape
+    blocks = -(-length // window)
+    end = blocks * window - length
+    query = pad(query, (0, 0, 0, end)).unflatten(2, (blocks, window)).transpose(1, 2).flatten(0, 1)
+    key, value = (pad(part, (0, 0, window, end)).unfold(2, 2 * window, window) for part in (key, value))
+    key, value = (part.transpose(1, 2).flatten(0, 1).transpose(2, 3) for part in (key, value))
+    own = torch.arange(window, device=query.device).unsqueeze(1) + window
+    seen = torch.arange(2 * window, device=query.device)
+    mask = ((own - window < seen) & (seen <= own)).repeat(batch * blocks, 1, 1, 1)
+    mask[::blocks, ..., :window] = False  # there is nothing before the first block
+    found = attend(query, key, value, mask, **options)
+    return found.unflatten(0, (batch, blocks)).transpose(1, 2).flatten(2, 3)[:, :, :length]
 
 
 def exchange(part: Tensor, split: int, join: int, group: dist.ProcessGroup) -> Tensor:
@@ -153,22 +211,29 @@ def check_mask(
     *,
     mask_function: Any,
     attention_mask: Tensor | None = None,
+    allow_is_causal_skip: bool = False,
+    local_size: int | None = None,
+    config: Any = None,
     device: torch.device,
     group: dist.ProcessGroup,
     **_shapes: Any,
-) -> None:
-    """Stand in transformers' AttentionMaskInterface for masks: the causal one needs no tensor.
+) -> int | None:
+    """Stand in transformers' AttentionMaskInterface for masks: causal ones need no tensor. Return the window, if any.
 
     Raises:
-        ValueError: another mask is needed, for padding, packed sequences, a window or chunks.
+        ValueError: another mask is needed, for padding, packed sequences or chunks.
     """
-    is_causal = attention_mask is None and mask_function is causal_mask_function
+    is_window = (
+        allow_is_causal_skip and local_size is not None and local_size == getattr(config, "sliding_window", None)
+    )
+    is_known = attention_mask is None and (is_window or mask_function is causal_mask_function)
     raise_together(
-        torch.tensor(0 if is_causal else 1, device=device),
-        "Ulysses attention has no masks for padding, packed sequences, windows or chunks: give no attention_mask, "
+        torch.tensor(0 if is_known else 1, device=device),
+        "Ulysses attention has no masks for padding, packed sequences or chunks: give no attention_mask, "
         f"sequences of one text each, and labels of {IGNORED_LABEL} for padding at their end",
         group,
     )
+    return local_size
 
 
 def raise_together(wrong: Tensor, sentence: str, group: dist.ProcessGroup) -> None:
@@ -198,7 +263,7 @@ def shard_batch(input_ids: Tensor, labels: Tensor, group: dist.ProcessGroup) -> 
             f"with labels of {IGNORED_LABEL} at its end"
         )
     here = slice(group.rank() * length, (group.rank() + 1) * length)
-    shifted = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)[:, here].contiguous()
+    shifted = pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)[:, here].contiguous()
     batch = torch.stack([input_ids, labels])
     of_first_rank = batch.clone()
     dist.broadcast(of_first_rank, group=group, group_src=0)

@@ -142,5 +142,17 @@ def test_a_run_that_was_killed_ends_as_one_that_was_not(folder: Path, whole: tup
 
 if os.environ.get("SUPERADAM_DEEP") == "1":
 
+    def test_a_preset_for_two_ranks_shards_and_saves_the_whole_model(folder: Path) -> None:
+        out, torchrun = folder / "ranks", [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+        script = str(SCRIPT.parents[1] / "tests" / "support" / "finetune_on_ranks.py")
+        preset = ["--config", str(SCRIPT.parent / "presets" / "seed-oss-36b.yaml")]
+        done = subprocess.run([*torchrun, script, *preset, *command(folder, out)[2:]], check=False, env=ENVIRONMENT)
+        assert done.returncode == 0
+        checkpoint = out / f"checkpoint-{STEPS}"
+        assert len([*(checkpoint / "optimizer_0").glob("*.distcp")]) == 2
+        history = json.loads((checkpoint / "trainer_state.json").read_text())["log_history"]
+        assert history[-1]["loss"] < 0.7 * history[0]["loss"]
+        assert AutoModelForCausalLM.from_pretrained(out).dtype == torch.bfloat16
+
     def test_torch_s_adamw_is_one_word_away(folder: Path) -> None:
         assert "steps:" not in run(folder, folder / "adamw", "--optimizer=adamw", "--max_steps=2")

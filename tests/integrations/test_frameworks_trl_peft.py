@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.utils import DistributedType
 from peft import LoraConfig, get_peft_model
 from support.frameworks import Run, Training, adamw, compare, dtypes, history
+from support.presets import PRESETS
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import (
@@ -19,7 +26,7 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
-from trl import SFTConfig, SFTTrainer
+from trl import ModelConfig, ScriptArguments, SFTConfig, SFTTrainer, TrlParser
 
 pytestmark = [
     pytest.mark.slow,
@@ -27,6 +34,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
     pytest.mark.usefixtures("one_torch_thread", "no_network"),
 ]
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+FineTuning = runpy.run_path(str(EXAMPLES / "finetune.py"), run_name="finetune")["FineTuning"]
 
 WORDS = 60
 ADAPTERS = ["q_proj", "v_proj", "down_proj"]
@@ -103,6 +113,81 @@ def test_sft(tmp_path: Path, dtype: torch.dtype, accumulation: int) -> None:
 def test_sft_as_configured_by_default(tmp_path: Path) -> None:
     """With autocast to bf16 and checkpointing."""
     compare(fine_tuned(tmp_path, lambda: llama(torch.float32), bf16=True), torch.float32)
+
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 24,
+    "max_position_embeddings": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 4,
+    "pad_token_id": None,
+}
+
+ARCHITECTURES = {  # of examples/presets, which tie no weights
+    transformers.LlamaConfig: {"tie_word_embeddings": True},
+    transformers.Phi3Config: {},
+    transformers.Qwen3Config: {},
+    transformers.Qwen3MoeConfig: {},
+    transformers.GptOssConfig: {},
+    transformers.SeedOssConfig: {},
+}
+
+
+def spoiled(config: type[transformers.PreTrainedConfig]) -> nn.Module:
+    """Return a small model whose first layer's norms are frozen, which has no logits, and NaN in the fourth step."""
+    torch.manual_seed(0)
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(
+        config(**SIZES | ARCHITECTURES[config]), dtype=torch.bfloat16
+    )
+    for norm in (model.model.layers[0].input_layernorm, model.model.layers[0].post_attention_layernorm):
+        norm.requires_grad_(False)
+    model.lm_head.forward = None  # a loss that does without whole logits does not call it
+    calls = itertools.count(1)
+    model.model.norm.weight.register_hook(lambda gradient: gradient * (math.nan if next(calls) == 4 else 1))
+    return model
+
+
+@pytest.mark.parametrize("config", ARCHITECTURES)
+def test_architectures_of_presets(tmp_path: Path, config: type[transformers.PreTrainedConfig]) -> None:
+    """With frozen parameters, experts in one tensor, dropout and losses of routers; some steps clipped, one skipped."""
+    seen = compare(fine_tuned(tmp_path, lambda: spoiled(config), max_grad_norm=2.2, num_train_epochs=1))
+    norms = [float(value) for name, value in seen.items() if name.endswith("grad_norm")]
+    assert min(norms) < 2.2 < max(norms), norms
+    assert [math.isnan(norm) for norm in norms] == [i == 3 for i in range(len(norms))]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets(name: str) -> None:
+    """They are what finetune.py reads, and the models that they name are those that were published."""
+    preset = PRESETS[name]
+    parser = TrlParser((FineTuning, ScriptArguments, SFTConfig, ModelConfig))
+    path = EXAMPLES / "presets" / f"{name}.yaml"
+    _, script, training, model = parser.parse_args_and_config(["--config", str(path), "--use_cpu"])
+    assert sum(parameter.numel() for parameter in preset.model().parameters()) == preset.parameters
+    assert name in model.model_name_or_path.lower()
+    assert script.dataset_name is None
+    assert training.per_device_train_batch_size * training.gradient_accumulation_steps * preset.gpus == 4
+    assert (training.max_length, training.gradient_checkpointing, training.loss_type) == (preset.sequence, True, "nll")
+    assert (model.dtype, training.bf16, training.optim) == ("bfloat16", False, "adamw_torch_fused")
+    assert preset.row(name) in (EXAMPLES.parent / "docs" / "presets.md").read_text()
+    needs_launch = f"--config_file examples/presets/fsdp2.yaml --num_processes {preset.gpus} " in path.read_text()
+    assert needs_launch is (preset.gpus > 1)
+
+
+def test_presets_are_launched_with_fsdp2() -> None:
+    launched = load_config_from_file(str(EXAMPLES / "presets" / "fsdp2.yaml"))
+    assert (launched.distributed_type, launched.mixed_precision) == (DistributedType.FSDP, "no")
+    assert launched.fsdp_config["fsdp_version"] == 2
+    assert {path.stem for path in (EXAMPLES / "presets").iterdir()} == {*PRESETS, "fsdp2"}
 
 
 PAIRS = [(torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float32, torch.float32)]

@@ -157,6 +157,8 @@ def check(command: str) -> None:
             assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), command
         case ["torchrun", _, _, script, *_] | ["python", script, *_]:
             assert (ROOT / script).exists(), command
+        case ["accelerate", "launch", *arguments]:
+            assert all((ROOT / each).exists() for each in arguments if each.startswith("examples/")), command
         case ["pytest", "bench", *_] | ["numactl", *_]:
             pass
         case [program, *_]:

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import (
     Gemma2ForCausalLM,
+    GptOssForCausalLM,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
     MistralForCausalLM,
@@ -86,7 +87,10 @@ class Case:
             "num_experts_per_tok": 2,
             "max_position_embeddings": 2 * SEQUENCE,
             "initializer_range": 0.2,
-            "sliding_window": None,
+            "sliding_window": 5,
+            "attention_dropout": 0.0,
+            "residual_dropout": 0.0,
+            "pad_token_id": None,
             "use_cache": False,
         }
         return self.model(self.model.config_class(**options | dict(self.options)))
@@ -158,6 +162,7 @@ CASES = [
     Case("two batches", shape=(2, 2)),
     Case("two batches, replicated along them", shape=(2, 2), sharding="mesh"),
     Case("four ranks share a sequence", shape=(1, 4)),
+    Case("four ranks share sinks", GptOssForCausalLM, shape=(1, 4), checkpointing=True),
     Case(
         "six heads of keys for four ranks",
         options={"hidden_size": 48, "num_attention_heads": 12, "num_key_value_heads": 6},
@@ -215,9 +220,9 @@ REFUSALS = {
     "packing in a slice": Refusal("packed sequences", change=_restart(8)),
     "packing in one slice": Refusal("packed sequences", change=_restart(20)),
     "packing between slices": Refusal("position_ids are not those", change=_restart(SEQUENCE // 2)),
+    "packing with a window": Refusal("packed sequences", change=_restart(8), model=MistralForCausalLM),
     "no positions": Refusal("position_ids are not those", change=lambda of_rank: of_rank.pop("position_ids")),
     "lengths of packed sequences": Refusal("cu_seq_lens_q", change=_set(cu_seq_lens_q=torch.tensor([0, 4]))),
-    "a window": Refusal("windows", {"sliding_window": 8}, model=MistralForCausalLM),
     "a window of the call": Refusal("sliding_window", change=_set(sliding_window=8)),
     "a cap": Refusal("softcap", change=_set(softcap=30.0)),
     "dropout": Refusal("dropout", {"attention_dropout": 0.1}),
@@ -226,6 +231,9 @@ REFUSALS = {
     "attention to later tokens": Refusal("no masks", change=_set(is_causal=False)),
     "a model that looks at later tokens": Refusal("no masks", {"is_causal": False}),
     "loss of a router": Refusal("output_router_logits", {"output_router_logits": True}, model=MixtralForCausalLM),
+    "loss of a router, with sinks": Refusal(
+        "output_router_logits", {"output_router_logits": True}, model=GptOssForCausalLM
+    ),
     "loss of a router in the call": Refusal(
         "output_router_logits", change=_set(output_router_logits=True), model=MixtralForCausalLM
     ),
