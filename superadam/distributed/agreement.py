@@ -48,7 +48,7 @@ class _Words(NamedTuple):
     is_new: float = 0.0  # 1: the rank has parameters that it has not told
     nonfinite: float = 0.0  # elements of all local gradients that are Inf or NaN
     counted: float = 0.0  # sum of squares of the elements that this rank alone counts
-    copied: tuple[float, ...] = ()  # the same of elements that have copies elsewhere, one sum for each `_Copies`
+    copied: Any = ()  # the same of elements that have copies elsewhere: a tuple with one sum for each `_Copies`
 
 
 class Held(NamedTuple):
