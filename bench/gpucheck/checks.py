@@ -117,21 +117,8 @@ def tests(context: Context, limit: Limit) -> Iterator[Finding]:
 def verified_runs(context: Context) -> list[list[str]]:
     """Return the options of the runs that are verified against torch, bit by bit."""
     if context.rehearses:
-        words = [
-            "--model",
-            "tiny",
-            "--warmup",
-            "2",
-            "--threads",
-            "1",
-            "--steps",
-            "8",
-            "--max-grad-norm",
-            "1.3",
-            "--inject-nan",
-            "3",
-        ]
-        return [[*words, "--text", str(ROOT / "LICENSE")]]
+        tiny = "--model tiny --warmup 2 --threads 1 --steps 8 --max-grad-norm 1.3 --inject-nan 3"
+        return [[*tiny.split(), "--text", str(ROOT / "LICENSE")]]
     common = "--model 10m --warmup 10 --inject-nan 5 --inject-nan 6 --max-grad-norm 4"
     return [f"{common} --steps 40".split(), f"{common} --steps 20 --dtype fp32 --no-overlap".split()]
 

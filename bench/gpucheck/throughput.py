@@ -29,9 +29,7 @@ from superadam.cli.train.presets import BYTE_VALUES, PRESETS, Shape
 FEWEST, MOST = 3, 15
 """Timed steps of each trial; their median counts."""
 
-REHEARSED = dataclasses.replace(
-    PRESETS["10m"].shape, name="rehearsal", vocabulary=256, width=16, layers=1, head_width=4, feed_forward=32
-)
+REHEARSED = PRESETS["tiny"].shape
 
 KILLED = -9
 """Status of a process that the system killed."""

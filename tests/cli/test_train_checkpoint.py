@@ -94,8 +94,8 @@ def test_figures_are_those_of_all_sessions(tmp_path: Path) -> None:
         before = trainer.history.seconds
         with trainer:
             trainer.step()
-            trainer.step(inject_nan=True)
             trainer.step()
+            trainer.step(inject_nan=True)  # after which the worker has nothing to do
             assert trainer.scheduler is not None
             sessions.append(copy.copy(trainer.scheduler.statistics))
             accepted += trainer.optimizer.statistics.accepted
