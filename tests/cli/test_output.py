@@ -19,6 +19,7 @@ from typing import IO
 import pytest
 from support.training_runs import OPTIONS, write_text
 
+from superadam.cli.doctor import memory
 from superadam.cli.main import PIPE_STATUS, main
 from superadam.cli.train import display
 from superadam.cli.train.history import StepRecord
@@ -45,28 +46,42 @@ def stdout_into(stream: IO[bytes], encoding: str = "utf-8") -> Iterator[None]:
 FULL = "superadam: cannot write the output: No space left on device; free some space or choose another place\n"
 
 
-@pytest.mark.subprocess
-def test_full_output_is_a_sentence() -> None:
-    with open("/dev/full", "wb") as full:
-        done = run(["--help"], stdout=full)
-    assert (done.returncode, done.stderr) == (2, FULL)
-
-
-def test_full_output_of_training_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("words", [["--help"], TRAIN], ids=" ".join)
+def test_full_output_is_a_sentence(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with open("/dev/full", "wb") as full, stdout_into(full):
-        assert main(TRAIN) == 2
+        assert main(words) == 2
     assert capsys.readouterr().err == FULL
 
 
-@pytest.mark.subprocess
-@pytest.mark.parametrize(("words", "unbuffered"), [(["--version"], ""), (["doctor", "--json"], "1")])
-def test_output_that_nobody_reads_ends_quietly(words: list[str], unbuffered: str) -> None:
+def test_status_is_the_same_where_sentences_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", open("/dev/full", "w"))  # noqa: SIM115
+    assert main(["train", "--steps", "0"]) == 2
+
+
+def test_closed_streams_take_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    assert main(TRAIN) == 0
+
+
+def test_output_that_nobody_reads_ends_quietly(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory.bandwidth, "__defaults__", (4 << 20,))  # over few bytes, which takes no time
     reader, writer = os.pipe()
     os.close(reader)
-    try:
-        done = run(words, stdout=writer, unbuffered=unbuffered)
-    finally:
-        os.close(writer)
+    with os.fdopen(writer, "wb", buffering=0) as pipe, stdout_into(pipe):
+        assert main(["doctor", "--json"]) == PIPE_STATUS
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.subprocess
+def test_output_that_nobody_reads_ends_quietly_when_the_interpreter_ends() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "superadam", "--version"]
+    with os.fdopen(writer, "wb") as pipe:
+        done = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, text=True, check=False)
     assert (done.returncode, done.stderr) == (PIPE_STATUS, "")
 
 
@@ -125,8 +140,7 @@ def test_any_text_can_be_printed_without_a_locale() -> None:
 
 
 @pytest.mark.parametrize(
-    ("encoding", "name", "shown"),
-    [("ascii", "l\u00e4ufe", b"l?ufe"), ("utf-8", os.fsdecode(b"\xff"), b"\xff")],
+    ("encoding", "name", "shown"), [("ascii", "l\u00e4ufe", b"l?ufe"), ("utf-8", os.fsdecode(b"\xff"), b"\xff")]
 )
 def test_any_text_can_be_printed(
     encoding: str, name: str, shown: bytes, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -137,28 +151,3 @@ def test_any_text_can_be_printed(
         assert main([*TRAIN, "--text", text.name, "--out", name, "--report", f"{name}/report.json"]) == 0
         assert b"wrote %b/checkpoint.pt" % shown in stream.getvalue()
     assert capsys.readouterr().err == ""
-
-
-@pytest.mark.subprocess
-@pytest.mark.parametrize("words", [["train", "--steps", "0"]], ids=" ".join)
-def test_status_is_the_same_where_sentences_cannot_be_written(words: list[str]) -> None:
-    with open("/dev/full", "wb") as full:
-        assert run(words, stdout=full, stderr=full).returncode == 2
-
-
-@pytest.mark.subprocess
-def test_closed_streams_take_everything() -> None:
-    assert run(TRAIN, shell='"$@" >&- 2>&-').returncode == 0
-
-
-def run(
-    words: list[str],
-    *,
-    stdout: IO[bytes] | int = subprocess.PIPE,
-    stderr: IO[bytes] | int = subprocess.PIPE,
-    shell: str = 'exec "$@"',
-    unbuffered: str = "",
-) -> subprocess.CompletedProcess[str]:
-    command = ["sh", "-c", shell, "sh", sys.executable, "-m", "superadam", *words]
-    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
-    return subprocess.run(command, env=environment, stdout=stdout, stderr=stderr, text=True, check=False)

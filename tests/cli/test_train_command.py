@@ -258,9 +258,9 @@ BAD = [
     (["--text", "short.txt"], "short.txt holds 5 bytes"),
     (["--steps", "0"], "argument --steps: 0 is not an integer from 1 to 2147483647"),
     (["--steps", "many"], "argument --steps: many is not an integer"),
-    (["--lr", "nan"], "argument --lr: nan is not a number above 0 that is finite"),
-    (["--lr", "inf"], "argument --lr: inf is not a number above 0 that is finite"),
-    (["--lr", "0"], "argument --lr: 0 is not a number above 0"),
+    (["--lr", "nan"], "argument --lr: nan is not a finite number above 0"),
+    (["--lr", "inf"], "argument --lr: inf is not a finite number above 0"),
+    (["--lr", "0"], "argument --lr: 0 is not a finite number above 0"),
     (["--max-grad-norm", "nan"], "argument --max-grad-norm: nan is not a number above 0"),
     (["--seed", str(2**63)], f"argument --seed: {2**63} is not an integer from 0"),
     (["--model", "8b"], "argument --model: invalid choice: '8b'"),
@@ -283,11 +283,7 @@ BAD = [
 
 @pytest.mark.parametrize(("words", "sentence"), BAD, ids=[" ".join(words)[:40] for words, _ in BAD])
 def test_bad_input_is_one_sentence_and_writes_nothing(
-    words: list[str],
-    sentence: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    words: list[str], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_text(tmp_path)

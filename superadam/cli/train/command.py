@@ -43,8 +43,9 @@ def add_parser(subparsers: Any) -> None:
         "learns the sources of Python's standard library byte by byte. The folder given by --out receives a checkpoint "
         "and a picture. It is one process; on several ranks, train with examples/finetune.py.",
     )
-    whole, from_zero = _number(int, 1, _MOST), _number(int, 0, _MOST)
-    least, most = sys.float_info.min, sys.float_info.max
+    whole, from_zero = (_number(int, n, 2**31 - 1, f"an integer from {n} to {2**31 - 1}") for n in (1, 0))
+    rate = _number(float, sys.float_info.min, sys.float_info.max, "a finite number above 0")
+    norm = _number(float, sys.float_info.min, math.inf, "a number above 0")
     what = parser.add_argument_group("what is trained")
     what.add_argument("--text", metavar="FILE", help="text to learn (default: Python's standard library)")
     what.add_argument("--model", choices=PRESETS, metavar="NAME", help=_models())
@@ -53,9 +54,8 @@ def add_parser(subparsers: Any) -> None:
     _add_setting(how, "steps", "steps of the whole run", type=whole, metavar="N")
     _add_setting(how, "batch", "sequences in a step", type=whole, metavar="N")
     _add_setting(how, "seq", "bytes in a sequence", type=whole, metavar="N")
-    _add_setting(how, "lr", "peak learning rate", type=_number(float, least, most), metavar="RATE")
+    _add_setting(how, "lr", "peak learning rate", type=rate, metavar="RATE")
     _add_setting(how, "warmup", "updates over which the learning rate rises", type=from_zero, metavar="N")
-    norm = _number(float, least, math.inf)
     _add_setting(how, "max_grad_norm", "clip gradients to this global norm; inf for never", type=norm, metavar="NORM")
     _add_setting(how, "seed", "of initial weights and batches", type=from_zero, metavar="N")
     _add_setting(how, "device", "where the model computes: cpu or cuda", metavar="DEVICE")
@@ -67,9 +67,7 @@ def add_parser(subparsers: Any) -> None:
     )
     check = parser.add_argument_group("what is checked")
     check.add_argument(
-        "--verify",
-        action="store_true",
-        help="make every step with torch's AdamW(fused=True) too and compare every bit",
+        "--verify", action="store_true", help="make every step with torch's AdamW(fused=True) too and compare every bit"
     )
     check.add_argument(
         "--inject-nan",
@@ -103,20 +101,14 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(run=run)
 
 
-_MOST = 2**31 - 1
-
-
-def _number(kind: Callable[[str], Number], least: Number, most: Number) -> Callable[[str], Number]:
-    """Return what converts a word to a number within these limits."""
+def _number(kind: Callable[[str], Number], least: Number, most: Number, what: str) -> Callable[[str], Number]:
+    """Return what converts a word to a number within limits, which are told as `what`."""
 
     def convert(word: str) -> Number:
         with suppress(ValueError):
             if least <= (number := kind(word)) <= most:
                 return number
-        what = f"an integer from {least} to {most}" if kind is int else "a number above 0"
-        raise argparse.ArgumentTypeError(
-            f"{word} is not {what}{' that is finite' if most == sys.float_info.max else ''}"
-        )
+        raise argparse.ArgumentTypeError(f"{word} is not {what}")
 
     return convert
 
@@ -129,8 +121,7 @@ def _add_setting(group: Any, name: str, meaning: str, **options: Any) -> None:
 
 def _models() -> str:
     return "what is trained, with random weights, to predict the next byte (default: bytes): " + "; ".join(
-        f"{name} ({preset.shape.parameters / 1e6:,.2g} M parameters, like {preset.resembles})"
-        for name, preset in PRESETS.items()
+        f"{name} ({preset.shape.parameters:,} parameters, like {preset.resembles})" for name, preset in PRESETS.items()
     )
 
 
@@ -147,16 +138,17 @@ def run(arguments: argparse.Namespace) -> int:
             "examples/finetune.py under 'accelerate launch'"
         )
     require_modules("train", "rich", "matplotlib")
-    from superadam.cli.train.session import Session  # it needs them
+    from superadam.cli.train import session  # it needs them
 
     out = arguments.out or arguments.resume or DEFAULT_OUT
     _check_places(arguments, out)
-    names = {field.name for field in dataclasses.fields(Settings)}
-    explicit = {name: value for name, value in vars(arguments).items() if name in names and value is not None}
-    settings, content = Settings.new(explicit), None
-    if arguments.resume is not None:
-        settings, content = checkpoint.read(arguments.resume)
-        settings = settings.continued(explicit)
+    given = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(Settings)}
+    explicit = {name: value for name, value in given.items() if value is not None}
+    if arguments.resume is None:
+        settings, content = Settings.new(explicit), None
+    else:
+        earlier, content = checkpoint.read(arguments.resume)
+        settings = earlier.continued(explicit)
     if arguments.trace is not None and not settings.overlap:
         raise UsageError("--trace needs an overlapped run, and this one is --no-overlap; leave one of them out")
     _check_device(settings.device)
@@ -182,15 +174,7 @@ def run(arguments: argparse.Namespace) -> int:
         for step in arguments.inject_nan:
             if not done < step <= last:
                 raise UsageError(f"--inject-nan is {step}; expected a step from {done + 1} to {last}")
-        return Session(
-            trainer,
-            out,
-            report_path=arguments.report,
-            trace_path=arguments.trace,
-            save_every=arguments.save_every,
-            is_saved=not arguments.no_save,
-            nan_steps=frozenset(arguments.inject_nan),
-        ).run()
+        return session.run(trainer, out, arguments)
     except (torch.OutOfMemoryError, MemoryError, WorkerError) as error:
         cause = error.__cause__ if isinstance(error, WorkerError) else error
         if not isinstance(cause, torch.OutOfMemoryError | MemoryError):

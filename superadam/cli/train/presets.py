@@ -69,7 +69,7 @@ class Preset:
 _PRESETS = (
     Preset(
         Shape("tiny", 260, 16, 1, 4, 2, 4, 40, query_key_norm=True),
-        resembles="nothing; for a look at all that a run does, in a second",
+        resembles="the others, but so small that a run takes a second",
         batch=2,
         seq=16,
         lr=1e-2,

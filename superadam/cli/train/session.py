@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -27,97 +27,82 @@ HELD_OUT_POINTS = 10
 """How often in a run the held-out loss is measured."""
 
 
-@dataclass(frozen=True, slots=True)
-class Session:
-    """Steps from where the trainer stands to the end of the run, and the files after them.
+def run(trainer: Trainer, out: Path, arguments: argparse.Namespace) -> int:
+    """Train to the end of the run, write files, print the outcome and return the exit status.
 
-    Attributes:
+    Args:
         trainer: new or restored.
         out: folder of the checkpoint and the picture.
-        report_path: of the JSON report, or None for no report.
-        trace_path: of the trace of the session's last steps, or None for no trace; only for overlapped runs.
-        save_every: steps between checkpoints, or None for one at the end.
-        is_saved: whether a checkpoint is written at all.
-        nan_steps: steps into whose gradients a NaN is put.
+        arguments: the options that say what else to write, and into which steps' gradients to put a NaN.
+
+    Raises:
+        UsageError: writing a file failed.
+        OSError: nothing takes the output; what was trained until then is saved, as after a signal.
     """
-
-    trainer: Trainer
-    out: Path
-    report_path: Path | None
-    trace_path: Path | None
-    save_every: int | None
-    is_saved: bool
-    nan_steps: frozenset[int]
-
-    def run(self) -> int:
-        """Train, write the files, print the outcome and return the exit status.
-
-        Raises:
-            UsageError: writing a file failed.
-            OSError: nothing takes the output; what was trained until then is saved, as after a signal.
-        """
-        trainer, history, steps = self.trainer, self.trainer.history, self.trainer.settings.steps
-        console = Console()
-        lost: OSError | None = None
-        console.print(display.introduction(trainer), highlight=False, soft_wrap=True)
-        with _signals() as signals, trainer:
-            if not history.steps:
-                trainer.measure_held_out()
-            with display.StepProgress(console, len(history.steps), steps) as progress:
-                for number in range(len(history.steps) + 1, steps + 1):
-                    record = trainer.step(inject_nan=number in self.nan_steps)
-                    try:
-                        progress.show(number, record)
-                    except OSError as error:
-                        lost, console.quiet = error, True
-                    is_over = bool(signals) or lost is not None or number == steps
-                    if is_over or number % max(1, steps // HELD_OUT_POINTS) == 0:
-                        trainer.measure_held_out()
-                    if is_over:
-                        break
-                    if self.save_every is not None and number % self.save_every == 0:
-                        self._save()
-            found = None if trainer.reference is None else trainer.reference.compare()
-            written = self._write(found)
+    history, steps = trainer.history, trainer.settings.steps
+    console = Console()
+    lost: OSError | None = None
+    console.print(display.introduction(trainer), highlight=False, soft_wrap=True)
+    with _signals() as signals, trainer:
+        if not history.steps:
+            trainer.measure_held_out()
+        with display.StepProgress(console, len(history.steps), steps) as progress:
+            for number in range(len(history.steps) + 1, steps + 1):
+                record = trainer.step(inject_nan=number in arguments.inject_nan)
+                try:
+                    progress.show(number, record)
+                except OSError as error:
+                    lost, console.quiet = error, True
+                is_over = bool(signals) or lost is not None or number == steps
+                if is_over or number % max(1, steps // HELD_OUT_POINTS) == 0:
+                    trainer.measure_held_out()
+                if is_over:
+                    break
+                if arguments.save_every is not None and number % arguments.save_every == 0:
+                    _save(trainer, out)
+        found = None if trainer.reference is None else trainer.reference.compare()
+        written = _write(trainer, found, out, arguments)
+    stopped = ""
+    if len(history.steps) < steps:
         cause = f" by {signal.Signals(signals[0]).name}" if signals else ""
-        stopped = f"stopped{cause} after step {len(history.steps)} of {steps}"
-        if self.is_saved:
-            stopped += f"; go on with: superadam train --resume {self.out}"
-        is_complete = len(history.steps) == steps
-        if lost is not None:
-            if not is_complete:
-                lost.add_note(stopped)
-            raise lost
-        console.print(display.outcome_table(trainer, found))
-        if found is not None:
-            console.print(display.verdict(found), soft_wrap=True)
-        console.print("wrote " + ", ".join(map(str, written)), highlight=False, soft_wrap=True)
-        if not is_complete:
-            console.print(stopped, highlight=False, soft_wrap=True)
-        if found is not None and found.is_failed:
-            return FAILED_STATUS
-        return SIGNAL_STATUS + signals[0] if signals else 0
+        again = "" if arguments.no_save else f"; go on with: superadam train --resume {out}"
+        stopped = f"stopped{cause} after step {len(history.steps)} of {steps}{again}"
+    if lost is not None:
+        if stopped:
+            lost.add_note(stopped)
+        raise lost
+    console.print(display.outcome_table(trainer, found))
+    if found is not None:
+        console.print(display.verdict(found), soft_wrap=True)
+    console.print("wrote " + ", ".join(map(str, written)), highlight=False, soft_wrap=True)
+    if stopped:
+        console.print(stopped, highlight=False, soft_wrap=True)
+    if found is not None and found.is_failed:
+        return FAILED_STATUS
+    return SIGNAL_STATUS + signals[0] if signals else 0
 
-    def _save(self) -> Path:
-        path = self.out / checkpoint.FILE_NAME
-        with _writing(path):
-            checkpoint.save(self.trainer, path)
-        return path
 
-    def _write(self, found: Verification | None) -> list[Path]:
-        written = [self._save()] if self.is_saved else []
-        written.append(self.out / picture.FILE_NAME)
-        with _writing(written[-1]):
-            picture.write(self.trainer, found, written[-1])
-        if self.report_path is not None:
-            with _writing(self.report_path):
-                report.write(self.trainer, found, self.report_path)
-            written.append(self.report_path)
-        if self.trace_path is not None and self.trainer.scheduler is not None:
-            with _writing(self.trace_path):
-                self.trainer.scheduler.export_trace(self.trace_path)
-            written.append(self.trace_path)
-        return written
+def _save(trainer: Trainer, out: Path) -> Path:
+    path = out / checkpoint.FILE_NAME
+    with _writing(path):
+        checkpoint.save(trainer, path)
+    return path
+
+
+def _write(trainer: Trainer, found: Verification | None, out: Path, arguments: argparse.Namespace) -> list[Path]:
+    written = [] if arguments.no_save else [_save(trainer, out)]
+    written.append(out / picture.FILE_NAME)
+    with _writing(written[-1]):
+        picture.write(trainer, found, written[-1])
+    if arguments.report is not None:
+        with _writing(arguments.report):
+            report.write(trainer, found, arguments.report)
+        written.append(arguments.report)
+    if arguments.trace is not None and trainer.scheduler is not None:
+        with _writing(arguments.trace):
+            trainer.scheduler.export_trace(arguments.trace)
+        written.append(arguments.trace)
+    return written
 
 
 @contextmanager
