@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import errno
+import io
+import itertools
 import math
 import os
 import resource
@@ -197,6 +200,23 @@ def test_full_disk_leaves_the_older_checkpoint(two_files: list[bytes], tmp_path:
             resource.setrlimit(resource.RLIMIT_FSIZE, most)
         assert os.listdir(tmp_path) == [path.name]
         assert path.read_bytes() == two_files[1]
+
+
+def test_disk_that_fails_at_any_write_is_told_by_its_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers, trainer, failing = itertools.count(), tiny_trainer(), -1
+
+    class Failing(io.BytesIO):
+        def write(self, data: Any) -> int:
+            if next(numbers) == failing:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return super().write(data)
+
+    monkeypatch.setattr(checkpoint, "replace_file", lambda path, write: write(Failing()))
+    checkpoint.save(trainer, Path())
+    for failing in range(next(numbers)):  # noqa: B007 - read by Failing
+        numbers = itertools.count()
+        with pytest.raises(OSError, match="No space left"):
+            checkpoint.save(trainer, Path())
 
 
 def test_file_of_another_layout_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
