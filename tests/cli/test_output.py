@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import io
+import itertools
 import os
 import re
 import subprocess
@@ -14,15 +15,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import pytest
 from support.training_runs import OPTIONS, write_text
 
+from superadam.cli.console import Console
 from superadam.cli.doctor import memory
 from superadam.cli.main import PIPE_STATUS, main
-from superadam.cli.train import display
-from superadam.cli.train.history import StepRecord
 
 TRAIN = ["train", *OPTIONS, "--text", "sentences.txt", "--out", "run"]
 
@@ -110,14 +110,13 @@ def test_training_without_a_reader_stops_and_is_saved() -> None:
 def test_training_whose_output_fails_is_saved(
     fails_at: int, ending: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    show = display.StepProgress.show
+    numbers = itertools.count()
 
-    def fill_the_disk(progress: display.StepProgress, number: int, record: StepRecord) -> None:
-        if number == fails_at:
+    def fill_the_disk(console: Console, *arguments: Any, **options: Any) -> None:
+        if next(numbers) == fails_at:  # after the introduction, a line for each step
             raise OSError(errno.ENOSPC, "No space left on device")
-        show(progress, number, record)
 
-    monkeypatch.setattr(display.StepProgress, "show", fill_the_disk)
+    monkeypatch.setattr(Console, "print", fill_the_disk)
     assert main(TRAIN) == 2
     stderr = capsys.readouterr().err
     assert stderr.startswith(f"superadam: cannot write the output: No space left on device{ending}")

@@ -5,9 +5,12 @@ Where the output is not a terminal, a line now and then replaces the bar.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -23,42 +26,24 @@ LINES = 20
 """Number of lines that replace the bar where the output is not a terminal."""
 
 
-class StepProgress:
-    """A progress bar over the run's `steps`, of which earlier sessions have `done` some; a context manager."""
+@contextmanager
+def step_progress(console: Console, done: int, steps: int) -> Iterator[Callable[[int, StepRecord], None]]:
+    """Show a progress bar over the run's `steps`, `done` of which are; give what shows a further step by its number."""
+    text = "loss {task.fields[loss]}  norm {task.fields[norm]}  {task.fields[outcome]}"
+    columns = (SpinnerColumn(), "step", MofNCompleteColumn(), BarColumn(), text, TimeRemainingColumn())
 
-    def __init__(self, console: Console, done: int, steps: int) -> None:
-        self._console = console
-        self._steps = steps
-        self._bar = Progress(
-            SpinnerColumn(),
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(),
-            TextColumn("loss {task.fields[loss]}  norm {task.fields[norm]}  {task.fields[outcome]}"),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not console.is_terminal,
-        )
-        self._task = self._bar.add_task("train", total=steps, completed=done, loss="-", norm="-", outcome="")
-
-    def __enter__(self) -> StepProgress:
-        self._bar.start()
-        self._console.show_cursor()  # a second Ctrl-C ends the process without a word
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.stop()
-
-    def show(self, number: int, record: StepRecord) -> None:
-        """Show step `number`."""
+    def show(number: int, record: StepRecord) -> None:
         loss, norm = f"{record.loss:6.3f}", f"{record.grad_norm:7.3f}"
         outcome = f"[{_COLOURS[record.kind]}]{record.kind.value:<9}[/]"
-        self._bar.update(self._task, completed=number, loss=loss, norm=norm, outcome=outcome)
-        is_due = number % max(1, self._steps // LINES) == 0 or number == self._steps
-        if not self._console.is_terminal and (is_due or record.kind is StepKind.SKIPPED):
-            self._console.print(
-                f"step {number:>6} of {self._steps}   loss {loss}   norm {norm}   {outcome}", highlight=False
-            )
+        bar.update(task, completed=number, loss=loss, norm=norm, outcome=outcome)
+        is_due = number % max(1, steps // LINES) == 0 or number == steps
+        if not console.is_terminal and (is_due or record.kind is StepKind.SKIPPED):
+            console.print(f"step {number:>6} of {steps}   loss {loss}   norm {norm}   {outcome}", highlight=False)
+
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("train", total=steps, completed=done, loss="-", norm="-", outcome="")
+        console.show_cursor()  # a second Ctrl-C ends the process without a word
+        yield show
 
 
 def introduction(trainer: Trainer) -> str:

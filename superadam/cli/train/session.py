@@ -46,11 +46,11 @@ def run(trainer: Trainer, out: Path, arguments: argparse.Namespace) -> int:
     with _signals() as signals, trainer:
         if not history.steps:
             trainer.measure_held_out()
-        with display.StepProgress(console, len(history.steps), steps) as progress:
+        with display.step_progress(console, len(history.steps), steps) as show:
             for number in range(len(history.steps) + 1, steps + 1):
                 record = trainer.step(inject_nan=number in arguments.inject_nan)
                 try:
-                    progress.show(number, record)
+                    show(number, record)
                 except OSError as error:
                     lost, console.quiet = error, True
                 is_over = bool(signals) or lost is not None or number == steps
