@@ -202,6 +202,7 @@ def test_full_disk_leaves_the_older_checkpoint(two_files: list[bytes], tmp_path:
         assert path.read_bytes() == two_files[1]
 
 
+@pytest.mark.slow
 def test_disk_that_fails_at_any_write_is_told_by_its_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers, trainer, failing = itertools.count(), tiny_trainer(), -1
 

@@ -76,6 +76,7 @@ def test_content_is_on_the_disk_before_its_name_and_the_name_before_the_end(
     assert calls == ["content", "name", "folder"]
 
 
+@pytest.mark.slow
 def test_process_killed_on_any_line_leaves_the_older_file_or_the_new_one(tmp_path: Path) -> None:
     path, found, code = tmp_path / "file", [], 1
     for number in itertools.count():
