@@ -22,18 +22,14 @@ from gpucheck.programs import MARK, Done, measuring, tell
 from gpucheck.rows import Row
 from gpucheck.sides import ALONE, ON_DEVICE, ON_HOST, OVERLAPPED, PROGRAMS, SWEEP, PlacementRefusedError, Side
 from gpucheck.verdicts import verdicts, with_hidden_shares
-from superadam.cli.train.device import moved, wait_for
-from superadam.cli.train.memory import peak_device_bytes, peak_host_bytes
+from superadam.cli.train.device import moved, peak_device_bytes, peak_host_bytes, wait_for
 from superadam.cli.train.model import build_model, next_byte_loss
 from superadam.cli.train.presets import BYTE_VALUES, PRESETS, Shape
-from superadam.cli.train.settings import Settings
 
 FEWEST, MOST = 3, 15
 """Timed steps of each trial; their median counts."""
 
-REHEARSED = dataclasses.replace(
-    PRESETS["10m"].shape, name="rehearsal", vocabulary=256, width=16, layers=1, head_width=4, feed_forward=32
-)
+REHEARSED = PRESETS["tiny"].shape
 
 KILLED = -9
 """Status of a process that the system killed."""
@@ -128,13 +124,12 @@ def rows_of(request: ThroughputRequest, done: Done) -> list[Row]:
 def measure(request: ThroughputRequest) -> None:
     """Measure each trial and tell, in this process; one that does not fit is told as such."""
     shape, device = Shape(**request.shape), torch.device(request.device)
-    settings = Settings(shape=shape, device=request.device, checkpointing=True, seq=request.seq)
     adam_seconds = None
     if request.program == OVERLAPPED:
         adam_seconds = shape.parameters / rates.adam_elements_per_second(request.pass_numel, 9)
     model, why = nn.Module(), {}
     try:
-        model = build_model(settings)
+        model = build_model(shape, torch.bfloat16, device, checkpointing=True)
     except Exception as error:
         why = _why_not(error)
     for name, batch, make in PROGRAMS[request.program](model, request.batches):

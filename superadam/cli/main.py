@@ -54,9 +54,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(USAGE_STATUS, f"{self.prog}: {message}; see '{self.prog} --help'\n")
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """Write all of `message`, once where torchrun started several; argparse's own ignores that it cannot."""
-        if os.environ.get("TORCHELASTIC_RUN_ID") is not None and os.environ.get("RANK", "0") != "0":
-            return
+        """Write all of `message`; argparse's own ignores that it cannot."""
         file.write(message)
         file.flush()
 

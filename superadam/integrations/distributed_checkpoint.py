@@ -31,7 +31,7 @@ from superadam.host.files import synchronize
 from superadam.integrations import checkpoint_folder
 from superadam.integrations.checkpoint_folder import CheckpointError
 
-__all__ = ["CheckpointError", "load", "peek", "save"]
+__all__ = ["CheckpointError", "load", "save"]
 
 _VALUES = "values.pt"  # what is no tensor, and `extra`
 
@@ -144,21 +144,6 @@ def load(
     ranks.run(read)
     ranks.run(lambda: _restore(model, optimizer, tensors, values))
     return values["extra"]
-
-
-def peek(folder: str | os.PathLike[str]) -> Any:
-    """Return the `extra` of the newest checkpoint in `folder`, unverified, for what has to be known before `load`.
-
-    Raises:
-        OSError, CheckpointError: there is none, or it cannot be read.
-    """
-    path, _, _ = checkpoint_folder.locate(Path(folder).absolute())
-    try:
-        return _read_values(path)["extra"]
-    except Exception as error:  # whatever torch.load makes of a damaged file
-        if isinstance(error, OSError) and error.filename is not None:
-            raise
-        raise CheckpointError(f"{path / _VALUES} is damaged") from None
 
 
 class _Ranks:

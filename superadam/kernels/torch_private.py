@@ -112,9 +112,6 @@ def are_flattened(parameters: Iterable[Tensor]) -> bool:
 STEP_MARK = "_opt_called"
 """The attribute of an optimizer with which `torch.optim.lr_scheduler` sees a step; without it, it warns."""
 
-default_store: Callable[[], Any] = _find("distributed.distributed_c10d._get_default_store", lambda: None)
-"""Returns the key-value store of all ranks. Otherwise None, and each rank tells of its own error."""
-
 # -- handles: gradients that were taken out of `.grad` -----------------------------------------------------------------
 
 make_wrapper_subclass: Callable[..., Any] = _find("Tensor._make_wrapper_subclass")

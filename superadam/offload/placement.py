@@ -34,9 +34,9 @@ class Placement:
     num_threads: int
 
 
-def numel_of_buckets(total: int, least: int = LEAST_NUMEL) -> int:
+def numel_of_buckets(total: int) -> int:
     """Return the elements of a bucket, an eighth of the `total` of a step, within bounds."""
-    return max(least, min(DEFAULT_NUMEL, total // LEAST_BUCKETS))
+    return max(LEAST_NUMEL, min(DEFAULT_NUMEL, total // LEAST_BUCKETS))
 
 
 def last_parameters(order: Sequence[Tensor], placement: Placement) -> list[Tensor]:

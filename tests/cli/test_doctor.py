@@ -406,7 +406,7 @@ def probe(name):
         sources[name]()
         if sys.argv[1] == "failing":
             raise RuntimeError(name)
-        return Finding(name, Status.BROKEN if sys.argv[1] == "broken" else Status.OK, "noisy")
+        return Finding(name, Status.BROKEN, "noisy")
     return look
 
 diagnosis.diagnose.__defaults__ = (tuple((name, probe(name)) for name in sources),)
@@ -419,7 +419,7 @@ raise SystemExit(status)
 
 @pytest.mark.slow
 @pytest.mark.subprocess
-@pytest.mark.parametrize(("how", "status"), [("broken", 1), ("failing", 0), ("twice", 0)])
+@pytest.mark.parametrize(("how", "status"), [("failing", 0), ("twice", 1)])
 def test_stdout_is_one_json_document_whatever_is_written_meanwhile(how: str, status: int) -> None:
     done = subprocess.run([sys.executable, "-c", NOISE, how], capture_output=True, text=True, check=False)
     assert done.returncode == status, done.stderr

@@ -3,54 +3,67 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 from rich.console import Console
-from support.training_runs import TINY_SHAPE, tiny_trainer
+from support.training_runs import tiny_trainer
 
 from superadam.cli.train import display
-from superadam.cli.train.report import Report
+from superadam.cli.train.loop import Trainer
+from superadam.cli.train.verification import Verification
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
+GOOD = Verification(300, 0, 0, 0, 1e-15)
 
-def printed(overlap: bool, **changes: Any) -> str:
+
+def printed(
+    overlap: bool, change: Callable[[Trainer], object] = lambda trainer: None, found: Verification | None = None
+) -> str:
     """Return the table of a short run, with some figures changed, on a wide terminal."""
     with tiny_trainer(overlap=overlap) as trainer:
         trainer.step()
-        report = dataclasses.replace(Report.of(trainer, None), **changes)
+        trainer.measure_held_out()
+        change(trainer)
     console = Console(width=200)
     with console.capture() as capture:
-        console.print(display.outcome_table(report))
+        console.print(display.outcome_table(trainer, found))
     return capture.get()
 
 
-def test_overlapped_run_in_host_memory() -> None:
-    table = printed(True, shares_cores=True, hidden_seconds=3.0, optimizer_seconds=1.0, hidden_share=0.75)
+def test_overlapped_run_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(trainer: Trainer) -> None:
+        history = trainer.history
+        history.update_seconds = 1.0
+        history.overlap = dataclasses.replace(history.overlap, worker_seconds=4.0, waited_seconds=1.0, hook_seconds=0.0)
+
+    monkeypatch.setattr(Trainer, "shares_cores", True)
+    table = printed(True, change)
     assert "75%" in table
-    assert (
-        "of 4.00 s of optimizer work: the worker did 3.00 s of it during training, on cores that the model uses"
-        in table
-    )
+    words = "of 4.00 s of optimizer work: the worker did 3.00 s of it during training, on cores that the model uses"
+    assert words in table
     assert "the model is in host memory, where gradients and parameters are used in place" in table
     assert "device GB" not in table
+    assert "resident" not in table
     assert "the reference included" not in table
 
 
-def test_run_on_a_device() -> None:
-    figures = {
-        "device": "cuda",
-        "shares_cores": False,
-        "downloaded_bytes": 3 * 10**9,
-        "uploaded_bytes": 5 * 10**9,
-        "elements": 1,
-    }
-    table = printed(True, **figures, peak_device_bytes=7 * 10**9)
+def test_run_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(trainer: Trainer) -> None:
+        history = trainer.history
+        history.peak_device_bytes = 7 * 10**9
+        history.overlap = dataclasses.replace(
+            history.overlap, downloaded_bytes=3 * 10**9, uploaded_bytes=5 * 10**9, resident_buckets=2
+        )
+
+    monkeypatch.setattr(Trainer, "shares_cores", False)
+    table = printed(True, change, GOOD)
     assert "between host and device: 3.00 of gradients down, 5.00 of parameters up" in table
     assert "8.00" in table
     assert "7.00" in table
     assert "held by tensors on the device at most" in table
+    assert "never handed over: their state is on the GPU" in table
     assert "cores that the model uses" not in table
     assert "the reference included" in table
 
@@ -64,12 +77,23 @@ def test_run_without_overlap_tells_nothing_of_buckets() -> None:
         assert word in table
 
 
-def test_introduction_names_the_model_and_what_it_computes_again() -> None:
-    words = display.introduction(tiny_trainer(shape=TINY_SHAPE, checkpointing=True))
-    assert words.startswith("tiny: 0.0 M parameters in bf16 on cpu, blocks computed again in backward, 2 x 16 bytes")
-    assert "again" not in display.introduction(tiny_trainer())
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({}, "verified: 0 of 300 fp32 elements"),
+        ({"elements_differing": 3}, "NOT verified: 3 of 300 fp32"),
+        ({"parameters_differing": 2}, "2 elements of the model's parameters differed after a step"),
+        ({"verdicts_differing": 1}, "1 steps ended otherwise than in torch"),
+    ],
+)
+def test_verdict_says_what_differs(change: dict[str, int], words: str) -> None:
+    assert words in display.verdict(dataclasses.replace(GOOD, **change)).plain  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("overlap", "words"), [(True, "overlapped in buckets of 2,000"), (False, "not overlapped")])
-def test_introduction_says_how(overlap: bool, words: str) -> None:
-    assert words in display.introduction(tiny_trainer(overlap=overlap))
+@pytest.mark.parametrize(
+    ("overlap", "words"), [(True, "overlapped in buckets of 863 elements"), (False, "not overlapped")]
+)
+def test_introduction_says_what_and_how(overlap: bool, words: str) -> None:
+    line = display.introduction(tiny_trainer(overlap=overlap))
+    assert line.startswith("tiny: 0.0 M parameters in bf16 on cpu, 2 x 16 bytes a step of sentences")
+    assert words in line

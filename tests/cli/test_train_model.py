@@ -1,82 +1,161 @@
-"""`superadam.cli.train.model`: causal, of the stated size, and computing alike in whatever dtype its weights are."""
+"""`superadam.cli.train.model`: causal, with shared keys and values, drawn on its device, with a loss in parts."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
-from support.training_runs import DEVICES, TINY, TINY_SHAPE, are_same
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.training_runs import DEVICES, are_same
+from torch import Tensor
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from superadam.cli.train.llama import Decoder
-from superadam.cli.train.model import ByteTransformer, build_model, next_byte_loss, parameter_groups
-from superadam.cli.train.presets import Shape
-from superadam.cli.train.settings import Settings
+from superadam.cli.train import model as model_module
+from superadam.cli.train.model import Decoder, Norm, build_model, next_byte_loss, parameter_groups, rotated, rotations
+from superadam.cli.train.presets import PRESETS, Shape
+
+TINY = PRESETS["tiny"].shape
+UNTIED = dataclasses.replace(TINY, tied=False, query_key_norm=False, layers=2)
+SHAPES = pytest.mark.parametrize("shape", [TINY, UNTIED], ids=["tied", "untied"])
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 
 
-def test_default_model_has_a_few_million_parameters_in_bf16() -> None:
-    parameters = list(build_model(Settings()).parameters())
-    assert 2_000_000 < sum(p.numel() for p in parameters) < 5_000_000
-    assert {p.dtype for p in parameters} == {torch.bfloat16}
+def decoder(shape: Shape = TINY, dtype: torch.dtype = torch.float32, device: str = "cpu", **options: Any) -> Decoder:
+    return build_model(shape, dtype, torch.device(device), **options)
 
 
-MODELS = pytest.mark.parametrize("shape", [None, TINY_SHAPE])
+def windows(rows: int = 2, seq: int = 12) -> Tensor:
+    return torch.randint(0, 256, (rows, seq + 1), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize(
-    ("shape", "vocabulary", "within"),
-    [
-        (None, 256, 1e-6),  # logits are zeros at first
-        (TINY_SHAPE, TINY_SHAPE.vocabulary, 0.1),  # random logits, small compared with 1
-        (dataclasses.replace(TINY_SHAPE, tied=False), TINY_SHAPE.vocabulary, 0.1),
-    ],
+def gradients(model: Decoder, data: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    next_byte_loss(model, data).backward()  # type: ignore[no-untyped-call]
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+@given(
+    half=st.integers(1, 8),
+    first=st.integers(0, 20),
+    distance=st.integers(0, 20),
+    shift=st.integers(0, 20),
+    base=st.sampled_from([10_000.0, 500_000.0]),
 )
-def test_initial_loss_is_that_of_a_guess(shape: Shape | None, vocabulary: int, within: float) -> None:
-    model = build_model(dataclasses.replace(TINY, shape=shape))
-    loss = next_byte_loss(model, torch.randint(0, 256, (8, 33), generator=torch.Generator().manual_seed(1)))
-    assert loss.item() == pytest.approx(math.log(vocabulary), abs=within)
+def test_products_of_turned_vectors_depend_on_their_distance_alone(
+    half: int, first: int, distance: int, shift: int, base: float
+) -> None:
+    generator = torch.Generator().manual_seed(half)
+    query, key = torch.randn(2, 2 * half, dtype=torch.float64, generator=generator)
+    turn = rotations(64, 2 * half, like=query, base=base)
+
+    def product(at: int) -> Tensor:
+        queries, keys = (rotated(vector.expand(1, 1, 64, -1), turn)[0, 0] for vector in (query, key))
+        return queries[at] @ keys[at + distance]
+
+    torch.testing.assert_close(product(first), product(first + shift), rtol=0.0, atol=1e-4)  # angles are fp32
 
 
-@MODELS
-@pytest.mark.parametrize("position", [1, 5, 11])
-def test_no_token_sees_a_later_one(shape: Shape | None, position: int) -> None:
-    model = model_of_random_logits(shape)
-    tokens = torch.randint(0, 256, (1, 12), generator=torch.Generator().manual_seed(1))
-    changed = tokens.clone()
-    changed[0, position] ^= 1
-    before, after = model(tokens), model(changed)
-    assert torch.equal(before[:, :position], after[:, :position])
-    assert not torch.equal(before[:, position:], after[:, position:])
+@settings(max_examples=max(1, settings.default.max_examples // 4))
+@given(
+    dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+    shape=st.sampled_from([TINY, UNTIED]),
+    rows=st.integers(1, 3),
+    seq=st.integers(1, 20),
+)
+def test_gradients_through_checkpoints_are_the_same_bits(dtype: torch.dtype, shape: Shape, rows: int, seq: int) -> None:
+    data = windows(rows, seq)
+    with_, without = (gradients(decoder(shape, dtype, checkpointing=again), data) for again in (True, False))
+    assert len(with_) == len(list(decoder(shape).parameters()))
+    assert are_same(with_, without)
 
 
-@MODELS
-def test_order_of_tokens_matters(shape: Shape | None) -> None:
-    model = model_of_random_logits(shape)
-    tokens = torch.tensor([[1, 2, 3, 4]])
-    assert not torch.equal(model(tokens)[0, -1], model(tokens[:, [1, 0, 2, 3]])[0, -1])
+def test_checkpointing_keeps_less_for_backward() -> None:
+    def kept(checkpointing: bool) -> int:
+        total = 0
+
+        def pack(tensor: Tensor) -> Tensor:
+            nonlocal total
+            total += tensor.numel()
+            return tensor
+
+        model = decoder(UNTIED, checkpointing=checkpointing)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            next_byte_loss(model, windows())
+        return total
+
+    assert kept(True) < kept(False) / 3
 
 
-def model_of_random_logits(shape: Shape | None) -> ByteTransformer | Decoder:
-    """Return a model in fp32 whose last matrix is no matrix of zeros."""
-    model = build_model(dataclasses.replace(TINY, shape=shape, dtype="fp32"))
-    if isinstance(model, ByteTransformer):
-        with torch.no_grad():
-            model.head.weight.normal_()
-    return model
+@pytest.mark.parametrize("at_once", [1, 260 * 7, 1 << 28])
+@SHAPES
+def test_loss_in_parts_is_the_loss_of_all_logits(at_once: int, shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_module, "LOGITS_AT_ONCE", at_once)
+    rows: list[int] = []
+    linear = functional.linear
+
+    def counting(x: Tensor, weight: Tensor) -> Tensor:
+        if len(weight) == shape.vocabulary:
+            rows.append(len(x))
+        return linear(x, weight)
+
+    model, data = decoder(shape), windows()
+    with monkeypatch.context() as patched:
+        patched.setattr(functional, "linear", counting)
+        found = gradients(model, data)
+    assert max(rows) <= max(1, at_once // shape.vocabulary)
+    loss = next_byte_loss(model, data)
+    model.zero_grad()
+    whole = functional.cross_entropy(model(data[:, :-1]).flatten(0, 1), data[:, 1:].flatten())
+    whole.backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(loss, whole, rtol=1e-6, atol=0.0)  # fp32, summed in another order
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-6)
 
 
-@MODELS
-def test_cpu_computes_in_fp32_from_bf16_weights(shape: Shape | None) -> None:
-    narrow, wide = (build_model(dataclasses.replace(TINY, shape=shape, dtype=dtype)) for dtype in ("bf16", "fp32"))
+def test_shared_keys_and_values_are_those_of_a_group_of_heads() -> None:
+    shared, full = decoder(), decoder(dataclasses.replace(TINY, key_value_heads=TINY.heads))
+    weights = shared.state_dict()
+    group = TINY.heads // TINY.key_value_heads
+    for name, weight in weights.items():
+        if name.endswith(("key.weight", "value.weight")):
+            weights[name] = weight.unflatten(0, (-1, TINY.head_width)).repeat_interleave(group, 0).flatten(0, 1)
+    full.load_state_dict(weights)
+    torch.testing.assert_close(full(windows()), shared(windows()), rtol=1e-5, atol=1e-6)
+
+
+@SHAPES
+def test_initial_loss_is_that_of_a_guess(shape: Shape) -> None:
+    loss = next_byte_loss(decoder(shape), windows(8, 32))
+    assert loss.item() == pytest.approx(math.log(shape.vocabulary), abs=0.1)  # random logits, small compared with 1
+
+
+@SHAPES
+def test_no_token_sees_a_later_one_and_their_order_matters(shape: Shape) -> None:
+    model, tokens = decoder(shape), windows(1, 11)
+    for position in (1, 5, 11):
+        changed = tokens.clone()
+        changed[0, position] ^= 1
+        before, after = model(tokens), model(changed)
+        assert torch.equal(before[:, :position], after[:, :position])
+        assert not torch.equal(before[:, position:], after[:, position:])
+    four = torch.tensor([[1, 2, 3, 4]])
+    assert not torch.equal(model(four)[0, -1], model(four[:, [1, 0, 2, 3]])[0, -1])
+
+
+def test_cpu_computes_in_fp32_from_bf16_weights() -> None:
+    narrow, wide = decoder(dtype=torch.bfloat16), decoder()
     wide.load_state_dict(narrow.state_dict())
-    tokens = torch.randint(0, 256, (2, 9))
-    assert torch.equal(next_byte_loss(narrow, tokens), next_byte_loss(wide, tokens))
+    assert torch.equal(next_byte_loss(narrow, windows()), next_byte_loss(wide, windows()))
+    assert Norm(4, dtype=torch.bfloat16)(torch.ones(2, 4)).dtype == torch.float32
 
 
 def test_only_matrices_decay() -> None:
-    model = build_model(TINY)
+    model = decoder()
     decayed, kept = parameter_groups(model, 0.1)
     assert (decayed["weight_decay"], kept["weight_decay"]) == (0.1, 0.0)
     assert {p.dim() for p in decayed["params"]} == {2}  # type: ignore[attr-defined]
@@ -86,42 +165,29 @@ def test_only_matrices_decay() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_decoder_is_drawn_on_its_device_in_its_dtype(dtype: str, device: str) -> None:
-    settings = dataclasses.replace(TINY, shape=TINY_SHAPE, dtype=dtype, device=device)
+@DTYPES
+def test_model_is_drawn_on_its_device_in_its_dtype(dtype: torch.dtype, device: str) -> None:
     before = torch.get_rng_state()
-    model = build_model(settings)
-    assert {(p.device.type, str(p.dtype)[6:]) for p in model.parameters()} == {
-        (device, {"bf16": "bfloat16", "fp32": "float32"}[dtype])
-    }
+    model = decoder(TINY, dtype, device)
+    assert {(p.device.type, p.dtype) for p in model.parameters()} == {(device, dtype)}
     assert all(p.isfinite().all() for p in model.parameters())
     assert {bool((p == 1.0).all()) for p in model.parameters() if p.dim() == 1} == {True}
-    assert are_same(model.state_dict(), build_model(settings).state_dict())
-    assert not are_same(model.state_dict(), build_model(dataclasses.replace(settings, seed=1)).state_dict())
+    assert are_same(model.state_dict(), decoder(TINY, dtype, device).state_dict())
+    assert not are_same(model.state_dict(), decoder(TINY, dtype, device, seed=1).state_dict())
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_decoder_never_lies_in_host_memory_in_fp32() -> None:
+def test_bf16_model_never_lies_in_host_memory_in_fp32() -> None:
     made: list[tuple[str, torch.dtype, int]] = []
 
     class Recording(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
             result = func(*args, **(kwargs or {}))
-            if isinstance(result, torch.Tensor):
+            if isinstance(result, Tensor):
                 made.append((result.device.type, result.dtype, result.numel()))
             return result
 
     with Recording():
-        build_model(dataclasses.replace(TINY, shape=TINY_SHAPE))
-    largest = max(numel for device, dtype, numel in made if (device, dtype) == ("cpu", torch.bfloat16))
-    assert largest == TINY_SHAPE.vocabulary * TINY_SHAPE.width
-    assert not [entry for entry in made if entry[0] == "cpu" and entry[1] == torch.float32 and entry[2] > 1]
-
-
-def test_byte_model_is_the_same_on_every_device_and_with_checkpoints() -> None:
-    models = [
-        build_model(dataclasses.replace(TINY, device=device, checkpointing=checkpointing)).cpu()
-        for device in DEVICES
-        for checkpointing in (False, True)
-    ]
-    assert all(are_same(models[0].state_dict(), model.state_dict()) for model in models)
+        decoder(dtype=torch.bfloat16)
+    assert max(numel for device, dtype, numel in made if (device, dtype) == ("cpu", torch.bfloat16)) == 260 * 16
+    assert not [entry for entry in made if entry[:2] == ("cpu", torch.float32) and entry[2] > 1]

@@ -1,87 +1,67 @@
-"""`superadam.cli.train.report`: the figures add up, are valid JSON, and a difference is a failure."""
+"""`superadam.cli.train.report`: the figures add up, are valid JSON, and say what was verified."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.training_runs import read_report, tiny_trainer
 
-from superadam.cli.train.report import Report
-from superadam.cli.train.verification import NORM_TOLERANCE, Verification
+from superadam.cli.train import report
+from superadam.cli.train.verification import Verification
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
-
 
 GOOD = Verification(300, 0, 0, 0, 1e-15)
 
 
-def report_of(verification: Verification | None, *, overlap: bool = True) -> Report:
+def report_of(folder: Path, found: Verification | None, *, overlap: bool = True) -> dict[str, Any]:
     with tiny_trainer(max_grad_norm=math.inf, overlap=overlap) as trainer:
         trainer.measure_held_out()
         for number in range(4):
             trainer.step(inject_nan=number == 2)
         trainer.measure_held_out()
-    return Report.of(trainer, verification)
+        report.write(trainer, found, folder / "report.json")
+    return read_report(folder / "report.json")
 
 
-def test_unverified_report_says_so_and_is_no_failure(tmp_path: Path) -> None:
-    report = report_of(None)
-    assert not report.is_failed
-    report.write(tmp_path / "report.json")
-    values = read_report(tmp_path / "report.json")
-    checks = ("elements", "elements_differing", "norm_max_relative_difference")
-    assert [values[key] for key in checks] == [None] * 3
+def test_unverified_report_says_so(tmp_path: Path) -> None:
+    values = report_of(tmp_path, None)
+    assert [values[field.name] for field in dataclasses.fields(Verification)] == [None] * 5
     assert values["steps"] == values["committed"] + values["clipped"] + values["skipped"] == 4
     assert values["max_grad_norm"] is None  # JSON has no infinity
     assert values["grad_norms"][2] is None  # nor NaN
     assert values["final_loss"] == values["losses"][-1]
     assert values["held_out_loss"] < values["held_out_loss_before"]
     assert values["seconds"] > 0.0
-    assert {"isa", "threads", "dtype", "parameters", "tokens_per_second", "versions"} <= values.keys()
-    assert [values[key] for key in ("model", "checkpointing", "batch", "seq")] == ["bytes", False, 2, 16]
+    assert {"isa", "dtype", "tokens_per_second", "versions", "device"} <= values.keys()
+    assert [values[key] for key in ("model", "checkpointing", "batch", "seq", "text")] == [
+        *("tiny", False, 2, 16, "sentences")
+    ]
 
 
-def test_overlap_is_told_in_buckets_and_seconds() -> None:
-    report = report_of(None)
-    assert (report.overlap, report.buckets, report.resident_buckets) == (True, 4 * 3, 0)
-    assert report.placement == {"gpu_buckets": 0, "bucket_numel": 2000, "transfer_dtype": None, "num_threads": 1}
-    outcomes = (report.speculated_buckets, report.waiting_buckets)
-    assert outcomes == (9, 3)  # the first step makes the state, and is not speculated on
-    assert report.given_back_gradients == 0
-    assert 2 * report.parameters <= report.shadow_bytes < 2 * (report.parameters + 64 * 9)  # each tensor is aligned
-    assert report.hidden_seconds >= 0.0
-    assert report.hidden_share == report.hidden_seconds / (report.hidden_seconds + report.optimizer_seconds)
-    assert report.peak_host_bytes > 0
-    assert report.peak_device_bytes is None
-
-
-def test_report_without_overlap_has_nothing_hidden() -> None:
-    report = report_of(None, overlap=False)
-    assert (report.overlap, report.placement, report.buckets) == (False, None, 0)
-    assert (report.respeculated, report.dropped) == (0, 0)
-    assert (report.hidden_seconds, report.hidden_share) == (0.0, 0.0)
-    assert 0.0 < report.optimizer_seconds < report.seconds
-
-
-def test_verified_report_holds_what_was_found() -> None:
-    report = report_of(GOOD)
-    assert not report.is_failed
+def test_overlap_is_told_in_buckets_and_seconds(tmp_path: Path) -> None:
+    values = report_of(tmp_path, GOOD)
     for name, value in dataclasses.asdict(GOOD).items():
-        assert getattr(report, name) == value
+        assert values[name] == value
+    assert (values["overlap"], values["buckets"], values["resident_buckets"]) == (True, 4 * 3, 0)
+    assert values["placement"] == {"gpu_buckets": 0, "bucket_numel": 863, "transfer_dtype": None, "num_threads": 1}
+    outcomes = (values["speculated_buckets"], values["waiting_buckets"])
+    assert outcomes == (9, 3)  # the first step makes the state, and is not speculated on
+    assert 2 * values["parameters"] <= values["shadow_bytes"] < 2 * (values["parameters"] + 64 * 13)  # aligned
+    hidden = values["hidden_seconds"]
+    assert values["hidden_share"] == hidden / (hidden + values["optimizer_seconds"])
+    assert values["peak_host_bytes"] > 0
+    assert values["peak_device_bytes"] is None
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"elements_differing": 1},
-        {"parameters_differing": 1},
-        {"verdicts_differing": 1},
-        {"norm_max_relative_difference": 2 * NORM_TOLERANCE},
-        {"norm_max_relative_difference": math.nan},
-    ],
-)
-def test_any_difference_is_a_failure(change: dict[str, float]) -> None:
-    assert report_of(dataclasses.replace(GOOD, **change)).is_failed  # type: ignore[arg-type]
+def test_report_without_overlap_has_nothing_hidden(tmp_path: Path) -> None:
+    values = report_of(tmp_path, None, overlap=False)
+    assert [values[key] for key in ("overlap", "placement", "buckets", "respeculated", "dropped")] == [
+        *(False, None, 0, 0, 0)
+    ]
+    assert (values["hidden_seconds"], values["hidden_share"]) == (0.0, 0.0)
+    assert 0.0 < values["optimizer_seconds"] < values["seconds"]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import io
 import os
 import random
 import re
@@ -22,13 +20,10 @@ import torch
 from support.overlap import ThreadDevice
 from support.ranks import ENDED, Ending, preload, run, run_apart
 from support.shards import SHAPES, parts_of, wrap
-from support.training_runs import OPTIONS, write_text
 from torch import distributed, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
-from superadam.cli.main import main
-from superadam.cli.train.loop import Trainer
 from superadam.distributed.agreement import Ranks
 from superadam.integrations import checkpoint_folder
 from superadam.integrations.distributed_checkpoint import load, save
@@ -40,7 +35,6 @@ from superadam.step.transaction import Transaction
 
 pytestmark = pytest.mark.slow
 
-preload("superadam.cli.train.session")
 preload("superadam.integrations.distributed_checkpoint")
 
 STEPS, SAVED, LOST = 6, 3, 4
@@ -343,66 +337,3 @@ def test_ranks_that_fail_are_noticed(tmp_path: Path) -> None:
         assert "planted" in endings[victim].result
         pattern = re.compile(told.format(victim)) if told else NOTICED
         assert pattern.fullmatch(endings[1 - victim].result), (case, endings)
-
-
-# ---- superadam train -------------------------------------------------------------------------------------------------
-
-
-def command(rank: int, folder: str, text: str, place: str, act: str, victim: int) -> tuple[int, str]:
-    """Run `superadam train`, lose a rank in its third step, or in its last save, and return its status and stderr."""
-    loss_of_rank = Loss(place if rank == victim else None, globals()[act])
-    step, words = Trainer.step, ["train", *OPTIONS, "--text", text, "--out", folder, "--stop-at", "3"]
-
-    def armed_step(trainer: Trainer, **options: Any) -> Any:
-        if len(trainer.history.steps) == 2:
-            if act == "stop":
-                distributed.barrier()
-                distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=SECONDS))
-            loss_of_rank.is_armed = True
-        return step(trainer, **options)
-
-    out, err = io.StringIO(), io.StringIO()
-    with (
-        contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(err),
-        mock.patch.object(Trainer, "step", armed_step),
-        loss_of_rank.planted(),
-    ):
-        try:
-            status = main(words)
-        except SystemExit as error:
-            status = int(error.code or 0)
-    return status, err.getvalue()
-
-
-COMMANDS = [
-    ("hook", "kill", 0),
-    ("in the verdict", "kill", 1),
-    ("saving", "kill", 0),
-    ("hook", "stop", 1),
-    ("before the verdict", "stop", 0),
-    ("saving", "stop", 1),
-    ("hook", "fail", 1),
-    ("worker", "run_out", 0),
-    ("updating", "fail", 1),
-]
-
-
-def test_train_tells_of_lost_ranks_in_one_sentence(tmp_path: Path) -> None:
-    text = str(write_text(tmp_path))
-    cases = [
-        {"folder": str(tmp_path / str(number)), "text": text, "place": place, "act": act, "victim": victim}
-        for number, (place, act, victim) in enumerate(COMMANDS)
-    ]
-    for case, endings in zip(cases, run_apart(command, 2, cases), strict=True):
-        results = [ending.result for ending in endings]
-        if case["act"] == "kill":
-            assert results.pop(int(str(case["victim"]))) == ENDED
-        assert all(status in (1, 2) for status, _ in results), (case, results)
-        (sentence,) = (err for _, err in results if err)
-        told = {
-            "fail": r".* failed with ValueError: planted \(.*",
-            "run_out": ".* does not fit in the memory of cpu; .*",
-        }
-        gone = ".* because one of them has ended or does not answer .* with --resume to continue .*"
-        assert re.fullmatch(f"superadam: {told.get(str(case['act']), gone)}\n", sentence), (case, results)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import re
-import signal
 import subprocess
 import sys
 import warnings
@@ -24,7 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import superadam
 from superadam import SpeculativeCPUAdamW
-from superadam.cli.train import ranks
 from superadam.handles.gradient_handle import GradientHandle, take_gradient
 from superadam.kernels import torch_private
 
@@ -37,7 +35,6 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 HOME = "kernels/torch_private.py"
 ALLOWED = {
-    ("cli/train/interruption.py", "_exit"): "of the module os: its documented way to end a process at once",
     ("optim/checkpoint.py", "_getframe"): "of the module sys: documented",
     ("distributed/agreement.py", "_replace"): "of a named tuple: documented",
     ("kernels/hyperparameters.py", "_fields"): "of a named tuple: documented",
@@ -473,11 +470,6 @@ def shard() -> Any:
     return distribute_tensor(torch.ones(4, 2), init_device_mesh("cpu", (1,)), [Shard(0)])
 
 
-@relied_on("is the store of the ranks", "distributed.distributed_c10d._get_default_store")
-def _() -> bool:
-    return bool(torch_private.default_store().add("once", 1) == 1)
-
-
 @relied_on("is the very part of a DTensor, which may be replaced", "distributed.tensor.DTensor._local_tensor")
 def _() -> bool:
     one, other = shard(), torch.zeros(4, 2)
@@ -599,14 +591,6 @@ def test_without_its_mark_fsdp1_is_seen_while_a_module_is_wrapped(
     model = wrapped()
     monkeypatch.delattr(distributed.fsdp._common_utils, "FSDP_FLATTENED")
     assert torch_private.are_flattened(model.parameters())
-
-
-def test_without_the_store_each_rank_tells_of_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setattr(ranks, "default_store", lambda: None)
-    with pytest.raises(RuntimeError) as caught:
-        raise RuntimeError("a collective failed")
-    assert ranks._tells(caught.value)
 
 
 def test_without_the_flag_a_handle_met_by_a_compiler_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,7 +150,7 @@ def check(command: str) -> None:
     """Fail unless a command is one that this repository has."""
     words = shlex.split(command, comments=True)
     match words:
-        case ["superadam", *arguments] | ["torchrun", _, _, "-m", "superadam", *arguments]:
+        case ["superadam", *arguments]:
             if not {argument for argument in arguments if argument.isupper()}:  # which stand for the reader's own
                 build_parser().parse_args(arguments)
         case ["make", target, *_]:

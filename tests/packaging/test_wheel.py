@@ -74,8 +74,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_wheel_works_and_trains_with_the_checkout_deleted(site: Path, tmp_path: Path) -> None:
-    tiny = ["--layers", "1", "--width", "32", "--heads", "2", "--batch", "2", "--seq", "16", "--steps", "2"]
-    command = ["train", *tiny, "--verify", "--out", str(tmp_path / "run")]
+    command = ["train", "--model", "tiny", "--steps", "2", "--verify", "--out", str(tmp_path / "run")]
     file, kind, value, *_ = run(bare_python(tmp_path), PROGRAM % command, site).split()
     assert Path(file).is_relative_to(site)
     assert (kind, value) == ("clipped", "0.75")

@@ -41,15 +41,3 @@ def exit_code_of_child(work: Callable[[], object], seconds: float = 240.0) -> in
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     raise TimeoutError(f"the child did not end within {seconds} s")
-
-
-def wait_until_delivered(process: int, number: int) -> None:
-    """Return when no signal of this number waits for a process, or when there is no such process."""
-    waiting = True
-    while waiting:
-        try:
-            with open(f"/proc/{process}/status") as file:
-                lines = dict(line.split(":", 1) for line in file)
-        except (FileNotFoundError, ProcessLookupError):
-            return
-        waiting = any(int(lines[name], 16) >> (number - 1) & 1 for name in ("SigPnd", "ShdPnd"))

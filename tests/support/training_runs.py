@@ -12,46 +12,25 @@ from torch import Tensor
 
 from superadam.cli.main import main
 from superadam.cli.train.loop import Trainer
-from superadam.cli.train.presets import Shape
 from superadam.cli.train.settings import Settings
 from superadam.cli.train.text import Text
 
-TINY = Settings(
-    steps=8, layers=1, width=16, heads=2, batch=2, seq=16, warmup=2, lr=1e-2, max_grad_norm=0.75, bucket_numel=2000
-)
-"""A model of about 11 thousand parameters, in three buckets. This limit clips its first step, then commits two, then
-clips again."""
+TINY = Settings.new({"model": "tiny", "steps": 8, "warmup": 2, "max_grad_norm": 1.3})
+"""A run of the smallest preset, in several buckets, of which some steps are clipped and some are not."""
 
-TINY_SHAPE = Shape(
-    name="tiny",
-    vocabulary=300,
-    width=24,
-    layers=2,
-    heads=4,
-    key_value_heads=2,
-    head_width=8,
-    feed_forward=40,
-    tied=True,
-    query_key_norm=True,
-)
-"""A decoder of about 18 thousand parameters, with everything that a shape may have."""
+OPTIONS = ("--model", "tiny", "--steps", "8", "--warmup", "2", "--max-grad-norm", "1.3", "--threads", "1")
+"""`TINY` as a person types it."""
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 """Where runs can be tested here."""
 
-OPTIONS = (
-    *("--steps", "8", "--layers", "1", "--width", "16", "--heads", "2", "--batch", "2", "--seq", "16"),
-    *("--warmup", "2", "--lr", "1e-2", "--max-grad-norm", "0.75", "--threads", "1", "--bucket-numel", "2000"),
-)
-"""`TINY` as a person types it."""
-
 SENTENCES = b"".join(b"%d bottles of milk on the wall, and %d on the floor.\n" % (n, n * n % 97) for n in range(200))
 
 
-def tiny_trainer(**changes: Any) -> Trainer:
+def tiny_trainer(*, is_verified: bool = False, **changes: Any) -> Trainer:
     """Return a fresh trainer of a tiny run, with some settings changed."""
     settings = dataclasses.replace(TINY, **changes)
-    return Trainer(settings, Text.of_bytes("sentences", SENTENCES, settings.seq))
+    return Trainer(settings, Text.of_bytes("sentences", SENTENCES, settings.seq), is_verified=is_verified)
 
 
 def write_text(folder: Path) -> Path:

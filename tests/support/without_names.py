@@ -27,7 +27,6 @@ NEEDED_ALONE = (
     "_compile._disable_dynamo",
     "Tensor._version",
     "_foreach_copy_",
-    "distributed.distributed_c10d._get_default_store",
 )
 """Names that are not needed to take gradients, but by the optimizer itself, which has a public way for each."""
 

@@ -1,6 +1,8 @@
-"""The device that a run computes on: waiting for it, so that what is timed has happened, and copying batches to it."""
+"""The device that a run computes on: waiting for it, copying batches to it, and the peaks of memory."""
 
 from __future__ import annotations
+
+import resource
 
 import torch
 from torch import Tensor
@@ -20,3 +22,13 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def peak_host_bytes() -> int:
+    """Return the most memory that this process held at once, resident, as the operating system counted it."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+
+
+def peak_device_bytes(device: torch.device) -> int | None:
+    """Return the most memory that tensors took at once on a CUDA device; None for the CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None

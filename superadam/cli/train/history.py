@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass, field
-from typing import Any
+import math
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, NamedTuple
 
 from superadam import OverlapStatistics, Statistics, StepKind
-from superadam.cli.train.plain import record_of_plain
 
 
-@dataclass(frozen=True, slots=True)
-class StepRecord:
+class StepRecord(NamedTuple):
     """One step of the loop.
 
     Attributes:
         loss: training loss in nats per byte, before the update.
         grad_norm: global gradient norm before clipping; Inf or NaN when skipped.
-        clip_coefficient: factor on the gradients.
-        lr: learning rate of the step.
         kind: committed, clipped or skipped.
     """
 
     loss: float
     grad_norm: float
-    clip_coefficient: float
-    lr: float
     kind: StepKind
 
 
@@ -68,6 +62,12 @@ class History:
         return len(self.steps) - self.count(StepKind.SKIPPED)
 
     @property
+    def final_loss(self) -> float:
+        """Mean training loss of the last tenth of the steps."""
+        last = [record.loss for record in self.steps[-max(1, len(self.steps) // 10) :]]
+        return math.fsum(last) / len(last)
+
+    @property
     def optimizer_seconds(self) -> float:
         """The part of `seconds` that the optimizer took: its `step()`, and the scheduler's hooks in backward."""
         return self.update_seconds + self.overlap.hook_seconds
@@ -82,50 +82,23 @@ class History:
         """Part of the optimizer's whole work, in the worker or not, that was hidden; 0 before any work."""
         return self.hidden_seconds / (self.hidden_seconds + self.optimizer_seconds) if self.hidden_seconds else 0.0
 
-    def add_counts(self, now: Statistics, before: Statistics) -> None:
-        """Add what the optimizer counted between two copies of its statistics."""
-        self.accepted += now.accepted - before.accepted
-        self.respeculated += now.respeculated - before.respeculated
-        self.dropped += now.dropped - before.dropped
-
-    def add_overlap(self, now: OverlapStatistics, before: OverlapStatistics) -> None:
-        """Add what a scheduler did between two copies of its statistics; of its peak memory, keep the largest."""
-        most = max(self.overlap.shadow_bytes, now.shadow_bytes)
-        for name in (f.name for f in dataclasses.fields(OverlapStatistics)):
-            difference = getattr(now, name) - getattr(before, name)
-            setattr(self.overlap, name, getattr(self.overlap, name) + difference)
-        self.overlap.shadow_bytes = most
-
-    def add_memory(self, host_bytes: int, device_bytes: int | None) -> None:
-        """Update the peaks with those of the present process."""
-        self.peak_host_bytes = max(self.peak_host_bytes, host_bytes)
-        if device_bytes is not None:
-            self.peak_device_bytes = max(self.peak_device_bytes or 0, device_bytes)
+    def set_counts(self, earlier: History, counted: Statistics, overlapped: OverlapStatistics) -> None:
+        """Set what optimizer and scheduler count: what earlier sessions did, and this one until now."""
+        for name in ("accepted", "respeculated", "dropped"):
+            setattr(self, name, getattr(earlier, name) + getattr(counted, name))
+        pairs = {
+            one.name: (getattr(earlier.overlap, one.name), getattr(overlapped, one.name)) for one in fields(overlapped)
+        }
+        most = max(pairs["shadow_bytes"])
+        self.overlap = OverlapStatistics(**{name: sum(pair) for name, pair in pairs.items()} | {"shadow_bytes": most})
 
     def to_plain(self) -> dict[str, Any]:
         """Return lists and numbers only, as a checkpoint that loads with `weights_only` can hold them."""
-        plain: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        plain["steps"] = [(r.loss, r.grad_norm, r.clip_coefficient, r.lr, r.kind.value) for r in self.steps]
-        plain["held_out"] = dict(self.held_out)
-        plain["overlap"] = dataclasses.asdict(self.overlap)
-        return plain
+        steps = [(record.loss, record.grad_norm, record.kind.value) for record in self.steps]
+        return asdict(replace(self, steps=[])) | {"steps": steps}
 
     @staticmethod
     def of_plain(plain: dict[str, Any]) -> History:
-        """Return the history from which `to_plain` made this.
-
-        Raises:
-            TypeError, KeyError, ValueError: it was made from something else.
-        """
-        plain = {**plain}  # whatever is none raises
-        names = [f.name for f in dataclasses.fields(StepRecord)]
-        values = [[*numbers, StepKind(kind)] for *numbers, kind in plain["steps"]]
-        steps = [record_of_plain(StepRecord, dict(zip(names, record, strict=True))) for record in values]
-        overlap = record_of_plain(OverlapStatistics, plain["overlap"])
-        history = record_of_plain(History, {**plain, "steps": steps, "overlap": overlap})
-        numbers = [getattr(record, f.name) for record in (history, overlap) for f in dataclasses.fields(record)]
-        if not all(0 <= number < 2.0**63 for number in numbers if isinstance(number, int | float)):
-            raise ValueError("a count or a time is negative, NaN or too large")
-        if not all(type(n) is int and 0 <= n <= len(steps) and type(x) is float for n, x in history.held_out.items()):
-            raise ValueError("a held-out loss is no number, or of no step")
-        return history
+        """Return the history from which `to_plain` made this."""
+        steps = [StepRecord(loss, norm, StepKind(kind)) for loss, norm, kind in plain["steps"]]
+        return History(**plain | {"steps": steps, "overlap": OverlapStatistics(**plain["overlap"])})

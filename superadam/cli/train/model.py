@@ -1,4 +1,4 @@
-"""The model of a run: a small decoder-only transformer over bytes, in plain `torch.nn`, or a preset's decoder.
+"""The model of a run: a decoder of any `Shape`, as in Llama and Qwen, in plain `torch.nn`.
 
 It knows nothing of superadam: any script's model would do in its place.
 """
@@ -6,106 +6,158 @@ It knows nothing of superadam: any script's model would do in its place.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
-from superadam.cli.train.layers import Linear, Norm, rotated, rotations, through_block
-from superadam.cli.train.llama import Decoder
-from superadam.cli.train.presets import BYTE_VALUES
-from superadam.cli.train.ranks import ALONE, Ranks
-from superadam.cli.train.settings import Settings
+from superadam.cli.train.presets import Shape
+
+LOGITS_AT_ONCE = 1 << 28
+"""Logits that the loss holds at once: 1 GiB of them in fp32, where a batch of 16 Ki tokens over 128 Ki ids has 8 GiB.
+Fewer would make the products with the output matrix too small for a GPU."""
 
 _INITIAL_STD = 0.02
 
-_EMBEDDING_STD = 0.5
-"""Large compared with what the blocks add at first, so that the stream starts as the byte's embedding."""
+
+class Linear(nn.Linear):
+    """A bias-free linear layer that computes in the dtype of its input, whatever dtype its weight is kept in."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return `x @ weight.T`; `x` is (..., inputs)."""
+        return functional.linear(x, self.weight.to(x.dtype))
+
+
+class Norm(nn.RMSNorm):
+    """Root-mean-square normalisation over the last dimension, in the dtype of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the normalised `x`, of the same shape."""
+        assert self.weight is not None
+        return functional.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), eps=1e-6)
+
+
+def rotations(seq: int, head_width: int, like: Tensor, base: float) -> Tensor:
+    """Return (2, seq, head_width / 2), as `like`: cosine and sine of each position's angles.
+
+    Source: Su et al., arXiv 2104.09864 (rotary position embedding); `base` is the 10000 of its equation 15.
+    """
+    half = head_width // 2
+    frequencies = base ** (-torch.arange(half, device=like.device) / half)
+    angles = torch.outer(torch.arange(seq, device=like.device), frequencies)
+    return torch.stack((angles.cos(), angles.sin())).to(like.dtype)
+
+
+def rotated(x: Tensor, rotation: Tensor) -> Tensor:
+    """Return queries or keys (batch, heads, seq, head_width) rotated by their positions' angles."""
+    cosine, sine = rotation
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cosine - second * sine, first * sine + second * cosine), dim=-1)
 
 
 class Block(nn.Module):
-    """Causal self-attention and a feed-forward layer, each on a normalised residual stream."""
+    """Causal attention whose heads share keys and values in groups, and a gated feed-forward layer (SwiGLU)."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.heads = heads
-        self.attention_norm = Norm(width)
-        self.query_key_value = Linear(width, 3 * width)
-        self.attention_output = Linear(width, width)
-        self.feed_forward_norm = Norm(width)
-        self.expand = Linear(width, 4 * width)
-        self.contract = Linear(4 * width, width)
+        self.shape = shape
+        inside, shared = shape.heads * shape.head_width, shape.key_value_heads * shape.head_width
+        self.attention_norm = Norm(shape.width)
+        self.query = Linear(shape.width, inside)
+        self.key = Linear(shape.width, shared)
+        self.value = Linear(shape.width, shared)
+        self.query_norm = Norm(shape.head_width) if shape.query_key_norm else nn.Identity()
+        self.key_norm = Norm(shape.head_width) if shape.query_key_norm else nn.Identity()
+        self.attention_output = Linear(inside, shape.width)
+        self.feed_forward_norm = Norm(shape.width)
+        self.gate = Linear(shape.width, shape.feed_forward)
+        self.expand = Linear(shape.width, shape.feed_forward)
+        self.contract = Linear(shape.feed_forward, shape.width)
 
     def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
         """Return the residual stream after this block; `x` is (batch, seq, width), `rotation` from `rotations()`."""
-        batch, seq, width = x.shape
-        projected = self.query_key_value(self.attention_norm(x)).view(batch, seq, 3, self.heads, width // self.heads)
-        query, key, value = projected.permute(2, 0, 3, 1, 4)
-        query, key = rotated(query, rotation), rotated(key, rotation)
+        normalised = self.attention_norm(x)
+        query, key, value = (self._heads(layer(normalised)) for layer in (self.query, self.key, self.value))
+        query, key = rotated(self.query_norm(query), rotation), rotated(self.key_norm(key), rotation)
+        # Repeated, because not every fused attention of torch takes fewer keys than queries.
+        group = self.shape.heads // self.shape.key_value_heads
+        key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
         attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.attention_output(attended.transpose(1, 2).reshape(batch, seq, width))
-        contracted: Tensor = self.contract(functional.gelu(self.expand(self.feed_forward_norm(x))))
+        x = x + self.attention_output(attended.transpose(1, 2).flatten(2))
+        normalised = self.feed_forward_norm(x)
+        contracted: Tensor = self.contract(functional.silu(self.gate(normalised)) * self.expand(normalised))
         return x + contracted
 
+    def _heads(self, x: Tensor) -> Tensor:
+        """Return (batch, heads, seq, head_width) of (batch, seq, heads * head_width)."""
+        return x.view(*x.shape[:2], -1, self.shape.head_width).transpose(1, 2)
 
-class ByteTransformer(nn.Module):
-    """A transformer that predicts the next byte.
 
-    On the CPU it computes in fp32 from weights of either dtype, because bf16 products are slow where the CPU lacks
-    instructions for them: one step of four blocks of width 256 over 2048 bytes took 7.7 s against 0.3 s on two cores
-    with torch restricted to AVX2. On a GPU it computes in the dtype of its weights.
+class Decoder(nn.Module):
+    """A transformer that predicts the next token.
+
+    With `checkpointing`, backward recomputes each block instead of keeping its activations. `compute_dtype` is the
+    dtype of activations; weights of another dtype are converted where they are used.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, shape: Shape, *, checkpointing: bool = False) -> None:
         super().__init__()
+        self.shape = shape
+        self.checkpointing = checkpointing
         self.compute_dtype = torch.float32
-        self.checkpointing = settings.checkpointing
-        self.head_width = settings.width // settings.heads
-        self.bytes = nn.Embedding(BYTE_VALUES, settings.width)
-        self.blocks = nn.ModuleList([Block(settings.width, settings.heads) for _ in range(settings.layers)])
-        self.norm = Norm(settings.width)
-        self.head = Linear(settings.width, BYTE_VALUES)
+        self.tokens = nn.Embedding(shape.vocabulary, shape.width)
+        self.blocks = nn.ModuleList([Block(shape) for _ in range(shape.layers)])
+        self.norm = Norm(shape.width)
+        self.head = None if shape.tied else Linear(shape.width, shape.vocabulary)
 
-    @property
-    def embedding(self) -> nn.Embedding:
-        """The byte embedding."""
-        return self.bytes
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Return fp32 logits (batch, seq, vocabulary) for what follows `tokens`, int64 (batch, seq).
 
-    def draw(self, name: str, weight: Tensor, generator: torch.Generator) -> None:
-        """Draw the initial values of the parameter `name`; what joins the residual stream is scaled down with depth."""
-        if weight.dim() == 1:
-            weight.fill_(1.0)
-        elif name == "head.weight":
-            weight.zero_()
-        else:
-            joins = name.endswith(("attention_output.weight", "contract.weight"))
-            residual_std = _INITIAL_STD / math.sqrt(2 * len(self.blocks))
-            std = _EMBEDDING_STD if name == "bytes.weight" else residual_std if joins else _INITIAL_STD
-            weight.normal_(0.0, std, generator=generator)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Return fp32 logits (batch, seq, 256) for the byte after each of `tokens`, int64 (batch, seq)."""
-        x: Tensor = self.bytes(tokens).to(self.compute_dtype)
-        rotation = rotations(tokens.shape[1], self.head_width, like=x)
+        With `targets`, int64 (batch, seq), return the mean cross-entropy in nats of predicting those instead.
+        """
+        x: Tensor = self.tokens(tokens).to(self.compute_dtype)
+        rotation = rotations(tokens.shape[1], self.shape.head_width, like=x, base=self.shape.rotation_base)
         for block in self.blocks:
-            x = through_block(block, x, rotation, recomputes=self.checkpointing)
-        logits: Tensor = self.head(self.norm(x))
-        return logits.float()
+            # No block draws random numbers, so that their state need not be read back from the device.
+            again = self.checkpointing and torch.is_grad_enabled()
+            x = (
+                checkpoint(block, x, rotation, use_reentrant=False, preserve_rng_state=False)
+                if again
+                else block(x, rotation)
+            )
+        x = self.norm(x)
+        weight = (self.head or self.tokens).weight.to(x.dtype)
+        if targets is None:
+            return functional.linear(x, weight).float()
+        return _mean_loss(x.flatten(0, 1), weight, targets.flatten())
 
 
-Model = ByteTransformer | Decoder
-"""What a run trains."""
+def _mean_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean cross-entropy of the logits `x @ weight.T`, computing part of the logits at a time.
+
+    Backward recomputes each part's logits, which adds a third to the output matrix's work. The parts' gradients of the
+    matrix are added up in the dtype of `x`.
+    """
+    rows = max(1, LOGITS_AT_ONCE // len(weight))
+    total = x.new_zeros((), dtype=torch.float32)
+    for part, expected in zip(torch.split(x, rows), torch.split(targets, rows), strict=True):
+        lost: Tensor = checkpoint(_summed_loss, part, weight, expected, use_reentrant=False, preserve_rng_state=False)
+        total = total + lost
+    return total / len(x)
+
+
+def _summed_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(functional.linear(x, weight).float(), targets, reduction="sum")
 
 
 def next_byte_loss(model: nn.Module, windows: Tensor) -> Tensor:
     """Return the mean cross-entropy in nats of predicting each byte of `windows` from those before it."""
-    inputs, targets = windows[:, :-1], windows[:, 1:]
-    if isinstance(model, Decoder):  # its vocabulary is too large to hold the logits of a whole batch
-        loss: Tensor = model(inputs, targets)
-        return loss
-    logits: Tensor = model(inputs)
-    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    loss: Tensor = model(windows[:, :-1], windows[:, 1:])
+    return loss
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
@@ -117,42 +169,27 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, ob
     ]
 
 
-def _gathered_groups(model: Model) -> list[Any]:
-    """Return modules whose weights are needed together, the model last, which has what is in none of the others.
+@torch.no_grad()
+def build_model(
+    shape: Shape, dtype: torch.dtype, device: torch.device, *, seed: int = 0, checkpointing: bool = False
+) -> Decoder:
+    """Return an initial model, drawn on its device in its dtype, because it may be larger than the host's memory.
 
-    A tied embedding is needed first and last.
+    On the CPU it computes in fp32 from weights of either dtype, because bf16 products are slow where the CPU lacks
+    instructions for them: one step of four blocks of width 256 over 2048 bytes took 7.7 s against 0.3 s on two cores
+    with torch restricted to AVX2. On a GPU it computes in the dtype of its weights.
     """
-    if model.head is None:
-        return [*model.blocks, model]
-    return [model.embedding, *model.blocks, [model.norm, model.head], model]
-
-
-def build_model(settings: Settings, ranks: Ranks = ALONE) -> Model:
-    """Return the initial model of a run, on its device, or this process's shards of it, which are fp32.
-
-    The weights are the same for any number of processes, and those of the byte transformer, which are drawn on the CPU
-    in fp32, on every device. A preset's decoder is drawn on its device in its dtype. No more than one whole parameter
-    is drawn at a time, because a model may be larger than the host's memory.
-    """
-    device = ranks.device(settings.device)
-    dtype = torch.bfloat16 if settings.dtype == "bf16" else torch.float32
-    model: Model
     with torch.device("meta"):
-        if settings.shape is None:
-            model, drawn = ByteTransformer(settings), torch.empty(0, device="cpu")
-        else:
-            model = Decoder(settings.shape, checkpointing=settings.checkpointing)
-            drawn = torch.empty(0, dtype=dtype, device=device)
-    if ranks.are_several:
-        ranks.shard(model, _gathered_groups(model), dtype, device)
-    else:
-        model.to(dtype=dtype)
-    model.to_empty(device=device)
-    generator = torch.Generator(drawn.device).manual_seed(settings.seed)
+        model = Decoder(shape, checkpointing=checkpointing)
+    model.to(dtype=dtype).to_empty(device=device)
+    generator = torch.Generator(device).manual_seed(seed)
     for name, parameter in model.named_parameters():
-        whole = drawn.new_empty(parameter.shape)
-        model.draw(name, whole, generator)
-        ranks.fill(parameter, whole.to(dtype))
+        if parameter.dim() == 1:
+            parameter.fill_(1.0)
+        else:  # what joins the residual stream is scaled with depth
+            joins = name.endswith(("attention_output.weight", "contract.weight"))
+            std = _INITIAL_STD / math.sqrt(2 * shape.layers) if joins else _INITIAL_STD
+            parameter.normal_(0.0, std, generator=generator)
     if device.type != "cpu":
         model.compute_dtype = dtype
     return model

@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import io
 import math
-import statistics
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib import rc_context
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
+import superadam
 from superadam import StepKind
-from superadam.cli.train.files import replace_file
 from superadam.cli.train.history import History
-from superadam.cli.train.report import Report
+from superadam.cli.train.loop import Trainer
+from superadam.cli.train.verification import Verification
+from superadam.host.files import replace_file
 
 FILE_NAME = "training.png"
 
@@ -36,52 +37,63 @@ _STYLE: Any = {
     "axes.spines.right": False,
     "axes.grid": True,
     "axes.axisbelow": True,
+    "axes.xmargin": 0.015,
     "grid.color": _PALE,
     "grid.linewidth": 0.8,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
     "xtick.color": _GREY,
     "ytick.color": _GREY,
     "text.color": _INK,
 }
 
-
 _SPAN = 8
-"""Steps on either side that the smoothed loss takes in, where there are as many."""
+"""Steps on either side that the smoothed loss takes in."""
 
 
 def smoothed(values: list[float]) -> list[float]:
-    """Return the median around each value: of up to `_SPAN` values on either side, the same number on both.
+    """Return the median around each value, but for the last ones, after which too few follow for it to mean much.
 
-    A median follows the curve without bending to a single bad batch, and does not lag behind a falling loss. It ends
-    some steps before the last one, where too few values would follow for either.
+    The ends are continued by their mirror image, turned upside down, so that the curve begins at the first value.
     """
-    last = len(values) - 1
-    reach = [min(_SPAN, index, last - index) for index in range(len(values) - min(_SPAN // 2, max(last, 0) // 4))]
-    return [statistics.median(values[index - r : index + r + 1]) for index, r in enumerate(reach)]
+    padded = np.pad(values, _SPAN, mode="reflect", reflect_type="odd")
+    medians = np.median(np.lib.stride_tricks.sliding_window_view(padded, 2 * _SPAN + 1), axis=1)
+    shown: list[float] = medians[: max(1, len(values) - _SPAN // 2)].tolist()
+    return shown
 
 
-def draw(history: History, report: Report) -> Figure:
+def draw(trainer: Trainer, found: Verification | None) -> Figure:
     """Return the figure of a run with at least one step."""
+    history, settings = trainer.history, trainer.settings
     with rc_context(_STYLE):
         figure = Figure(figsize=(10, 6.6), dpi=150, facecolor="white")
-        FigureCanvasAgg(figure)
         top, bottom = figure.subplots(
             2, 1, sharex=True, gridspec_kw={"height_ratios": (1.7, 1.0), "hspace": 0.1, "top": 0.845, "bottom": 0.085}
         )
         figure.subplots_adjust(left=0.075, right=0.975)
         _draw_loss(top, history)
-        _draw_norm(bottom, history, report.max_grad_norm)
+        _draw_norm(bottom, history, settings.max_grad_norm)
+        for axes in (top, bottom):
+            for step in _numbers(history, StepKind.SKIPPED):
+                axes.axvline(step, color=_RED, linewidth=1.0, alpha=0.55, zorder=1)
+        threads, trained = superadam.get_num_threads(), len(history.steps) * settings.batch * settings.seq
+        parts = [
+            f"{trainer.parameters / 1e6:,.1f} M parameters in {settings.dtype}",
+            f"{len(history.steps)} steps",
+            f"loss {history.steps[0].loss:.2f} \N{RIGHTWARDS ARROW} {history.final_loss:.2f}",
+            f"{trained / history.seconds:,.0f} tokens/s",
+            f"{superadam.active_isa()}, {threads} thread{'' if threads == 1 else 's'}",
+        ]
         figure.text(0.075, 0.955, "superadam train", fontsize=15, fontweight="bold")
-        figure.text(0.075, 0.918, _summary(report), fontsize=9.5, color=_GREY)
-        if report.elements is not None:
-            words = f"{report.elements_differing:,} of {report.elements:,} elements differ from torch"
-            figure.text(0.975, 0.955, words, ha="right", fontsize=11, color=_RED if report.is_failed else _GREEN)
+        figure.text(0.075, 0.918, "   \N{MIDDLE DOT}   ".join(parts), fontsize=9.5, color=_GREY)
+        if found is not None:
+            words = f"{found.elements_differing:,} of {found.elements:,} elements differ from torch"
+            figure.text(0.975, 0.955, words, ha="right", fontsize=11, color=_RED if found.is_failed else _GREEN)
         figure.legend(
             *top.get_legend_handles_labels(),
             loc="upper left",
             bbox_to_anchor=(0.068, 0.908),
             ncols=6,
-            frameon=False,
-            fontsize=9,
             columnspacing=1.6,
             handletextpad=0.5,
             borderaxespad=0.0,
@@ -89,84 +101,57 @@ def draw(history: History, report: Report) -> Figure:
     return figure
 
 
-def write(history: History, report: Report, folder: Path) -> Path:
-    """Draw a run into `folder` and return the picture's path.
-
-    Raises:
-        UsageError: writing failed.
-    """
+def write(trainer: Trainer, found: Verification | None, path: Path) -> None:
+    """Draw a run; raises OSError."""
     buffer = io.BytesIO()
-    draw(history, report).savefig(buffer, format="png")
-    path = folder / FILE_NAME
+    draw(trainer, found).savefig(buffer, format="png")
     replace_file(path, lambda file: file.write(buffer.getvalue()))
-    return path
 
 
 def _draw_loss(axes: Any, history: History) -> None:
     losses = [record.loss for record in history.steps]
-    steps = list(range(1, len(losses) + 1))
-    curve = smoothed(losses)
+    steps = range(1, len(losses) + 1)
     axes.plot(steps, losses, color=_BLUE, alpha=0.3, linewidth=1.0)
+    curve = smoothed(losses)
     axes.plot(steps[: len(curve)], curve, color=_BLUE, linewidth=2.0, label="training loss (running median)")
-    if history.held_out:
-        at = sorted(history.held_out)
+    held_out = sorted(history.held_out.items())
+    axes.plot(*zip(*held_out, strict=True), "o--", color=_GREEN, linewidth=1.2, markersize=4, label="held-out loss")
+    for kind, words, mark, colour, size in (
+        (StepKind.CLIPPED, "clipped", "v", _ORANGE, 5.5),
+        (StepKind.SKIPPED, "skipped, Inf or NaN", "X", _RED, 9),
+    ):
+        at = _numbers(history, kind)
         axes.plot(
             at,
-            [history.held_out[step] for step in at],
-            color=_GREEN,
-            linewidth=1.2,
-            linestyle=(0, (4, 2)),
-            marker="o",
-            markersize=4,
-            label="held-out loss",
+            [losses[step - 1] for step in at],
+            mark,
+            color=colour,
+            markersize=size,
+            markeredgecolor="white",
+            markeredgewidth=0.5,
+            zorder=5,
+            label=f"{words} ({len(at)})",
         )
-    clipped = _numbers(history, StepKind.CLIPPED)
-    skipped = _numbers(history, StepKind.SKIPPED)
-    axes.plot(
-        clipped,
-        [losses[step - 1] for step in clipped],
-        linestyle="none",
-        marker="v",
-        markersize=5.5,
-        color=_ORANGE,
-        markeredgecolor="white",
-        markeredgewidth=0.5,
-        label=f"clipped ({len(clipped)})",
-    )
-    axes.plot(
-        skipped,
-        [losses[step - 1] for step in skipped],
-        linestyle="none",
-        marker="X",
-        markersize=9,
-        color=_RED,
-        markeredgecolor="white",
-        markeredgewidth=0.8,
-        zorder=5,
-        label=f"skipped, Inf or NaN ({len(skipped)})",
-    )
-    _mark_skipped(axes, skipped)
     axes.set_ylabel("loss (nats per byte)")
 
 
 def _draw_norm(axes: Any, history: History, max_grad_norm: float) -> None:
     norms = [record.grad_norm for record in history.steps]
-    steps = list(range(1, len(norms) + 1))
+    steps = range(1, len(norms) + 1)
     finite = [norm if math.isfinite(norm) else math.nan for norm in norms]
     kept = [norm for norm in norms if math.isfinite(norm) and norm > 0.0] or [1.0]
+    shown = kept
     axes.plot(steps, finite, color=_BLUE, linewidth=1.2)
     if math.isfinite(max_grad_norm):
+        shown = [*kept, max_grad_norm]
         above = [norm > max_grad_norm for norm in finite]
         axes.fill_between(
             steps, finite, max_grad_norm, where=above, interpolate=True, color=_ORANGE, alpha=0.35, linewidth=0
         )
-        axes.axhline(
-            max_grad_norm, color=_ORANGE, linewidth=1.2, linestyle=(0, (5, 2)), label=f"clipped above {max_grad_norm:g}"
-        )
-        axes.legend(loc="upper right", fontsize=9, framealpha=0.9, edgecolor="none", borderaxespad=0.1)
-    _mark_skipped(axes, _numbers(history, StepKind.SKIPPED))
+        label = f"clipped above {max_grad_norm:g}"
+        axes.axhline(max_grad_norm, color=_ORANGE, linewidth=1.2, linestyle=(0, (5, 2)), label=label)
+        axes.legend(loc="upper right", frameon=True, framealpha=0.9, edgecolor="none", borderaxespad=0.1)
     axes.set_yscale("log")
-    shown = [*kept, max_grad_norm] if math.isfinite(max_grad_norm) else kept
     axes.set_ylim(min(shown) / 1.3, max(shown) * 1.3)
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if max(kept) < 100 * min(kept) else (1,)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -174,24 +159,7 @@ def _draw_norm(axes: Any, history: History, max_grad_norm: float) -> None:
     axes.set_ylabel("gradient norm")
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.margins(x=0.015)
-
-
-def _mark_skipped(axes: Any, skipped: list[int]) -> None:
-    for step in skipped:
-        axes.axvline(step, color=_RED, linewidth=1.0, alpha=0.55, zorder=1)
 
 
 def _numbers(history: History, kind: StepKind) -> list[int]:
     return [number for number, record in enumerate(history.steps, 1) if record.kind is kind]
-
-
-def _summary(report: Report) -> str:
-    parts = [
-        f"{report.parameters / 1e6:,.1f} M parameters in {report.dtype}",
-        f"{report.steps} steps",
-        f"loss {report.losses[0]:.2f} \N{RIGHTWARDS ARROW} {report.final_loss:.2f}",
-        f"{report.tokens_per_second:,.0f} tokens/s",
-        f"{report.isa}, {report.threads} thread{'' if report.threads == 1 else 's'}",
-    ]
-    return "   \N{MIDDLE DOT}   ".join(parts)

@@ -10,18 +10,14 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.utils.hooks import RemovableHandle
 
 from superadam import SpeculativeCPUAdamW, StepKind, StepOutcome
 from superadam.cli.train.device import wait_for
-from superadam.cli.train.ranks import ALONE, Ranks
-from superadam.distributed.shards import local_of
 
 NORM_TOLERANCE = 1e-10
 """Largest relative difference of two norms that counts as equal. Both sum positive squares in fp64 in blocks, a few
@@ -54,6 +50,12 @@ class Verification:
     verdicts_differing: int
     norm_max_relative_difference: float
 
+    @property
+    def is_failed(self) -> bool:
+        """Whether the run differs from the reference in anything."""
+        differing = self.elements_differing or self.parameters_differing or self.verdicts_differing
+        return bool(differing) or not self.norm_max_relative_difference <= NORM_TOLERANCE
+
 
 def count_differing(a: Tensor, b: Tensor) -> int:
     """Return how many elements of two fp32 or two 16-bit tensors differ in any bit; NaN equals NaN."""
@@ -75,13 +77,10 @@ class Reference:
     Args:
         optimizer: whose present state the reference starts from.
         model: holds the optimizer's parameters, all of which get one gradient in each step.
-        ranks: the processes that the model is sharded over; each has a reference for its shards, and norms, verdicts
-            and findings are of all.
     """
 
-    def __init__(self, optimizer: SpeculativeCPUAdamW, model: nn.Module, ranks: Ranks = ALONE) -> None:
+    def __init__(self, optimizer: SpeculativeCPUAdamW, model: nn.Module) -> None:
         self._optimizer = optimizer
-        self._ranks = ranks
         self._parameters: list[Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
         entries = optimizer.state_dict()["state"]
         self._copies: list[Parameter] = []
@@ -97,34 +96,22 @@ class Reference:
             if entry := entries.get(index):
                 moments = {key: _padded(entry[key]) for key in ("exp_avg", "exp_avg_sq")}
                 self._adamw.state[copy] = {"step": entry["step"].clone(), **moments}
-            copy.grad = torch.zeros_like(copy)
         self._parameters_differing = 0
         self._verdicts_differing = 0
         self._norm_difference = 0.0
-        names = {parameter: name for name, parameter in model.named_parameters()}
-        self._names = [names[parameter] for parameter in self._parameters]
-        self._taken: set[int] = set()
         self._hook_seconds = 0.0
-        self._handles: list[RemovableHandle] = [
-            parameter.register_post_accumulate_grad_hook(functools.partial(self._take, index))  # type: ignore[no-untyped-call]
-            for index, parameter in enumerate(self._parameters)
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(functools.partial(self._take, copy))  # type: ignore[no-untyped-call]
+            for parameter, copy in zip(self._parameters, self._copies, strict=True)
         ]
 
-    def _take(self, index: int, parameter: Tensor) -> None:
+    def _take(self, copy: Tensor, parameter: Tensor) -> None:
         """Copy a gradient, widened to fp32; called by autograd during backward."""
         wait_for(parameter.device)  # backward's time up to here is not the reference's
         begin = time.perf_counter()
-        gradient, copy = parameter.grad, self._copies[index].grad
+        gradient = parameter.grad
         assert gradient is not None
-        assert copy is not None
-        if index in self._taken:
-            raise RuntimeError(
-                f"{self._names[index]} got a second gradient in one step, expected one; "
-                "call Reference.step() after each backward"
-            )
-        self._taken.add(index)
-        local = local_of(gradient)
-        copy[: local.numel()].view(local.shape).copy_(local)
+        copy.grad = _padded(gradient)
         self._hook_seconds += time.perf_counter() - begin
 
     def take_hook_seconds(self) -> float:
@@ -139,23 +126,11 @@ class Reference:
 
     @torch.no_grad()
     def step(self, outcome: StepOutcome) -> None:
-        """Apply `outcome` to the taken gradients, and compare norm, verdict and the model's parameters.
-
-        Raises:
-            RuntimeError: a parameter got no gradient since the last step.
-        """
-        missing = [name for index, name in enumerate(self._names) if index not in self._taken]
-        if missing:
-            raise RuntimeError(
-                f"{len(missing)} parameters gave the reference no gradient in this step, first {missing[0]}, "
-                "expected one from each; verify only models whose every parameter takes part in the loss"
-            )
-        self._taken.clear()
+        """Apply `outcome` to the copied gradients, and compare norm, verdict and the model's parameters."""
         gradients = [copy.grad for copy in self._copies if copy.grad is not None]
         is_finite = all(bool(gradient.isfinite().all()) for gradient in gradients)
         squares = sum(float(gradient.double().square().sum()) for gradient in gradients)
-        every = self._ranks.gather(is_finite, squares)
-        self._compare_verdict(outcome, all(finite for finite, _ in every), math.sqrt(sum(part for _, part in every)))
+        self._compare_verdict(outcome, is_finite, math.sqrt(squares))
         if outcome.kind is not StepKind.SKIPPED:
             if outcome.clip_coefficient != 1.0:
                 for gradient in gradients:
@@ -164,9 +139,8 @@ class Reference:
                 theirs.update(_hyperparameters(ours))
             self._adamw.step()
         for parameter, copy in zip(self._parameters, self._copies, strict=True):
-            local = local_of(parameter.detach())
-            rounded = copy[: local.numel()].to(local.dtype)
-            self._parameters_differing += count_differing(local.cpu().flatten(), rounded)
+            rounded = copy[: parameter.numel()].to(parameter.dtype)
+            self._parameters_differing += count_differing(parameter.detach().cpu().flatten(), rounded)
 
     def _compare_verdict(self, outcome: StepOutcome, is_finite: bool, norm: float) -> None:
         limit = math.inf if self._optimizer.max_grad_norm is None else self._optimizer.max_grad_norm
@@ -182,29 +156,26 @@ class Reference:
         self._verdicts_differing += not is_same
 
     def compare(self) -> Verification:
-        """Compare the run's p, m and v with the reference's, bit by bit, of all processes; commits what is accepted."""
+        """Compare the run's p, m and v with the reference's, bit by bit; commits what is accepted."""
         elements = differing = 0
         entries = self._optimizer.state_dict()["state"]
         for index, (parameter, copy) in enumerate(zip(self._parameters, self._copies, strict=True)):
             ours, theirs = entries.get(index, {}), self._adamw.state.get(copy, {})
-            zeros = torch.zeros_like(copy)[: local_of(parameter).numel()]
-            pairs: Sequence[tuple[Tensor, Tensor]] = [(ours.get("master", parameter.detach()), copy.detach())]
-            pairs = [*pairs, *((ours.get(key, zeros), theirs.get(key, zeros)) for key in ("exp_avg", "exp_avg_sq"))]
-            for ours_of_all, reference in pairs:
-                mine = local_of(ours_of_all)
+            zeros = torch.zeros_like(copy)[: parameter.numel()]
+            pairs = [(ours.get("master", parameter.detach()), copy.detach())]
+            pairs += [(ours.get(key, zeros), theirs.get(key, zeros)) for key in ("exp_avg", "exp_avg_sq")]
+            for mine, reference in pairs:
                 elements += mine.numel()
                 differing += count_differing(mine.cpu().float().flatten(), reference[: mine.numel()])
-        every = self._ranks.gather(elements, differing, self._parameters_differing)
-        elements, differing, parameters = (int(sum(counts)) for counts in zip(*every, strict=True))
-        # The other two are alike in all processes.
-        return Verification(elements, differing, parameters, self._verdicts_differing, self._norm_difference)
+        return Verification(
+            elements, differing, self._parameters_differing, self._verdicts_differing, self._norm_difference
+        )
 
 
 def _padded(tensor: Tensor) -> Tensor:
-    """Return a flat fp32 copy of this process's part on the CPU, padded with zeros."""
-    local = local_of(tensor.detach())
-    flat = torch.zeros(-(-local.numel() // _PADDING) * _PADDING, device="cpu")
-    flat[: local.numel()] = local.flatten()
+    """Return a flat fp32 copy on the CPU, padded with zeros."""
+    flat = torch.zeros(-(-tensor.numel() // _PADDING) * _PADDING, device="cpu")
+    flat[: tensor.numel()] = tensor.detach().flatten()
     return flat
 
 

@@ -1,24 +1,22 @@
-"""`superadam.cli.train.files`: a file is there whole or as it was, and what cannot be written is known beforehand."""
+"""`superadam.host.files`: a file is there whole or as it was, whenever writing fails or the process is killed."""
 
 from __future__ import annotations
 
+import errno
+import itertools
 import os
+import signal
 import stat
+import sys
 from pathlib import Path
-from typing import IO
+from types import FrameType
+from typing import IO, Any
 
 import pytest
+from support.children import exit_code_of_child
 
-from superadam.cli.train.files import replace_file, require_writable_folder
-from superadam.cli.usage import UsageError
-
-
-def test_file_appears_whole_in_a_new_folder(tmp_path: Path) -> None:
-    path = tmp_path / "a" / "b" / "file"
-    replace_file(path, lambda file: file.write(b"first"))
-    replace_file(path, lambda file: file.write(b"second"))
-    assert path.read_bytes() == b"second"
-    assert os.listdir(path.parent) == ["file"]
+from superadam.host import files
+from superadam.host.files import replace_file
 
 
 def test_file_is_readable_by_whom_the_mask_allows(tmp_path: Path) -> None:
@@ -31,7 +29,7 @@ def test_file_is_readable_by_whom_the_mask_allows(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o640
 
 
-@pytest.mark.parametrize("error", [ValueError("a fault"), KeyboardInterrupt()])
+@pytest.mark.parametrize("error", [ValueError("a fault"), KeyboardInterrupt(), OSError(errno.ENOSPC, "full")])
 def test_failure_leaves_the_older_file_and_no_rest(error: BaseException, tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"older")
@@ -46,24 +44,15 @@ def test_failure_leaves_the_older_file_and_no_rest(error: BaseException, tmp_pat
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_full_disk_is_a_sentence(tmp_path: Path) -> None:
-    def fail(file: IO[bytes]) -> None:
-        raise OSError(28, "No space left on device")
-
-    with pytest.raises(UsageError, match="No space left on device; free some space"):
-        replace_file(tmp_path / "file", fail)
-    assert os.listdir(tmp_path) == []
-
-
 @pytest.mark.parametrize("call", ["fsync", "replace"])
-def test_disk_that_refuses_is_a_sentence(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_that_refuses_leaves_the_older_file(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: object) -> None:
-        raise OSError("out of order")  # without a number, as libraries raise it
+        raise OSError("out of order")
 
     path = tmp_path / "file"
     path.write_bytes(b"older")
     monkeypatch.setattr(os, call, refuse)
-    with pytest.raises(UsageError, match=r"cannot write .*: out of order; free some space"):
+    with pytest.raises(OSError, match="out of order"):
         replace_file(path, lambda file: file.write(b"newer"))
     assert path.read_bytes() == b"older"
     assert os.listdir(tmp_path) == ["file"]
@@ -87,6 +76,38 @@ def test_content_is_on_the_disk_before_its_name_and_the_name_before_the_end(
     assert calls == ["content", "name", "folder"]
 
 
+@pytest.mark.slow
+def test_process_killed_on_any_line_leaves_the_older_file_or_the_new_one(tmp_path: Path) -> None:
+    path, found, code = tmp_path / "file", [], 1
+    for number in itertools.count():
+        path.write_bytes(b"older")
+        code = exit_code_of_child(lambda at=number: killed_at_line(at, path))  # type: ignore[misc]
+        assert code in (0, -signal.SIGKILL)
+        found.append(path.read_bytes())
+        if not code:
+            break
+    assert set(found) == {b"older", b"newer"}
+    assert found == sorted(found, reverse=True)
+    assert 5 < found.index(b"newer") < len(found) - 1  # killed before the renaming and after it
+    replace_file(path, lambda file: file.write(b"newest"))
+    assert os.listdir(tmp_path) == ["file"]  # the rest of none of the killed ones
+
+
+def killed_at_line(number: int, path: Path) -> None:
+    """Replace the file, and kill this process before it runs this line of those that do so."""
+    reached = itertools.count()
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        if frame.f_code.co_filename != files.__file__:
+            return None
+        if event == "line" and next(reached) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return trace
+
+    sys.settrace(trace)
+    replace_file(path, lambda file: file.write(b"newer"))
+
+
 def test_rest_of_a_killed_process_is_removed_and_nothing_else(tmp_path: Path) -> None:
     other = [".file.1.part", ".file.old.part", ".files.999999999.part", "file.part"]  # process 1 lives
     for name in [*other, ".file.999999999.part", f".file.{os.getpid()}.part"]:
@@ -95,26 +116,9 @@ def test_rest_of_a_killed_process_is_removed_and_nothing_else(tmp_path: Path) ->
     assert sorted(os.listdir(tmp_path)) == sorted([*other, "file"])
 
 
-def test_folder_below_a_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(UsageError, match=r"--out .* is not a folder"):
-        require_writable_folder(tmp_path / "file" / "below" / "it", "--out")
-
-
-def test_folder_without_write_permission_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # permissions do not bind root, who may run this test
-    with pytest.raises(UsageError, match=r"--report .* is not writable"):
-        require_writable_folder(tmp_path / "new", "--report")
-
-
-def test_asking_writes_nothing(tmp_path: Path) -> None:
-    require_writable_folder(tmp_path / "new" / "folder", "--out")
-    assert os.listdir(tmp_path) == []
-
-
 def test_what_is_no_regular_file_is_not_replaced(tmp_path: Path) -> None:
     path = tmp_path / "pipe"
     os.mkfifo(path)
-    with pytest.raises(UsageError, match="pipe: it is no regular file"):
+    with pytest.raises(OSError, match="it is no regular file"):
         replace_file(path, lambda file: file.write(b"x"))
     assert stat.S_ISFIFO(path.stat().st_mode)
