@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
-import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import distributed as dist
 
-from superadam.distributed.shards import is_distributed, members_of
+from superadam.distributed.shards import is_distributed, is_owned, members_of
 
 _MAGIC = float(0x5A_DA_51)  # marks our numbers, should they ever meet those of another collective
 
@@ -39,61 +38,143 @@ class RanksNorm:
 
 
 class _Words(NamedTuple):
-    """What one rank tells the others, as fp64 numbers; only `failed`, `nonfinite` and `owned` may differ."""
+    """What one rank tells the others, as fp64 numbers; only `failed` and what follows `limit` may differ."""
 
     magic: float
     question: float
     number: float  # of questions before
     failed: float = 0.0  # 1: the rank has an error to raise, 2: it missed a step; then the rest means nothing
-    parameters: float = 0.0  # a checksum of the shapes of the distributed ones
     limit: float = math.inf  # of the norm; inf for none
+    is_new: float = 0.0  # 1: the rank has parameters that it has not told
     nonfinite: float = 0.0  # elements of all local gradients that are Inf or NaN
-    owned: float = 0.0  # sum of squares of the elements of which this rank has the first replica
-    plain: float = 0.0  # sum of squares of the gradients of ordinary parameters
+    counted: float = 0.0  # sum of squares of the elements that this rank alone counts
+    copied: Any = ()  # the same of elements that have copies elsewhere: a tuple with one sum for each `_Copies`
+
+
+class Held(NamedTuple):
+    """A parameter as one rank tells the others of it.
+
+    Attributes:
+        name: by which ranks know the same parameter.
+        shape: of the whole parameter.
+        members: the ranks over which it is distributed; an ordinary one lies on one.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    members: tuple[int, ...]
+
+
+_Copies = tuple[tuple[int, ...], ...]
+"""Groups of ranks, each of which has all of some parameters: those on ordinary tensors, or on a mesh of fewer ranks."""
+
+_REPLICA, _COUNTED = -1, 0  # what other ranks count, and this one; from 1 on, what has copies
 
 
 class Ranks:
-    """The ranks over which an optimizer's parameters are distributed."""
+    """The ranks that make each step together.
 
-    def __init__(self, mesh: Any, members: Sequence[int]) -> None:
+    Which elements each rank counts in the norm is found out by names: parameters of the same name are the same.
+    """
+
+    def __init__(self, members: Sequence[int], device_type: str, group: dist.ProcessGroup | None = None) -> None:
         self.members = list(members)  # sorted
         self.number = 0  # of questions so far, the same on all ranks
         self.agreed = 0  # the last of these on which no rank failed
         self.is_behind = False  # this rank missed a step on which all had agreed: if others made it, later ones raise
-        self.parameters = 0.0
-        self._mesh = mesh
-        self._group: dist.ProcessGroup | None = None
+        self._group, self._device_type = group, device_type
+        self._held: list[Held] = []
+        self._is_owned: list[bool] = []
+        self._told: list[Held] = []
+        self._copies: list[_Copies] = []
+        self._classes: list[int] = []
 
-    def norm(self, question: Question, limit: float | None, nonfinite: int, owned: float, plain: float) -> RanksNorm:
+    def hold(self, held: list[Held], is_owned: list[bool]) -> None:
+        """Describe the parameters on this rank, and of which it has the first replica; the next question tells them."""
+        self._held, self._is_owned = held, is_owned
+
+    def norm(
+        self, question: Question, limit: float | None, nonfinite: int, sums: Callable[[Sequence[int]], Sequence[float]]
+    ) -> RanksNorm:
         """Return the norm of the gradients of all ranks, and their number of Inf and NaN, replicas included.
 
-        `nonfinite`, `owned` and `plain` are those of this rank, as in `_Words`. A `limit` of None is none.
+        `nonfinite` is that of this rank. `sums` returns its sums of squares, one for each class from 0 on, where it is
+        given the class of each parameter. A `limit` of None is none.
 
         Raises:
             RuntimeError: on every rank alike: another rank failed, ended, or is elsewhere in the program, or the ranks
-                have different parameters, limits or gradients of ordinary parameters.
+                have different limits, parts of different parameters, or different gradients of the same ones.
         """
         limit = math.inf if limit is None else limit
-        mine = self._words(question)._replace(parameters=self.parameters, limit=limit)
-        mine = mine._replace(nonfinite=nonfinite, owned=owned, plain=plain)
-        every = self._exchange(mine)
+        mine = self._words(question)._replace(limit=limit, nonfinite=nonfinite, is_new=float(self._held != self._told))
+        every = self._exchange(mine if mine.is_new else self._with_sums(mine, sums))
         self._check(every)
-        first = every[0]
+        if any(words.is_new for words in every):
+            self._tell_held()
+            every = self._exchange(self._with_sums(mine, sums))
+            self._check(every)
         total, count = 0.0, int(sum(words.nonfinite for words in every))
         for words in every:
-            total += words.owned
-        total = math.sqrt(total + first.plain)
+            total += words.counted
+        differing = None
+        for position, groups in enumerate(self._copies):
+            copied = [sum(every[self.members.index(rank)].copied[position] for rank in group) for group in groups]
+            total += copied[0]
+            if copied != [copied[0]] * len(groups):
+                differing = groups
+        total = math.sqrt(total)
         if count:
             return RanksNorm(math.nan if math.isfinite(total) else total, count)
-        for rank, words in zip(self.members, every, strict=True):
-            if words.plain != first.plain:
-                raise RuntimeError(
-                    f"the gradients of parameters that are not distributed differ between ranks {self.members[0]} and "
-                    f"{rank}, expected the same ones everywhere; all-reduce the gradients of fully_shard's "
-                    "ignored_params before the step"
-                )
+        if differing is not None:
+            raise RuntimeError(
+                f"the copies of a parameter on ranks {_listed(differing)} have gradients that differ, expected the "
+                "same ones; all-reduce them before the step, as those of fully_shard's ignored_params, or, if they are "
+                "no copies, give each parameter a name of its own: pass named_parameters() to the optimizer"
+            )
         self.agreed = self.number
         return RanksNorm(total, 0)
+
+    def _with_sums(self, words: _Words, sums: Callable[[Sequence[int]], Sequence[float]]) -> _Words:
+        counted, *copied = [*sums(self._classes), *[0.0] * (1 + len(self._copies))][: 1 + len(self._copies)]
+        return words._replace(counted=counted, copied=tuple(copied))
+
+    def _tell_held(self) -> None:
+        """Exchange what all ranks hold, and find out what this rank counts.
+
+        Raises RuntimeError on every rank alike where parameters of one name are not the same, or not whole.
+        """
+        every: list[Any] = [None] * len(self.members)
+        try:
+            dist.all_gather_object(every, self._held, group=self._group)
+        except (RuntimeError, ValueError) as error:
+            raise self._no_agreement(error) from error
+        holders: dict[str, dict[Held, set[int]]] = {}
+        for rank, held in zip(self.members, every, strict=True):
+            for one in held:
+                holders.setdefault(one.name, {}).setdefault(one, set()).add(rank)
+        copies: dict[str, _Copies] = {}
+        for name, kinds in holders.items():
+            ranks = [rank for one in kinds for rank in one.members]
+            if len({one.shape for one in kinds}) > 1 or len(ranks) > len(set(ranks)):
+                raise RuntimeError(
+                    f"{name} is {' and '.join(f'{one.shape} on ranks {[*one.members]}' for one in kinds)}, expected "
+                    "the same parameter, or one that has another name; make the optimizers of all ranks from the same "
+                    "model, or pass named_parameters() whose names differ where parameters do"
+                )
+            for one, there in kinds.items():
+                if there != set(one.members):
+                    raise RuntimeError(
+                        f"{name} is distributed over ranks {[*one.members]}, and only the optimizers of ranks "
+                        f"{sorted(there)} have it, expected it in all of them; make them from the same model"
+                    )
+            if len(kinds) > 1:
+                copies[name] = tuple(sorted(one.members for one in kinds))
+        self._copies = sorted(set(copies.values()))
+        self._classes = [
+            _REPLICA if not is_owned else 1 + self._copies.index(copies[one.name]) if one.name in copies else _COUNTED
+            for one, is_owned in zip(self._held, self._is_owned, strict=True)
+        ]
+        self._told = self._held
 
     def tell_failure(self, question: Question) -> None:
         """Let the other ranks, which are about to ask, raise as well; returns also where they cannot be reached."""
@@ -117,27 +198,23 @@ class Ranks:
         """Return the words of each rank, in the order of `members`."""
         if len(self.members) == 1:
             return [mine]
-        sent = torch.tensor(mine, dtype=torch.float64, device=self._mesh.device_type)
+        copied = mine.copied or (0.0,) * len(self._copies)
+        sent = torch.tensor([*mine[:-1], *copied], dtype=torch.float64, device=self._device_type)
         received = [torch.empty_like(sent) for _ in self.members]
         try:
-            dist.all_gather(received, sent, group=self._process_group())
-            return [_Words(*words) for words in torch.stack(received).tolist()]
+            dist.all_gather(received, sent, group=self._group)
         except (RuntimeError, ValueError) as error:
-            told = str(error).partition("\n")[0][:150]
-            raise RuntimeError(
-                f"ranks {self.members} could not agree on a step, because one of them has ended, does not answer or is "
-                f"elsewhere in the program ({told}); nothing was changed: start all of them again from a checkpoint"
-            ) from error
+            raise self._no_agreement(error) from error
+        rows: list[list[float]] = torch.stack(received).tolist()
+        fixed = len(mine) - 1
+        return [_Words(*words[:fixed])._replace(copied=tuple(words[fixed:])) for words in rows]
 
-    def _process_group(self) -> dist.ProcessGroup | None:
-        """Return a group of these ranks; made by the first collective, in which every rank takes part."""
-        if self._group is None and self.members != list(range(dist.get_world_size())):
-            if self._mesh.ndim == 1:
-                self._group = self._mesh.get_group()
-            else:
-                group: Any = dist.new_group(self.members, use_local_synchronization=True)
-                self._group = group
-        return self._group
+    def _no_agreement(self, error: Exception) -> RuntimeError:
+        told = str(error).partition("\n")[0][:150]
+        return RuntimeError(
+            f"ranks {self.members} could not agree on a step, because one of them has ended, does not answer or is "
+            f"elsewhere in the program ({told}); nothing was changed: start all of them again from a checkpoint"
+        )
 
     def _check(self, every: Sequence[_Words]) -> None:
         calls = [words[:3] for words in every]
@@ -163,11 +240,6 @@ class Ranks:
                 "see the error that was raised there"
             )
         for rank, words in zip(self.members, every, strict=True):
-            if words.parameters != every[0].parameters:
-                raise RuntimeError(
-                    f"the optimizers of ranks {self.members[0]} and {rank} have different parameters, expected parts "
-                    "of the same ones in the same order; make them from the same model"
-                )
             if words.limit != every[0].limit:
                 raise RuntimeError(
                     f"the limit of the gradient norm is {every[0].limit} on rank {self.members[0]} and {words.limit} "
@@ -182,28 +254,48 @@ def _call_of(words: tuple[float, ...]) -> str:
     return f"is in call {number:.0f} ({Question(int(question)).call})"
 
 
-def ranks_of(parameters: Sequence[Any], names: Sequence[str], before: Ranks | None) -> Ranks | None:
-    """Return the ranks over which parameters are distributed; None if all are ordinary tensors.
+def _listed(groups: Sequence[Sequence[int]]) -> str:
+    """Return groups of ranks for a message."""
+    return " and ".join(str([*group]) for group in groups[:3]) + (" and others" if len(groups) > 3 else "")
 
-    `before` is what this has returned for the same optimizer; it is returned again where the ranks are the same.
-    Raises ValueError where parameters are distributed over different ranks.
+
+def ranks_of(
+    parameters: Sequence[Any], names: Sequence[str], before: Ranks | None, group: dist.ProcessGroup | None = None
+) -> Ranks | None:
+    """Return the ranks that make each step of these parameters; None if all are ordinary tensors and `group` is None.
+
+    They are those of `group`, by default all of the job. `before` is what this has returned for the same optimizer; it
+    is returned again where the ranks are the same.
+
+    Raises ValueError where parameters lie on other ranks, or do not tell that all ranks of the job belong together.
     """
-    first: tuple[Any, str] | None = None
-    shapes = []
-    for parameter, name in zip(parameters, names, strict=True):
-        if not is_distributed(parameter):
-            continue
-        shapes.append(tuple(parameter.shape))
-        if first is None:
-            first = parameter, name
-        elif parameter.device_mesh is not first[0].device_mesh and members_of(parameter) != members_of(first[0]):
-            raise ValueError(
-                f"{first[1]} is distributed over ranks {members_of(first[0])} and {name} over {members_of(parameter)}, "
-                "expected the same ranks for all parameters of an optimizer; make one optimizer for each"
-            )
-    if first is None:
+    meshes = {tuple(members_of(one)): name for one, name in zip(parameters, names, strict=True) if is_distributed(one)}
+    if group is None and not meshes:
         return None
-    members = members_of(first[0])
-    ranks = before if before is not None and before.members == members else Ranks(first[0].device_mesh, members)
-    ranks.parameters = float(zlib.crc32(repr(shapes).encode()))
+    members = sorted(dist.get_process_group_ranks(group))
+    for mesh, name in meshes.items():
+        if not set(mesh) <= set(members):
+            raise ValueError(
+                f"{name} is distributed over ranks {[*mesh]}, expected some of the process_group's, {members}; pass "
+                "the group of all ranks that train together"
+            )
+    if group is None and tuple(members) not in meshes:
+        mesh, name = next(iter(meshes.items()))
+        raise ValueError(
+            f"{name} is distributed over ranks {[*mesh]} of a job of {len(members)}, and no parameter over all, so "
+            "that it is unknown who makes each step together; pass process_group=torch.distributed.group.WORLD to the "
+            "optimizer if all do, as the stages of a pipeline, or else the group of those that do"
+        )
+    if before is not None and before.members == members:
+        ranks = before
+    else:
+        first = next((one for one in parameters if is_distributed(one)), parameters[0])
+        device = first.device_mesh.device_type if is_distributed(first) else first.device.type
+        ranks = Ranks(members, device, group)
+    here = (dist.get_rank(),)
+    held = [
+        Held(name, tuple(one.shape), tuple(members_of(one)) if is_distributed(one) else here)
+        for one, name in zip(parameters, names, strict=True)
+    ]
+    ranks.hold(held, [is_owned(one) for one in parameters])
     return ranks

@@ -5,7 +5,6 @@ Never imports `torch.distributed.tensor`, which is slow: if nothing else has imp
 
 from __future__ import annotations
 
-import enum
 import operator
 import sys
 from collections import Counter
@@ -16,14 +15,6 @@ import torch
 from torch import Tensor
 
 from superadam.kernels.torch_private import base_of, dtensor_part, storage_key, storage_use_count
-
-
-class Share(enum.IntEnum):
-    """What a rank's part of a tensor is to the whole."""
-
-    PLAIN = 0  # an ordinary tensor, of which every rank has its own
-    OWNED = 1  # the part of which this rank has the first replica: its elements are counted here, and nowhere else
-    REPLICA = 2  # a further replica of a part that another rank owns
 
 
 def is_distributed(tensor: object) -> bool:
@@ -80,13 +71,15 @@ def members_of(tensor: Any) -> list[int]:
     return members
 
 
-def share_of(tensor: Any) -> Share:
-    """Return what this rank's part of a tensor is to the whole."""
+def is_owned(tensor: Any) -> bool:
+    """Whether this rank has the first replica of its part of a tensor, on the tensor's mesh; of ordinary ones, always.
+
+    The first replica's elements count, those of the others do not.
+    """
     if not is_distributed(tensor):
-        return Share.PLAIN
+        return True
     places = zip(tensor.device_mesh.get_coordinate(), tensor.placements, strict=True)
-    is_first = all(coordinate == 0 for coordinate, placement in places if placement.is_replicate())
-    return Share.OWNED if is_first else Share.REPLICA
+    return all(coordinate == 0 for coordinate, placement in places if placement.is_replicate())
 
 
 def shared_elsewhere(parts: Sequence[Tensor]) -> list[bool]:

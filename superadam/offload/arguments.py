@@ -44,12 +44,12 @@ def check_model(optimizer: SpeculativeCPUAdam, model: nn.Module) -> SpeculativeC
                 f"the model is wrapped in {wrapper.__name__}, whose gradients are not reduced yet when a scheduler "
                 "takes them, expected a model on one rank; train this one without an OffloadScheduler"
             )
-    world_size = torch.distributed.get_world_size() if _is_distributed() else 1
+    world_size = torch.distributed.get_world_size() if _is_distributed() and inner.process_group is None else 1
     if world_size > 1 and not any(is_distributed(one) for group in inner.param_groups for one in group["params"]):
         raise RuntimeError(
             f"this is one of {world_size} ranks, and a scheduler takes gradients before they are reduced over ranks, "
-            "expected one rank, or the DTensor parameters of fully_shard; shard the model, or train without an "
-            "OffloadScheduler"
+            "expected one rank, or the DTensor parameters of fully_shard; shard the model, pass the optimizer a "
+            "process_group if no gradient has to be reduced, as in a pipeline, or train without an OffloadScheduler"
         )
     return inner
 

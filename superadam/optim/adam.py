@@ -12,6 +12,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from superadam.distributed.agreement import Question
@@ -77,8 +78,9 @@ class SpeculativeCPUAdam(Optimizer):
 
     A parameter that is fp32 or fp64 and dense on the CPU is its own master. Any other parameter (bf16, fp16, or on a
     GPU) is a working copy: the rounded value of an fp32 master that the optimizer owns. Of a DTensor, as FSDP2's
-    `fully_shard` makes them, that holds for the shard on this rank. Then all ranks of its mesh make each step together:
-    each must call `step()`, `resolve()` and `clip_grad_norm_()` as often as the others.
+    `fully_shard` makes them, that holds for the shard on this rank. Then all ranks of the job make each step together:
+    each must call `step()`, `resolve()` and `clip_grad_norm_()` as often as the others, and parameters that have the
+    same name, or position where no names were passed, are the same parameter on all of them.
 
     Args:
         params: tensors, (name, tensor) pairs or group dicts, as for `torch.optim.Adam`; float32, bfloat16, float16 or
@@ -95,6 +97,9 @@ class SpeculativeCPUAdam(Optimizer):
             `torch.nn.utils.clip_grad_norm_` is called as well is clipped by both.
         on_nonfinite: what an Inf or NaN gradient does: "skip" the step, or "raise" FloatingPointError; either way
             nothing is changed.
+        process_group: the ranks that make each step together, with one norm and one verdict; needed where none of the
+            parameters is distributed over all ranks of the job, as in the stages of a pipeline. An attribute, which
+            copies of the optimizer do not have.
         foreach, fused: accepted for compatibility; there is one implementation.
         capturable, differentiable: must be False.
 
@@ -123,6 +128,7 @@ class SpeculativeCPUAdam(Optimizer):
         decoupled_weight_decay: bool = False,
         max_grad_norm: float | None = None,
         on_nonfinite: str = "skip",
+        process_group: dist.ProcessGroup | None = None,
         foreach: bool | None = None,
         fused: bool | None = None,
         capturable: bool = False,
@@ -149,6 +155,7 @@ class SpeculativeCPUAdam(Optimizer):
         self.on_nonfinite = on_nonfinite
         self.statistics = Statistics()
         super().__init__(params, defaults)
+        self._binding.process_group = process_group
 
     @torch_private.uncompiled
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -189,6 +196,16 @@ class SpeculativeCPUAdam(Optimizer):
         if value not in ("skip", "raise"):
             raise ValueError(f"on_nonfinite is {value!r}, expected 'skip' or 'raise'")
         self._verdicts.on_nonfinite = value
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The ranks that make each step together; None for those that parameters are distributed over."""
+        return self._binding.process_group
+
+    @process_group.setter
+    @_whole
+    def process_group(self, value: dist.ProcessGroup | None) -> None:
+        self._binding.join(value)
 
     @property
     def last_outcome(self) -> StepOutcome | None:
@@ -511,6 +528,7 @@ class SpeculativeCPUAdamW(SpeculativeCPUAdam):
         maximize: bool = False,
         max_grad_norm: float | None = None,
         on_nonfinite: str = "skip",
+        process_group: dist.ProcessGroup | None = None,
         foreach: bool | None = None,
         fused: bool | None = None,
         capturable: bool = False,
@@ -527,6 +545,7 @@ class SpeculativeCPUAdamW(SpeculativeCPUAdam):
             decoupled_weight_decay=True,
             max_grad_norm=max_grad_norm,
             on_nonfinite=on_nonfinite,
+            process_group=process_group,
             foreach=foreach,
             fused=fused,
             capturable=capturable,

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, Protocol
 
 from torch import Tensor
+from torch import distributed as dist
 
 from superadam.distributed import shards
 from superadam.distributed.agreement import Question, Ranks, ranks_of
@@ -90,7 +91,8 @@ class Binding(GradientHolder):
         overlap: the scheduler, if there is one.
         source: of gradients that are not those in `.grad`, if there is one.
         is_flattened: whether the bound parameters are shards of FSDP1.
-        ranks: over which the bound parameters are distributed.
+        ranks: that make each step together; None for this one alone.
+        process_group: of those ranks, if a program has said which.
     """
 
     def __init__(self, entries: defaultdict[Tensor, Any], statistics: Statistics) -> None:
@@ -99,6 +101,7 @@ class Binding(GradientHolder):
         self.source: GradientSource | None = None
         self.is_flattened = False
         self.ranks: Ranks | None = None
+        self.process_group: dist.ProcessGroup | None = None
         self._transaction: Transaction | None = None
         self._statistics = statistics
         self._locks: dict[int, AbstractContextManager[object]] = {}
@@ -117,6 +120,14 @@ class Binding(GradientHolder):
             self._forget_binding()
             self.published = PublishedState(entries, is_exposed=True)
 
+    def join(self, process_group: dist.ProcessGroup | None) -> None:
+        """Make each step together with the ranks of this group from now on; gradients stay in `.grad`."""
+        self._catch_up()
+        with deferred_signals():
+            self._unbind()
+            self._forget_binding()
+            self.process_group, self.ranks = process_group, None
+
     @contextmanager
     def on_all_ranks(self, question: Question, groups: Groups) -> Iterator[None]:
         """Tell the other ranks of an error inside, so that they raise as well; after agreement, in the next call."""
@@ -130,7 +141,7 @@ class Binding(GradientHolder):
             if ranks is None:  # the first binding failed
                 with suppress(ValueError):
                     parameters = [parameter for group in groups for parameter in group["params"]]
-                    ranks = self.ranks = ranks_of(parameters, [""] * len(parameters), None)
+                    ranks = self.ranks = ranks_of(parameters, [""] * len(parameters), None, self.process_group)
             if ranks is not None and ranks.number == number:
                 ranks.tell_failure(question)
             elif ranks is not None and ranks.agreed == ranks.number and question is Question.STEP:
@@ -266,7 +277,7 @@ class Binding(GradientHolder):
             for row, (parameter, name) in enumerate(zip(parameters, names, strict=True))
         ]
         _refuse_shared_memory(states, names)
-        ranks = ranks_of(parameters, names, self.ranks)
+        ranks = ranks_of(parameters, names, self.ranks, self.process_group)
         for row, (state, name) in enumerate(zip(states, names, strict=True)):  # nothing raises from here on
             state.row, state.name = row, name
         table = ParameterTable(states, delivery, self.overlap._resident if self.overlap else None)

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from superadam.distributed.agreement import Question, Ranks, RanksNorm
-from superadam.distributed.shards import Share, share_of
 from superadam.handles.taken_gradient import FactorKind, TakenGradient
 from superadam.host.signals import deferred_signals
 from superadam.kernels import native
@@ -81,7 +80,7 @@ class Transaction:
         applied: what the last step did to gradients that were taken; None where none was, or it was skipped.
         lock: held by the thread that runs a pass or gives a verdict.
         commits_late: whether values that are computed with the verdict are published before their state is updated.
-        ranks: those that make each step together; None where every parameter is an ordinary tensor.
+        ranks: those that make each step together; None for this one alone.
     """
 
     def __init__(self, table: ParameterTable, statistics: Statistics, ranks: Ranks | None = None) -> None:
@@ -90,7 +89,6 @@ class Transaction:
         self.expected_scale = 1.0
         self.commits_late = False
         self.ranks = ranks
-        self._shares = None if ranks is None else table.each_chunk([share_of(one) for one in table.parameters])
         self.applied: Applied | None = None
         self._computed = 0  # elements, as in `applied`
         self._samples = Samples(table)
@@ -321,8 +319,12 @@ class Transaction:
     def _over_ranks(self, question: Question, norm: GradientNorm, max_norm: float | None) -> GradientNorm | RanksNorm:
         if self.ranks is None:
             return norm
-        owned, plain = (native.ordered_sum(norm.sums[self._shares == one]) for one in (Share.OWNED, Share.PLAIN))
-        return self.ranks.norm(question, max_norm, norm.count, owned, plain)
+
+        def sums(classes: Sequence[int]) -> list[float]:
+            of_chunks = self.table.each_chunk(classes)
+            return [native.ordered_sum(norm.sums[of_chunks == one]) for one in range(max(classes, default=0) + 1)]
+
+        return self.ranks.norm(question, max_norm, norm.count, sums)
 
     def _apply(self, contributions: Sequence[_Contribution], clip: float) -> None:
         """Publish the speculated values that are right for this clip coefficient; update all other parameters."""

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from superadam import SpeculativeCPUAdam, SpeculativeCPUAdamW, StepKind
-from superadam.distributed.agreement import Question, Ranks, ranks_of
+from superadam.distributed.agreement import Question, Ranks, _Words, ranks_of
 from superadam.state.parameter import ParameterState
 
 
@@ -98,18 +98,32 @@ def test_the_norm_is_that_of_all_ranks(rank: int) -> None:
     assert optimizer.last_outcome.clip_coefficient == torch.tensor(2.0 / (asked + 1e-6), dtype=torch.float64).float()
 
 
-def test_parts_add_in_the_order_of_ranks_and_ordinary_parameters_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = Ranks(None, list(range(9)))
-    owned = [1.0] + [2.0**-53] * 8  # which add to the first only together
-    monkeypatch.setattr(ranks, "_exchange", lambda mine: [mine._replace(owned=one) for one in owned])
-    assert ranks.norm(Question.STEP, None, 0, 0.0, 0.0).total == 1.0
-    assert ranks.norm(Question.STEP, None, 0, 0.0, 8.0).total == 3.0
+def asked(ranks: Ranks, count: int = 0) -> Any:
+    return ranks.norm(Question.STEP, None, count, lambda classes: [0.0])
 
 
-def test_ordinary_gradients_that_differ_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = Ranks(None, [0, 1])
-    monkeypatch.setattr(ranks, "_exchange", lambda mine: [mine._replace(plain=one) for one in (1.0, 2.0)])
-    raises(RuntimeError, "differ between ranks 0 and 1", lambda: ranks.norm(Question.STEP, None, 0, 0.0, 1.0))
+def test_parts_add_in_the_order_of_ranks_and_copies_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(range(9), "cpu")
+    ranks._copies = [tuple((rank,) for rank in range(9))]
+    counted = [1.0] + [2.0**-53] * 8  # which add to the first only together
+    for copied, total in ((0.0, 1.0), (8.0, 3.0)):
+        every = [_Words(0.0, 0.0, 0.0, counted=one, copied=(copied,)) for one in counted]
+        monkeypatch.setattr(ranks, "_exchange", lambda mine: every)  # noqa: B023
+        assert asked(ranks).total == total
+
+
+def test_copies_on_meshes_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = Ranks(range(4), "cpu")
+    ranks._copies = [((0, 2), (1, 3)), ((0,), (1,), (2,), (3,))]
+    copied = [(3.0, 1.0), (3.0, 1.0), (4.0, 1.0), (4.0, 1.0)]
+    every = [_Words(0.0, 0.0, 0.0, counted=2.0, copied=one) for one in copied]
+    monkeypatch.setattr(ranks, "_exchange", lambda mine: every)
+    assert asked(ranks).total == math.sqrt(8.0 + 7.0 + 1.0)
+    every[3] = every[3]._replace(copied=(4.5, 1.0))
+    told = r"^the copies of a parameter on ranks \[0, 2\] and \[1, 3\] have gradients that differ, expected"
+    raises(RuntimeError, told, lambda: asked(ranks))
+    every[3] = every[3]._replace(copied=(math.nan, 1.0), nonfinite=2.0)
+    assert asked(ranks).count == 2
 
 
 @pytest.mark.parametrize(
@@ -123,10 +137,10 @@ def test_ordinary_gradients_that_differ_are_refused(monkeypatch: pytest.MonkeyPa
 def test_what_another_rank_tells_of_something_else_is_refused(
     theirs: dict[str, float], told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ranks = Ranks(None, [0, 1])
+    ranks = Ranks([0, 1], "cpu")
     monkeypatch.setattr(ranks, "_exchange", lambda mine: [mine, mine._replace(**theirs)])
     told = "^the ranks are not at the same point: " + told
-    raises(RuntimeError, told, lambda: ranks.norm(Question.STEP, None, 0, 1.0, 0.0))
+    raises(RuntimeError, told, lambda: asked(ranks))
 
 
 @on_ranks(2)
@@ -135,7 +149,7 @@ def test_ranks_are_kept_while_parameters_are_distributed_over_the_same(rank: int
     first = ranks_of([cut(4)], ["first"], None)
     assert first is not None
     assert ranks_of([cut(6)], ["second"], first) is first
-    other = ranks_of([cut(4)], ["third"], Ranks(None, [1, 2]))
+    other = ranks_of([cut(4)], ["third"], Ranks([1, 2], "cpu"))
     assert other is not None
     assert other.members == [0, 1]
 
@@ -263,7 +277,7 @@ def test_ranks_that_are_not_at_the_same_point(rank: int) -> None:
 @on_ranks(2)
 def test_optimizers_in_different_order(rank: int) -> None:
     optimizers = [SpeculativeCPUAdamW([cut(4)]), SpeculativeCPUAdamW([cut(2, 2)])]
-    told = "^the optimizers of ranks 0 and 1 have different parameters, .* make them from the same model$"
+    told = r"^parameter 0 of group 0 is \(4,\) on ranks \[0, 1\] and \(2, 2\) on ranks \[0, 1\], expected the same "
     raises(RuntimeError, told, optimizers[rank].step)
 
 

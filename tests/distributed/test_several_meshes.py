@@ -1,0 +1,244 @@
+"""One verdict over all that is trained together: stages of a pipeline, parameters on several meshes, ordinary ones."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from support.overlap import ThreadDevice
+from support.ranks import on_ranks
+from support.shards import local
+from support.visible import bits
+from torch import Tensor, distributed, nn
+from torch.distributed import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from superadam import OffloadScheduler, SpeculativeCPUAdamW, StepKind
+
+
+class Part(NamedTuple):
+    """A parameter of which this rank holds a part: on a mesh, or all of it where that is None."""
+
+    name: str
+    shape: tuple[int, ...]
+    mesh: DeviceMesh | None = None
+    placements: Sequence[Any] = ()
+
+
+def pipeline(rank: int) -> list[Part]:
+    """Two stages, each sharded over two ranks, whose parameters have the same shapes."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "data"))["data"]
+    stage = rank // 2
+    return [Part(f"{stage}.{name}", shape, mesh, [Shard(0)]) for name, shape in (("weight", (6, 3)), ("bias", (6,)))]
+
+
+def plain_pipeline(rank: int) -> list[Part]:
+    """Stages that are not sharded, with an embedding that all have."""
+    return [Part("tied", (5, 3)), Part(f"{rank}.weight", (4, 3)), Part(f"{rank}.bias", (4 + rank,))]
+
+
+def tensor_parallel(rank: int) -> list[Part]:
+    """Matrices over both dimensions of a mesh, norms over the one and copied along the other, biases everywhere."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    return [
+        Part("weight", (8, 6), mesh, [Shard(0), Shard(1)]),
+        Part("replicas", (4, 2), mesh, [Replicate(), Shard(0)]),
+        Part("norm", (6,), mesh["data"], [Shard(0)]),
+        Part("bias", (3,)),
+    ]
+
+
+def experts(rank: int) -> list[Part]:
+    """Dense parameters over all ranks, experts over half of them and copied, and some that only two ranks have."""
+    mesh = init_device_mesh("cpu", (4,))
+    halves = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "experts"))
+    found = [Part("experts", (2, 4, 3), halves["experts"], [Shard(0)]), Part("dense", (9, 2), mesh, [Shard(0)])]
+    if rank >= 2:
+        found.insert(0, Part("late experts", (2, 5), halves["experts"], [Shard(0)]))
+    return found
+
+
+WAYS: dict[str, tuple[Callable[[int], list[Part]], bool]] = {
+    "pipeline": (pipeline, True),
+    "plain pipeline": (plain_pipeline, True),
+    "tensor parallel": (tensor_parallel, False),
+    "experts": (experts, False),
+}
+"""What each rank holds, and whether the optimizer has to be told who trains together."""
+
+
+def value(name: str, shape: Sequence[int], seed: int) -> Tensor:
+    """Return the whole of a parameter or gradient, the same on every rank."""
+    generator = torch.Generator().manual_seed(1000 * seed + zlib.crc32(name.encode()) % 1000)
+    return torch.randn(shape, generator=generator).bfloat16()
+
+
+def part_of(part: Part, whole: Tensor) -> Tensor:
+    """Return this rank's part of it."""
+    if part.mesh is None:
+        return whole
+    return distribute_tensor(whole, part.mesh, part.placements, src_data_rank=None)
+
+
+class Trained(nn.Module):
+    """Parameters whose gradients are known beforehand."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        super().__init__()
+        self.parts = parts
+        self.of_name = nn.ParameterList(nn.Parameter(part_of(one, value(one.name, one.shape, 0))) for one in parts)
+
+    def named(self) -> list[tuple[str, nn.Parameter]]:
+        return [(part.name, parameter) for part, parameter in zip(self.parts, self.of_name, strict=True)]
+
+    def backward(self, step: int, bad: str | None = None) -> None:
+        loss = torch.zeros(())
+        for part, parameter in zip(self.parts, self.of_name, strict=True):
+            gradient = value(part.name, part.shape, step) * (0.01 if step % 2 else 1.0)
+            if part.name == bad:
+                gradient.view(-1)[-1] = math.nan
+            loss = loss + (local_part(parameter) * local(part_of(part, gradient))).sum()
+        loss.backward()
+
+
+def local_part(parameter: Any) -> Tensor:
+    """Return the part of a parameter, through which gradients flow."""
+    part: Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    return part
+
+
+def train(model: Trained, optimizer: SpeculativeCPUAdamW, bad: str) -> list[Any]:
+    seen = []
+    for step in range(1, 8):
+        model.backward(step, bad if step == 5 else None)
+        optimizer.step()
+        optimizer.zero_grad()
+        outcome = optimizer.last_outcome
+        assert outcome is not None
+        seen.append((outcome.kind, outcome.grad_norm, outcome.clip_coefficient))
+    return seen
+
+
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(4)
+def test_every_element_counts_once(rank: int, way: str) -> None:
+    """As in one process that has all parameters; a NaN anywhere skips the step everywhere."""
+    hold, is_told = WAYS[way]
+    group = distributed.group.WORLD if is_told else None
+    parts = hold(rank)
+    every: Any = [None] * 4
+    distributed.all_gather_object(every, [(part.name, part.shape) for part in parts])
+    whole = Trained([Part(*one) for one in dict.fromkeys(one for some in every for one in some)])
+    bad = every[3][0][0]
+    alone = SpeculativeCPUAdamW(whole.named(), lr=0.1, max_grad_norm=1.0)
+    expected = train(whole, alone, bad)
+    assert {kind for kind, _, _ in expected} == set(StepKind)
+    for device in (None, ThreadDevice()):
+        model = Trained(parts)
+        ours = SpeculativeCPUAdamW(model.named(), lr=0.1, max_grad_norm=1.0, process_group=group)
+        if device is None:
+            seen = train(model, ours, bad)
+        else:
+            with OffloadScheduler(ours, model, device=device, bucket_numel=8, num_threads=1):
+                seen = train(model, ours, bad)
+            assert ours.statistics.accepted > 0
+        told: Any = [None] * 4
+        distributed.all_gather_object(told, repr(seen))
+        assert told == [repr(seen)] * 4
+        for (kind, norm, clip), (its_kind, its_norm, its_clip) in zip(seen, expected, strict=True):
+            assert (kind, clip) == (its_kind, its_clip)
+            assert norm == pytest.approx(its_norm, rel=1e-14, nan_ok=True)  # added in another order
+        of_name = dict(whole.named())
+        for part, (name, parameter) in zip(parts, model.named(), strict=True):
+            assert bits(local(parameter)) == bits(local(part_of(part, of_name[name].detach())))
+            for key in ("master", "exp_avg", "exp_avg_sq"):
+                its = alone.state[of_name[name]][key]
+                assert bits(local(ours.state[parameter][key])) == bits(local(part_of(part, its)))
+
+
+def one_step(held: Sequence[Part], group: Any = None, gradients: int = 1) -> SpeculativeCPUAdamW:
+    model = Trained(held)
+    optimizer = SpeculativeCPUAdamW(model.named(), process_group=group)
+    model.backward(gradients)
+    before = [bits(local(one)) for one in model.of_name]
+    try:
+        optimizer.step()
+    except Exception:
+        assert before == [bits(local(one)) for one in model.of_name]
+        raise
+    return optimizer
+
+
+def refused(kind: type[Exception], told: str, call: Callable[[], object]) -> None:
+    with pytest.raises(kind, match=told) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+
+
+@on_ranks(4)
+def test_what_is_unknown_is_refused(rank: int) -> None:
+    world = distributed.group.WORLD
+    stage = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "data"))["data"]
+    half = [Part("weight", (4, 3), stage, [Shard(0)])]
+    told = rf"^weight is distributed over ranks \[{2 * (rank // 2)}, .* of a job of 4, .* pass process_group="
+    refused(ValueError, told, lambda: one_step(half))
+    refused(ValueError, told, lambda: OffloadScheduler(SpeculativeCPUAdamW(Trained(half).named()), Trained(half)))
+    told = r"^the copies of a parameter on ranks \[0, 1\] and \[2, 3\] have gradients that differ, expected the same"
+    refused(RuntimeError, told, lambda: one_step(half, world, gradients=1 + rank // 2))
+    told = r"^weight is \(4, 3\) on ranks \[0, 1\] and \(5, 3\) on ranks \[2, 3\], expected the same parameter"
+    unlike = [Part("weight", (4 + rank // 2, 3), stage, [Shard(0)])]
+    refused(RuntimeError, told, lambda: one_step(unlike, world))
+    mesh = init_device_mesh("cpu", (4,))
+    uneven = [Part("all", (8,), mesh, [Shard(0)]), Part("some", (8,), mesh, [Shard(0)])][: 2 - (rank == 1)]
+    told = r"^some is distributed over ranks \[0, 1, 2, 3\], and only the optimizers of ranks \[0, 2, 3\] have it"
+    refused(RuntimeError, told, lambda: one_step(uneven))
+    small = distributed.new_group([0, 1])
+    if rank < 2:
+        told = r"^weight is distributed over ranks \[0, 1, 2, 3\], expected some of the process_group's, \[0, 1\]"
+        refused(ValueError, told, lambda: one_step([Part("weight", (4, 3), mesh, [Shard(0)])], small))
+
+
+@on_ranks(4)
+def test_some_ranks_train_together(rank: int) -> None:
+    """Two trainings in one job, which know nothing of each other; a parameter is added to one of them later."""
+    groups = [distributed.new_group(some) for some in ([0, 1], [2, 3])]
+    job = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("job", "copies", "data"))
+    stage = job["copies"]
+    for mesh, placements in ((stage, [Shard(0)]), (job["copies", "data"], [Replicate(), Shard(0)])):
+        optimizer = one_step([Part("weight", (4, 3), mesh, placements)], groups[rank // 2], gradients=1 + rank // 2)
+        assert optimizer.last_outcome is not None
+        assert optimizer.last_outcome.grad_norm == alone_norm(("weight", (4, 3)), gradients=1 + rank // 2)
+    if rank < 2:
+        late = nn.Parameter(part_of(Part("late", (6,), stage, [Shard(0)]), torch.ones(6)))
+        optimizer.add_param_group({"params": [("late", late)]})
+        late.grad = torch.ones_like(late)
+        optimizer.zero_grad()
+        late.grad = torch.ones_like(late)
+        assert optimizer.clip_grad_norm_(math.inf).item() == math.sqrt(6.0)
+        optimizer.step()
+
+
+def alone_norm(part: tuple[str, tuple[int, ...]], gradients: int) -> float:
+    return pytest.approx(value(*part, gradients).double().mul(0.01 if gradients % 2 else 1.0).norm().item(), rel=0.01)  # type: ignore[no-any-return]
+
+
+@on_ranks(2)
+def test_process_group_is_an_attribute(rank: int) -> None:
+    """Copies do not have it; it can be given, and taken away, at any time."""
+    model = Trained(plain_pipeline(rank))
+    optimizer = SpeculativeCPUAdamW(model.named(), process_group=distributed.group.WORLD)
+    norms = []
+    for group in (None, distributed.group.WORLD, None):
+        model.backward(2)
+        norms.append(optimizer.clip_grad_norm_(math.inf).item())
+        optimizer.process_group = group
+        norms.append(optimizer.clip_grad_norm_(math.inf).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert norms[0] == norms[3] == norms[4]
+    assert norms[1] == norms[2] == norms[5] < norms[0]
+    assert optimizer.process_group is None
