@@ -98,6 +98,8 @@ def main() -> None:
     if arguments.optimizer == "superadam":
         offload(trainer)
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+    if trainer.is_fsdp_enabled:  # of shards nothing would be saved
+        trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
     trainer.save_model()
     if trainer.is_world_process_zero():
         report(trainer)
