@@ -67,11 +67,11 @@ def offload(trainer: Trainer, **scheduler_options: Any) -> OffloadCallback:
     """
     inspect.signature(OffloadScheduler).bind(None, None, **scheduler_options)
     if any(isinstance(one, OffloadCallback) for one in trainer.callback_handler.callbacks):
-        raise RuntimeError("the Trainer trains with superadam already, expected one call; call offload() once")
+        raise RuntimeError("offload() was called for this Trainer already, expected one call; leave out this one")
     made = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # Accelerate may have wrapped it
     if made is not None and not isinstance(made, SpeculativeCPUAdam):
         raise RuntimeError(
-            f"the Trainer has an optimizer already, a {type(made).__name__}, expected none or a SpeculativeCPUAdam; "
+            f"the Trainer has an optimizer already, {type(made).__name__}, expected none or a SpeculativeCPUAdam; "
             "call offload() before train(), or pass optimizers=(SpeculativeCPUAdamW(...), None)"
         )
     _check_way_of_training(trainer)
@@ -207,7 +207,7 @@ def _replacement(optimizer: Optimizer | None) -> SpeculativeCPUAdam:
     kind = REPLACED.get(type(optimizer))  # type: ignore[arg-type]
     if optimizer is None or kind is None:
         raise TypeError(
-            f"the Trainer made a {type(optimizer).__name__}, expected torch.optim.Adam or AdamW, which superadam "
+            f"the Trainer made {type(optimizer).__name__}, expected torch.optim.Adam or AdamW, which superadam "
             "replaces; leave args.optim at its default, or train without offload()"
         )
     defaults = {name: value for name, value in optimizer.defaults.items() if name != "decoupled_weight_decay"}
