@@ -111,7 +111,7 @@ def test_training_has_the_bits_of_the_same_optimizer_without_a_scheduler(
         assert trainer.state.log_history[-1]["superadam_accepted"] > 0
 
 
-@pytest.mark.parametrize("name", ["three micro-batches", *(["default limit", "tied weights"] if DEEP else [])])
+@pytest.mark.parametrize("name", CONFIGURATIONS if DEEP else ["three micro-batches"])
 def test_fp32_has_the_bits_of_the_stock_trainer(tmp_path: Path, name: str) -> None:
     stock = trainer_in(tmp_path / "stock", torch.float32, optim="adamw_torch_fused", **CONFIGURATIONS[name])
     stock.train()
