@@ -10,6 +10,7 @@ import logging
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils.serialization import config as serialization
 
@@ -153,7 +154,7 @@ class OffloadCallback(TrainerCallback):
         self.close()  # that of an attempt with another batch size
         self.scheduler = OffloadScheduler(kwargs["optimizer"], kwargs["model"], **self._options)
         self._began = self._logged = copy.copy(self.scheduler.optimizer.statistics)
-        _warn_of_float32(self.scheduler.optimizer)
+        _warn_of_float32(self.scheduler.optimizer, kwargs["model"])
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Add what was counted since the last log, or in all at the end, to what reporters see and what is kept."""
@@ -214,11 +215,14 @@ def _replacement(optimizer: Optimizer | None) -> SpeculativeCPUAdam:
     return kind(optimizer.param_groups, **defaults)
 
 
-def _warn_of_float32(optimizer: SpeculativeCPUAdam) -> None:
-    """Warn of weights that are fp32 on a device, where they and their gradients take twice the memory of bf16."""
+def _warn_of_float32(optimizer: SpeculativeCPUAdam, model: nn.Module) -> None:
+    """Warn of weights that are fp32 on a device, where they and their gradients take twice the memory of bf16.
+
+    fp32 adapters of another model are no fault.
+    """
     parameters = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
     wide = sum(one.numel() for one in parameters if one.dtype == torch.float32 and one.device.type != "cpu")
-    if wide:
+    if 2 * wide > sum(one.numel() for one in model.parameters()):
         _logger.warning(
             "%s parameters are fp32 on the device, where weights and gradients take %s more than in bf16, although the "
             "optimizer keeps fp32 masters; load the model with dtype=torch.bfloat16 (TRL: --dtype bfloat16), and under "

@@ -186,6 +186,10 @@ def test_an_optimizer_of_ours_that_was_passed_is_used(tmp_path: Path) -> None:
     trainer.train()
     assert trainer.optimizer.optimizer is passed
     assert trainer.state.log_history[-1]["superadam_accepted"] > 0
+    trainer = trainer_in(tmp_path, torch.bfloat16)
+    trainer.optimizer_cls_and_kwargs = (SpeculativeCPUAdamW, {"lr": 1e-3, "max_grad_norm": 0.5})
+    offload(trainer, **SCHEDULER)
+    assert trainer.create_optimizer().max_grad_norm == 0.5
 
 
 def test_a_copy_of_a_trainer_trains_its_own_model(tmp_path: Path) -> None:
@@ -397,12 +401,16 @@ def test_distributed_data_parallel_is_refused(tmp_path: Path, monkeypatch: pytes
 
 
 def test_fp32_weights_on_a_device_are_told_with_what_they_cost(caplog: pytest.LogCaptureFixture) -> None:
-    model = nn.Linear(1000, 1000, bias=False)
-    optimizer = SpeculativeCPUAdamW(model.parameters())
-    integration._warn_of_float32(optimizer)
+    def train(model: nn.Module) -> None:
+        optimizer = SpeculativeCPUAdamW([nn.Parameter(torch.empty(1))])
+        optimizer.param_groups[0]["params"] = [one for one in model.parameters() if one.requires_grad]
+        integration._warn_of_float32(optimizer, model)
+
+    wide = nn.Linear(50_000, 20_000, bias=False, device="meta")
+    train(nn.Linear(1000, 1000, bias=False))
+    train(nn.Sequential(nn.Linear(50_000, 20_001, device="meta").requires_grad_(False), wide))  # as adapters are
     assert not caplog.messages
-    optimizer.param_groups[0]["params"] = [nn.Parameter(torch.empty(10**9, device="meta"))]
-    integration._warn_of_float32(optimizer)
+    train(wide)
     (told,) = caplog.messages
     assert told.startswith("1,000,000,000 parameters are fp32 on the device, where weights and gradients take 4.00 GB")
     assert "dtype=torch.bfloat16" in told
