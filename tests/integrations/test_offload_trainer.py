@@ -243,7 +243,8 @@ def test_reporters_and_the_history_have_the_counts(tmp_path: Path) -> None:
     assert 0.0 <= last["superadam_hidden_share"] <= 1.0
 
 
-def test_a_step_with_nan_is_skipped_and_told(tmp_path: Path) -> None:
+@dtypes
+def test_a_step_with_nan_is_skipped_and_told(tmp_path: Path, dtype: torch.dtype) -> None:
     class Poison(TrainerCallback):
         def on_pre_optimizer_step(self, _: Any, state: Any, *__: Any, model: nn.Module, **___: Any) -> None:
             if state.global_step == 3:
@@ -251,7 +252,7 @@ def test_a_step_with_nan_is_skipped_and_told(tmp_path: Path) -> None:
 
     seen = []
     for is_plain in (True, False):
-        trainer = trainer_in(tmp_path, torch.bfloat16, callbacks=[Poison()], max_grad_norm=0.0)
+        trainer = trainer_in(tmp_path, dtype, callbacks=[Poison()], max_grad_norm=0.0)
         if is_plain:
             without(trainer)
         else:
@@ -306,14 +307,19 @@ def test_a_smaller_batch_after_memory_ran_out(tmp_path: Path) -> None:
     assert trainer.state.log_history[-1]["superadam_accepted"] > 0
 
 
-def test_resumed_training_is_that_which_never_stopped(tmp_path: Path) -> None:
-    whole = trainer_in(tmp_path, torch.bfloat16, save_strategy="steps", save_steps=5)
+@dtypes
+def test_resumed_training_is_that_which_never_stopped(tmp_path: Path, dtype: torch.dtype) -> None:
+    whole = trainer_in(tmp_path, dtype, save_strategy="steps", save_steps=5)
     offload(whole, **SCHEDULER)
     whole.train()
-    resumed = trainer_in(tmp_path, torch.bfloat16)
+    resumed = trainer_in(tmp_path, dtype)
     offload(resumed, **SCHEDULER)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
     assert_same(everything(whole), everything(resumed))
+    if dtype == torch.float32:
+        stock = trainer_in(tmp_path, dtype)
+        stock.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+        assert_same(everything(stock), without_state(resumed))
 
 
 def test_files_are_mapped_for_the_checkpoint_alone(tmp_path: Path) -> None:
