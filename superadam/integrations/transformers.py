@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import functools
 import inspect
 import logging
 from typing import Any
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 from torch.utils.serialization import config as serialization
 
 from superadam.host.memory import gigabytes
@@ -26,8 +27,11 @@ except ImportError as error:
         f"superadam.integrations.transformers needs transformers ({error}); install superadam[finetune]"
     ) from error
 
-ADAMW_NAMES = ("adamw_torch", "adamw_torch_fused")
-"""Values of `args.optim` that mean the AdamW that superadam replaces."""
+REPLACED: dict[type[Optimizer], type[SpeculativeCPUAdam]] = {
+    torch.optim.Adam: SpeculativeCPUAdam,
+    torch.optim.AdamW: SpeculativeCPUAdamW,
+}
+"""What takes the place of each optimizer that a Trainer may make."""
 
 LOGGED = ("committed", "clipped", "skipped", "accepted")
 """Counts of `superadam.Statistics` that are added to the Trainer's log."""
@@ -43,66 +47,40 @@ _logger = logging.getLogger("superadam")
 def offload(trainer: Trainer, **scheduler_options: Any) -> OffloadCallback:
     """Let a Trainer, of transformers or derived from it as TRL's are, train with superadam during backward.
 
-    Call it after the Trainer was made and before `train()`. The optimizer is a `SpeculativeCPUAdamW` with the learning
-    rate, betas, epsilon and weight decay of `trainer.args`; the Trainer clips, schedules, logs and saves as ever. Its
-    log gets `superadam_committed`, `_clipped`, `_skipped` (steps since the last log), `_accepted` (parameters whose
-    speculation was published) and `superadam_hidden_share`.
+    Call it after the Trainer was made and before `train()`. The Adam or AdamW that the Trainer makes is replaced by
+    ours, with the same groups: a `create_optimizer` of a subclass counts, and so do `trainer.args` at that time. The
+    Trainer clips, schedules, logs and saves as ever. Its log gets `superadam_committed`, `_clipped`, `_skipped` (steps
+    since the last log), `_accepted` (parameters whose speculation was published) and `superadam_hidden_share`.
 
     Args:
-        trainer: whose optimizer was not made yet.
+        trainer: whose optimizer was not made yet, or is a `SpeculativeCPUAdam`.
         scheduler_options: of `superadam.OffloadScheduler`.
 
     Returns:
         The callback, which has the scheduler while `train()` runs.
 
     Raises:
-        RuntimeError: the Trainer has an optimizer already, or trains with DeepSpeed, DistributedDataParallel or FSDP1.
-        ValueError: `args.optim` names another optimizer than AdamW.
-        TypeError: the scheduler has no such option.
+        RuntimeError: the Trainer has another optimizer already, trains with superadam already, or trains with
+            DeepSpeed, DistributedDataParallel or FSDP1.
+        TypeError: the scheduler has no such option; or, from `train()`, the Trainer made another optimizer.
 
     Whatever is raised, the Trainer was not changed.
     """
-    args = trainer.args
     inspect.signature(OffloadScheduler).bind(None, None, **scheduler_options)
-    if trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None:
+    if any(isinstance(one, OffloadCallback) for one in trainer.callback_handler.callbacks):
+        raise RuntimeError("offload() was called for this Trainer already, expected one call; leave out this one")
+    made = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # Accelerate may have wrapped it
+    if made is not None and not isinstance(made, SpeculativeCPUAdam):
         raise RuntimeError(
-            "the Trainer has an optimizer already, expected one that makes its own; do not pass it optimizers or "
-            "optimizer_cls_and_kwargs, and call offload() once, before train()"
-        )
-    if str(getattr(args.optim, "value", args.optim)) not in ADAMW_NAMES:
-        raise ValueError(
-            f"args.optim is {getattr(args.optim, 'value', args.optim)!r}, expected one of {', '.join(ADAMW_NAMES)}, "
-            "which superadam replaces; leave optim at its default"
+            f"the Trainer has an optimizer already, {type(made).__name__}, expected none or a SpeculativeCPUAdam; "
+            "call offload() before train(), or pass optimizers=(SpeculativeCPUAdamW(...), None)"
         )
     _check_way_of_training(trainer)
-    options = {
-        "lr": args.learning_rate,
-        "betas": (args.adam_beta1, args.adam_beta2),
-        "eps": args.adam_epsilon,
-        "weight_decay": args.weight_decay,
-    }
-    trainer.optimizer_cls_and_kwargs = (SpeculativeCPUAdamW, options)
-    callback = OffloadCallback(scheduler_options)
+    callback = OffloadCallback(trainer, scheduler_options)
     trainer.callback_handler.callbacks.insert(0, callback)  # before those that report what it logs
-    train, create_scheduler = trainer.train, trainer.create_scheduler
-
-    @functools.wraps(train)
-    def train_and_close(*arguments: Any, **named: Any) -> Any:
-        callback.is_training = True
-        try:
-            return train(*arguments, **named)
-        finally:  # an error or Ctrl-C calls no callback
-            callback.is_training = False
-            callback.close()
-
-    @functools.wraps(create_scheduler)
-    def create_scheduler_and_map(*arguments: Any, **named: Any) -> Any:
-        made = create_scheduler(*arguments, **named)
-        callback.map_files()  # the Trainer loads its checkpoint of the optimizer next
-        return made
-
-    trainer.train = train_and_close  # type: ignore[method-assign]
-    trainer.create_scheduler = create_scheduler_and_map  # type: ignore[method-assign]
+    trainer.train = callback._train_and_close  # type: ignore[method-assign]
+    trainer.create_optimizer = callback._create_and_replace  # type: ignore[method-assign]
+    trainer.create_scheduler = callback._create_and_map  # type: ignore[method-assign]
     return callback
 
 
@@ -127,22 +105,47 @@ class OffloadCallback(TrainerCallback):
 
     Attributes:
         scheduler: while `train()` runs; None otherwise.
-        is_training: whether `train()` runs.
     """
 
-    def __init__(self, scheduler_options: dict[str, Any]) -> None:
+    def __init__(self, trainer: Trainer, scheduler_options: dict[str, Any]) -> None:
         self.scheduler: OffloadScheduler | None = None
-        self.is_training = False
+        self._trainer = trainer
+        # Bound methods, no closures: a copy or pickle of the Trainer has its own.
+        self._train, self._create = trainer.train, trainer.create_optimizer
+        self._create_scheduler = trainer.create_scheduler
+        self._is_training = False
         self._options = scheduler_options
         self._logged = Statistics()
         self._began = Statistics()
         self._has_warned = False
         self._mapping = contextlib.ExitStack()
 
-    def map_files(self) -> None:
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy of the Trainer has, which opens a scheduler of its own when it trains."""
+        return {**self.__dict__, "scheduler": None, "_is_training": False}
+
+    def _train_and_close(self, *arguments: Any, **named: Any) -> Any:
+        self._is_training = True
+        try:
+            return self._train(*arguments, **named)
+        finally:  # an error or Ctrl-C calls no callback
+            self._is_training = False
+            self.close()
+
+    def _create_and_replace(self, *arguments: Any, **named: Any) -> Optimizer:
+        trainer = self._trainer
+        if trainer.optimizer is None:
+            self._create(*arguments, **named)
+            made, trainer.optimizer = trainer.optimizer, None
+            trainer.optimizer = _replacement(made)
+        return trainer.optimizer
+
+    def _create_and_map(self, *arguments: Any, **named: Any) -> Any:
         """Let `torch.load` map files until training begins: `optimizer.pt` is copied tensor by tensor."""
-        if self.is_training:
+        made = self._create_scheduler(*arguments, **named)
+        if self._is_training and not self._trainer.is_fsdp_enabled:  # it loads `optimizer.pt` next; of shards, buffers
             self._mapping.enter_context(serialization.patch("load.mmap", True))  # type: ignore[attr-defined]
+        return made
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -151,7 +154,7 @@ class OffloadCallback(TrainerCallback):
         self.close()  # that of an attempt with another batch size
         self.scheduler = OffloadScheduler(kwargs["optimizer"], kwargs["model"], **self._options)
         self._began = self._logged = copy.copy(self.scheduler.optimizer.statistics)
-        _warn_of_float32(self.scheduler.optimizer)
+        _warn_of_float32(self.scheduler.optimizer, kwargs["model"])
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Add what was counted since the last log, or in all at the end, to what reporters see and what is kept."""
@@ -198,11 +201,28 @@ class OffloadCallback(TrainerCallback):
             )
 
 
-def _warn_of_float32(optimizer: SpeculativeCPUAdam) -> None:
-    """Warn of weights that are fp32 on a device, where they and their gradients take twice the memory of bf16."""
+def _replacement(optimizer: Optimizer | None) -> SpeculativeCPUAdam:
+    """Return ours with the groups of an Adam that has made no step; one that is ours stays."""
+    if isinstance(optimizer, SpeculativeCPUAdam):
+        return optimizer
+    kind = REPLACED.get(type(optimizer))  # type: ignore[arg-type]
+    if optimizer is None or kind is None:
+        raise TypeError(
+            f"the Trainer made {type(optimizer).__name__}, expected torch.optim.Adam or AdamW, which superadam "
+            "replaces; leave args.optim at its default, or train without offload()"
+        )
+    defaults = {name: value for name, value in optimizer.defaults.items() if name != "decoupled_weight_decay"}
+    return kind(optimizer.param_groups, **defaults)
+
+
+def _warn_of_float32(optimizer: SpeculativeCPUAdam, model: nn.Module) -> None:
+    """Warn of weights that are fp32 on a device, where they and their gradients take twice the memory of bf16.
+
+    fp32 adapters of another model are no fault.
+    """
     parameters = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
     wide = sum(one.numel() for one in parameters if one.dtype == torch.float32 and one.device.type != "cpu")
-    if wide:
+    if 2 * wide > sum(one.numel() for one in model.parameters()):
         _logger.warning(
             "%s parameters are fp32 on the device, where weights and gradients take %s more than in bf16, although the "
             "optimizer keeps fp32 masters; load the model with dtype=torch.bfloat16 (TRL: --dtype bfloat16), and under "

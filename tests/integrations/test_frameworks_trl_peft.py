@@ -1,4 +1,4 @@
-"""Fine-tuning with TRL and PEFT, in their own loops: the bits with a scheduler are those without."""
+"""Fine-tuning with TRL and PEFT, in their own loops and with `offload`: a scheduler changes no bit."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import torch
 import transformers
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DistributedType
+from integrations.test_offload_trainer import SCHEDULER, everything, without
 from peft import LoraConfig, get_peft_model
-from support.frameworks import Run, Training, adamw, compare, dtypes, history
+from support.frameworks import Run, Training, adamw, assert_same, compare, dtypes, history
 from support.presets import PRESETS
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
@@ -27,6 +28,8 @@ from transformers import (
     TrainingArguments,
 )
 from trl import ModelConfig, ScriptArguments, SFTConfig, SFTTrainer, TrlParser
+
+from superadam.integrations.transformers import offload
 
 pytestmark = [
     pytest.mark.slow,
@@ -224,3 +227,96 @@ def test_trainer_with_adapters(
         trained(Trainer(model, arguments, train_dataset=Examples(), optimizers=(adamw(model), None)), run)
 
     compare(train, adapters)
+
+
+# ---- with one line -----------------------------------------------------------------------------------------------
+
+
+def chosen(folder: Path, **options: Any) -> dict[str, Any]:
+    """Return arguments; limits are such that some steps are clipped, but for adapters."""
+    fixed = {"output_dir": str(folder), "bf16": False, "learning_rate": 1e-2}
+    return {**fixed, **QUIET, **OFTEN, "num_train_epochs": 1, **options}
+
+
+def pieces(first: int, last: int) -> list[str]:
+    return [" ".join(text.split()[first:last]) for text in texts()]
+
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }} {% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }} <eos>"
+    "{% endgeneration %}{% else %}{{ m['content'] }}{% endif %} {% endfor %}"
+)
+
+
+def sft_trainer_with_adapters(dtype: torch.dtype, folder: Path) -> Trainer:
+    from datasets import Dataset
+
+    arguments = SFTConfig(**chosen(folder))
+    data = Dataset.from_dict({"text": texts()})
+    return SFTTrainer(adapted(dtype, dtype), arguments, None, data, processing_class=tokenizer())
+
+
+def sft_trainer_that_packs(dtype: torch.dtype, folder: Path) -> Trainer:
+    """Several conversations to a sequence, and a loss over what the assistant says."""
+    from datasets import Dataset
+
+    talks = zip(pieces(0, 4), pieces(4, 9), strict=True)
+    messages = [[{"role": "user", "content": asked}, {"role": "assistant", "content": said}] for asked, said in talks]
+    words = tokenizer()
+    words.chat_template = TEMPLATE
+    arguments = SFTConfig(**chosen(folder, packing=True, max_length=24, assistant_only_loss=True, max_grad_norm=1.88))
+    return SFTTrainer(llama(dtype), arguments, None, Dataset.from_dict({"messages": messages}), processing_class=words)
+
+
+def dpo_trainer(dtype: torch.dtype, folder: Path) -> Trainer:
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    pairs = {"prompt": pieces(0, 4), "chosen": pieces(4, 10), "rejected": pieces(0, 5)}
+    return DPOTrainer(
+        llama(dtype),
+        llama(dtype),
+        DPOConfig(**chosen(folder, max_length=24, max_grad_norm=0.95)),
+        train_dataset=Dataset.from_dict(pairs),
+        processing_class=tokenizer(),
+    )
+
+
+def grpo_trainer(dtype: torch.dtype, folder: Path) -> Trainer:
+    """Generates between steps, with the weights of that time."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    def reward(completions: list[str], **_: Any) -> list[float]:
+        return [float(len(set(words.split()))) for words in completions]
+
+    llama(dtype).save_pretrained(folder / "model")
+    sampled = {"num_generations": 2, "max_completion_length": 5, "num_iterations": 2, "max_steps": 6}
+    return GRPOTrainer(
+        LlamaForCausalLM.from_pretrained(folder / "model", dtype=dtype),
+        reward_funcs=reward,
+        args=GRPOConfig(**chosen(folder, **sampled, beta=0.1, max_grad_norm=1.8)),
+        train_dataset=Dataset.from_dict({"prompt": texts()}),
+        processing_class=tokenizer(),
+    )
+
+
+@dtypes
+@pytest.mark.parametrize("make", [sft_trainer_with_adapters, sft_trainer_that_packs, dpo_trainer, grpo_trainer])
+def test_offload(tmp_path: Path, make: Any, dtype: torch.dtype) -> None:
+    """The bits are those of the same optimizer without a scheduler; in fp32 also those of torch's."""
+    seen, accepted = [], 0
+    for is_scheduled, is_stock in ((False, False), (True, False), (False, True))[: 3 if dtype == torch.float32 else 2]:
+        trainer = make(dtype, tmp_path)
+        if is_scheduled:
+            offload(trainer, **SCHEDULER)
+        elif not is_stock:
+            without(trainer)
+        trainer.train()
+        seen.append(everything(trainer))
+        accepted += trainer.state.log_history[-1].get("superadam_accepted", 0)
+    assert_same(*seen[:2])
+    if dtype == torch.float32:
+        assert_same(seen[2], {name: value for name, value in seen[1].items() if name != "state"})
+    else:
+        assert accepted > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import logging
 import math
@@ -20,7 +21,7 @@ from support.visible import bits, state_bits
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from superadam import SpeculativeCPUAdamW
+from superadam import SpeculativeCPUAdam, SpeculativeCPUAdamW
 from superadam.integrations import transformers as integration
 from superadam.integrations.transformers import offload
 
@@ -51,7 +52,7 @@ def everything(trainer: Trainer) -> dict[str, Any]:
     ]
     seen = {f"log {index} {name}": repr(value) for index, one in enumerate(logged) for name, value in one.items()}
     parameters = {name: bits(parameter) for name, parameter in trainer.model.named_parameters()}
-    if isinstance(optimizer, SpeculativeCPUAdamW):
+    if isinstance(optimizer, SpeculativeCPUAdam):
         seen["state"] = repr(state_bits(optimizer)["state"])
     return {**seen, **parameters}
 
@@ -110,16 +111,14 @@ def test_training_has_the_bits_of_the_same_optimizer_without_a_scheduler(
         assert trainer.state.log_history[-1]["superadam_accepted"] > 0
 
 
-@pytest.mark.parametrize("name", ["three micro-batches", *(["default limit", "tied weights"] if DEEP else [])])
+@pytest.mark.parametrize("name", CONFIGURATIONS if DEEP else ["three micro-batches"])
 def test_fp32_has_the_bits_of_the_stock_trainer(tmp_path: Path, name: str) -> None:
     stock = trainer_in(tmp_path / "stock", torch.float32, optim="adamw_torch_fused", **CONFIGURATIONS[name])
     stock.train()
     trainer = trainer_in(tmp_path / "ours", torch.float32, optim="adamw_torch_fused", **CONFIGURATIONS[name])
     offload(trainer, **SCHEDULER)
     trainer.train()
-    ours = everything(trainer)
-    ours.pop("state")
-    assert_same(everything(stock), ours)
+    assert_same(everything(stock), without_state(trainer))
 
 
 def test_hyper_parameters_are_those_of_the_arguments(tmp_path: Path) -> None:
@@ -130,6 +129,91 @@ def test_hyper_parameters_are_those_of_the_arguments(tmp_path: Path) -> None:
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
     for group in optimizer.param_groups:
         assert (group["lr"], group["betas"], group["eps"]) == (1e-2, (0.8, 0.95), 1e-6)
+
+
+def without_state(trainer: Trainer) -> dict[str, Any]:
+    """Return what ours and the stock Trainer have in common."""
+    return {name: value for name, value in everything(trainer).items() if name != "state"}
+
+
+class Grouped(Trainer):
+    """Makes the optimizer itself, as derived Trainers do, with groups and a class of its own."""
+
+    kind: type[torch.optim.Optimizer] = torch.optim.Adam
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            matrices = [one for one in self.model.parameters() if one.dim() > 1]
+            others = [one for one in self.model.parameters() if one.dim() == 1]
+            groups = [{"params": matrices, "lr": 3e-3}, {"params": others, "amsgrad": True}]
+            self.optimizer = self.kind(groups, lr=self.args.learning_rate, betas=(0.7, 0.9), fused=True)
+        optimizer: torch.optim.Optimizer = self.optimizer
+        return optimizer
+
+
+def test_a_trainer_that_makes_its_own_adam_has_its_bits(tmp_path: Path) -> None:
+    seen = []
+    for is_stock in (True, False):
+        trainer = trainer_in(tmp_path, torch.float32)
+        trainer.__class__ = Grouped
+        if not is_stock:
+            offload(trainer, **SCHEDULER)
+        trainer.train()
+        seen.append(without_state(trainer))
+    assert_same(*seen)
+    assert type(trainer.optimizer.optimizer) is SpeculativeCPUAdam
+
+
+def test_each_new_model_has_the_arguments_of_its_time(tmp_path: Path) -> None:
+    """As in a search for hyper-parameters, which changes `args` and makes a new model and optimizer."""
+    seen = []
+    for is_stock in (True, False):
+        trainer = trainer_in(tmp_path, torch.float32)
+        trainer.model_init = lambda: llama(torch.float32)
+        if not is_stock:
+            offload(trainer, **SCHEDULER)
+        for trainer.args.learning_rate, trainer.args.adam_beta1 in ((1e-2, 0.9), (2e-3, 0.8)):
+            trainer.train()
+            trainer.evaluate()
+        seen.append(without_state(trainer))
+    assert_same(*seen)
+
+
+def test_an_optimizer_of_ours_that_was_passed_is_used(tmp_path: Path) -> None:
+    trainer = trainer_in(tmp_path, torch.bfloat16)
+    passed = trainer.optimizer = SpeculativeCPUAdamW(trainer.model.parameters(), lr=1e-2)
+    offload(trainer, **SCHEDULER)
+    trainer.train()
+    assert trainer.optimizer.optimizer is passed
+    assert trainer.state.log_history[-1]["superadam_accepted"] > 0
+    trainer = trainer_in(tmp_path, torch.bfloat16)
+    trainer.optimizer_cls_and_kwargs = (SpeculativeCPUAdamW, {"lr": 1e-3, "max_grad_norm": 0.5})
+    offload(trainer, **SCHEDULER)
+    assert trainer.create_optimizer().max_grad_norm == 0.5
+
+
+def test_a_copy_of_a_trainer_trains_its_own_model(tmp_path: Path) -> None:
+    original = trainer_in(tmp_path, torch.bfloat16)
+    offload(original, **SCHEDULER)
+    copied = copy.deepcopy(original)
+    copied.train()
+    assert copied.state.log_history[-1]["superadam_accepted"] > 0
+    assert original.optimizer is None
+    original.train()
+    assert_same(everything(original), everything(copied))
+
+
+def test_a_copy_that_is_made_in_training_has_no_scheduler(tmp_path: Path) -> None:
+    class Copying(TrainerCallback):
+        def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+            if state.global_step == 3:
+                made.append(copy.deepcopy(callback))
+
+    made: list[Any] = []
+    trainer = trainer_in(tmp_path, torch.bfloat16, callbacks=[Copying()], num_train_epochs=1)
+    callback = offload(trainer, **SCHEDULER)
+    trainer.train()
+    assert made[0].scheduler is None
 
 
 class Reporter(TrainerCallback):
@@ -159,7 +243,8 @@ def test_reporters_and_the_history_have_the_counts(tmp_path: Path) -> None:
     assert 0.0 <= last["superadam_hidden_share"] <= 1.0
 
 
-def test_a_step_with_nan_is_skipped_and_told(tmp_path: Path) -> None:
+@dtypes
+def test_a_step_with_nan_is_skipped_and_told(tmp_path: Path, dtype: torch.dtype) -> None:
     class Poison(TrainerCallback):
         def on_pre_optimizer_step(self, _: Any, state: Any, *__: Any, model: nn.Module, **___: Any) -> None:
             if state.global_step == 3:
@@ -167,7 +252,7 @@ def test_a_step_with_nan_is_skipped_and_told(tmp_path: Path) -> None:
 
     seen = []
     for is_plain in (True, False):
-        trainer = trainer_in(tmp_path, torch.bfloat16, callbacks=[Poison()], max_grad_norm=0.0)
+        trainer = trainer_in(tmp_path, dtype, callbacks=[Poison()], max_grad_norm=0.0)
         if is_plain:
             without(trainer)
         else:
@@ -222,14 +307,19 @@ def test_a_smaller_batch_after_memory_ran_out(tmp_path: Path) -> None:
     assert trainer.state.log_history[-1]["superadam_accepted"] > 0
 
 
-def test_resumed_training_is_that_which_never_stopped(tmp_path: Path) -> None:
-    whole = trainer_in(tmp_path, torch.bfloat16, save_strategy="steps", save_steps=5)
+@dtypes
+def test_resumed_training_is_that_which_never_stopped(tmp_path: Path, dtype: torch.dtype) -> None:
+    whole = trainer_in(tmp_path, dtype, save_strategy="steps", save_steps=5)
     offload(whole, **SCHEDULER)
     whole.train()
-    resumed = trainer_in(tmp_path, torch.bfloat16)
+    resumed = trainer_in(tmp_path, dtype)
     offload(resumed, **SCHEDULER)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
     assert_same(everything(whole), everything(resumed))
+    if dtype == torch.float32:
+        stock = trainer_in(tmp_path, dtype)
+        stock.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+        assert_same(everything(stock), without_state(resumed))
 
 
 def test_files_are_mapped_for_the_checkpoint_alone(tmp_path: Path) -> None:
@@ -259,26 +349,36 @@ def test_files_are_mapped_for_the_checkpoint_alone(tmp_path: Path) -> None:
 
 
 def refused(kind: type[Exception], told: str, trainer: Trainer, **options: Any) -> None:
-    before = list(trainer.callback_handler.callbacks), trainer.optimizer_cls_and_kwargs
+    before = list(trainer.callback_handler.callbacks), trainer.train, trainer.create_optimizer, trainer.create_scheduler
     with pytest.raises(kind, match=told):
         offload(trainer, **options)
-    assert (trainer.callback_handler.callbacks, trainer.optimizer_cls_and_kwargs) == before
+    assert (list(trainer.callback_handler.callbacks), trainer.train, *before[2:]) == before
+    assert (trainer.create_optimizer, trainer.create_scheduler) == before[2:]
 
 
 def test_an_optimizer_that_is_there_already_is_refused(tmp_path: Path) -> None:
-    told = "^the Trainer has an optimizer already, expected one that makes its own; "
+    told = "^the Trainer has an optimizer already, AdamW, expected none or a SpeculativeCPUAdam; call "
     trainer = trainer_in(tmp_path, torch.bfloat16)
     trainer.create_optimizer()
     refused(RuntimeError, told, trainer)
+
+
+def test_a_second_call_and_unknown_options_are_refused(tmp_path: Path) -> None:
     trainer = trainer_in(tmp_path, torch.bfloat16)
+    refused(TypeError, "bucket_size", trainer, bucket_size=3)
     offload(trainer)
-    refused(RuntimeError, told, trainer)
+    refused(RuntimeError, "^offload\\(\\) was called for this Trainer already, expected one call; ", trainer)
 
 
-def test_other_optimizers_and_options_are_refused(tmp_path: Path) -> None:
-    told = "^args.optim is 'adafactor', expected one of adamw_torch, adamw_torch_fused, which superadam replaces; "
-    refused(ValueError, told, trainer_in(tmp_path, torch.bfloat16, optim="adafactor"))
-    refused(TypeError, "bucket_size", trainer_in(tmp_path, torch.bfloat16), bucket_size=3)
+def test_other_optimizers_are_refused_before_training(tmp_path: Path) -> None:
+    trainer = trainer_in(tmp_path, torch.bfloat16, optim="adafactor", num_train_epochs=1)
+    offload(trainer)
+    for _ in range(2):
+        with pytest.raises(TypeError, match=r"^the Trainer made Adafactor, expected torch\.optim\.Adam or AdamW, "):
+            trainer.train()
+    trainer.args.optim = "adamw_torch"
+    trainer.train()
+    assert trainer.state.log_history[-1]["superadam_committed"] > 0
 
 
 @pytest.mark.parametrize(
@@ -307,12 +407,16 @@ def test_distributed_data_parallel_is_refused(tmp_path: Path, monkeypatch: pytes
 
 
 def test_fp32_weights_on_a_device_are_told_with_what_they_cost(caplog: pytest.LogCaptureFixture) -> None:
-    model = nn.Linear(1000, 1000, bias=False)
-    optimizer = SpeculativeCPUAdamW(model.parameters())
-    integration._warn_of_float32(optimizer)
+    def train(model: nn.Module) -> None:
+        optimizer = SpeculativeCPUAdamW([nn.Parameter(torch.empty(1))])
+        optimizer.param_groups[0]["params"] = [one for one in model.parameters() if one.requires_grad]
+        integration._warn_of_float32(optimizer, model)
+
+    wide = nn.Linear(50_000, 20_000, bias=False, device="meta")
+    train(nn.Linear(1000, 1000, bias=False))
+    train(nn.Sequential(nn.Linear(50_000, 20_001, device="meta").requires_grad_(False), wide))  # as adapters are
     assert not caplog.messages
-    optimizer.param_groups[0]["params"] = [nn.Parameter(torch.empty(10**9, device="meta"))]
-    integration._warn_of_float32(optimizer)
+    train(wide)
     (told,) = caplog.messages
     assert told.startswith("1,000,000,000 parameters are fp32 on the device, where weights and gradients take 4.00 GB")
     assert "dtype=torch.bfloat16" in told
@@ -335,7 +439,7 @@ def test_clipping_that_keeps_speculation_from_use_is_told_once(
 # ---- memory ------------------------------------------------------------------------------------------------------
 
 RESUMING = """
-import re, sys
+import os, re, sys
 from pathlib import Path
 
 def memory(name):  # bytes
@@ -345,34 +449,32 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from superadam.integrations.transformers import offload
 
-folder, is_resumed = sys.argv[1], sys.argv[2] == "resumed"
 torch.set_num_threads(1)
-sizes = {"vocab_size": 40_000, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 25}
+sizes = {"vocab_size": 2000, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 25}
 config = LlamaConfig(**sizes, num_attention_heads=4)
 data = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 4
-before = memory("VmRSS")
-model = LlamaForCausalLM(config).to(torch.bfloat16)
 options = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "max_steps": 1, "save_steps": 1}
-trainer = Trainer(model, TrainingArguments(folder, per_device_train_batch_size=1, **options), train_dataset=data)
-offload(trainer, num_threads=1)
 
 class Peak(TrainerCallback):
-    def on_train_begin(self, *_, **__):  # everything is loaded
-        self.bytes = memory("VmHWM") - before
+    def on_train_begin(self, *_, model, **__):  # everything is loaded
+        print((memory("VmHWM") - before) / sum(p.numel() for p in model.parameters()), flush=True)
 
-trainer.add_callback(peak := Peak())
-trainer.train(resume_from_checkpoint=is_resumed or None)
-print(peak.bytes / sum(p.numel() for p in model.parameters()))
+for is_resumed in (None, True):
+    if not os.fork():  # peaks are those of a process
+        before = memory("VmRSS")
+        arguments = TrainingArguments(sys.argv[1], per_device_train_batch_size=1, **options)
+        trainer = Trainer(LlamaForCausalLM(config).to(torch.bfloat16), arguments, None, data, callbacks=[Peak()])
+        offload(trainer, num_threads=1)
+        trainer.train(resume_from_checkpoint=is_resumed)
+        os._exit(0)
+    assert os.wait()[1] == 0
 """
 
 
 def test_resuming_takes_the_memory_of_training(tmp_path: Path) -> None:
     """Peak resident memory, in bytes for each parameter: 2 of the model, 12 of the state, and what comes and goes."""
-    found = []
-    for how in ("new", "resumed"):
-        command = [sys.executable, "-c", RESUMING, str(tmp_path), how]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        found.append(float(done.stdout.split()[-1]))
-    fresh, resumed = found
+    command = [sys.executable, "-c", RESUMING, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    fresh, resumed = (float(line) for line in done.stdout.splitlines() if not line.startswith("{"))
     assert 12.0 < resumed <= 16.0, f"{resumed:.1f} bytes, {fresh:.1f} without a checkpoint"

@@ -174,6 +174,15 @@ def test_first_program_of_the_readme_is_short() -> None:
     assert len([line for line in first.text.splitlines() if line]) <= 16
 
 
+def test_each_program_of_the_quickstart_has_at_most_three_new_lines() -> None:
+    counts = [block.text.count("# new\n") for block in blocks_of(ROOT / "docs/quickstart.md")]
+    programs = [block for block in blocks_of(ROOT / "docs/quickstart.md") if "import torch\n" in block.text]
+    assert len(programs) == 4
+    assert [count for count in counts if count] == [3, 2, 3, 3]
+    for block in programs:
+        assert all("# new" in line for line in block.text.splitlines() if "superadam" in line)
+
+
 def test_picture_is_what_its_script_draws() -> None:
     drawn = runpy.run_path(str(ROOT / "docs" / "timeline.py"))["picture"]()
     assert drawn == (ROOT / "docs" / "timeline.svg").read_text()

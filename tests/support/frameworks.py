@@ -145,7 +145,7 @@ class Run:
 
 def history(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return what a Trainer of transformers logged, without what depends on the time or on a resumption."""
-    passing = ("_runtime", "_per_second", "train_loss")
+    passing = ("_runtime", "_per_second", "step_time", "train_loss")
     return [{name: value for name, value in entry.items() if not name.endswith(passing)} for entry in entries]
 
 
