@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import enum
+import operator
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -155,9 +156,13 @@ class Piece(abc.ABC):
         shape, strides: of its tensors: the parameter's, or one dimension where that is cut.
         dtype: of master and moments: fp32, or fp64 for fp64 parameters.
         parameter_dtype: of the working copy.
+        reference: the weak reference to the parameter's state that all share, so that taking a gradient makes none.
+        state: of the parameter; found in C, because passes ask often.
     """
 
     begin = 0
+    reference: weakref.ref[ParameterState]
+    state = property(operator.methodcaller("reference"))
 
     def __init__(
         self, row: int, shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, parameter_dtype: torch.dtype
@@ -166,11 +171,6 @@ class Piece(abc.ABC):
         self.dtype, self.parameter_dtype = dtype, parameter_dtype
         self.phase = Phase.CLEAN
         self.pending: Pending | None = None
-
-    @property
-    @abc.abstractmethod
-    def state(self) -> ParameterState:
-        """The state of the parameter."""
 
     @abc.abstractmethod
     def of(self, tensor: Tensor) -> Tensor:
@@ -201,14 +201,7 @@ class _Cut(Piece):
 
     def __init__(self, state: ParameterState, begin: int, numel: int) -> None:
         super().__init__(-1, torch.Size([numel]), (1,), state.dtype, state.parameter_dtype)
-        self.begin = begin
-        self._state = state.reference
-
-    @property
-    def state(self) -> ParameterState:
-        state = self._state()
-        assert state is not None
-        return state
+        self.begin, self.reference = begin, state.reference
 
     def of(self, tensor: Tensor) -> Tensor:
         return tensor.detach().as_strided(self.shape, self.strides, tensor.storage_offset() + self.begin)
@@ -232,7 +225,6 @@ class ParameterState(Piece):
         is_own_master: whether the parameter itself is the master; `master` is that of a working copy.
         is_staged: whether kernels cannot write the parameter directly: on another device, or not dense.
         exp_avg, exp_avg_sq, max_exp_avg_sq: moments, as in torch.optim.Adam.
-        reference: the weak reference to this object that all share, kept so that taking a gradient makes none.
         wholes: the DTensors, by attribute, as whose part users see the four tensors above; empty for other parameters.
     """
 
@@ -267,11 +259,6 @@ class ParameterState(Piece):
         length, numel = piece_length(local, None if self.is_own_master else piece_numel), local.numel()
         if length < numel:
             self.cuts = tuple(_Cut(self, begin, min(length, numel - begin)) for begin in range(0, numel, length))
-
-    @property
-    def state(self) -> ParameterState:
-        """Itself."""
-        return self
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return the tensor itself."""

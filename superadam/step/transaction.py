@@ -35,6 +35,8 @@ from superadam.state.uncertain import empty_lists
 from superadam.step.gradients import StepGradients
 from superadam.step.outcome import Applied, Statistics, StepKind, StepOutcome, judge
 
+_Products = dict[TakenGradient, Tensor]  # of gradients with their factors, which their pieces share
+
 
 @dataclass(slots=True)
 class _Contribution:
@@ -65,6 +67,14 @@ class _Contribution:
     def can_be_late(self) -> bool:
         """Whether its gradient stays as it is after the step, on the host, so that the state can follow then."""
         return self.pending is not None and not self.pending.is_resident and not self.piece.state.is_own_master
+
+    def apply_factors(self, products: _Products) -> None:
+        """Replace the gradient by torch's product with its factors, where kernels would round differently."""
+        assert self.taken is not None
+        if self.taken not in products:
+            products[self.taken] = self.piece.state.host_gradient(self.taken.scaled())
+        self.gradient = self.piece.of(products[self.taken])
+        self.scale, self.pending = Scale(), None
 
 
 class Transaction:
@@ -271,29 +281,28 @@ class Transaction:
     def _contributions(self, gradients: StepGradients) -> tuple[list[_Contribution], list[Piece]]:
         """Return what each piece contributes, and the pieces whose pending gradient is not among these."""
         contributions, others = list[_Contribution](), dict(self._members[Phase.SPECULATED])
-        to_multiply = list[_Contribution]()
+        products = _Products()
         for state, gradient, hyper in zip(gradients.states, gradients.gradients, gradients.hyper, strict=True):
             if isinstance(gradient, Tensor):
                 contributions += [_Contribution(piece, hyper, piece.of(gradient)) for piece in state.pieces]
                 continue
-            scale = gradient.scale() if gradient.factors else 1.0
-            is_needed = not gradient.factors and not state.waits_with(gradient)
-            whole = state.host_gradient(gradient.ready()) if is_needed else None
+            scale, whole = gradient.scale() if gradient.factors else 1.0, None
             for piece in state.pieces:
                 pending = piece.pending
                 if pending is not None and piece.waits_with(gradient):
                     one = _Contribution(piece, hyper, pending.gradient, taken=gradient, waits=True, pending=pending)
                     del others[piece]
-                else:  # its product is made below, where `whole` is not needed
-                    here = gradient.pending if whole is None else piece.of(whole)
-                    one = _Contribution(piece, hyper, here, taken=gradient)
+                else:
+                    one = _Contribution(piece, hyper, gradient.ready(), taken=gradient)
                 if gradient.factors:
                     if scale is None or one.pending is None:
-                        to_multiply.append(one)
+                        one.apply_factors(products)
                     else:
                         one.scale = Scale.recorded(scale, gradient.exact_dtype)
+                elif one.pending is None:
+                    whole = state.host_gradient(one.gradient) if whole is None else whole
+                    one.gradient = piece.of(whole)
                 contributions.append(one)
-        _apply_factors(to_multiply)
         return contributions, list(others)
 
     def _judge(
@@ -305,9 +314,10 @@ class Transaction:
         """
         if max_norm is not None and not math.isinf(max_norm):
             # Scaling a norm rounds differently from scaling its gradients, but for powers of two.
-            _apply_factors(
-                one for one in contributions if one.scale.factor != 1.0 and math.frexp(one.scale.factor)[0] != 0.5
-            )
+            products = _Products()
+            for one in contributions:
+                if one.scale.factor != 1.0 and math.frexp(one.scale.factor)[0] != 0.5:
+                    one.apply_factors(products)
         uncounted = [one for one in contributions if one.pending is None]
         if uncounted:
             self.table.compute_norm(self._job(uncounted)[1], norm)
@@ -328,10 +338,11 @@ class Transaction:
         accepted: list[_Contribution] = []
         near: list[_Contribution] = []
         rest: list[_Contribution] = []
-        if clip != 1.0:
-            _apply_factors(one for one in contributions if one.scale.factor != 1.0)
+        products = _Products()
         for one in contributions:
             if clip != 1.0:
+                if one.scale.factor != 1.0:
+                    one.apply_factors(products)
                 one.scale = Scale(clip)
             pending = one.pending
             is_fresh = (
@@ -349,10 +360,12 @@ class Transaction:
                 (near if pending.can_be_patched(one.scale) else rest).append(one)
         if near:
             (accepted if self._patch(near) else rest).extend(near)
-        redone = [one.piece for one in rest if one.waits and _pending_of(one.piece).slot is not None]
-        self.statistics.respeculated += _number_of(redone)
-        for piece in redone:
-            _pending_of(piece).slot = None
+        redone = set[ParameterState]()
+        for one in rest:
+            if one.waits and (record := _pending_of(one.piece)).slot is not None:
+                redone.add(one.piece.state)
+                record.slot = None
+        self.statistics.respeculated += len(redone)
         count = self.table.prepared_count(self.table.rows_of([one.piece for one in contributions]))
         if rest:
             self._update(rest)
@@ -391,14 +404,14 @@ class Transaction:
             return False
         for one, record, before in zip(contributions, records, versions, strict=True):
             record.scale, record.versions = one.scale, before
-        self.statistics.patched += _number_of(one.piece for one in contributions)
+        self.statistics.patched += len({one.piece.state for one in contributions})
         return True
 
     def _publish(self, contributions: Sequence[_Contribution]) -> None:
         pieces = [one.piece for one in contributions]
         records = [_pending_of(piece) for piece in pieces]
         self.table.delivery.publish(pieces, [record.slot for record in records if record.slot])
-        self.statistics.accepted += _number_of(pieces)
+        self.statistics.accepted += len({piece.state for piece in pieces})
         for piece, record in zip(pieces, records, strict=True):
             record.slot = record.interval = record.listed = None
             self._move(piece, Phase.ACCEPTED, record)
@@ -421,11 +434,10 @@ class Transaction:
                     one.gradient = one.piece.host_copy(one.gradient, one.gradient.dtype)
                 update_here = None  # which frees its memory
                 update_here = self._prepared([*here, *resident])
-                self.statistics.displaced += _number_of(pieces)
+                self.statistics.displaced += len({piece.state for piece in pieces})
         if update_here is not None:
             update_here()
-        late = [one.piece for one in contributions if self.commits_late and one.can_be_late]
-        self.statistics.late += _number_of(late)
+        late = set[ParameterState]()
         for one in contributions:
             piece = one.piece
             can_be_late = one.can_be_late
@@ -434,8 +446,10 @@ class Transaction:
                 record = replace(_pending_of(piece), hyper=one.hyper, step=int(self.table.steps[piece.state.row]) + 1)
                 record.scale, record.interval, record.listed = one.scale, None, None
                 self._move(piece, Phase.ACCEPTED, record)
+                late.add(piece.state)
             elif piece.phase is not Phase.CLEAN:
                 self._move(piece, Phase.CLEAN, None)
+        self.statistics.late += len(late)
 
     def _prepared(self, contributions: Sequence[_Contribution]) -> Callable[[], None] | None:
         """Return what updates parameters on the host; None without any."""
@@ -594,22 +608,6 @@ class Transaction:
 def _clip_factor(taken: TakenGradient) -> float:
     factors = (one for one in taken.factors if one.kind is not FactorKind.UNSCALE and one.number)
     return math.prod((1.0 / one.number if one.kind is FactorKind.DIVIDE else one.number for one in factors), start=1.0)
-
-
-def _apply_factors(contributions: Iterable[_Contribution]) -> None:
-    """Replace gradients by torch's products with their factors, where kernels would round differently."""
-    products: dict[TakenGradient, Tensor] = {}
-    for one in contributions:
-        assert one.taken is not None
-        if one.taken not in products:
-            products[one.taken] = one.piece.state.host_gradient(one.taken.scaled())
-        one.gradient = one.piece.of(products[one.taken])
-        one.scale, one.pending = Scale(), None
-
-
-def _number_of(pieces: Iterable[Piece]) -> int:
-    """Return the number of parameters whose pieces these are."""
-    return len({piece.state for piece in pieces})
 
 
 def _cannot_fuse(piece: Piece, new: Pending) -> bool:
