@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -73,11 +73,13 @@ class JoinedTensor:
 
     Attributes:
         pieces: by their first element, in the order of memory: the tensors of a buffer, a position there, and elements.
+        arrived: event after which all of them may be read.
     """
 
     def __init__(self, shape: Sequence[int], strides: Sequence[int]) -> None:
         self._shape, self._strides = shape, strides
         self.pieces: dict[int, tuple[FlatTensors, int, int]] = {}
+        self.arrived: Any = None
 
     @property
     def is_complete(self) -> bool:
@@ -89,6 +91,7 @@ class JoinedTensor:
         """The same list of one tensor, where its first piece is, at every call."""
         known: list[Tensor] | None = self.__dict__.get("_tensors")
         if known is None:
+            self.arrived.synchronize()
             pieces = [(begin, flat.tensors[position]) for begin, (flat, position, _) in self.pieces.items()]
             whole = pieces[0][1].new_empty_strided(self._shape, self._strides)
             for begin, piece in pieces:

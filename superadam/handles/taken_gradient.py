@@ -168,7 +168,7 @@ class TakenGradient:
 
         `flat` must not lead to the parameter.
         """
-        self.arrived, self._flat, self._position = arrived, flat, position
+        self.arrived, self._flat, self._position, self._dtype_there = arrived, flat, position, self.pending.dtype
         del self.pending
 
     def move_piece_to(
@@ -181,7 +181,7 @@ class TakenGradient:
         version, joined = self._joined or (self.version, JoinedTensor(self.shape, strides))
         if version != self.version:
             joined = JoinedTensor(self.shape, strides)
-        joined.pieces[begin] = flat, position, numel
+        joined.pieces[begin], joined.arrived = (flat, position, numel), arrived
         self._joined = self.version, joined
         if joined.is_complete:
             self._joined = None
@@ -198,7 +198,9 @@ class TakenGradient:
     @property
     def exact_dtype(self) -> torch.dtype:
         """The dtype in which the gradient counts and factors apply."""
-        return self.pending.dtype if self.is_unrounded else self.dtype
+        if not self.is_unrounded:
+            return self.dtype
+        return self.pending.dtype if self._flat is None else self._dtype_there  # which need not be joined for that
 
     @property
     def norm_dtype(self) -> torch.dtype | None:
