@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam, StepKind
 from superadam.devices import Device
-from superadam.devices.flat import ALIGNMENT
+from superadam.devices.flat import ALIGNMENT, FlatTensors
 from superadam.devices.worker import WorkerError
+from superadam.handles.taken_gradient import TakenGradient
 from superadam.kernels.native import CHUNK
 from superadam.offload.transfers import Transfers
 from superadam.state.parameter import Phase, piece_length
@@ -174,8 +175,58 @@ def test_nothing_is_copied_in_buffers_longer_than_a_bucket_and_its_last_piece(mo
             return original(self, numel, dtype, *rest)
 
         monkeypatch.setattr(SimulatedDevice, name, record)
-    train(bucket_numel=CHUNK, device=SimulatedDevice(6))
+
+    def hold(model: Text, optimizer: SpeculativeCPUAdam, step: int) -> None:
+        if step == 2:  # none is a handle, so that all are updated in place
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+
+    train(hold, bucket_numel=CHUNK, device=SimulatedDevice(6))
     assert max(sizes) <= 2 * (2 * CHUNK + 64 * 100 + 4 * ALIGNMENT)  # with the parameter that has gaps
+
+
+def test_the_gradient_of_a_cut_parameter_waits_for_no_other() -> None:
+    """Or it would keep its memory on the device, next to that of the pieces that were sent."""
+    model = Text()
+    with OffloadScheduler(adam(model), model, bucket_numel=3 * CHUNK, device=SimulatedDevice(7)) as scheduler:
+        model(0).backward()
+        assert pieces_of_each(scheduler, model) == {"embedding.weight": 2}
+        assert model.embedding.weight.grad is not None
+        assert "pending" not in model.embedding.weight.grad.taken.__dict__  # it has moved to the host
+
+
+class Arriving:
+    """An event, with which values arrive."""
+
+    def __init__(self, buffer: Tensor, values: Tensor) -> None:
+        self._buffer, self._values = buffer, values
+
+    def synchronize(self) -> None:
+        self._buffer.copy_(self._values)
+
+
+def test_a_gradient_is_joined_once_all_pieces_of_one_version_have_arrived() -> None:
+    values = torch.arange(12.0).view(3, 4).t()  # in memory from 0 to 11
+    buffer = torch.zeros(12)
+    taken = TakenGradient(torch.zeros(3, 4).t())
+    taken.is_unrounded = True
+    places = [(0, 8), (8, 4)]
+
+    def move(begin: int, numel: int) -> None:
+        flat = FlatTensors(buffer, [((numel,), (1,), begin)])
+        arrived = Arriving(buffer, torch.arange(12.0))
+        taken.move_piece_to(flat, 0, arrived, begin=begin, numel=numel, strides=(1, 4))
+
+    move(*places[0])
+    taken.absorb(torch.ones(4, 3))  # what was sent is none of it
+    move(*places[1])
+    assert torch.equal(taken.pending, torch.ones(4, 3))
+    move(*places[0])
+    assert taken.exact_dtype is torch.float32
+    assert "pending" not in taken.__dict__  # nothing was joined for that
+    assert torch.equal(taken.pending, values)
+    assert taken.pending.stride() == (1, 4)
+    assert taken.pending is taken.ready()
 
 
 # ---- what happens to some pieces -------------------------------------------------------------------------------------

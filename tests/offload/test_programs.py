@@ -1685,7 +1685,7 @@ class KeepingLinear(torch.autograd.Function):
 @program()
 def gradient_in_the_buffer_of_a_custom_function(model: Any, optimizer: Any, step: int, run: Run) -> None:
     """The buffer is written to after backward, and before the step: the gradient in it changes."""
-    buffer = run.kept.setdefault("buffer", torch.zeros(5000, dtype=dtype_of(model)))
+    buffer = run.kept.setdefault("buffer", torch.zeros(20000, dtype=dtype_of(model)))
     optimizer.zero_grad()
     x = model.first(batch(step, dtype_of(model), width=16)).tanh()
     x = KeepingLinear.apply(x, model.blocks[0].weight, buffer)
