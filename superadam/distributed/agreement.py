@@ -140,10 +140,10 @@ class Ranks:
         return self._group
 
     def _check(self, every: Sequence[_Words]) -> None:
-        places = [words[:3] for words in every]
-        for rank, place in zip(self.members, places, strict=True):
-            if place != places[0]:
-                here, there = (_place(one) for one in (places[0], place))
+        calls = [words[:3] for words in every]
+        for rank, call in zip(self.members, calls, strict=True):
+            if call != calls[0]:
+                here, there = (_call_of(one) for one in (calls[0], call))
                 raise RuntimeError(
                     f"the ranks are not at the same point: rank {self.members[0]} {here} and rank {rank} {there}, "
                     "expected each call on every rank; nothing was changed: start all of them again from a checkpoint"
@@ -175,7 +175,7 @@ class Ranks:
                 )
 
 
-def _place(words: tuple[float, ...]) -> str:
+def _call_of(words: tuple[float, ...]) -> str:
     magic, question, number = words
     if magic != _MAGIC or question not in (0.0, 1.0):
         return "sent something else"

@@ -195,7 +195,7 @@ if GradientHandle not in torch_private.foreach_types:  # as torch.distributed.te
 
 # -- operations on ordinary tensors ------------------------------------------------------------------------------------
 
-_Places = list[tuple[int, str]]
+_Positions = list[tuple[int, str]]
 
 
 def _map(value: Any, of: Callable[[Tensor], Any]) -> Any:
@@ -213,7 +213,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 def _run(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operation on the values of handles; those that it writes to or returns aliases of are given back."""
-    written, aliased = _places(operation)
+    written, aliased = _positions(operation)
     for handle in _handles_at(aliased, args, kwargs):
         _memory(handle)
     read: list[GradientHandle] = []
@@ -245,19 +245,19 @@ def _run(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @functools.cache
-def _places(operation: Any) -> tuple[_Places, _Places]:
-    """Return place and name of the arguments that are written to, and of those that results may alias."""
+def _positions(operation: Any) -> tuple[_Positions, _Positions]:
+    """Return position and name of the arguments that are written to, and of those that results may alias."""
     arguments = torch_private.schema_of(operation).arguments
-    places = [(it.alias_info, (place, it.name)) for place, it in enumerate(arguments)]
+    positions = [(it.alias_info, (position, it.name)) for position, it in enumerate(arguments)]
     is_trusted = operation.namespace in torch_private.TRUSTED_NAMESPACES  # other schemas may hide what is written to
     return (
-        [where for alias, where in places if alias is not None and alias.is_write],
-        [where for alias, where in places if alias is not None or not is_trusted],
+        [where for alias, where in positions if alias is not None and alias.is_write],
+        [where for alias, where in positions if alias is not None or not is_trusted],
     )
 
 
-def _handles_at(places: _Places, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[GradientHandle]:
-    values = [args[place] if place < len(args) else kwargs.get(name) for place, name in places]
+def _handles_at(positions: _Positions, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[GradientHandle]:
+    values = [args[position] if position < len(args) else kwargs.get(name) for position, name in positions]
     return [tensor for tensor in _tensors(values) if isinstance(tensor, GradientHandle)]
 
 
@@ -305,10 +305,10 @@ def norms_of(values: Iterable[tuple[Tensor, torch.dtype | None]], ord: Any = 2) 
     pairs = list(values)
     norms: dict[int, Tensor] = {}
     for rounds in (False, True):
-        places = [place for place, (_, dtype) in enumerate(pairs) if (dtype is not None) is rounds]
-        if places:
-            norms |= zip(places, torch_private.foreach_norm([pairs[place][0] for place in places], ord), strict=True)
-    return [norms[place] if dtype is None else norms[place].to(dtype) for place, (_, dtype) in enumerate(pairs)]
+        chosen = [i for i, (_, dtype) in enumerate(pairs) if (dtype is not None) is rounds]
+        if chosen:
+            norms |= zip(chosen, torch_private.foreach_norm([pairs[i][0] for i in chosen], ord), strict=True)
+    return [norms[i] if dtype is None else norms[i].to(dtype) for i, (_, dtype) in enumerate(pairs)]
 
 
 def _vector_norm(operation: Any, tensor: Tensor, *args: Any, dtype: Any = None, **kwargs: Any) -> Any:

@@ -173,7 +173,7 @@ class Pipeline:
         with transaction.lock:  # or the verdict could come meanwhile
             seen = transaction.norm_so_far()
             prediction = self.predictor.revised(seen, transaction.expected_scale, self.limit)
-            if prediction is None or prediction.interval is None:
+            if prediction is None:
                 return False
             begin = time.perf_counter()
             shadow, pending = _one_that_misses(transaction, prediction.factor)

@@ -108,8 +108,7 @@ class FlatShadow:
         assert self._arrived is not None
         for event in (self._arrived, arrived):
             device.wait(Stream.CURRENT, event)
-        for buffer in (self._memory, index, values):
-            device.record_stream(buffer, Stream.CURRENT)
+        device.record_stream(self._memory, Stream.CURRENT)
         device.put(self._memory.view(self._dtype)[: self._layout.numel], index, values)
 
     def sources(self) -> list[Tensor]:

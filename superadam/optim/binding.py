@@ -113,7 +113,7 @@ class Binding(GradientHolder):
         """Replace the published dict, after bringing the old one up to date; gradients stay in `.grad`."""
         self._catch_up()
         with deferred_signals():
-            self._close()
+            self._unbind()
             self._forget_binding()
             self.published = PublishedState(entries, is_exposed=True)
 
@@ -172,13 +172,13 @@ class Binding(GradientHolder):
                 self.bound(groups)
             if adopts and self._transaction is not None:
                 self._transaction.adopt_outside_writes()
-            self._publish()
+            self._refresh_entries()
         return self.published.entries
 
     def attach(self, overlap: Overlap, groups: Groups) -> None:
         """Reach parameters through a scheduler from now on; if `bound` raises, nothing was attached."""
         self.bound(groups)
-        self._publish()
+        self._refresh_entries()
         with deferred_signals():
             self._forget_binding()
             self.overlap = overlap
@@ -203,13 +203,13 @@ class Binding(GradientHolder):
                 state.create_state(with_max=hyper.amsgrad)
                 table.refresh_pointers(state)
                 table.is_published[state.row] = False
-        self._publish()
+        self._refresh_entries()
 
     def conclude(self, outcome: StepOutcome) -> None:
         """After a step, bring exposed entries up to date, and let the scheduler's commits begin."""
         if self.published.is_exposed:
             try:
-                self._publish()
+                self._refresh_entries()
             except Exception as error:  # the step was made; what is missing follows with the next, or when it is read
                 if not is_short_of_memory(error):
                     raise
@@ -227,7 +227,7 @@ class Binding(GradientHolder):
             transaction.commit()
             transaction.adopt_outside_writes()
             if self.published.is_exposed:
-                self._publish()
+                self._refresh_entries()
 
     def drop(self) -> None:
         """Drop everything that waits for a verdict."""
@@ -240,24 +240,24 @@ class Binding(GradientHolder):
         if self.overlap is not None:
             self.overlap._follow(None)
 
-    def _publish(self) -> None:
+    def _refresh_entries(self) -> None:
         """Bring `entries` up to date with every step; what others wrote to parameters is not adopted."""
         if self._transaction is not None:
             self._transaction.commit()
             self._transaction.table.bring_home()
             self.published.write(self._transaction.table)
 
-    def _close(self) -> dict[Tensor, ParameterState]:
+    def _unbind(self) -> dict[Tensor, ParameterState]:
         """Write all state to `entries`; return the states of parameters that are still as they were bound."""
         if self._transaction is None:
             return {}
         self._transaction.drop()  # the gradients in `.grad` still count
-        self._publish()
+        self._refresh_entries()
         table = self._transaction.table
         return {state.parameter: state for state in table.states if not _is_converted(state, table)}
 
     def _bind(self, parameters: Sequence[Tensor], names: Sequence[str]) -> Transaction:
-        known = self._close()
+        known = self._unbind()
         written = set() if self._transaction is None else set(self._transaction.table.written())
         delivery = SynchronousDelivery() if self.overlap is None else self.overlap._delivery
         states = [

@@ -588,19 +588,22 @@ def test_amsgrad_that_is_switched_off_after_an_accepted_step() -> None:
 # ---- speculation that is made anew ----------------------------------------------------------------------------------
 
 JUMP = 5
-"""A step whose gradients are three times as large as those before it."""
+"""A step whose gradients are three times as large as those before it, or so small that it is not clipped."""
 
 
 class Jumping(Training):
     """Training in which one norm is another than those before it."""
 
+    jump = 12.0
+
     def backward(self, step: int) -> None:
-        self.model(step, 12.0 if step == JUMP else 4.0).backward()
+        self.model(step, self.jump if step == JUMP else 4.0).backward()
 
 
 @functools.cache
-def expected_after_a_jump(dtype: torch.dtype) -> Any:
+def expected_after_a_jump(dtype: torch.dtype, jump: float = Jumping.jump) -> Any:
     plain = Jumping(RECIPES["always" if dtype == torch.bfloat16 else "always, fp16"], None)
+    plain.jump = jump
     plain.run(range(JUMP + 3))
     return plain.seen()
 
@@ -622,9 +625,11 @@ def idle(training: Training) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("device", ["immediate", "lazy", "usual", "hasty", "short of memory"])
-def test_what_the_norm_so_far_has_left_is_speculated_anew(device: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("jump", [Jumping.jump, 0.1])
+def test_what_the_norm_so_far_has_left_is_speculated_anew(device: str, dtype: torch.dtype, jump: float) -> None:
     """Once all gradients are there, the factor is known, and nothing is updated again."""
     ours = jumping(device, dtype)
+    ours.jump = jump
     with ours.scheduler or contextlib.nullcontext():
         if isinstance(ours.device, FullDevice):
             ours.device.has_no_room = ours.scheduler._transfers.is_short = True  # type: ignore[union-attr]
@@ -637,10 +642,12 @@ def test_what_the_norm_so_far_has_left_is_speculated_anew(device: str, dtype: to
         assert ours.optimizer.statistics.dropped > before.dropped
         ours.step()
         assert ours.optimizer.statistics.respeculated == before.respeculated
-        assert ours.optimizer.statistics.patched - before.patched == PATCHED
+        is_clipped = jump > 1.0
+        assert ours.optimizer.statistics.patched - before.patched == PATCHED * is_clipped
+        assert ours.optimizer.statistics.accepted - before.accepted >= PATCHED
         ours.optimizer.zero_grad()
         ours.run(range(JUMP + 1, JUMP + 3))
-        assert ours.seen() == expected_after_a_jump(dtype)
+        assert ours.seen() == expected_after_a_jump(dtype, jump)
 
 
 @pytest.mark.parametrize("device", [one for one in DEVICES if one != "deferred"])

@@ -36,7 +36,7 @@ from support.visible import bits, parameters_of
 from torch import Tensor, nn
 
 import superadam
-from superadam import OffloadScheduler, SpeculativeCPUAdamW
+from superadam import OffloadScheduler, SpeculativeCPUAdam, SpeculativeCPUAdamW
 from superadam.devices import Device
 from superadam.offload import accumulation as micro_batches
 from superadam.step.transaction import Transaction
@@ -199,7 +199,7 @@ def noise(like: Tensor, seed: int) -> Tensor:
 
 def reload(optimizer: Any) -> None:
     """Tell the optimizer of writes through `.data`; torch's need not be told."""
-    if isinstance(optimizer, SpeculativeCPUAdamW):
+    if isinstance(optimizer, SpeculativeCPUAdam):
         optimizer.reload_masters()
 
 

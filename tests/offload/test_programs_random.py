@@ -35,10 +35,10 @@ from offload.test_programs import (
     state_of,
 )
 from support.overlap import DeferredDevice, ImmediateDevice, PlantedError, RaiseInBackward, ThreadDevice
-from support.visible import bits
+from support.visible import bits, parameters_of
 from torch import Tensor, nn
 
-from superadam import SpeculativeCPUAdamW, StepKind
+from superadam import SpeculativeCPUAdam, SpeculativeCPUAdamW, StepKind
 from superadam.devices import Device, Stream
 from superadam.devices.flat import FlatLayout
 from superadam.handles.gradient_handle import taken_of
@@ -90,10 +90,13 @@ class Model(nn.Module):
         self.uses: tuple[int, ...] = (0, 1)
         self.uses_late = False
         self.error: BaseException | None = None
+        self.odd, self.image = Odd(), Image()
         self.to(dtype)
+        self.odd.spread()
         if is_mixed:
             self.norm.float()
             self.late.float()
+            self.image.double()
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = _run(self.norm, torch.tanh(_run(self.first, inputs)))
@@ -104,7 +107,40 @@ class Model(nn.Module):
         if self.uses_late:
             hidden = hidden + _run(self.late, hidden)
         tied = nn.functional.linear(hidden.to(self.first.weight.dtype), self.first.weight.t())
-        return _run(self.wide, hidden).sum(-1, keepdim=True) + _run(self.last, hidden) + tied
+        odd = self.odd(hidden) + _run(self.image, hidden[:, :1])
+        return _run(self.wide, hidden).sum(-1, keepdim=True) + _run(self.last, hidden) + tied + odd
+
+
+class Odd(nn.Module):
+    """Parameters of odd layouts: without dimensions, without elements, transposed, with gaps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.none = nn.Parameter(torch.zeros(3, 0))
+        self.transposed = nn.Parameter(torch.randn(16, 24).t())
+        self.gaps = nn.Parameter(torch.randn(24, 16))
+
+    def spread(self) -> None:
+        """Put gaps between elements, which a conversion of the dtype closes."""
+        wide = torch.zeros(24, 32, dtype=self.gaps.dtype)
+        wide[:, ::2] = self.gaps.detach()
+        self.gaps.data = wide[:, ::2]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        mixed = hidden.to(self.transposed.dtype) @ self.transposed + hidden.to(self.gaps.dtype) @ self.gaps
+        return mixed * self.scale + self.none.sum()
+
+
+class Image(nn.Module):
+    """A parameter whose channels come last in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden * self.weight.tanh().sum()
 
 
 def _run(layer: nn.Module, inputs: Tensor) -> Tensor:
@@ -138,7 +174,7 @@ class Twin:
     """
 
     model: Any
-    optimizer: SpeculativeCPUAdamW
+    optimizer: SpeculativeCPUAdam
     scheduler: OffloadScheduler | None = None
     runs: dict[str, Run] = field(default_factory=dict)
 
@@ -152,14 +188,19 @@ class Twin:
             return type(error).__name__
 
 
-def build(dtype: torch.dtype, limit: float | None, lr: float, *, is_mixed: bool) -> Twin:
+def build(dtype: torch.dtype, limit: float | None, lr: float, *, is_mixed: bool, kind: Any) -> Twin:
     """Return a model and its optimizer, with two groups."""
     model = Model(dtype, 0, is_mixed=is_mixed)
     early = [parameter for name, parameter in model.named_parameters() if not name.startswith("late")]
     matrices = [p for p in early if p.ndim == 2]
     others = [p for p in early if p.ndim != 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "lr": 0.3 * lr, "amsgrad": True}]
-    return Twin(model, SpeculativeCPUAdamW(groups, lr=lr, weight_decay=0.0, max_grad_norm=limit))
+    return Twin(model, kind(groups, lr=lr, weight_decay=0.0, max_grad_norm=limit))
+
+
+def has_gradients(optimizer: SpeculativeCPUAdam) -> bool:
+    """Whether any parameter has a gradient; a GradScaler raises where none has."""
+    return any(parameter.grad is not None for parameter in parameters_of(optimizer))
 
 
 @dataclass(frozen=True)
@@ -172,7 +213,7 @@ class Iteration:
         micro_batches: the blocks that each uses.
         zeroes: how and when gradients are reset.
         hint: what is told of micro-batches that are not the last one.
-        is_bad: whether the first micro-batch's loss is not finite.
+        bad_batch: the micro-batch whose loss is not finite; None for none.
         fails: which backward fails half-way, and what comes then.
         binarises: whether the weights are others during forward and backward.
         loss_scale: of a GradScaler; None for none.
@@ -187,7 +228,7 @@ class Iteration:
     micro_batches: tuple[tuple[int, ...], ...] = ((0, 1),)
     zeroes: str = "after"
     hint: str = "none"
-    is_bad: bool = False
+    bad_batch: int | None = None
     fails: str = "no"
     binarises: bool = False
     loss_scale: float | None = None
@@ -212,7 +253,7 @@ ITERATIONS = st.builds(
     micro_batches=st.lists(usually((0, 1), (0,), (1,), (), (0, 0)), min_size=1, max_size=3).map(tuple),
     zeroes=usually("after", "before", "before, with zeros", "by the model", "never"),
     hint=st.sampled_from(["none", "accumulate", "accumulate in fp32"]),
-    is_bad=usually(False, True),
+    bad_batch=usually(None, None, 0, 1, 2),
     fails=usually("no", "and is made again", "and its gradients are dropped", "in the last micro-batch"),
     binarises=usually(False, True),
     loss_scale=usually(None, 2.0**12, 1000.0),
@@ -246,6 +287,7 @@ class OverlappedRun(RuleBasedStateMachine):
         widens=st.booleans(),
         gpu_buckets=st.sampled_from([0, 0, 1, 2, 10**6]),
         pause=st.sampled_from([0, 1]),
+        kind=st.sampled_from([SpeculativeCPUAdamW, SpeculativeCPUAdam]),
     )
     def start(
         self,
@@ -258,6 +300,7 @@ class OverlappedRun(RuleBasedStateMachine):
         widens: bool,
         gpu_buckets: int,
         pause: int,
+        kind: Any,
     ) -> None:
         self.pause, accumulation.PAUSE_STEPS = accumulation.PAUSE_STEPS, pause  # schedules are short
         self.dtype, self.is_mixed, self.seed = dtype, is_mixed and dtype != torch.float32, seed
@@ -266,8 +309,8 @@ class OverlappedRun(RuleBasedStateMachine):
             "bucket_numel": bucket_numel,
             "transfer_dtype": torch.float32 if widens else "auto",
         }
-        self.plain = build(dtype, limit, lr, is_mixed=self.is_mixed)
-        self.ours = build(dtype, limit, lr, is_mixed=self.is_mixed)
+        self.plain = build(dtype, limit, lr, is_mixed=self.is_mixed, kind=kind)
+        self.ours = build(dtype, limit, lr, is_mixed=self.is_mixed, kind=kind)
         self.open_scheduler()
 
     @property
@@ -347,12 +390,12 @@ class OverlappedRun(RuleBasedStateMachine):
         with torch.no_grad():
             for parameter, value in zip(model.parameters(), weights, strict=False):
                 parameter.copy_(value)
-        if scaler is not None and iteration.unscales and gradients(model):
+        if scaler is not None and iteration.unscales and has_gradients(optimizer):
             scaler.unscale_(optimizer)
         seen = [twin.act(name, iteration.seed % STEPS) for name in iteration.actions]
         taken = [taken_of(gradient) for gradient in gradients(model)]
         self.is_scaled = scaler is not None or any(one is not None and one.factors for one in taken)
-        if scaler is not None and gradients(model):
+        if scaler is not None and has_gradients(optimizer):
             scaler.step(optimizer)
             scaler.update()
             seen.append(scaler.get_scale())
@@ -383,7 +426,7 @@ class OverlappedRun(RuleBasedStateMachine):
         twin.model.error = PlantedError() if fails else None
         loss = loss_of(twin.model, iteration.seed, number) * iteration.scale
         twin.model.error = None
-        if iteration.is_bad and number == 0:
+        if iteration.bad_batch == number:
             loss = (loss + math.inf) * math.nan
         with suppress(PlantedError) if fails else nullcontext():
             (loss if scaler is None else scaler.scale(loss)).backward()
@@ -439,7 +482,7 @@ class OverlappedRun(RuleBasedStateMachine):
             fresh[other] = parameter
         groups = [{"params": [fresh[one] for one in group["params"]]} for group in old.optimizer.param_groups]
         limit = old.optimizer.max_grad_norm
-        optimizer = SpeculativeCPUAdamW(groups, lr=self.lr, weight_decay=0.0, max_grad_norm=limit)
+        optimizer = type(old.optimizer)(groups, lr=self.lr, weight_decay=0.0, max_grad_norm=limit)
         self.ours = Twin(model, optimizer)
         if before:
             self.open_scheduler()
