@@ -139,10 +139,14 @@ def piece_length(parameter: Tensor, most: int | None) -> int:
     with gaps in its memory is one piece.
     """
     numel = parameter.numel()
-    is_dense = parameter.stride() == torch.empty_like(parameter, device="meta").stride()
-    if most is None or numel <= max(most, native.CHUNK) or not is_dense:
+    if most is None or numel <= max(most, native.CHUNK) or parameter.stride() != _dense_strides(parameter):
         return numel
-    return native.CHUNK * -(-numel // (native.CHUNK * -(-numel // max(most, native.CHUNK))))
+    count = -(-numel // max(most, native.CHUNK))
+    return native.CHUNK * -(-numel // (native.CHUNK * count))
+
+
+def _dense_strides(parameter: Tensor) -> tuple[int, ...]:
+    return torch.empty_like(parameter, device="meta").stride()
 
 
 class Piece(abc.ABC):
@@ -238,12 +242,9 @@ class ParameterState(Piece):
         piece_numel: int | None = None,
     ) -> None:
         check_parameter(parameter, name)
-        local, strides = (
-            shards.local_of(parameter),
-            torch.empty_like(shards.local_of(parameter), device="meta").stride(),
-        )
-        dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-        super().__init__(row, local.shape, strides, dtype, local.dtype)
+        local = shards.local_of(parameter)
+        dtype = torch.float64 if local.dtype == torch.float64 else torch.float32
+        super().__init__(row, local.shape, _dense_strides(local), dtype, local.dtype)
         self.parameter, self.local, self.name = parameter, local, name
         on_host = local.is_cpu if is_on_host is None else is_on_host
         self.is_contiguous_on_cpu = on_host and local.is_contiguous()
