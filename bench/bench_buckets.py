@@ -34,7 +34,7 @@ def own_time() -> float:
 @pytest.mark.parametrize("tensors", [1, 3, 9])
 @pytest.mark.parametrize(("part", "where"), [("backward", "no buckets"), *itertools.product(PARTS, BUCKETS_THAT)])
 def test_training_thread(benchmark: BenchmarkFixture, part: str, where: str, tensors: int) -> None:
-    gradients = Gradients(BUCKETS * tensors, NUMEL)
+    gradients = Gradients([NUMEL] * BUCKETS * tensors)
     model = TimedModel(gradients)
     device = model.device = PacedDevice(PRESETS["h200"], constants=gradients.sets)
     devices.append(device)

@@ -54,13 +54,25 @@ def main(words: Sequence[str] | None = None) -> int:
         help="of the steps, 0 to 1: gradients then have norms that vary as in fine-tuning, with a limit of 1, and "
         "clipped steps count as the others do (norms that do not vary, one step in 10 clipped and left out)",
     )
+    parser.add_argument(
+        "--last-share",
+        type=options.share,
+        metavar="X",
+        help="of the elements: in the tensor whose gradient comes last, as an embedding's (all tensors have one size)",
+    )
     parser.add_argument("--lr", type=options.number, default=HYPERPARAMETERS.lr, metavar="X", help="(%(default)s)")
     parser.add_argument("--rounds", type=count, default=3, metavar="N", help="turns of each side (%(default)s)")
     parser.add_argument("--threads", type=count, default=threads, metavar="N", help="of the CPU (all)")
     parser.add_argument("--json", type=options.new_file, metavar="FILE", help="write the results there too")
     asked = parser.parse_args(words)
     settings = pacing.Settings(
-        PRESETS[asked.preset], asked.threads, asked.rounds, asked.free_share, asked.lr, asked.clipped
+        PRESETS[asked.preset],
+        asked.threads,
+        asked.rounds,
+        asked.free_share,
+        asked.lr,
+        asked.clipped,
+        asked.last_share,
     )
     rows: list[pacing.Row] = []
     with Console(stderr=True).status("warming up") as status:

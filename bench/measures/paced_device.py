@@ -326,7 +326,7 @@ class PacedDevice(PlainDevice):
             end = begin + native.chunk_count(gradient.numel())
             part = ChunkSums(norm.sums[begin:end], norm.nonfinite[begin:end])
             key = gradient.data_ptr(), gradient.numel()
-            known = self.norms.get(key)
+            known = self.norms.get(key) or self._norm_of_piece(*key, gradient.element_size())
             if known is None:
                 stand_in.take_norm([gradient], part)
                 self.norms[key] = ChunkSums(part.sums.clone(), part.nonfinite.clone())
@@ -334,6 +334,15 @@ class PacedDevice(PlainDevice):
                 part.sums.copy_(known.sums)
                 part.nonfinite.copy_(known.nonfinite)
             begin = end
+
+    def _norm_of_piece(self, address: int, numel: int, size: int) -> ChunkSums | None:
+        """Return the norm of a piece of constants whose norm is known."""
+        for (begin, length), known in self.norms.items():
+            if begin <= address < begin + length * size:
+                first = (address - begin) // (size * native.CHUNK)
+                chunks = slice(first, first + native.chunk_count(numel))
+                return ChunkSums(known.sums[chunks], known.nonfinite[chunks])
+        return None
 
     # ---- memory and cores --------------------------------------------------------------------------------------------
 

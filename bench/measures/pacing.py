@@ -235,6 +235,7 @@ class Settings:
         free_share: share of the parameters whose state "auto" may keep on the device.
         lr: learning rate.
         clipped: share of clipped steps; None for one in `CLIP_EVERY`, whose times do not count.
+        last_share: of the elements, in the tensor whose gradient comes last; None where all tensors have one size.
     """
 
     rates: Rates
@@ -243,6 +244,7 @@ class Settings:
     free_share: float
     lr: float
     clipped: float | None = None
+    last_share: float | None = None
 
 
 def measure(parameters: int, layers: int, ratios: Sequence[float], settings: Settings) -> Iterator[Row]:
@@ -257,11 +259,11 @@ def measure(parameters: int, layers: int, ratios: Sequence[float], settings: Set
     torch.set_num_threads(settings.threads)
     native.set_num_threads(settings.threads)
     try:
-        gradients = Gradients(layers, max(64, parameters // layers // 64 * 64), WARM_UPS + TIMED)
+        gradients = Gradients(_numels(parameters, layers, settings.last_share), WARM_UPS + TIMED)
         norms = norms_of_turns(settings.clipped, settings.rounds)
         models = [TimedModel(gradients) for _ in range(3)]
         optimizers = [_optimizer(model, settings.lr, norms) for model in models[:2]]
-        plain_steps = prepare_bfloat16(layers, gradients.numel)
+        plain_steps = prepare_bfloat16(layers, sum(gradients.numels) // layers)
         for ratio in ratios:
             with without_samples():
                 row = _row(gradients, models, optimizers, plain_steps, norms, ratio, settings)
@@ -270,6 +272,15 @@ def measure(parameters: int, layers: int, ratios: Sequence[float], settings: Set
     finally:
         torch.set_num_threads(before[0])
         native.set_num_threads(before[1])
+
+
+def _numels(parameters: int, layers: int, last_share: float | None) -> list[int]:
+    """Return the elements of each layer, in the order of forward; the first one's gradient comes last."""
+    numel = max(64, parameters // layers // 64 * 64)
+    if last_share is None or layers == 1:
+        return [numel] * layers
+    last = max(64, int(last_share * parameters) // 64 * 64)
+    return [last, *[max(64, (parameters - last) // (layers - 1) // 64 * 64)] * (layers - 1)]
 
 
 def norms_of_turns(clipped: float | None, rounds: int) -> list[list[float]]:
@@ -311,7 +322,7 @@ def _row(
     settings: Settings,
 ) -> Row:
     rates, threads = settings.rates, settings.threads
-    total = gradients.layers * gradients.numel
+    total = sum(gradients.numels)
     adam = _seconds_of(plain_steps[0])
     free_bytes = int(settings.free_share * total * BYTES_PER_ELEMENT / FREE_SHARE) + BYTES_PER_ELEMENT
     for model in models:
@@ -361,7 +372,7 @@ def _row(
         timed = timed_norms(norms)
         return Row(
             parameters=total,
-            layers=gradients.layers,
+            layers=len(gradients.numels),
             ratio=ratio,
             adam_seconds=adam,
             backward_seconds=clock.model.backward_seconds,
@@ -395,7 +406,7 @@ def _optimizer(model: TimedModel, lr: float, norms: Sequence[Sequence[float]]) -
     optimizer = SpeculativeCPUAdamW(model.parameters(), **options)
     applied = math.sqrt(statistics.fmean(min(norm, MAX_NORM) ** 2 for turn in norms for norm in turn))
     for weight in model.weights:
-        state = model.gradients.steady_state(applied)
+        state = model.gradients.steady_state(applied, weight.numel())
         weight.data.copy_(state["master"])
         optimizer.state[weight] = state
     return optimizer
@@ -448,7 +459,7 @@ def _result(side: Side, clock: Side, adam: float, *, counts_clipped: bool) -> Si
     if python is not None and of_clock is not None and side.buckets:
         bucket = (python - of_clock) * count / side.buckets
     alone, typical = statistics.median(clock.seconds[False]), _typical(usual, clipped if counts_clipped else [])
-    tensors = count * side.model.gradients.layers
+    tensors = count * len(side.model.gradients.numels)
     return SideResult(
         name=side.name,
         placement="" if placement is None else words_of(placement),

@@ -38,29 +38,32 @@ BLOCK = 1 << 20
 
 
 class Gradients:
-    """Constant bf16 gradients of layers of `numel` elements: at least two sets, because two steps are pending at once.
+    """Constant bf16 gradients of layers of these sizes: at least two sets, because two steps are pending at once.
 
     Elements have Student's t distribution with 4 degrees of freedom, and a scale of their own, which is log-normal.
 
     Attributes:
+        numels: elements of each layer, in the order of forward.
         sets: flat tensors, each with the layers in the order of backward.
         norms: the 2-norm of each set.
         sums: of each layer in each set, by address and elements; see `PacedDevice.norms`.
     """
 
-    def __init__(self, layers: int, numel: int, sets: int = 2) -> None:
+    def __init__(self, numels: Sequence[int], sets: int = 2) -> None:
         generator = torch.Generator().manual_seed(0)
-        self.layers, self.numel = layers, numel
-        scale = torch.empty(min(numel, BLOCK), device="cpu").normal_(0.0, 1.2, generator=generator).exp_()
-        mean_square = float(scale.square().mean()) * layers * numel  # of all elements, where blocks are whole
+        self.numels = list(numels)
+        scale = torch.empty(min(*numels, BLOCK), device="cpu").normal_(0.0, 1.2, generator=generator).exp_()
+        mean_square = float(scale.square().mean()) * sum(numels)  # of all elements, where blocks are whole
         self._scale = scale / math.sqrt(mean_square)
-        self.sets = [torch.empty(layers * numel, dtype=torch.bfloat16, device="cpu") for _ in range(sets)]
+        self._begins = [sum(numels[layer + 1 :]) for layer in range(len(numels))]
+        self.sets = [torch.empty(sum(numels), dtype=torch.bfloat16, device="cpu") for _ in range(sets)]
         self.norms = [0.0] * sets
         self.sums: dict[tuple[int, int], ChunkSums] = {}
         for one in self.sets:
             normal, *others = torch.empty(5, len(scale), device="cpu").normal_(generator=generator)
             student = normal / torch.stack(others).square().sum(0).div(2.0).sqrt()  # variance 1
-            _repeat(student * self._scale, one.view(layers, numel))
+            for layer in self._layers_of(one):
+                _repeat(student * self._scale, layer.view(1, -1))
         self._take_norms()
 
     def scale_to(self, norms: Sequence[float]) -> None:
@@ -70,22 +73,27 @@ class Gradients:
         self._take_norms()
 
     def _take_norms(self) -> None:
-        chunks = native.chunk_count(self.numel)
+        self.sums.clear()
         for index, one in enumerate(self.sets):
-            found = ChunkSums.over(torch.empty(2 * self.layers * chunks, dtype=torch.float64, device="cpu"))
-            layers = one.view(self.layers, self.numel)
-            stand_in.take_norm(list(layers), found)
-            for layer, begin in zip(layers, range(0, self.layers * chunks, chunks), strict=True):
-                part = slice(begin, begin + chunks)
-                self.sums[layer.data_ptr(), self.numel] = ChunkSums(found.sums[part], found.nonfinite[part])
-            self.norms[index] = math.sqrt(float(found.sums.sum()))
+            squares = 0.0
+            for layer in self._layers_of(one):
+                chunks = native.chunk_count(len(layer))
+                found = ChunkSums.over(torch.empty(2 * chunks, dtype=torch.float64, device="cpu"))
+                stand_in.take_norm([layer], found)
+                self.sums[layer.data_ptr(), len(layer)] = found
+                squares += float(found.sums.sum())
+            self.norms[index] = math.sqrt(squares)
+
+    def _layers_of(self, one: Tensor) -> list[Tensor]:
+        """Return the layers of a set, in the order of forward."""
+        return [one[begin : begin + numel] for begin, numel in zip(self._begins, self.numels, strict=True)]
 
     def of(self, step: int, layer: int) -> Tensor:
         """Return the gradient of a layer; gradients lie in the order of backward."""
-        return constant(self.sets[step % len(self.sets)], (self.layers - 1 - layer) * self.numel, self.numel)
+        return constant(self.sets[step % len(self.sets)], self._begins[layer], self.numels[layer])
 
-    def steady_state(self, norm: float) -> dict[str, Tensor]:
-        """Return a layer's optimizer state after a thousand steps whose gradients had this norm when they were applied.
+    def steady_state(self, norm: float, numel: int) -> dict[str, Tensor]:
+        """Return the state of a layer of `numel` elements after a thousand steps with gradients of this norm.
 
         Weights are N(0, 0.02), and lie anywhere between the values of bf16; `exp_avg_sq` is off by the log-normal
         factor that its memory leaves, and `exp_avg` is what remains of gradients that do not agree.
@@ -97,7 +105,7 @@ class Gradients:
         blocks = {"master": 0.02 * master, "exp_avg": 0.3 * average * scale, "exp_avg_sq": squares}
         state = {"step": torch.tensor(1000.0, device="cpu")}
         for name, block in blocks.items():
-            state[name] = torch.empty(self.numel, device="cpu")
+            state[name] = torch.empty(numel, device="cpu")
             _repeat(block, state[name].view(1, -1))
         return state
 
@@ -117,13 +125,13 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, model: TimedModel, layer: int) -> Tensor:
         ctx.model, ctx.layer = model, layer
-        model.device.spend(Stream.CURRENT, model.forward_seconds / model.gradients.layers, "forward")
+        model.device.spend(Stream.CURRENT, model.forward_seconds / len(model.gradients.numels), "forward")
         return hidden.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
         model: TimedModel = ctx.model
-        model.device.spend(Stream.CURRENT, model.backward_seconds / model.gradients.layers, "backward")
+        model.device.spend(Stream.CURRENT, model.backward_seconds / len(model.gradients.numels), "backward")
         return gradients[0], model.gradients.of(model.step - 1, ctx.layer), None, None
 
 
@@ -143,7 +151,7 @@ class TimedModel(nn.Module):
         self.forward_seconds = self.backward_seconds = 0.0
         self.step = 0
         self.weights = nn.ParameterList(
-            torch.zeros(gradients.numel, dtype=torch.bfloat16, device="cpu") for _ in range(gradients.layers)
+            torch.zeros(numel, dtype=torch.bfloat16, device="cpu") for numel in gradients.numels
         )
 
     @property

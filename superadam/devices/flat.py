@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -64,4 +65,36 @@ class FlatTensors:
             begin, view = self._buffer.storage_offset(), self._buffer.as_strided
             made = [view(shape, strides, begin + offset) for shape, strides, offset in self._positions]
             known = self.__dict__.setdefault("_tensors", made)  # for all threads that were here
+        return known
+
+
+class JoinedTensor:
+    """A dense tensor that was cut; the first thread that needs it joins copies of its pieces.
+
+    Attributes:
+        pieces: by their first element, in the order of memory: the tensors of a buffer, a position there, and elements.
+        arrived: event after which all of them may be read.
+    """
+
+    def __init__(self, shape: Sequence[int], strides: Sequence[int]) -> None:
+        self._shape, self._strides = shape, strides
+        self.pieces: dict[int, tuple[FlatTensors, int, int]] = {}
+        self.arrived: Any = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all pieces are there."""
+        return sum(numel for _, _, numel in self.pieces.values()) == math.prod(self._shape)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The same list of one tensor, where its first piece is, at every call."""
+        known: list[Tensor] | None = self.__dict__.get("_tensors")
+        if known is None:
+            self.arrived.synchronize()
+            pieces = [(begin, flat.tensors[position]) for begin, (flat, position, _) in self.pieces.items()]
+            whole = pieces[0][1].new_empty_strided(self._shape, self._strides)
+            for begin, piece in pieces:
+                whole.as_strided(piece.shape, piece.stride(), begin).copy_(piece)
+            known = self.__dict__.setdefault("_tensors", [whole])
         return known

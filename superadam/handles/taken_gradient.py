@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from superadam.devices.flat import JoinedTensor
 from superadam.distributed import shards
 from superadam.kernels import torch_private
 from superadam.kernels.torch_private import version_of
@@ -126,6 +127,7 @@ class TakenGradient:
     alias: Tensor | None = None  # its memory, as aliases made before see it
     pending: Tensor  # the gradient, or a copy, also elsewhere or in another dtype; only `absorb` writes to it
     _flat: Any = None  # in whose tensors `pending` is to be found, at `_position`
+    _joined: tuple[int, JoinedTensor] | None = None  # where pieces of this version of `pending` went, but not yet all
 
     def __init__(self, gradient: Tensor, owner: Any = None, holder: GradientHolder | None = None) -> None:
         self.pending = gradient
@@ -166,8 +168,24 @@ class TakenGradient:
 
         `flat` must not lead to the parameter.
         """
-        self.arrived, self._flat, self._position = arrived, flat, position
+        self.arrived, self._flat, self._position, self._dtype_there = arrived, flat, position, self.pending.dtype
         del self.pending
+
+    def move_piece_to(
+        self, flat: Any, position: int, arrived: Any, *, begin: int, numel: int, strides: tuple[int, ...]
+    ) -> None:
+        """Do the same with `numel` elements of `pending` from `begin` on, which moves when all of them have.
+
+        Elements are in the order of these dense strides. Events pass in the order in which they come here.
+        """
+        version, joined = self._joined or (self.version, JoinedTensor(self.shape, strides))
+        if version != self.version:
+            joined = JoinedTensor(self.shape, strides)
+        joined.pieces[begin], joined.arrived = (flat, position, numel), arrived
+        self._joined = self.version, joined
+        if joined.is_complete:
+            self._joined = None
+            self.move_to(joined, 0, arrived)
 
     def ready(self) -> Tensor:
         """Return `pending` once it has arrived."""
@@ -180,7 +198,9 @@ class TakenGradient:
     @property
     def exact_dtype(self) -> torch.dtype:
         """The dtype in which the gradient counts and factors apply."""
-        return self.pending.dtype if self.is_unrounded else self.dtype
+        if not self.is_unrounded:
+            return self.dtype
+        return self.pending.dtype if self._flat is None else self._dtype_there  # which need not be joined for that
 
     @property
     def norm_dtype(self) -> torch.dtype | None:

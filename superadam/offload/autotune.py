@@ -15,13 +15,13 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from superadam.devices import Device
 from superadam.host.memory import gigabytes
 from superadam.offload.buckets import DEFAULT_NUMEL, Bucket
 from superadam.offload.needs import BYTES_OF_STATE
-from superadam.offload.placement import Placement, last_parameters, numel_of_buckets
+from superadam.offload.placement import Placement, last_pieces, numel_of_buckets
+from superadam.state.parameter import Piece
 
 _logger = logging.getLogger("superadam")
 
@@ -61,8 +61,8 @@ class Autotuner:
         gpu_buckets, bucket_numel, transfer_dtype, num_threads: as in `superadam.Placement`, or "auto".
 
     Attributes:
-        order: parameters (of DTensors, the parts on this rank) as their gradients became ready, resident ones last, in
-            that of the last steps that had the most of them.
+        order: pieces of parameters as their gradients became ready, resident ones last, in that of the last steps that
+            had the most of them.
 
     Raises:
         ValueError: buckets are to be resident but cannot be.
@@ -90,9 +90,9 @@ class Autotuner:
         )
         if not isinstance(gpu_buckets, str):
             self.placement = self._checked(replace(self.placement, gpu_buckets=gpu_buckets))
-        self.order: list[Tensor] = []
-        self._orders: collections.deque[list[Tensor]] = collections.deque(maxlen=REMEMBERED_STEPS)
-        self._ready: dict[bool, dict[int, Tensor]] = {False: {}, True: {}}  # of this step, by whether they stay
+        self.order: list[Piece] = []
+        self._orders: collections.deque[list[Piece]] = collections.deque(maxlen=REMEMBERED_STEPS)
+        self._ready: dict[bool, dict[Piece, None]] = {False: {}, True: {}}  # of this step, by whether they stay
         self._buckets = 0  # of this step
         self._step: list[Work] = []  # of this step
         self._seconds_per_element = 0.0  # that the worker took in the last step in which it had work
@@ -103,10 +103,11 @@ class Autotuner:
     def add_bucket(self, bucket: Bucket) -> None:
         """Record a bucket of this step that is ready; programs may make any number of backwards before a step."""
         ready = self._ready[bucket.is_resident]
-        for state in bucket.states:
-            if ready.pop(id(state.local), None) is not None:
+        for piece in bucket.pieces:
+            if piece in ready:
+                del ready[piece]
                 self._step = []  # its buckets are still counted, so that nothing is chosen by some of them
-            ready[id(state.local)] = state.local
+            ready[piece] = None
         self._buckets += 1
 
     def add_work(self, work: Work) -> None:
@@ -121,7 +122,7 @@ class Autotuner:
             update_seconds: time after backward that the updates of waiting buckets took.
         """
         step, self._step = self._step, []
-        ready = [*self._ready[False].values(), *self._ready[True].values()]
+        ready = [*self._ready[False], *self._ready[True]]
         self._ready = {False: {}, True: {}}
         buckets, self._buckets = self._buckets, 0
         if not ready:
@@ -131,7 +132,7 @@ class Autotuner:
         if self._is_automatic and len(step) == buckets and self._has_new_choice(step, awaited_at, update_seconds):
             _logger.info("placement: %s", self.placement)
             return True
-        return self.placement.gpu_buckets > 0 and set(map(id, order)) != set(map(id, self.order))
+        return self.placement.gpu_buckets > 0 and set(order) != set(self.order)
 
     def _has_new_choice(self, step: list[Work], awaited_at: float, update_seconds: float) -> bool:
         now = self.placement.gpu_buckets
@@ -175,7 +176,7 @@ class Autotuner:
         return max(0, now - math.floor(max(0.0, fewer))) if late == 0.0 else now
 
     def _affordable_buckets(self, step: list[Work]) -> int:
-        """Return how many buckets, whose parameters are not cut, the device has memory for, with those there now.
+        """Return how many buckets, whose pieces are not cut, the device has memory for, with those there now.
 
         Asks the device, which takes its driver a while.
         """
@@ -188,7 +189,8 @@ class Autotuner:
         return buckets
 
     def _elements_of(self, buckets: int) -> int:
-        return sum(one.numel() for one in last_parameters(self.order, replace(self.placement, gpu_buckets=buckets)))
+        placement = replace(self.placement, gpu_buckets=buckets)
+        return sum(piece.shape.numel() for piece in last_pieces(self.order, placement))
 
     def shrink(self) -> None:
         """Keep half as many buckets, and never more from now on: the device has no memory for the present number."""

@@ -16,17 +16,17 @@ from superadam.devices import Device
 from superadam.handles.gradient_handle import take_gradient, taken_of
 from superadam.handles.taken_gradient import GradientHolder, TakenGradient
 from superadam.offload.accumulation import Accumulation
-from superadam.state.parameter import ParameterState
+from superadam.state.parameter import ParameterState, Piece
 
 DEFAULT_NUMEL = 16 * 1024 * 1024  # 32 MiB of bf16 or 64 MiB of fp32, as in SuperOffload; saturates a link
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Gradients that are sent together, one for each of `states`; `numel` counts the elements of all."""
+    """Gradients that are sent together, one for each of `pieces`; `numel` counts the elements of all."""
 
     is_resident: bool
-    states: tuple[ParameterState, ...]
+    pieces: tuple[Piece, ...]
     gradients: tuple[TakenGradient, ...]
     numel: int
 
@@ -35,13 +35,13 @@ class _Filling:
     __slots__ = ("entries", "numel")
 
     def __init__(self) -> None:
-        self.entries: list[tuple[ParameterState, TakenGradient]] = []
+        self.entries: list[tuple[Piece, TakenGradient]] = []
         self.numel = 0
 
     def current(self, is_resident: bool) -> Bucket | None:
-        """Return the latest gradient of each parameter, unless it was given back; None if that leaves nothing."""
-        members = {state: taken for state, taken in dict(self.entries).items() if taken.given is None}
-        numel = sum([state.shape.numel() for state in members])
+        """Return the latest gradient of each piece, unless it was given back; None if that leaves nothing."""
+        members = {piece: taken for piece, taken in dict(self.entries).items() if taken.given is None}
+        numel = sum([piece.shape.numel() for piece in members])
         return Bucket(is_resident, tuple(members), tuple(members.values()), numel) if members else None
 
 
@@ -51,17 +51,17 @@ class Bucketer:
     Args:
         device: that gradients are on.
         holder: of the gradients that are taken.
-        bucket_numel: elements from which on a bucket is full, with the parameter that fills it; may be changed.
+        bucket_numel: elements from which on a bucket is full, with the piece that fills it; may be changed.
 
     Attributes:
-        resident: ids of parameters, or of their parts on this rank, whose gradients go into resident buckets.
-        last: id of the last parameter that travels, where others are resident: its bucket is sent at once.
+        resident: pieces whose gradients go into resident buckets.
+        last: the last piece that travels, where others are resident: its bucket is sent at once.
     """
 
     def __init__(self, device: Device, holder: GradientHolder, bucket_numel: int) -> None:
         self.accumulation = Accumulation()
-        self.resident: frozenset[int] = frozenset()
-        self.last: int | None = None
+        self.resident: frozenset[Piece] = frozenset()
+        self.last: Piece | None = None
         self._device = device
         self._holder = holder
         self.bucket_numel = bucket_numel
@@ -77,34 +77,39 @@ class Bucketer:
         self._states = {id(state.parameter): state for state in states}
         self._filling = {}
 
-    def add(self, parameter: Tensor) -> Bucket | None:
-        """Take the gradient that backward has just completed, if it is the last one; return a bucket that is full."""
+    def add(self, parameter: Tensor) -> list[Bucket]:
+        """Take the gradient that backward has just completed, if it is the last one; return buckets that are full."""
         key = id(parameter)
         state = self._states.get(key)
         if state is None:  # no longer the optimizer's
-            return None
+            return []
         before = self._taken.get(key)
         is_first = before is not None and (before() is None or before() is not taken_of(parameter.grad))
         is_last = self.accumulation.is_last(key, is_first=is_first)
         if before is None and key in self._taken:
             del self._taken[key]  # it was given back to autograd, which has added to it
         if not is_last and self.accumulation.sum_dtype is None:
-            return None
+            return []
         taken = self._take(parameter, state)
         if taken is None:
-            return None
+            return []
         if not is_last:
             taken.pending, taken.is_unrounded = state.host_copy(taken.pending, state.dtype), True
-            return None
+            return []
         if self._device.has_link:
             self._device.mark_ready()
         self._taken[key] = weakref.ref(taken)
-        local = id(state.local)
-        is_resident = local in self.resident and not self._device.is_host(taken.pending)
-        filling = self._filling.get(is_resident) or self._filling.setdefault(is_resident, _Filling())
-        filling.entries.append((state, taken))
-        filling.numel += state.shape.numel()
-        return self._filled(is_resident) if filling.numel >= self.bucket_numel or local == self.last else None
+        full: list[Bucket | None] = []
+        for piece in state.pieces:
+            is_resident = piece in self.resident and not self._device.is_host(taken.pending)
+            filling = self._filling.get(is_resident) or self._filling.setdefault(is_resident, _Filling())
+            filling.entries.append((piece, taken))
+            filling.numel += piece.shape.numel()
+            if filling.numel >= self.bucket_numel or piece is self.last:
+                full.append(self._filled(is_resident))
+        if state.cuts:  # whose gradient keeps its memory until all of it is sent
+            full += self.rest()
+        return [bucket for bucket in full if bucket is not None]
 
     def _take(self, parameter: Tensor, state: ParameterState) -> TakenGradient | None:
         """Return a gradient that was not taken yet, or a sum of micro-batches; None where it has to be left alone."""

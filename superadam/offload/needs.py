@@ -15,13 +15,22 @@ from superadam.host.memory import HostNeeds
 from superadam.offload.placement import Placement
 from superadam.offload.transfers import dtype_on_link
 from superadam.optim.adam import SpeculativeCPUAdam
+from superadam.state.parameter import piece_length
 from superadam.state.uncertain import NARROWER, list_bytes
 
 
 def needs_of(
-    parameter: Tensor, *, is_on_host: bool, transfer_dtype: torch.dtype | None = None, amsgrad: bool = False
+    parameter: Tensor,
+    *,
+    is_on_host: bool,
+    transfer_dtype: torch.dtype | None = None,
+    amsgrad: bool = False,
+    piece_numel: int | None = None,
 ) -> HostNeeds:
-    """Return what one parameter, which may be meta, takes; `shadows` is that of a working copy, wherever it waits."""
+    """Return what one parameter, which may be meta, takes; `shadows` is that of a working copy, wherever it waits.
+
+    It is cut into pieces of at most `piece_numel` elements; None for one.
+    """
     numel, size = parameter.numel(), parameter.element_size()
     wide = max(size, torch.float32.itemsize)  # of master and moments
     is_own_master = is_on_host and size == wide
@@ -32,7 +41,7 @@ def needs_of(
         pending=0 if is_on_host else on_link * aligned(numel),
         shadows=0 if is_own_master else size * numel,
         lists=list_bytes(numel, with_max=amsgrad) if parameter.dtype in NARROWER else 0,
-        largest=0 if is_on_host else max(size, on_link) * aligned(numel),
+        largest=0 if is_on_host else max(size, on_link) * aligned(piece_length(parameter, piece_numel)),
     )
 
 
@@ -48,7 +57,8 @@ def needs_of_run(optimizer: SpeculativeCPUAdam, device: Device, placement: Place
         for parameter in (one for one in group["params"] if one.requires_grad):
             local, link = shards.local_of(parameter), placement.transfer_dtype
             is_on_host = device.is_host(local)
-            one = needs_of(local, is_on_host=is_on_host, transfer_dtype=link, amsgrad=bool(group["amsgrad"]))
+            amsgrad, most = bool(group["amsgrad"]), placement.bucket_numel
+            one = needs_of(local, is_on_host=is_on_host, transfer_dtype=link, amsgrad=amsgrad, piece_numel=most)
             gradient = parameter.grad if is_on_host else None
             run += replace(one, present=_bytes_of(entries.get(parameter), gradient))
             elements += local.numel()
@@ -61,7 +71,7 @@ def needs_of_run(optimizer: SpeculativeCPUAdam, device: Device, placement: Place
         resident = min(elements, placement.gpu_buckets * placement.bucket_numel) * BYTES_OF_STATE
         free = device.free_bytes()
         run = replace(run, shadows=run.shadows - (leaving if free is None else min(leaving, max(0, free - resident))))
-    # A bucket holds less than bucket_numel before the parameter that fills it.
+    # A bucket holds less than bucket_numel before the piece that fills it.
     return replace(run, largest=run.largest + widest * aligned(placement.bucket_numel))
 
 

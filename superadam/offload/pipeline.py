@@ -21,7 +21,7 @@ from superadam.offload.shadow import FlatShadow
 from superadam.offload.statistics import OverlapStatistics
 from superadam.offload.trace import Trace
 from superadam.offload.transfers import Sent, Transfers, norm_in
-from superadam.state.parameter import ParameterState, Pending, Phase
+from superadam.state.parameter import Pending, Phase, Piece
 from superadam.step.transaction import Transaction
 
 
@@ -63,16 +63,16 @@ class Pipeline:
         """
         transaction = self.transaction
         assert transaction is not None
-        begin, states = time.perf_counter(), bucket.states
+        begin, pieces = time.perf_counter(), bucket.pieces
         if self._device.can_update:
             self._autotuner.add_bucket(bucket)
         if bucket.is_resident:
-            sent, arrived, norms = self._transfers.pack_resident(states, bucket.gradients)
+            sent, arrived, norms = self._transfers.pack_resident(pieces, bucket.gradients)
             job = functools.partial(self._add_resident, transaction, sent, hyper, arrived, norms, begin)
         else:
-            transaction.table.bring_home(states)
-            able = {state for state in states if transaction.can_speculate(state, hyper[state.row])}
-            sent, arrived = self._transfers.download(states, bucket.gradients, able)
+            transaction.table.bring_home(pieces)
+            able = {piece for piece in pieces if transaction.can_speculate(one := piece.state, hyper[one.row])}
+            sent, arrived = self._transfers.download(pieces, bucket.gradients, able)
             job = functools.partial(self._speculate, transaction, sent, hyper, able, bucket.numel, arrived, begin)
         self._statistics.buckets += 1
         self._worker.submit(job)
@@ -92,7 +92,7 @@ class Pipeline:
         seen = transaction.norm_so_far()
         transaction.speculate(pending, norm=norm_in(norms))
         self._statistics.resident_buckets += 1
-        elements = sum(state.shape.numel() for state in pending)
+        elements = sum(piece.shape.numel() for piece in pending)
         self.predictor.total = transaction.table.numel
         self.predictor.add_arrived(elements, seen)
         self._autotuner.add_work(Work(elements, time.perf_counter(), is_resident=True))
@@ -103,7 +103,7 @@ class Pipeline:
         transaction: Transaction,
         sent: Sequence[Sent],
         hyper: Sequence[Hyperparameters],
-        able: Set[ParameterState],
+        able: Set[Piece],
         elements: int,
         arrived: Event,
         sent_at: float,
@@ -115,8 +115,8 @@ class Pipeline:
         begin = time.perf_counter()
         self.predictor.total = transaction.table.numel
         prediction = self.predictor.predict(elements, transaction.norm_so_far(), transaction.expected_scale, self.limit)
-        for state, record in pending.items():
-            if prediction is None or self.predictor.leaves_out(state, prediction, transaction.expected_scale):
+        for piece, record in pending.items():
+            if prediction is None or self.predictor.leaves_out(piece, prediction, transaction.expected_scale):
                 record.slot = None
             else:
                 record.expect(*prediction)
@@ -136,11 +136,11 @@ class Pipeline:
             end = time.perf_counter()
             self._autotuner.add_work(Work(elements, end, end - begin, is_hidden, waits=not written))
 
-    def _count_lists(self, pending: Mapping[ParameterState, Pending], prediction: Prediction) -> None:
+    def _count_lists(self, pending: Mapping[Piece, Pending], prediction: Prediction) -> None:
         self.predictor.add_lists(pending, prediction)
-        for state, record in pending.items():
+        for piece, record in pending.items():
             if record.listed is not None:
-                self._statistics.interval_elements += state.shape.numel()
+                self._statistics.interval_elements += piece.shape.numel()
                 self._statistics.uncertain_elements += record.listed.count
         now = time.perf_counter()
         self._trace.add("predicted factor", "worker", now, now, factor=prediction.factor)
@@ -185,7 +185,7 @@ class Pipeline:
                 transaction.speculate(pending, self._num_threads())
             shadow.send()
         self._count_lists(pending, prediction)
-        self._count_work("adam anew", begin, sum(state.shape.numel() for state in pending))
+        self._count_work("adam anew", begin, sum(piece.shape.numel() for piece in pending))
         return True
 
     def _count_work(self, name: str, begin: float, elements: int) -> None:
@@ -229,31 +229,29 @@ def _records(
     transaction: Transaction,
     sent: Sequence[Sent],
     hyper: Sequence[Hyperparameters],
-    speculated: Set[ParameterState] = frozenset(),
+    speculated: Set[Piece] = frozenset(),
     *,
     are_resident: bool = False,
-) -> dict[ParameterState, Pending]:
+) -> dict[Piece, Pending]:
     """Return the records of gradients that were sent, with slots for those that are to be speculated on."""
-    records: dict[ParameterState, Pending] = {}
+    records: dict[Piece, Pending] = {}
     for one in sent:
         slots = one.slots(speculated)
-        captured = zip(one.states, one.taken, one.gradients.tensors, one.versions, strict=True)
-        for state, taken, gradient, version in captured:
-            fixed = hyper[state.row], slots.get(state)
-            records[state] = transaction.pending(state, taken, gradient, version, *fixed, is_resident=are_resident)
+        captured = zip(one.pieces, one.taken, one.gradients.tensors, one.versions, strict=True)
+        for piece, taken, gradient, version in captured:
+            fixed = hyper[piece.state.row], slots.get(piece)
+            records[piece] = transaction.pending(piece, taken, gradient, version, *fixed, is_resident=are_resident)
     return records
 
 
-def _one_that_misses(
-    transaction: Transaction, factor: float
-) -> tuple[FlatShadow | None, dict[ParameterState, Pending]]:
+def _one_that_misses(transaction: Transaction, factor: float) -> tuple[FlatShadow | None, dict[Piece, Pending]]:
     """Return a shadow that is right for other factors only, with the records of all whose new values are in it."""
-    of_shadow: dict[FlatShadow, dict[ParameterState, Pending]] = {}
-    for state in transaction.in_phase(Phase.SPECULATED):
-        record = state.pending
+    of_shadow: dict[FlatShadow, dict[Piece, Pending]] = {}
+    for piece in transaction.in_phase(Phase.SPECULATED):
+        record = piece.pending
         if record is not None and record.slot is not None:
             assert isinstance(record.slot.shadow, FlatShadow)
-            of_shadow.setdefault(record.slot.shadow, {})[state] = record
+            of_shadow.setdefault(record.slot.shadow, {})[piece] = record
     for shadow, pending in of_shadow.items():
         intervals = [record.interval for record in pending.values() if record.interval is not None]
         is_trusted = all(record.versions is not None for record in pending.values())

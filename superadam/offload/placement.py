@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from superadam.offload.buckets import DEFAULT_NUMEL
+from superadam.state.parameter import Piece
 
 LEAST_BUCKETS = 8  # if the model is large enough: the work that remains after backward is about one bucket
 LEAST_NUMEL = 1024 * 1024
@@ -39,13 +39,13 @@ def numel_of_buckets(total: int) -> int:
     return max(LEAST_NUMEL, min(DEFAULT_NUMEL, total // LEAST_BUCKETS))
 
 
-def last_parameters(order: Sequence[Tensor], placement: Placement) -> list[Tensor]:
-    """Return the parameters of the last `gpu_buckets` buckets, from all parameters in the order of readiness."""
-    chosen: list[Tensor] = []
+def last_pieces(order: Sequence[Piece], placement: Placement) -> list[Piece]:
+    """Return the pieces of the last `gpu_buckets` buckets, from all of them in the order of readiness."""
+    chosen: list[Piece] = []
     elements = 0
-    for parameter in reversed(order):
+    for piece in reversed(order):
         if elements >= placement.gpu_buckets * placement.bucket_numel:
             break
-        chosen.append(parameter)
-        elements += parameter.numel()
+        chosen.append(piece)
+        elements += piece.shape.numel()
     return chosen

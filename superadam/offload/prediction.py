@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from superadam.kernels.hyperparameters import Interval
-from superadam.state.parameter import ParameterState, Pending
+from superadam.state.parameter import Pending, Piece
 from superadam.state.uncertain import LISTED_SHARE
 from superadam.step.outcome import Applied
 
@@ -68,8 +68,8 @@ class Predictor:
         self._uncertain = FIRST_UNCERTAIN
         self._listed, self._found = 0.0, 0  # in this step: elements times spread, and how many were uncertain
         self._steps = 0
-        # Until which step, and for how many; of states that are bound again by another, nothing is kept.
-        self._left_out: weakref.WeakKeyDictionary[ParameterState, tuple[int, int]] = weakref.WeakKeyDictionary()
+        # Until which step, and for how many; of pieces whose parameter is bound again by another, nothing is kept.
+        self._left_out: weakref.WeakKeyDictionary[Piece, tuple[int, int]] = weakref.WeakKeyDictionary()
 
     def add_verdict(self, applied: Applied | None) -> None:
         """Learn from the end of a step; None where nothing was speculated on, or it was skipped."""
@@ -93,20 +93,20 @@ class Predictor:
         self._seen.append({one.elements: one.seen for one in made})
         self._elements = self._arrived
 
-    def add_lists(self, pending: Mapping[ParameterState, Pending], prediction: Prediction) -> None:
+    def add_lists(self, pending: Mapping[Piece, Pending], prediction: Prediction) -> None:
         """Learn how many elements are uncertain in an interval."""
-        listed = {state: one.listed for state, one in pending.items() if one.listed is not None}
+        listed = {piece: one.listed for piece, one in pending.items() if one.listed is not None}
         if prediction.interval is None or not listed:
             return
         spread, narrowest = _spread(prediction), _spread(_around(1.0, WIDTHS[0]))
         elements = uncertain = 0
-        for state, one in listed.items():
-            numel = state.shape.numel()
+        for piece, one in listed.items():
+            numel = piece.shape.numel()
             if one.is_complete:
-                self._left_out.pop(state, None)
+                self._left_out.pop(piece, None)
             elif one.count * narrowest * LISTED_SHARE > numel * spread:  # so would be its narrowest list
-                steps = min(MOST_LEFT_OUT, 2 * self._left_out.get(state, (0, FIRST_LEFT_OUT // 2))[1])
-                self._left_out[state] = self._steps + steps, steps
+                steps = min(MOST_LEFT_OUT, 2 * self._left_out.get(piece, (0, FIRST_LEFT_OUT // 2))[1])
+                self._left_out[piece] = self._steps + steps, steps
                 continue
             elements, uncertain = elements + numel, uncertain + one.count
         if elements:
@@ -120,17 +120,17 @@ class Predictor:
         else:
             self._uncertain += FADING * (min(self._uncertain, FIRST_UNCERTAIN) - self._uncertain)
 
-    def leaves_out(self, state: ParameterState, prediction: Prediction, unscaling: float) -> bool:
-        """Whether speculation on a parameter would be in vain, if the verdict's factor is not the predicted one.
+    def leaves_out(self, piece: Piece, prediction: Prediction, unscaling: float) -> bool:
+        """Whether speculation on a piece would be in vain, if the verdict's factor is not the predicted one.
 
         It has no more values than its master, or nearly all of it is uncertain: it is near zero, or its updates are
         large. The factor without clipping, `unscaling`, is met often.
         """
         if prediction.interval is None:
             return False
-        if not state.is_narrow:
+        if not piece.is_narrow:
             return prediction.factor != unscaling
-        return self._left_out.get(state, (0, 0))[0] > self._steps
+        return self._left_out.get(piece, (0, 0))[0] > self._steps
 
     def add_arrived(self, elements: int, seen: float) -> int:
         """Count elements that have arrived in this step; return how many there were before, whose norm is `seen`."""

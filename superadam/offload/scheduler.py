@@ -37,14 +37,14 @@ from superadam.offload.hooks import Hooks
 from superadam.offload.late_commits import LateCommits
 from superadam.offload.needs import needs_of_run
 from superadam.offload.pipeline import Pipeline
-from superadam.offload.placement import Placement, last_parameters
+from superadam.offload.placement import Placement, last_pieces
 from superadam.offload.reduction import ReducedGroups
 from superadam.offload.statistics import OverlapStatistics
 from superadam.offload.trace import Trace
 from superadam.offload.transfers import Transfers
 from superadam.optim.adam import SpeculativeCPUAdam
 from superadam.optim.binding import hyper_by_row
-from superadam.state.parameter import ParameterState
+from superadam.state.parameter import ParameterState, pieces_of
 from superadam.state.resident import ResidentStates
 from superadam.step.outcome import StepOutcome
 from superadam.step.transaction import Transaction
@@ -70,7 +70,7 @@ class OffloadScheduler(GradientHolder):
         optimizer: whose parameters are those of the model, or some of them; it may be in a framework's wrapper.
         model: that is trained.
         bucket_numel: elements that travel and are speculated on together; "auto" takes an eighth of the model, within 1
-            Mi and 16 Mi. A parameter is never cut.
+            Mi and 16 Mi. Larger parameters are cut into pieces.
         gpu_buckets: number of last-ready buckets whose state stays on the model's device, where their steps are made
             with the verdict, from the second step on; the next forward needs them first. "auto" keeps, within the free
             memory, what the CPU would not have finished when backward ends, by the times of the last steps.
@@ -133,6 +133,7 @@ class OffloadScheduler(GradientHolder):
             self._device, self.statistics, self.trace, self.placement.transfer_dtype
         )
         self._transfers.staged_numel = self.placement.bucket_numel
+        self._transfers.piece_numel = self.placement.bucket_numel if self.placement.num_threads else None
         self._bucketer = Bucketer(self._device, self, self.placement.bucket_numel)
         self._hooks = Hooks(self._gradient_ready)
         self._groups: ReducedGroups | None = None  # of DTensors
@@ -180,8 +181,7 @@ class OffloadScheduler(GradientHolder):
 
     def _take(self, parameters: Iterable[Tensor]) -> None:
         for parameter in parameters:
-            bucket = self._bucketer.add(parameter)
-            if bucket is not None:
+            for bucket in self._bucketer.add(parameter):
                 self._send(bucket)
 
     def _take_waiting(self) -> None:
@@ -205,8 +205,6 @@ class OffloadScheduler(GradientHolder):
             if not isinstance(error, ValueError) and not is_short_of_memory(error):
                 raise
             _logger.debug("a bucket is left to step(): %s", error)
-            for taken in bucket.gradients:
-                taken.in_use = False
 
     # ---- for the optimizer (binding.Overlap) -----------------------------------------------------------------
 
@@ -323,16 +321,16 @@ class OffloadScheduler(GradientHolder):
             self._apply_placement()
 
     def _apply_placement(self) -> None:
-        states = () if self._transaction is None else self._transaction.table.states
-        dense = {id(state.local) for state in states if self._can_keep(state)}
-        resident = [one for one in last_parameters(self._autotuner.order, self.placement) if id(one) in dense]
-        self._bucketer.bucket_numel, self._bucketer.resident = self.placement.bucket_numel, frozenset(map(id, resident))
-        travelling = [id(one) for one in self._autotuner.order if id(one) not in self._bucketer.resident]
+        states = [] if self._transaction is None else self._transaction.table.states
+        dense = {*pieces_of(filter(self._can_keep, states))}
+        resident = dense.intersection(last_pieces(self._autotuner.order, self.placement))
+        self._bucketer.bucket_numel, self._bucketer.resident = self.placement.bucket_numel, frozenset(resident)
+        travelling = [piece for piece in self._autotuner.order if piece not in resident]
         self._bucketer.last = travelling[-1] if travelling and resident else None
         self._transfers.transfer_dtype = self.placement.transfer_dtype
         self._transfers.staged_numel = self.placement.bucket_numel
         if self._resident is not None:
-            self._resident.bring_home(state for state in states if id(state.local) not in self._bucketer.resident)
+            self._resident.bring_home(piece for piece in pieces_of(states) if piece not in resident)
 
     def _make_room(self) -> None:
         before = self.placement.gpu_buckets

@@ -13,7 +13,7 @@ from torch import Tensor
 from superadam.devices import Device, Event, Stream
 from superadam.devices.flat import FlatLayout
 from superadam.kernels.torch_private import is_short_of_memory
-from superadam.state.parameter import ParameterState, Slot
+from superadam.state.parameter import Piece, Slot
 from superadam.state.uncertain import HostPatch, Patch
 
 
@@ -36,7 +36,7 @@ class Link(Protocol):
 
 
 class FlatShadow:
-    """New values of parameters of one dtype in one flat buffer; a `superadam.state.parameter.Shadow`.
+    """New values of pieces of one dtype in one flat buffer; a `superadam.state.parameter.Shadow`.
 
     Args:
         memory: on the device, where the values go as soon as they are written; None to wait on the host.
@@ -46,7 +46,7 @@ class FlatShadow:
     def __init__(
         self,
         link: Link,
-        layout: FlatLayout[ParameterState],
+        layout: FlatLayout[Piece],
         memory: Tensor | None = None,
         host: Sequence[Tensor] = (),
     ) -> None:
@@ -54,22 +54,22 @@ class FlatShadow:
         self._layout = layout
         self._dtype = layout.states[0].parameter_dtype
         self._memory = memory
-        self._travels = link.device.has_link and not link.device.is_host(layout.states[0].local)
+        self._travels = link.device.has_link and not link.device.is_host(layout.states[0].state.local)
         self._host = [*host]
         self._views: list[Tensor] = []
         self._arrived: Event | None = None
 
     @property
     def values(self) -> list[Tensor]:
-        """One host tensor for each parameter."""
+        """One host tensor for each piece."""
         if not self._views:
             self._host = self._host or [self._link.device.host_empty(self._layout.numel, self._dtype)]
             self._views = self._layout.views(self._host[0])
         return self._views
 
-    def slots(self) -> dict[ParameterState, Slot]:
-        """Return where the value of each parameter lies."""
-        return {state: Slot(self, position) for position, state in enumerate(self._layout.states)}
+    def slots(self) -> dict[Piece, Slot]:
+        """Return where the value of each piece lies."""
+        return {piece: Slot(self, position) for position, piece in enumerate(self._layout.states)}
 
     @property
     def has_arrived(self) -> bool:

@@ -30,7 +30,7 @@ from superadam.offload.statistics import OverlapStatistics
 from superadam.offload.trace import Trace
 from superadam.state.delivery import STAGED_NUMEL, Layouts, buffers_in, groups_of, size_of
 from superadam.state.norm import GradientNorm
-from superadam.state.parameter import ParameterState, Slot
+from superadam.state.parameter import Piece, Slot
 
 LAYOUTS_KEPT = 8192  # from step to step: more than a model has buckets, unless their composition keeps changing
 PACKED_UNDER_WAY = 2  # packed buckets that may wait for the link where the device is short of memory
@@ -83,14 +83,14 @@ class Sent:
     """Gradients of one bucket and dtype, copied together; the worker makes `Pending` of them.
 
     Attributes:
-        states: of their parameters.
+        pieces: whose gradients they are.
         taken: weak references to their records.
         gradients: to be read once they have arrived.
         versions: of the records when they were sent.
         shadow: for the new values of all of them, in this order; None where none is speculated on.
     """
 
-    states: Sequence[ParameterState]
+    pieces: Sequence[Piece]
     taken: Sequence[weakref.ref[TakenGradient]]
     gradients: FlatTensors | HostTensors
     versions: Sequence[int]
@@ -98,7 +98,7 @@ class Sent:
 
     @staticmethod
     def of(
-        group: Mapping[ParameterState, TakenGradient],
+        group: Mapping[Piece, TakenGradient],
         gradients: FlatTensors | HostTensors,
         shadow: FlatShadow | None = None,
     ) -> Sent:
@@ -106,10 +106,10 @@ class Sent:
         every = group.values()
         return Sent([*group], [*map(weakref.ref, every)], gradients, [taken.version for taken in every], shadow)
 
-    def slots(self, speculated: Set[ParameterState]) -> dict[ParameterState, Slot]:
+    def slots(self, speculated: Set[Piece]) -> dict[Piece, Slot]:
         """Return the slots of those that are speculated on."""
         slots = {} if self.shadow is None else self.shadow.slots()
-        return {state: slot for state, slot in slots.items() if state in speculated}
+        return {piece: slot for piece, slot in slots.items() if piece in speculated}
 
 
 class Transfers:
@@ -120,6 +120,7 @@ class Transfers:
             and those that count unrounded, stay as they are.
         computes_norms: whether torch computes the norms of gradients before they travel, because somebody will ask.
         staged_numel: elements of new values that are staged at once; those of a bucket.
+        piece_numel: elements beyond which parameters are cut.
         is_short: whether the device has no memory for the new values of a step. They then wait on the host, and the
             host waits for the link instead of packing far ahead.
     """
@@ -131,6 +132,7 @@ class Transfers:
         self.transfer_dtype = transfer_dtype
         self.computes_norms = False
         self.staged_numel = STAGED_NUMEL
+        self.piece_numel: int | None = None
         self.is_short = False
         # Packed gradients, by the events with which they have left, or by references to the values that replace them.
         self._leaving, self._reused = _HeldBytes(operator.methodcaller("query")), _HeldBytes(_is_gone)
@@ -142,7 +144,7 @@ class Transfers:
         self._lock = threading.Lock()  # the worker uploads while the training thread publishes
         self._untold: collections.deque[tuple[Event, float, int]] = collections.deque()  # uploads not seen to arrive
         self._shadows = _HeldBytes(_is_gone)  # by references to them
-        self._layout_of = functools.lru_cache(LAYOUTS_KEPT)(FlatLayout[ParameterState])
+        self._layout_of = functools.lru_cache(LAYOUTS_KEPT)(FlatLayout[Piece])
 
     def forget_layouts(self) -> None:
         """Forget the layouts of earlier buckets, which keep their parameters alive."""
@@ -152,40 +154,39 @@ class Transfers:
 
     def download(
         self,
-        states: Sequence[ParameterState],
+        pieces: Sequence[Piece],
         gradients: Sequence[TakenGradient],
-        speculated: Set[ParameterState],
+        speculated: Set[Piece],
     ) -> tuple[list[Sent], Event]:
-        """Start the download of gradients, and find memory for the new values of the `speculated` parameters.
+        """Start the download of pieces of these gradients, and find memory for the new values of the `speculated` ones.
 
         Returns what was sent, and the event after which it may be read.
         """
         device = self.device
         sent: list[Sent] = []
-        local: dict[tuple[torch.dtype, bool] | None, dict[ParameterState, TakenGradient]] = {}
-        groups: dict[tuple[torch.dtype, torch.dtype], dict[ParameterState, TakenGradient]] = {}
-        for state, taken in zip(states, gradients, strict=True):
+        local: dict[tuple[torch.dtype, bool] | None, dict[Piece, TakenGradient]] = {}
+        groups: dict[tuple[torch.dtype, torch.dtype], dict[Piece, TakenGradient]] = {}
+        for piece, taken in zip(pieces, gradients, strict=True):
             taken.in_use = True
-            gradient = taken.pending
+            state, gradient = piece.state, taken.pending
             if device.is_host(gradient):
                 if not taken.is_unrounded:
                     gradient = self.narrowed(gradient, keeps_dtype=False)
                 taken.pending = state.host_gradient(gradient)
-                key = (state.parameter_dtype, device.is_host(state.local)) if state in speculated else None
-                local.setdefault(key, {})[state] = taken
+                key = (state.parameter_dtype, device.is_host(state.local)) if piece in speculated else None
+                local.setdefault(key, {})[piece] = taken
             else:
                 travels_as_it_is = self.transfer_dtype is None or taken.is_unrounded
                 dtype = gradient.dtype if travels_as_it_is else dtype_on_link(gradient, self.transfer_dtype)
-                groups.setdefault((dtype, state.parameter_dtype), {})[state] = taken
+                groups.setdefault((dtype, state.parameter_dtype), {})[piece] = taken
         for key, group in local.items():
             shadow = None if key is None else self._shadow(self._layout_of(tuple(group)), None)
-            sent.append(Sent.of(group, HostTensors([taken.pending for taken in group.values()]), shadow))
+            sent.append(Sent.of(group, HostTensors([one.of(taken.pending) for one, taken in group.items()]), shadow))
         leaving = 0
-        packed: list[tuple[FlatLayout[ParameterState], dict[ParameterState, TakenGradient], Tensor, FlatShadow | None]]
-        packed = []
+        packed: list[tuple[FlatLayout[Piece], dict[Piece, TakenGradient], Tensor, FlatShadow | None]] = []
         for (dtype, parameter_dtype), group in groups.items():
             layout = self._layout_of(tuple(group))
-            source = self._pack([taken.pending for taken in group.values()], layout, dtype)
+            source = self._pack(group, layout, dtype)
             memory = shadow = None
             if not speculated.isdisjoint(group):
                 memory = self._shadow_on_device(source, layout.numel, parameter_dtype)
@@ -200,27 +201,35 @@ class Transfers:
         hosts, arrived = self._send_to_host([source for _, _, source, _ in packed])
         for (layout, group, _, shadow), host in zip(packed, hosts, strict=True):
             sent.append(Sent.of(group, layout.cut(host), shadow))
-            for position, taken in enumerate(group.values()):
-                taken.move_to(sent[-1].gradients, position, arrived)
+            _move(group, sent[-1], arrived)
         if leaving:
             self._leaving.add(arrived, leaving)
         self._most_packed = max(self._most_packed, self._leaving.size + self._reused.size)
         return sent, arrived
 
-    def _pack(self, gradients: Sequence[Tensor], layout: FlatLayout[ParameterState], dtype: torch.dtype) -> Tensor:
+    def _pack(self, group: Mapping[Piece, TakenGradient], layout: FlatLayout[Piece], dtype: torch.dtype) -> Tensor:
         """Return gradients in one buffer on the device, once few others wait for the link where memory is short."""
         if self.is_short:
             self._let_leave(PACKED_UNDER_WAY)
         try:
-            packed = self.device.pack(gradients, layout, dtype)
+            packed = self.device.pack(self._present(group), layout, dtype)
         except Exception as error:
             self.is_short = self.is_short or is_short_of_memory(error)
             if not is_short_of_memory(error) or not self._leaving.size:
                 raise
             self._let_leave(0)
-            packed = self.device.pack(gradients, layout, dtype)
+            packed = self.device.pack(self._present(group), layout, dtype)
         self._travelled += packed.nbytes
         return packed
+
+    def _present(self, group: Mapping[Piece, TakenGradient]) -> list[Tensor]:
+        """Return the gradients of pieces on the device; those of cut parameters are first put in their memory order."""
+        for piece, taken in group.items():
+            state = piece.state
+            if state is not piece and taken.pending.stride() != state.strides:
+                layout = FlatLayout([state])
+                taken.pending = layout.views(self.device.pack([taken.pending], layout, taken.pending.dtype))[0]
+        return [piece.of(taken.pending) for piece, taken in group.items()]
 
     def _let_leave(self, most: int) -> None:
         while (arrived := self._leaving.oldest(most + 1)) is not None:
@@ -242,9 +251,7 @@ class Transfers:
         self.is_short = True
         return travelled
 
-    def _shadow(
-        self, layout: FlatLayout[ParameterState], memory: Tensor | None, host: Sequence[Tensor] = ()
-    ) -> FlatShadow:
+    def _shadow(self, layout: FlatLayout[Piece], memory: Tensor | None, host: Sequence[Tensor] = ()) -> FlatShadow:
         shadow = FlatShadow(self, layout, memory, host)
         self._shadows.add(weakref.ref(shadow), layout.numel * layout.states[0].parameter_dtype.itemsize)
         self._statistics.shadow_bytes = max(self._statistics.shadow_bytes, self._shadows.size)
@@ -268,39 +275,38 @@ class Transfers:
             return None
 
     def pack_resident(
-        self, states: Sequence[ParameterState], gradients: Sequence[TakenGradient]
+        self, pieces: Sequence[Piece], gradients: Sequence[TakenGradient]
     ) -> tuple[list[Sent], Event, list[Tensor]]:
         """Copy gradients within the device, and start the download of their norm.
 
         Returns the copies in the order of their norm, the event after which `norm_in` may read it, and its tensors.
         """
         device = self.device
-        groups: dict[torch.dtype, dict[ParameterState, TakenGradient]] = {}
-        for state, taken in zip(states, gradients, strict=True):
+        groups: dict[torch.dtype, dict[Piece, TakenGradient]] = {}
+        for piece, taken in zip(pieces, gradients, strict=True):
             taken.in_use = True
             is_narrowed = self.narrows and not taken.is_unrounded
             dtype = dtype_on_link(taken.pending, self.transfer_dtype) if is_narrowed else taken.pending.dtype
-            groups.setdefault(dtype, {})[state] = taken
+            groups.setdefault(dtype, {})[piece] = taken
         norms: list[Tensor] = []
         sent: list[Sent] = []
         for dtype, group in groups.items():
             layout = self._layout_of(tuple(group))
-            chunks = sum(native.chunk_count(state.shape.numel()) for state in layout.states)
+            chunks = sum(native.chunk_count(piece.shape.numel()) for piece in layout.states)
             norms.append(device.empty(2 * chunks, torch.float64, Stream.CURRENT))
-            pending = [taken.pending for taken in group.values()]
-            buffer = device.pack(pending, layout, dtype, ChunkSums.over(norms[-1]))
+            buffer = device.pack(self._present(group), layout, dtype, ChunkSums.over(norms[-1]))
             sent.append(Sent.of(group, layout.cut(buffer)))
         self._compute_norms(gradients)
         hosts, arrived = self._send_to_host(norms)
         for group, one in zip(groups.values(), sent, strict=True):
-            for position, taken in enumerate(group.values()):
-                taken.move_to(one.gradients, position, arrived)
+            _move(group, one, arrived)
         return sent, arrived, hosts
 
     def _compute_norms(self, gradients: Sequence[TakenGradient]) -> None:
-        if self.computes_norms and gradients:
-            norms = norms_of((taken.pending, taken.norm_dtype) for taken in gradients)
-            for taken, norm in zip(gradients, norms, strict=True):
+        unknown = [taken for taken in gradients if taken.norm is None] if self.computes_norms else []
+        if unknown:
+            norms = norms_of((taken.pending, taken.norm_dtype) for taken in unknown)
+            for taken, norm in zip(unknown, norms, strict=True):
                 taken.norm = norm
 
     def _send_to_host(self, sources: Sequence[Tensor]) -> tuple[list[Tensor], Event]:
@@ -337,51 +343,51 @@ class Transfers:
         """Whether kernels on the CPU may write this parameter."""
         return self.device.is_host(parameter)
 
-    def shadows(self, states: Sequence[ParameterState]) -> list[Slot]:
+    def shadows(self, pieces: Sequence[Piece]) -> list[Slot]:
         """Return memory of the host."""
-        shadows = [self._shadow(self._layout_of(group), None) for group in groups_of(states)]
-        return _slots(states, shadows)
+        shadows = [self._shadow(self._layout_of(group), None) for group in groups_of(pieces)]
+        return _slots(pieces, shadows)
 
-    def stage(self, parts: Sequence[Sequence[ParameterState]]) -> Iterator[list[Slot]]:
-        """Return memory of the host for each part, in turn one of two pieces, or always the same if memory is short."""
+    def stage(self, parts: Sequence[Sequence[Piece]]) -> Iterator[list[Slot]]:
+        """Return memory of the host for each part, in turn one of two, or always the same if memory is short."""
         if self._staged is not None:
             self._staged.synchronize()
-        layouts = [[*map(self._layout_of, groups_of(states))] for states in parts]
+        layouts = [[*map(self._layout_of, groups_of(pieces))] for pieces in parts]
         size = max(map(size_of, layouts))
-        pieces = [self.device.host_empty(size, torch.uint8)]
+        buffers = [self.device.host_empty(size, torch.uint8)]
         if len(parts) > 1:
             try:
-                pieces.append(self.device.host_empty(size, torch.uint8))
+                buffers.append(self.device.host_empty(size, torch.uint8))
             except Exception as error:
                 if not is_short_of_memory(error):
                     raise
-        return self._slots_in_turn(parts, layouts, pieces)
+        return self._slots_in_turn(parts, layouts, buffers)
 
     def _slots_in_turn(
-        self, parts: Sequence[Sequence[ParameterState]], layouts: Sequence[Layouts], pieces: Sequence[Tensor]
+        self, parts: Sequence[Sequence[Piece]], layouts: Sequence[Layouts], buffers: Sequence[Tensor]
     ) -> Iterator[list[Slot]]:
-        """Yield slots in the next piece of memory, once what was published from there before has left it."""
+        """Yield slots in the next buffer, once what was published from there before has left it."""
         published: collections.deque[Event] = collections.deque()
-        for states, some, piece in zip(parts, layouts, itertools.cycle(pieces), strict=False):
-            if len(published) == len(pieces):
+        for pieces, some, buffer in zip(parts, layouts, itertools.cycle(buffers), strict=False):
+            if len(published) == len(buffers):
                 published.popleft().synchronize()
-            hosts = buffers_in(piece, some)
-            shadows = [self._shadow(layout, None, [host, piece]) for layout, host in zip(some, hosts, strict=True)]
-            yield _slots(states, shadows)
+            hosts = buffers_in(buffer, some)
+            shadows = [self._shadow(layout, None, [host, buffer]) for layout, host in zip(some, hosts, strict=True)]
+            yield _slots(pieces, shadows)
             del shadows
             self._staged = self.device.record(Stream.CURRENT)
             published.append(self._staged)
 
-    def publish(self, states: Sequence[ParameterState], slots: Sequence[Slot]) -> None:
+    def publish(self, pieces: Sequence[Piece], slots: Sequence[Slot]) -> None:
         """Copy new values into their parameters on the current stream, those that have arrived already first."""
         chosen: dict[FlatShadow, tuple[list[int], list[Tensor]]] = {}
-        for state, (shadow, position) in zip(states, slots, strict=True):
+        for piece, (shadow, position) in zip(pieces, slots, strict=True):
             assert isinstance(shadow, FlatShadow)
             some = chosen.get(shadow)
             if some is None:
                 some = chosen[shadow] = [], []
             some[0].append(position)
-            some[1].append(state.local)
+            some[1].append(piece.working_copy)
         late = [shadow for shadow in chosen if not shadow.has_arrived]
         for shadows in ([shadow for shadow in chosen if shadow not in late], late):
             sources: list[Tensor] = []
@@ -424,9 +430,19 @@ class Transfers:
                 self._trace.add("parameters to device", "upload", begin, time.perf_counter(), elements=elements)
 
 
-def _slots(states: Sequence[ParameterState], shadows: Sequence[FlatShadow]) -> list[Slot]:
-    slots = {state: slot for shadow in shadows for state, slot in shadow.slots().items()}
-    return [slots[state] for state in states]
+def _move(group: Mapping[Piece, TakenGradient], sent: Sent, arrived: Event) -> None:
+    """Let gradients that were sent be found where they are then."""
+    for position, (piece, taken) in enumerate(group.items()):
+        if (state := piece.state) is piece:
+            taken.move_to(sent.gradients, position, arrived)
+        else:
+            begin, numel = piece.begin, piece.shape.numel()
+            taken.move_piece_to(sent.gradients, position, arrived, begin=begin, numel=numel, strides=state.strides)
+
+
+def _slots(pieces: Sequence[Piece], shadows: Sequence[FlatShadow]) -> list[Slot]:
+    slots = {piece: slot for shadow in shadows for piece, slot in shadow.slots().items()}
+    return [slots[piece] for piece in pieces]
 
 
 def norm_in(hosts: Sequence[Tensor]) -> GradientNorm:

@@ -23,7 +23,7 @@ from superadam.kernels import native, torch_private
 from superadam.optim import checkpoint
 from superadam.optim.arguments import check_group, check_together, checked_limit, refuse_limit_of_shard
 from superadam.optim.binding import Binding, Overlap, hyper_by_row, names_of, runs_of
-from superadam.state.parameter import ParameterState, check_parameter
+from superadam.state.parameter import ParameterState, check_parameter, pieces_of
 from superadam.step.gradients import gather
 from superadam.step.outcome import Statistics, StepKind, StepOutcome
 
@@ -311,13 +311,14 @@ class SpeculativeCPUAdam(Optimizer):
                 gradient = taken.pending if received is None or taken.is_unrounded else received(taken.pending)
                 taken.pending, taken.in_use = state.host_gradient(gradient), True
                 gradients[state] = taken
-        able = [state for state in gradients if transaction.can_speculate(state, hyper[state.row])]
+        able = pieces_of(state for state in gradients if transaction.can_speculate(state, hyper[state.row]))
         slots = dict(zip(able, table.delivery.shadows(able), strict=True))
-        table.bring_home(gradients)
+        table.bring_home(pieces_of(gradients))
+        captured = [(piece, one, hyper[state.row]) for state, one in gradients.items() for piece in state.pieces]
         transaction.speculate(
             {
-                s: transaction.pending(s, weakref.ref(one), one.pending, one.version, hyper[s.row], slots.get(s))
-                for s, one in gradients.items()
+                p: transaction.pending(p, weakref.ref(one), p.of(one.pending), one.version, now, slots.get(p))
+                for p, one, now in captured
             }
         )
 

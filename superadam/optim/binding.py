@@ -26,7 +26,7 @@ from superadam.kernels.torch_private import is_short_of_memory
 from superadam.optim.arguments import is_flattened
 from superadam.optim.published_state import PublishedState
 from superadam.state.delivery import Delivery, SynchronousDelivery
-from superadam.state.parameter import ParameterState, Phase
+from superadam.state.parameter import ParameterState
 from superadam.state.resident import ResidentStates
 from superadam.state.table import ParameterTable
 from superadam.step.outcome import Statistics, StepOutcome
@@ -167,7 +167,7 @@ class Binding(GradientHolder):
                 return self._bind(parameters, names)
         if self.published.is_exposed:
             for state in transaction.table.states:
-                if state.phase is not Phase.ACCEPTED and self.published.read(state, transaction.table):
+                if not state.is_accepted and self.published.read(state, transaction.table):
                     transaction.distrust(state)
             self.published.look_for_references()
         return transaction
@@ -273,7 +273,13 @@ class Binding(GradientHolder):
         delivery = SynchronousDelivery() if self.overlap is None else self.overlap._delivery
         states = [
             known.get(parameter)
-            or ParameterState(parameter, row, name, is_on_host=delivery.is_host(shards.local_of(parameter)))
+            or ParameterState(
+                parameter,
+                row,
+                name,
+                is_on_host=delivery.is_host(shards.local_of(parameter)),
+                piece_numel=delivery.piece_numel,
+            )
             for row, (parameter, name) in enumerate(zip(parameters, names, strict=True))
         ]
         _refuse_shared_memory(states, names)
@@ -318,6 +324,8 @@ def _is_converted(state: ParameterState, table: ParameterTable) -> bool:
         return True
     if not table.fingerprints.is_moved(state.row):
         return False
+    if state.cuts and state.local.stride() != state.strides:  # pieces are consecutive in memory
+        return True
     now = ParameterState(state.parameter, state.row, state.name)
     return bool(_get_kind(now) != _get_kind(state)) or (now.is_staged and not state.is_staged)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from superadam.distributed import shards
 from superadam.optim import checkpoint
-from superadam.state.parameter import TENSORS, ParameterState, Phase
+from superadam.state.parameter import TENSORS, ParameterState
 from superadam.state.table import ParameterTable
 
 
@@ -40,7 +40,7 @@ class PublishedState:
         """Bring `entries` up to date with rows that are newer; other entries, which users may have edited, stay."""
         for state in table.states:
             is_distributed = table.is_distributed and state.is_distributed
-            if table.is_published[state.row] or state.phase is Phase.ACCEPTED or not table.is_home(state):
+            if table.is_published[state.row] or state.is_accepted or not table.is_home(state):
                 continue
             entry = self.entries.setdefault(state.parameter, {})
             count = int(table.steps[state.row])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from superadam.devices.flat import FlatLayout
 from superadam.kernels.copies import copy_each
-from superadam.state.parameter import ParameterState, Slot
+from superadam.state.parameter import Piece, Slot
 from superadam.state.uncertain import HostPatch, Patch
 
 STAGED_NUMEL = 16 * 1024 * 1024
@@ -25,9 +25,11 @@ class Delivery(Protocol):
 
     Attributes:
         staged_numel: about how many elements of new values a part for `stage` has.
+        piece_numel: elements beyond which parameters are cut when they are bound; None for no limit.
     """
 
     staged_numel: int
+    piece_numel: int | None
 
     @property
     def received(self) -> Callable[[Tensor], Tensor] | None:
@@ -36,16 +38,16 @@ class Delivery(Protocol):
     def is_host(self, parameter: Tensor) -> bool:
         """Whether kernels on the CPU may write this parameter."""
 
-    def shadows(self, states: Sequence[ParameterState]) -> list[Slot]:
-        """Return memory for one new value of each of these parameters."""
+    def shadows(self, pieces: Sequence[Piece]) -> list[Slot]:
+        """Return memory for one new value of each of these pieces."""
 
-    def stage(self, parts: Sequence[Sequence[ParameterState]]) -> Iterator[list[Slot]]:
+    def stage(self, parts: Sequence[Sequence[Piece]]) -> Iterator[list[Slot]]:
         """Return memory for the new values of one part after another; there is at least one.
 
         All of it is allocated when this returns. Parts may share memory: publish each before asking for the next.
         """
 
-    def publish(self, states: Sequence[ParameterState], slots: Sequence[Slot]) -> None:
+    def publish(self, pieces: Sequence[Piece], slots: Sequence[Slot]) -> None:
         """Copy new values into their parameters, past version counters, before anything later on the current stream.
 
         Does not fail for want of memory, because the state has changed by then.
@@ -55,14 +57,14 @@ class Delivery(Protocol):
         """Return when everything that was published has arrived, so that the host can read parameters."""
 
 
-Layouts = Sequence[FlatLayout[ParameterState]]  # of new values, one for each dtype
+Layouts = Sequence[FlatLayout[Piece]]  # of new values, one for each dtype
 
 
-def groups_of(states: Sequence[ParameterState]) -> list[tuple[ParameterState, ...]]:
-    """Return the states of each dtype, whose new values lie in one flat buffer."""
-    groups: dict[torch.dtype, list[ParameterState]] = {}
-    for state in states:
-        groups.setdefault(state.parameter_dtype, []).append(state)
+def groups_of(pieces: Sequence[Piece]) -> list[tuple[Piece, ...]]:
+    """Return the pieces of each dtype, whose new values lie in one flat buffer."""
+    groups: dict[torch.dtype, list[Piece]] = {}
+    for piece in pieces:
+        groups.setdefault(piece.parameter_dtype, []).append(piece)
     return [*map(tuple, groups.values())]
 
 
@@ -81,7 +83,7 @@ def buffers_in(memory: Tensor, layouts: Layouts) -> Iterator[Tensor]:
 
 
 class HostShadow:
-    """New values in pageable memory, one tensor for each parameter."""
+    """New values in pageable memory, one tensor for each piece."""
 
     def __init__(self, values: list[Tensor]) -> None:
         self.values = values
@@ -95,34 +97,35 @@ class SynchronousDelivery:
     """Copies that are done, or at least ordered before everything later, when the call returns."""
 
     staged_numel = STAGED_NUMEL
+    piece_numel: int | None = None
     received = None
 
     def is_host(self, parameter: Tensor) -> bool:
         """Whether it is on the CPU."""
         return parameter.is_cpu
 
-    def shadows(self, states: Sequence[ParameterState]) -> list[Slot]:
+    def shadows(self, pieces: Sequence[Piece]) -> list[Slot]:
         """Return pageable memory."""
-        return next(self.stage([states]))
+        return next(self.stage([pieces]))
 
-    def stage(self, parts: Sequence[Sequence[ParameterState]]) -> Iterator[list[Slot]]:
+    def stage(self, parts: Sequence[Sequence[Piece]]) -> Iterator[list[Slot]]:
         """Return pageable memory, the same for all parts."""
-        layouts = [[*map(FlatLayout, groups_of(states))] for states in parts]
+        layouts = [[*map(FlatLayout, groups_of(pieces))] for pieces in parts]
         memory = torch.empty(max(map(size_of, layouts)), dtype=torch.uint8, device="cpu")
-        return (_slots(states, some, memory) for states, some in zip(parts, layouts, strict=True))
+        return (_slots(pieces, some, memory) for pieces, some in zip(parts, layouts, strict=True))
 
-    def publish(self, states: Sequence[ParameterState], slots: Sequence[Slot]) -> None:
+    def publish(self, pieces: Sequence[Piece], slots: Sequence[Slot]) -> None:
         """Copy all of them in one call."""
-        copy_each([state.local.data for state in states], [slot.value for slot in slots])
+        copy_each([piece.working_copy.data for piece in pieces], [slot.value for slot in slots])
 
     def settle(self) -> None:
         """Return at once."""
 
 
-def _slots(states: Sequence[ParameterState], layouts: Layouts, memory: Tensor) -> list[Slot]:
+def _slots(pieces: Sequence[Piece], layouts: Layouts, memory: Tensor) -> list[Slot]:
     pairs = [*zip(layouts, buffers_in(memory, layouts), strict=True)]
     values = {
-        state: view for layout, buffer in pairs for state, view in zip(layout.states, layout.views(buffer), strict=True)
+        piece: view for layout, buffer in pairs for piece, view in zip(layout.states, layout.views(buffer), strict=True)
     }
-    shadow = HostShadow([values[state] for state in states])
-    return [Slot(shadow, position) for position in range(len(states))]
+    shadow = HostShadow([values[piece] for piece in pieces])
+    return [Slot(shadow, position) for position in range(len(pieces))]

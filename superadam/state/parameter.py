@@ -1,4 +1,4 @@
-"""State of one parameter: its fp32 master and moments, and the gradient that is pending on it.
+"""State of one parameter: its fp32 master and moments, and the gradient that is pending on its pieces.
 
 A parameter that is fp32 or fp64, dense and on the CPU is its own master. Any other is a *working copy*, whose master
 lies next to the moments on the CPU.
@@ -6,9 +6,11 @@ lies next to the moments on the CPU.
 
 from __future__ import annotations
 
+import abc
 import enum
+import operator
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -17,7 +19,7 @@ from torch import Tensor
 
 from superadam.distributed import shards
 from superadam.handles.taken_gradient import TakenGradient
-from superadam.kernels import torch_private
+from superadam.kernels import native, torch_private
 from superadam.kernels.dtypes import DTYPES
 from superadam.kernels.hyperparameters import Hyperparameters, Interval, Scale
 from superadam.kernels.torch_private import dtensor_like, version_of
@@ -28,7 +30,7 @@ TENSORS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master")
 
 
 class Phase(enum.Enum):
-    """Where a parameter's transaction stands."""
+    """Where the transaction of a piece stands."""
 
     __hash__ = object.__hash__  # not a function of Python's, many times for each parameter of a step
 
@@ -41,18 +43,18 @@ class Phase(enum.Enum):
 
 
 class Shadow(Protocol):
-    """New values of some parameters, in separate memory until a verdict publishes them."""
+    """New values of some pieces, in separate memory until a verdict publishes them."""
 
     @property
     def values(self) -> list[Tensor]:
-        """One host tensor for each parameter, of its dtype and in the layout of its state, for kernels to write."""
+        """One host tensor for each piece, of its parameter's dtype and in its layout, for kernels to write."""
 
     def patch(self, positions: Sequence[int], counts: Sequence[int]) -> Patch:
-        """Return memory for new values of so many elements of the parameters at these positions."""
+        """Return memory for new values of so many elements of the pieces at these positions."""
 
 
 class Slot(NamedTuple):
-    """Where the new value of one parameter lies."""
+    """Where the new value of one piece lies."""
 
     shadow: Shadow
     position: int
@@ -69,7 +71,7 @@ class Pending:
 
     Attributes:
         taken: the record of the gradient; weak, so that nothing here keeps a gradient that was given back.
-        gradient: as kernels read it: on the host in the layout of the state, or on the device where `is_resident`.
+        gradient: of one piece, as kernels read it: on the host in its layout, or on the device where `is_resident`.
         version: of `taken`, whose gradient this is.
         step: the step that this gradient makes, counted from 1.
         scale: factor on the gradient in the speculated value.
@@ -130,34 +132,121 @@ def differing(first: Tensor, second: Tensor) -> Tensor:
     return (first.contiguous().view(bits) != second.contiguous().view(bits)) & ~(first.isnan() & second.isnan())
 
 
-class ParameterState:
+def piece_length(parameter: Tensor, most: int | None) -> int:
+    """Return the elements of the pieces that a parameter is cut into, of which the last may have fewer.
+
+    They are multiples of a chunk of the norm, and no more than `most` (None: no limit) rounded up to that. A parameter
+    with gaps in its memory is one piece.
+    """
+    numel = parameter.numel()
+    if most is None or numel <= max(most, native.CHUNK) or parameter.stride() != _dense_strides(parameter):
+        return numel
+    count = -(-numel // max(most, native.CHUNK))
+    return native.CHUNK * -(-numel // (native.CHUNK * count))
+
+
+def _dense_strides(parameter: Tensor) -> tuple[int, ...]:
+    return torch.empty_like(parameter, device="meta").stride()
+
+
+class Piece(abc.ABC):
+    """Elements of a parameter that are consecutive in memory: they travel, are speculated on and committed together.
+
+    A parameter that is not cut is its own only piece.
+
+    Attributes:
+        row: in the table of kernels' jobs; its position in the optimizer, of a parameter.
+        begin: its first element, in the order of memory.
+        shape, strides: of its tensors: the parameter's, or one dimension where that is cut.
+        dtype: of master and moments: fp32, or fp64 for fp64 parameters.
+        parameter_dtype: of the working copy.
+        reference: the weak reference to the parameter's state that all share, so that taking a gradient makes none.
+        state: of the parameter; found in C, because passes ask often.
+    """
+
+    begin = 0
+    reference: weakref.ref[ParameterState]
+    state = property(operator.methodcaller("reference"))
+
+    def __init__(
+        self, row: int, shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, parameter_dtype: torch.dtype
+    ) -> None:
+        self.row, self.shape, self.strides = row, shape, strides
+        self.dtype, self.parameter_dtype = dtype, parameter_dtype
+        self.phase = Phase.CLEAN
+        self.pending: Pending | None = None
+
+    @abc.abstractmethod
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return these elements of a tensor in the layout of the parameter's state."""
+
+    @property
+    def working_copy(self) -> Tensor:
+        """These elements of the parameter."""
+        return self.of(self.state.local)
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether the parameter's dtype is narrower than its master's, so that new values of many factors are one."""
+        return self.parameter_dtype in NARROWER
+
+    def host_copy(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return a copy of a tensor of this shape on the CPU, in this layout."""
+        return torch.empty_strided(tensor.shape, self.strides, dtype=dtype, device="cpu").copy_(tensor.detach())
+
+    def waits_with(self, taken: TakenGradient) -> bool:
+        """Whether this gradient waits for its verdict, unchanged."""
+        pending = self.pending if self.phase is Phase.SPECULATED else None
+        return pending is not None and pending.taken() is taken and pending.version == taken.version
+
+
+class _Cut(Piece):
+    """A piece of a parameter that is cut."""
+
+    def __init__(self, state: ParameterState, begin: int, numel: int) -> None:
+        super().__init__(-1, torch.Size([numel]), (1,), state.dtype, state.parameter_dtype)
+        self.begin, self.reference = begin, state.reference
+
+    def of(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().as_strided(self.shape, self.strides, tensor.storage_offset() + self.begin)
+
+
+def pieces_of(states: Iterable[ParameterState]) -> list[Piece]:
+    """Return all pieces of some parameters."""
+    return [piece for state in states for piece in state.pieces]
+
+
+class ParameterState(Piece):
     """State of one parameter; its tensors are None until the first gradient arrives.
 
     Attributes:
         parameter: the model's tensor, whose `.grad` counts.
         local: this rank's part of it, on which kernels work; without DTensor the same tensor. So are all tensors below.
         parameter_dtype, shape: of `local` when it was bound.
-        row, name: its position among all parameters of the optimizer, and its name in error messages.
-        dtype: of master and moments: fp32, or fp64 for fp64 parameters.
+        name: in error messages.
         strides: layout of master, moments and the gradients that kernels read: dense, in the order of the parameter.
+        cuts: the pieces that it is cut into; none where it is its own only piece.
         is_own_master: whether the parameter itself is the master; `master` is that of a working copy.
         is_staged: whether kernels cannot write the parameter directly: on another device, or not dense.
         exp_avg, exp_avg_sq, max_exp_avg_sq: moments, as in torch.optim.Adam.
-        reference: the weak reference to this object that all share, kept so that taking a gradient makes none.
         wholes: the DTensors, by attribute, as whose part users see the four tensors above; empty for other parameters.
     """
 
-    def __init__(self, parameter: Tensor, row: int, name: str, *, is_on_host: bool | None = None) -> None:
+    def __init__(
+        self,
+        parameter: Tensor,
+        row: int,
+        name: str,
+        *,
+        is_on_host: bool | None = None,
+        piece_numel: int | None = None,
+    ) -> None:
         check_parameter(parameter, name)
-        self.parameter = parameter
-        self.local = local = shards.local_of(parameter)
+        local = shards.local_of(parameter)
+        dtype = torch.float64 if local.dtype == torch.float64 else torch.float32
+        super().__init__(row, local.shape, _dense_strides(local), dtype, local.dtype)
+        self.parameter, self.local, self.name = parameter, local, name
         on_host = local.is_cpu if is_on_host is None else is_on_host
-        self.row = row
-        self.name = name
-        self.dtype = torch.float64 if local.dtype == torch.float64 else torch.float32
-        self.parameter_dtype = local.dtype
-        self.shape = local.shape
-        self.strides = torch.empty_like(local, device="meta").stride()
         self.is_contiguous_on_cpu = on_host and local.is_contiguous()
         self.is_staged = not on_host or local.stride() != self.strides
         self.is_own_master = local.dtype == self.dtype and not self.is_staged
@@ -166,9 +255,29 @@ class ParameterState:
         self.exp_avg_sq: Tensor | None = None
         self.max_exp_avg_sq: Tensor | None = None
         self.wholes: dict[str, Tensor] = {}
-        self.phase = Phase.CLEAN
-        self.pending: Pending | None = None
         self.reference = weakref.ref(self)
+        self.cuts: tuple[Piece, ...] = ()
+        length, numel = piece_length(local, None if self.is_own_master else piece_numel), local.numel()
+        if length < numel:
+            self.cuts = tuple(_Cut(self, begin, min(length, numel - begin)) for begin in range(0, numel, length))
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return the tensor itself."""
+        return tensor
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """All pieces, in the order of memory."""
+        return self.cuts or (self,)
+
+    @property
+    def is_accepted(self) -> bool:
+        """Whether a commit of some piece is still to come."""
+        return any(piece.phase is Phase.ACCEPTED for piece in self.pieces)
+
+    def waits_with(self, taken: TakenGradient) -> bool:
+        """Whether this gradient waits for its verdict with all pieces, unchanged."""
+        return all(piece.waits_with(taken) for piece in self.cuts) if self.cuts else super().waits_with(taken)
 
     @property
     def is_distributed(self) -> bool:
@@ -195,11 +304,6 @@ class ParameterState:
         if shards.local_of(self.wholes.get(key)) is not tensor:
             self.wholes[key] = self.whole(tensor)
         return self.wholes[key]
-
-    def host_copy(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return a copy of `tensor` on the CPU in the layout of the state."""
-        empty = torch.empty_strided(self.local.shape, self.strides, dtype=dtype, device="cpu")
-        return empty.copy_(tensor.detach())
 
     def zeros(self) -> Tensor:
         """Return zeros in the layout of the state."""
@@ -241,16 +345,6 @@ class ParameterState:
         if gradient.is_cpu and gradient.stride() == self.strides and not gradient.is_neg():
             return gradient.detach() if gradient.requires_grad else gradient
         return self.host_copy(gradient, gradient.dtype)
-
-    def waits_with(self, taken: TakenGradient) -> bool:
-        """Whether this gradient waits for its verdict, unchanged."""
-        pending = self.pending if self.phase is Phase.SPECULATED else None
-        return pending is not None and pending.taken() is taken and pending.version == taken.version
-
-    @property
-    def is_narrow(self) -> bool:
-        """Whether the parameter's dtype is narrower than its master's, so that new values of many factors are one."""
-        return self.parameter_dtype in NARROWER
 
     @property
     def has_state(self) -> bool:

@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 
 from superadam.kernels import native
-from superadam.state.parameter import ParameterState, differing
+from superadam.state.parameter import Piece, differing
 from superadam.state.table import ParameterTable, Rows
 
 FULL_STEPS = 100
 """Steps after a finding that compare everything: a clamp may leave its samples alone for a while."""
 
 STAGED_ROWS = 64
-"""Parameters that kernels cannot read, as those on a device, take turns: torch takes microseconds for each."""
+"""Pieces that kernels cannot read, as those on a device, take turns: torch takes microseconds for each."""
 
 _logger = logging.getLogger("superadam")
 
@@ -41,7 +41,7 @@ class Samples:
         self._table = table
         self._full_steps = 0
         self._has_warned = False
-        self._blocks = [blocks_of(state.local.numel()) for state in table.states]
+        self._blocks = [blocks_of(piece.shape.numel()) for piece in table.pieces]
 
     def find_written(self, rows: Rows) -> list[int]:
         """Return those rows that were written to without a hint, as far as samples show that there are any."""
@@ -65,43 +65,43 @@ class Samples:
         found: list[int] = table.differing(rows, everything=everything).tolist()
         if found:
             found = [row for row in found if table.is_home(table.states[row])]
-        staged = rows[table.is_staged[rows]]
+        staged = table.rows_in_pieces(rows[table.is_staged[rows]])
         if len(staged):
             if not everything and len(staged) > STAGED_ROWS:
-                begin = STAGED_ROWS * int(table.steps[staged].max()) % len(staged)
+                begin = STAGED_ROWS * int(table.steps[table.owners[staged]].max()) % len(staged)
                 staged = np.roll(staged, -begin)[:STAGED_ROWS]
-            states = [table.states[row] for row in staged[table.fingerprints.had_memory(staged)].tolist()]
-            found += self._written(states) if everything else self._sampled(states)
+            pieces = [table.pieces[row] for row in staged[table.fingerprints.had_memory(table.owners[staged])].tolist()]
+            found += dict.fromkeys(self._written(pieces) if everything else self._sampled(pieces))
         if everything:
             for row in set(rows.tolist()).difference(found):
                 table.remember_master(table.states[row])
         return [row for row in found if not table.is_master_edited(table.states[row])] if found else found
 
-    def _written(self, states: Sequence[ParameterState]) -> list[int]:
+    def _written(self, pieces: Sequence[Piece]) -> list[int]:
         found = []
-        for state in states:
-            master = self._table.newest_master(state)
+        for piece in pieces:
+            master, working_copy = self._table.newest_master(piece), piece.working_copy
             if master is None:
                 continue
-            rounded = master.cpu().as_strided(state.shape, state.strides).to(state.local.dtype)
-            if differing(state.local.detach().cpu(), rounded).any():
-                found.append(state.row)
+            rounded = master.cpu().as_strided(piece.shape, piece.strides).to(working_copy.dtype)
+            if differing(working_copy.detach().cpu(), rounded).any():
+                found.append(piece.state.row)
         return found
 
-    def _sampled(self, states: Sequence[ParameterState]) -> list[int]:
-        """Return rows of which samples differ, after one copy to the host for each kind of parameter.
+    def _sampled(self, pieces: Sequence[Piece]) -> list[int]:
+        """Return the parameters' rows of which samples differ, after one copy to the host for each kind of parameter.
 
         The copy follows on the current stream what was published there, so that nothing else has to be waited for.
         """
         kinds = defaultdict[object, list[tuple[int, Tensor, Tensor]]](list)
-        for state in states:
-            master = self._table.newest_master(state)
+        for piece in pieces:
+            master, working_copy, blocks = self._table.newest_master(piece), piece.working_copy, self._blocks[piece.row]
             if master is None:
                 continue
-            local, blocks = state.local, self._blocks[state.row]
-            samples = _cut(local, blocks) if local.stride() == state.strides else _cut_sparse(state, blocks)
-            kinds[blocks[1], state.parameter_dtype, local.device, master.device].append(
-                (state.row, samples, _cut(master, blocks))
+            is_dense = working_copy.stride() == piece.strides
+            samples = _cut(working_copy, blocks) if is_dense else _cut_sparse(working_copy, piece.strides, blocks)
+            kinds[blocks[1], piece.parameter_dtype, working_copy.device, master.device].append(
+                (piece.state.row, samples, _cut(master, blocks))
             )
         found: list[int] = []
         for group in kinds.values():
@@ -126,10 +126,10 @@ def _cut(tensor: Tensor, blocks: tuple[int, int, int]) -> Tensor:
     return tensor.as_strided((count, width), (distance, 1))
 
 
-def _cut_sparse(state: ParameterState, blocks: tuple[int, int, int]) -> Tensor:
+def _cut_sparse(tensor: Tensor, strides: Sequence[int], blocks: tuple[int, int, int]) -> Tensor:
     count, width, distance = blocks
     positions = distance * np.arange(count)[:, None] + np.arange(width)
-    layout = zip(state.strides, state.local.shape, state.local.stride(), strict=True)
+    layout = zip(strides, tensor.shape, tensor.stride(), strict=True)
     offsets = sum((positions // dense % size * stride for dense, size, stride in layout), np.zeros_like(positions))
-    flat = state.local.as_strided((int(offsets.max()) + 1,), (1,))
+    flat = tensor.as_strided((int(offsets.max()) + 1,), (1,))
     return flat[torch.from_numpy(offsets).to(flat.device)]

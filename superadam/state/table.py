@@ -1,4 +1,4 @@
-"""All parameters of one optimizer as rows of pointers, and the kernel passes over chosen rows."""
+"""All parameters of one optimizer, and their pieces, as rows of pointers; the kernel passes over chosen rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from superadam.kernels.native import Dtype, Pass
 from superadam.state.delivery import Delivery
 from superadam.state.fingerprints import Fingerprints
 from superadam.state.norm import GradientNorm
-from superadam.state.parameter import TENSORS, ParameterState, Pending, Shadow
+from superadam.state.parameter import TENSORS, ParameterState, Pending, Piece, Shadow, pieces_of
 from superadam.state.resident import ResidentStates
 from superadam.state.uncertain import Listed, Patch
 
@@ -60,14 +60,16 @@ class CoefficientTable:
 
 
 class ParameterTable:
-    """Rows of pointers for a fixed list of parameters.
+    """Rows of pointers for a fixed list of parameters, and behind them for the pieces of those that are cut.
 
     Attributes:
         states, parameters, fingerprints: in the order of the optimizer's groups; the parameters are the model's.
         is_distributed: whether any of them is a DTensor.
+        is_cut: whether any of them is cut.
+        pieces, owners: of each row, the piece, and the row of its parameter.
         steps: accepted steps of each parameter.
-        is_staged: whether kernels on the CPU can neither read nor write the parameter.
-        is_published: whether the optimizer's `state`, as users see it, holds what the row holds.
+        is_staged: whether kernels on the CPU can neither read nor write the row's elements of the parameter.
+        is_published: whether the optimizer's `state`, as users see it, holds what the parameter's row holds.
         norm: of the gradients of the open step, per (parameter, chunk); 0 where a parameter takes no part.
     """
 
@@ -90,20 +92,25 @@ class ParameterTable:
         self._plain_dtypes = [state.parameter_dtype if state.is_contiguous_on_cpu else None for state in self.states]
         distinct = {state.shape: state.shape for state in self.states}  # few, so that they stay in the cache
         self._shapes = [distinct[state.shape] for state in self.states]
-        lengths = [state.local.numel() for state in self.states]
-        first_chunks = np.cumsum([0] + [native.chunk_count(length) for length in lengths], dtype=np.uint64)
-        self._first_chunks = first_chunks.tolist()
-        self.norm = GradientNorm.zeros(self._first_chunks[-1])
-        self._rows = np.zeros(len(self.states), native.SEGMENT)
-        self._rows["length"] = lengths
-        self._rows["sums"] = self.norm.sums.ctypes.data + 8 * first_chunks[:-1]
-        self._rows["nonfinite"] = self.norm.nonfinite.ctypes.data + 8 * first_chunks[:-1]
-        self._rows["out_dtype"] = [DTYPES[state.local.dtype] for state in self.states]
+        self._first_chunks = np.cumsum([0, *(native.chunk_count(state.shape.numel()) for state in self.states)])
+        self.norm = GradientNorm.zeros(int(self._first_chunks[-1]))
+        self.pieces: list[Piece] = [*self.states, *(piece for state in self.states for piece in state.cuts)]
+        self.is_cut = len(self.pieces) > len(self.states)
+        for row, piece in enumerate(self.pieces):
+            piece.row = row
+        self.owners = np.array([piece.state.row for piece in self.pieces], np.int64)
+        begins = np.array([piece.begin for piece in self.pieces], np.int64)
+        self._begin_chunks = self._first_chunks[self.owners] + begins // native.CHUNK
+        self._rows = np.zeros(len(self.pieces), native.SEGMENT)
+        self._rows["length"] = [piece.shape.numel() for piece in self.pieces]
+        self._rows["sums"] = self.norm.sums.ctypes.data + 8 * self._begin_chunks
+        self._rows["nonfinite"] = self.norm.nonfinite.ctypes.data + 8 * self._begin_chunks
+        self._rows["out_dtype"] = [DTYPES[piece.parameter_dtype] for piece in self.pieces]
         self._rows["gradient_dtype"] = self._rows["out_dtype"]  # the usual one
-        self._is_own_master = np.array([state.is_own_master for state in self.states], bool)
-        self._is_double = np.array([state.dtype == torch.float64 for state in self.states], bool)
-        self._parameter_pointers = np.zeros(len(self.states), np.uint64)
-        self.is_staged = np.array([state.is_staged for state in self.states], bool)
+        self._is_own_master = np.array([piece.state.is_own_master for piece in self.pieces], bool)
+        self._is_double = np.array([piece.dtype == torch.float64 for piece in self.pieces], bool)
+        self._parameter_pointers = np.zeros(len(self.pieces), np.uint64)
+        self.is_staged = np.array([piece.state.is_staged for piece in self.pieces], bool)
         self._owned: list[list[torch.UntypedStorage]] = [[] for _ in self.states]  # memory that passes work on
         self._known_masters = [(0, 0)] * len(self.states)  # version, and the step count from which it is as rounded
         for state in self.states:
@@ -112,33 +119,35 @@ class ParameterTable:
     @property
     def numel(self) -> int:
         """Elements of all parameters."""
-        return int(self._rows["length"].sum())
+        return int(self._rows["length"][: len(self.states)].sum())
 
     def refresh_pointers(self, state: ParameterState) -> None:
         """Refresh a state's pointers, after its tensors were created, replaced or dropped."""
-        row, owned = self._rows[state.row], []
-        for name in TENSORS:
-            tensor = getattr(state, name)
-            row[name] = 0 if tensor is None else tensor.data_ptr()
-            if tensor is not None:
-                owned.append(tensor.untyped_storage())
-        self._owned[state.row] = owned
+        tensors = {name: getattr(state, name) for name in TENSORS}
+        self._owned[state.row] = [one.untyped_storage() for one in tensors.values() if one is not None]
         if state.is_own_master:
-            row["master"] = state.local.data_ptr()
+            tensors["master"] = state.local
+        for piece in (state, *state.cuts):
+            for name, tensor in tensors.items():
+                self._rows[piece.row][name] = 0 if tensor is None else _address(tensor, piece)
+            self._parameter_pointers[piece.row] = 0 if state.is_staged else _address(state.local, piece)
         self._is_ready[state.row] = state.has_state
         self._has_max[state.row] = state.max_exp_avg_sq is not None
-        self._parameter_pointers[state.row] = 0 if state.is_staged else state.local.data_ptr()
         self.remember_master(state)
 
     def state_of(self, parameter: Tensor) -> ParameterState | None:
         """Return the state of a parameter; None if it has no row."""
         return self._states_by_id.get(id(parameter))
 
-    def rows_of(self, states: Sequence[ParameterState]) -> Rows:
-        """Return the row numbers of these states, in their order."""
-        if states is self.states:
+    def rows_of(self, pieces: Sequence[Piece]) -> Rows:
+        """Return the row numbers of these pieces, in their order."""
+        if pieces is self.states:
             return self.all_rows
-        return np.fromiter(map(_get_row, states), np.int64, len(states))
+        return np.fromiter(map(_get_row, pieces), np.int64, len(pieces))
+
+    def rows_in_pieces(self, rows: Rows) -> Rows:
+        """Return the rows of the pieces of these parameters."""
+        return self.rows_of(pieces_of([self.states[row] for row in rows])) if self.is_cut else rows
 
     def written(self) -> list[ParameterState]:
         """Return the states of parameters to which others may have written."""
@@ -177,17 +186,20 @@ class ParameterTable:
 
     def is_home(self, state: ParameterState) -> bool:
         """Whether a state is newest in its tensors on the host."""
-        return self._resident is None or not self._resident.holds(state)
+        return self._resident is None or not any(map(self._resident.holds, state.pieces))
 
-    def bring_home(self, states: Iterable[ParameterState] | None = None) -> None:
-        """Bring these states, by default all, to the host; return when they are there."""
+    def bring_home(self, pieces: Iterable[Piece] | None = None) -> None:
+        """Bring the state of these pieces, by default all, to the host; return when it is there."""
         if self._resident is not None:
-            for state in self._resident.bring_home(self.states if states is None else states):
-                self.remember_master(state)
+            for piece in self._resident.bring_home(pieces_of(self.states) if pieces is None else pieces):
+                self.remember_master(piece.state)
 
-    def newest_master(self, state: ParameterState) -> Tensor | None:
+    def newest_master(self, piece: Piece) -> Tensor | None:
         """Return the newest master, on the host or flat on the device; None of its own master."""
-        return state.master if self._resident is None or self.is_home(state) else self._resident.master_of(state)
+        if self._resident is not None and self._resident.holds(piece):
+            return self._resident.master_of(piece)
+        master = piece.state.master
+        return None if master is None else piece.of(master)
 
     def remember_master(self, state: ParameterState) -> None:
         """Take a working copy for its rounded master, until the master is written to."""
@@ -207,7 +219,7 @@ class ParameterTable:
 
     def _at(self, rows: Rows) -> Segments:
         if self._resident is not None:
-            self.bring_home(self.states[row] for row in rows)
+            self.bring_home(self.pieces[row] for row in rows)
         return self._rows.copy() if rows is self.all_rows else self._rows[rows]
 
     def segments(self, rows: Rows, gradients: Sequence[Tensor]) -> Segments:
@@ -231,8 +243,9 @@ class ParameterTable:
         return np.repeat(np.array(values, np.int64), np.diff(self._first_chunks))
 
     def chunks_of(self, row: int) -> slice:
-        """Return the entries of one parameter in a norm of all parameters."""
-        return slice(self._first_chunks[row], self._first_chunks[row + 1])
+        """Return the entries of one row in a norm of all parameters."""
+        begin = int(self._begin_chunks[row])
+        return slice(begin, begin + native.chunk_count(self.pieces[row].shape.numel()))
 
     def compute_norm(
         self, segments: Segments, into: GradientNorm | None = None, num_threads: int | None = None
@@ -314,10 +327,10 @@ class ParameterTable:
         indices: Indices,
         late: npt.NDArray[np.bool_] | None = None,
     ) -> Callable[[], None]:
-        """Return what makes one step in place, once: state, own masters, working copies and step counts.
+        """Return what makes one step in place, once: state, own masters and working copies.
 
         Its memory is allocated now, so that it does not fail for want of it; the job is overwritten. Of rows that are
-        `late`, only working copies are updated and steps counted: their state is committed later.
+        `late`, only working copies are updated: their state is committed later.
         """
         for column in TENSORS:  # may have been created since
             segments[column] = self._rows[column][rows]
@@ -327,7 +340,7 @@ class ParameterTable:
         segments["out"] = self._parameter_pointers[rows]
         is_staged, table = self.is_staged[rows], coefficients.array()
         direct: list[tuple[Pass, Segments]] = []
-        in_turn: list[tuple[Pass, list[ParameterState], Segments]] = []
+        in_turn: list[tuple[Pass, list[Piece], Segments]] = []
         if late is None and not is_staged.any():  # usual without a scheduler, perhaps of very many
             direct.append((Pass.UPDATE, segments))
         else:
@@ -336,37 +349,34 @@ class ParameterTable:
                 direct.append((which, segments[chosen & ~is_staged]))
                 staged = np.flatnonzero(chosen & is_staged)
                 for some in _cut(staged, segments["length"], self.delivery.staged_numel):
-                    in_turn.append((which, [self.states[row] for row in rows[some]], segments[some]))
-        stage = self.delivery.stage([states for _, states, _ in in_turn]) if in_turn else iter(())
-        count = self.prepared_count(rows)
+                    in_turn.append((which, [self.pieces[row] for row in rows[some]], segments[some]))
+        stage = self.delivery.stage([pieces for _, pieces, _ in in_turn]) if in_turn else iter(())
 
         def run() -> None:
             for which, job in direct:
                 if len(job):
                     native.run(which, job, table)
-            for slots, (which, states, job) in zip(stage, in_turn, strict=True):
+            for slots, (which, pieces, job) in zip(stage, in_turn, strict=True):
                 job["out"] = [slot.value.data_ptr() for slot in slots]
                 native.run(which, job, table)
-                self.delivery.publish(states, slots)
-            count()
+                self.delivery.publish(pieces, slots)
 
         return run
 
     def step_resident(
         self,
-        states: Sequence[ParameterState],
+        pieces: Sequence[Piece],
         gradients: Sequence[Tensor],
         coefficients: CoefficientTable,
         indices: Sequence[int],
     ) -> None:
         """Make one step on the device, to which state that is still on the host moves."""
         assert self._resident is not None
-        count = self.prepared_count(self.rows_of(states))
-        self._resident.step(states, gradients, indices, coefficients.sets)
-        count()
+        self._resident.step(pieces, gradients, indices, coefficients.sets)
 
     def prepared_count(self, rows: Rows) -> Callable[[], None]:
         """Return what counts a step of parameters once they have their new values; it needs no memory of its own."""
+        rows = np.unique(self.owners[rows]) if self.is_cut else rows
         bump, steps = self.fingerprints.prepared_bump(rows), self.steps[rows] + 1
 
         def count() -> None:
@@ -400,6 +410,10 @@ class ParameterTable:
             found = [coefficients.index(hyper, int(k) // 2, scale, double=bool(k % 2)) for k in distinct]
             indices[part] = np.array(found, np.int32)[inverse]
         return indices
+
+
+def _address(tensor: Tensor, piece: Piece) -> int:
+    return tensor.data_ptr() + piece.begin * tensor.element_size()
 
 
 def _cut(chosen: Rows, lengths: npt.NDArray[np.uint64], numel: int) -> list[Rows]:

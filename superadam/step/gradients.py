@@ -27,7 +27,7 @@ class StepGradients:
         rows: of `states`.
         gradients: one for each of `states`: as `ParameterState.host_gradient` returns it, or one that was taken before.
         runs: present hyper-parameters, and the number of consecutive states that each is for.
-        segments: the job over them; None where some were taken.
+        segments: the job over them; None where some were taken, or some parameters are cut.
     """
 
     states: Sequence[ParameterState]
@@ -63,7 +63,7 @@ def gather(table: ParameterTable, runs: list[tuple[Hyperparameters, int]]) -> St
         states = list(itertools.compress(table.states, takes_part))
         every = list(itertools.compress(every, takes_part))
     rows = table.rows_of(states)
-    if GradientHandle in kinds:
+    if GradientHandle in kinds or table.is_cut:
         meant = [_meant(one, state, received) for one, state in zip(every, states, strict=True)]
         return StepGradients(states, rows, meant, present_runs)
     gradients, segments = table.job(rows, every if received is None else [*map(received, every)])
@@ -79,7 +79,7 @@ def _meant(
             if state.waits_with(taken):  # so it was checked before
                 return taken
             state.check_gradient(gradient)
-            if received is not None and not taken.in_use and not taken.is_unrounded:  # it did not travel
+            if received is not None and not taken.is_unrounded:  # else it is as it travels
                 taken.pending = received(state.host_gradient(taken.ready()))
             return taken
         gradient = taken.given

@@ -87,6 +87,8 @@ class Applied(NamedTuple):
 class Statistics:
     """Counts and times since the optimizer was made.
 
+    A parameter that is cut into pieces counts once where a count is of any of them.
+
     Attributes:
         committed, clipped, skipped: steps by kind.
         accepted: parameters whose speculated value was published.

@@ -27,17 +27,19 @@ from superadam.kernels.copies import has_memory
 from superadam.kernels.hyperparameters import Hyperparameters, Scale
 from superadam.kernels.torch_private import is_short_of_memory
 from superadam.state.norm import GradientNorm
-from superadam.state.parameter import ParameterState, Pending, Phase, Slot
+from superadam.state.parameter import ParameterState, Pending, Phase, Piece, Slot, pieces_of
 from superadam.state.samples import Samples
 from superadam.state.table import CoefficientTable, ParameterTable, Rows, Segments
 from superadam.state.uncertain import empty_lists
 from superadam.step.gradients import StepGradients
 from superadam.step.outcome import Applied, Statistics, StepKind, StepOutcome, judge
 
+_Products = dict[TakenGradient, Tensor]  # of gradients with their factors, which their pieces share
+
 
 @dataclass(slots=True)
 class _Contribution:
-    """What one parameter contributes to a step.
+    """What one piece of a parameter contributes to a step.
 
     Attributes:
         gradient: as kernels read it, on the device where `is_resident`; neither scaled nor clipped.
@@ -47,7 +49,7 @@ class _Contribution:
         pending: its record, while that still describes `gradient`: its norm is known.
     """
 
-    state: ParameterState
+    piece: Piece
     hyper: Hyperparameters
     gradient: Tensor
     scale: Scale = field(default_factory=Scale)
@@ -63,12 +65,14 @@ class _Contribution:
     @property
     def can_be_late(self) -> bool:
         """Whether its gradient stays as it is after the step, on the host, so that the state can follow then."""
-        return self.pending is not None and not self.pending.is_resident and not self.state.is_own_master
+        return self.pending is not None and not self.pending.is_resident and not self.piece.state.is_own_master
 
-    def apply_factors(self) -> None:
+    def apply_factors(self, products: _Products) -> None:
         """Replace the gradient by torch's product with its factors, where kernels would round differently."""
         assert self.taken is not None
-        self.gradient = self.state.host_gradient(self.taken.scaled())
+        if self.taken not in products:
+            products[self.taken] = self.piece.state.host_gradient(self.taken.scaled())
+        self.gradient = self.piece.of(products[self.taken])
         self.scale, self.pending = Scale(), None
 
 
@@ -93,12 +97,12 @@ class Transaction:
         self._computed = 0  # elements, as in `applied`
         self._samples = Samples(table)
         self.lock = threading.RLock()
-        self._members: dict[Phase, dict[ParameterState, None]] = {phase: {} for phase in Phase}
-        for state in table.states:
-            self._members[state.phase][state] = None
+        self._members: dict[Phase, dict[Piece, None]] = {phase: {} for phase in Phase}
+        for piece in pieces_of(table.states):
+            self._members[piece.phase][piece] = None
 
-    def in_phase(self, phase: Phase) -> list[ParameterState]:
-        """Return the states in this phase, in the order in which they entered it."""
+    def in_phase(self, phase: Phase) -> list[Piece]:
+        """Return the pieces in this phase, in the order in which they entered it."""
         return list(self._members[phase])
 
     @property
@@ -106,10 +110,10 @@ class Transaction:
         """Whether gradients wait for their verdict."""
         return bool(self._members[Phase.SPECULATED])
 
-    def _move(self, state: ParameterState, phase: Phase, pending: Pending | None) -> None:
-        del self._members[state.phase][state]
-        self._members[phase][state] = None
-        state.phase, state.pending = phase, pending
+    def _move(self, piece: Piece, phase: Phase, pending: Pending | None) -> None:
+        del self._members[piece.phase][piece]
+        self._members[phase][piece] = None
+        piece.phase, piece.pending = phase, pending
 
     # ---- before the verdict ------------------------------------------------------------------------------------------
 
@@ -123,7 +127,7 @@ class Transaction:
 
     def pending(
         self,
-        state: ParameterState,
+        piece: Piece,
         taken: weakref.ref[TakenGradient],
         gradient: Tensor,
         version: int,
@@ -133,68 +137,66 @@ class Transaction:
         is_resident: bool = False,
     ) -> Pending:
         """Return the record of a gradient that was taken, for `speculate`; arguments as its fields."""
-        step, one = int(self.table.steps[state.row]) + 1, taken()
+        step, one = int(self.table.steps[piece.state.row]) + 1, taken()
         scale = Scale.recorded(self.expected_scale, gradient.dtype if one is None or one.is_unrounded else one.dtype)
         return Pending(taken, gradient, version, hyper, step, scale, slot, is_resident)
 
     def speculate(
         self,
-        pending: Mapping[ParameterState, Pending],
+        pending: Mapping[Piece, Pending],
         num_threads: int | None = None,
         norm: GradientNorm | None = None,
     ) -> None:
         """Let gradients wait for the verdict, with their norm, and new values for those that have a slot for one.
 
-        Earlier speculation on these parameters is dropped. `num_threads` is a maximum; None for all. `norm` is that of
+        Earlier speculation on these pieces is dropped. `num_threads` is a maximum; None for all. `norm` is that of
         gradients without a slot, in their order, where it was computed elsewhere.
         """
         with self._timed("speculate_seconds"):
             self._drop(pending)
             apart = [s for s, new in pending.items() if s.phase is Phase.ACCEPTED and _cannot_fuse(s, new)]
             self._commit(apart, num_threads)
-            waiting = [state for state, record in pending.items() if record.slot is None]
+            waiting = [piece for piece, record in pending.items() if record.slot is None]
             alone = [s for s, record in pending.items() if record.slot and s.phase is Phase.CLEAN]
             fused = [s for s, record in pending.items() if record.slot and s.phase is Phase.ACCEPTED]
             if norm is not None:
                 self.table.put_norm(self.table.rows_of(waiting), norm)
             elif waiting:
-                gradients = [pending[state].gradient for state in waiting]
+                gradients = [pending[piece].gradient for piece in waiting]
                 segments = self.table.segments(self.table.rows_of(waiting), gradients)
                 self.table.compute_norm(segments, num_threads=num_threads)
-            for state in (*alone, *fused):
-                pending[state].versions = state.versions
+            for piece in (*alone, *fused):
+                pending[piece].versions = piece.state.versions
             for chosen in (alone, fused):
                 if chosen:
-                    self._speculate(chosen, [pending[state] for state in chosen], chosen is fused, num_threads)
-            for state, record in pending.items():
-                self._move(state, Phase.SPECULATED, record)
+                    self._speculate(chosen, [pending[piece] for piece in chosen], chosen is fused, num_threads)
+            for piece, record in pending.items():
+                self._move(piece, Phase.SPECULATED, record)
 
     def _speculate(
-        self, states: Sequence[ParameterState], pending: Sequence[Pending], fuses: bool, num_threads: int | None
+        self, pieces: Sequence[Piece], pending: Sequence[Pending], fuses: bool, num_threads: int | None
     ) -> None:
-        rows, coefficients = self.table.rows_of(states), CoefficientTable()
+        rows, coefficients = self.table.rows_of(pieces), CoefficientTable()
         indices = self.table.indices_of(rows, pending, coefficients)
         sets = coefficients.sets
-        self._make_lists(states, pending, [sets[index].interval is not None for index in indices])
-        accepted = [_pending_of(state) for state in states] if fuses else None
+        self._make_lists(pieces, pending, [sets[index].interval is not None for index in indices])
+        accepted = [_pending_of(piece) for piece in pieces] if fuses else None
         self.table.run_speculation(rows, pending, coefficients, indices, accepted, num_threads)
 
-    def _make_lists(
-        self, states: Sequence[ParameterState], pending: Sequence[Pending], covered: Sequence[bool]
-    ) -> None:
+    def _make_lists(self, pieces: Sequence[Piece], pending: Sequence[Pending], covered: Sequence[bool]) -> None:
         """Give lists for uncertain elements to the records whose interval the test covers."""
         chosen = []
-        for state, record, is_covered in zip(states, pending, covered, strict=True):
+        for piece, record, is_covered in zip(pieces, pending, covered, strict=True):
             record.listed = None
-            if not is_covered or not state.is_narrow:
+            if not is_covered or not piece.is_narrow:
                 record.interval = None
             else:
-                chosen.append((state, record))
+                chosen.append((piece, record))
         if not chosen:
             return
-        numels = [state.local.numel() for state, _ in chosen]
+        numels = [piece.shape.numel() for piece, _ in chosen]
         try:
-            lists = empty_lists(numels, [state.max_exp_avg_sq is not None for state, _ in chosen])
+            lists = empty_lists(numels, [piece.state.max_exp_avg_sq is not None for piece, _ in chosen])
         except Exception as error:
             if not is_short_of_memory(error):
                 raise
@@ -207,17 +209,18 @@ class Transaction:
         with self._timed("resolve_seconds"):
             self._drop(self.in_phase(Phase.SPECULATED))
 
-    def _drop(self, states: Iterable[ParameterState]) -> None:
-        for state in states:
-            if state.phase is Phase.SPECULATED:
-                self.statistics.dropped += _pending_of(state).slot is not None
-                self.table.norm.clear(self.table.chunks_of(state.row))
-                self._move(state, Phase.CLEAN, None)
+    def _drop(self, pieces: Iterable[Piece]) -> None:
+        for piece in pieces:
+            if piece.phase is Phase.SPECULATED:
+                self.statistics.dropped += piece.begin == 0 and _pending_of(piece).slot is not None
+                self.table.norm.clear(self.table.chunks_of(piece.row))
+                self._move(piece, Phase.CLEAN, None)
 
     def distrust(self, state: ParameterState) -> None:
         """Make the verdict update a parameter in place, because what its speculation has read was changed."""
-        if state.phase is Phase.SPECULATED:
-            _pending_of(state).versions = None
+        for piece in state.pieces:
+            if piece.phase is Phase.SPECULATED:
+                _pending_of(piece).versions = None
 
     # ---- the verdict -------------------------------------------------------------------------------------------------
 
@@ -229,7 +232,7 @@ class Transaction:
         with deferred_signals(), self.lock:
             begin, self.applied = time.perf_counter(), None
             if self._members[Phase.ACCEPTED]:
-                self._commit([state for state in gradients.states if state.phase is Phase.ACCEPTED])
+                self._commit_of(gradients.states)
             if hinted := self.table.fingerprints.seen_hints(gradients.rows):  # bound() has just looked
                 self._adopt([self.table.states[row] for row in hinted])
             if written := self._samples.find_written(gradients.rows):
@@ -267,32 +270,37 @@ class Transaction:
             self._make_ready(gradients.states, gradients.rows, gradients.runs)
             coefficients, scale = CoefficientTable(), Scale(outcome.clip_coefficient)
             indices = self.table.indices_of_next_step(gradients.rows, gradients.runs, scale, coefficients)
+            count = self.table.prepared_count(gradients.rows)
             self.table.prepared_update(gradients.rows, segments, coefficients, indices)()
+            count()
             self._spent("update_seconds", begin)
         return outcome
 
-    def _contributions(self, gradients: StepGradients) -> tuple[list[_Contribution], list[ParameterState]]:
-        """Return what each parameter contributes, and the states whose pending gradient is not among these."""
-        contributions, others = [], dict(self._members[Phase.SPECULATED])
+    def _contributions(self, gradients: StepGradients) -> tuple[list[_Contribution], list[Piece]]:
+        """Return what each piece contributes, and the pieces whose pending gradient is not among these."""
+        contributions, others = list[_Contribution](), dict(self._members[Phase.SPECULATED])
+        products = _Products()
         for state, gradient, hyper in zip(gradients.states, gradients.gradients, gradients.hyper, strict=True):
             if isinstance(gradient, Tensor):
-                contributions.append(_Contribution(state, hyper, gradient))
+                contributions += [_Contribution(piece, hyper, piece.of(gradient)) for piece in state.pieces]
                 continue
-            pending = state.pending
-            if pending is not None and state.waits_with(gradient):
-                one = _Contribution(state, hyper, pending.gradient, taken=gradient, waits=True, pending=pending)
-                del others[state]
-            else:
-                one = _Contribution(state, hyper, gradient.ready(), taken=gradient)
-            if gradient.factors:
-                scale = gradient.scale()
-                if scale is None or one.pending is None:
-                    one.apply_factors()
+            scale, whole = gradient.scale() if gradient.factors else 1.0, None
+            for piece in state.pieces:
+                pending = piece.pending
+                if pending is not None and piece.waits_with(gradient):
+                    one = _Contribution(piece, hyper, pending.gradient, taken=gradient, waits=True, pending=pending)
+                    del others[piece]
                 else:
-                    one.scale = Scale.recorded(scale, gradient.exact_dtype)
-            elif one.pending is None:
-                one.gradient = state.host_gradient(one.gradient)
-            contributions.append(one)
+                    one = _Contribution(piece, hyper, gradient.ready(), taken=gradient)
+                if gradient.factors:
+                    if scale is None or one.pending is None:
+                        one.apply_factors(products)
+                    else:
+                        one.scale = Scale.recorded(scale, gradient.exact_dtype)
+                elif one.pending is None:
+                    whole = state.host_gradient(one.gradient) if whole is None else whole
+                    one.gradient = piece.of(whole)
+                contributions.append(one)
         return contributions, list(others)
 
     def _judge(
@@ -304,16 +312,17 @@ class Transaction:
         """
         if max_norm is not None and not math.isinf(max_norm):
             # Scaling a norm rounds differently from scaling its gradients, but for powers of two.
+            products = _Products()
             for one in contributions:
                 if one.scale.factor != 1.0 and math.frexp(one.scale.factor)[0] != 0.5:
-                    one.apply_factors()
+                    one.apply_factors(products)
         uncounted = [one for one in contributions if one.pending is None]
         if uncounted:
             self.table.compute_norm(self._job(uncounted)[1], norm)
         for one in contributions:
             factor = one.scale.factor
             if factor != 1.0:
-                norm.sums[self.table.chunks_of(one.state.row)] *= factor * factor
+                norm.sums[self.table.chunks_of(one.piece.row)] *= factor * factor
         return judge(self._over_ranks(question, norm, max_norm), max_norm)
 
     def _over_ranks(self, question: Question, norm: GradientNorm, max_norm: float | None) -> GradientNorm | RanksNorm:
@@ -327,14 +336,15 @@ class Transaction:
         return self.ranks.norm(question, max_norm, norm.count, sums)
 
     def _apply(self, contributions: Sequence[_Contribution], clip: float) -> None:
-        """Publish the speculated values that are right for this clip coefficient; update all other parameters."""
+        """Publish the speculated values that are right for this clip coefficient; update all other pieces."""
         accepted: list[_Contribution] = []
         near: list[_Contribution] = []
         rest: list[_Contribution] = []
+        products = _Products()
         for one in contributions:
             if clip != 1.0:
                 if one.scale.factor != 1.0:
-                    one.apply_factors()
+                    one.apply_factors(products)
                 one.scale = Scale(clip)
             pending = one.pending
             is_fresh = (
@@ -342,7 +352,7 @@ class Transaction:
                 and pending.slot is not None
                 and pending.hyper == one.hyper
                 and pending.versions is not None
-                and pending.versions == one.state.versions
+                and pending.versions == one.piece.state.versions
             )
             if pending is None or not is_fresh:
                 rest.append(one)
@@ -352,16 +362,18 @@ class Transaction:
                 (near if pending.can_be_patched(one.scale) else rest).append(one)
         if near:
             (accepted if self._patch(near) else rest).extend(near)
+        redone = set[ParameterState]()
         for one in rest:
-            if one.waits:
-                record = _pending_of(one.state)
-                self.statistics.respeculated += record.slot is not None
+            if one.waits and (record := _pending_of(one.piece)).slot is not None:
+                redone.add(one.piece.state)
                 record.slot = None
-        count = self.table.prepared_count(self.table.rows_of([one.state for one in accepted])) if accepted else None
+        self.statistics.respeculated += len(redone)
+        count = self.table.prepared_count(self.table.rows_of([one.piece for one in contributions]))
         if rest:
             self._update(rest)
-        if count is not None:  # nothing may fail from here on
-            self._publish(accepted, count)
+        if accepted:  # nothing may fail from here on
+            self._publish(accepted)
+        count()
 
     def _applied(self, contributions: Sequence[_Contribution], *, is_own: bool) -> Applied | None:
         """Return what this step does to those gradients that wait for it.
@@ -371,7 +383,7 @@ class Transaction:
         elements: collections.Counter[float | None] = collections.Counter()
         for one in contributions:
             if one.waits:
-                elements[None if one.pending is None else one.scale.factor] += one.state.shape.numel()
+                elements[None if one.pending is None else one.scale.factor] += one.piece.shape.numel()
         if not elements:
             return None
         factor, count = elements.most_common(1)[0]
@@ -381,8 +393,8 @@ class Transaction:
 
     def _patch(self, contributions: Sequence[_Contribution]) -> bool:
         """Make speculated values those of this step's factor; return whether there was memory for that."""
-        rows = self.table.rows_of([one.state for one in contributions])
-        records = [_pending_of(one.state) for one in contributions]
+        rows = self.table.rows_of([one.piece for one in contributions])
+        records = [_pending_of(one.piece) for one in contributions]
         versions = [record.versions for record in records]
         for record in records:
             record.versions = None  # stale, until all is done
@@ -394,51 +406,52 @@ class Transaction:
             return False
         for one, record, before in zip(contributions, records, versions, strict=True):
             record.scale, record.versions = one.scale, before
-        self.statistics.patched += len(contributions)
+        self.statistics.patched += len({one.piece.state for one in contributions})
         return True
 
-    def _publish(self, contributions: Sequence[_Contribution], count: Callable[[], None]) -> None:
-        states = [one.state for one in contributions]
-        records = [_pending_of(state) for state in states]
-        self.table.delivery.publish(states, [record.slot for record in records if record.slot])
-        count()
-        self.statistics.accepted += len(states)
-        for state, record in zip(states, records, strict=True):
+    def _publish(self, contributions: Sequence[_Contribution]) -> None:
+        pieces = [one.piece for one in contributions]
+        records = [_pending_of(piece) for piece in pieces]
+        self.table.delivery.publish(pieces, [record.slot for record in records if record.slot])
+        self.statistics.accepted += len({piece.state for piece in pieces})
+        for piece, record in zip(pieces, records, strict=True):
             record.slot = record.interval = record.listed = None
-            self._move(state, Phase.ACCEPTED, record)
+            self._move(piece, Phase.ACCEPTED, record)
 
     def _update(self, contributions: Sequence[_Contribution]) -> None:
         """Update parameters in place; where commits are late, only compute and publish the new values of some."""
-        states = [one.state for one in contributions]
+        states = [one.piece.state for one in contributions]
         self._make_ready(states, self.table.rows_of(states), [(one.hyper, 1) for one in contributions])
         resident = [one for one in contributions if one.is_resident]
         here = [one for one in contributions if not one.is_resident]
         update_here = self._prepared(here)  # whose memory is there before anything is changed
         if resident:
-            states, gradients = [one.state for one in resident], [one.gradient for one in resident]
+            pieces, gradients = [one.piece for one in resident], [one.gradient for one in resident]
             try:  # first: the device works while the host does
-                self.table.step_resident(states, gradients, *self._coefficients(resident))
+                self.table.step_resident(pieces, gradients, *self._coefficients(resident))
             except Exception as error:
                 if not is_short_of_memory(error):
                     raise
                 for one in resident:  # nothing was changed; the host has room
-                    one.gradient = one.state.host_gradient(one.gradient)
+                    one.gradient = one.piece.host_copy(one.gradient, one.gradient.dtype)
                 update_here = None  # which frees its memory
                 update_here = self._prepared([*here, *resident])
-                self.statistics.displaced += len(resident)
+                self.statistics.displaced += len({piece.state for piece in pieces})
         if update_here is not None:
             update_here()
+        late = set[ParameterState]()
         for one in contributions:
-            state = one.state
+            piece = one.piece
             can_be_late = one.can_be_late
-            self._computed += state.shape.numel() if can_be_late else 0
+            self._computed += piece.shape.numel() if can_be_late else 0
             if self.commits_late and can_be_late:
-                record = replace(_pending_of(state), hyper=one.hyper, step=int(self.table.steps[state.row]))
+                record = replace(_pending_of(piece), hyper=one.hyper, step=int(self.table.steps[piece.state.row]) + 1)
                 record.scale, record.interval, record.listed = one.scale, None, None
-                self._move(state, Phase.ACCEPTED, record)
-                self.statistics.late += 1
-            elif state.phase is not Phase.CLEAN:
-                self._move(state, Phase.CLEAN, None)
+                self._move(piece, Phase.ACCEPTED, record)
+                late.add(piece.state)
+            elif piece.phase is not Phase.CLEAN:
+                self._move(piece, Phase.CLEAN, None)
+        self.statistics.late += len(late)
 
     def _prepared(self, contributions: Sequence[_Contribution]) -> Callable[[], None] | None:
         """Return what updates parameters on the host; None without any."""
@@ -448,13 +461,15 @@ class Transaction:
         return self.table.prepared_update(*self._job(contributions), *self._coefficients(contributions), late)
 
     def _job(self, contributions: Sequence[_Contribution]) -> tuple[Rows, Segments]:
-        rows = self.table.rows_of([one.state for one in contributions])
+        rows = self.table.rows_of([one.piece for one in contributions])
         return rows, self.table.segments(rows, [one.gradient for one in contributions])
 
     def _coefficients(self, contributions: Sequence[_Contribution]) -> tuple[CoefficientTable, list[int]]:
         table, steps = CoefficientTable(), self.table.steps
         return table, [
-            table.index(one.hyper, int(steps[one.state.row]) + 1, one.scale, double=one.state.dtype == torch.float64)
+            table.index(
+                one.hyper, int(steps[one.piece.state.row]) + 1, one.scale, double=one.piece.dtype == torch.float64
+            )
             for one in contributions
         ]
 
@@ -479,22 +494,25 @@ class Transaction:
     def commit(self, elements: float = math.inf, num_threads: int | None = None) -> int:
         """Fold accepted gradients of at least this many elements, oldest first, into the state; return of how many."""
         with self._timed("commit_seconds"):
-            chosen: list[ParameterState] = []
+            chosen: list[Piece] = []
             count = 0
-            for state in self._members[Phase.ACCEPTED]:
+            for piece in self._members[Phase.ACCEPTED]:
                 if count >= elements:
                     break
-                chosen.append(state)
-                count += state.local.numel()
+                chosen.append(piece)
+                count += piece.shape.numel()
             self._commit(chosen, num_threads)
             return count
 
-    def _commit(self, states: Sequence[ParameterState], num_threads: int | None = None) -> None:
-        if not states:
+    def _commit_of(self, states: Sequence[ParameterState]) -> None:
+        self._commit([piece for piece in pieces_of(states) if piece.phase is Phase.ACCEPTED])
+
+    def _commit(self, pieces: Sequence[Piece], num_threads: int | None = None) -> None:
+        if not pieces:
             return
-        self.table.run_commit(self.table.rows_of(states), [_pending_of(state) for state in states], num_threads)
-        for state in states:
-            self._move(state, Phase.CLEAN, None)
+        self.table.run_commit(self.table.rows_of(pieces), [_pending_of(piece) for piece in pieces], num_threads)
+        for piece in pieces:
+            self._move(piece, Phase.CLEAN, None)
 
     # ---- questions ---------------------------------------------------------------------------------------------------
 
@@ -517,8 +535,8 @@ class Transaction:
             if gradients.segments is None:
                 contributions, others = self._contributions(gradients)
                 norm = self.table.norm.copy()
-                for state in others:
-                    norm.clear(self.table.chunks_of(state.row))
+                for piece in others:
+                    norm.clear(self.table.chunks_of(piece.row))
                 return self._judge(Question.NORM, contributions, norm, 0.0).grad_norm
             norm = GradientNorm.zeros(len(self.table.norm.sums))
             self.table.compute_norm(gradients.segments, norm)
@@ -548,8 +566,8 @@ class Transaction:
                     f"{state.name} has no data, because its storage was freed or it is on the meta device, expected "
                     "its values in memory; bring them back before this call, or set its .grad to None"
                 )
-        self._commit([state for state in states if state.phase is Phase.ACCEPTED])
-        self.table.bring_home(states)
+        self._commit_of(states)
+        self.table.bring_home(pieces_of(states))
         self.table.delivery.settle()
         for state in states:
             self.distrust(state)
@@ -566,7 +584,7 @@ class Transaction:
         each = itertools.chain.from_iterable(itertools.repeat(hyper, count) for hyper, count in runs)
         for state, hyper in zip(states, each, strict=True):
             if not state.has_state or (hyper.amsgrad and state.max_exp_avg_sq is None):
-                self.table.bring_home([state])
+                self.table.bring_home(state.pieces)
                 try:
                     state.create_state(with_max=hyper.amsgrad)
                 finally:
@@ -594,11 +612,11 @@ def _clip_factor(taken: TakenGradient) -> float:
     return math.prod((1.0 / one.number if one.kind is FactorKind.DIVIDE else one.number for one in factors), start=1.0)
 
 
-def _cannot_fuse(state: ParameterState, new: Pending) -> bool:
+def _cannot_fuse(piece: Piece, new: Pending) -> bool:
     """Whether an accepted gradient must be committed before the new one: the fused pass takes two of one dtype."""
-    return new.slot is None or _pending_of(state).gradient.dtype != new.gradient.dtype
+    return new.slot is None or _pending_of(piece).gradient.dtype != new.gradient.dtype
 
 
-def _pending_of(state: ParameterState) -> Pending:
-    assert state.pending is not None
-    return state.pending
+def _pending_of(piece: Piece) -> Pending:
+    assert piece.pending is not None
+    return piece.pending

@@ -140,6 +140,8 @@ class SimulatedDevice(Device):
         self, gradients: Sequence[Tensor], layout: FlatLayout[Any], dtype: torch.dtype, norm: ChunkSums | None = None
     ) -> Tensor:
         self.progress()
+        if any(storage_key(gradient.untyped_storage()) in self._blocks for gradient in gradients):
+            self.record(Stream.CURRENT).synchronize()  # which fills what was packed before
         packed = self._allocate(layout.numel, dtype)
         targets = layout.views(_alias(packed))
         sources = [gradient.detach().clone() for gradient in gradients]  # the caching allocator keeps them that long

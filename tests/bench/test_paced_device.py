@@ -365,7 +365,7 @@ def test_gradients_that_lie_otherwise_are_copied(change: Callable[[Tensor], list
 
 @pytest.mark.parametrize("kept", [0, 2])
 def test_constants_give_the_state_of_plain_steps(kept: int) -> None:
-    gradients, norms = Gradients(6, 4160, 3), [0.9, 0.5, 30.0]
+    gradients, norms = Gradients([4160] * 6, 3), [0.9, 0.5, 30.0]
     gradients.scale_to(norms)
     model, plain = TimedModel(gradients), TimedModel(gradients)
     optimizer, twin = pacing._optimizer(model, 1e-5, [norms]), pacing._optimizer(plain, 1e-5, [norms])
@@ -409,7 +409,7 @@ def test_a_turn_times_iterations_by_the_device_and_leaves_nothing_under_way(monk
     ended: list[int] = []
     synchronize = OffloadScheduler.synchronize
     monkeypatch.setattr(OffloadScheduler, "synchronize", lambda self: ended.append(model.step) or synchronize(self))
-    gradients = Gradients(4, 640, 5)
+    gradients = Gradients([640] * 4, 5)
     gradients.scale_to([0.9, 0.9, 0.9, 1.1, 0.9])
     model = TimedModel(gradients)
     optimizer = pacing._optimizer(model, 1e-5, [gradients.norms])
@@ -440,7 +440,7 @@ def test_a_turn_times_iterations_by_the_device_and_leaves_nothing_under_way(monk
 
 
 def test_nothing_keeps_a_device_alive() -> None:
-    gradients = Gradients(4, 640)
+    gradients = Gradients([640] * 4)
     model = TimedModel(gradients)
     optimizer = pacing._optimizer(model, 1e-5, [[1.0]])
     model.device = PacedDevice(SWIFT, constants=gradients.sets)

@@ -146,13 +146,13 @@ def test_without_a_share_one_step_in_ten_is_clipped() -> None:
 
 def test_gradients_have_the_wanted_norms_and_a_state_that_fits_them() -> None:
     """Tolerances: rounding to bf16 leaves 2**-9 of an element, at random; the state is of 64,000 random elements."""
-    gradients = Gradients(2, 64_000, 2)
+    gradients = Gradients([64_000] * 2, 2)
     gradients.scale_to([0.3, 40.0])
     for one, norm, wanted in zip(gradients.sets, gradients.norms, (0.3, 40.0), strict=True):
         assert norm == pytest.approx(wanted, rel=1e-3)
         assert norm == pytest.approx(float(one.double().norm()), rel=1e-12)  # summed in another order
     assert not torch.equal(gradients.sets[0] > 0, gradients.sets[1] > 0)
-    state = gradients.steady_state(0.5)
+    state = gradients.steady_state(0.5, 64_000)
     mean_square = (gradients.sets[0].double() * 0.5 / 0.3).square().mean()
     assert float(state["exp_avg_sq"].double().mean() / mean_square) == pytest.approx(1.08, abs=0.15)  # exp(0.4**2 / 2)
     ratio = (gradients.sets[0][:64_000].double() * 0.5 / 0.3) / state["exp_avg_sq"].double().sqrt()
@@ -176,7 +176,7 @@ def test_a_sweep_varies_one_thing_at_a_time_within_what_the_device_can_hold() ->
 
 
 def test_gradients_lie_in_the_order_of_backward_and_in_other_memory_in_the_next_step() -> None:
-    gradients = Gradients(3, 64)
+    gradients = Gradients([64] * 3)
     addresses = [gradients.of(step, layer).data_ptr() for step in (0, 1, 2) for layer in (2, 1, 0)]
     assert addresses[:3] == [addresses[0] + 128 * part for part in range(3)]
     assert addresses[:3] == addresses[6:]
@@ -184,7 +184,7 @@ def test_gradients_lie_in_the_order_of_backward_and_in_other_memory_in_the_next_
 
 
 def test_what_is_hidden_is_what_an_iteration_does_not_take_longer_than_the_clock() -> None:
-    model = TimedModel(Gradients(1, 64))
+    model = TimedModel(Gradients([64] * 1))
     clock, side = (pacing.Side(name, model, lambda: False) for name in ("clock", ""))
     clock.seconds[False], clock.python, side.python = [10.0], [1.0], [1.0]
     for seconds, expected in ((9.0, 1.0), (10.0, 1.0), (11.0, 0.75), (14.0, 0.0), (20.0, 0.0)):
@@ -194,7 +194,7 @@ def test_what_is_hidden_is_what_an_iteration_does_not_take_longer_than_the_clock
 
 
 def test_clipped_steps_count_by_their_number_where_a_share_was_asked_for() -> None:
-    model = TimedModel(Gradients(2, 64))
+    model = TimedModel(Gradients([64] * 2))
     clock, side = (pacing.Side(name, model, lambda: False) for name in ("clock", ""))
     clock.seconds[False], clock.python, side.python = [10.0], [1.0], [1.0]
     side.seconds[False], side.seconds[True] = [10.0, 11.0, 99.0], [14.0, 15.0, 10.0, 16.0, 14.0]
@@ -214,7 +214,7 @@ def test_a_bucket_takes_what_the_training_thread_computes_longer_than_with_the_c
     """Clipped steps do not count: the training thread computes in their kernels as well."""
     cpu = Clock()
     monkeypatch.setattr(pacing.time, "thread_time", cpu)
-    model = TimedModel(Gradients(1, 64))
+    model = TimedModel(Gradients([64] * 1))
     model.device = paced_device.PacedDevice(paced_device.Rates(64.0, 128.0, 1.0), now=Clock())
     seconds = iter([1.0] * pacing.WARM_UPS + [2.0, 5.0, 90.0, 3.0])
 
@@ -280,7 +280,7 @@ def test_steps_after_backward_hide_nothing() -> None:
         now=clock,
         sleep=lambda seconds: setattr(clock, "now", clock.now + seconds),
     )
-    model = TimedModel(Gradients(2, 64))
+    model = TimedModel(Gradients([64] * 2))
     model.device, model.forward_seconds, model.backward_seconds = device, 3.0, 5.0
     action = clock.action("step", iter([7.0]))
     model().backward()

@@ -26,7 +26,7 @@ from superadam.offload.autotune import (
 )
 from superadam.offload.buckets import DEFAULT_NUMEL, Bucket
 from superadam.offload.needs import BYTES_OF_STATE
-from superadam.offload.placement import LEAST_NUMEL, Placement, last_parameters
+from superadam.offload.placement import LEAST_NUMEL, Placement, last_pieces
 from superadam.state.parameter import ParameterState
 from superadam.testing import SimulatedDevice
 
@@ -59,6 +59,7 @@ class Steps:
         self, sizes: Sequence[int], device: Device | None = None, dtype: torch.dtype = torch.bfloat16, **options: Any
     ) -> None:
         self.parameters = [nn.Parameter(torch.zeros(size, dtype=dtype)) for size in sizes]
+        self.states = [ParameterState(parameter, row, f"p{row}") for row, parameter in enumerate(self.parameters)]
         self.device: Any = device or Measured()
         self.autotuner = Autotuner(self.device, sum(sizes), **{**AUTO, **options})
 
@@ -100,13 +101,12 @@ class Steps:
 
     def note(self, row: int, *, stays: bool) -> None:
         """Let a parameter's bucket be ready."""
-        state = ParameterState(self.parameters[row], row, f"p{row}")
-        self.autotuner.add_bucket(Bucket(stays, (state,), (), self.parameters[row].numel()))
+        self.autotuner.add_bucket(Bucket(stays, (self.states[row],), (), self.parameters[row].numel()))
 
     def choose(self, **options: Any) -> Placement:
         """Make steps until the choice stays the same, and return it."""
         for _ in range(10 * AGREEING_STEPS):
-            numel = sum(one.numel() for one in last_parameters(self.autotuner.order, self.autotuner.placement))
+            numel = sum(one.shape.numel() for one in last_pieces(self.autotuner.order, self.autotuner.placement))
             sizes = [one.numel() for one in reversed(self.parameters)]
             self.make(kept=next(n for n in range(len(sizes) + 1) if sum(sizes[:n]) >= numel), **options)
         return self.autotuner.placement
@@ -213,7 +213,7 @@ def test_another_workload_is_another_choice() -> None:
     assert large == 1 < usual == again < small  # what came last always ends after backward
     for _ in range(REMEMBERED_STEPS):
         steps.make([0, 1, 2], kept=1)
-    assert set(map(id, steps.autotuner.order)) == set(map(id, steps.parameters[:3]))
+    assert set(steps.autotuner.order) == set(steps.states[:3])
 
 
 def test_a_full_device_bounds_the_choice() -> None:
@@ -239,7 +239,7 @@ def test_what_is_kept_fits(bucket_numel: int, sizes: list[int], free_elements: i
     device = Measured(free_elements)
     steps = Steps(sizes, device, bucket_numel=bucket_numel)
     placement = steps.choose(seconds_per_element=seconds)
-    kept = sum(one.numel() for one in last_parameters(steps.autotuner.order, placement))
+    kept = sum(one.shape.numel() for one in last_pieces(steps.autotuner.order, placement))
     assert kept * BYTES_PER_ELEMENT <= device.free * FREE_SHARE
     if seconds == 1.0 and free_elements >= sum(sizes):
         assert kept >= sum(sizes) - bucket_numel
@@ -285,7 +285,7 @@ def test_order_is_that_of_the_last_step_of_all_parameters() -> None:
     steps = Steps(SIZES)
 
     def order() -> list[int]:
-        return [next(i for i, p in enumerate(steps.parameters) if p is one) for one in steps.autotuner.order]
+        return [steps.states.index(one) for one in steps.autotuner.order]
 
     assert order() == []
     steps.make([3, 1, 2])
@@ -304,7 +304,7 @@ def test_parameters_that_stay_come_last() -> None:
     for row in range(3):
         steps.note(row, stays=row == 0)
     assert steps.autotuner.choose()
-    assert steps.autotuner.order[-1] is steps.parameters[0]
+    assert steps.autotuner.order[-1] is steps.states[0]
 
 
 @given(st.lists(st.permutations(range(4)), min_size=1, max_size=4), st.booleans())
@@ -313,11 +313,11 @@ def test_other_parameters_are_told_and_another_order_of_the_same_is_not(orders: 
     steps = Steps([10] * 4, **explicit)
     known: frozenset[int] = frozenset()
     for order, count in itertools.product(orders, (2, 4)):
-        present = frozenset(map(id, (steps.parameters[row] for row in order[:count])))
+        present = frozenset(steps.states[row] for row in order[:count])
         is_new = steps.make(order[:count])
         assert is_new == (keeps and len(present) >= len(known) and present != known)
         known = present if len(present) >= len(known) else known
-    steps.parameters = [nn.Parameter(torch.zeros(10)) for _ in range(4)]  # as after replacing the model's
+    steps.states = Steps([10] * 4, **explicit).states  # as after replacing the model's
     assert steps.make() is keeps
 
 

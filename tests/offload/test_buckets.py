@@ -80,13 +80,11 @@ class Line:
         else:
             parameter.grad += torch.full_like(parameter, value, requires_grad=False)
             address = 0
-        bucket = self.bucketer.add(parameter)
-        if bucket is not None:
-            self.note([bucket])
+        self.note(self.bucketer.add(parameter))
         return address
 
     def note(self, buckets: list[Bucket]) -> None:
-        self.rows += [[state.row for state in bucket.states] for bucket in buckets]
+        self.rows += [[piece.state.row for piece in bucket.pieces] for bucket in buckets]
         if self.holds:
             self.sent += buckets
 
@@ -156,7 +154,7 @@ def test_parameters_of_nobody_keep_their_gradients() -> None:
 def test_gradient_that_others_hold_is_left_alone() -> None:
     line = Line([3], 1)
     line.parameters[0].grad = held = torch.ones(3)
-    assert line.bucketer.add(line.parameters[0]) is None
+    assert not line.bucketer.add(line.parameters[0])
     assert line.parameters[0].grad is held
     assert not line.bucketer.rest()
 
@@ -169,7 +167,7 @@ def test_gradient_that_does_not_fit_is_left_to_the_step(gradient: str) -> None:
     else:
         line.parameters[0].data = torch.zeros(3, dtype=torch.float64)
         line.parameters[0].grad = torch.ones(3, dtype=torch.float64)
-    assert line.bucketer.add(line.parameters[0]) is None
+    assert not line.bucketer.add(line.parameters[0])
     assert not line.is_taken(0)
     assert not line.bucketer.rest()
 
@@ -178,7 +176,7 @@ def test_backward_that_runs_again_over_the_same_handle_adds_nothing() -> None:
     """The hook may be called without a new gradient."""
     line = Line([3], 10)
     line.arrive(0)
-    assert line.bucketer.add(line.parameters[0]) is None
+    assert not line.bucketer.add(line.parameters[0])
     line.flush()
     assert line.rows == [[0]]
 
@@ -230,7 +228,7 @@ def test_sum_that_is_being_read_is_not_sent_twice() -> None:
     (bucket,) = line.sent
     taken = bucket.gradients[0]
     taken.in_use = True  # as Transfers.download notes
-    assert line.bucketer.add(line.parameters[0]) is None
+    assert not line.bucketer.add(line.parameters[0])
     before = taken.pending
     line.arrive(0, 1.0)  # another backward adds, and leaves what is read as it is
     assert before.tolist() == [2.0, 2.0]
@@ -345,7 +343,7 @@ def test_kept_parameters_fill_buckets_of_their_own() -> None:
     device = DistantDevice()
     line = Line([2] * 6, 4, device)
     line.bucketer.bucket_numel = 4
-    line.bucketer.resident = frozenset(id(line.parameters[row]) for row in (1, 3, 4))
+    line.bucketer.resident = frozenset(line.states[row] for row in (1, 3, 4))
     for row in range(6):
         line.arrive(row)
     line.flush()
@@ -360,7 +358,7 @@ def test_kept_parameters_fill_buckets_of_their_own() -> None:
 
 def test_gradients_on_the_host_never_stay() -> None:
     line = Line([2, 2], 1)
-    line.bucketer.bucket_numel, line.bucketer.resident = 1, frozenset(map(id, line.parameters))
+    line.bucketer.bucket_numel, line.bucketer.resident = 1, frozenset(line.states)
     line.arrive(0)
     assert not line.sent[0].is_resident
 
@@ -368,7 +366,7 @@ def test_gradients_on_the_host_never_stay() -> None:
 def test_another_size_counts_from_the_next_gradient_on() -> None:
     line = Line([2] * 4, 100)
     line.arrive(0)
-    line.bucketer.bucket_numel, line.bucketer.resident = 4, frozenset(map(id, []))
+    line.bucketer.bucket_numel, line.bucketer.resident = 4, frozenset()
     line.arrive(1)
     line.arrive(2)
     line.arrive(3)
@@ -395,8 +393,8 @@ def test_backward_may_run_in_several_threads() -> None:
 def test_last_bucket_that_travels_does_not_wait_for_more() -> None:
     """What comes after it is kept."""
     line = Line([2] * 6, 100, DistantDevice())
-    line.bucketer.resident = frozenset(map(id, line.parameters[4:]))
-    line.bucketer.last = id(line.parameters[3])
+    line.bucketer.resident = frozenset(line.states[4:])
+    line.bucketer.last = line.states[3]
     for row in range(6):
         line.arrive(row)
         assert line.rows == ([[0, 1, 2, 3]] if row >= 3 else [])

@@ -23,7 +23,7 @@ PACKAGE = str(Path(superadam.__file__).parent)
 
 MOST: dict[str, tuple[Callable[[], Device], int, int]] = {
     "step": (DeferredDevice, 120, 17),
-    "worker": (ThreadDevice, 220, 28),
+    "worker": (ThreadDevice, 235, 28),
 }
 """Device, and the most calls and files in the thread that trains; the worker's calls run in parallel."""
 

@@ -186,3 +186,10 @@ def test_scheduler_refuses_what_the_host_can_never_hold(
 def test_needs_of_nothing() -> None:
     parameter = nn.Parameter(torch.empty(0))
     assert needs_of_run(SpeculativeCPUAdam([parameter]), PlainDevice(), PLACED) == HostNeeds()
+
+
+def test_buffers_are_bounded_by_a_bucket_however_large_a_parameter_is() -> None:
+    parameter = torch.empty(1000, 1 << 20, dtype=torch.bfloat16, device="meta")
+    assert needs_of(parameter, is_on_host=False).largest == parameter.nbytes
+    assert needs_of(parameter, is_on_host=False, piece_numel=1 << 24).largest <= 2 << 24
+    assert needs_of(parameter.t()[:, ::2], is_on_host=False, piece_numel=1 << 24).largest == parameter.nbytes // 2

@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from superadam.offload.buckets import DEFAULT_NUMEL
 from superadam.offload.placement import (
     LEAST_BUCKETS,
     LEAST_NUMEL,
     Placement,
-    last_parameters,
+    last_pieces,
     numel_of_buckets,
 )
+from superadam.state.parameter import ParameterState, Piece
 
 # ---- bucket size --------------------------------------------------------------------------------------------
 
@@ -31,13 +31,13 @@ def test_size_of_buckets_is_an_eighth_of_the_model_within_bounds(total: int) -> 
 
 
 @given(st.lists(st.integers(0, 50), max_size=12), st.integers(0, 10), st.integers(1, 60))
-def test_last_parameters_are_the_shortest_end_that_fills_the_buckets(
+def test_last_pieces_are_the_shortest_end_that_fills_the_buckets(
     sizes: list[int], gpu_buckets: int, bucket_numel: int
 ) -> None:
-    order: list[Tensor] = [torch.empty(size) for size in sizes]
-    chosen = last_parameters(order, Placement(gpu_buckets, bucket_numel, None, 1))
+    order: list[Piece] = [ParameterState(torch.empty(size), row, "p") for row, size in enumerate(sizes)]
+    chosen = last_pieces(order, Placement(gpu_buckets, bucket_numel, None, 1))
     assert all(one is other for one, other in zip(chosen, reversed(order), strict=False))
-    wanted, elements = gpu_buckets * bucket_numel, sum(one.numel() for one in chosen)
+    wanted, elements = gpu_buckets * bucket_numel, sum(one.shape.numel() for one in chosen)
     assert elements >= min(wanted, sum(sizes))
     if chosen:
-        assert elements - chosen[-1].numel() < wanted
+        assert elements - chosen[-1].shape.numel() < wanted

@@ -176,7 +176,7 @@ def _change_parts(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], None]
         made, others = original(self, gradients)
         for part in made:
             change(part)
-        ours = {part.state for part in made if part.pending is not None}
+        ours = {part.piece for part in made if part.pending is not None}
         return made, [state for state in others if state not in ours]
 
     monkeypatch.setattr(Transaction, "_contributions", parts)
@@ -194,8 +194,8 @@ def edit_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was speculated on a gradient is published although `.grad` holds another one."""
 
     def change(part: Any) -> None:
-        if part.pending is None and part.state.phase is Of.SPECULATED and part.state.pending.slot is not None:
-            part.pending, part.waits = part.state.pending, True
+        if part.pending is None and part.piece.phase is Of.SPECULATED and part.piece.pending.slot is not None:
+            part.pending, part.waits = part.piece.pending, True
 
     _change_parts(monkeypatch, change)
 
@@ -219,8 +219,8 @@ def stale_speculation_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Although the state that it has read was changed since."""
 
     def change(part: Any) -> None:
-        if _is_speculated(part) and part.state.has_state:
-            part.pending = replace(part.pending, versions=part.state.versions)
+        if _is_speculated(part) and part.piece.state.has_state:
+            part.pending = replace(part.pending, versions=part.piece.state.versions)
 
     monkeypatch.setattr(Transaction, "distrust", lambda self, state: None)
     _change_parts(monkeypatch, change)

@@ -56,6 +56,9 @@ OWN_MASTERS = (torch.float32, torch.float64)
 
 DEEP = os.environ.get("SUPERADAM_DEEP") == "1"
 STEPS = 5
+WIDTH = 128
+"""Of the model: its square is four chunks of the norm."""
+
 LIMIT = 24.0
 """Norm over which some steps of the model are clipped."""
 
@@ -64,14 +67,14 @@ LIMIT = 24.0
 
 
 class Net(nn.Module):
-    """Every parameter has a multiple of 64 elements, and there are two of most shapes."""
+    """Every parameter has a multiple of 64 elements, and there are two of most shapes; a block's is cut into pieces."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.default_generator.manual_seed(7)
-        self.first = nn.Linear(16, 64)
-        self.blocks = nn.ModuleList([nn.Linear(64, 64), nn.Linear(64, 64)])
-        self.last = nn.Linear(64, 16, bias=False)
+        self.first = nn.Linear(16, WIDTH)
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)])
+        self.last = nn.Linear(WIDTH, 16, bias=False)
         self.uses = (0, 1)
         self.fails_after: int | None = None
 
@@ -1682,7 +1685,7 @@ class KeepingLinear(torch.autograd.Function):
 @program()
 def gradient_in_the_buffer_of_a_custom_function(model: Any, optimizer: Any, step: int, run: Run) -> None:
     """The buffer is written to after backward, and before the step: the gradient in it changes."""
-    buffer = run.kept.setdefault("buffer", torch.zeros(5000, dtype=dtype_of(model)))
+    buffer = run.kept.setdefault("buffer", torch.zeros(20000, dtype=dtype_of(model)))
     optimizer.zero_grad()
     x = model.first(batch(step, dtype_of(model), width=16)).tanh()
     x = KeepingLinear.apply(x, model.blocks[0].weight, buffer)

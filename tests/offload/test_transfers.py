@@ -622,7 +622,7 @@ def test_norm_of_gradients_that_stay_comes_in_their_order(link: torch.dtype | No
     arrived.synchronize()
     norm = norm_in(norms)
     ordered = [
-        (state, reference()) for group in sent for state, reference in zip(group.states, group.taken, strict=True)
+        (state, reference()) for group in sent for state, reference in zip(group.pieces, group.taken, strict=True)
     ]
     assert dict(ordered) == dict(zip(states, taken, strict=True))
     begin = 0

@@ -113,19 +113,16 @@ def test_a_gradient_in_another_form_among_plain_ones(odd: object, count: int) ->
     assert got.segments.tobytes() == expected.tobytes()
 
 
-@pytest.mark.parametrize("has_travelled", [False, True])
 @pytest.mark.parametrize("kinds", [(PLAIN, PLAIN), (PLAIN, TAKEN), (GIVEN_BACK, TAKEN)])
-def test_what_has_not_travelled_counts_as_it_would_be_received(kinds: tuple[int, int], has_travelled: bool) -> None:
+def test_what_waits_for_no_verdict_counts_as_it_would_be_received(kinds: tuple[int, int]) -> None:
     """A gradient that was taken may have been left to the step."""
     table = make([3, 3], Received(lambda gradient: gradient * 2))
     for parameter, state, kind in zip(table.parameters, table.states, kinds, strict=True):
         fill(parameter, state, kind)
-        if kind == TAKEN:
-            parameter.grad.taken.in_use = has_travelled
     got = gather(table, [(hyper(0.1), 2)])
-    for kind, gradient in zip(kinds, got.gradients, strict=True):
+    for gradient in got.gradients:
         value = gradient if isinstance(gradient, Tensor) else gradient.value()
-        assert torch.equal(value, torch.full((3,), 1.0 if kind == TAKEN and has_travelled else 2.0))
+        assert torch.equal(value, torch.full((3,), 2.0))
 
 
 @pytest.mark.parametrize("received", [None, lambda gradient: gradient], ids=["at once", "after a copy"])

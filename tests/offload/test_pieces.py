@@ -1,0 +1,411 @@
+"""Parameters larger than a bucket are cut: the bits are those without a scheduler, whatever happens to a piece."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.overlap import ThreadDevice, adam
+from support.visible import state_bits
+from torch import Tensor, nn
+
+from superadam import OffloadScheduler, SpeculativeCPUAdam, StepKind
+from superadam.devices import Device
+from superadam.devices.flat import ALIGNMENT, FlatTensors
+from superadam.devices.worker import WorkerError
+from superadam.handles.taken_gradient import TakenGradient
+from superadam.kernels.native import CHUNK
+from superadam.offload.transfers import Transfers
+from superadam.state.parameter import Phase, piece_length
+from superadam.step.transaction import Transaction
+from superadam.testing import SimulatedDevice
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+
+STEPS = 5
+PIECES = {"embedding.weight": 4, "transposed": 2, "image": 3}
+"""Of parameters, where buckets are shorter than a chunk; all others are one."""
+
+
+class Text(nn.Module):
+    """An embedding, whose gradient comes last, and weights in several orders of memory."""
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        torch.default_generator.manual_seed(3)
+        self.embedding = nn.Embedding(220, 64, dtype=dtype)  # the last piece is shorter
+        self.transposed = nn.Parameter((torch.randn(100, 64, dtype=dtype) * 0.1).t())
+        channels_last = torch.randn(16, 64, 3, 3, dtype=dtype).contiguous(memory_format=torch.channels_last)
+        self.image = nn.Parameter(channels_last * 0.1)
+        self.gaps = nn.Parameter((torch.randn(64, 200, dtype=dtype) * 0.1)[:, ::2])
+        self.last = nn.Linear(116, 1, dtype=dtype)
+
+    def forward(self, step: int) -> Tensor:
+        words = torch.randint(220, (48,), generator=torch.Generator().manual_seed(step))
+        hidden = self.embedding(words)
+        seen = nn.functional.conv2d(hidden.view(48, 64, 1, 1), self.image, padding=1).view(48, 16)
+        read = (hidden @ self.transposed).tanh() + hidden @ self.gaps
+        return 9.0 * (self.last(torch.cat([seen, read], 1)).float() - 1).square().mean()
+
+
+BeforeStep = Callable[[Text, SpeculativeCPUAdam, int], object]
+
+
+def nothing(model: Text, optimizer: SpeculativeCPUAdam, step: int) -> None: ...
+
+
+def train(
+    before_step: BeforeStep = nothing, dtype: torch.dtype = torch.bfloat16, limit: float | None = None, **options: Any
+) -> tuple[list[Any], SpeculativeCPUAdam, OffloadScheduler | None]:
+    """Make steps; return outcomes and bits, the optimizer, and its scheduler where there are options for one."""
+    model = Text(dtype)
+    optimizer = adam(model, lr=0.02, max_grad_norm=limit)
+    scheduler = OffloadScheduler(optimizer, model, **options) if options else None
+    seen: list[Any] = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(step).backward()
+        value = before_step(model, optimizer, step)
+        try:
+            optimizer.step()
+        except (WorkerError, torch.OutOfMemoryError):  # nothing was changed
+            optimizer.step()
+        seen += [optimizer.last_outcome, value]
+        assert all(parameter.grad is not None for parameter in model.parameters())
+    seen.append(state_bits(optimizer, without=["master"] if dtype in (torch.float32, torch.float64) else []))
+    if scheduler is not None:
+        scheduler.close()
+    return seen, optimizer, scheduler
+
+
+@functools.cache
+def expected(before_step: BeforeStep = nothing, dtype: torch.dtype = torch.bfloat16, limit: float | None = None) -> Any:
+    return train(before_step, dtype, limit)[0]
+
+
+def pieces_of_each(scheduler: OffloadScheduler, model: nn.Module) -> dict[str, int]:
+    assert scheduler._transaction is not None
+    states = scheduler._transaction.table.states
+    counts = {name: len(state.pieces) for (name, _), state in zip(model.named_parameters(), states, strict=True)}
+    return {name: count for name, count in counts.items() if count > 1}
+
+
+# ---- where parameters are cut ----------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 20 * CHUNK), st.one_of(st.none(), st.integers(1, 12 * CHUNK)))
+def test_pieces_are_whole_chunks_no_longer_than_a_bucket(numel: int, most: int | None) -> None:
+    length = piece_length(torch.empty(numel, device="meta"), most)
+    if most is None or numel <= max(most, CHUNK):
+        assert length == numel
+    else:
+        assert length % CHUNK == 0
+        assert length < max(most, CHUNK) + CHUNK
+        assert -(-numel // length) <= -(-numel // max(most, CHUNK))  # no more of them than are needed
+
+
+def test_dense_working_copies_are_cut_in_any_order_of_memory() -> None:
+    """Not those with gaps in memory, nor own masters, of which no new value travels."""
+    for dtype, device, cut in [
+        (torch.bfloat16, SimulatedDevice(0), PIECES),
+        (torch.float32, SimulatedDevice(0), PIECES),
+        (torch.float32, ThreadDevice(), {}),
+    ]:
+        model = Text(dtype)
+        with OffloadScheduler(adam(model), model, bucket_numel=1, device=device) as scheduler:
+            assert pieces_of_each(scheduler, model) == cut
+
+
+# ---- the bits --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limit", [None, 60.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_cut_parameters_train_to_the_same_bits(dtype: torch.dtype, limit: float | None) -> None:
+    kinds = {outcome.kind for outcome in expected(dtype=dtype, limit=limit)[:-1:2]}
+    assert kinds == ({StepKind.COMMITTED} if limit is None else {StepKind.COMMITTED, StepKind.CLIPPED})
+    devices: list[tuple[Device, int, int]] = [
+        (SimulatedDevice(0), 1, 0),
+        (SimulatedDevice(1), 1, 2),
+        (SimulatedDevice(2), 2 * CHUNK, 1),
+        (SimulatedDevice(3), CHUNK, 10**6),
+        (ThreadDevice(), 1, 0),
+    ]
+    for device, bucket_numel, gpu_buckets in devices:
+        ours, optimizer, scheduler = train(
+            dtype=dtype, limit=limit, bucket_numel=bucket_numel, gpu_buckets=gpu_buckets, num_threads=1, device=device
+        )
+        assert ours == expected(dtype=dtype, limit=limit), (bucket_numel, gpu_buckets)
+        assert scheduler is not None
+        assert (scheduler.statistics.resident_buckets > 0) is (gpu_buckets > 0)
+        if limit is None and not gpu_buckets and dtype is torch.bfloat16:
+            assert optimizer.statistics.accepted == (STEPS - 1) * 6  # parameters, whatever they were cut into
+            assert optimizer.statistics.respeculated == 0
+
+
+def test_part_of_a_parameter_is_resident_while_the_rest_is_speculated_on() -> None:
+    """In the same step; and both parts are published, neither is redone."""
+    phases: list[set[tuple[Phase, bool]]] = []
+
+    def look(model: Text, optimizer: SpeculativeCPUAdam, step: int) -> None:
+        transaction = optimizer._binding._transaction
+        if transaction is not None:
+            optimizer._binding._catch_up()
+            (state,) = [one for one in transaction.table.states if one.parameter is model.embedding.weight]
+            phases.append({(one.phase, one.pending is not None and one.pending.is_resident) for one in state.pieces})
+
+    ours, optimizer, _ = train(look, bucket_numel=CHUNK, gpu_buckets=2, device=SimulatedDevice(5))
+    assert ours == expected()
+    assert phases[-1] == {(Phase.SPECULATED, False), (Phase.SPECULATED, True)}
+    assert optimizer.statistics.respeculated == 0
+
+
+def test_nothing_is_copied_in_buffers_longer_than_a_bucket_and_its_last_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    for name in ("empty", "host_empty"):
+        original = getattr(SimulatedDevice, name)
+
+        def record(self: Any, numel: int, dtype: torch.dtype, *rest: Any, original: Any = original) -> Tensor:
+            sizes.append(numel * dtype.itemsize)
+            return original(self, numel, dtype, *rest)
+
+        monkeypatch.setattr(SimulatedDevice, name, record)
+
+    def hold(model: Text, optimizer: SpeculativeCPUAdam, step: int) -> None:
+        if step == 2:  # none is a handle, so that all are updated in place
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+
+    train(hold, bucket_numel=CHUNK, device=SimulatedDevice(6))
+    assert max(sizes) <= 2 * (2 * CHUNK + 64 * 100 + 4 * ALIGNMENT)  # with the parameter that has gaps
+
+
+def test_the_gradient_of_a_cut_parameter_waits_for_no_other() -> None:
+    """Or it would keep its memory on the device, next to that of the pieces that were sent."""
+    model = Text()
+    with OffloadScheduler(adam(model), model, bucket_numel=3 * CHUNK, device=SimulatedDevice(7)) as scheduler:
+        model(0).backward()
+        assert pieces_of_each(scheduler, model) == {"embedding.weight": 2}
+        assert model.embedding.weight.grad is not None
+        assert "pending" not in model.embedding.weight.grad.taken.__dict__  # it has moved to the host
+
+
+class Arriving:
+    """An event, with which values arrive."""
+
+    def __init__(self, buffer: Tensor, values: Tensor) -> None:
+        self._buffer, self._values = buffer, values
+
+    def synchronize(self) -> None:
+        self._buffer.copy_(self._values)
+
+
+def test_a_gradient_is_joined_once_all_pieces_of_one_version_have_arrived() -> None:
+    values = torch.arange(12.0).view(3, 4).t()  # in memory from 0 to 11
+    buffer = torch.zeros(12)
+    taken = TakenGradient(torch.zeros(3, 4).t())
+    taken.is_unrounded = True
+    places = [(0, 8), (8, 4)]
+
+    def move(begin: int, numel: int) -> None:
+        flat = FlatTensors(buffer, [((numel,), (1,), begin)])
+        arrived = Arriving(buffer, torch.arange(12.0))
+        taken.move_piece_to(flat, 0, arrived, begin=begin, numel=numel, strides=(1, 4))
+
+    move(*places[0])
+    taken.absorb(torch.ones(4, 3))  # what was sent is none of it
+    move(*places[1])
+    assert torch.equal(taken.pending, torch.ones(4, 3))
+    move(*places[0])
+    assert taken.exact_dtype is torch.float32
+    assert "pending" not in taken.__dict__  # nothing was joined for that
+    assert torch.equal(taken.pending, values)
+    assert taken.pending.stride() == (1, 4)
+    assert taken.pending is taken.ready()
+
+
+# ---- what happens to some pieces -------------------------------------------------------------------------------------
+
+
+def test_nan_in_the_last_piece_undoes_all() -> None:
+    """Its norm comes when the others were speculated on."""
+    model = Text()
+    optimizer = adam(model, lr=0.02, max_grad_norm=None)
+
+    def spoil(parameter: Tensor) -> None:
+        if optimizer.statistics.steps == 2:
+            assert parameter.grad is not None
+            parameter.grad.view(-1)[-1] = torch.nan
+
+    model.embedding.weight.register_post_accumulate_grad_hook(spoil)
+    with OffloadScheduler(optimizer, model, bucket_numel=1, device=SimulatedDevice(0)) as scheduler:
+        for step in range(4):
+            optimizer.zero_grad()
+            model(step).backward()
+            before = [parameter.detach().clone() for parameter in model.parameters()]
+            dropped = optimizer.statistics.dropped
+            if step == 2:
+                scheduler._catch_up()
+                assert scheduler._transaction is not None
+                assert len(scheduler._transaction.in_phase(Phase.SPECULATED)) == 3 + sum(PIECES.values())
+            optimizer.step()
+            after = [torch.equal(one, old) for one, old in zip(model.parameters(), before, strict=True)]
+            assert optimizer.last_outcome is not None
+            assert (optimizer.last_outcome.kind is StepKind.SKIPPED) is (step == 2)
+            assert all(after) if step == 2 else not any(after)
+            assert optimizer.statistics.dropped - dropped == (6 if step == 2 else 0)
+
+
+def read(model: Text, optimizer: SpeculativeCPUAdam, step: int) -> list[float]:
+    return [float(parameter.grad.double().sum()) for parameter in model.parameters() if parameter.grad is not None]
+
+
+def edit(model: Text, optimizer: SpeculativeCPUAdam, step: int) -> None:
+    assert model.embedding.weight.grad is not None
+    model.embedding.weight.grad[-1] = 0.5
+
+
+def halve(model: Text, optimizer: SpeculativeCPUAdam, step: int) -> None:
+    torch._foreach_mul_([parameter.grad for parameter in model.parameters()], 0.3)
+
+
+def write(model: Text, optimizer: SpeculativeCPUAdam, step: int) -> None:
+    with torch.no_grad():
+        model.embedding.weight[-1, -1] += 1.0
+
+
+def write_past_versions(model: Text, optimizer: SpeculativeCPUAdam, step: int) -> None:
+    model.embedding.weight.data[100:] *= 0.5
+
+
+def take_back(model: Text, optimizer: SpeculativeCPUAdam, step: int) -> None:
+    optimizer.rollback()
+    optimizer.speculate()
+
+
+def another_layout(model: Text, optimizer: SpeculativeCPUAdam, step: int) -> None:
+    """The values are the same, in the same order, in memory with gaps."""
+    parameter = model.transposed
+    apart = torch.empty(100, 128, dtype=parameter.dtype)[:, :64].t()
+    parameter.data = apart.copy_(parameter.data)
+
+
+@pytest.mark.parametrize("limit", [None, 60.0])
+@pytest.mark.parametrize(
+    "program", [read, edit, halve, write, write_past_versions, take_back, another_layout], ids=lambda one: one.__name__
+)
+def test_programs_see_whole_parameters(program: BeforeStep, limit: float | None) -> None:
+    for gpu_buckets in (0, 2):
+        ours, _, _ = train(
+            program, limit=limit, bucket_numel=CHUNK, gpu_buckets=gpu_buckets, device=SimulatedDevice(gpu_buckets)
+        )
+        theirs = expected(program, limit=limit)
+        assert ours[1::2] == theirs[1::2]
+        assert ours[-1] == theirs[-1]
+
+
+def test_gradients_in_another_order_of_memory_are_cut_in_the_parameters() -> None:
+    def turn(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        rows, columns = parameter.shape
+        strides = (1, rows) if parameter.is_contiguous() else (columns, 1)
+        turned = torch.empty_strided(parameter.shape, strides, dtype=parameter.dtype)
+        parameter.grad = turned.copy_(parameter.grad)
+
+    model = Text()
+    optimizer = adam(model, lr=0.02, max_grad_norm=None)
+    for parameter in (model.embedding.weight, model.transposed):
+        parameter.register_post_accumulate_grad_hook(turn)
+    with OffloadScheduler(optimizer, model, bucket_numel=1, device=SimulatedDevice(4)) as scheduler:
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            model(step).backward()
+            optimizer.step()
+        assert optimizer.statistics.accepted == 6 * (STEPS - 1)
+        assert scheduler.statistics.given_back_gradients == 0
+    assert state_bits(optimizer) == expected()[-1]
+
+
+# ---- failures --------------------------------------------------------------------------------------------------------
+
+
+class Failing(SimulatedDevice):
+    """Fails once, at the call with this number of a method."""
+
+    def __init__(self, method: str, number: int) -> None:
+        super().__init__(number)
+        self.calls, original = 0, getattr(self, method)
+
+        def call(*arguments: Any) -> Any:
+            self.calls += 1
+            if self.calls == number:
+                raise torch.OutOfMemoryError("planted")
+            return original(*arguments)
+
+        setattr(self, method, call)
+
+
+@pytest.mark.parametrize("link", ["auto", torch.float16], ids=str)
+@pytest.mark.parametrize("method", ["pack", "host_empty"])
+def test_a_piece_without_memory_is_left_to_the_step(method: str, link: torch.dtype | str) -> None:
+    """Also where gradients are rounded on their way: what does not travel is rounded alike."""
+    options = {"dtype": torch.float32, "transfer_dtype": link, "limit": 60.0, "bucket_numel": CHUNK}
+    theirs, _, _ = train(**options, device=SimulatedDevice(0))
+    for number in range(14, 26):  # in the second step
+        ours, _, _ = train(**options, device=Failing(method, number))
+        assert ours == theirs, number
+
+
+@pytest.mark.parametrize("number", range(2, 9, 3))
+def test_a_worker_that_fails_at_a_piece_leaves_all_to_the_step(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, calls = Transaction.speculate, 0
+
+    def speculate(self: Transaction, *arguments: Any, **options: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 12 + number:
+            raise RuntimeError("planted")
+        original(self, *arguments, **options)
+
+    monkeypatch.setattr(Transaction, "speculate", speculate)
+    ours, optimizer, _ = train(limit=60.0, bucket_numel=CHUNK, device=SimulatedDevice(number))
+    assert calls > 12 + number
+    assert ours[-1] == expected(limit=60.0)[-1]
+    assert optimizer.statistics.dropped
+
+
+@pytest.mark.parametrize("number", range(1, 12, 3))
+def test_an_interrupt_between_pieces_leaves_the_gradient_to_the_step(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, calls = Transfers.download, 0
+
+    def download(self: Transfers, *arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 12 + number:
+            raise KeyboardInterrupt
+        return original(self, *arguments)
+
+    monkeypatch.setattr(Transfers, "download", download)
+    model = Text()
+    optimizer = adam(model, lr=0.02, max_grad_norm=None)
+    with OffloadScheduler(optimizer, model, bucket_numel=CHUNK, device=SimulatedDevice(number)):
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            try:
+                model(step).backward()
+            except KeyboardInterrupt:
+                optimizer.zero_grad()
+                model(step).backward()
+            try:
+                optimizer.step()
+            except KeyboardInterrupt:
+                optimizer.step()
+        assert calls > 12 + number
+    assert state_bits(optimizer) == expected()[-1]
