@@ -34,6 +34,7 @@ def cmake_definitions(architecture: str, library: str) -> dict[str, str]:
         "CMAKE_SYSTEM_NAME": "Linux",
         "CMAKE_SYSTEM_PROCESSOR": architecture,
         "CMAKE_C_COMPILER": f"{zig};cc;-target;{architecture}-linux-{library}",  # without one: for this very CPU
+        "CMAKE_TRY_COMPILE_CONFIGURATION": "Release",  # or it compiles its own libraries twice
         "CMAKE_MODULE_LINKER_FLAGS": "-Wl,-s",  # or its debug information comes along, with paths
         "Python_EXECUTABLE": sys.executable,
         "Python_INCLUDE_DIR": headers,  # the stable ABI makes those of this machine do
