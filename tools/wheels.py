@@ -16,13 +16,13 @@ import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
-from check_wheel import KERNELS, refusals, tag_of
+from check_wheel import GLIBC, KERNELS, refusals, tag_of
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def cmake_definitions(architecture: str, library: str) -> dict[str, str]:
-    """Return what lets CMake compile for an architecture and C library ("gnu.2.17", "musl") with zig."""
+def cmake_definitions(architecture: str) -> dict[str, str]:
+    """Return what lets CMake compile for an architecture, and the oldest C library of a wheel, with zig."""
     found = find_spec("ziglang")
     if found is None or found.origin is None:
         sys.exit("zig is missing, which compiles wheels and the kernels for Arm; run pip install --group wheels")
@@ -33,7 +33,7 @@ def cmake_definitions(architecture: str, library: str) -> dict[str, str]:
     return {
         "CMAKE_SYSTEM_NAME": "Linux",
         "CMAKE_SYSTEM_PROCESSOR": architecture,
-        "CMAKE_C_COMPILER": f"{zig};cc;-target;{architecture}-linux-{library}",  # without one: for this very CPU
+        "CMAKE_C_COMPILER": f"{zig};cc;-target;{architecture}-linux-gnu.{GLIBC[0]}.{GLIBC[1]}",  # without: this very CPU
         "CMAKE_TRY_COMPILE_CONFIGURATION": "Release",  # or it compiles its own libraries twice
         "CMAKE_MODULE_LINKER_FLAGS": "-Wl,-s",  # or its debug information comes along, with paths
         "Python_EXECUTABLE": sys.executable,
@@ -59,7 +59,7 @@ def build_sdist(folder: Path) -> Path:
 def build_wheel(sdist: Path, architecture: str, folder: Path, **definitions: str) -> Path:
     """Build the wheel of an sdist into `folder`; more definitions for CMake come last."""
     settings = {"wheel.tags": tag_of(architecture), "wheel.reproducible": "true", "install.strip": "false"}
-    for name, value in {**cmake_definitions(architecture, "gnu.2.17"), **definitions}.items():
+    for name, value in {**cmake_definitions(architecture), **definitions}.items():
         settings[f"cmake.define.{name}"] = value
     options = [f"--config-settings={name}={value}" for name, value in settings.items()]
     offline = ["--no-build-isolation", "--no-deps", "--no-index", "--no-cache-dir"]

@@ -29,11 +29,11 @@ PyMODINIT_FUNC PyInit__kernels(void) { return PyLong_FromLong((long)dispatch_ker
 """`USED` is one thing more that it uses."""
 
 
-def compiled(folder: Path, source: str, *options: str, library: str = "gnu.2.17") -> Path:
+def compiled(folder: Path, source: str, *options: str, glibc: str = "2.17") -> Path:
     """Return a module compiled from a source in `folder`, whose path it is given."""
     file = folder / "source.c"
     file.write_text(source)
-    compiler = cmake_definitions("x86_64", library)["CMAKE_C_COMPILER"].split(";")
+    compiler = cmake_definitions("x86_64")["CMAKE_C_COMPILER"].replace("2.17", glibc).split(";")
     flags = ["-O2", "-shared", "-fPIC", "-fvisibility=hidden", "-Wl,-s", "-DPy_LIMITED_API=0x030b0000"]
     folders = [f"-I{sysconfig.get_path('include')}", f"-I{ROOT / 'cpu'}"]
     module = folder / "module.so"
@@ -63,29 +63,29 @@ UNSTABLE = "const char *PyUnicode_AsUTF8(void *);\n"
 
 
 @pytest.mark.parametrize(
-    ("before", "used", "options", "library", "expected"),
+    ("before", "used", "options", "glibc", "expected"),
     [
-        ("", "0", SOUND, "gnu.2.17", []),
-        ("", "0", SOUND[1:], "gnu.2.17", ["{name} has no avx512 kernels", "{name} has no avx2 kernels"]),
-        ("", "0", SOUND, "gnu.2.34", ["{name} needs GLIBC_2.34, expected at most 2.17"]),
+        ("", "0", SOUND, "2.17", []),
+        ("", "0", SOUND[1:], "2.17", ["{name} has no avx512 kernels", "{name} has no avx2 kernels"]),
+        ("", "0", SOUND, "2.34", ["{name} needs GLIBC_2.34, expected at most 2.17"]),
         (
             "#include <dlfcn.h>\n",
             'dlsym(0, "")',
             (*SOUND, "-ldl"),
-            "gnu.2.17",
+            "2.17",
             [f"{{name}} needs libdl.so.2, expected nothing beyond {', '.join(sorted(LIBRARIES))}"],
         ),
-        (HELPER, "0", SOUND, "gnu.2.17", ["{name} exports PyInit__kernels, helper, expected its PyInit function alone"]),
-        ("", "0", (*SOUND, "-Wl,-rpath,$ORIGIN"), "gnu.2.17", ["{name} has an RPATH"]),
-        ("", "__FILE__", SOUND, "gnu.2.17", ["{name} holds the path {folder}/source.c"]),
-        (UNSTABLE, "PyUnicode_AsUTF8(0)", SOUND, "gnu.2.17", ["_kernels.abi3.so uses PyUnicode_AsUTF8, which is not in the stable ABI of 3.11"]),
+        (HELPER, "0", SOUND, "2.17", ["{name} exports PyInit__kernels, helper, expected its PyInit function alone"]),
+        ("", "0", (*SOUND, "-Wl,-rpath,$ORIGIN"), "2.17", ["{name} has an RPATH"]),
+        ("", "__FILE__", SOUND, "2.17", ["{name} holds the path {folder}/source.c"]),
+        (UNSTABLE, "PyUnicode_AsUTF8(0)", SOUND, "2.17", ["_kernels.abi3.so uses PyUnicode_AsUTF8, which is not in the stable ABI of 3.11"]),
     ],
     ids=["sound", "kernels", "glibc", "library", "export", "rpath", "path", "abi"],
 )
 def test_what_is_wrong_with_a_module(
-    before: str, used: str, options: tuple[str, ...], library: str, expected: list[str], tmp_path: Path
+    before: str, used: str, options: tuple[str, ...], glibc: str, expected: list[str], tmp_path: Path
 ) -> None:
-    module = compiled(tmp_path, before + SOURCE, f"-DUSED={used}", *options, library=library)
+    module = compiled(tmp_path, before + SOURCE, f"-DUSED={used}", *options, glibc=glibc)
     told = [what.format(name=MODULES[0], folder=tmp_path) for what in expected]
     assert list(refusals(wheel_of(tmp_path, module))) == told
 
