@@ -17,7 +17,7 @@ export OMP_WAIT_POLICY := passive
 # tests of several ranks, of commands and of threads wait for much of their time.
 IN_PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo wheels test test-quick test-deep test-mutants docs arm-test gpu-check gpu-wheels lint format clean
+.PHONY: demo wheels test test-quick test-deep test-mutants docs arm-test torch-test gpu-check gpu-wheels lint format clean
 
 demo: $(VENV)/installed
 	$(BIN)/superadam train --verify --steps 200 --max-grad-norm 1.0 --inject-nan 70 --report demo/report.json --out demo
@@ -44,8 +44,13 @@ test-mutants: $(VENV)/test-tools
 docs: $(VENV)/docs-tools
 	$(BIN)/python -m sphinx --quiet --fresh-env --fail-on-warning --keep-going docs build/docs
 
-arm-test: $(VENV)/test-tools
+# The wheel for Arm, on an emulator.
+arm-test: wheels
 	tests/arm/run $(BIN)/python
+
+# The same wheel with the oldest torch that the package admits, and one in between.
+torch-test: wheels
+	TORCH="2.6.0 2.8.0" tests/arm/run $(BIN)/python
 
 # On a machine with a GPU, with a Python that has superadam[cli] installed: sets up and downloads nothing.
 # ARGS="--only rates" runs one stage, ARGS=--rehearse all of them without a GPU.

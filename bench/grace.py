@@ -175,7 +175,12 @@ def tables(costs: list[Cost]) -> str:
     """Return both tables in Markdown, without rows of "sve" that say the same as "sve_bf16"."""
     with_bfcvt = {c.case: c.kinds for c in costs if c.isa == "sve_bf16"}
     rows = [c for c in costs if c.isa != "sve" or c.kinds != with_bfcvt[c.case]]
-    lines = [f"Compiler: zig {version('ziglang')}.", "", "Instructions per 4 elements, at a vector length of 128 bits:", ""]
+    lines = [
+        f"Compiler: zig {version('ziglang')}.",
+        "",
+        "Instructions per 4 elements, at a vector length of 128 bits:",
+        "",
+    ]
     lines += [f"| pass | kernels | {' | '.join(Kind)} | all |", f"|---|---|{'---:|' * (len(Kind) + 1)}"]
     for c in rows:
         counts = " | ".join(f"{c.kinds[kind]:.4g}" for kind in Kind)

@@ -90,7 +90,9 @@ def refusals_of_module(name: str, data: bytes, architecture: str) -> Iterator[st
         if not section["sh_flags"] & SH_FLAGS.SHF_EXECINSTR:  # whose bytes look like anything
             yield from (f"holds the path {path.decode()}" for path in PATH.findall(section.data()))
     if name == MODULES[0]:
-        yield from (f"has no {kernel} kernels" for kernel in KERNELS[architecture] if kernel not in kernels_of(elf, data))
+        yield from (
+            f"has no {kernel} kernels" for kernel in KERNELS[architecture] if kernel not in kernels_of(elf, data)
+        )
 
 
 def glibc_of(version: str) -> tuple[int, ...]:

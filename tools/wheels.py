@@ -1,7 +1,6 @@
 """Builds what is released, with zig as the only compiler: `python tools/wheels.py [FOLDER]`, as `make wheels` does.
 
-The folder, dist/ by default, then holds the sdist, a wheel for each architecture that was built from it, and SHA256SUMS.
-With the same tools and minor version of Python, the same sources give the same bytes, on any machine and in any folder.
+The folder, dist/ by default, then holds the sdist, the wheels that were built from it, and SHA256SUMS. With the same tools and minor version of Python, the same sources give the same bytes, on any machine and in any folder.
 """
 
 from __future__ import annotations
@@ -30,10 +29,11 @@ def cmake_definitions(architecture: str) -> dict[str, str]:
     if not Path(headers, "Python.h").exists():
         sys.exit(f"{headers} lacks Python.h; install the headers of this Python (Debian: python3-dev)")
     zig = Path(found.origin).with_name("zig")
+    target = f"{architecture}-linux-gnu.{GLIBC[0]}.{GLIBC[1]}"  # without one, for this very CPU
     return {
         "CMAKE_SYSTEM_NAME": "Linux",
         "CMAKE_SYSTEM_PROCESSOR": architecture,
-        "CMAKE_C_COMPILER": f"{zig};cc;-target;{architecture}-linux-gnu.{GLIBC[0]}.{GLIBC[1]}",  # without: this very CPU
+        "CMAKE_C_COMPILER": f"{zig};cc;-target;{target}",
         "CMAKE_TRY_COMPILE_CONFIGURATION": "Release",  # or it compiles its own libraries twice
         "CMAKE_MODULE_LINKER_FLAGS": "-Wl,-s",  # or its debug information comes along, with paths
         "Python_EXECUTABLE": sys.executable,

@@ -34,7 +34,17 @@ def cmake(*arguments: str | Path) -> None:
 
 def refusal_of_cmake(build: Path, *options: str, **environment: str) -> str:
     """Return what CMake says where it refuses to configure, on one line."""
-    command = [sys.executable, "-m", "cmake", "-S", ROOT, "-B", build, f"-DPython_EXECUTABLE={sys.executable}", *options]
+    command = [
+        sys.executable,
+        "-m",
+        "cmake",
+        "-S",
+        ROOT,
+        "-B",
+        build,
+        f"-DPython_EXECUTABLE={sys.executable}",
+        *options,
+    ]
     done = subprocess.run(command, env=os.environ | environment, check=False, capture_output=True, text=True)
     assert done.returncode == 1
     return " ".join(done.stderr.split())

@@ -1,4 +1,4 @@
-"""What is wrong with a wheel is found: a module in small, with the table of cpu/dispatch.c, is built sound and spoiled."""
+"""What is wrong with a wheel is found: a small module with the table of cpu/dispatch.c is built, sound and spoiled."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ def wheel_of(folder: Path, kernels: Path, name: str = TAG, tag: str = TAG) -> Pa
     """Return a wheel with these kernels, and a sound `_signals`."""
     signals = folder / "signals"
     signals.mkdir()
-    other = compiled(signals, "#include <Python.h>\nPyMODINIT_FUNC PyInit__signals(void) { return PyLong_FromLong(0); }")
+    other = compiled(
+        signals, "#include <Python.h>\nPyMODINIT_FUNC PyInit__signals(void) { return PyLong_FromLong(0); }"
+    )
     wheel = folder / f"superadam-1.0-{name}.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.write(kernels, MODULES[0])
@@ -78,7 +80,13 @@ UNSTABLE = "const char *PyUnicode_AsUTF8(void *);\n"
         (HELPER, "0", SOUND, "2.17", ["{name} exports PyInit__kernels, helper, expected its PyInit function alone"]),
         ("", "0", (*SOUND, "-Wl,-rpath,$ORIGIN"), "2.17", ["{name} has an RPATH"]),
         ("", "__FILE__", SOUND, "2.17", ["{name} holds the path {folder}/source.c"]),
-        (UNSTABLE, "PyUnicode_AsUTF8(0)", SOUND, "2.17", ["_kernels.abi3.so uses PyUnicode_AsUTF8, which is not in the stable ABI of 3.11"]),
+        (
+            UNSTABLE,
+            "PyUnicode_AsUTF8(0)",
+            SOUND,
+            "2.17",
+            ["_kernels.abi3.so uses PyUnicode_AsUTF8, which is not in the stable ABI of 3.11"],
+        ),
     ],
     ids=["sound", "kernels", "glibc", "library", "export", "rpath", "path", "abi"],
 )
