@@ -1,6 +1,7 @@
 """Builds what is released, with zig as the only compiler: `python tools/wheels.py [FOLDER]`, as `make wheels` does.
 
-The folder, dist/ by default, then holds the sdist, the wheels that were built from it, and SHA256SUMS. With the same tools and minor version of Python, the same sources give the same bytes, on any machine and in any folder.
+The folder, dist/ by default, then holds the sdist, the wheels that were built from it, and SHA256SUMS. With the same
+tools and minor version of Python, the same sources give the same bytes, on any machine and in any folder.
 """
 
 from __future__ import annotations

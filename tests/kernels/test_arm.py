@@ -1,7 +1,8 @@
 """NEON and SVE have the bits of the scalar kernels at every vector length, stay inside their arrays, and need no SVE.
 
 The kernels are compiled as those of the wheel, and run in an emulator; what they must compute comes from the scalar
-kernels of this machine. The emulator starts once for a batch of jobs, so the random jobs come from a seed, not from Hypothesis.
+kernels of this machine. The emulator starts once for a batch of jobs, so the random jobs come from a seed, not from
+Hypothesis.
 """
 
 from __future__ import annotations
