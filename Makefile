@@ -50,7 +50,7 @@ arm-test: wheels
 
 # The same wheel with the oldest torch that the package admits, and one in between.
 torch-test: wheels
-	TORCH="2.6.0 2.8.0" tests/arm/run $(BIN)/python
+	TORCH="2.8.0 2.10.0" tests/arm/run $(BIN)/python
 
 # On a machine with a GPU, with a Python that has superadam[cli] installed: sets up and downloads nothing.
 # ARGS="--only rates" runs one stage, ARGS=--rehearse all of them without a GPU.
