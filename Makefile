@@ -2,8 +2,10 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# What is installed: this checkout, compiled here, or a wheel of it (PACKAGE=dist/superadam-....whl).
+PACKAGE ?= .
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-SOURCES := $(shell git ls-files -co --exclude-standard -- cpu gpu superadam cmake CMakeLists.txt pyproject.toml README.md)
+SOURCES := $(shell git ls-files -co --exclude-standard -- cpu gpu superadam CMakeLists.txt pyproject.toml README.md)
 
 # Run the installed wheel, never the sources in this folder.
 export PYTHONSAFEPATH := 1
@@ -15,10 +17,14 @@ export OMP_WAIT_POLICY := passive
 # tests of several ranks, of commands and of threads wait for much of their time.
 IN_PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-quick test-deep test-mutants docs arm-test gpu-check gpu-wheels lint format clean
+.PHONY: demo wheels test test-quick test-deep test-mutants docs arm-test torch-test gpu-check gpu-wheels lint format clean
 
 demo: $(VENV)/installed
 	$(BIN)/superadam train --verify --steps 200 --max-grad-norm 1.0 --inject-nan 70 --report demo/report.json --out demo
+
+# What is released, in dist/: the sdist, wheels for x86-64 and 64-bit Arm, their hashes. Needs no compiler of the system.
+wheels: $(VENV)/wheel-tools
+	$(BIN)/python tools/wheels.py
 
 test: $(VENV)/test-tools lint docs
 	$(BIN)/python -m pytest $(IN_PARALLEL) tests
@@ -38,8 +44,13 @@ test-mutants: $(VENV)/test-tools
 docs: $(VENV)/docs-tools
 	$(BIN)/python -m sphinx --quiet --fresh-env --fail-on-warning --keep-going docs build/docs
 
-arm-test: $(VENV)/test-tools
+# The wheel for Arm, on an emulator.
+arm-test: wheels
 	tests/arm/run $(BIN)/python
+
+# The same wheel with the oldest torch that the package admits, and one in between.
+torch-test: wheels
+	TORCH="2.8.0 2.10.0" tests/arm/run $(BIN)/python
 
 # On a machine with a GPU, with a Python that has superadam[cli] installed: sets up and downloads nothing.
 # ARGS="--only rates" runs one stage, ARGS=--rehearse all of them without a GPU.
@@ -72,12 +83,16 @@ $(VENV)/torch: $(VENV)/python constraints.txt
 	touch $@
 
 $(VENV)/installed: $(VENV)/torch $(SOURCES)
-	$(PIP) --force-reinstall --no-deps .
-	$(PIP) '.[cli]'
+	$(PIP) --force-reinstall --no-deps $(PACKAGE)
+	$(PIP) '$(PACKAGE)[cli]'
 	touch $@
 
 $(VENV)/test-tools: $(VENV)/installed
 	$(PIP) --group test --group frameworks --group lint
+	touch $@
+
+$(VENV)/wheel-tools: $(VENV)/python constraints.txt
+	$(PIP) --group wheels
 	touch $@
 
 $(VENV)/docs-tools: $(VENV)/installed

@@ -12,18 +12,19 @@ from __future__ import annotations
 import argparse
 import math
 import re
-import subprocess
 import sys
 import tempfile
 from collections import Counter
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path += [str(ROOT / "tests"), str(ROOT / "bench")]
+sys.path += [str(ROOT / folder) for folder in ("tests", "bench", "tools")]
 
 from arm import emulation  # noqa: E402
 from arm.emulation import Cpu, EmulatedJob  # noqa: E402
+from elftools.elf.elffile import ELFFile  # noqa: E402
 from neoverse_v2 import Kind, bounds, rule_of  # noqa: E402
 from support.kernel_arrays import Job, make_segment  # noqa: E402
 
@@ -92,17 +93,11 @@ class Program:
     @classmethod
     def read(cls, path: Path) -> Program:
         """Disassemble `path`."""
-        command = ["aarch64-linux-gnu-objdump", "-d", "--no-show-raw-insn", path]
-        listing = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        text = {}
-        functions = {}
-        for line in listing.splitlines():
-            if match := re.match(r" +([0-9a-f]+):\t([^\n]+?)(?: *\t?//.*)?$", line):
-                text[int(match[1], 16)] = match[2].replace("\t", " ")
-            elif match := re.match(r"([0-9a-f]+) <(\w+)", line):
-                functions[int(match[1], 16)] = match[2]
-        starts = [address for address, name in functions.items() if re.match("run_[A-Z]", name)]
-        return cls(text, min(starts), min(address for address in functions if address > max(starts)))
+        with path.open("rb") as file:
+            symbols = list(ELFFile(file).get_section_by_name(".symtab").iter_symbols())
+        kernels = [one for one in symbols if re.match("run_[A-Z]", one.name)]
+        last = max(one["st_value"] + one["st_size"] for one in kernels)
+        return cls(dict(emulation.disassemble(path)), min(one["st_value"] for one in kernels), last)
 
 
 def trace(program: Program, isa: str, length: int, folder: Path) -> Counter[tuple[str, int]]:
@@ -164,12 +159,6 @@ def cost(case: Case, isa: str, counts: Counter[str]) -> Cost:
     return Cost(case, isa, kinds, cycles / 4, bottleneck)
 
 
-def compiler() -> str:
-    """Return the first line of the cross compiler's version."""
-    done = subprocess.run([emulation.COMPILER, "--version"], check=True, capture_output=True, text=True)
-    return done.stdout.splitlines()[0]
-
-
 def all_costs() -> list[Cost]:
     """Return the costs of every case with every vector instruction set, on a build of this checkout."""
     program = Program.read(emulation.build())
@@ -186,7 +175,12 @@ def tables(costs: list[Cost]) -> str:
     """Return both tables in Markdown, without rows of "sve" that say the same as "sve_bf16"."""
     with_bfcvt = {c.case: c.kinds for c in costs if c.isa == "sve_bf16"}
     rows = [c for c in costs if c.isa != "sve" or c.kinds != with_bfcvt[c.case]]
-    lines = [f"Compiler: `{compiler()}`.", "", "Instructions per 4 elements, at a vector length of 128 bits:", ""]
+    lines = [
+        f"Compiler: zig {version('ziglang')}.",
+        "",
+        "Instructions per 4 elements, at a vector length of 128 bits:",
+        "",
+    ]
     lines += [f"| pass | kernels | {' | '.join(Kind)} | all |", f"|---|---|{'---:|' * (len(Kind) + 1)}"]
     for c in rows:
         counts = " | ".join(f"{c.kinds[kind]:.4g}" for kind in Kind)

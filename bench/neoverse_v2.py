@@ -46,7 +46,7 @@ RULES: tuple[tuple[str, Kind, list[tuple[set[str], int]]], ...] = (
     (r"fdiv\s+v\d+\.4s", Kind.DIVIDE, [(V02, 10)]),
     (r"fsqrt\s+(z|v\d+\.4s)", Kind.ROOT, [(V02, 9)]),
     (r"fcvtl2?\s+v\d+\.2d|fcvt\s+z\d+\.d|bfcvt\s+z", Kind.CONVERT, [(V02, 1)]),
-    (r"(fcvtl|fcvtn|fcvt)\s+[vz]", Kind.CONVERT, [(V02, 1), (V02, 1)]),
+    (r"(fcvtl2?|fcvtn2?|fcvt)\s+[vz]", Kind.CONVERT, [(V02, 1), (V02, 1)]),
     (r"(fadd|fsub|fmul|fml[as]|fmad|fmsb|fnml[as]|fneg)\s+[vzs]", Kind.ARITHMETIC, [(V, 1)]),
     (r"fcm\w\w\s+p|fcmpe?\s", Kind.VECTOR, [({"V0"}, 1)]),
     (r"(u?shr|shl|shll|ushll|shrn|lsr|lsl)\s+[vz]", Kind.VECTOR, [(V13, 1)]),

@@ -1,4 +1,5 @@
-/* The table of instruction sets, best first. SUPERADAM_HAVE_<ISA> comes from the build and says what was compiled. */
+/* The table of instruction sets, best first, and once, when the module is loaded, which of them this CPU can run: CPUID
+ * takes microseconds in a virtual machine. SUPERADAM_SIMD comes from the build: the vector kernels are compiled. */
 
 #include "dispatch.h"
 
@@ -7,22 +8,32 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 
-static int cpu_has_f16c(void)
+/* Registers whose contents the operating system keeps (XCR0): those of SSE and AVX; and the masks and upper halves. */
+enum { KEEPS_AVX = 0x06, KEEPS_AVX512 = 0xE6 };
+
+static unsigned kept_registers(void)
 {
-    unsigned a, b, c, d;
-    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+    unsigned low, high;
+    __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+    return low;
 }
 
-/* __builtin_cpu_supports also asks the operating system (XGETBV). */
+/* By CPUID itself: what compilers offer for it answers no to everything where their own start-up code does not run. */
 static int cpu_has_avx2(void)
 {
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && cpu_has_f16c();
+    const unsigned needed = bit_OSXSAVE | bit_AVX | bit_FMA | bit_F16C;
+    unsigned a, b, c, d;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || (c & needed) != needed || (kept_registers() & KEEPS_AVX) != KEEPS_AVX)
+        return 0;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & bit_AVX2);
 }
 
 static int cpu_has_avx512(void)
 {
-    return cpu_has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    const unsigned needed = bit_AVX512F | bit_AVX512BW | bit_AVX512DQ | bit_AVX512VL;
+    unsigned a, b, c, d;
+    return cpu_has_avx2() && (kept_registers() & KEEPS_AVX512) == KEEPS_AVX512 &&
+           __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & needed) == needed;
 }
 #elif defined(__aarch64__)
 
@@ -42,30 +53,10 @@ static int cpu_has_sve_bf16(void) { return 0; }
 
 static int always(void) { return 1; }
 
-#ifdef SUPERADAM_HAVE_AVX512
-#define AVX512_KERNEL superadam_kernel_avx512
+#ifdef SUPERADAM_SIMD
+#define VECTOR_KERNEL(isa) superadam_kernel_##isa
 #else
-#define AVX512_KERNEL NULL
-#endif
-#ifdef SUPERADAM_HAVE_AVX2
-#define AVX2_KERNEL superadam_kernel_avx2
-#else
-#define AVX2_KERNEL NULL
-#endif
-#ifdef SUPERADAM_HAVE_SVE_BF16
-#define SVE_BF16_KERNEL superadam_kernel_sve_bf16
-#else
-#define SVE_BF16_KERNEL NULL
-#endif
-#ifdef SUPERADAM_HAVE_SVE
-#define SVE_KERNEL superadam_kernel_sve
-#else
-#define SVE_KERNEL NULL
-#endif
-#ifdef SUPERADAM_HAVE_NEON
-#define NEON_KERNEL superadam_kernel_neon
-#else
-#define NEON_KERNEL NULL
+#define VECTOR_KERNEL(isa) NULL
 #endif
 
 static const struct {
@@ -74,15 +65,23 @@ static const struct {
     int (*cpu_supports)(void);
 } rows[] = {
 #if defined(__x86_64__)
-    {"avx512", AVX512_KERNEL, cpu_has_avx512},
-    {"avx2", AVX2_KERNEL, cpu_has_avx2},
+    {"avx512", VECTOR_KERNEL(avx512), cpu_has_avx512},
+    {"avx2", VECTOR_KERNEL(avx2), cpu_has_avx2},
 #elif defined(__aarch64__)
-    {"sve_bf16", SVE_BF16_KERNEL, cpu_has_sve_bf16},
-    {"sve", SVE_KERNEL, cpu_has_sve},
-    {"neon", NEON_KERNEL, always},
+    {"sve_bf16", VECTOR_KERNEL(sve_bf16), cpu_has_sve_bf16},
+    {"sve", VECTOR_KERNEL(sve), cpu_has_sve},
+    {"neon", VECTOR_KERNEL(neon), always},
 #endif
     {"scalar", superadam_kernel_scalar, always},
 };
+
+static int supported[sizeof rows / sizeof *rows];
+
+static __attribute__((constructor)) void ask_the_cpu(void)
+{
+    for (size_t isa = 0; isa < sizeof rows / sizeof *rows; isa++)
+        supported[isa] = rows[isa].cpu_supports();
+}
 
 int superadam_isa_count(void) { return (int)(sizeof rows / sizeof *rows); }
 
@@ -92,7 +91,7 @@ int superadam_isa_status(int isa)
 {
     if (!superadam_isa_name(isa) || !rows[isa].kernel)
         return SUPERADAM_NOT_COMPILED;
-    return rows[isa].cpu_supports() ? SUPERADAM_RUNNABLE : SUPERADAM_NOT_SUPPORTED;
+    return supported[isa] ? SUPERADAM_RUNNABLE : SUPERADAM_NOT_SUPPORTED;
 }
 
 superadam_kernel *dispatch_kernel(int isa)

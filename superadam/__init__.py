@@ -1,5 +1,7 @@
 """superadam: Adam on the CPU that runs speculatively, validates afterwards, and never changes a bit."""
 
+from importlib.metadata import version as _version
+
 from superadam.kernels.native import active_isa, available_isas, get_num_threads, set_num_threads
 from superadam.offload.placement import Placement
 from superadam.offload.scheduler import OffloadScheduler
@@ -21,3 +23,5 @@ __all__ = [
     "get_num_threads",
     "set_num_threads",
 ]
+
+__version__ = _version("superadam")

@@ -1,4 +1,4 @@
-"""The kernels of another architecture, run on this machine: a cross build and an emulator.
+"""The kernels of another architecture, run on this machine: compiled by zig, as those of the wheel, and emulated.
 
 Owns the tools it needs, the build in `build/arm/cross`, and the file of jobs that `runner.c` reads. It compares
 nothing: tests do that, and `bench/grace.py` counts.
@@ -11,21 +11,25 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import capstone
 import numpy as np
+from elftools.elf.constants import SH_FLAGS
+from elftools.elf.elffile import ELFFile
 from support.kernel_arrays import Array, Job, coefficient_table
+from wheels import cmake_definitions
 
 from superadam.kernels import native
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "arm" / "cross"
-PACKAGES = ("qemu-user-static", "gcc-12-aarch64-linux-gnu", "libc6-dev-arm64-cross")
+PACKAGES = ("qemu-user-static", "libc6-arm64-cross")
 EMULATOR = "qemu-aarch64-static"
-COMPILER = "aarch64-linux-gnu-gcc-12"
+LIBRARIES = Path("/usr/aarch64-linux-gnu")
+"""Where the second package has the C library for Arm."""
 ARRAYS = tuple(native.SEGMENT.names or ())[:9]
 """Fields of a segment that are arrays, in the order in which they stand in a file of jobs."""
 LIST = tuple(native.UNCERTAIN.names or ())[2:]
@@ -118,27 +122,38 @@ def read_results(path: Path, jobs: Sequence[EmulatedJob]) -> list[list[dict[str,
 
 
 def missing_tools() -> str | None:
-    """Return what this machine lacks to build and emulate, in one sentence, after trying to install it when root."""
-    programs = (EMULATOR, COMPILER)
-    if all(map(shutil.which, programs)):
-        return None
-    if os.geteuid() == 0 and shutil.which("apt-get"):
+    """Return what this machine lacks to emulate, in one sentence, after trying to install it when root."""
+    if not _has_tools() and os.geteuid() == 0 and shutil.which("apt-get"):
         environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
         install = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *PACKAGES]
         for command in (["apt-get", "update", "-qq"], install):
             subprocess.run(command, check=False, env=environment, capture_output=True)
-    if all(map(shutil.which, programs)):
+    if _has_tools():
         return None
-    return f"the Arm kernels need {EMULATOR} and {COMPILER}; install the packages {', '.join(PACKAGES)}"
+    return f"the Arm kernels need {EMULATOR} and {LIBRARIES}; install the packages {' and '.join(PACKAGES)}"
+
+
+def _has_tools() -> bool:
+    return shutil.which(EMULATOR) is not None and LIBRARIES.exists()
 
 
 def build() -> Path:
-    """Cross-compile this checkout and return the path of the runner."""
-    toolchain = ROOT / "cmake" / "aarch64.cmake"
-    python = [f"-DPython_EXECUTABLE={sys.executable}", f"-DPython_INCLUDE_DIR={sysconfig.get_path('include')}"]
-    _cmake("-S", ROOT, "-B", BUILD, f"-DCMAKE_TOOLCHAIN_FILE={toolchain}", *python)
+    """Compile this checkout for 64-bit Arm and return the path of the runner."""
+    definitions = [f"-D{name}={value}" for name, value in cmake_definitions("aarch64").items()]
+    _cmake("-S", ROOT, "-B", BUILD, "-G", "Ninja", *definitions)
     _cmake("--build", BUILD, "--target", "runner", "--parallel", str(len(os.sched_getaffinity(0))))
     return BUILD / "runner"
+
+
+def disassemble(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the address and the text of each instruction in an aarch64 program or object."""
+    disassembler = capstone.Cs(capstone.CS_ARCH_ARM64, capstone.CS_MODE_ARM)
+    disassembler.skipdata = True
+    with path.open("rb") as file:
+        for section in ELFFile(file).iter_sections():
+            if section["sh_flags"] & SH_FLAGS.SHF_EXECINSTR:
+                for address, _, name, operands in disassembler.disasm_lite(section.data(), section["sh_addr"]):
+                    yield address, f"{name} {operands}"
 
 
 def _cmake(*arguments: str | Path) -> None:
@@ -151,7 +166,7 @@ def _cmake(*arguments: str | Path) -> None:
 
 def emulate(cpu: Cpu, *command: str | Path, options: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     """Run an aarch64 program on `cpu`, with `options` for the emulator itself."""
-    line = ["prlimit", "--core=0", EMULATOR, "-cpu", cpu.value, *options, *map(str, command)]
+    line = ["prlimit", "--core=0", EMULATOR, "-L", str(LIBRARIES), "-cpu", cpu.value, *options, *map(str, command)]
     return subprocess.run(line, check=False, capture_output=True, text=True)
 
 

@@ -72,7 +72,4 @@ def test_the_document_holds_what_the_script_prints() -> None:
     command = [sys.executable, str(ROOT / "bench" / "grace.py")]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    compiler = done.stdout.splitlines()[0]
-    if compiler not in document:
-        pytest.skip(f"docs/grace.md was written with another compiler than this machine's ({compiler})")
     assert done.stdout.strip() in document, "the counts have changed; run `python bench/grace.py --write`"

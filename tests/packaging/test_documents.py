@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,19 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("bench/**/*.md")]
 LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
+SITE = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"] + "/blob/main/"
 TEST = re.compile(r"`(tests/[\w./]+)`")
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_links_and_tests_exist(document: Path) -> None:
     text = document.read_text()
+    text = text.replace(f"]({SITE}", f"]({ROOT}/")
     links = [document.parent / target for target in LINK.findall(text) if "://" not in target]
     missing = [path for path in [*links, *(ROOT / name for name in TEST.findall(text))] if not path.exists()]
     assert not missing
+
+
+def test_links_of_the_readme_are_absolute() -> None:
+    """A package index shows it, too."""
+    assert [target for target in LINK.findall((ROOT / "README.md").read_text()) if not target.startswith(SITE)] == []

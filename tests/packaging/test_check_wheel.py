@@ -1,0 +1,118 @@
+"""What is wrong with a wheel is found: a small module with the table of cpu/dispatch.c is built, sound and spoiled."""
+
+from __future__ import annotations
+
+import subprocess
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+from check_wheel import LIBRARIES, MODULES, refusals, tag_of
+from wheels import cmake_definitions
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[2]
+TAG = tag_of("x86_64")
+SOURCE = """
+#include <Python.h>
+#include <pthread.h>
+#include "dispatch.h"
+#define EMPTY(isa) void superadam_kernel_##isa(int pass, const superadam_segment *segment, \\
+    const superadam_coefficients *coefficients, int64_t first, int64_t last, int stream) { }
+EMPTY(avx512) EMPTY(avx2) EMPTY(scalar)
+void *thread_main(void *context) { return context; }
+int start(void) { pthread_t thread; return pthread_create(&thread, NULL, thread_main, NULL); }
+PyMODINIT_FUNC PyInit__kernels(void) { return PyLong_FromLong((long)dispatch_kernel(start()) + (long)(USED)); }
+"""
+"""`USED` is one thing more that it uses."""
+
+
+def compiled(folder: Path, source: str, *options: str, glibc: str = "2.17") -> Path:
+    """Return a module compiled from a source in `folder`, whose path it is given."""
+    file = folder / "source.c"
+    file.write_text(source)
+    compiler = cmake_definitions("x86_64")["CMAKE_C_COMPILER"].replace("2.17", glibc).split(";")
+    flags = ["-O2", "-shared", "-fPIC", "-fvisibility=hidden", "-Wl,-s", "-DPy_LIMITED_API=0x030b0000"]
+    folders = [f"-I{sysconfig.get_path('include')}", f"-I{ROOT / 'cpu'}"]
+    module = folder / "module.so"
+    command = [*compiler, *flags, *folders, file, *options, "-o", module]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return module
+
+
+def wheel_of(folder: Path, kernels: Path, name: str = TAG, tag: str = TAG) -> Path:
+    """Return a wheel with these kernels, and a sound `_signals`."""
+    signals = folder / "signals"
+    signals.mkdir()
+    other = compiled(
+        signals, "#include <Python.h>\nPyMODINIT_FUNC PyInit__signals(void) { return PyLong_FromLong(0); }"
+    )
+    wheel = folder / f"superadam-1.0-{name}.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.write(kernels, MODULES[0])
+        archive.write(other, MODULES[1])
+        archive.writestr("superadam-1.0.dist-info/WHEEL", f"Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: {tag}\n")
+    return wheel
+
+
+DISPATCH = str(ROOT / "cpu" / "dispatch.c")
+SOUND = ("-DSUPERADAM_SIMD", DISPATCH, "-lpthread")
+HELPER = '__attribute__((visibility("default"))) int helper(void) { return 1; }\n'
+UNSTABLE = "const char *PyUnicode_AsUTF8(void *);\n"
+
+
+@pytest.mark.parametrize(
+    ("before", "used", "options", "glibc", "expected"),
+    [
+        ("", "0", SOUND, "2.17", []),
+        ("", "0", SOUND[1:], "2.17", ["{name} has no avx512 kernels", "{name} has no avx2 kernels"]),
+        ("", "0", SOUND, "2.34", ["{name} needs GLIBC_2.34, expected at most 2.17"]),
+        (
+            "#include <dlfcn.h>\n",
+            'dlsym(0, "")',
+            (*SOUND, "-ldl"),
+            "2.17",
+            [f"{{name}} needs libdl.so.2, expected nothing beyond {', '.join(sorted(LIBRARIES))}"],
+        ),
+        (HELPER, "0", SOUND, "2.17", ["{name} exports PyInit__kernels, helper, expected its PyInit function alone"]),
+        ("", "0", (*SOUND, "-Wl,-rpath,$ORIGIN"), "2.17", ["{name} has an RPATH"]),
+        ("", "__FILE__", SOUND, "2.17", ["{name} holds the path {folder}/source.c"]),
+        (
+            UNSTABLE,
+            "PyUnicode_AsUTF8(0)",
+            SOUND,
+            "2.17",
+            ["_kernels.abi3.so uses PyUnicode_AsUTF8, which is not in the stable ABI of 3.11"],
+        ),
+    ],
+    ids=["sound", "kernels", "glibc", "library", "export", "rpath", "path", "abi"],
+)
+def test_what_is_wrong_with_a_module(
+    before: str, used: str, options: tuple[str, ...], glibc: str, expected: list[str], tmp_path: Path
+) -> None:
+    module = compiled(tmp_path, before + SOURCE, f"-DUSED={used}", *options, glibc=glibc)
+    told = [what.format(name=MODULES[0], folder=tmp_path) for what in expected]
+    assert list(refusals(wheel_of(tmp_path, module))) == told
+
+
+@pytest.mark.parametrize(
+    ("name", "tag", "expected"),
+    [
+        ("cp311-abi3-linux_x86_64", TAG, f"its tag is cp311-abi3-linux_x86_64, expected {TAG} or {tag_of('aarch64')}"),
+        (TAG, "cp311-abi3-linux_x86_64", f"its name says {TAG} and its metadata another tag"),
+        (tag_of("aarch64"), tag_of("aarch64"), f"{MODULES[0]} is for EM_X86_64, expected EM_AARCH64"),
+    ],
+)
+def test_a_wrong_tag(name: str, tag: str, expected: str, tmp_path: Path) -> None:
+    wheel = wheel_of(tmp_path, compiled(tmp_path, SOURCE, "-DUSED=0", *SOUND), name, tag)
+    assert next(refusals(wheel)) == expected
+
+
+def test_a_module_that_is_missing_or_not_expected(tmp_path: Path) -> None:
+    wheel = wheel_of(tmp_path, compiled(tmp_path, SOURCE, "-DUSED=0", *SOUND))
+    with zipfile.ZipFile(wheel, "a") as archive:
+        archive.write(tmp_path / "module.so", "superadam/more.so")
+    assert next(refusals(wheel)).startswith(f"its modules are {MODULES[0]}, {MODULES[1]}, superadam/more.so, expected")
