@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -34,9 +34,9 @@ DEVICES: dict[str, Callable[[], tuple[Device, int]]] = {
 }
 
 
-def sharded(dtype: torch.dtype, seed: int = 0, **options: Any) -> nn.Module:
+def sharded(dtype: torch.dtype, seed: int = 0, shapes: Sequence[tuple[int, int]] = SHAPES, **options: Any) -> nn.Module:
     torch.manual_seed(seed)
-    model = nn.Sequential(*[nn.Linear(inner, outer) for inner, outer in SHAPES]).to(dtype)
+    model = nn.Sequential(*[nn.Linear(inner, outer) for inner, outer in shapes]).to(dtype)
     wrap([*model, model], mp_policy=MixedPrecisionPolicy(**ROUNDED), **options)
     return model
 
@@ -91,6 +91,22 @@ def test_training(rank: int, dtype: torch.dtype, where: str, micro_batches: int,
         if micro_batches == 1 and (where == "simulated" or (dtype == torch.bfloat16 and not kept)):
             assert scheduler.optimizer.statistics.accepted > 0
     assert_same(parts_of(models[1], ours), parts_of(models[0], plain))
+
+
+@on_ranks(2)
+def test_large_parts_are_cut(rank: int) -> None:
+    shapes = [SHAPES[0], (5, 2000), (2000, 3)]
+    models = [sharded(torch.bfloat16, shapes=shapes) for _ in range(3)]
+    plain, *others = (SpeculativeCPUAdamW(model.parameters(), lr=1e-2) for model in models)
+    kinds = train(models[0], plain, rank, 1, syncs=True)
+    for ours, model, where in zip(others, models[1:], ("simulated", "kept"), strict=True):
+        device, kept = DEVICES[where]()
+        with OffloadScheduler(ours, model, device=device, num_threads=1, bucket_numel=8, gpu_buckets=kept) as scheduler:
+            assert scheduler._transaction is not None
+            assert sum(len(state.pieces) == 2 for state in scheduler._transaction.table.states) > 0
+            assert train(model, ours, rank, 1, syncs=True) == kinds
+            assert scheduler.optimizer.statistics.accepted > 0
+        assert_same(parts_of(model, ours), parts_of(models[0], plain))
 
 
 @on_ranks(2)
