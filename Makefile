@@ -48,9 +48,9 @@ docs: $(VENV)/docs-tools
 arm-test: wheels
 	tests/arm/run $(BIN)/python
 
-# The same wheel with the oldest torch that the package admits, and one in between.
+# The same wheel with the oldest torch that the package admits; TORCH="2.8.0 2.9.1" tries others.
 torch-test: wheels
-	TORCH="2.8.0 2.10.0" tests/arm/run $(BIN)/python
+	TORCH="$(or $(TORCH),2.10.0)" tests/arm/run $(BIN)/python
 
 # On a machine with a GPU, with a Python that has superadam[cli] installed: sets up and downloads nothing.
 # ARGS="--only rates" runs one stage, ARGS=--rehearse all of them without a GPU.

@@ -308,7 +308,7 @@ def test_devices_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 # -- software --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("version", "status"), [("2.7.1+cpu", Status.BROKEN), ("2.13.0", Status.OK)])
+@pytest.mark.parametrize(("version", "status"), [("2.9.1+cpu", Status.BROKEN), ("2.13.0", Status.OK)])
 def test_torch_must_be_new_enough(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, status: Status
 ) -> None:

@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from superadam.cli.doctor.finding import Finding, Status
 from superadam.host.machine import Host
 
-OLDEST_TORCH = (2, 8)
+OLDEST_TORCH = (2, 10)
 """As in the package's dependencies."""
 
 
