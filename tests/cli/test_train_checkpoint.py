@@ -17,7 +17,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from support.training_runs import SENTENCES, TINY, are_same, tiny_trainer
+from support.training_runs import BUCKETS, SENTENCES, TINY, are_same, tiny_trainer
 
 from superadam import OverlapStatistics
 from superadam.cli.train import checkpoint
@@ -109,7 +109,7 @@ def test_figures_are_those_of_all_sessions(tmp_path: Path) -> None:
         of_sessions = [getattr(session, field.name) for session in sessions]
         expected = max(of_sessions) if field.name == "shadow_bytes" else sum(of_sessions)
         assert history["overlap"][field.name] == pytest.approx(expected, rel=1e-12)  # seconds are rounded
-    assert history["overlap"]["buckets"] == 3 * 3 * 3
+    assert history["overlap"]["buckets"] == 3 * 3 * BUCKETS
     assert history["accepted"] == accepted > 0
 
 

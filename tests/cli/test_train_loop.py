@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.training_runs import DEVICES, are_same, tiny_trainer
+from support.training_runs import BUCKETS, DEVICES, are_same, tiny_trainer
 
 from superadam import StepKind
 from superadam.cli.train import loop
@@ -107,10 +107,10 @@ def test_optimizer_works_before_backward_has_ended_and_nothing_shows(
         before = trainer.model.norm.weight.detach().clone()
         trainer.model.tokens.weight.register_hook(look)  # type: ignore[no-untyped-call]
         trainer.step()
-    assert seen == [(True, True, 3 + 2)]
+    assert seen == [(True, True, BUCKETS + 2)]
     assert not torch.equal(trainer.model.norm.weight, before)
     overlap = trainer.history.overlap
-    assert (overlap.waiting_buckets, overlap.speculated_buckets, overlap.buckets) == (3, 3, 6)
+    assert (overlap.waiting_buckets, overlap.speculated_buckets, overlap.buckets) == (BUCKETS, BUCKETS, 2 * BUCKETS)
     assert overlap.worker_seconds > 0.0
 
 
@@ -127,7 +127,7 @@ def test_history_tells_what_optimizer_and_scheduler_counted() -> None:
     assert history.updates == 5
     counted = history.overlap
     assert (counted.buckets, counted.waiting_buckets) == (overlap.buckets, overlap.waiting_buckets)
-    assert counted.buckets == 6 * 3
+    assert counted.buckets == 6 * BUCKETS
     assert counted.waiting_buckets + counted.speculated_buckets == counted.buckets
     assert all(fates)
     assert (counted.downloaded_bytes, counted.uploaded_bytes) == (0, 0)  # of a model in host memory

@@ -205,8 +205,8 @@ def train_shards(rank: int, folder: Path, runs: dict[str, list[str]]) -> None:
     """Train once for each folder; without a scheduler into "plain"."""
     for name, words in runs.items():
         forget_ranks()
-        address = {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", **address)
+        as_torchrun = {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", **as_torchrun)
         with without_schedulers() if name == "plain" else contextlib.nullcontext():
             finetune(folder, folder / "ranks" / name, *words, prepare=force_fsdp)
 

@@ -124,7 +124,7 @@ def two_ranks() -> Iterator[None]:
 def test_several_ranks_are_refused(two_ranks: None) -> None:
     model = mlp()
     optimizer = adam(model)
-    told = r"^this is one of 2 ranks, and .*, expected one rank, or .*; shard the model, or train without an "
+    told = r"^this is one of 2 ranks, and .*, expected one rank, or .*; shard the model, .*, or train without an "
     refused(RuntimeError, told, check_model, optimizer, model)
     refused(RuntimeError, told, OffloadScheduler, optimizer, model)
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
