@@ -16,6 +16,7 @@ import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parent))  # which PYTHONSAFEPATH leaves out
 from check_wheel import GLIBC, KERNELS, refusals, tag_of
 
 ROOT = Path(__file__).resolve().parents[1]

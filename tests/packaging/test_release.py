@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -59,3 +60,8 @@ def test_actions_of_the_release_are_pinned_by_commit() -> None:
     used = re.findall(r"uses: (.+)", WORKFLOW)
     assert used
     assert [one for one in used if not re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40} # v[\d.]+", one)] == []
+
+
+def test_the_build_finds_its_checks_where_python_leaves_out_the_folder_of_a_script() -> None:
+    program = "import runpy, sys; runpy.run_path(sys.argv[1])"
+    subprocess.run([sys.executable, "-P", "-c", program, ROOT / "tools" / "wheels.py"], check=True)
