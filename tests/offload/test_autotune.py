@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from superadam import OffloadScheduler, SpeculativeCPUAdamW
 from superadam.devices import Device, PlainDevice
 from superadam.offload.autotune import (
     AGREEING_STEPS,
@@ -377,3 +378,21 @@ def test_more_state_than_the_device_has_room_for_is_refused_with_both_figures() 
     assert device.questions == asked
     assert autotuner.placement.gpu_buckets == 998
     Autotuner(device, 10**3, 10**6, **options)  # no more than there is
+
+
+def test_work_says_what_was_only_summed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes after a NaN is not speculated on."""
+    waits: list[bool] = []
+    monkeypatch.setattr(Autotuner, "add_work", lambda self, work: waits.append(work.waits))
+    model = nn.Sequential(*[nn.Linear(8, 8, dtype=torch.bfloat16) for _ in range(3)])
+    optimizer = SpeculativeCPUAdamW(model.parameters())
+    seen = []
+    with OffloadScheduler(optimizer, model, device=SimulatedDevice(0), bucket_numel=64, gpu_buckets=0) as scheduler:
+        for factor in (1.0, 1.0, math.nan):
+            (model(torch.ones(2, 8, dtype=torch.bfloat16)).sum() * factor).backward()
+            scheduler._catch_up()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(set(waits))
+            waits.clear()
+    assert seen == [set(), {False}, {False, True}]

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -497,6 +498,25 @@ def test_upload_for_publication_waits_for_what_may_use_its_memory() -> None:
     assert device.runnable == [Stream.CURRENT]
     finish(device)
     assert torch.equal(state.parameter, torch.ones(4))
+
+
+def test_upload_of_a_patch_waits_for_what_may_use_its_memory() -> None:
+    device = WatchingDevice()
+    states = states_of(torch.zeros(4, dtype=torch.bfloat16), device=device)
+    transfers, _ = transfers_of(device)
+    layout = FlatLayout(states)
+    memory = device.empty(layout.numel, torch.bfloat16, Stream.UPLOAD)
+    shadow = FlatShadow(transfers, layout, memory)
+    shadow.values[0].fill_(1.0)
+    shadow.send()
+    finish(device)
+    device._enqueue(Stream.CURRENT, Operation(lambda: None))  # the model's
+    patch = shadow.patch([0], [1])
+    patch.values[0].fill_(2.0)
+    patch.send([np.array([3], np.uint32)])
+    assert device._runnable() == [Stream.CURRENT]
+    finish(device)
+    assert memory[:4].tolist() == [1.0, 1.0, 1.0, 2.0]
 
 
 def test_parts_of_a_step_do_not_pile_up() -> None:

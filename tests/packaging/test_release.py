@@ -65,3 +65,10 @@ def test_actions_of_the_release_are_pinned_by_commit() -> None:
 def test_the_build_finds_its_checks_where_python_leaves_out_the_folder_of_a_script() -> None:
     program = "import runpy, sys; runpy.run_path(sys.argv[1])"
     subprocess.run([sys.executable, "-P", "-c", program, ROOT / "tools" / "wheels.py"], check=True)
+
+
+def test_the_run_on_an_emulator_names_tests_that_exist() -> None:
+    named = re.findall(r"tests/[\w/]+(?:\{[\w,]+\})?[\w*]*\.py", (ROOT / "tests/arm/run").read_text())
+    assert len(named) >= 5
+    command = ["bash", "-c", f"shopt -s failglob; ls {' '.join(named)}"]
+    subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
