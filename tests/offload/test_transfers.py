@@ -475,7 +475,7 @@ def test_values_wait_on_the_host_where_the_device_has_no_room(when: str, monkeyp
 
 
 class WatchingDevice(LateModel):
-    """Notes which streams could go on when values are scattered; copies of the model's stream are late."""
+    """Notes which streams could go on when values are scattered or put; copies of the model's stream are late."""
 
     def __init__(self) -> None:
         super().__init__(0, 0.0)
@@ -484,6 +484,10 @@ class WatchingDevice(LateModel):
     def scatter(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         self.runnable = self._runnable()
         super().scatter(sources, targets)
+
+    def put(self, buffer: Tensor, index: Tensor, values: Tensor) -> None:
+        self.runnable = self._runnable()
+        super().put(buffer, index, values)
 
 
 def test_upload_for_publication_waits_for_what_may_use_its_memory() -> None:
@@ -514,7 +518,7 @@ def test_upload_of_a_patch_waits_for_what_may_use_its_memory() -> None:
     patch = shadow.patch([0], [1])
     patch.values[0].fill_(2.0)
     patch.send([np.array([3], np.uint32)])
-    assert device._runnable() == [Stream.CURRENT]
+    assert device.runnable == [Stream.CURRENT]
     finish(device)
     assert memory[:4].tolist() == [1.0, 1.0, 1.0, 2.0]
 
