@@ -1261,7 +1261,8 @@ def test_local_gradients_of_distributed_tensors() -> None:
     results = []
     for takes in (True, False):
         parameter: Any = nn.Parameter(distribute_tensor(torch.zeros(4, 3), mesh, [Shard(0)]))
-        parameter.grad = distribute_tensor(torch.arange(12.0).view(4, 3), mesh, [Shard(0)])
+        whole = torch.arange(12.0).view(4, 3)
+        parameter.grad = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)  # no collective holds it
         owner = Owner(parameter)
         taken = take_gradient(parameter, owner) if takes else None
         assert (taken is None) is not takes

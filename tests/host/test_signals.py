@@ -422,7 +422,8 @@ def test_storms_of_every_timer(errors: int) -> None:
         for timer in timers:
             signal.setitimer(timer, 2e-4, 7e-5)
         until = time.monotonic() + (20 if DEEP else 0.4)
-        while time.monotonic() < until:
+        # Two of the timers count processor time, of which a loaded machine gives little.
+        while time.monotonic() < until or (len(set(handlers.seen)) < len(numbers) and time.monotonic() < until + 60):
             handlers.armed = errors
             shielded(handlers.many_sections)
             handlers.check()
