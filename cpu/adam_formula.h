@@ -6,6 +6,7 @@
 
 typedef struct {
     real s, decay, wd, w, b2, c2, nss, bc2s, eps;
+    uint32_t turn; /* of compact.h */
     int flags;
 } adam_scalars;
 

@@ -91,7 +91,7 @@ run_vector(int pass, int gradient_dtype, int out_dtype, const superadam_segment 
     if (out_dtype != SUPERADAM_NONE)
         vec_store(out_dtype, segment->out, i, p, count, stream);
     if (uncertain)
-        *uncertain ^= vec_lanes(interval_is_certain(out_dtype, interval, g, v_before, d, q, p)) << lane;
+        *uncertain ^= vec_lanes(interval_is_certain(out_dtype, interval, g, v_before, d, q, p, p, 0)) << lane;
 }
 
 static inline __attribute__((always_inline)) void run_prefetch(int pass, int gradient_dtype,
@@ -111,28 +111,21 @@ static inline __attribute__((always_inline)) void run_prefetch(int pass, int gra
         vec_prefetch(REAL_DTYPE, segment->max_exp_avg_sq, i);
 }
 
-static inline __attribute__((always_inline)) void run_chunk(int pass, int gradient_dtype, int out_dtype, int lists,
-                                                            const superadam_segment *segment,
-                                                            const adam_scalars *accepted, const adam_scalars *current,
-                                                            const interval_scalars *interval, int64_t chunk, int stream)
+/* Elements begin to end - 1 of a chunk. */
+static inline __attribute__((always_inline)) void
+run_vectors(int pass, int gradient_dtype, int out_dtype, const superadam_segment *segment, const adam_scalars *accepted,
+            const adam_scalars *current, const interval_scalars *interval, int64_t begin, int64_t end, int stream,
+            int with_norm, squares *sums, uint16_t *uncertain)
 {
-    const int64_t begin = chunk * SUPERADAM_CHUNK;
-    const int64_t rest = segment->length - begin;
-    const int64_t end = begin + (rest < SUPERADAM_CHUNK ? rest : SUPERADAM_CHUNK);
     const int64_t whole = end - (end - begin) % SUPERADAM_LANES;
-    const int with_norm = segment->sums != 0;
-    uint16_t uncertain[SUPERADAM_CHUNK / SUPERADAM_LANES] = {0}; /* a bit for each element */
-    squares sums;
-    squares_zero(&sums);
-
     for (int64_t i = begin; i < whole; i += SUPERADAM_LANES) {
         unsigned lanes = ALL_LANES;
         run_prefetch(pass, gradient_dtype, segment, accepted, current, i + PREFETCH_AHEAD);
 #pragma GCC unroll VEC_UNROLL
         for (int lane = 0; lane < SUPERADAM_LANES; lane += VEC_WIDTH)
             run_vector(pass, gradient_dtype, out_dtype, segment, accepted, current, interval, i + lane, VEC_WIDTH,
-                       stream, with_norm, lane, &sums, lists ? &lanes : 0);
-        if (lists)
+                       stream, with_norm, lane, sums, uncertain ? &lanes : 0);
+        if (uncertain)
             uncertain[(i - begin) / SUPERADAM_LANES] = (uint16_t)lanes;
     }
     unsigned lanes = (1u << (end - whole)) - 1;
@@ -141,13 +134,150 @@ static inline __attribute__((always_inline)) void run_chunk(int pass, int gradie
         const int64_t left = end - whole - lane;
         if (left > 0)
             run_vector(pass, gradient_dtype, out_dtype, segment, accepted, current, interval, whole + lane,
-                       left < VEC_WIDTH ? (int)left : VEC_WIDTH, 0, with_norm, lane, &sums, lists ? &lanes : 0);
+                       left < VEC_WIDTH ? (int)left : VEC_WIDTH, 0, with_norm, lane, sums, uncertain ? &lanes : 0);
     }
-    if (lists) {
-        if (whole < end)
-            uncertain[(whole - begin) / SUPERADAM_LANES] = (uint16_t)(lanes & ((1u << (end - whole)) - 1));
+    if (uncertain && whole < end)
+        uncertain[(whole - begin) / SUPERADAM_LANES] = (uint16_t)(lanes & ((1u << (end - whole)) - 1));
+}
+
+/* One step of a block; with the gradient's squares where there are `sums`. Leaves what the interval test reads. */
+static inline __attribute__((always_inline)) void block_step_of(int gradient_dtype, const void *gradient, int64_t i,
+                                                                const adam_scalars *k, int with_max, int lists,
+                                                                compact_block *b, squares *sums)
+{
+    for (int group = 0; group < BLOCK; group += SUPERADAM_LANES) {
+#pragma GCC unroll VEC_UNROLL
+        for (int lane = 0; lane < SUPERADAM_LANES; lane += VEC_WIDTH) {
+            const int j = group + lane;
+            vec d, q, g = vec_load(gradient_dtype, gradient, i + j, VEC_WIDTH);
+            vec m = vec_load(REAL_DTYPE, b->exp_avg, j, VEC_WIDTH),
+                v = vec_load(REAL_DTYPE, b->exp_avg_sq, j, VEC_WIDTH);
+            vec vmax = with_max ? vec_load(REAL_DTYPE, b->max_exp_avg_sq, j, VEC_WIDTH) : vec_set(0);
+            if (sums)
+                squares_add(sums, lane, g);
+            if (lists)
+                vec_store(REAL_DTYPE, b->before, j, v, VEC_WIDTH, 0);
+            vec p = adam_formula(k, g, &m, &v, &vmax, vec_load(REAL_DTYPE, b->master, j, VEC_WIDTH), &d, &q);
+            vec_store(REAL_DTYPE, b->master, j, p, VEC_WIDTH, 0);
+            vec_store(REAL_DTYPE, b->exp_avg, j, m, VEC_WIDTH, 0);
+            vec_store(REAL_DTYPE, b->exp_avg_sq, j, v, VEC_WIDTH, 0);
+            if (with_max)
+                vec_store(REAL_DTYPE, b->max_exp_avg_sq, j, vmax, VEC_WIDTH, 0);
+            if (lists) {
+                vec_store(REAL_DTYPE, b->denominator, j, d, VEC_WIDTH, 0);
+                vec_store(REAL_DTYPE, b->update, j, q, VEC_WIDTH, 0);
+            }
+        }
+    }
+}
+
+#define BLOCK_STEP(DTYPE)                                                                                           \
+    SHARED void block_step_##DTYPE(const void *gradient, int64_t i, const adam_scalars *k, int with_max, int lists, \
+                                   compact_block *b, squares *sums)                                                 \
+    {                                                                                                               \
+        block_step_of(SUPERADAM_##DTYPE, gradient, i, k, with_max, lists, b, sums);                                 \
+    }
+BLOCK_STEP(FLOAT32)
+BLOCK_STEP(BFLOAT16)
+BLOCK_STEP(FLOAT16)
+
+static inline __attribute__((always_inline)) void block_step(int gradient_dtype, const void *gradient, int64_t i,
+                                                             const adam_scalars *k, int with_max, int lists,
+                                                             compact_block *b, squares *sums)
+{
+    if (gradient_dtype == SUPERADAM_BFLOAT16)
+        block_step_BFLOAT16(gradient, i, k, with_max, lists, b, sums);
+    else if (gradient_dtype == SUPERADAM_FLOAT16)
+        block_step_FLOAT16(gradient, i, k, with_max, lists, b, sums);
+    else
+        block_step_FLOAT32(gradient, i, k, with_max, lists, b, sums);
+}
+
+/* As run_vector, for a whole block of state in fewer bits. `uncertain` has bits for each SUPERADAM_LANES elements. */
+static inline __attribute__((always_inline)) void run_block(int pass, int gradient_dtype, int out_dtype,
+                                                            const superadam_segment *segment,
+                                                            const adam_scalars *accepted, const adam_scalars *current,
+                                                            const interval_scalars *interval, int64_t i, int stream,
+                                                            squares *sums, uint16_t *uncertain)
+{
+    const int with_max = (accepted->flags | current->flags) & SUPERADAM_AMSGRAD;
+    const int is_cut = segment->format & (SUPERADAM_MASTER_24BIT | SUPERADAM_LISTED_24BIT);
+    compact_block b;
+    compact_load(segment, i, with_max, &b);
+    if (pass == SUPERADAM_COMMIT_AND_SPECULATE) {
+        block_step(gradient_dtype, segment->accepted_gradient, i, accepted, with_max, 0, &b, 0);
+        compact_store(segment, i, accepted->flags & SUPERADAM_AMSGRAD, accepted->turn, 1, &b);
+    }
+    block_step(gradient_dtype, segment->gradient, i, current, with_max, uncertain != 0, &b, sums);
+    if (pass == SUPERADAM_COMMIT || pass == SUPERADAM_UPDATE)
+        compact_store(segment, i, current->flags & SUPERADAM_AMSGRAD, current->turn, 0, &b);
+    else
+        compact_round(segment, i, current->turn, &b);
+    if (out_dtype == SUPERADAM_NONE)
+        return;
+    for (int group = 0; group < BLOCK; group += SUPERADAM_LANES) {
+#pragma GCC unroll VEC_UNROLL
+        for (int lane = 0; lane < SUPERADAM_LANES; lane += VEC_WIDTH) {
+            const int j = group + lane;
+            vec p = vec_load(REAL_DTYPE, b.master, j, VEC_WIDTH);
+            vec_store(out_dtype, segment->out, i + j, p, VEC_WIDTH, stream);
+            if (!uncertain)
+                continue;
+            vec moved = is_cut ? vec_load(REAL_DTYPE, b.moved, j, VEC_WIDTH) : p;
+            vec_mask certain = interval_is_certain(
+                out_dtype, interval, vec_load(gradient_dtype, segment->gradient, i + j, VEC_WIDTH),
+                vec_load(REAL_DTYPE, b.before, j, VEC_WIDTH), vec_load(REAL_DTYPE, b.denominator, j, VEC_WIDTH),
+                vec_load(REAL_DTYPE, b.update, j, VEC_WIDTH), p, moved, is_cut);
+            uncertain[group / SUPERADAM_LANES] &= (uint16_t)~(vec_lanes(certain) << lane);
+        }
+    }
+}
+
+/* As run_vectors, of state in fewer bits. */
+static inline __attribute__((always_inline)) void
+run_blocks(int pass, int gradient_dtype, int out_dtype, const superadam_segment *segment, const adam_scalars *accepted,
+           const adam_scalars *current, const interval_scalars *interval, int64_t begin, int64_t end, int stream,
+           squares *sums, uint16_t *uncertain)
+{
+    tail t;
+    for (int64_t i = begin; i < end; i += BLOCK) {
+        const int is_tail = end - i < BLOCK;
+        uint16_t *bits = uncertain ? &uncertain[(i - begin) / SUPERADAM_LANES] : 0;
+        for (int64_t left = end - i, k = 0; bits && k < BLOCK / SUPERADAM_LANES && left > 0;
+             k++, left -= SUPERADAM_LANES)
+            bits[k] = (uint16_t)(left < SUPERADAM_LANES ? (1u << left) - 1 : ALL_LANES);
+        if (is_tail)
+            tail_read(&t, segment, pass, out_dtype, i, end - i);
+        else
+            compact_prefetch(segment, pass == SUPERADAM_COMMIT_AND_SPECULATE, i + PREFETCH_AHEAD);
+        run_block(pass, gradient_dtype, out_dtype, is_tail ? &t.segment : segment, accepted, current, interval,
+                  is_tail ? 0 : i, is_tail ? 0 : stream, sums, bits);
+        if (is_tail)
+            tail_write(&t, end - i);
+    }
+}
+
+static inline __attribute__((always_inline)) void run_chunk(int pass, int gradient_dtype, int out_dtype, int lists,
+                                                            int compact, const superadam_segment *segment,
+                                                            const adam_scalars *accepted, const adam_scalars *current,
+                                                            const interval_scalars *interval, int64_t chunk, int stream)
+{
+    const int64_t begin = chunk * SUPERADAM_CHUNK;
+    const int64_t rest = segment->length - begin;
+    const int64_t end = begin + (rest < SUPERADAM_CHUNK ? rest : SUPERADAM_CHUNK);
+    const int with_norm = segment->sums != 0;
+    uint16_t uncertain[SUPERADAM_CHUNK / SUPERADAM_LANES] = {0}; /* a bit for each element */
+    squares sums;
+    squares_zero(&sums);
+
+    if (compact)
+        run_blocks(pass, gradient_dtype, out_dtype, segment, accepted, current, interval, begin, end, stream,
+                   with_norm ? &sums : 0, lists ? uncertain : 0);
+    else
+        run_vectors(pass, gradient_dtype, out_dtype, segment, accepted, current, interval, begin, end, stream,
+                    with_norm, &sums, lists ? uncertain : 0);
+    if (lists)
         interval_list(segment, begin, uncertain);
-    }
     if (with_norm) {
         double lanes[SUPERADAM_LANES];
         squares_lanes(&sums, lanes);

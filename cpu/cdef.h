@@ -5,6 +5,8 @@
 #define SUPERADAM_CHUNK 4096
 /* ... in this many virtual lanes: lane i takes the elements i, i + 16, i + 32, ... of its chunk. */
 #define SUPERADAM_LANES 16
+/* Elements that share an exponent in 8-bit moments, and after which the phases of thresholds begin again. */
+#define SUPERADAM_BLOCK 64
 
 /* Element types. FLOAT64 stands alone: a segment is all FLOAT64 or has none of it. */
 #define SUPERADAM_NONE 0
@@ -12,6 +14,15 @@
 #define SUPERADAM_BFLOAT16 2
 #define SUPERADAM_FLOAT16 3
 #define SUPERADAM_FLOAT64 4
+
+/* How a segment's state is stored: 0, as float, or double when gradient_dtype is FLOAT64; or a sum of these. A step
+ * computes in float what it makes of the stored values, and stores its results as docs/design.md says. */
+#define SUPERADAM_MOMENTS_BFLOAT16 1
+#define SUPERADAM_MOMENTS_8BIT                                                                                        \
+    2                            /* a byte for each element, and one for each 64, which divide the length; no AMSGRAD \
+                                  */
+#define SUPERADAM_MASTER_24BIT 4 /* the upper 16 bits of a float, and the next 8 */
+#define SUPERADAM_LISTED_24BIT 8 /* of SPECULATE: the state is a list of one with MASTER_24BIT, in float */
 
 /* Passes over a segment: what is read -> what is written. */
 #define SUPERADAM_NORM 0                 /* gradient -> sums */
@@ -41,6 +52,7 @@
 #define SUPERADAM_BAD_LENGTH 4
 #define SUPERADAM_BAD_POINTER 5
 #define SUPERADAM_BAD_COEFFICIENTS 6
+#define SUPERADAM_BAD_FORMAT 7
 
 /* Scalars of one step, computed in double and already rounded to the type the formula runs in; names as in
  * adam_formula.h. */
@@ -59,6 +71,7 @@ typedef struct {
     double interval_kappa;
     double interval_least;
     double interval_slack;
+    int64_t turn; /* of the thresholds with which a step stores state in fewer bits (compact.h): 32 bits */
     int64_t flags;
 } superadam_coefficients;
 
@@ -81,22 +94,28 @@ typedef struct {
 typedef struct {
     const void *gradient;
     const void *accepted_gradient; /* the older gradient, of COMMIT_AND_SPECULATE; of gradient_dtype too */
-    void *master;                  /* float, or double when gradient_dtype is FLOAT64; so are the moments */
+    void *master;                  /* of `format`, as the moments */
     void *exp_avg;
     void *exp_avg_sq;
-    void *max_exp_avg_sq;           /* null unless a coefficient set has AMSGRAD */
+    void *max_exp_avg_sq;       /* null unless a coefficient set has AMSGRAD */
+    uint8_t *master_low;        /* of MASTER_24BIT: bits 8 to 15; `master` has those above, as uint16_t */
+    uint8_t *exp_avg_exponents; /* of MOMENTS_8BIT: for each 64 elements */
+    uint8_t *exp_avg_sq_exponents;
     void *out;                      /* the working copy, of out_dtype */
     double *sums;                   /* sum of gradient squared per chunk, before any scaling; null: no norm */
     int64_t *nonfinite;             /* count of Inf and NaN gradients per chunk; null exactly when sums is */
     superadam_uncertain *uncertain; /* of SPECULATE and COMMIT_AND_SPECULATE into a narrower out: the pass lists what is
                                      * not certain in the interval of its coefficients; null: it does not look */
-    const uint32_t *index;          /* where SPECULATE also copies each element of a narrower out ... */
+    const uint32_t *index;          /* the position of each element of a list, where SPECULATE also copies it if the out
+                                     * is narrower ... */
     void *target;                   /* ... in this array of out_dtype; null: nowhere */
     int64_t length;                 /* elements */
     int32_t coefficients;           /* index of the coefficient set for gradient */
     int32_t accepted_coefficients;  /* ... for accepted_gradient */
     int32_t gradient_dtype;
     int32_t out_dtype;
+    int32_t format; /* of the state */
+    int32_t phase;  /* of the first element, from 0 to 63: thresholds are those of position + phase */
 } superadam_segment;
 
 /* Instruction sets of this architecture, best first. */
@@ -116,11 +135,14 @@ int superadam_run(int isa, int pass, const superadam_segment *segments, int64_t 
 #define SUPERADAM_SAMPLE_BLOCKS 64
 
 /* Finds working copies in host memory, BFLOAT16 or FLOAT16, that are not the rounded master: NaN equals NaN, +0 and -0
- * differ. Looks at parameters[row] and segments[row], of which master, length and out_dtype count, for each of `rows`;
- * skips rows of other dtypes and those that lack an array. Compares samples, or every element on at most `threads`
- * threads. Writes the rows that differ to `found`, of `count` entries, and returns their number. */
+ * differ. Looks at parameters[row] and segments[row], of which master, length, format and out_dtype count, for each of
+ * `rows`; skips rows of other dtypes and those that lack an array. Compares samples, or every element on at most
+ * `threads` threads. Writes the rows that differ to `found`, of `count` entries, and returns their number. */
 int64_t superadam_differing(const superadam_segment *segments, const void *const *parameters, const int64_t *rows,
                             int64_t count, int everything, int threads, int64_t *found);
+
+/* Copies bytes[i] bytes from sources[i] to targets[i], one after the other, each on at most `threads` threads. */
+void superadam_copy(void *const *targets, const void *const *sources, const int64_t *bytes, int64_t count, int threads);
 
 /* values[0] + values[1] + ..., in this order. */
 double superadam_sum(const double *values, int64_t count);
@@ -132,8 +154,8 @@ double superadam_sum(const double *values, int64_t count);
 /* Moves what `pass` moves for this segment and computes nothing: reads the arrays that the pass reads, stores back what
  * it read where the pass updates in place (those bits do not change), and fills `out` with ones. The length is a
  * multiple of SUPERADAM_CHUNK and the arrays are aligned to 64 bytes. `burst` elements of one array are touched before
- * the next array, a power of two from 32 to SUPERADAM_CHUNK; `prefetch` is in bytes ahead of each load, 0 for none;
- * `stream` is a sum of SUPERADAM_STREAM_*. `checksum` becomes the sum modulo 2^32 of all 32-bit words of the arrays
- * that were only read. Returns a code as superadam_run does. */
+ * the next array, a power of two from 32, where state is stored in bytes from 64, to SUPERADAM_CHUNK; `prefetch` is in
+ * bytes ahead of each load, 0 for none; `stream` is a sum of SUPERADAM_STREAM_*. `checksum` becomes the sum modulo 2^32
+ * of all 32-bit words of the arrays that were only read. Returns a code as superadam_run does. */
 int superadam_traffic(int pass, const superadam_segment *segment, int threads, int burst, int64_t prefetch, int stream,
                       uint32_t *checksum);

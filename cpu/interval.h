@@ -23,12 +23,17 @@ static inline __attribute__((always_inline)) void interval_cell(int out_dtype, v
 }
 
 /* `g` before it is scaled, `v` the second moment before the step, and what the formula made of them with the factor for
- * which the value is published: denominator `d`, update `q`, new value `p`. A NaN is uncertain. */
+ * which the value is published: denominator `d`, update `q`, new value `p`. A NaN is uncertain. Of a master of 24 bits,
+ * `p` is what would be stored, and `moved` the value plus its threshold, before bits are cut; otherwise both are one.
+ * With the threshold the whole cell moves, but for its lower end: a tie, or a threshold's size below a power of two. */
 static inline __attribute__((always_inline)) vec_mask interval_is_certain(int out_dtype, const interval_scalars *k,
-                                                                          vec g, vec v, vec d, vec q, vec p)
+                                                                          vec g, vec v, vec d, vec q, vec p, vec moved,
+                                                                          int is_cut)
 {
-    vec low, high, a = vec_abs(p), aq = vec_abs(q);
+    vec low, high, a = vec_abs(moved), aq = vec_abs(q);
     interval_cell(out_dtype, p, &low, &high);
+    if (is_cut)
+        low = vec_bits_plus(low, 2 << 8);
     vec room = vec_min(vec_sub(a, low), vec_sub(high, a));
     vec roundings = vec_fma(a, vec_set(0x1p-22f), vec_fma(aq, vec_set(0x1p-19f), vec_set(k->slack)));
 
@@ -73,11 +78,16 @@ static void interval_list(const superadam_segment *segment, int64_t begin, const
         return;
     for (int64_t j = 0; j < count; j++)
         list->index[first + j] = (uint32_t)(begin + found[j]);
-    interval_copy(4, &list->master[first], (const float *)segment->master + begin, found, count);
-    interval_copy(4, &list->exp_avg[first], (const float *)segment->exp_avg + begin, found, count);
-    interval_copy(4, &list->exp_avg_sq[first], (const float *)segment->exp_avg_sq + begin, found, count);
-    if (list->max_exp_avg_sq && segment->max_exp_avg_sq)
-        interval_copy(4, &list->max_exp_avg_sq[first], (const float *)segment->max_exp_avg_sq + begin, found, count);
+    if (segment->format) {
+        compact_list(segment, begin, found, count, first);
+    } else {
+        interval_copy(4, &list->master[first], (const float *)segment->master + begin, found, count);
+        interval_copy(4, &list->exp_avg[first], (const float *)segment->exp_avg + begin, found, count);
+        interval_copy(4, &list->exp_avg_sq[first], (const float *)segment->exp_avg_sq + begin, found, count);
+        if (list->max_exp_avg_sq && segment->max_exp_avg_sq)
+            interval_copy(4, &list->max_exp_avg_sq[first], (const float *)segment->max_exp_avg_sq + begin, found,
+                          count);
+    }
     if (segment->gradient_dtype == SUPERADAM_FLOAT32)
         interval_copy(4, (float *)list->gradient + first, (const float *)segment->gradient + begin, found, count);
     else

@@ -77,6 +77,25 @@ static int is_narrower(const superadam_segment *s)
     return s->out_dtype == SUPERADAM_BFLOAT16 || s->out_dtype == SUPERADAM_FLOAT16;
 }
 
+/* Whether state can be read, and written, in the format that a segment says. */
+static int check_format(int pass, const superadam_segment *s, int amsgrad)
+{
+    const int moments = s->format & (SUPERADAM_MOMENTS_BFLOAT16 | SUPERADAM_MOMENTS_8BIT);
+    const int masters = s->format & (SUPERADAM_MASTER_24BIT | SUPERADAM_LISTED_24BIT);
+    if ((s->format & ~(moments | masters)) || s->gradient_dtype == SUPERADAM_FLOAT64 || (moments & (moments - 1)) ||
+        (masters & (masters - 1)) || (moments == SUPERADAM_MOMENTS_8BIT && amsgrad) || s->phase < 0 || s->phase >= 64)
+        return SUPERADAM_BAD_FORMAT;
+    if (masters == SUPERADAM_LISTED_24BIT && (pass != SUPERADAM_SPECULATE || s->uncertain))
+        return SUPERADAM_BAD_FORMAT;
+    if (moments == SUPERADAM_MOMENTS_8BIT && s->length % 64)
+        return SUPERADAM_BAD_LENGTH;
+    if (s->length &&
+        ((masters == SUPERADAM_MASTER_24BIT && !s->master_low) || (masters == SUPERADAM_LISTED_24BIT && !s->index) ||
+         (moments == SUPERADAM_MOMENTS_8BIT && (!s->exp_avg_exponents || !s->exp_avg_sq_exponents))))
+        return SUPERADAM_BAD_POINTER;
+    return SUPERADAM_OK;
+}
+
 /* Whether a segment's list of uncertain elements can be filled. */
 static int check_list(const superadam_segment *s, int amsgrad)
 {
@@ -123,6 +142,11 @@ static int check_segment(int pass, const superadam_segment *s, const superadam_c
     if (s->length && (!s->gradient || (fuses && !s->accepted_gradient) || (amsgrad && !s->max_exp_avg_sq) ||
                       (reads_state && (!s->master || !s->exp_avg || !s->exp_avg_sq))))
         return SUPERADAM_BAD_POINTER;
+    if (reads_state && s->format) {
+        const int code = check_format(pass, s, amsgrad);
+        if (code != SUPERADAM_OK)
+            return code;
+    }
     if (pass == SUPERADAM_SPECULATE && s->target) {
         if (!is_narrower(s))
             return SUPERADAM_BAD_DTYPE;

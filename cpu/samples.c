@@ -1,6 +1,7 @@
 /* superadam_differing: compares working copies with their masters, rounded as the kernels round. */
 
 #include <stdatomic.h>
+#include <string.h>
 
 #include "superadam.h"
 
@@ -43,10 +44,21 @@ static inline __attribute__((always_inline)) int block_differs_of(int dtype, con
     return 0;
 }
 
-static int block_differs(int dtype, const uint16_t *parameter, const float *master, int64_t begin, int64_t count)
+/* Of at most SUPERADAM_CHUNK elements. */
+static int block_differs(const superadam_segment *segment, const uint16_t *parameter, int64_t begin, int64_t count)
 {
+    const int dtype = segment->out_dtype;
+    const float *master = (const float *)segment->master + begin;
+    float decoded[SUPERADAM_CHUNK];
     parameter += begin;
-    master += begin;
+    if (segment->format & SUPERADAM_MASTER_24BIT) {
+        const uint16_t *high = (const uint16_t *)segment->master + begin;
+        for (int64_t i = 0; i < count; i++) {
+            const uint32_t bits = (uint32_t)high[i] << 16 | (uint32_t)segment->master_low[begin + i] << 8;
+            memcpy(&decoded[i], &bits, sizeof bits);
+        }
+        master = decoded;
+    }
     if (dtype == SUPERADAM_FLOAT16)
         return block_differs_of(SUPERADAM_FLOAT16, parameter, master, count);
     return count == SUPERADAM_SAMPLE_WIDTH
@@ -68,12 +80,12 @@ static int samples_differ(const superadam_segment *segment, const uint16_t *para
 {
     const int64_t length = segment->length, width = SUPERADAM_SAMPLE_WIDTH;
     if (length <= width)
-        return block_differs(segment->out_dtype, parameter, segment->master, 0, length);
+        return block_differs(segment, parameter, 0, length);
     int64_t blocks = (length + SUPERADAM_CHUNK - 1) / SUPERADAM_CHUNK;
     blocks = blocks < 2 ? 2 : blocks < SUPERADAM_SAMPLE_BLOCKS ? blocks : SUPERADAM_SAMPLE_BLOCKS;
     const int64_t distance = (length - width) / (blocks - 1);
     for (int64_t block = 0; block < blocks; block++)
-        if (block_differs(segment->out_dtype, parameter, segment->master, block * distance, width))
+        if (block_differs(segment, parameter, block * distance, width))
             return 1;
     return 0;
 }
@@ -84,8 +96,7 @@ static void compare_chunks(void *context, int64_t first, int64_t last)
     const uint64_t saved = float_control_enter();
     for (int64_t chunk = first; chunk < last && !atomic_load_explicit(&c->differs, memory_order_relaxed); chunk++) {
         const int64_t begin = chunk * SUPERADAM_CHUNK, rest = c->segment->length - begin;
-        if (block_differs(c->segment->out_dtype, c->parameter, c->segment->master, begin,
-                          rest < SUPERADAM_CHUNK ? rest : SUPERADAM_CHUNK))
+        if (block_differs(c->segment, c->parameter, begin, rest < SUPERADAM_CHUNK ? rest : SUPERADAM_CHUNK))
             atomic_store_explicit(&c->differs, 1, memory_order_relaxed);
     }
     float_control_leave(saved);

@@ -1,6 +1,6 @@
-/* Every combination of pass and dtypes, and of whether uncertain elements are listed, as a function of its own, and the
- * kernel that picks one. Included once per instruction set, after adam_loop.h, with KERNEL naming the function to
- * define. */
+/* Every combination of pass and dtypes, of whether uncertain elements are listed, and whether the state is in fewer
+ * bits, as a function of its own, and the kernel that picks one. Included once per instruction set, after adam_loop.h,
+ * with KERNEL naming the function to define. */
 
 static adam_scalars adam_scalars_of(const superadam_coefficients *c)
 {
@@ -13,6 +13,7 @@ static adam_scalars adam_scalars_of(const superadam_coefficients *c)
                       (real)c->negative_step_size,
                       (real)c->sqrt_bias_correction2,
                       (real)c->eps,
+                      (uint32_t)c->turn,
                       (int)c->flags};
     return k;
 }
@@ -25,7 +26,7 @@ static interval_scalars interval_scalars_of(const superadam_coefficients *c)
 }
 
 static inline __attribute__((always_inline)) void run_chunks(int pass, int gradient_dtype, int out_dtype, int lists,
-                                                             const superadam_segment *segment,
+                                                             int compact, const superadam_segment *segment,
                                                              const superadam_coefficients *coefficients, int64_t first,
                                                              int64_t last, int stream)
 {
@@ -40,44 +41,54 @@ static inline __attribute__((always_inline)) void run_chunks(int pass, int gradi
     if (pass == SUPERADAM_COMMIT_AND_SPECULATE)
         accepted = adam_scalars_of(&coefficients[here.accepted_coefficients]);
     for (int64_t chunk = first; chunk < last; chunk++)
-        run_chunk(pass, gradient_dtype, out_dtype, lists, &here, &accepted, &current, &interval, chunk, stream);
+        run_chunk(pass, gradient_dtype, out_dtype, lists, compact, &here, &accepted, &current, &interval, chunk,
+                  stream);
     if (stream)
         vec_stream_fence();
 }
 
-#define VARIANT(PASS, GRADIENT, OUT, LISTS)                                                                            \
-    static __attribute__((noinline)) void run_##PASS##_##GRADIENT##_##OUT##_##LISTS(                                   \
-        const superadam_segment *segment, const superadam_coefficients *coefficients, int64_t first, int64_t last,     \
-        int stream)                                                                                                    \
-    {                                                                                                                  \
-        run_chunks(SUPERADAM_##PASS, SUPERADAM_##GRADIENT, SUPERADAM_##OUT, LISTS, segment, coefficients, first, last, \
-                   stream);                                                                                            \
+#define VARIANT(PASS, GRADIENT, OUT, LISTS, COMPACT)                                                               \
+    static __attribute__((noinline)) void run_##PASS##_##GRADIENT##_##OUT##_##LISTS##_##COMPACT(                   \
+        const superadam_segment *segment, const superadam_coefficients *coefficients, int64_t first, int64_t last, \
+        int stream)                                                                                                \
+    {                                                                                                              \
+        run_chunks(SUPERADAM_##PASS, SUPERADAM_##GRADIENT, SUPERADAM_##OUT, LISTS, COMPACT, segment, coefficients, \
+                   first, last, stream);                                                                           \
     }
-#define CASE(PASS, GRADIENT, OUT, LISTS)                                                       \
-    case ((LISTS * 8 + SUPERADAM_##PASS) * 8 + SUPERADAM_##GRADIENT) * 8 + SUPERADAM_##OUT:    \
-        run_##PASS##_##GRADIENT##_##OUT##_##LISTS(segment, coefficients, first, last, stream); \
+#define CASE(PASS, GRADIENT, OUT, LISTS, COMPACT)                                                          \
+    case VARIANT_KEY(SUPERADAM_##PASS, SUPERADAM_##GRADIENT, SUPERADAM_##OUT, LISTS, COMPACT):             \
+        run_##PASS##_##GRADIENT##_##OUT##_##LISTS##_##COMPACT(segment, coefficients, first, last, stream); \
         break;
+#define VARIANT_KEY(pass, gradient, out, lists, compact) \
+    ((((compact) * 2 + (lists)) * 8 + (pass)) * 8 + (gradient)) * 8 + (out)
 
-#define EACH_OUT(X, PASS, GRADIENT) \
-    X(PASS, GRADIENT, FLOAT32, 0) X(PASS, GRADIENT, BFLOAT16, 0) X(PASS, GRADIENT, FLOAT16, 0)
-#define EACH_LIST(X, PASS, GRADIENT) X(PASS, GRADIENT, BFLOAT16, 1) X(PASS, GRADIENT, FLOAT16, 1)
+#define EACH_OUT(X, PASS, GRADIENT, COMPACT) \
+    X(PASS, GRADIENT, FLOAT32, 0, COMPACT)   \
+    X(PASS, GRADIENT, BFLOAT16, 0, COMPACT)  \
+    X(PASS, GRADIENT, FLOAT16, 0, COMPACT)
+#define EACH_LIST(X, PASS, GRADIENT, COMPACT) \
+    X(PASS, GRADIENT, BFLOAT16, 1, COMPACT)   \
+    X(PASS, GRADIENT, FLOAT16, 1, COMPACT)
+#define EACH_OF_STATE(X, GRADIENT, COMPACT)              \
+    X(COMMIT, GRADIENT, NONE, 0, COMPACT)                \
+    X(UPDATE, GRADIENT, NONE, 0, COMPACT)                \
+    EACH_OUT(X, SPECULATE, GRADIENT, COMPACT)            \
+    EACH_OUT(X, COMMIT_AND_SPECULATE, GRADIENT, COMPACT) \
+    EACH_OUT(X, UPDATE, GRADIENT, COMPACT)               \
+    EACH_LIST(X, SPECULATE, GRADIENT, COMPACT)           \
+    EACH_LIST(X, COMMIT_AND_SPECULATE, GRADIENT, COMPACT)
+#define EACH_OF_GRADIENT(X, GRADIENT) \
+    X(NORM, GRADIENT, NONE, 0, 0)     \
+    EACH_OF_STATE(X, GRADIENT, 0)     \
+    EACH_OF_STATE(X, GRADIENT, 1)
 #define EACH_GRADIENT(X) EACH_OF_GRADIENT(X, FLOAT32) EACH_OF_GRADIENT(X, BFLOAT16) EACH_OF_GRADIENT(X, FLOAT16)
-#define EACH_OF_GRADIENT(X, GRADIENT)           \
-    X(NORM, GRADIENT, NONE, 0)                  \
-    X(COMMIT, GRADIENT, NONE, 0)                \
-    X(UPDATE, GRADIENT, NONE, 0)                \
-    EACH_OUT(X, SPECULATE, GRADIENT)            \
-    EACH_OUT(X, COMMIT_AND_SPECULATE, GRADIENT) \
-    EACH_OUT(X, UPDATE, GRADIENT)               \
-    EACH_LIST(X, SPECULATE, GRADIENT)           \
-    EACH_LIST(X, COMMIT_AND_SPECULATE, GRADIENT)
-#define EACH_DOUBLE(X)                           \
-    X(NORM, FLOAT64, NONE, 0)                    \
-    X(COMMIT, FLOAT64, NONE, 0)                  \
-    X(UPDATE, FLOAT64, NONE, 0)                  \
-    X(SPECULATE, FLOAT64, FLOAT64, 0)            \
-    X(COMMIT_AND_SPECULATE, FLOAT64, FLOAT64, 0) \
-    X(UPDATE, FLOAT64, FLOAT64, 0)
+#define EACH_DOUBLE(X)                              \
+    X(NORM, FLOAT64, NONE, 0, 0)                    \
+    X(COMMIT, FLOAT64, NONE, 0, 0)                  \
+    X(UPDATE, FLOAT64, NONE, 0, 0)                  \
+    X(SPECULATE, FLOAT64, FLOAT64, 0, 0)            \
+    X(COMMIT_AND_SPECULATE, FLOAT64, FLOAT64, 0, 0) \
+    X(UPDATE, FLOAT64, FLOAT64, 0, 0)
 
 #if REAL_DTYPE == SUPERADAM_FLOAT64
 EACH_DOUBLE(VARIANT)
@@ -90,8 +101,8 @@ void KERNEL(int pass, const superadam_segment *segment, const superadam_coeffici
 {
     const int out = pass == SUPERADAM_NORM || pass == SUPERADAM_COMMIT ? SUPERADAM_NONE : segment->out_dtype;
     const int may_list = pass == SUPERADAM_SPECULATE || pass == SUPERADAM_COMMIT_AND_SPECULATE;
-    const int lists = may_list && segment->uncertain != 0;
-    switch (((lists * 8 + pass) * 8 + segment->gradient_dtype) * 8 + out) {
+    const int lists = may_list && segment->uncertain != 0, compact = pass != SUPERADAM_NORM && segment->format != 0;
+    switch (VARIANT_KEY(pass, segment->gradient_dtype, out, lists, compact)) {
 #if REAL_DTYPE == SUPERADAM_FLOAT64
         EACH_DOUBLE(CASE)
 #else

@@ -1,5 +1,7 @@
 """Adam for parameters whose state is resident on the GPU: the UPDATE pass of `cpu/adam_loop.h`, with the same bits.
 
+State may be stored in fewer bits, as in `cpu/compact.h`; each format has kernels of its own.
+
 The formula is `adam_formula`, as in `cpu/adam_formula.h` and `tests/support/formula.py`. `enable_fp_fusion=False`
 and correctly rounded divisions and roots make every operation round once and keep denormals; plain torch cannot.
 
@@ -12,17 +14,38 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from superadam.kernels.dtypes import DTYPES
 from superadam.kernels.hyperparameters import Coefficients
-from superadam.kernels.native import Dtype, Flag
+from superadam.kernels.native import Dtype, Flag, Format
 from superadam.kernels.resident_step import ResidentStep
 
-from .casts import BFLOAT16, FLOAT64, VECTOR_BYTES, narrow, pointer, widen
+from .casts import (
+    BFLOAT16,
+    BYTES,
+    ELEMENTS_PER_EXPONENT,
+    FLOAT64,
+    STATE_BLOCK,
+    VECTOR_BYTES,
+    decode_8bit,
+    encode_8bit,
+    join_24bit,
+    narrow,
+    narrow_by_threshold,
+    pointer,
+    round_24bit,
+    split_24bit,
+    widen,
+)
 from .choice import Backend, backend
 from .language import constant, jit, on, tl, warp_size
 from .tables import addresses_of, entry, find_tensor, make_table, upload
+
+SCALARS = constant(10)
+"""Numbers of a coefficient set: those of the formula, and the turn, an integer."""
 
 BLOCK = 1024
 """Elements of one step that a program takes."""
@@ -33,6 +56,13 @@ THREADS = BLOCK // 4
 SCALE, MAXIMIZE, DECOUPLED, L2, AMSGRAD, ROUND = (
     constant(int(flag)) for flag in (Flag.SCALE, Flag.MAXIMIZE, Flag.DECOUPLED, Flag.L2, Flag.AMSGRAD, Flag.ROUND)
 )
+
+MOMENTS_BFLOAT16, MOMENTS_8BIT, MASTER_24BIT = (
+    constant(int(form)) for form in (Format.MOMENTS_BFLOAT16, Format.MOMENTS_8BIT, Format.MASTER_24BIT)
+)
+
+EXP_AVG_MANTISSA, EXP_AVG_SQ_MANTISSA = constant(3), constant(4)
+"""Bits of fraction of 8-bit moments; those of the first one have a sign."""
 
 
 @jit()
@@ -86,7 +116,7 @@ def adam_formula(k, g, m, v, vmax, p, FLAGS: tl.constexpr):
 @jit()
 def scalar(sets, index, FIELD: tl.constexpr, REAL: tl.constexpr):
     """Return one scalar of coefficient set `index`; sets are rows of float64 that hold values of the type REAL."""
-    value = tl.load(sets + index * 9 + FIELD)
+    value = tl.load(sets + index * SCALARS + FIELD)
     if REAL == FLOAT64:
         return value
     else:
@@ -110,6 +140,12 @@ def scalars(sets, index, REAL: tl.constexpr):
 
 
 @jit()
+def turn_of(sets, index):
+    """Return the turn of coefficient set `index`, as uint32."""
+    return tl.load(sets + index * SCALARS + 9).to(tl.int64, bitcast=True).to(tl.uint32)
+
+
+@jit()
 def elements(table, tensors, ROW: tl.constexpr, tensor, begin, DTYPE: tl.constexpr, IS_ALIGNED: tl.constexpr):
     """Return a pointer to element `begin` of one of a step's arrays."""
     return pointer(entry(table, tensors, ROW, tensor), DTYPE, IS_ALIGNED) + begin
@@ -125,6 +161,7 @@ def update_block(
     sets,
     IS_PARTIAL: tl.constexpr,
     REAL: tl.constexpr,
+    FORMAT: tl.constexpr,
     GRADIENT: tl.constexpr,
     OUT: tl.constexpr,
     FLAGS: tl.constexpr,
@@ -134,25 +171,59 @@ def update_block(
     """Update BLOCK elements of a step's arrays, or the `rest` of them."""
     index = tl.arange(0, BLOCK)
     mask = index < rest if IS_PARTIAL else None
-    at_p = elements(table, tensors, 2, tensor, begin, REAL, IS_ALIGNED) + index
-    at_m = elements(table, tensors, 3, tensor, begin, REAL, IS_ALIGNED) + index
-    at_v = elements(table, tensors, 4, tensor, begin, REAL, IS_ALIGNED) + index
-    at_vmax = elements(table, tensors, 5, tensor, begin, REAL, IS_ALIGNED) + index
+    master: tl.constexpr = BFLOAT16 if MASTER_24BIT & FORMAT else REAL
+    moments: tl.constexpr = BFLOAT16 if MOMENTS_BFLOAT16 & FORMAT else BYTES if MOMENTS_8BIT & FORMAT else REAL
+    at_p = elements(table, tensors, 2, tensor, begin, master, IS_ALIGNED) + index
+    at_m = elements(table, tensors, 3, tensor, begin, moments, IS_ALIGNED) + index
+    at_v = elements(table, tensors, 4, tensor, begin, moments, IS_ALIGNED) + index
+    at_vmax = elements(table, tensors, 5, tensor, begin, moments, IS_ALIGNED) + index
 
     p = tl.load(at_p, mask)
-    m = tl.load(at_m, mask)
-    v = tl.load(at_v, mask)
+    m = widen(tl.load(at_m, mask), moments)
+    v = widen(tl.load(at_v, mask), moments)
+    if MASTER_24BIT & FORMAT:
+        at_low = elements(table, tensors, 9, tensor, begin, BYTES, IS_ALIGNED) + index
+        p = join_24bit(p, tl.load(at_low, mask))
+    if MOMENTS_8BIT & FORMAT:
+        block = tl.arange(0, BLOCK // STATE_BLOCK)
+        has_block = block < rest // STATE_BLOCK if IS_PARTIAL else None
+        first = begin // STATE_BLOCK
+        at_m_exponents = elements(table, tensors, 10, tensor, first, BYTES, IS_ALIGNED) + block
+        at_v_exponents = elements(table, tensors, 11, tensor, first, BYTES, IS_ALIGNED) + block
+        m = decode_8bit(m, tl.load(at_m_exponents, has_block), EXP_AVG_MANTISSA, True)
+        v = decode_8bit(v, tl.load(at_v_exponents, has_block), EXP_AVG_SQ_MANTISSA, False)
     vmax = v
     if AMSGRAD & FLAGS:
-        vmax = tl.load(at_vmax, mask)
+        vmax = widen(tl.load(at_vmax, mask), moments)
     g = tl.load(elements(table, tensors, 6, tensor, begin, GRADIENT, IS_ALIGNED) + index, mask)
-    k = scalars(sets, entry(table, tensors, 8, tensor), REAL)
+    number = entry(table, tensors, 8, tensor)
+    k = scalars(sets, number, REAL)
     p, m, v, vmax = adam_formula(k, widen(g, GRADIENT), m, v, vmax, p, FLAGS)
-    tl.store(at_p, p, mask)
-    tl.store(at_m, m, mask)
-    tl.store(at_v, v, mask)
+    if FORMAT:
+        turn = turn_of(sets, number)
+        position = index + entry(table, tensors, 12, tensor).to(tl.int32)  # more or less a multiple of 64
+    if MASTER_24BIT & FORMAT:
+        p = round_24bit(p, turn, position)  # the working copy follows what is stored
+        high, low = split_24bit(p)
+        tl.store(at_p, high, mask)
+        tl.store(at_low, low, mask)
+    else:
+        tl.store(at_p, p, mask)
+    if MOMENTS_BFLOAT16 & FORMAT:
+        tl.store(at_m, narrow_by_threshold(m, turn, position), mask)
+        tl.store(at_v, narrow_by_threshold(v, turn, position), mask)
+    elif MOMENTS_8BIT & FORMAT:
+        m, m_exponents = encode_8bit(m, turn, position, EXP_AVG_MANTISSA, True)
+        v, v_exponents = encode_8bit(v, turn, position, EXP_AVG_SQ_MANTISSA, False)
+        tl.store(at_m, m, mask)
+        tl.store(at_v, v, mask)
+        tl.store(at_m_exponents, m_exponents, has_block)
+        tl.store(at_v_exponents, v_exponents, has_block)
+    else:
+        tl.store(at_m, m, mask)
+        tl.store(at_v, v, mask)
     if AMSGRAD & FLAGS:
-        tl.store(at_vmax, vmax, mask)
+        tl.store(at_vmax, narrow(vmax, moments), mask)
     tl.store(elements(table, tensors, 7, tensor, begin, OUT, IS_ALIGNED) + index, narrow(p, OUT), mask)
 
 
@@ -163,6 +234,7 @@ def adam_kernel(
     steps,
     sets,
     REAL: tl.constexpr,
+    FORMAT: tl.constexpr,
     GRADIENT: tl.constexpr,
     OUT: tl.constexpr,
     FLAGS: tl.constexpr,
@@ -172,7 +244,7 @@ def adam_kernel(
     """Update one block.
 
     Further rows of the table: addresses of master, exp_avg, exp_avg_sq, max_exp_avg_sq, gradient and parameter; the
-    index of the coefficient set.
+    index of the coefficient set; addresses of master_low, exp_avg_exponents and exp_avg_sq_exponents; the phase.
     """
     number = tl.program_id(0).to(tl.int64)
     tensor = find_tensor(table, tensors, steps, number)
@@ -181,26 +253,27 @@ def adam_kernel(
     # Without masks loads can be as wide as the addresses allow. The branches differ in nothing else.
     if rest >= BLOCK:
         update_block(
-            table, tensors, tensor, begin, rest, sets, False, REAL, GRADIENT, OUT, FLAGS, IS_ALIGNED, BLOCK
+            table, tensors, tensor, begin, rest, sets, False, REAL, FORMAT, GRADIENT, OUT, FLAGS, IS_ALIGNED, BLOCK
         )  # fmt: skip
     else:
         update_block(
-            table, tensors, tensor, begin, rest, sets, True, REAL, GRADIENT, OUT, FLAGS, IS_ALIGNED, BLOCK
+            table, tensors, tensor, begin, rest, sets, True, REAL, FORMAT, GRADIENT, OUT, FLAGS, IS_ALIGNED, BLOCK
         )  # fmt: skip
 
 
 def update(steps: Sequence[ResidentStep], sets: Sequence[Coefficients]) -> None:
     """Run the steps of many parameters on one GPU, on the current stream: write their state and their working copies.
 
-    Steps with the same dtypes and flags take one launch. Nothing is written if it raises.
+    Steps with the same dtypes, formats and flags take one launch. Nothing is written if it raises.
 
     Args:
-        steps: of distinct parameters; float32 state with gradients and parameters of float32, bfloat16 and float16, or
-            everything float64.
+        steps: of distinct parameters; float32 state, perhaps in fewer bits, with gradients and parameters of float32,
+            bfloat16 and float16, or everything float64.
         sets: the scalars that steps index, computed in double precision for float64 state.
 
     Raises:
         RuntimeError: Triton cannot be used on the device.
+        ValueError: 8-bit moments of part of a block, or with amsgrad.
     """
     if not steps:
         return
@@ -211,19 +284,24 @@ def update(steps: Sequence[ResidentStep], sets: Sequence[Coefficients]) -> None:
             f"superadam.gpu.update needs Triton, as plain torch has no exact form of the formula, but {choice.reason}; "
             "mend that, or keep this state on the CPU"
         )
-    alike: dict[tuple[Dtype, Dtype, Dtype, Flag], list[ResidentStep]] = {}
+    alike: dict[tuple[Dtype, Format, Dtype, Dtype, Flag], list[ResidentStep]] = {}
     for step in steps:
-        real, gradient, out = (DTYPES[one.dtype] for one in (step.master, step.gradient, step.parameter))
-        alike.setdefault((real, gradient, out, sets[step.coefficients].flags), []).append(step)
+        real = Dtype.FLOAT64 if step.master.dtype == torch.float64 else Dtype.FLOAT32
+        form, flags = step.format, sets[step.coefficients].flags
+        if Format.MOMENTS_8BIT in form:
+            _check_8bit(step, flags)
+        variant = (real, form, DTYPES[step.gradient.dtype], DTYPES[step.parameter.dtype], flags)
+        alike.setdefault(variant, []).append(step)
     with on(device):
-        table_of_sets = upload(np.array([k.row()[:9] for k in sets], np.float64).reshape(-1), device)
+        table_of_sets = upload(_table_of(sets), device)
         launches = []
         for variant, some in alike.items():  # memory for all tables, before anything is written
             addresses = np.stack([addresses_of(arrays) for arrays in zip(*map(_arrays_of, some), strict=True)])
-            rows = np.concatenate([addresses, [[step.coefficients for step in some]]])
+            indices, phases = [[step.coefficients for step in some]], [[step.phase for step in some]]
+            rows = np.concatenate([addresses[:6], indices, addresses[6:], phases])
             table = make_table([step.master for step in some], BLOCK, rows, device)
             launches.append((variant, table, not np.any(addresses % VECTOR_BYTES)))
-        for (real, gradient, out, flags), table, is_aligned in launches:
+        for (real, form, gradient, out, flags), table, is_aligned in launches:
             if table.blocks == 0:
                 continue
             adam_kernel[(table.blocks,)](
@@ -232,6 +310,7 @@ def update(steps: Sequence[ResidentStep], sets: Sequence[Coefficients]) -> None:
                 table.steps,
                 table_of_sets,
                 REAL=int(real),
+                FORMAT=int(form),
                 GRADIENT=int(gradient),
                 OUT=int(out),
                 FLAGS=int(flags),
@@ -242,6 +321,28 @@ def update(steps: Sequence[ResidentStep], sets: Sequence[Coefficients]) -> None:
             )
 
 
+def _table_of(sets: Sequence[Coefficients]) -> npt.NDArray[np.float64]:
+    """Return the numbers of coefficient sets, one after the other; turns as the bits of an integer."""
+    table = np.array([(*k.row()[:9], 0.0) for k in sets], np.float64)
+    table[:, 9].view(np.int64)[:] = [k.turn for k in sets]
+    return table.reshape(-1)
+
+
+def _check_8bit(step: ResidentStep, flags: Flag) -> None:
+    """Refuse what the CPU kernels refuse of 8-bit moments."""
+    if step.master.numel() % ELEMENTS_PER_EXPONENT:
+        raise ValueError(
+            f"superadam.gpu.update got {step.master.numel()} elements with 8-bit moments, expected a multiple of 64; "
+            "pad the state to whole blocks"
+        )
+    if Flag.AMSGRAD in flags:
+        raise ValueError(
+            "superadam.gpu.update got amsgrad with 8-bit moments, expected moments in fp32 or bf16, which have a "
+            "max_exp_avg_sq; store them so"
+        )
+
+
 def _arrays_of(step: ResidentStep) -> tuple[Tensor | None, ...]:
     """Return a step's tensors in the order of the table."""
-    return step.master, step.exp_avg, step.exp_avg_sq, step.max_exp_avg_sq, step.gradient, step.parameter
+    plain = (step.master, step.exp_avg, step.exp_avg_sq, step.max_exp_avg_sq, step.gradient, step.parameter)
+    return (*plain, step.master_low, step.exp_avg_exponents, step.exp_avg_sq_exponents)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 from torch import Tensor
 
+from superadam.kernels import native
 from superadam.kernels.torch_private import foreach_copy_, is_short_of_memory
 
 
@@ -36,6 +38,30 @@ def copy_one(target: Tensor, source: Tensor, non_blocking: bool = False) -> None
         outermost = max(range(target.dim()), key=lambda one: (sizes[one] > 1, strides[one]))
         for index in range(sizes[outermost]):
             copy_one(target.select(outermost, index), source.select(outermost, index), non_blocking)
+
+
+def copy_beside(targets: Sequence[Tensor], sources: Sequence[Tensor], *, threads: int | None = None) -> None:
+    """Copy each source into a dense target on the CPU, in one call where that can be, as in the way of other threads.
+
+    torch's threads spin while they wait for a core that another thread has; these sleep.
+    """
+    plain: list[tuple[Tensor, Tensor]] = []
+    for target, source in zip(targets, sources, strict=True):
+        if (
+            source.is_cpu
+            and source.dtype is target.dtype
+            and source.stride() == target.stride()
+            and not (source.is_neg() or source.is_conj())
+        ):
+            plain.append((target, source))
+        else:
+            target.copy_(source)
+    native.copy(
+        np.array([target.data_ptr() for target, _ in plain], np.uint64),
+        np.array([source.data_ptr() for _, source in plain], np.uint64),
+        np.array([source.nbytes for _, source in plain], np.int64),
+        threads=threads,
+    )
 
 
 def has_memory(tensor: Tensor) -> bool:

@@ -25,6 +25,7 @@ from superadam.kernels.native import Flag
 _POWER_CONTEXT = decimal.Context(prec=60)
 _SMALLEST_NORMAL_FLOAT32 = 2.0**-126
 _PRODUCT_IN_BFLOAT16 = 2.0**-8  # relative error of a product that is rounded to bf16
+_GOLDEN_TURN = 0x9E3779B9  # 2**32 over the golden ratio: its multiples are as evenly spread as can be
 _NUMBERS = ("lr", "betas[0]", "betas[1]", "eps", "weight_decay")
 _FLAGS = ("amsgrad", "maximize", "decoupled_weight_decay")
 _others = operator.itemgetter("lr", "eps", "weight_decay", *_FLAGS)
@@ -107,6 +108,11 @@ def _flag(name: str, value: object) -> bool:
     return bool(value)
 
 
+def turn_of(step: int) -> int:
+    """Return by how much of 2**32 the thresholds of a step's roundings are turned."""
+    return step * _GOLDEN_TURN % 2**32
+
+
 @functools.lru_cache(maxsize=4096)
 def beta_power(beta: float, step: int) -> float:
     """Return `beta**step` correctly rounded to double; C libraries' pow differ in rare last bits."""
@@ -160,16 +166,23 @@ class Coefficients:
     bc2s: float
     eps: float
     flags: Flag
+    turn: int = 0  # of 2^32; only where state is stored in fewer bits
     interval: IntervalScalars | None = None  # None where only `s` is covered
 
     @staticmethod
     @functools.lru_cache(maxsize=1024)
     def at_step(
-        hyper: Hyperparameters, step: int, scale: float = 1.0, *, rounds: bool = False, double: bool = False
+        hyper: Hyperparameters,
+        step: int,
+        scale: float = 1.0,
+        *,
+        rounds: bool = False,
+        double: bool = False,
+        compact: bool = False,
     ) -> Coefficients:
         """Return the scalars of step `step`, counted from 1, rounded to fp32, or with `double` to fp64.
 
-        `scale` and `rounds` are those of a `Scale`.
+        `scale` and `rounds` are those of a `Scale`; `compact`: state is stored in fewer bits.
         """
 
         def rounded(value: float) -> float:
@@ -202,6 +215,7 @@ class Coefficients:
                 bc2s=rounded(math.sqrt(1.0 - beta_power(hyper.beta2, step))),
                 eps=rounded(hyper.eps),
                 flags=flags,
+                turn=turn_of(step) if compact else 0,
             )
 
     def over(self, interval: Interval) -> Coefficients | None:
@@ -235,7 +249,7 @@ class Coefficients:
     def row(self) -> tuple[float, ...]:
         """Return the values in the order of `superadam.kernels.native.COEFFICIENTS`."""
         formula = (self.s, self.decay, self.wd, self.w, self.b2, self.c2, self.nss, self.bc2s, self.eps)
-        return (*formula, *(self.interval or [0.0] * len(IntervalScalars._fields)), int(self.flags))
+        return (*formula, *(self.interval or [0.0] * len(IntervalScalars._fields)), self.turn, int(self.flags))
 
 
 def _rounded_up(value: float) -> float:

@@ -14,8 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from superadam._kernels import ffi, lib
+from superadam.host import cores
+from superadam.host.machine import Host
 
 CHUNK: int = lib.SUPERADAM_CHUNK  # consecutive elements whose squares are summed together
+BLOCK: int = lib.SUPERADAM_BLOCK  # elements of 8-bit moments that share an exponent
 SAMPLE_WIDTH: int = lib.SUPERADAM_SAMPLE_WIDTH  # adjacent elements that are compared with the master
 SAMPLE_BLOCKS: int = lib.SUPERADAM_SAMPLE_BLOCKS  # the most such blocks of one parameter
 
@@ -28,6 +31,16 @@ class Dtype(enum.IntEnum):
     BFLOAT16 = lib.SUPERADAM_BFLOAT16
     FLOAT16 = lib.SUPERADAM_FLOAT16
     FLOAT64 = lib.SUPERADAM_FLOAT64
+
+
+class Format(enum.IntFlag):
+    """How the state of a segment is stored; `cpu/cdef.h` says what each is."""
+
+    PLAIN = 0  # fp32, or fp64 with fp64 gradients
+    MOMENTS_BFLOAT16 = lib.SUPERADAM_MOMENTS_BFLOAT16
+    MOMENTS_8BIT = lib.SUPERADAM_MOMENTS_8BIT
+    MASTER_24BIT = lib.SUPERADAM_MASTER_24BIT
+    LISTED_24BIT = lib.SUPERADAM_LISTED_24BIT
 
 
 class Pass(enum.IntEnum):
@@ -83,6 +96,8 @@ _ERRORS = {
     "float16 with float32 state, or everything float64",
     lib.SUPERADAM_BAD_LENGTH: "a segment has a negative length; lengths count elements from 0",
     lib.SUPERADAM_BAD_POINTER: "a segment lacks an array that this pass uses; see superadam_segment in cpu/cdef.h",
+    lib.SUPERADAM_BAD_FORMAT: "a segment stores its state in a format that this pass does not take; see "
+    "SUPERADAM_MOMENTS_8BIT and the other formats in cpu/cdef.h",
     lib.SUPERADAM_BAD_COEFFICIENTS: "a segment names a coefficient set outside the table; give every index an entry",
 }
 
@@ -154,10 +169,12 @@ def set_active_isa(name: str) -> None:
 
 
 def get_num_threads() -> int:
-    """Return how many threads a job may use: `SUPERADAM_THREADS`, else one for each CPU this process may run on.
+    """Return how many threads a job may use: `SUPERADAM_THREADS`, else one for each CPU of this process.
+
+    Ranks on one node divide its CPUs; how many there are was told by the launcher, as in `LOCAL_WORLD_SIZE`.
 
     Raises:
-        ValueError: `SUPERADAM_THREADS` is not a positive integer.
+        ValueError: `SUPERADAM_THREADS` is not a positive integer, or `LOCAL_RANK` is not one of `LOCAL_WORLD_SIZE`.
     """
     global _num_threads
     if _num_threads is None:
@@ -166,7 +183,7 @@ def get_num_threads() -> int:
             raise ValueError(
                 f"SUPERADAM_THREADS is {text!r}; expected a positive integer; unset it for one thread per CPU"
             )
-        _num_threads = int(text) if text else len(os.sched_getaffinity(0))
+        _num_threads = int(text) if text else len(cores.share(Host()))
     return _num_threads
 
 
@@ -291,6 +308,26 @@ def differing(
         ffi.from_buffer("int64_t[]", found),
     )
     return found[:number]
+
+
+def copy(
+    targets: npt.NDArray[np.uint64],
+    sources: npt.NDArray[np.uint64],
+    numbers: npt.NDArray[np.int64],
+    *,
+    threads: int | None = None,
+) -> None:
+    """Copy so many bytes from each source address to its target address, with the GIL released.
+
+    As for `run`, the memory must be there; targets overlap nothing.
+    """
+    lib.superadam_copy(
+        ffi.from_buffer("void *[]", targets),
+        ffi.from_buffer("void *[]", sources),
+        ffi.from_buffer("int64_t[]", numbers),
+        len(numbers),
+        get_num_threads() if threads is None else threads,
+    )
 
 
 def ordered_sum(values: npt.NDArray[np.float64]) -> float:

@@ -112,6 +112,9 @@ def are_flattened(parameters: Iterable[Tensor]) -> bool:
 STEP_MARK = "_opt_called"
 """The attribute of an optimizer with which `torch.optim.lr_scheduler` sees a step; without it, it warns."""
 
+register_tree_node: Callable[..., None] = _find("utils._pytree.register_pytree_node", lambda *_: None)
+"""Makes containers of a class transparent to `torch.utils._pytree`."""
+
 # -- handles: gradients that were taken out of `.grad` -----------------------------------------------------------------
 
 make_wrapper_subclass: Callable[..., Any] = _find("Tensor._make_wrapper_subclass")

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import capstone
+import filelock
 import numpy as np
 from elftools.elf.constants import SH_FLAGS
 from elftools.elf.elffile import ELFFile
@@ -30,7 +31,7 @@ PACKAGES = ("qemu-user-static", "libc6-arm64-cross")
 EMULATOR = "qemu-aarch64-static"
 LIBRARIES = Path("/usr/aarch64-linux-gnu")
 """Where the second package has the C library for Arm."""
-ARRAYS = tuple(native.SEGMENT.names or ())[:9]
+ARRAYS = tuple(native.SEGMENT.names or ())[:12]
 """Fields of a segment that are arrays, in the order in which they stand in a file of jobs."""
 LIST = tuple(native.UNCERTAIN.names or ())[2:]
 """Fields of a list of uncertain elements that are arrays, in the order in which results have them."""
@@ -138,10 +139,16 @@ def _has_tools() -> bool:
 
 
 def build() -> Path:
-    """Compile this checkout for 64-bit Arm and return the path of the runner."""
-    definitions = [f"-D{name}={value}" for name, value in cmake_definitions("aarch64").items()]
-    _cmake("-S", ROOT, "-B", BUILD, "-G", "Ninja", *definitions)
-    _cmake("--build", BUILD, "--target", "runner", "--parallel", str(len(os.sched_getaffinity(0))))
+    """Compile this checkout for 64-bit Arm, one process at a time, and return the path of the runner."""
+    definitions = cmake_definitions("aarch64")
+    cache, zig = BUILD / "CMakeCache.txt", definitions["CMAKE_C_COMPILER"].split(";")[0]
+    options = [f"-D{name}={value}" for name, value in definitions.items()]
+    BUILD.mkdir(parents=True, exist_ok=True)
+    with filelock.FileLock(BUILD / "lock"):
+        # At another compiler, that of another environment, CMake would forget all other definitions.
+        fresh = ["--fresh"] if cache.exists() and zig not in cache.read_text() else []
+        _cmake(*fresh, "-S", ROOT, "-B", BUILD, "-G", "Ninja", *options)
+        _cmake("--build", BUILD, "--target", "runner", "--parallel", str(len(os.sched_getaffinity(0))))
     return BUILD / "runner"
 
 

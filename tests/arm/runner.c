@@ -14,10 +14,23 @@
 #include "dispatch.h"
 #include "float_control.h"
 
-enum { FIELDS = 9, LISTED = 6, PATTERN = 0xA5 };
+enum { FIELDS = 12, LISTED = 6, PATTERN = 0xA5 };
 
 /* Field order of superadam_segment and of the data in a job. */
-enum { GRADIENT, ACCEPTED_GRADIENT, MASTER, EXP_AVG, EXP_AVG_SQ, MAX_EXP_AVG_SQ, OUT, SUMS, NONFINITE };
+enum {
+    GRADIENT,
+    ACCEPTED_GRADIENT,
+    MASTER,
+    EXP_AVG,
+    EXP_AVG_SQ,
+    MAX_EXP_AVG_SQ,
+    MASTER_LOW,
+    EXP_AVG_EXPONENTS,
+    EXP_AVG_SQ_EXPONENTS,
+    OUT,
+    SUMS,
+    NONFINITE
+};
 
 typedef struct {
     int64_t pass, threads, stream, at_end, fpcr, coefficient_count, segment_count;
@@ -82,6 +95,16 @@ static size_t field_size(int field, const superadam_segment *s)
         return length * element_size(s->out_dtype);
     if (field == GRADIENT || field == ACCEPTED_GRADIENT)
         return length * element_size(s->gradient_dtype);
+    if (field == EXP_AVG_EXPONENTS || field == EXP_AVG_SQ_EXPONENTS)
+        return length / 64;
+    if (field == MASTER_LOW)
+        return length;
+    if (field == MASTER && (s->format & SUPERADAM_MASTER_24BIT))
+        return length * 2;
+    if (field != MASTER && (s->format & SUPERADAM_MOMENTS_BFLOAT16))
+        return length * 2;
+    if (field != MASTER && (s->format & SUPERADAM_MOMENTS_8BIT))
+        return length;
     return length * (s->gradient_dtype == SUPERADAM_FLOAT64 ? 8 : 4);
 }
 
@@ -139,7 +162,7 @@ static void do_job(int isa, FILE *jobs, FILE *results)
     read_all(coefficients, (size_t)job.coefficient_count * sizeof *coefficients, jobs);
     read_all(segments, count * sizeof *segments, jobs);
 
-    /* The nine pointers stand first in a segment; in the file they say only whether there is an array. */
+    /* The pointers to arrays stand first in a segment; in the file they say only whether there is an array. */
     for (size_t i = 0; i < count; i++)
         for (int field = 0; field < FIELDS; field++) {
             void **pointer = (void **)&segments[i] + field;

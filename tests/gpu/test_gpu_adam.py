@@ -4,30 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.gpu_arrays import DEVICE, Launches, Placed, needs_triton
-from support.kernel_arrays import STATE, Job, Segment, differing_stored, jobs, make_segment
+from support.gpu_arrays import DEVICE, TORCH_DTYPES, Launches, Placed, needs_triton
+from support.gpu_variants import stored_dtypes
+from support.kernel_arrays import FORMATS, Job, Segment, jobs, make_segment
 from support.strategies import Magnitudes
 
 from superadam import gpu
 from superadam.gpu import adam
 from superadam.kernels import native
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
-from superadam.kernels.native import Dtype, Flag, Pass
+from superadam.kernels.native import Dtype, Flag, Format, Pass
 from superadam.kernels.resident_step import ResidentStep
+from superadam.state.parameter import ARRAYS
 
 HYPER = Hyperparameters(1e-3, 0.9, 0.999, 1e-8, 0.1, amsgrad=False, maximize=False, decoupled_weight_decay=True)
 
 
+def dtypes_of(segment: Segment) -> dict[str, torch.dtype]:
+    """Return the dtype of each array that an update uses."""
+    real = torch.float64 if segment.gradient_dtype is Dtype.FLOAT64 else torch.float32
+    state = stored_dtypes(real, segment.format)
+    arrays = {"gradient": TORCH_DTYPES[segment.gradient_dtype], "out": TORCH_DTYPES[segment.out_dtype]}
+    return {**arrays, **state, "max_exp_avg_sq": state["exp_avg"]}
+
+
 def placed(segment: Segment, starts: Sequence[int]) -> dict[str, Placed]:
     """Return the arrays of a segment that an update uses as tensors on the device."""
-    real = Dtype.FLOAT64 if segment.gradient_dtype is Dtype.FLOAT64 else Dtype.FLOAT32
-    dtypes = {"gradient": segment.gradient_dtype, "out": segment.out_dtype} | dict.fromkeys(STATE, real)
+    dtypes = dtypes_of(segment)
     used = {name: array for name, array in segment.arrays.items() if name in dtypes}
     return {
         name: Placed(array.view.copy(), dtypes[name], starts[number % len(starts)])
@@ -35,28 +45,27 @@ def placed(segment: Segment, starts: Sequence[int]) -> dict[str, Placed]:
     }
 
 
-def resident_step(arrays: dict[str, Placed], coefficients: int) -> ResidentStep:
-    master, exp_avg, exp_avg_sq = (arrays[name].tensor for name in STATE[:3])
-    largest = arrays["max_exp_avg_sq"].tensor if "max_exp_avg_sq" in arrays else None
-    gradient, out = arrays["gradient"].tensor, arrays["out"].tensor
-    return ResidentStep(master, exp_avg, exp_avg_sq, largest, gradient, out, coefficients)
+def resident_step(arrays: dict[str, Placed], coefficients: int, phase: int = 0) -> ResidentStep:
+    tensors: dict[str, Any] = {name: array.tensor for name, array in arrays.items()}
+    tensors = {"gradient": tensors["gradient"], "parameter": tensors["out"], **dict.fromkeys(ARRAYS), **tensors}
+    del tensors["out"]
+    return ResidentStep(**tensors, coefficients=coefficients, phase=phase)
 
 
 def check_against_cpu(job: Job, starts: Sequence[int] = (0,)) -> None:
     """Make the updates of a job on the device and on the CPU, and compare every byte."""
     arrays = [placed(segment, starts) for segment in job.segments]
     with np.errstate(all="ignore"):
-        steps = [resident_step(each, segment.coefficients) for segment, each in zip(job.segments, arrays, strict=True)]
+        pairs = zip(job.segments, arrays, strict=True)
+        steps = [resident_step(each, segment.coefficients, segment.phase) for segment, each in pairs]
         gpu.update(steps, job.sets)
     replace(job, which=Pass.UPDATE).run(native.active_isa())
     for segment, each in zip(job.segments, arrays, strict=True):
         for name, one in each.items():
-            expected = segment.arrays[name]
             assert one.outside_is_unchanged(), f"bytes around {name} were changed"
-            if expected.is_unchanged():
-                assert one.is_unchanged(), f"{name} was changed"
-            dtype = {"out": segment.out_dtype, "gradient": segment.gradient_dtype}.get(name, Dtype.FLOAT32)
-            assert differing_stored(one.read(), expected.view.copy(), dtype) == 0, name
+        assert each["gradient"].is_unchanged(), "the gradient was changed"
+        expected = {name: segment.arrays[name].view.copy() for name in each}
+        segment.compare({name: one.read() for name, one in each.items()}, expected)
 
 
 @needs_triton
@@ -77,9 +86,14 @@ def test_every_configuration_in_one_call(double: bool) -> None:
     for number in range(64):
         flags, beta1 = Flag(number), (0.9, 0.3)[number.bit_count() % 2]
         hyper = Hyperparameters(1e-2, beta1, 0.99, 1e-8, 0.1, False, False, False)
-        sets.append(replace(Coefficients.at_step(hyper, 1 + number, 0.3, double=double), flags=flags))
+        sets.append(
+            replace(Coefficients.at_step(hyper, 1 + number, 0.3, double=double, compact=not double), flags=flags)
+        )
         for kinds in ([Magnitudes.SPECIAL], [list(Magnitudes)[number % len(Magnitudes)], Magnitudes.ORDINARY]):
-            segments.append(make_segment(number, 60, dtype, dtype, kinds=kinds))
+            stored = [form for form in FORMATS if not (flags & Flag.AMSGRAD and form & Format.MOMENTS_8BIT)]
+            form = Format.PLAIN if double else stored[number // 8 % len(stored)]
+            length = 64 if Format.MOMENTS_8BIT in form else 60
+            segments.append(make_segment(number, length, dtype, dtype, kinds=kinds, form=form))
             segments[-1].coefficients = number
     check_against_cpu(Job(Pass.UPDATE, segments, sets))
 
@@ -107,15 +121,19 @@ def test_steps_alike_take_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_triton
-def test_wide_accesses_are_for_arrays_that_are_all_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("form", [Format.PLAIN, Format.MOMENTS_8BIT | Format.MASTER_24BIT], ids=["fp32", "compact"])
+def test_wide_accesses_are_for_arrays_that_are_all_aligned(monkeypatch: pytest.MonkeyPatch, form: Format) -> None:
     """On a GPU another address would end the program; the interpreter takes any."""
     aligned: list[bool] = []
     monkeypatch.setattr(adam, "adam_kernel", {(1,): lambda *arguments, **more: aligned.append(more["IS_ALIGNED"])})
-    sets = [Coefficients.at_step(replace(HYPER, amsgrad=True), 1)]
-    for odd in range(-1, 6):
-        arrays = [Placed(np.ones(8, np.float32), torch.float32, int(number == odd)).tensor for number in range(6)]
-        gpu.update([ResidentStep(*arrays, 0)], sets)
-    assert aligned == [True] + [False] * 6
+    sets = [Coefficients.at_step(replace(HYPER, amsgrad=not form), 1)]
+    segment = make_segment(0, 64, Dtype.FLOAT32, Dtype.FLOAT32, form=form)
+    count = len(placed(segment, (0,)))
+    assert count == (9 - 1 if form else 6)
+    for odd in range(-1, count):
+        arrays = placed(segment, [int(number == odd) for number in range(count)])
+        gpu.update([resident_step(arrays, 0)], sets)
+    assert aligned == [True] + [False] * count
 
 
 @needs_triton
@@ -128,3 +146,30 @@ def test_without_triton_the_update_is_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("SUPERADAM_GPU", "torch")
     with pytest.raises(RuntimeError, match=r"superadam\.gpu\.update needs Triton.*SUPERADAM_GPU=torch asks for it"):
         gpu.update([ResidentStep(*[torch.ones(10)] * 6, 0)], [Coefficients.at_step(HYPER, 1)])
+
+
+@needs_triton
+@pytest.mark.parametrize(("length", "amsgrad"), [(65, False), (64, True)])
+def test_8bit_moments_that_the_cpu_refuses_are_refused(length: int, amsgrad: bool) -> None:
+    """A block that is not whole has no exponent, and no maximum is stored; the steps beside it are not made either."""
+    forms = (Format.PLAIN, Format.MOMENTS_8BIT)
+    segments = [make_segment(0, 128, Dtype.FLOAT32, Dtype.FLOAT32, form=form) for form in forms]
+    arrays = [placed(segment, (0,)) for segment in segments]
+    plain, compact = (resident_step(each, number) for number, each in enumerate(arrays))
+    cut = {name: getattr(compact, name)[:length] for name in ("master", "exp_avg", "exp_avg_sq", "parameter")}
+    sets = [Coefficients.at_step(replace(HYPER, amsgrad=number * amsgrad > 0), 1) for number in range(2)]
+    with pytest.raises(
+        ValueError, match=r"amsgrad with 8-bit" if amsgrad else r"65 elements.*expected a multiple of 64"
+    ):
+        gpu.update([plain, replace(compact, **cut)], sets)
+    assert all(array.is_unchanged() for each in arrays for array in each.values())
+    row = np.array([replace(segments[1], length=length).row()], native.SEGMENT)
+    row["coefficients"] = 1
+    with pytest.raises(ValueError, match="superadam:"):
+        native.run(Pass.UPDATE, row, np.array([k.row() for k in sets], native.COEFFICIENTS))
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_step_says_how_its_state_is_stored(form: Format) -> None:
+    segment = make_segment(0, 64, Dtype.FLOAT32, Dtype.FLOAT32, form=form)
+    assert resident_step(placed(segment, (0,)), 0).format == form

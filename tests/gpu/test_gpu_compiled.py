@@ -28,7 +28,7 @@ from support.gpu_variants import (
 
 from superadam.gpu import adam, pack, scatter
 from superadam.kernels.dtypes import DTYPES
-from superadam.kernels.native import Dtype, Flag
+from superadam.kernels.native import Dtype, Flag, Format
 
 pytestmark = [pytest.mark.slow, pytest.mark.subprocess]
 
@@ -81,6 +81,8 @@ def cases(names: str, variants: Iterable[tuple[Any, ...]]) -> pytest.MarkDecorat
     def word(name: str, value: Any) -> str:
         if isinstance(value, bool):
             return name if value else ""
+        if isinstance(value, Format):
+            return (value.name or "").lower() if value else ""
         return "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
     parameters = [
@@ -97,7 +99,8 @@ def request_of(item: pytest.Function) -> Request:
     target = values.pop("target")
     if name == "adam_kernel":
         flags = Flag(sum(flag for flag in Flag if values.pop(flag.name.lower())))
-        values = {"gradient": values["gradient"], "parameter": values["parameter"], "flags": flags, **values}
+        first = {key: values[key] for key in ("gradient", "parameter", "form")}
+        values = {**first, "flags": flags, **values}
     return target, name, tuple(values.values())
 
 
@@ -131,6 +134,7 @@ def code(request: pytest.FixtureRequest, compilers: gpu_variants.Compilers) -> C
 def moved(code: Code, load: str, size: int) -> int:
     """Return how many vectors of `size` bytes are loaded ("load") or stored ("store")."""
     parts = "|".join(rf"v{size * 8 // bits}\.b{bits}" for bits in (8, 16, 32, 64) if size * 8 > bits)
+    parts += r"|b32" * (size == 4)
     ptx = rf"{load.replace('load', 'ld').replace('store', 'st')}\.global\b.*\.({parts})"
     kind = "global" if code.count(r"global_store.*") else "buffer"
     word = {2: "short", 4: "dword", 8: "dwordx2", 16: "dwordx4"}[size]
@@ -155,14 +159,15 @@ def check_single(code: Code) -> None:
 @needs_compilers
 @pytest.mark.covering
 @cases(
-    "gradient parameter scale maximize decoupled l2 amsgrad round aligned",
-    ((gradient, parameter, *(flag in flags for flag in Flag), aligned) for gradient, parameter, flags, aligned in ADAM),
+    "gradient parameter form scale maximize decoupled l2 amsgrad round aligned",
+    ((*dtypes, form, *(flag in flags for flag in Flag), aligned) for *dtypes, form, flags, aligned in ADAM),
 )
 def test_adam_kernel(
     code: Code,
     target: str,
     gradient: torch.dtype,
     parameter: torch.dtype,
+    form: Format,
     scale: bool,
     maximize: bool,
     decoupled: bool,
@@ -185,13 +190,23 @@ def test_adam_kernel(
         div=each * 2,
         sqrt=each,
     )
-    assert code.count(r"(ld|st)\.shared.*|bar\..*|ds_.*|s_barrier") == 0  # no element changes its thread
+    has_exponents = Format.MOMENTS_8BIT in form
+    if not has_exponents:
+        assert code.count(r"(ld|st)\.shared.*|bar\..*|ds_.*|s_barrier") == 0  # no element changes its thread
+    dtypes = gpu_variants.stored_dtypes(state, form)
+    kept = [dtype for name, dtype in dtypes.items() if "exponents" not in name] + [dtypes["exp_avg"]] * amsgrad
     if aligned:
-        kept = [state] * (3 + amsgrad)
         check_vectors(code, "load", [*kept, gradient], elements)
         check_vectors(code, "store", [*kept, parameter], elements)
+        # Exponents alone change theirs, from those of a block to the one that stores them.
+        assert code.count(r"ld\.shared.*|ds_read.*") == 4 * has_exponents
     else:
         check_single(code)
+    branches = 2 - aligned  # in which bytes are moved one by one
+    single = elements * kept.count(torch.uint8) * branches + 4 * has_exponents
+    assert code.count(r"st\.global\b.*\.b8|(buffer|global)_store_byte") == single
+    if aligned:
+        assert code.count(r"ld\.global\b.*\.b8|(buffer|global)_load_ubyte") == single
 
 
 @needs_compilers

@@ -7,6 +7,7 @@ Hypothesis.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 from collections.abc import Iterator
@@ -17,13 +18,14 @@ import pytest
 from arm import emulation
 from arm.emulation import Cpu, EmulatedJob
 from support import formula
+from support.compact import BLOCK
 from support.intervals import HALVES, drawn_case
-from support.kernel_arrays import READS_STATE, Job, differing, differing_stored, make_segment, variants
+from support.kernel_arrays import FORMATS, READS_STATE, Job, differing, make_segment, variants
 from support.listing import Listing
 from support.strategies import Magnitudes
 
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
-from superadam.kernels.native import Dtype, Flag, Pass
+from superadam.kernels.native import Dtype, Flag, Format, Pass
 
 ROWS = ["sve_bf16", "sve", "neon", "scalar"]
 """Instruction sets of aarch64, best first."""
@@ -67,29 +69,34 @@ def random_coefficients(rng: np.random.Generator, *, double: bool) -> Coefficien
         decoupled_weight_decay=bool(rng.integers(2)),
     )
     step, scale, rounds = int(rng.integers(1, 100)), float(rng.choice([1.0, 0.37])), bool(rng.integers(2))
-    return Coefficients.at_step(hyper, step, scale, rounds=rounds, double=double)
+    return Coefficients.at_step(hyper, step, scale, rounds=rounds, double=double, compact=not double)
 
 
 def random_job(rng: np.random.Generator, which: Pass, gradient: Dtype, out: Dtype, lengths: list[int]) -> Job:
     """Return a job of segments of these lengths, with coefficients, magnitudes and special values of its own each."""
     segments, sets = [], []
     for length in lengths:
+        form = Format.PLAIN if gradient is Dtype.FLOAT64 else FORMATS[rng.integers(len(FORMATS))]
+        form = Format.PLAIN if rng.integers(2) else form
         kinds = list(rng.choice(np.array(list(Magnitudes), dtype=object), int(rng.integers(1, 4))))
         segment = make_segment(
             int(rng.integers(2**32)),
-            length,
+            length // BLOCK * BLOCK if Format.MOMENTS_8BIT in form else length,
             gradient,
             out,
             kinds=kinds,
             norm=which is Pass.NORM or bool(rng.integers(2)),
             sprinkle=bool(rng.integers(4) == 0),
+            form=form,
         )
         if which in READS_STATE:
             segment.coefficients, segment.accepted_coefficients = len(sets), len(sets) + 1
             chosen = [random_coefficients(rng, double=gradient is Dtype.FLOAT64) for _ in range(2)]
+            if Format.MOMENTS_8BIT in form:
+                chosen = [dataclasses.replace(k, flags=k.flags & ~Flag.AMSGRAD) for k in chosen]
             sets.extend(chosen)
             if not any(Flag.AMSGRAD in k.flags for k in chosen):
-                del segment.arrays["max_exp_avg_sq"]
+                segment.arrays.pop("max_exp_avg_sq", None)
         segments.append(segment)
     return Job(which, segments, sets)
 
@@ -145,11 +152,9 @@ def test_bits_of_the_scalar_kernels(cpu: Cpu, isa: str, batch: tuple[Path, list[
     assert done.returncode == 0, f"the runner ended with {done.returncode}: {done.stderr}"
     for emulated, segments in zip(jobs, emulation.read_results(tmp_path / "results", jobs), strict=True):
         for segment, arrays in zip(emulated.job.segments, segments, strict=True):
-            for name, values in arrays.items():
-                dtype = {"out": segment.out_dtype, "gradient": segment.gradient_dtype}.get(name, Dtype.FLOAT32)
-                count = differing_stored(values, segment.arrays[name].view, dtype)
-                where = f"{emulated.job.which.name} {segment.gradient_dtype.name} {segment.out_dtype.name}, {SEED=}"
-                assert count == 0, f"{count} of {segment.length} elements of {name} differ in {where}"
+            where = f"{emulated.job.which.name} {segment.gradient_dtype.name} {segment.out_dtype.name}, {SEED=}"
+            expected = {name: segment.arrays[name].view for name in arrays}
+            segment.compare(arrays, expected, f" in {where}, {segment.format!r}")
 
 
 @pytest.mark.slow

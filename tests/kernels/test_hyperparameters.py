@@ -18,6 +18,7 @@ from superadam.kernels import native
 from superadam.kernels.dtypes import DTYPES
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters, Scale, beta_power
 from superadam.kernels.native import Flag
+from superadam.state.parameter import Arithmetic
 from superadam.state.table import CoefficientTable
 
 USUAL = Hyperparameters(1e-3, 0.9, 0.999, 1e-8, 0.01, amsgrad=False, maximize=False, decoupled_weight_decay=True)
@@ -165,5 +166,5 @@ def test_table_tells_hyperparameters_apart_that_did_not_live_together() -> None:
     """More than a cache keeps all of them, and the later ones would be where earlier ones were in memory."""
     table = CoefficientTable()
     rates = [float(rate) for rate in range(1, 3001)]
-    indices = [table.index(dataclasses.replace(USUAL, lr=rate), 1, Scale(), double=False) for rate in rates]
+    indices = [table.index(dataclasses.replace(USUAL, lr=rate), 1, Scale(), Arithmetic.FLOAT) for rate in rates]
     assert indices == list(range(3000))

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support import formula
+from support.compact import BLOCK
 from support.kernel_arrays import (
+    FORMATS,
     HALVES_AND_FLOAT32,
     READS_STATE,
     Job,
@@ -23,7 +25,7 @@ from support.strategies import Magnitudes
 
 from superadam.kernels import native
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
-from superadam.kernels.native import Dtype, Pass
+from superadam.kernels.native import Dtype, Format, Pass
 
 ORDINARY = Hyperparameters(1e-3, 0.9, 0.999, 1e-8, 0.1, amsgrad=False, maximize=False, decoupled_weight_decay=True)
 
@@ -41,18 +43,34 @@ def test_bits_of_the_oracle(isa: str, which: Pass, data: st.DataObject) -> None:
     check_against_oracle(data.draw(jobs(which)), isa)
 
 
-@pytest.mark.parametrize("amsgrad", [False, True], ids=["", "amsgrad"])
-@pytest.mark.parametrize("which", Pass, ids=lambda which: which.name)
-def test_every_variant_has_the_bits_of_the_oracle(isa: str, which: Pass, amsgrad: bool) -> None:
+VARIANTS = [
+    (which, form, amsgrad)
+    for which, form, amsgrad in itertools.product(Pass, FORMATS, [False, True])
+    if not form or not (which is Pass.NORM or (amsgrad and Format.MOMENTS_8BIT in form))
+]
+
+
+@pytest.mark.parametrize(
+    ("which", "form", "amsgrad"),
+    VARIANTS,
+    ids=lambda value: str(value) if isinstance(value, bool) else value.name or "FLOAT32",
+)
+def test_every_variant_has_the_bits_of_the_oracle(isa: str, which: Pass, form: Format, amsgrad: bool) -> None:
     """Nothing left to chance: each combination of dtypes, with and without the norm, all magnitudes at once."""
     hyper = Hyperparameters(1e-3, 0.9, 0.999, 1e-8, 0.1, amsgrad, maximize=False, decoupled_weight_decay=not amsgrad)
     norms = [True] if which is Pass.NORM else [False, True]
     for (gradient_dtype, out_dtype), norm in itertools.product(variants(which), norms):
         double = gradient_dtype is Dtype.FLOAT64
+        if double and form:
+            continue
         rounds = {8: amsgrad, 7: not amsgrad}
-        sets = [Coefficients.at_step(hyper, step, 0.37, rounds=rounds[step], double=double) for step in rounds]
-        length = 77 if double else formula.CHUNK + 77
-        segment = make_segment(7, length, gradient_dtype, out_dtype, kinds=[Magnitudes.WIDE], norm=norm, sprinkle=norm)
+        sets = [
+            Coefficients.at_step(hyper, step, 0.37, rounds=rounds[step], double=double, compact=bool(form))
+            for step in rounds
+        ]
+        length = 77 if double else formula.CHUNK + (2 * BLOCK if Format.MOMENTS_8BIT in form else 77)
+        kinds = [Magnitudes.WIDE]
+        segment = make_segment(7, length, gradient_dtype, out_dtype, kinds=kinds, norm=norm, sprinkle=norm, form=form)
         segment.accepted_coefficients = 1
         check_against_oracle(Job(which, [segment], sets if which in READS_STATE else []), isa)
 

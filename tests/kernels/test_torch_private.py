@@ -167,6 +167,15 @@ def _() -> bool:
     return (inside, after, torch.is_grad_enabled()) == ((False, False), (True, False), True)
 
 
+@relied_on("lets trees go through a dict of a class of its own", "utils._pytree.register_pytree_node")
+def _() -> bool:
+    class Kind(dict[str, int]):
+        pass
+
+    torch_private.register_tree_node(Kind, lambda kind: (list(kind.values()), list(kind)), lambda values, _: values)
+    return bool(torch.utils._pytree.tree_map(lambda value: value + 1, [Kind(a=1)]) == [[2]])
+
+
 def compiled(work: Callable[[], object]) -> tuple[int, set[bool]]:
     """Compile a function; return how many graphs it has, and whether torch was seen to trace meanwhile."""
     traced: list[bool] = []

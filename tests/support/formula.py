@@ -8,6 +8,7 @@ control register of the calling thread must be as the process started: round to 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -69,16 +70,32 @@ def _formula(
         return p + q, m, v, vmax, d, q
 
 
-def is_certain(k: Coefficients, dtype: Dtype, g: Array, m: Array, v: Array, vmax: Array, p: Array) -> Array:
+def is_certain(
+    k: Coefficients,
+    dtype: Dtype,
+    g: Array,
+    m: Array,
+    v: Array,
+    vmax: Array,
+    p: Array,
+    *,
+    moved: Callable[[Array], Array] | None = None,
+) -> Array:
     """Return which new values, rounded to `dtype`, bf16 or fp16, the interval test of `cpu/interval.h` calls certain.
 
-    All arrays are fp32; `k` has the scalars of the interval.
+    All arrays are fp32; `k` has the scalars of the interval. For masters of 24 bits, `moved` adds the thresholds to new
+    values.
     """
     assert k.interval is not None
     spread, slope, kappa, least, slack = map(_single, k.interval)
     new, _, _, _, d, q = _formula(k, g, m, v, vmax, p)
     with np.errstate(all="ignore"):
-        low, high = _cell(new, dtype)
+        if moved is None:
+            low, high = _cell(new, dtype)
+        else:
+            new = moved(new)
+            low, high = _cell((new.view(np.uint32) & np.uint32(0xFFFFFF00)).view(np.float32), dtype)
+            low = _plus(low, 2 << 8)
         a, aq = np.abs(new), np.abs(q)
         room = smaller(a - low, high - a)
         roundings = fma(a, _single(2**-22), fma(aq, _single(2**-19), slack))
@@ -100,18 +117,19 @@ def _single(value: float) -> Array:
     return np.array(value, np.float32)
 
 
+def _plus(values: Array, units: int) -> Array:
+    return (values.view(np.int32) + np.int32(units)).view(np.float32)
+
+
 def _cell(p: Array, dtype: Dtype) -> tuple[Array, Array]:
     """Return the least and the largest magnitude that round as |p| does, or less apart; NaN above the largest."""
 
-    def plus(values: Array, units: int) -> Array:
-        return (values.view(np.int32) + np.int32(units)).view(np.float32)
-
     if dtype is Dtype.BFLOAT16:
         nearest = np.abs(widen_bfloat16(narrow_bfloat16(p)))
-        return plus(nearest, -0x8000), plus(nearest, 0x8000)
+        return _plus(nearest, -0x8000), _plus(nearest, 0x8000)
     nearest, half = np.abs(widen_float16(narrow_float16(p))), np.float32(2**-25)
-    low = larger_or_nan(_single(0.0), smaller(plus(nearest, -0x1000), nearest - half))
-    return low, larger_or_nan(nearest + half, plus(nearest, 0x1000))
+    low = larger_or_nan(_single(0.0), smaller(_plus(nearest, -0x1000), nearest - half))
+    return low, larger_or_nan(nearest + half, _plus(nearest, 0x1000))
 
 
 def smaller(a: Array, b: Array) -> Array:

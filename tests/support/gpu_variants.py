@@ -27,12 +27,13 @@ from typing import Any
 from unittest import mock
 
 import torch
+from support.kernel_arrays import FORMATS
 
 from superadam import gpu
 from superadam.gpu.choice import Backend, Choice
 from superadam.kernels.dtypes import DTYPES
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
-from superadam.kernels.native import CHUNK, Flag
+from superadam.kernels.native import CHUNK, Flag, Format
 from superadam.kernels.resident_step import ResidentStep
 
 TARGETS = {
@@ -74,13 +75,33 @@ def _coefficients() -> dict[Flag, Coefficients]:
 COEFFICIENTS = _coefficients()
 
 
+def stored_dtypes(real: torch.dtype, form: Format) -> dict[str, torch.dtype]:
+    """Return the dtype of each tensor of a step's state but max_exp_avg_sq, which is as exp_avg."""
+    dtypes = {"master": real, "exp_avg": real, "exp_avg_sq": real}
+    if Format.MASTER_24BIT in form:
+        dtypes |= {"master": torch.int16, "master_low": torch.uint8}
+    if Format.MOMENTS_8BIT in form:
+        dtypes |= dict.fromkeys(("exp_avg", "exp_avg_sq", "exp_avg_exponents", "exp_avg_sq_exponents"), torch.uint8)
+    elif Format.MOMENTS_BFLOAT16 in form:
+        dtypes |= dict.fromkeys(("exp_avg", "exp_avg_sq"), torch.bfloat16)
+    return dtypes
+
+
 def launch_adam(
-    gradient: torch.dtype, parameter: torch.dtype, flags: Flag, aligned: bool, state: torch.dtype | None = None
+    gradient: torch.dtype,
+    parameter: torch.dtype,
+    form: Format,
+    flags: Flag,
+    aligned: bool,
+    state: torch.dtype | None = None,
 ) -> None:
-    """Make a step with state of the dtype that belongs to the parameter, if no other is given."""
+    """Make a step with state of the dtype that belongs to the parameter, if no other is given, stored as `form`."""
     state = state or (torch.float64 if parameter == torch.float64 else torch.float32)
-    kept = [_tensor(10, state, True) for _ in range(4)]
-    step = ResidentStep(*kept, _tensor(10, gradient, True), _tensor(10, parameter, aligned), 0)
+    dtypes = stored_dtypes(state, form)
+    kept = {name: _tensor(64, dtype, True) for name, dtype in dtypes.items()}
+    largest = _tensor(64, dtypes["exp_avg"], True) if Flag.AMSGRAD in flags else None
+    arrays = {"gradient": _tensor(64, gradient, True), "parameter": _tensor(64, parameter, aligned)}
+    step = ResidentStep(**kept, max_exp_avg_sq=largest, **arrays, coefficients=0)
     gpu.update([step], [COEFFICIENTS[flags]])
 
 
@@ -109,9 +130,12 @@ SOURCES = [*((dtype,) for dtype in DTYPES), tuple(dtype for dtype in DTYPES if d
 _BOTH = (False, True)
 
 ADAM = [
-    (gradient, parameter, flags, aligned)
-    for gradient, parameter, flags, aligned in itertools.product(DTYPES, DTYPES, COEFFICIENTS, _BOTH)
+    (gradient, parameter, form, flags, aligned)
+    for gradient, parameter, form, flags, aligned in itertools.product(DTYPES, DTYPES, FORMATS, COEFFICIENTS, _BOTH)
     if (gradient == torch.float64) == (parameter == torch.float64)
+    and not (form and gradient == torch.float64)
+    and not (Format.MOMENTS_8BIT in form and Flag.AMSGRAD in flags)
+    and (form <= Format.MOMENTS_BFLOAT16 or gradient == parameter == torch.bfloat16)  # compilers take their time
 ]
 PACK = [
     (sources, link, sums, aligned)

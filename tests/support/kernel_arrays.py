@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
-from support import formula
+from support import compact, formula
 from support.strategies import Magnitudes, coefficients, lengths, magnitudes, random_array
 
 from superadam.kernels import native
 from superadam.kernels.hyperparameters import Coefficients
-from superadam.kernels.native import Dtype, Flag, Pass
+from superadam.kernels.native import Dtype, Flag, Format, Pass
 
 Array = npt.NDArray[np.generic]
 
@@ -26,6 +26,13 @@ STORAGE = {
 STATE = ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 READS_STATE = tuple(which for which in Pass if which is not Pass.NORM)
 HALVES_AND_FLOAT32 = (Dtype.FLOAT32, Dtype.BFLOAT16, Dtype.FLOAT16)
+
+FORMATS = tuple(
+    moments | master
+    for moments in (Format.PLAIN, Format.MOMENTS_BFLOAT16, Format.MOMENTS_8BIT)
+    for master in (Format.PLAIN, Format.MASTER_24BIT)
+)
+"""Every way to store fp32 state."""
 
 _OUTS = {
     Pass.SPECULATE: HALVES_AND_FLOAT32,
@@ -106,6 +113,8 @@ class Segment:
     coefficients: int = 0
     accepted_coefficients: int = 0
     uncertain: int = 0
+    format: Format = Format.PLAIN
+    phase: int = 0
 
     def row(self) -> tuple[int, ...]:
         return tuple(
@@ -124,36 +133,42 @@ class Segment:
         if which is Pass.NORM:
             return result
 
-        p, m, v = now["master"], now["exp_avg"], now["exp_avg_sq"]
-        vmax = now.get("max_exp_avg_sq", v)
+        state = compact.decode(now, self.format)
         if which is Pass.COMMIT_AND_SPECULATE:
             older = widen(now["accepted_gradient"], self.gradient_dtype)
-            accepted = sets[self.accepted_coefficients]
-            p, m, v, vmax = formula.adam_formula(accepted, older, m, v, vmax, p)
-            result |= self._state(accepted, p, m, v, vmax)
-        current = sets[self.coefficients]
-        p, m, v, vmax = formula.adam_formula(current, gradient, m, v, vmax, p)
+            stored = self._stepped(sets[self.accepted_coefficients], older, state)
+            result |= stored
+            state |= compact.decode(stored, self.format)
+        stored = self._stepped(sets[self.coefficients], gradient, state)
         if which in (Pass.COMMIT, Pass.UPDATE):
-            result |= self._state(current, p, m, v, vmax)
+            result |= stored
         if which is not Pass.COMMIT and self.out_dtype is not Dtype.NONE:
-            result["out"] = narrow(p, self.out_dtype)
+            result["out"] = narrow(compact.decode(stored, self.format)["master"], self.out_dtype)
         return result
 
-    @staticmethod
-    def _state(k: Coefficients, p: Array, m: Array, v: Array, vmax: Array) -> dict[str, Array]:
-        state = {"master": p, "exp_avg": m, "exp_avg_sq": v}
-        return state | {"max_exp_avg_sq": vmax} if Flag.AMSGRAD in k.flags else state
+    def _stepped(self, k: Coefficients, g: Array, state: dict[str, Array]) -> dict[str, Array]:
+        """Return the arrays that store what one step makes of fp32 or fp64 state."""
+        vmax = state.get("max_exp_avg_sq", state["exp_avg_sq"])
+        stepped = formula.adam_formula(k, g, state["exp_avg"], state["exp_avg_sq"], vmax, state["master"])
+        kept = len(STATE) if Flag.AMSGRAD in k.flags else len(STATE) - 1
+        return compact.encode(dict(zip(STATE[:kept], stepped, strict=False)), k.turn, self.format, self.phase)
 
     def check(self, expected: Mapping[str, Array]) -> None:
         """Assert that the arrays hold `expected`, and that not one other byte has changed."""
+        actual = {name: placed.view.copy() for name, placed in self.arrays.items()}
         for name, placed in self.arrays.items():
             assert placed.outside_is_unchanged(), f"bytes around {name} were changed"
-            if name not in expected:
-                assert placed.is_unchanged(), f"{name} was changed"
-                continue
-            dtype = self.out_dtype if name == "out" else Dtype.FLOAT32
-            count = differing_stored(placed.view.copy(), expected[name], dtype)
-            assert count == 0, f"{count} of {self.length} elements of {name} differ"
+            assert name in expected or placed.is_unchanged(), f"{name} was changed"
+        self.compare(actual, {**actual, **expected})
+
+    def compare(self, actual: Mapping[str, Array], wanted: Mapping[str, Array], where: str = "") -> None:
+        """Assert that two sets of this segment's arrays are equal; state as values, because a NaN has any payload."""
+        if "master" in wanted and self.format:
+            actual, wanted = ({**one, **compact.decode(one, self.format)} for one in (actual, wanted))
+        for name in wanted.keys() - {"master_low"}:
+            dtype = {"out": self.out_dtype, "gradient": self.gradient_dtype}.get(name, Dtype.FLOAT32)
+            count = differing_stored(actual[name], wanted[name], dtype)
+            assert count == 0, f"{count} of {self.length} elements of {name} differ{where}"
 
 
 def coefficient_table(sets: Sequence[Coefficients]) -> npt.NDArray[np.void]:
@@ -192,6 +207,7 @@ def make_segment(
     offsets: Sequence[int] = (0,),
     norm: bool = False,
     sprinkle: bool = False,
+    form: Format = Format.PLAIN,
 ) -> Segment:
     """Return a segment with every array, filled from `seed`.
 
@@ -204,6 +220,7 @@ def make_segment(
         offsets: bytes past a multiple of 64 where the arrays begin, used in turn.
         norm: with `sums` and `nonfinite`.
         sprinkle: put an Inf or NaN into a few elements of the gradients.
+        form: in which the state is stored; with 8-bit moments it has no max_exp_avg_sq.
     """
     rng = np.random.default_rng(seed)
     real = np.float64 if gradient_dtype is Dtype.FLOAT64 else np.float32
@@ -217,13 +234,19 @@ def make_segment(
                 array[rng.integers(0, length, 3)] = rng.choice([np.inf, -np.inf, np.nan], 3)
             array = narrow(array, gradient_dtype)
         values[name] = array
+    if form:
+        if Format.MOMENTS_8BIT in form:
+            del values["max_exp_avg_sq"]
+        state = {name: values.pop(name) for name in STATE if name in values}
+        values |= compact.encode(state, int(rng.integers(2**32)), form)
     if out_dtype is not Dtype.NONE:
         values["out"] = np.zeros(length, STORAGE[out_dtype])
     arrays = {name: Placed(array, offsets[i % len(offsets)]) for i, (name, array) in enumerate(values.items())}
     if norm:  # double and int64 entries, which C aligns
         arrays["sums"] = Placed(np.full(native.chunk_count(length), -1.0))
         arrays["nonfinite"] = Placed(np.full(native.chunk_count(length), -1, np.int64))
-    return Segment(gradient_dtype, out_dtype, length, arrays)
+    phase = int(rng.integers(64)) if form and rng.integers(2) else 0
+    return Segment(gradient_dtype, out_dtype, length, arrays, format=form, phase=phase)
 
 
 LONGEST_DOUBLE = 200
@@ -231,28 +254,33 @@ LONGEST_DOUBLE = 200
 
 
 @st.composite
-def jobs(draw: st.DrawFn, which: Pass) -> Job:
+def jobs(draw: st.DrawFn, which: Pass, forms: Sequence[Format] = FORMATS) -> Job:
     """Jobs of one to three segments of any length, dtype and alignment, each with coefficient sets of its own."""
     segments: list[Segment] = []
     sets: list[Coefficients] = []
     for _ in range(draw(st.integers(1, 3))):
         gradient_dtype, out_dtype = draw(st.sampled_from(variants(which)))
         double = gradient_dtype is Dtype.FLOAT64
+        form = Format.PLAIN if double else draw(st.sampled_from(forms))
+        length = draw(lengths(LONGEST_DOUBLE if double else 3 * formula.CHUNK + 40))
         segment = make_segment(
             draw(st.integers(0, 2**32 - 1)),
-            draw(lengths(LONGEST_DOUBLE if double else 3 * formula.CHUNK + 40)),
+            length // compact.BLOCK * compact.BLOCK if Format.MOMENTS_8BIT in form else length,
             gradient_dtype,
             out_dtype,
             kinds=draw(st.lists(magnitudes(), min_size=1, max_size=6)),
             offsets=draw(st.lists(st.one_of(st.just(0), st.integers(0, 63)), min_size=1, max_size=7)),
             norm=which is Pass.NORM or draw(st.booleans()),
             sprinkle=draw(st.booleans()),
+            form=form,
         )
         if which in READS_STATE:
             chosen = [draw(coefficients(double=double)) for _ in range(2)]
+            if Format.MOMENTS_8BIT in form:
+                chosen = [replace(k, flags=k.flags & ~Flag.AMSGRAD) for k in chosen]
             segment.coefficients, segment.accepted_coefficients = len(sets), len(sets) + 1
             sets.extend(chosen)
             if not any(Flag.AMSGRAD in k.flags for k in chosen):
-                del segment.arrays["max_exp_avg_sq"]
+                segment.arrays.pop("max_exp_avg_sq", None)
         segments.append(segment)
     return Job(which, segments, sets)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import numpy as np
-from support import formula
+from support import compact, formula
 from support.intervals import Case, at_factor
 from support.kernel_arrays import Job, Placed, coefficient_table, make_segment, narrow, widen
 
 from superadam.kernels import native
-from superadam.kernels.native import Dtype, Flag, Pass
+from superadam.kernels.native import Dtype, Flag, Format, Pass
 
 LISTED = ("gradient", "master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
@@ -18,15 +19,26 @@ LISTED = ("gradient", "master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 class Listing:
     """A pass over one segment that lists its uncertain elements, between canary bytes."""
 
-    def __init__(self, which: Pass, case: Case, gradient: Dtype, out: Dtype, length: int, capacity: int) -> None:
-        self.segment = segment = make_segment(length, length, gradient, out, norm=True)
+    def __init__(
+        self,
+        which: Pass,
+        case: Case,
+        gradient: Dtype,
+        out: Dtype,
+        length: int,
+        capacity: int,
+        form: Format = Format.PLAIN,
+    ) -> None:
+        self.segment = segment = make_segment(length, length, gradient, out, norm=True, form=form)
         before = ("gradient", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master")
-        for name, values in zip(before, case.elements, strict=True):
-            stored = np.resize(narrow(values, gradient) if name == "gradient" else values, length)
-            segment.arrays[name] = Placed(stored)
-        segment.arrays["accepted_gradient"] = Placed(segment.arrays["gradient"].view.copy())
+        values = {name: np.resize(values, length) for name, values in zip(before, case.elements, strict=True)}
+        stored = {"gradient": narrow(values.pop("gradient"), gradient)}
         if Flag.AMSGRAD not in case.k.flags:
-            del segment.arrays["max_exp_avg_sq"]
+            del values["max_exp_avg_sq"]
+            segment.arrays.pop("max_exp_avg_sq", None)
+        for name, array in (stored | compact.encode(values, case.k.turn, form)).items():
+            segment.arrays[name] = Placed(array)
+        segment.arrays["accepted_gradient"] = Placed(segment.arrays["gradient"].view.copy())
         older = dataclasses.replace(at_factor(case.k, 0.75), interval=None)
         self.job = Job(which, [segment], [case.k, older])
         segment.accepted_coefficients = 1
@@ -46,10 +58,15 @@ class Listing:
         native.run(self.job.which, table, coefficient_table(self.job.sets), isa=isa, threads=threads)
         self.job.check(expected)
         now = {name: placed.view.copy() for name, placed in self.segment.arrays.items()}
+        now |= compact.decode(now, self.segment.format)
         vmax = now.get("max_exp_avg_sq", now["exp_avg_sq"])
         wide = widen(now["gradient"], self.segment.gradient_dtype)
         state = now["exp_avg"], now["exp_avg_sq"], vmax, now["master"]
-        certain = formula.is_certain(self.job.sets[0], self.segment.out_dtype, wide, *state)
+        k = self.job.sets[0]
+        positions = np.arange(self.segment.length) + self.segment.phase
+        is_cut = Format.MASTER_24BIT in self.segment.format
+        moved = partial(compact.moved_24bit, turn=k.turn, positions=positions) if is_cut else None
+        certain = formula.is_certain(k, self.segment.out_dtype, wide, *state, moved=moved)
         index = np.flatnonzero(~certain)
         assert all(placed.outside_is_unchanged() for placed in self.arrays.values())
         return {"index": index.astype(np.uint32), **{name: now[name][index] for name in LISTED if name in now}}

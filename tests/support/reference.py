@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from support import formula
+from support import compact, formula
 from torch import Tensor
 
 from superadam import StepKind
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
+from superadam.kernels.native import Format
 
 Array = npt.NDArray[Any]
 
@@ -57,6 +58,7 @@ class Parameter:
     vmax: Array = field(init=False)
     written: Array | None = None
     step: int = 0
+    form: Format = Format.PLAIN
 
     def __post_init__(self) -> None:
         self.m, self.v, self.vmax = (np.zeros_like(self.p) for _ in range(3))
@@ -79,11 +81,24 @@ class Parameter:
             self.p, self.written = np.where(changed, self.written, self.p), None
 
 
+def form_of(tensor: Tensor, moments: str, master: str) -> Format:
+    """Return how the state of a parameter is stored, for which not every argument of the optimizer holds."""
+    if tensor.dtype == torch.float64:
+        return Format.PLAIN
+    has_blocks = tensor.ndim > 1 and tensor.shape[-1] % 64 == 0 and tensor.is_contiguous()
+    form = Format.MASTER_24BIT if master == "24bit" and tensor.dtype != torch.float32 else Format.PLAIN
+    if moments == "8bit" and has_blocks:
+        return form | Format.MOMENTS_8BIT
+    return form if moments == "fp32" else form | Format.MOMENTS_BFLOAT16
+
+
 class Synchronous:
     """Adam over a few parameters, one synchronous step at a time."""
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.parameters = [Parameter(flat(tensor, tensor), tensor.dtype) for tensor in tensors]
+    def __init__(self, tensors: Sequence[Tensor], moments: str = "fp32", master: str = "fp32") -> None:
+        self.parameters = [
+            Parameter(flat(tensor, tensor), tensor.dtype, form=form_of(tensor, moments, master)) for tensor in tensors
+        ]
 
     def step(
         self, gradients: Mapping[int, Array], hyper: Sequence[Hyperparameters], max_norm: float | None
@@ -100,6 +115,12 @@ class Synchronous:
         for i, gradient in gradients.items():
             one = self.parameters[i]
             one.step += 1
-            k = Coefficients.at_step(hyper[i], one.step, clip, double=one.p.dtype == np.float64)
-            one.p, one.m, one.v, one.vmax = formula.adam_formula(k, gradient, one.m, one.v, one.vmax, one.p)
+            double = one.p.dtype == np.float64
+            k = Coefficients.at_step(hyper[i], one.step, clip, double=double, compact=bool(one.form))
+            stepped = formula.adam_formula(k, gradient, one.m, one.v, one.vmax, one.p)
+            state = dict(zip(("master", *compact.MOMENTS), stepped, strict=True))
+            if Format.MOMENTS_8BIT in one.form:
+                del state["max_exp_avg_sq"]
+            values = compact.decode(compact.encode(state, k.turn, one.form), one.form)
+            one.p, one.m, one.v, one.vmax = *(values[name] for name in state), *[one.vmax][: 4 - len(state)]
         return (StepKind.COMMITTED if clip == 1.0 else StepKind.CLIPPED), norm

@@ -87,9 +87,15 @@ def scales() -> st.SearchStrategy[float]:
 
 def coefficients(*, double: bool = False) -> st.SearchStrategy[Coefficients]:
     """The scalars of one step."""
-    steps = st.one_of(st.integers(1, 5), st.integers(1, 1_000_000))
+    steps = st.one_of(st.integers(1, 5), st.integers(1, 1_000_000), st.integers(2**24, 2**53))
     return st.builds(
-        Coefficients.at_step, hyperparameters(), steps, scales(), rounds=st.booleans(), double=st.just(double)
+        Coefficients.at_step,
+        hyperparameters(),
+        steps,
+        scales(),
+        rounds=st.booleans(),
+        double=st.just(double),
+        compact=st.just(not double),
     )
 
 

@@ -27,8 +27,9 @@ NEEDED_ALONE = (
     "_compile._disable_dynamo",
     "Tensor._version",
     "_foreach_copy_",
+    "utils._pytree.register_pytree_node",
 )
-"""Names that are not needed to take gradients, but by the optimizer itself, which has a public way for each."""
+"""Names that are not needed to take gradients, but by the optimizer itself, which does without each."""
 
 ADDRESS = "UntypedStorage._cdata"
 """A name that is needed for both."""
