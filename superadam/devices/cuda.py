@@ -19,6 +19,7 @@ from superadam.devices.slab import CudaRegistrar
 from superadam.devices.worker import ThreadWorker, Work, Worker
 from superadam.gpu import Backend, backend, pack_gradients, scatter_values, update
 from superadam.host import cores
+from superadam.host.local_ranks import local_rank
 from superadam.host.machine import Host
 from superadam.host.memory import HostMemory, HostNeeds
 from superadam.kernels.copies import copy_one
@@ -45,7 +46,7 @@ class CudaDevice(Device):
         self.device = torch.device("cuda", index)
         self.can_update = backend(self.device).backend is not Backend.TORCH
         self._host: Host = host or Host()
-        self._cpus = cores.near(self._host, _pci_address(self.device))
+        self._cpus = cores.near(self._host, _pci_address(self.device), _addresses_of_ranks(self.device, self._host))
         self.pinned = PinnedMemory(CudaRegistrar(self.device))
         self._marked: dict[int, torch.cuda.Stream] = {}
         self._streams = {
@@ -160,10 +161,10 @@ class CudaDevice(Device):
         if missing <= 0:
             return
         with suppress(OSError, ValueError):  # available memory is unknown
-            if needs.missing + copied + 2 * needs.pending <= HostMemory.of(self._host).available:
+            available = HostMemory.of(self._host).available // local_rank(self._host).count
+            if needs.missing + copied + 2 * needs.pending <= available:
                 missing += needs.pending  # of the step before, where the CPU is slower than backward
-        with cores.bound_thread(self._cpus):
-            self.pinned.grow(missing, needs.largest)
+        cores.call_near(self._cpus, lambda: self.pinned.grow(missing, needs.largest))
 
     def close(self) -> None:
         self.pinned.close()
@@ -191,6 +192,14 @@ def _pci_address(device: torch.device) -> str:
         return ""
     domain, bus, slot = (int(number) for number in numbers if number is not None)
     return f"{domain:04x}:{bus:02x}:{slot:02x}.0"
+
+
+def _addresses_of_ranks(device: torch.device, host: Host) -> list[str]:
+    """Return the name in sysfs of the GPU of each rank on this node; empty unless each has the one of its number."""
+    rank = local_rank(host)
+    if device.index != rank.number or torch.cuda.device_count() < rank.count:
+        return []
+    return [_pci_address(torch.device("cuda", number)) for number in range(rank.count)]
 
 
 def _lies_as(tensor: Tensor, strides: tuple[int, ...]) -> bool:

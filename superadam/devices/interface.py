@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import abc
 import enum
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from superadam.devices.flat import FlatLayout
 from superadam.devices.worker import ThreadWorker, Work, Worker
+from superadam.host import cores
 from superadam.host.machine import Host
 from superadam.host.memory import HostNeeds
 from superadam.kernels.hyperparameters import Coefficients
@@ -149,8 +149,8 @@ class Device(abc.ABC):
         """Release what was reserved; later buffers come from memory that is not reserved."""
 
     def idle_cores(self) -> int:
-        """Return how many CPU cores of this process are idle while the model computes."""
-        return len(os.sched_getaffinity(0))
+        """Return how many CPUs of this process are idle while the model computes; ranks on one node divide its CPUs."""
+        return len(cores.share(self._host or Host()))
 
     def start_worker(self, idle: Work) -> Worker:
         """Return what runs jobs next to the training thread, and `idle` between jobs until it returns False."""

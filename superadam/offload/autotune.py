@@ -77,9 +77,11 @@ class Autotuner:
         bucket_numel: int | str,
         transfer_dtype: torch.dtype | str,
         num_threads: int | str,
+        bytes_of_state: int = BYTES_OF_STATE,
     ) -> None:
         self._device = device
         self._total = total
+        self._bytes_of_state = bytes_of_state
         threads = device.idle_cores() if isinstance(num_threads, str) else num_threads
         numel = numel_of_buckets(total) if threads else DEFAULT_NUMEL
         self.placement = Placement(
@@ -181,7 +183,7 @@ class Autotuner:
         Asks the device, which takes its driver a while.
         """
         resident_now = sum(one.elements for one in step if one.is_resident)
-        free = (self._device.free_bytes() or 0) + BYTES_OF_STATE * resident_now
+        free = (self._device.free_bytes() or 0) + self._bytes_of_state * resident_now
         elements = max(0, int(free * FREE_SHARE) // BYTES_PER_ELEMENT)  # a peak may have been higher
         buckets = elements // self.placement.bucket_numel
         while buckets and self._elements_of(buckets) > elements:
@@ -220,7 +222,7 @@ class Autotuner:
                 "the model is; it takes a GPU with Triton, so leave gpu_buckets at 'auto' or 0"
             )
         now, then = (min(one.gpu_buckets * one.bucket_numel, self._total) for one in (self.placement, placement))
-        needed, free = BYTES_OF_STATE * (then - now), self._device.free_bytes() if then > now else None
+        needed, free = self._bytes_of_state * (then - now), self._device.free_bytes() if then > now else None
         if free is not None and needed > free:
             raise MemoryError(
                 f"the state that is to stay on the device takes {gigabytes(needed)}, but {gigabytes(free)} are free "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,9 @@ from superadam.host.memory import HostNeeds
 from superadam.offload.placement import Placement
 from superadam.offload.transfers import dtype_on_link
 from superadam.optim.adam import SpeculativeCPUAdam
-from superadam.state.parameter import piece_length
+from superadam.optim.entry import Encoded, raw
+from superadam.state import compact
+from superadam.state.parameter import Storage, piece_length
 from superadam.state.uncertain import NARROWER, list_bytes
 
 
@@ -26,17 +29,18 @@ def needs_of(
     transfer_dtype: torch.dtype | None = None,
     amsgrad: bool = False,
     piece_numel: int | None = None,
+    storage: Storage = Storage(),  # noqa: B008 (immutable)
 ) -> HostNeeds:
     """Return what one parameter, which may be meta, takes; `shadows` is that of a working copy, wherever it waits.
 
     It is cut into pieces of at most `piece_numel` elements; None for one.
     """
     numel, size = parameter.numel(), parameter.element_size()
-    wide = max(size, torch.float32.itemsize)  # of master and moments
-    is_own_master = is_on_host and size == wide
+    is_own_master = is_on_host and size == max(size, torch.float32.itemsize)
+    each = (2 + amsgrad) * storage.bytes_of_moment(parameter) + (not is_own_master) * storage.bytes_of_master(parameter)
     on_link = dtype_on_link(parameter, transfer_dtype).itemsize
     return HostNeeds(
-        state=(2 + amsgrad + (not is_own_master)) * wide * numel,
+        state=math.ceil(each * numel),
         gradients=size * numel if is_on_host else 0,
         pending=0 if is_on_host else on_link * aligned(numel),
         shadows=0 if is_own_master else size * numel,
@@ -45,20 +49,33 @@ def needs_of(
     )
 
 
-BYTES_OF_STATE = needs_of(torch.empty(1, device="meta"), is_on_host=False).state
-"""Of one element of a working copy, at least."""
+def bytes_of_state(storage: Storage = Storage()) -> int:  # noqa: B008 (immutable)
+    """Return about how many bytes the state of one element of a working copy takes."""
+    weight = torch.empty(1, compact.BLOCK, dtype=torch.bfloat16, device="meta")
+    return needs_of(weight, is_on_host=False, storage=storage).state // weight.numel()
+
+
+BYTES_OF_STATE = bytes_of_state()
+"""Without an argument that says how to store it."""
 
 
 def needs_of_run(optimizer: SpeculativeCPUAdam, device: Device, placement: Placement) -> HostNeeds:
     """Return what an optimizer with a scheduler takes on the host, for the parameters that are trained at present."""
-    run, entries = HostNeeds(), optimizer._entries()
+    run, entries, storage = HostNeeds(), optimizer._entries(), optimizer._storage
     leaving = elements = widest = 0
     for group in optimizer.param_groups:
         for parameter in (one for one in group["params"] if one.requires_grad):
             local, link = shards.local_of(parameter), placement.transfer_dtype
             is_on_host = device.is_host(local)
             amsgrad, most = bool(group["amsgrad"]), placement.bucket_numel
-            one = needs_of(local, is_on_host=is_on_host, transfer_dtype=link, amsgrad=amsgrad, piece_numel=most)
+            one = needs_of(
+                local,
+                is_on_host=is_on_host,
+                transfer_dtype=link,
+                amsgrad=amsgrad,
+                piece_numel=most,
+                storage=storage,
+            )
             gradient = parameter.grad if is_on_host else None
             run += replace(one, present=_bytes_of(entries.get(parameter), gradient))
             elements += local.numel()
@@ -68,7 +85,7 @@ def needs_of_run(optimizer: SpeculativeCPUAdam, device: Device, placement: Place
     if not placement.num_threads:  # nothing is done during backward, so that nothing waits for a verdict
         return replace(run, gradients=run.gradients + run.pending, pending=0, shadows=0, lists=0, largest=0)
     if leaving and device.has_link:
-        resident = min(elements, placement.gpu_buckets * placement.bucket_numel) * BYTES_OF_STATE
+        resident = min(elements, placement.gpu_buckets * placement.bucket_numel) * bytes_of_state(storage)
         free = device.free_bytes()
         run = replace(run, shadows=run.shadows - (leaving if free is None else min(leaving, max(0, free - resident))))
     # A bucket holds less than bucket_numel before the piece that fills it.
@@ -77,6 +94,7 @@ def needs_of_run(optimizer: SpeculativeCPUAdam, device: Device, placement: Place
 
 def _bytes_of(entry: Any, gradient: Tensor | None) -> int:
     """Return what a parameter's published state and its gradient take already; users may have put anything there."""
-    values = [value for name, value in entry.items() if name != "step"] if isinstance(entry, dict) else []
+    values = [value for name, value in raw(entry).items() if name != "step"] if isinstance(entry, dict) else []
+    values = [each for one in values for each in (one.arrays if isinstance(one, Encoded) else (one,))]
     tensors = [shards.local_of(one) for one in (*values, gradient) if isinstance(one, Tensor)]
     return sum(one.numel() * one.element_size() for one in tensors)

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from superadam.devices import Device, device_for
 from superadam.distributed import shards
 from superadam.handles.taken_gradient import GradientHolder, TakenGradient
+from superadam.host.memory import AnnouncedMemory
 from superadam.kernels import torch_private
 from superadam.kernels.hyperparameters import Hyperparameters
 from superadam.kernels.torch_private import check_can_take, is_short_of_memory, missing
@@ -35,7 +36,7 @@ from superadam.offload.autotune import Autotuner
 from superadam.offload.buckets import Bucket, Bucketer
 from superadam.offload.hooks import Hooks
 from superadam.offload.late_commits import LateCommits
-from superadam.offload.needs import needs_of_run
+from superadam.offload.needs import bytes_of_state, needs_of_run
 from superadam.offload.pipeline import Pipeline
 from superadam.offload.placement import Placement, last_pieces
 from superadam.offload.reduction import ReducedGroups
@@ -52,11 +53,15 @@ from superadam.step.transaction import Transaction
 _logger = logging.getLogger("superadam")
 
 
-def _end(pipeline: Pipeline | None, device: Device | None) -> None:
-    if pipeline is not None:
-        pipeline.close()
-    if device is not None:
-        device.close()
+def _end(pipeline: Pipeline | None, device: Device | None, announced: AnnouncedMemory | None) -> None:
+    try:
+        if pipeline is not None:
+            pipeline.close()
+        if device is not None:
+            device.close()
+    finally:
+        if announced is not None:
+            announced.close()
 
 
 class OffloadScheduler(GradientHolder):
@@ -128,7 +133,8 @@ class OffloadScheduler(GradientHolder):
         owned_device = self._device if device is None else None
         self._resident = ResidentStates(self._device) if self._device.can_update else None
         total = sum(parameter.numel() for parameter in parameters)
-        self._autotuner = Autotuner(self._device, total, gpu_buckets, bucket_numel, transfer_dtype, num_threads)
+        size = bytes_of_state(optimizer._storage)
+        self._autotuner = Autotuner(self._device, total, gpu_buckets, bucket_numel, transfer_dtype, num_threads, size)
         self._transfers = self._delivery = Transfers(
             self._device, self.statistics, self.trace, self.placement.transfer_dtype
         )
@@ -142,18 +148,20 @@ class OffloadScheduler(GradientHolder):
         self._closed = False
         self._transaction: Transaction | None = None
         self._pipeline: Pipeline | None = None  # None without a core for it
+        announced: AnnouncedMemory | None = None
         try:
             self._needs = needs_of_run(optimizer, self._device, self.placement)
+            announced = AnnouncedMemory(self._needs.total)  # before it is compared: of two at once, each sees the other
             self._device.reserve(self._needs)
             if self.placement.num_threads:
                 self._pipeline = Pipeline(self._device, self._transfers, self._autotuner, self.statistics, self.trace)
             optimizer._attach_overlap(self)
         except BaseException:
             self._hooks.remove()
-            _end(self._pipeline, owned_device)
+            _end(self._pipeline, owned_device, announced)
             raise
         # The worker's thread keeps neither optimizer nor scheduler alive: frameworks drop them without closing.
-        self._end = weakref.finalize(self, _end, self._pipeline, owned_device)
+        self._end = weakref.finalize(self, _end, self._pipeline, owned_device, announced)
         self._end.atexit = False
 
     @property

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -21,9 +21,18 @@ from superadam.handles.taken_gradient import GradientHolder, TakenGradient
 from superadam.host.signals import deferred_signals
 from superadam.kernels import native, torch_private
 from superadam.optim import checkpoint
-from superadam.optim.arguments import check_group, check_together, checked_limit, refuse_limit_of_shard
+from superadam.optim.arguments import (
+    check_group,
+    check_together,
+    checked_limit,
+    checked_storage,
+    refuse_largest,
+    refuse_limit_of_shard,
+)
 from superadam.optim.binding import Binding, Overlap, hyper_by_row, names_of, runs_of
-from superadam.state.parameter import ParameterState, check_parameter, pieces_of
+from superadam.optim.entry import raw
+from superadam.state.parameter import ParameterState, Storage, check_parameter, pieces_of
+from superadam.state.snapshot import Snapshots
 from superadam.step.gradients import gather
 from superadam.step.outcome import Statistics, StepKind, StepOutcome
 
@@ -97,6 +106,11 @@ class SpeculativeCPUAdam(Optimizer):
             `torch.nn.utils.clip_grad_norm_` is called as well is clipped by both.
         on_nonfinite: what an Inf or NaN gradient does: "skip" the step, or "raise" FloatingPointError; either way
             nothing is changed.
+        moments: how `exp_avg` and `exp_avg_sq` are stored, in 4 bytes each ("fp32"), 2 ("bf16"), or 1 ("8bit", where
+            the last of two or more dimensions is a multiple of 64; not with amsgrad). Steps compute in fp32 all the
+            same, but continue from what was stored, so that it changes results: see docs/smaller_state.md.
+        master: how masters of bf16 and fp16 working copies are stored, in 4 bytes ("fp32") or 3 ("24bit"), which
+            changes results as well.
         process_group: the ranks that make each step together, with one norm and one verdict; needed where none of the
             parameters is distributed over all ranks of the job, as in the stages of a pipeline. An attribute, which
             copies of the optimizer do not have.
@@ -114,6 +128,7 @@ class SpeculativeCPUAdam(Optimizer):
 
     _binding: Binding
     _verdicts: _Verdicts
+    _storage = Storage()  # of pickles that say nothing else
 
     def __init__(
         self,
@@ -128,6 +143,8 @@ class SpeculativeCPUAdam(Optimizer):
         decoupled_weight_decay: bool = False,
         max_grad_norm: float | None = None,
         on_nonfinite: str = "skip",
+        moments: str = "fp32",
+        master: str = "fp32",
         process_group: dist.ProcessGroup | None = None,
         foreach: bool | None = None,
         fused: bool | None = None,
@@ -154,6 +171,7 @@ class SpeculativeCPUAdam(Optimizer):
         self.max_grad_norm = max_grad_norm
         self.on_nonfinite = on_nonfinite
         self.statistics = Statistics()
+        self._storage = checked_storage(moments, master)
         super().__init__(params, defaults)
         self._binding.process_group = process_group
 
@@ -169,11 +187,22 @@ class SpeculativeCPUAdam(Optimizer):
             group = self.param_groups[-1]
             try:
                 check_group(group)
+                refuse_largest(group, self._storage)
                 for parameter, name in zip(group["params"], names_of(group, len(self.param_groups) - 1), strict=True):
                     check_parameter(parameter, name)
             except Exception:
                 self.param_groups.pop()
                 raise
+
+    @property
+    def moments(self) -> str:
+        """How moments are stored: "fp32", "bf16" or "8bit"."""
+        return self._storage.moments.value
+
+    @property
+    def master(self) -> str:
+        """How masters of working copies are stored: "fp32" or "24bit"."""
+        return self._storage.master.value
 
     # ---- limits ------------------------------------------------------------------------------------------------------
 
@@ -267,6 +296,12 @@ class SpeculativeCPUAdam(Optimizer):
         if self._binding.is_flattened:
             refuse_limit_of_shard(limit)
         gradients = gather(transaction.table, runs_of(self.param_groups))
+        if self._snapshots.current is not None:
+            changing = [
+                isinstance(gradient, Tensor) or state.is_own_master
+                for gradient, state in zip(gradients.gradients, gradients.states, strict=True)
+            ]
+            transaction.table.preserve(gradients.rows[changing])  # here Ctrl-C ends the waiting
         with deferred_signals():  # a step is made wholly or not at all
             outcome = transaction.step(gradients, limit)
             verdicts.last_outcome, verdicts.limit_of_next_step = outcome, None
@@ -396,6 +431,30 @@ class SpeculativeCPUAdam(Optimizer):
         """Return `state` as it is before outside writes are adopted, for measuring it."""
         return self._binding.entries(self.param_groups, adopts=False)
 
+    @_whole
+    def _adopt_sampled_writes(self) -> None:
+        """Adopt outside writes as a step does."""
+        transaction = self._binding.bound(self.param_groups)
+        transaction.commit()
+        transaction.adopt_outside_writes()
+        transaction.adopt_sampled_writes()
+
+    @contextmanager
+    def _encoded(self) -> Iterator[None]:
+        """Let `state_dict()` return `Encoded` stand-ins, inside, of what would have to be decoded."""
+        with self._lock:
+            published = self._binding.published
+            published.stays_encoded = True
+            try:
+                yield
+            finally:
+                published.stays_encoded = False
+
+    @property
+    def _snapshots(self) -> Snapshots:
+        """Holds the snapshot of parameters and state that is under way."""
+        return self._binding.snapshots
+
     # ---- state -------------------------------------------------------------------------------------------------------
 
     @property
@@ -416,7 +475,7 @@ class SpeculativeCPUAdam(Optimizer):
             with self._lock:
                 self._binding.replace(value)
         else:
-            self._binding = Binding(value, self.statistics)
+            self._binding = Binding(value, self.statistics, self._storage)
 
     @_whole
     def reload_masters(self, params: Iterable[Tensor] | None = None) -> None:
@@ -449,8 +508,10 @@ class SpeculativeCPUAdam(Optimizer):
         was_exposed = self._binding.published.is_exposed
         result = super().state_dict()
         if isinstance(result.get("state"), dict):  # which a hook may have changed
-            result["state"] = {key: dict(e) if isinstance(e, dict) else e for key, e in result["state"].items()}
-        self._binding.published.is_exposed = was_exposed
+            copied = raw if self._binding.published.stays_encoded else dict
+            result["state"] = {key: copied(e) if isinstance(e, dict) else e for key, e in result["state"].items()}
+        if not self._storage.is_encoded:  # else what was returned may be written to, as everything else
+            self._binding.published.is_exposed = was_exposed
         return result
 
     def torch_state_dict(self) -> dict[str, Any]:
@@ -464,9 +525,10 @@ class SpeculativeCPUAdam(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict()` of this class, or of torch.optim's Adam or AdamW, returned.
 
-        Parameters stay as they are, as in torch; the model's weights may be loaded before or after. State stays fp32
-        and on the CPU. An element of `master` counts where it rounds to the parameter's; elsewhere, and without
-        `master`, the parameter counts. What others keep in a parameter's state is cast and moved as in torch.
+        Parameters stay as they are, as in torch; the model's weights may be loaded before or after. State stays on the
+        CPU, in the dtypes of this optimizer: other moments are widened, or rounded to nearest. An element of `master`
+        counts where it rounds to the parameter's; elsewhere, and without `master`, the parameter counts. What others
+        keep in a parameter's state is cast and moved as in torch.
 
         Raises:
             ValueError: the state dict is not one of Adam over such parameters; nothing was changed.
@@ -511,7 +573,9 @@ class SpeculativeCPUAdam(Optimizer):
         """Return what pickles and deep copies hold, committed; hooks stay behind, as in torch."""
         with self._lock:
             values = {key: self.__dict__[key] for key in ("defaults", "param_groups", "statistics", "_verdicts")}
-            return {**values, "state": self._binding.entries(self.param_groups)}
+            entries = self._binding.entries(self.param_groups)
+            self._binding.published.is_exposed |= self._storage.is_encoded  # what copies decode is let go of again
+            return {**values, "_storage": self._storage, "state": entries}
 
 
 class SpeculativeCPUAdamW(SpeculativeCPUAdam):
@@ -529,6 +593,8 @@ class SpeculativeCPUAdamW(SpeculativeCPUAdam):
         maximize: bool = False,
         max_grad_norm: float | None = None,
         on_nonfinite: str = "skip",
+        moments: str = "fp32",
+        master: str = "fp32",
         process_group: dist.ProcessGroup | None = None,
         foreach: bool | None = None,
         fused: bool | None = None,
@@ -546,6 +612,8 @@ class SpeculativeCPUAdamW(SpeculativeCPUAdam):
             decoupled_weight_decay=True,
             max_grad_norm=max_grad_norm,
             on_nonfinite=on_nonfinite,
+            moments=moments,
+            master=master,
             process_group=process_group,
             foreach=foreach,
             fused=fused,

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import enum
 import math
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from superadam.kernels.hyperparameters import Hyperparameters, described, number_of
 from superadam.kernels.torch_private import are_flattened
+from superadam.state.parameter import Master, Moments, Storage
+
+_Kind = TypeVar("_Kind", bound=enum.Enum)
 
 
 def check_group(group: dict[str, Any]) -> None:
@@ -55,6 +59,24 @@ def refuse_limit_of_shard(limit: float | None) -> None:
             f"max_grad_norm is {limit}, but under FSDP1 this optimizer sees the gradients of one rank only, expected "
             "no limit; set max_grad_norm=None, and call clip_grad_norm_() of the FullyShardedDataParallel model"
         )
+
+
+def checked_storage(moments: object, master: object) -> Storage:
+    """Return how state is to be stored; raise ValueError for names of no format."""
+    return Storage(_named("moments", moments, Moments), _named("master", master, Master))
+
+
+def _named(name: str, value: object, kinds: type[_Kind]) -> _Kind:
+    for kind in kinds:
+        if isinstance(value, str) and value == kind.value:
+            return kind
+    raise ValueError(f"{name} is {described(value)}, expected {' or '.join(repr(kind.value) for kind in kinds)}")
+
+
+def refuse_largest(group: Mapping[str, Any], storage: Storage) -> None:
+    """Raise ValueError for amsgrad with moments of 8 bits."""
+    if group.get("amsgrad") and storage.moments is Moments.CODES:
+        raise ValueError("amsgrad is True, but moments is '8bit', expected amsgrad=False; or pass moments='bf16'")
 
 
 def checked_limit(name: str, value: float) -> float:

@@ -6,6 +6,7 @@ That is done when a call first needs it, because frameworks replace parameters a
 from __future__ import annotations
 
 import itertools
+import logging
 import operator
 import os
 import threading
@@ -14,24 +15,29 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from torch import distributed as dist
 
 from superadam.distributed import shards
 from superadam.distributed.agreement import Question, Ranks, ranks_of
+from superadam.distributed.replicas import warn_of_others
 from superadam.handles.taken_gradient import GradientHolder, TakenGradient
 from superadam.host.signals import deferred_signals
 from superadam.kernels.hyperparameters import Hyperparameters
 from superadam.kernels.torch_private import is_short_of_memory
 from superadam.optim.arguments import is_flattened
 from superadam.optim.published_state import PublishedState
+from superadam.state import compact
 from superadam.state.delivery import Delivery, SynchronousDelivery
-from superadam.state.parameter import ParameterState
+from superadam.state.parameter import ParameterState, Storage
 from superadam.state.resident import ResidentStates
+from superadam.state.snapshot import Snapshots
 from superadam.state.table import ParameterTable
 from superadam.step.outcome import Statistics, StepOutcome
 from superadam.step.transaction import Transaction
 
+_logger = logging.getLogger("superadam")
 _get_kind = operator.attrgetter("parameter_dtype", "shape", "strides")
 
 Groups = Sequence[dict[str, Any]]  # as `torch.optim.Optimizer.param_groups`
@@ -93,17 +99,23 @@ class Binding(GradientHolder):
         is_flattened: whether the bound parameters are shards of FSDP1.
         ranks: that make each step together; None for this one alone.
         process_group: of those ranks, if a program has said which.
+        storage: how state is stored.
+        snapshots: of parameters and state, while they are saved beside training.
     """
 
-    def __init__(self, entries: defaultdict[Tensor, Any], statistics: Statistics) -> None:
+    def __init__(self, entries: defaultdict[Tensor, Any], statistics: Statistics, storage: Storage) -> None:
         self.published = PublishedState(entries)
         self.overlap: Overlap | None = None
         self.source: GradientSource | None = None
         self.is_flattened = False
         self.ranks: Ranks | None = None
         self.process_group: dist.ProcessGroup | None = None
+        self.storage = storage
+        self.snapshots = Snapshots()
         self._transaction: Transaction | None = None
+        self._is_compared = False  # with other ranks
         self._statistics = statistics
+        self._told = 0
         self._locks: dict[int, AbstractContextManager[object]] = {}
 
     @property
@@ -164,12 +176,17 @@ class Binding(GradientHolder):
         if transaction is None or not _are_same(transaction.table, parameters):
             names = [name for index, group in enumerate(groups) for name in names_of(group, index)]
             with deferred_signals():
-                return self._bind(parameters, names)
+                transaction = self._bind(parameters, names)
+            if not self._is_compared:
+                self._is_compared = True
+                if self.ranks is None and not self.is_flattened:
+                    warn_of_others(parameters, names)
+            return transaction
         if self.published.is_exposed:
             for state in transaction.table.states:
                 if not state.is_accepted and self.published.read(state, transaction.table):
                     transaction.distrust(state)
-            self.published.look_for_references()
+            self.published.look_for_references(transaction.table)
         return transaction
 
     def entries(self, groups: Groups, *, adopts: bool = True) -> defaultdict[Tensor, Any]:
@@ -279,14 +296,16 @@ class Binding(GradientHolder):
                 name,
                 is_on_host=delivery.is_host(shards.local_of(parameter)),
                 piece_numel=delivery.piece_numel,
+                storage=self.storage,
             )
             for row, (parameter, name) in enumerate(zip(parameters, names, strict=True))
         ]
         _refuse_shared_memory(states, names)
+        self._tell_of_others(states)
         ranks = ranks_of(parameters, names, self.ranks, self.process_group)
         for row, (state, name) in enumerate(zip(states, names, strict=True)):  # nothing raises from here on
             state.row, state.name = row, name
-        table = ParameterTable(states, delivery, self.overlap._resident if self.overlap else None)
+        table = ParameterTable(states, delivery, self.overlap._resident if self.overlap else None, self.snapshots)
         for state in states:
             self.published.read(state, table)
             if state in written:
@@ -296,6 +315,19 @@ class Binding(GradientHolder):
         if self.overlap is not None:
             self.overlap._follow(self._transaction)
         return self._transaction
+
+    def _tell_of_others(self, states: Sequence[ParameterState]) -> None:
+        """Log how many parameters are stored in more bits than they were to be, once for each number of them."""
+        others = [state for state in states if state.storage.moments is not self.storage.moments]
+        others = [state for state in others if state.dtype != torch.float64]
+        if others and len(others) != self._told:
+            self._told = len(others)
+            count, numel = (sum(state.shape.numel() for state in some) for some in (others, states))
+            _logger.info(
+                "%d of %d parameters, with %s of %s elements, have moments of bf16; those of 8 bits are for contiguous "
+                "ones of at least two dimensions whose last is a multiple of %d",
+                *(len(others), len(states), f"{count:,}", f"{numel:,}", compact.BLOCK),
+            )
 
     def _nonfinite_of(self, taken: TakenGradient) -> int | None:
         return None if self._transaction is None else self._transaction.nonfinite_of(taken)

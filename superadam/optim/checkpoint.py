@@ -1,6 +1,6 @@
 """Reads `state_dict`s: our own, and those of torch.optim's Adam and AdamW.
 
-Everything is checked before anything is used. Tensors are copied, never cast down from fp32, and never leave the CPU.
+Everything is checked before anything is used. Tensors are copied in the dtypes of the state, and never leave the CPU.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from superadam.host.mapped_files import MappedFiles
 from superadam.kernels.copies import has_memory
 from superadam.kernels.dtypes import DTYPES
 from superadam.kernels.hyperparameters import Hyperparameters, described, number_of
+from superadam.optim.entry import Encoded, Entry
 from superadam.state.parameter import TENSORS, ParameterState
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # which every entry has; the other tensors are optional
@@ -111,9 +112,14 @@ def check_entry(entry: object, state: ParameterState) -> None:
             "load a checkpoint of Adam, AdamW or superadam"
         )
     read_step(entry["step"], name)
+    if "exp_avg" in state.encodings and entry.get("max_exp_avg_sq") is not None:
+        raise ValueError(
+            f"max_exp_avg_sq of {name} is {_kind_of(entry['max_exp_avg_sq'])}, expected none, as moments are '8bit'; "
+            "leave it out, or make the optimizer with moments='bf16'"
+        )
     for key in TENSORS:
         value = entry.get(key)
-        if value is None and key not in MOMENTS:
+        if isinstance(value, Encoded) or (value is None and key not in MOMENTS):
             continue
         if not _is_dense(value, state.local.shape):
             raise ValueError(
@@ -208,10 +214,10 @@ def _read_group(group: Mapping[str, Any], index: int, size: int) -> dict[str, An
     return copied
 
 
-def fitted(tensor: Tensor, state: ParameterState) -> Tensor:
-    """Return `tensor` itself where kernels can work on it in place, else a copy on which they can."""
-    fits = tensor.dtype == state.dtype and tensor.is_cpu and tensor.stride() == state.strides and not tensor.is_neg()
-    return tensor if fits else state.host_copy(tensor, state.dtype)
+def fitted(tensor: Tensor, state: ParameterState, key: str) -> Tensor:
+    """Return `tensor` itself where kernels can work on it in place, else a copy, to nearest, on which they can."""
+    dtype = state.dtype_of(key)
+    return tensor if tensor.dtype == dtype and state.has_layout(tensor) else state.host_copy(tensor, dtype)
 
 
 def copied(entry: Mapping[str, Any], state: ParameterState, mapped: MappedFiles) -> dict[str, Any]:
@@ -219,15 +225,21 @@ def copied(entry: Mapping[str, Any], state: ParameterState, mapped: MappedFiles)
 
     Of a mapped checkpoint, no more than one tensor is in memory at a time.
     """
-    copied: dict[str, Any] = {}
+    copied: dict[str, Any] = Entry() if state.encodings else {}
+    holder = ParameterState(state.parameter, state.row, state.name, storage=state.storage)
     if "step" in entry:
         step = fitted_step(entry["step"], read_step(entry["step"], state.name))
         copied["step"] = step.detach().to("cpu", copy=True).reshape(())
     for key in TENSORS:
         if entry.get(key) is not None:
-            copied[key] = state.whole(state.host_copy(entry[key], state.dtype))
+            if key in state.encodings:
+                holder.encode(key, entry[key])
+                copied[key] = Encoded(holder, key)
+            else:
+                copied[key] = state.whole(state.host_copy(entry[key], state.dtype_of(key)))
             mapped.release(entry[key])
-    return copied | {key: _cast(value, state.parameter) for key, value in entry.items() if key not in _OURS}
+    copied.update({key: _cast(value, state.parameter) for key, value in entry.items() if key not in _OURS})
+    return copied
 
 
 def _cast(value: Any, parameter: Tensor) -> Any:

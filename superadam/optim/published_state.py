@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections import defaultdict
+from collections.abc import Collection
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,9 @@ import torch
 from torch import Tensor
 
 from superadam.distributed import shards
+from superadam.kernels import torch_private
 from superadam.optim import checkpoint
+from superadam.optim.entry import Encoded, Entry, raw
 from superadam.state.parameter import TENSORS, ParameterState
 from superadam.state.table import ParameterTable
 
@@ -25,16 +28,34 @@ class PublishedState:
 
     Attributes:
         entries: per parameter `step`, `exp_avg`, `exp_avg_sq` (`max_exp_avg_sq`, `master`), as users see it.
+        stays_encoded: whether state dicts have stand-ins for what is encoded.
         is_exposed: whether there may be outside references to `entries` or its contents, through which it may change.
     """
 
     def __init__(self, entries: defaultdict[Tensor, Any], *, is_exposed: bool = False) -> None:
         self.entries = entries
         self.is_exposed = is_exposed
+        self.stays_encoded = False
 
-    def look_for_references(self) -> None:
-        """Find out whether there are still outside references."""
-        self.is_exposed = any(map(operator.gt, _references(self), _USUAL))
+    def look_for_references(self, table: ParameterTable) -> None:
+        """Find out whether there are still outside references; without them, nothing stays decoded."""
+        shown = [(state, key) for state in table.states for key in self._shown(state)]
+        ids = {id(raw(self.entries[state.parameter])[key]) for state, key in shown}
+        self.is_exposed = any(map(operator.gt, _references(self, ids), _USUAL))
+        for state, key in shown:
+            is_held = any(map(operator.gt, _counts(self.entries[state.parameter], key), _USUAL_COUNTS))
+            self.is_exposed |= is_held or bool(torch_private.missing)
+        for state, key in () if self.is_exposed else shown:
+            entry = self.entries[state.parameter]
+            if not isinstance(entry, Entry):
+                entry = self.entries[state.parameter] = Entry(entry)
+            entry[key] = Encoded(state, key)
+
+    def _shown(self, state: ParameterState) -> list[str]:
+        """Return what is decoded in a parameter's entry, or was given to it."""
+        entry = self.entries.get(state.parameter) if state.encodings else None
+        present = raw(entry) if isinstance(entry, dict) else {}
+        return [key for key in state.encodings if isinstance(present.get(key), Tensor)]
 
     def write(self, table: ParameterTable) -> None:
         """Bring `entries` up to date with rows that are newer; other entries, which users may have edited, stay."""
@@ -42,7 +63,9 @@ class PublishedState:
             is_distributed = table.is_distributed and state.is_distributed
             if table.is_published[state.row] or state.is_accepted or not table.is_home(state):
                 continue
-            entry = self.entries.setdefault(state.parameter, {})
+            entry = self.entries.get(state.parameter)
+            if entry is None:
+                entry = self.entries[state.parameter] = Entry() if state.encodings else {}
             count = int(table.steps[state.row])
             if "step" not in entry:
                 entry["step"] = checkpoint.fitted_step(None, count)
@@ -50,7 +73,9 @@ class PublishedState:
                 entry["step"].fill_(count)
             for key in TENSORS:
                 tensor = getattr(state, key)
-                if tensor is not None:
+                if tensor is not None and key in state.encodings:
+                    _show(entry, key, state)
+                elif tensor is not None:
                     entry[key] = state.whole_of(key) if is_distributed else tensor
             table.is_published[state.row] = True
 
@@ -62,33 +87,38 @@ class PublishedState:
         if not entry or checkpoint.is_of_others(entry):
             if all(getattr(state, key) is None for key in TENSORS):  # moments may be there without a master
                 return False
-            state.master = state.exp_avg = state.exp_avg_sq = state.max_exp_avg_sq = None
+            for key in TENSORS:
+                state.forget(key)
             table.steps[state.row] = 0
             table.refresh_pointers(state)
             return True
         if not isinstance(entry, dict) or "step" not in entry:
             checkpoint.check_entry(entry, state)
-        kept = checkpoint.local_entry(entry, state)
-        is_stale = state.is_own_master or getattr(kept.get("master"), "shape", None) != state.shape
+        is_new = False
+        for key, value in raw(entry).items():
+            if isinstance(value, Encoded) and value.state is not state:
+                if state.take_encoded(value.state, key):
+                    entry[key], is_new = Encoded(state, key), True
+                else:
+                    entry[key]  # of a parameter that was converted: decoded, to be stored anew
+        kept = checkpoint.local_entry(raw(entry), state)
+        is_stale = state.is_own_master or _shape_of(kept.get("master")) != state.shape
         if is_stale:
             kept.pop("master", None)
-        is_new = any(getattr(state, key) is not kept.get(key) for key in TENSORS)
-        if is_new:
+        present = {key: _Present(kept.get(key), state, key) for key in TENSORS}
+        is_new |= any(one.is_new for one in present.values())
+        if is_new or any(one.is_shown for one in present.values()):
             checkpoint.check_entry(kept, state)
-            for key in TENSORS:
-                tensor = kept.get(key)
-                if tensor is not None:
-                    fitted = checkpoint.fitted(tensor, state)
-                    if fitted is not tensor:
-                        entry[key] = state.whole(fitted)
-                    tensor = fitted
-                setattr(state, key, tensor)
+            for one in present.values():
+                is_new |= one.store(entry)
+        if is_new:
             if state.is_distributed:
-                state.wholes = {key: entry[key] for key in TENSORS if kept.get(key) is not None}
+                plain = [key for key in TENSORS if kept.get(key) is not None and key not in state.encodings]
+                state.wholes = {key: entry[key] for key in plain}
             table.refresh_pointers(state)
             table.fingerprints.distrust(state.row)
         if is_stale:
-            entry.pop("master", None)  # from when the parameter had another dtype, device, layout or shape
+            dict.pop(entry, "master", None)  # from when the parameter had another dtype, device, layout or shape
         step = checkpoint.read_step(entry["step"], state.name)
         is_new = is_new or step != int(table.steps[state.row])
         table.steps[state.row] = step
@@ -96,17 +126,82 @@ class PublishedState:
         return is_new
 
 
-def _references(published: Any) -> tuple[int, ...]:
-    """Count the references to published objects: the dict, its entries, their steps and their other tensors."""
+class _Present:
+    """One of `TENSORS` as an entry has it, this rank's part.
+
+    Attributes:
+        is_shown: whether it is a decoded tensor, to which users may have written.
+        is_new: whether it is known to be another than the state has.
+    """
+
+    def __init__(self, value: Any, state: ParameterState, key: str) -> None:
+        self._value, self._state, self._key = value, state, key
+        self._is_encoded = key in state.encodings
+        self.is_shown = self._is_encoded and isinstance(value, Tensor)
+        had = getattr(state, key)
+        self.is_new = (value is None) is not (had is None) if self._is_encoded else value is not had
+
+    def store(self, entry: dict[str, Any]) -> bool:
+        """Give the state this value, which was checked; return whether that changed it."""
+        state, key, value = self._state, self._key, self._value
+        if isinstance(value, Encoded):
+            return False
+        if value is None:
+            state.forget(key)
+        elif self._is_encoded:
+            is_changed = state.encode(key, value)
+            if is_changed:
+                _show(entry, key, state)
+            return is_changed
+        else:
+            fitted = checkpoint.fitted(value, state, key)
+            if fitted is not value:
+                entry[key] = state.whole(fitted)
+            setattr(state, key, fitted)
+        return self.is_new
+
+
+def _show(entry: dict[str, Any], key: str, state: ParameterState) -> None:
+    """Write what is encoded into the tensor that somebody has read; where nobody has, or it does not fit, have none."""
+    shown = shards.local_of(raw(entry).get(key))
+    if isinstance(shown, Tensor) and shown.dtype == state.dtype_of(key) and state.has_layout(shown):
+        with torch.no_grad(), torch_private.inference_mode(shown.is_inference()):
+            state.decode(key, shown)
+    elif isinstance(entry, Entry):
+        entry[key] = Encoded(state, key)
+    else:
+        entry[key] = Encoded(state, key).decoded()
+
+
+def _shape_of(value: Any) -> object:
+    return value.state.shape if isinstance(value, Encoded) else getattr(value, "shape", None)
+
+
+def _references(published: Any, ids: Collection[int] = ()) -> tuple[int, ...]:
+    """Count the references to published objects: the dict, its entries, their steps and their other tensors.
+
+    Tensors with these ids are left out.
+    """
     entries = [entry for entry in published.entries.values() if isinstance(entry, dict)]
     ours = ("step", *TENSORS)
-    tensors = [(key, entry[key]) for entry in entries for key in ours if isinstance(entry.get(key), Tensor)]
+    tensors = [(key, value) for entry in entries for key in ours if isinstance(value := raw(entry).get(key), Tensor)]
+    tensors = [(key, value) for key, value in tensors if id(value) not in ids]
     steps, others = ([value for key, value in tensors if (key == "step") is wanted] for wanted in (True, False))
     others += [shards.local_of(value) for value in others if shards.is_distributed(value)]
     del tensors
+    value = None
     most = [max(map(sys.getrefcount, some), default=0) for some in (entries, steps, others)]
     return sys.getrefcount(published.entries), *most
 
 
+def _counts(entry: dict[str, Any], key: str) -> tuple[int, ...]:
+    """Count the references to a decoded tensor, to this rank's part of it, and to its memory."""
+    value = raw(entry)[key]
+    local, more = shards.local_of(value), int(shards.is_distributed(value))
+    storage = torch_private.storage_key(local.untyped_storage())
+    return sys.getrefcount(value) + more, sys.getrefcount(local) + more, torch_private.storage_use_count(storage)
+
+
 _held = torch.zeros((), device="cpu")  # once more than a step, as by a `ParameterState`
 _USUAL = _references(SimpleNamespace(entries={0: {"step": torch.zeros((), device="cpu"), "exp_avg": _held}}))
+_USUAL_COUNTS = _counts({"exp_avg": torch.zeros((), device="cpu")}, "exp_avg")

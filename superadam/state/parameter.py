@@ -10,7 +10,7 @@ import abc
 import enum
 import operator
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -22,11 +22,92 @@ from superadam.handles.taken_gradient import TakenGradient
 from superadam.kernels import native, torch_private
 from superadam.kernels.dtypes import DTYPES
 from superadam.kernels.hyperparameters import Hyperparameters, Interval, Scale
+from superadam.kernels.native import Format
 from superadam.kernels.torch_private import dtensor_like, version_of
+from superadam.state import compact
 from superadam.state.uncertain import NARROWER, Listed, Patch
 
 TENSORS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master")
-"""Attributes of a `ParameterState` that hold its tensors; they have the same names in kernels and in checkpoints."""
+"""What the state of a parameter consists of; checkpoints, kernels and `ParameterState` have the same names."""
+
+SECONDS = {"exp_avg": "exp_avg_exponents", "exp_avg_sq": "exp_avg_sq_exponents", "master": "master_low"}
+"""The second array of each of these where it is encoded: what does not fit in the first."""
+
+ARRAYS = (*TENSORS, *SECONDS.values())
+"""Attributes of a `ParameterState` that hold memory on which kernels work; they have the same names there."""
+
+
+class Moments(enum.Enum):
+    """How moments are stored; those of fp64 parameters are fp64."""
+
+    FLOAT32 = "fp32"
+    BFLOAT16 = "bf16"
+    CODES = "8bit"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which users see them; exact."""
+        return torch.float32 if self is Moments.FLOAT32 else torch.bfloat16
+
+
+class Master(enum.Enum):
+    """How masters of working copies are stored; those of fp64 parameters are fp64."""
+
+    FLOAT32 = "fp32"
+    PLANES = "24bit"
+
+
+class Storage(NamedTuple):
+    """How the state of an optimizer is stored."""
+
+    moments: Moments = Moments.FLOAT32
+    master: Master = Master.FLOAT32
+
+    def of(self, parameter: Tensor) -> Storage:
+        """Return how the state of a parameter, this rank's part of it, is stored.
+
+        Moments of 8 bits are for contiguous parameters of two dimensions or more whose last one is whole blocks; shards
+        of their rows consist of whole blocks, too. Others have bf16 ones. Masters of 24 bits are for working copies of
+        16 bits.
+        """
+        if parameter.dtype == torch.float64:
+            return Storage()
+        is_whole = parameter.dim() > 1 and parameter.is_contiguous() and parameter.shape[-1] % compact.BLOCK == 0
+        is_refused = self.moments is Moments.CODES and not is_whole
+        is_narrow = parameter.dtype in NARROWER
+        return Storage(Moments.BFLOAT16 if is_refused else self.moments, self.master if is_narrow else Master.FLOAT32)
+
+    @property
+    def is_encoded(self) -> bool:
+        """Whether anything may have to be decoded before users see it."""
+        return self.moments is Moments.CODES or self.master is Master.PLANES
+
+    @property
+    def format(self) -> Format:
+        """How kernels are to read and write it."""
+        moments = {Moments.BFLOAT16: Format.MOMENTS_BFLOAT16, Moments.CODES: Format.MOMENTS_8BIT}
+        masters = {Master.PLANES: Format.MASTER_24BIT}
+        return moments.get(self.moments, Format.PLAIN) | masters.get(self.master, Format.PLAIN)
+
+    def bytes_of_moment(self, parameter: Tensor) -> float:
+        """Return the bytes of one element of a moment."""
+        if parameter.dtype == torch.float64:
+            return 8
+        return {Moments.FLOAT32: 4, Moments.BFLOAT16: 2, Moments.CODES: 1 + 1 / compact.BLOCK}[
+            self.of(parameter).moments
+        ]
+
+    def bytes_of_master(self, parameter: Tensor) -> int:
+        """Return the bytes of one element of the master of a working copy."""
+        return 8 if parameter.dtype == torch.float64 else 3 if self.of(parameter).master is Master.PLANES else 4
+
+
+class Arithmetic(enum.IntEnum):
+    """Which scalars the steps of a parameter take."""
+
+    FLOAT = 0
+    DOUBLE = 1
+    COMPACT = 2  # those of fp32, and the turn by which state in fewer bits is rounded
 
 
 class Phase(enum.Enum):
@@ -158,7 +239,7 @@ class Piece(abc.ABC):
         row: in the table of kernels' jobs; its position in the optimizer, of a parameter.
         begin: its first element, in the order of memory.
         shape, strides: of its tensors: the parameter's, or one dimension where that is cut.
-        dtype: of master and moments: fp32, or fp64 for fp64 parameters.
+        dtype: that steps compute in, and of masters: fp32, or fp64 for fp64 parameters.
         parameter_dtype: of the working copy.
         reference: the weak reference to the parameter's state that all share, so that taking a gradient makes none.
         state: of the parameter; found in C, because passes ask often.
@@ -208,7 +289,14 @@ class _Cut(Piece):
         self.begin, self.reference = begin, state.reference
 
     def of(self, tensor: Tensor) -> Tensor:
-        return tensor.detach().as_strided(self.shape, self.strides, tensor.storage_offset() + self.begin)
+        begin, numel = part_of(tensor, self)
+        return tensor.detach().as_strided((numel,), self.strides, tensor.storage_offset() + begin)
+
+
+def part_of(tensor: Tensor, piece: Piece) -> tuple[int, int]:
+    """Return which elements of a tensor belong to a piece: the first, and how many; there may be one for each block."""
+    each = max(1, piece.state.shape.numel()) // max(1, tensor.numel())
+    return piece.begin // each, piece.shape.numel() // each
 
 
 def pieces_of(states: Iterable[ParameterState]) -> list[Piece]:
@@ -226,9 +314,13 @@ class ParameterState(Piece):
         name: in error messages.
         strides: layout of master, moments and the gradients that kernels read: dense, in the order of the parameter.
         cuts: the pieces that it is cut into; none where it is its own only piece.
+        storage, format: how it is stored.
+        threshold_phase: of its first element among the thresholds, which begin again after each block.
+        encodings: of those of `TENSORS` that are encoded in two arrays.
         is_own_master: whether the parameter itself is the master; `master` is that of a working copy.
         is_staged: whether kernels cannot write the parameter directly: on another device, or not dense.
-        exp_avg, exp_avg_sq, max_exp_avg_sq: moments, as in torch.optim.Adam.
+        exp_avg, exp_avg_sq, max_exp_avg_sq: moments, as in torch.optim.Adam, or the first arrays of encoded ones.
+        exp_avg_exponents, exp_avg_sq_exponents, master_low: the second arrays, with one dimension, of what is encoded.
         wholes: the DTensors, by attribute, as whose part users see the four tensors above; empty for other parameters.
     """
 
@@ -240,6 +332,7 @@ class ParameterState(Piece):
         *,
         is_on_host: bool | None = None,
         piece_numel: int | None = None,
+        storage: Storage = Storage(),  # noqa: B008 (immutable)
     ) -> None:
         check_parameter(parameter, name)
         local = shards.local_of(parameter)
@@ -250,10 +343,21 @@ class ParameterState(Piece):
         self.is_contiguous_on_cpu = on_host and local.is_contiguous()
         self.is_staged = not on_host or local.stride() != self.strides
         self.is_own_master = local.dtype == self.dtype and not self.is_staged
+        self.storage = storage.of(local)
+        self.format = self.storage.format
+        self.threshold_phase = shards.first_position(parameter) % compact.BLOCK if local.is_contiguous() else 0
+        self.encodings: dict[str, compact.Encoding] = {}
+        if self.storage.moments is Moments.CODES:
+            self.encodings |= {"exp_avg": compact.EXP_AVG, "exp_avg_sq": compact.EXP_AVG_SQ}
+        if self.storage.master is Master.PLANES:
+            self.encodings |= {"master": compact.MASTER}
         self.master: Tensor | None = None
         self.exp_avg: Tensor | None = None
         self.exp_avg_sq: Tensor | None = None
         self.max_exp_avg_sq: Tensor | None = None
+        self.exp_avg_exponents: Tensor | None = None
+        self.exp_avg_sq_exponents: Tensor | None = None
+        self.master_low: Tensor | None = None
         self.wholes: dict[str, Tensor] = {}
         self.reference = weakref.ref(self)
         self.cuts: tuple[Piece, ...] = ()
@@ -305,9 +409,70 @@ class ParameterState(Piece):
             self.wholes[key] = self.whole(tensor)
         return self.wholes[key]
 
-    def zeros(self) -> Tensor:
-        """Return zeros in the layout of the state."""
-        return torch.zeros_like(self.local, dtype=self.dtype, device="cpu", requires_grad=False)
+    @property
+    def arithmetic(self) -> Arithmetic:
+        """Which scalars its steps take."""
+        if self.dtype == torch.float64:
+            return Arithmetic.DOUBLE
+        return Arithmetic.COMPACT if self.format else Arithmetic.FLOAT
+
+    def dtype_of(self, key: str) -> torch.dtype:
+        """Return the dtype in which users see one of its `TENSORS`."""
+        return self.dtype if key == "master" or self.dtype == torch.float64 else self.storage.moments.dtype
+
+    def zeros(self, key: str) -> dict[str, Tensor]:
+        """Return the arrays of one of its `TENSORS` with the value zero, by their names."""
+        encoding = self.encodings.get(key)
+        dtype = self.dtype_of(key) if encoding is None else encoding.dtypes[0]
+        arrays = {key: torch.zeros_like(self.local, dtype=dtype, device="cpu", requires_grad=False)}
+        if encoding is not None:
+            numel = self.shape.numel() // encoding.numel_per_second
+            arrays[SECONDS[key]] = torch.zeros(numel, dtype=encoding.dtypes[1], device="cpu")
+        return arrays
+
+    def _put(self, arrays: Mapping[str, Tensor]) -> None:
+        for name, tensor in arrays.items():
+            setattr(self, name, tensor)
+
+    def values_of(self, key: str) -> Tensor | None:
+        """Return one of its `TENSORS` in the dtype in which users see it: itself, or a copy of what is encoded."""
+        first: Tensor | None = getattr(self, key)
+        if first is None or key not in self.encodings:
+            return first
+        values = torch.empty_strided(self.shape, self.strides, dtype=self.dtype_of(key), device="cpu")
+        self.decode(key, values)
+        return values
+
+    def decode(self, key: str, values: Tensor) -> None:
+        """Write what is encoded into a tensor in the layout of the state."""
+        compact.decode(self.encodings[key], flat(getattr(self, key)), getattr(self, SECONDS[key]), flat(values))
+
+    def encode(self, key: str, values: Tensor) -> bool:
+        """Store values, to nearest, in what is encoded; return whether a bit changed."""
+        values = flat(values.detach() if self.has_layout(values) else self.host_copy(values, values.dtype))
+        first: Tensor | None = getattr(self, key)
+        arrays = self.zeros(key) if first is None else {name: getattr(self, name) for name in (key, SECONDS[key])}
+        is_changed = compact.encode(self.encodings[key], values, *map(flat, arrays.values()))
+        self._put(arrays)
+        return is_changed or first is None
+
+    def take_encoded(self, other: ParameterState, key: str) -> bool:
+        """Have the arrays of another state, where they stay; return whether they are encoded as here."""
+        is_same = key in self.encodings and self.encodings[key] is other.encodings.get(key)
+        if not is_same or (self.shape, self.strides) != (other.shape, other.strides):
+            return False
+        self._put({name: getattr(other, name) for name in (key, SECONDS[key])})
+        return True
+
+    def has_layout(self, tensor: Tensor) -> bool:
+        """Whether a tensor is on the CPU in the layout of the state, as kernels read it."""
+        return tensor.is_cpu and tensor.stride() == self.strides and not tensor.is_neg()
+
+    def forget(self, key: str) -> None:
+        """Have none of one of its `TENSORS`."""
+        setattr(self, key, None)
+        if key in SECONDS:
+            setattr(self, SECONDS[key], None)
 
     def check_gradient(self, gradient: Tensor) -> None:
         """Raise TypeError or ValueError if a gradient does not fit."""
@@ -374,12 +539,20 @@ class ParameterState(Piece):
 
     def create_state(self, *, with_max: bool) -> None:
         """Create what a step reads and writes: zero moments, and the master from the parameter's present value."""
+        if with_max and self.storage.moments is Moments.CODES:
+            raise ValueError(
+                f"amsgrad is True for {self.name}, whose moments have 8 bits, expected False; "
+                "set amsgrad=False, or make the optimizer with moments='bf16'"
+            )
         if self.exp_avg is None:
-            self.exp_avg, self.exp_avg_sq = self.zeros(), self.zeros()
+            self._put(self.zeros("exp_avg") | self.zeros("exp_avg_sq"))
         if not self.is_own_master and self.master is None:  # also after loading moments that came without masters
-            self.master = self.host_copy(self.local, self.dtype)
+            if "master" in self.encodings:
+                self.encode("master", self.local)
+            else:
+                self.master = self.host_copy(self.local, self.dtype)
         if with_max and self.max_exp_avg_sq is None:
-            self.max_exp_avg_sq = self.zeros()
+            self._put(self.zeros("max_exp_avg_sq"))
 
     @torch.no_grad()
     def adopt_outside_write(self) -> None:
@@ -390,8 +563,16 @@ class ParameterState(Piece):
         """
         if self.master is None:
             return
-        present = self.local.detach().cpu()
-        where = differing(present, self.master.to(present.dtype))
+        present, master = self.local.detach().cpu(), self.values_of("master")
+        assert master is not None
+        where = differing(present, master.to(present.dtype))
         if where.any():
             with torch_private.inference_mode(self.master.is_inference()):  # where alone such a master can be written
-                self.master[where] = present[where].to(self.dtype)
+                master[where] = present[where].to(self.dtype)
+                if master is not self.master:
+                    self.encode("master", master)
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """Return the elements of a dense tensor in the order of memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))

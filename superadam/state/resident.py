@@ -10,7 +10,8 @@ from torch import Tensor
 from superadam.devices import Device, Event, Stream
 from superadam.kernels.hyperparameters import Coefficients
 from superadam.kernels.resident_step import ResidentStep
-from superadam.state.parameter import TENSORS, Piece
+from superadam.state.parameter import ARRAYS, Piece, flat
+from superadam.state.snapshot import Snapshots
 
 
 class ResidentStates:
@@ -18,10 +19,14 @@ class ResidentStates:
 
     Steps run on the current stream of the calling thread, which must be the one that the model computes on. Any thread
     may bring state home, one at a time.
+
+    Attributes:
+        snapshots: of the host's tensors.
     """
 
     def __init__(self, device: Device) -> None:
         self._device = device
+        self.snapshots = Snapshots()
         self._held: dict[Piece, dict[str, Tensor]] = {}  # flat tensors, by name
         self._updated: Event | None = None  # after the last step
 
@@ -53,7 +58,7 @@ class ResidentStates:
                 held, state = self._held.get(piece), piece.state
                 if held is None or ("max_exp_avg_sq" in held) is (state.max_exp_avg_sq is None):
                     self.bring_home([piece])
-                    host = {name: tensor for name in TENSORS if (tensor := getattr(state, name)) is not None}
+                    host = {name: tensor for name in ARRAYS if (tensor := getattr(state, name)) is not None}
                     held = self._held[piece] = {name: self._moved(piece.of(tensor)) for name, tensor in host.items()}
                     arrived.append(piece)
                 parameter = piece.working_copy
@@ -62,8 +67,9 @@ class ResidentStates:
                     values = values.as_strided(piece.shape, piece.strides)
                     delivered.append((parameter.data, values))
                     parameter = values
-                tensors: dict[str, Any] = {name: held.get(name) for name in TENSORS}
-                steps.append(ResidentStep(**tensors, gradient=gradient, parameter=parameter, coefficients=int(index)))
+                tensors: dict[str, Any] = {name: held.get(name) for name in ARRAYS}
+                tensors |= {"gradient": gradient, "parameter": parameter}
+                steps.append(ResidentStep(**tensors, coefficients=int(index), phase=state.threshold_phase))
             if arrived:  # not behind everything that the model has enqueued
                 self._device.wait(Stream.CURRENT, self._device.record(Stream.UPLOAD))
                 for tensor in (tensor for piece in arrived for tensor in self._held[piece].values()):
@@ -77,20 +83,22 @@ class ResidentStates:
         for parameter, values in delivered:
             parameter.copy_(values)
 
-    def master_of(self, piece: Piece) -> Tensor | None:
-        """Return the master on the device, flat, to be read on the current stream; None for its own master."""
-        return self._held[piece].get("master")
+    def array_of(self, piece: Piece, name: str) -> Tensor | None:
+        """Return an array of the state on the device, flat, to be read on the current stream; None if it has none."""
+        return self._held[piece].get(name)
 
     def bring_home(self, pieces: Iterable[Piece]) -> list[Piece]:
         """Copy the state of these pieces to the host and free its memory here; return those whose state was here."""
         leaving = [piece for piece in pieces if piece in self._held] if self._held else []
         if not leaving:
             return leaving
+        if (snapshot := self.snapshots.current) is not None:
+            snapshot.preserve([piece.state.parameter for piece in leaving])
         if self._updated is not None:  # perhaps on the current stream of another thread
             self._device.wait(Stream.CURRENT, self._updated)
         for piece in leaving:
             for name, distant in self._held[piece].items():
-                self._device.copy(_flat(piece.of(getattr(piece.state, name))), distant, Stream.CURRENT)
+                self._device.copy(flat(piece.of(getattr(piece.state, name))), distant, Stream.CURRENT)
         self._device.record(Stream.CURRENT).synchronize()
         for piece in leaving:
             del self._held[piece]
@@ -99,9 +107,5 @@ class ResidentStates:
     def _moved(self, tensor: Tensor) -> Tensor:
         """Return a flat copy on the device, which the upload stream writes."""
         arriving = self._device.empty(tensor.numel(), tensor.dtype, Stream.UPLOAD)
-        self._device.copy(arriving, _flat(tensor), Stream.UPLOAD)
+        self._device.copy(arriving, flat(tensor), Stream.UPLOAD)
         return arriving
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    return tensor.as_strided((tensor.numel(),), (1,))

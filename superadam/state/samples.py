@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from superadam.kernels import native
-from superadam.state.parameter import Piece, differing
+from superadam.state import compact
+from superadam.state.parameter import Piece, differing, flat
 from superadam.state.table import ParameterTable, Rows
 
 FULL_STEPS = 100
@@ -80,10 +81,11 @@ class Samples:
     def _written(self, pieces: Sequence[Piece]) -> list[int]:
         found = []
         for piece in pieces:
-            master, working_copy = self._table.newest_master(piece), piece.working_copy
-            if master is None:
+            arrays, working_copy = self._table.newest_master(piece), piece.working_copy
+            if not arrays:
                 continue
-            rounded = master.cpu().as_strided(piece.shape, piece.strides).to(working_copy.dtype)
+            master = _values([flat(one).cpu() for one in arrays])
+            rounded = master.as_strided(piece.shape, piece.strides).to(working_copy.dtype)
             if differing(working_copy.detach().cpu(), rounded).any():
                 found.append(piece.state.row)
         return found
@@ -93,25 +95,31 @@ class Samples:
 
         The copy follows on the current stream what was published there, so that nothing else has to be waited for.
         """
-        kinds = defaultdict[object, list[tuple[int, Tensor, Tensor]]](list)
+        kinds = defaultdict[object, list[tuple[int, Tensor, list[Tensor]]]](list)
         for piece in pieces:
-            master, working_copy, blocks = self._table.newest_master(piece), piece.working_copy, self._blocks[piece.row]
-            if master is None:
+            arrays, working_copy, blocks = self._table.newest_master(piece), piece.working_copy, self._blocks[piece.row]
+            if not arrays:
                 continue
             is_dense = working_copy.stride() == piece.strides
             samples = _cut(working_copy, blocks) if is_dense else _cut_sparse(working_copy, piece.strides, blocks)
-            kinds[blocks[1], piece.parameter_dtype, working_copy.device, master.device].append(
-                (piece.state.row, samples, _cut(master, blocks))
+            kinds[blocks[1], piece.parameter_dtype, working_copy.device, arrays[0].device, len(arrays)].append(
+                (piece.state.row, samples, [_cut(one, blocks) for one in arrays])
             )
         found: list[int] = []
         for group in kinds.values():
             rows, parameters, masters = zip(*group, strict=True)
-            present, rounded = torch.cat(parameters).cpu(), torch.cat(masters).cpu().to(parameters[0].dtype)
+            present = torch.cat(parameters).cpu()
+            rounded = _values([torch.cat(one).cpu() for one in zip(*masters, strict=True)]).to(parameters[0].dtype)
             where = differing(present, rounded).any(dim=1).numpy()
             if where.any():
-                owners = np.repeat(np.array(rows), [len(one) for one in masters])
+                owners = np.repeat(np.array(rows), [len(one) for one in parameters])
                 found += np.unique(owners[where]).tolist()
         return found
+
+
+def _values(arrays: Sequence[Tensor]) -> Tensor:
+    """Return the masters that one array holds, or two."""
+    return arrays[0] if len(arrays) == 1 else compact.MASTER.decode(*arrays)
 
 
 def blocks_of(length: int) -> tuple[int, int, int]:

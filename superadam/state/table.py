@@ -13,12 +13,24 @@ from torch import Tensor
 from superadam.kernels import native
 from superadam.kernels.dtypes import DTYPES
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters, Interval, Scale
-from superadam.kernels.native import Dtype, Pass
+from superadam.kernels.native import Dtype, Format, Pass
 from superadam.state.delivery import Delivery
 from superadam.state.fingerprints import Fingerprints
 from superadam.state.norm import GradientNorm
-from superadam.state.parameter import TENSORS, ParameterState, Pending, Piece, Shadow, pieces_of
+from superadam.state.parameter import (
+    ARRAYS,
+    SECONDS,
+    TENSORS,
+    Arithmetic,
+    ParameterState,
+    Pending,
+    Piece,
+    Shadow,
+    part_of,
+    pieces_of,
+)
 from superadam.state.resident import ResidentStates
+from superadam.state.snapshot import Snapshots
 from superadam.state.uncertain import Listed, Patch
 
 Rows = npt.NDArray[np.int64]  # of a `ParameterTable`, in the order in which a job visits them
@@ -34,15 +46,27 @@ class CoefficientTable:
     def __init__(self) -> None:
         self._index: dict[Coefficients, int] = {}
         self._alive: list[Hyperparameters] = []  # so that no id in _known is reused
-        self._known: dict[tuple[int, int, Scale, bool, Interval | None], int] = {}
+        self._known: dict[tuple[int, int, Scale, Arithmetic, Interval | None], int] = {}
 
     def index(
-        self, hyper: Hyperparameters, step: int, scale: Scale, *, double: bool, interval: Interval | None = None
+        self,
+        hyper: Hyperparameters,
+        step: int,
+        scale: Scale,
+        arithmetic: Arithmetic,
+        interval: Interval | None = None,
     ) -> int:
         """Return the index of the coefficients of this step, with the interval test's where its proof holds."""
-        key = (id(hyper), step, scale, double, interval)
+        key = (id(hyper), step, scale, arithmetic, interval)
         if key not in self._known:
-            coefficients = Coefficients.at_step(hyper, step, scale.factor, rounds=scale.rounds, double=double)
+            coefficients = Coefficients.at_step(
+                hyper,
+                step,
+                scale.factor,
+                rounds=scale.rounds,
+                double=arithmetic is Arithmetic.DOUBLE,
+                compact=arithmetic is Arithmetic.COMPACT,
+            )
             if interval is not None:
                 coefficients = coefficients.over(interval) or coefficients
             self._known[key] = self._index.setdefault(coefficients, len(self._index))
@@ -74,7 +98,11 @@ class ParameterTable:
     """
 
     def __init__(
-        self, states: Sequence[ParameterState], delivery: Delivery, resident: ResidentStates | None = None
+        self,
+        states: Sequence[ParameterState],
+        delivery: Delivery,
+        resident: ResidentStates | None = None,
+        snapshots: Snapshots | None = None,
     ) -> None:
         self.states = list(states)
         self.parameters = [state.parameter for state in self.states]
@@ -87,6 +115,9 @@ class ParameterTable:
         self.is_published = np.ones(len(self.states), bool)
         self.delivery = delivery
         self._resident = resident
+        self._snapshots = snapshots or Snapshots()
+        if resident is not None:
+            resident.snapshots = self._snapshots
         self._is_ready = np.zeros(len(self.states), bool)
         self._has_max = np.zeros(len(self.states), bool)
         self._plain_dtypes = [state.parameter_dtype if state.is_contiguous_on_cpu else None for state in self.states]
@@ -108,7 +139,9 @@ class ParameterTable:
         self._rows["out_dtype"] = [DTYPES[piece.parameter_dtype] for piece in self.pieces]
         self._rows["gradient_dtype"] = self._rows["out_dtype"]  # the usual one
         self._is_own_master = np.array([piece.state.is_own_master for piece in self.pieces], bool)
-        self._is_double = np.array([piece.dtype == torch.float64 for piece in self.pieces], bool)
+        self._rows["format"] = [piece.state.format for piece in self.pieces]
+        self._rows["phase"] = [piece.state.threshold_phase for piece in self.pieces]
+        self._arithmetic = np.array([piece.state.arithmetic for piece in self.pieces], np.int64)
         self._parameter_pointers = np.zeros(len(self.pieces), np.uint64)
         self.is_staged = np.array([piece.state.is_staged for piece in self.pieces], bool)
         self._owned: list[list[torch.UntypedStorage]] = [[] for _ in self.states]  # memory that passes work on
@@ -123,7 +156,7 @@ class ParameterTable:
 
     def refresh_pointers(self, state: ParameterState) -> None:
         """Refresh a state's pointers, after its tensors were created, replaced or dropped."""
-        tensors = {name: getattr(state, name) for name in TENSORS}
+        tensors = {name: getattr(state, name) for name in ARRAYS}
         self._owned[state.row] = [one.untyped_storage() for one in tensors.values() if one is not None]
         if state.is_own_master:
             tensors["master"] = state.local
@@ -194,12 +227,21 @@ class ParameterTable:
             for piece in self._resident.bring_home(pieces_of(self.states) if pieces is None else pieces):
                 self.remember_master(piece.state)
 
-    def newest_master(self, piece: Piece) -> Tensor | None:
-        """Return the newest master, on the host or flat on the device; None of its own master."""
+    def newest_master(self, piece: Piece) -> tuple[Tensor, ...]:
+        """Return the arrays of the newest master, on the host or flat on the device; none of its own master."""
+        names = ("master", SECONDS["master"]) if "master" in piece.state.encodings else ("master",)
         if self._resident is not None and self._resident.holds(piece):
-            return self._resident.master_of(piece)
-        master = piece.state.master
-        return None if master is None else piece.of(master)
+            arrays = [self._resident.array_of(piece, name) for name in names]
+        else:
+            tensors = [getattr(piece.state, name) for name in names]
+            arrays = [None if tensor is None else piece.of(tensor) for tensor in tensors]
+        return tuple(one for one in arrays if one is not None)
+
+    def preserve(self, rows: Rows, *, are_only_values: bool = False) -> None:
+        """Let a snapshot under way copy what it holds of these rows' parameters, which are about to change."""
+        if (snapshot := self._snapshots.current) is not None:
+            owners = np.unique(self.owners[rows]).tolist()
+            snapshot.preserve([self.parameters[row] for row in owners], are_only_values=are_only_values)
 
     def remember_master(self, state: ParameterState) -> None:
         """Take a working copy for its rounded master, until the master is written to."""
@@ -279,6 +321,7 @@ class ParameterTable:
         which = Pass.SPECULATE
         if accepted is not None:
             which = Pass.COMMIT_AND_SPECULATE
+            self.preserve(rows)
             segments["accepted_gradient"] = [record.gradient.data_ptr() for record in accepted]
             segments["accepted_coefficients"] = self.indices_of(rows, accepted, coefficients)
         native.run(which, segments, coefficients.array(), threads=num_threads)
@@ -294,6 +337,9 @@ class ParameterTable:
         segments = np.zeros(len(rows), native.SEGMENT)
         segments["coefficients"], segments["out_dtype"] = indices, self._rows["out_dtype"][rows]
         segments["gradient_dtype"] = [DTYPES[record.gradient.dtype] for record in pending]
+        has_planes = self._rows["format"][rows] & Format.MASTER_24BIT != 0
+        segments["format"] = np.where(has_planes, Format.LISTED_24BIT, Format.PLAIN)
+        segments["phase"] = self._rows["phase"][rows]
         patches: list[tuple[Patch, list[Listed]]] = []
         for shadow, numbers in by_shadow.items():
             listed = [record.listed for record in (pending[number] for number in numbers) if record.listed is not None]
@@ -317,6 +363,7 @@ class ParameterTable:
         segments = self.segments(rows, [record.gradient for record in accepted])
         segments["coefficients"] = self.indices_of(rows, accepted, coefficients)
         segments["sums"] = segments["nonfinite"] = 0
+        self.preserve(rows)
         native.run(Pass.COMMIT, segments, coefficients.array(), threads=num_threads)
 
     def prepared_update(
@@ -332,7 +379,8 @@ class ParameterTable:
         Its memory is allocated now, so that it does not fail for want of it; the job is overwritten. Of rows that are
         `late`, only working copies are updated: their state is committed later.
         """
-        for column in TENSORS:  # may have been created since
+        self.preserve(rows if late is None else rows[~late])
+        for column in ARRAYS:  # may have been created since
             segments[column] = self._rows[column][rows]
         segments["coefficients"] = indices
         segments["sums"] = segments["nonfinite"] = 0
@@ -389,8 +437,8 @@ class ParameterTable:
     def indices_of(self, rows: Rows, pending: Sequence[Pending], coefficients: CoefficientTable) -> list[int]:
         """Return the coefficients that each of these gradients was captured with, after adding them to the table."""
         return [
-            coefficients.index(one.hyper, one.step, one.scale, double=bool(double), interval=one.interval)
-            for one, double in zip(pending, self._is_double[rows], strict=True)
+            coefficients.index(one.hyper, one.step, one.scale, Arithmetic(number), one.interval)
+            for one, number in zip(pending, self._arithmetic[rows], strict=True)
         ]
 
     def indices_of_next_step(
@@ -402,18 +450,19 @@ class ParameterTable:
         for hyper, count in runs:
             part = slice(begin, begin + count)
             begin += count
-            keys = 2 * (self.steps[rows[part]] + 1) + self._is_double[rows[part]]
+            keys = len(Arithmetic) * (self.steps[rows[part]] + 1) + self._arithmetic[rows[part]]
             if count and (keys == keys[0]).all():  # usual, and much faster than sorting
                 distinct, inverse = keys[:1], np.zeros(count, np.int64)
             else:
                 distinct, inverse = np.unique(keys, return_inverse=True)
-            found = [coefficients.index(hyper, int(k) // 2, scale, double=bool(k % 2)) for k in distinct]
+            pairs = [divmod(int(key), len(Arithmetic)) for key in distinct]
+            found = [coefficients.index(hyper, step, scale, Arithmetic(number)) for step, number in pairs]
             indices[part] = np.array(found, np.int32)[inverse]
         return indices
 
 
 def _address(tensor: Tensor, piece: Piece) -> int:
-    return tensor.data_ptr() + piece.begin * tensor.element_size()
+    return tensor.data_ptr() + part_of(tensor, piece)[0] * tensor.element_size()
 
 
 def _cut(chosen: Rows, lengths: npt.NDArray[np.uint64], numel: int) -> list[Rows]:

@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from superadam.distributed.agreement import Question, Ranks, RanksNorm
@@ -339,6 +338,7 @@ class Transaction:
         """Publish the speculated values that are right for this clip coefficient; update all other pieces."""
         accepted: list[_Contribution] = []
         near: list[_Contribution] = []
+        self.table.preserve(self.table.rows_of([one.piece for one in contributions]), are_only_values=True)
         rest: list[_Contribution] = []
         products = _Products()
         for one in contributions:
@@ -467,9 +467,7 @@ class Transaction:
     def _coefficients(self, contributions: Sequence[_Contribution]) -> tuple[CoefficientTable, list[int]]:
         table, steps = CoefficientTable(), self.table.steps
         return table, [
-            table.index(
-                one.hyper, int(steps[one.piece.state.row]) + 1, one.scale, double=one.piece.dtype == torch.float64
-            )
+            table.index(one.hyper, int(steps[one.piece.state.row]) + 1, one.scale, one.piece.state.arithmetic)
             for one in contributions
         ]
 
@@ -569,11 +567,17 @@ class Transaction:
         self._commit_of(states)
         self.table.bring_home(pieces_of(states))
         self.table.delivery.settle()
+        self.table.preserve(self.table.rows_of(states))
         for state in states:
             self.distrust(state)
             state.adopt_outside_write()
             self.table.fingerprints.remember(state.row)
             self.table.refresh_pointers(state)
+
+    def adopt_sampled_writes(self) -> None:
+        """Adopt outside writes that left no hint, as far as a step would find them; nothing may be accepted."""
+        with self._timed("commit_seconds"):
+            self._adopt([self.table.states[row] for row in self._samples.find_written(self.table.all_rows)])
 
     def _make_ready(
         self, states: Sequence[ParameterState], rows: Rows, runs: Sequence[tuple[Hyperparameters, int]]

@@ -229,11 +229,14 @@ def norm_of_packed_gradients_has_the_bits_of_the_host(dtype: torch.dtype, device
     assert torch.equal(norm.cpu().view(torch.int64), expected.view(torch.int64))
 
 
-def training_has_the_bits_of_training_without_it(gpu_buckets: int, dtype: torch.dtype, device: Device) -> None:
+def training_has_the_bits_of_training_without_it(
+    gpu_buckets: int, dtype: torch.dtype, moments: str, device: Device
+) -> None:
     """Eight steps, some clipped and one with an infinite gradient; `gpu_buckets` stay where the device can step."""
     keeps = gpu_buckets if device.can_update else 0
     models = [_model(dtype).to(_where(device)) for _ in range(2)]
-    plain, ours = (SpeculativeCPUAdam(model.parameters(), lr=0.05, max_grad_norm=20.0) for model in models)
+    options: dict[str, Any] = {"lr": 0.05, "max_grad_norm": 20.0, "moments": moments}
+    plain, ours = (SpeculativeCPUAdam(model.parameters(), **options) for model in models)
     with OffloadScheduler(ours, models[1], device=device, gpu_buckets=keeps, bucket_numel=70, num_threads=1):
         for seed in range(8):
             inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed), device="cpu").to(dtype)
@@ -290,7 +293,10 @@ _TABLE: list[tuple[Callable[..., None], Iterable[tuple[Any, ...]]]] = [
     (events_pass_in_the_order_of_their_stream, [()]),
     (worker_runs_jobs_in_order_and_tells_what_failed, [()]),
     (norm_of_packed_gradients_has_the_bits_of_the_host, [(torch.float32,), (torch.bfloat16,), (torch.float64,)]),
-    (training_has_the_bits_of_training_without_it, itertools.product((0, 2), (torch.float32, torch.bfloat16))),
+    (
+        training_has_the_bits_of_training_without_it,
+        itertools.product((0, 2), (torch.float32, torch.bfloat16), ("fp32", "bf16")),
+    ),
     (what_was_reserved_can_be_given_back, [()]),
 ]
 """Checks, and the values that each is tried with before a device."""

@@ -13,6 +13,7 @@ from superadam.kernels.dtypes import DTYPES
 from superadam.kernels.hyperparameters import Coefficients
 from superadam.kernels.native import Pass
 from superadam.kernels.resident_step import ResidentStep
+from superadam.state.parameter import ARRAYS
 
 
 def update(steps: Sequence[ResidentStep], sets: Sequence[Coefficients]) -> None:
@@ -20,10 +21,11 @@ def update(steps: Sequence[ResidentStep], sets: Sequence[Coefficients]) -> None:
     segments = np.zeros(len(steps), native.SEGMENT)
     for segment, step in zip(segments, steps, strict=True):
         segment["length"] = step.master.numel()
-        for name in ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "gradient"):
+        for name in (*ARRAYS, "gradient"):
             tensor = getattr(step, name)
             segment[name] = 0 if tensor is None else tensor.data_ptr()
         segment["gradient_dtype"] = DTYPES[step.gradient.dtype]
+        segment["format"], segment["phase"] = step.format, step.phase
         segment["out"], segment["out_dtype"] = step.parameter.data_ptr(), DTYPES[step.parameter.dtype]
         segment["coefficients"] = step.coefficients
     native.run(Pass.UPDATE, segments, np.array([one.row() for one in sets], native.COEFFICIENTS))

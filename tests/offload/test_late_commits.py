@@ -116,6 +116,22 @@ def test_lists_of_what_misses_are_released(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.usefixtures("_late")
+def test_of_a_step_what_was_computed_with_the_verdict_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the elements of resident buckets, which the host does not compute."""
+    counted: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        LateCommits, "add_step", lambda _, computed, elements, seconds: counted.append((computed, elements))
+    )
+    ours = trained_on("usual", gpu_buckets=1)
+    with ours.scheduler or torch.no_grad():
+        ours.run(range(5))
+    numel = sum(parameter.numel() for parameter in ours.model.parameters())
+    later = counted[1:]  # than the first step, which makes the state
+    assert later
+    assert all(0 < computed < elements == numel for computed, elements in later), later
+
+
+@pytest.mark.usefixtures("_late")
 def test_what_is_stepped_on_the_device_is_not_late() -> None:
     ours = trained_on("usual", gpu_buckets=10**6)
     with ours.scheduler or torch.no_grad():

@@ -120,17 +120,23 @@ def without_steps(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: Of
 
 
 def check_growth(work: Callable[[], object], warm_up: int, count: int, settle: Callable[[], object] = bool) -> None:
-    """Check that calls from `warm_up` to `count` leave less than an object each, and no memory of the process."""
+    """Check that calls from `warm_up` to `count` leave less than an object each, and no memory of the process.
+
+    What leaks leaks again: memory that grew only the first or second time is an arena that the allocator gave a thread.
+    """
     for _ in range(warm_up):
         work()
     settle()
-    before, bytes_before = census(), resident_bytes()
-    for _ in range(count - warm_up):
-        work()
-    settle()
-    after, bytes_after = census(), resident_bytes()
-    assert after.total() - before.total() < 0.8 * (count - warm_up), (after - before).most_common(9)
-    assert bytes_after - bytes_before <= SLACK_BYTES
+    grown_bytes = []
+    while not grown_bytes or (grown_bytes[-1] > SLACK_BYTES and len(grown_bytes) < 3):
+        before, bytes_before = census(), resident_bytes()
+        for _ in range(count - warm_up):
+            work()
+        settle()
+        after = census()
+        grown_bytes.append(resident_bytes() - bytes_before)
+        assert after.total() - before.total() < 0.8 * (count - warm_up), (after - before).most_common(9)
+    assert grown_bytes[-1] <= SLACK_BYTES, grown_bytes
 
 
 @pytest.mark.slow

@@ -16,7 +16,6 @@ import itertools
 import math
 import os
 import pickle
-import platform
 import signal
 import struct
 import sys
@@ -2154,7 +2153,7 @@ def test_program_has_the_bits_of_the_plain_run_with_a_slow_worker(
     test_program_has_the_bits_of_the_plain_run(one, setting, monkeypatch)
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="torch's fused kernel rounds differently elsewhere")
+@pytest.mark.x86_64
 @pytest.mark.parametrize("one", [one for one in PROGRAMS if one.torch], ids=str)
 def test_plain_run_has_the_bits_of_torch(one: Program) -> None:
     model, run = one.make(), Run()

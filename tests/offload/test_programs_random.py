@@ -112,7 +112,7 @@ class Model(nn.Module):
 
 
 class Odd(nn.Module):
-    """Parameters of odd layouts: without dimensions, without elements, transposed, with gaps."""
+    """Parameters of odd layouts: without dimensions, without elements, transposed, with gaps, in whole blocks of 64."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,6 +120,7 @@ class Odd(nn.Module):
         self.none = nn.Parameter(torch.zeros(3, 0))
         self.transposed = nn.Parameter(torch.randn(16, 24).t())
         self.gaps = nn.Parameter(torch.randn(24, 16))
+        self.blocks_of_64 = nn.Parameter(torch.randn(70, 64))
 
     def spread(self) -> None:
         """Put gaps between elements, which a conversion of the dtype closes."""
@@ -129,7 +130,8 @@ class Odd(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         mixed = hidden.to(self.transposed.dtype) @ self.transposed + hidden.to(self.gaps.dtype) @ self.gaps
-        return mixed * self.scale + self.none.sum()
+        blocks = torch.tanh(hidden.sum().to(self.blocks_of_64.dtype) * self.blocks_of_64).sum()
+        return mixed * self.scale + self.none.sum() + blocks
 
 
 class Image(nn.Module):
@@ -188,14 +190,19 @@ class Twin:
             return type(error).__name__
 
 
-def build(dtype: torch.dtype, limit: float | None, lr: float, *, is_mixed: bool, kind: Any) -> Twin:
+def build(
+    dtype: torch.dtype, limit: float | None, lr: float, storage: dict[str, str], *, is_mixed: bool, kind: Any
+) -> Twin:
     """Return a model and its optimizer, with two groups."""
     model = Model(dtype, 0, is_mixed=is_mixed)
     early = [parameter for name, parameter in model.named_parameters() if not name.startswith("late")]
     matrices = [p for p in early if p.ndim == 2]
     others = [p for p in early if p.ndim != 2]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "lr": 0.3 * lr, "amsgrad": True}]
-    return Twin(model, kind(groups, lr=lr, weight_decay=0.0, max_grad_norm=limit))
+    groups = [
+        {"params": matrices, "weight_decay": 0.1},
+        {"params": others, "lr": 0.3 * lr, "amsgrad": storage["moments"] != "8bit"},
+    ]
+    return Twin(model, kind(groups, lr=lr, weight_decay=0.0, max_grad_norm=limit, **storage))
 
 
 def has_gradients(optimizer: SpeculativeCPUAdam) -> bool:
@@ -288,6 +295,8 @@ class OverlappedRun(RuleBasedStateMachine):
         gpu_buckets=st.sampled_from([0, 0, 1, 2, 10**6]),
         pause=st.sampled_from([0, 1]),
         kind=st.sampled_from([SpeculativeCPUAdamW, SpeculativeCPUAdam]),
+        moments=st.sampled_from(["fp32", "bf16", "8bit"]),
+        master=st.sampled_from(["fp32", "24bit"]),
     )
     def start(
         self,
@@ -301,6 +310,8 @@ class OverlappedRun(RuleBasedStateMachine):
         gpu_buckets: int,
         pause: int,
         kind: Any,
+        moments: str,
+        master: str,
     ) -> None:
         self.pause, accumulation.PAUSE_STEPS = accumulation.PAUSE_STEPS, pause  # schedules are short
         self.dtype, self.is_mixed, self.seed = dtype, is_mixed and dtype != torch.float32, seed
@@ -309,8 +320,9 @@ class OverlappedRun(RuleBasedStateMachine):
             "bucket_numel": bucket_numel,
             "transfer_dtype": torch.float32 if widens else "auto",
         }
-        self.plain = build(dtype, limit, lr, is_mixed=self.is_mixed, kind=kind)
-        self.ours = build(dtype, limit, lr, is_mixed=self.is_mixed, kind=kind)
+        self.storage = {"moments": moments, "master": master}
+        self.plain = build(dtype, limit, lr, self.storage, is_mixed=self.is_mixed, kind=kind)
+        self.ours = build(dtype, limit, lr, self.storage, is_mixed=self.is_mixed, kind=kind)
         self.open_scheduler()
 
     @property
@@ -482,7 +494,7 @@ class OverlappedRun(RuleBasedStateMachine):
             fresh[other] = parameter
         groups = [{"params": [fresh[one] for one in group["params"]]} for group in old.optimizer.param_groups]
         limit = old.optimizer.max_grad_norm
-        optimizer = type(old.optimizer)(groups, lr=self.lr, weight_decay=0.0, max_grad_norm=limit)
+        optimizer = type(old.optimizer)(groups, lr=self.lr, weight_decay=0.0, max_grad_norm=limit, **self.storage)
         self.ours = Twin(model, optimizer)
         if before:
             self.open_scheduler()

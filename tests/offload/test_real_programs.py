@@ -11,7 +11,6 @@ import functools
 import io
 import itertools
 import math
-import platform
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -1158,7 +1157,7 @@ def test_program_has_the_bits_of_the_plain_run(one: Program, setting: str, monke
         assert sum(optimizer.statistics.accepted for optimizer in run.optimizers) > 0
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="torch's fused kernel rounds differently elsewhere")
+@pytest.mark.x86_64
 @pytest.mark.parametrize("one", [one for one in PROGRAMS if one.torch], ids=str)
 def test_plain_run_has_the_bits_of_torch(one: Program) -> None:
     found = difference(results(one, Run(torch.float32, is_torch=True)), expected(one, torch.float32))

@@ -594,6 +594,6 @@ def test_limits_are_no_group_keys_and_survive_foreign_checkpoints() -> None:
 def test_tensors_of_other_strides_are_copied_for_kernels() -> None:
     state = ParameterState(parameter(4, 3), 0, "p", is_on_host=True)
     other = torch.arange(12.0).view(3, 4).t()
-    found = checkpoint.fitted(other, state)
+    found = checkpoint.fitted(other, state, "exp_avg")
     assert found.stride() == state.strides
     assert torch.equal(found, other)

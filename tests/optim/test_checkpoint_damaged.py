@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import decimal
 import fractions
-import platform
 import re
 import threading
 from collections import OrderedDict
@@ -24,9 +23,7 @@ from superadam import SpeculativeCPUAdam, SpeculativeCPUAdamW
 from superadam.state.parameter import differing
 
 pytestmark = [
-    pytest.mark.skipif(
-        platform.machine() != "x86_64", reason="elsewhere torch's fused kernel rounds differently from itself here"
-    ),
+    pytest.mark.x86_64,
     pytest.mark.filterwarnings("ignore::UserWarning"),  # of torch, about kinds of tensors that are not usual
     pytest.mark.usefixtures("one_torch_thread"),
 ]

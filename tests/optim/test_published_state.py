@@ -528,6 +528,7 @@ def test_assigned_state_is_advanced_in_place(dtype: torch.dtype, step: Any, spec
     assert shown(optimizer) == shown(twin)
 
 
+@pytest.mark.x86_64
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("speculative", [False, True])
 def test_gaussian_splatting_as_it_is_written(dtype: torch.dtype, speculative: bool) -> None:
@@ -630,9 +631,10 @@ def test_default_dtype_and_device(dtype: torch.dtype, default: torch.dtype, wher
             optimizer.load_state_dict(saved)
             optimizer.clip_grad_norm_(1e9)
             copied = copy.deepcopy(optimizer)
-            reference = torch.optim.Adam([torch.nn.Parameter(torch.ones(3, device="cpu"))])
-            parameters_of(reference)[0].grad = torch.ones(3, device="cpu")
-            reference.step()
+            with torch.device("cpu"):  # torch 2.11 cannot step where the default is another one
+                reference = torch.optim.Adam([torch.nn.Parameter(torch.ones(3))])
+                parameters_of(reference)[0].grad = torch.ones(3)
+                reference.step()
             (entry,) = reference.state.values()
             for one in (optimizer, copied):
                 for state in one.state.values():

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import platform
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -26,9 +25,7 @@ from superadam import SpeculativeCPUAdamW
 from superadam.state.parameter import differing
 
 pytestmark = [
-    pytest.mark.skipif(
-        platform.machine() != "x86_64", reason="elsewhere torch's fused kernel rounds differently from itself here"
-    ),
+    pytest.mark.x86_64,
     pytest.mark.filterwarnings("ignore:Detected call of"),
     pytest.mark.usefixtures("one_torch_thread"),
 ]

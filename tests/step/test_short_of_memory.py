@@ -20,12 +20,12 @@ def test_state_that_was_created_in_part_serves_the_next_step(failing: int, monke
     created = 0
     zeros = ParameterState.zeros
 
-    def short(state: ParameterState) -> Tensor:
+    def short(state: ParameterState, key: str) -> dict[str, Tensor]:
         nonlocal created
         created += 1
         if created == failing + 1:
             raise MemoryError("planted")
-        return zeros(state)
+        return zeros(state, key)
 
     for one in (ours, plain):
         give_gradients(one, 1)

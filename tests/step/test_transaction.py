@@ -29,7 +29,7 @@ from superadam.handles.gradient_handle import taken_of
 from superadam.handles.taken_gradient import TakenGradient
 from superadam.kernels.hyperparameters import Hyperparameters
 
-SHAPES = [(0,), (), (1,), (5, 7), (64,), (4097,), (33, 130)]
+SHAPES = [(0,), (), (1,), (5, 7), (64,), (4097,), (33, 130), (65, 64)]
 LAYOUTS = ["contiguous", "transposed", "sliced"]
 
 
@@ -86,16 +86,23 @@ class SpeculativeRun(RuleBasedStateMachine):
     @initialize(
         groups=st.lists(st.tuples(GROUPS, PARAMETERS), min_size=1, max_size=2),
         limit=st.sampled_from([None, None, 1.0, 30.0, math.inf]),
+        moments=st.sampled_from(["fp32", "bf16", "8bit"]),
+        master=st.sampled_from(["fp32", "24bit"]),
     )
-    def start(self, groups: list[tuple[dict[str, Any], list[Any]]], limit: float | None) -> None:
+    def start(
+        self, groups: list[tuple[dict[str, Any], list[Any]]], limit: float | None, moments: str, master: str
+    ) -> None:
         made = [one for _, parameters in groups for one in parameters]
         seeds = iter(range(100))
         self.groups = [
             {**options, "params": [make_parameter(*one, next(seeds)) for one in parameters]}
             for options, parameters in groups
         ]
-        self.optimizer = SpeculativeCPUAdam(self.groups, max_grad_norm=limit)
-        self.reference = Synchronous(self.parameters)
+        for group in self.groups if moments == "8bit" else ():
+            group["amsgrad"] = False
+        self.storage = {"moments": moments, "master": master}
+        self.optimizer = SpeculativeCPUAdam(self.groups, max_grad_norm=limit, **self.storage)
+        self.reference = Synchronous(self.parameters, **self.storage)
         self.plain = [make_parameter(*one, seed) for seed, one in enumerate(made)]
         self.held: list[torch.Tensor] = []
         self.limit_of_next_step: float | None = None
@@ -229,6 +236,8 @@ class SpeculativeRun(RuleBasedStateMachine):
     )
     def change_hyperparameter(self, group: int, change: str) -> None:
         chosen = self.optimizer.param_groups[group % len(self.optimizer.param_groups)]
+        if change == "amsgrad" and self.storage["moments"] == "8bit":
+            return  # refused
         if change == "max_grad_norm":
             self.optimizer.max_grad_norm = 0.25 if self.optimizer.max_grad_norm is None else None
         elif change in ("amsgrad", "maximize"):
@@ -273,7 +282,7 @@ class SpeculativeRun(RuleBasedStateMachine):
                 {**group, "params": [torch.nn.Parameter(torch.randn_like(p)) for p in group["params"]]}
                 for group in self.optimizer.param_groups
             ]
-            fresh = SpeculativeCPUAdam(groups, max_grad_norm=self.optimizer.max_grad_norm)
+            fresh = SpeculativeCPUAdam(groups, max_grad_norm=self.optimizer.max_grad_norm, **self.storage)
             fresh.load_state_dict(saved["optimizer"])
             with torch.no_grad():
                 for group in fresh.param_groups:
@@ -298,7 +307,7 @@ class SpeculativeRun(RuleBasedStateMachine):
         if len(self.optimizer.param_groups) < 3:
             added = make_parameter((7,), dtype, "contiguous", seed)
             self.plain.append(make_parameter((7,), dtype, "contiguous", seed))
-            self.reference.parameters += Synchronous([added]).parameters
+            self.reference.parameters += Synchronous([added], **self.storage).parameters
             self.optimizer.add_param_group({"params": [added], "lr": 0.1})
 
     @rule(threads=st.integers(1, 3), isa=st.sampled_from(superadam.available_isas()))

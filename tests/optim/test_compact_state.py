@@ -1,0 +1,106 @@
+"""What is shown of state in fewer bits has the kernels' bits, and so has what is written to it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support import compact as oracle
+from support.kernel_arrays import differing
+
+from superadam.state import compact
+
+ENCODINGS = {
+    "exp_avg": compact.EXP_AVG,
+    "exp_avg_sq": compact.EXP_AVG_SQ,
+    "master": compact.MASTER,
+}
+SEEDS = st.integers(0, 2**32 - 1)
+KINDS = ("bits", "ordinary", "positive", "denormal", "outlier", "zeros")
+
+
+def values_of(seed: int, kind: str, numel: int) -> torch.Tensor:
+    """Return fp32 values; those of kind `bits` are any numbers, NaN and Inf among them."""
+    rng = np.random.default_rng(seed)
+    if kind == "bits":
+        return torch.from_numpy(rng.integers(0, 2**32, numel, np.uint32).view(np.float32))
+    values = (rng.standard_normal(numel) * 10.0 ** rng.integers(-9, 3)).astype(np.float32)
+    if kind in ("positive", "outlier"):
+        values = np.abs(values)
+    if kind == "denormal":
+        values = (values * np.float32(1e-40)).astype(np.float32)
+    if kind == "outlier" and numel:
+        values[rng.integers(0, numel)] = 1e20
+    if kind == "zeros":
+        values[:] = 0.0
+        values[::7] = -0.0
+    return torch.from_numpy(values)
+
+
+def planes(encoding: compact.Encoding, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
+    first, second = encoding.dtypes
+    return torch.zeros(numel, dtype=first), torch.zeros(numel // encoding.numel_per_second, dtype=second)
+
+
+def expected_of(key: str, values: torch.Tensor, turn: int) -> tuple[np.ndarray, np.ndarray]:
+    if key == "master":
+        bits = oracle.rounded_24bit(values.numpy(), turn).view(np.uint32)
+        return (bits >> 16).astype(np.uint16), (bits >> 8).astype(np.uint8)
+    return oracle.encode_codes(values.numpy(), turn, oracle.MANTISSA[key], has_sign=key == "exp_avg")
+
+
+@pytest.mark.parametrize("key", ENCODINGS)
+@given(
+    seed=SEEDS,
+    kind=st.sampled_from(KINDS),
+    blocks=st.integers(0, 3),
+    turn=SEEDS,
+)
+def test_encodes_and_decodes_as_the_kernels(key: str, seed: int, kind: str, blocks: int, turn: int) -> None:
+    encoding, values = ENCODINGS[key], values_of(seed, kind, 64 * blocks)
+    first, second = planes(encoding, 64 * blocks)
+    encoding.encode(values, first, second, turn)
+    high, low = expected_of(key, values, turn)
+    assert np.array_equal(first.numpy().view(high.dtype), high)
+    assert np.array_equal(second.numpy(), low)
+    decoded = encoding.decode(first, second)
+    if key == "master":
+        shown = oracle.rounded_24bit(values.numpy(), turn)
+    else:
+        shown = oracle.decode_codes(high, low, oracle.MANTISSA[key], has_sign=key == "exp_avg")
+    assert differing(decoded.numpy(), shown) == 0
+    assert differing(decoded.to(encoding.values_dtype).float().numpy(), shown) == 0
+
+
+@pytest.mark.parametrize("key", ENCODINGS)
+@given(seed=SEEDS, kind=st.sampled_from(KINDS), turn=SEEDS)
+def test_what_was_shown_is_stored_as_it_was(key: str, seed: int, kind: str, turn: int) -> None:
+    """Also where more than one part is converted."""
+    encoding, values = ENCODINGS[key], values_of(seed, kind, compact._PART + 128)
+    first, second = planes(encoding, len(values))
+    encoding.encode(values, first, second, turn)
+    shown = torch.empty(len(values), dtype=encoding.values_dtype)
+    compact.decode(encoding, first, second, shown)
+    assert not compact.encode(encoding, shown, first, second)
+
+
+@given(seed=SEEDS, kind=st.sampled_from(KINDS), turn=SEEDS)
+def test_rounds_to_bfloat16_as_the_kernels(seed: int, kind: str, turn: int) -> None:
+    values = values_of(seed, kind, 200)
+    rounded = compact.rounded_bfloat16(values, turn).view(torch.int16).numpy().view(np.uint16)
+    assert np.array_equal(rounded, oracle.encode_bfloat16(values.numpy(), turn))
+
+
+def test_what_is_written_is_rounded_to_nearest() -> None:
+    values = torch.tensor([1.0, 1.0 + 2**-16, 1.0 + 2**-16 - 2**-20, -1.0 - 2**-16])
+    first, second = planes(compact.MASTER, 4)
+    assert compact.encode(compact.MASTER, values, first, second)
+    assert compact.MASTER.decode(first, second).tolist() == [1.0, 1.0 + 2**-15, 1.0, -1.0 - 2**-15]
+
+    moments = torch.zeros(64)
+    moments[:3] = torch.tensor([1.0, 1.06, 1.07])
+    first, second = planes(compact.EXP_AVG, 64)
+    assert compact.encode(compact.EXP_AVG, moments, first, second)
+    assert compact.EXP_AVG.decode(first, second)[:3].tolist() == [1.0, 1.0, 1.125]

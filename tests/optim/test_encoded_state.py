@@ -1,0 +1,409 @@
+"""Encoded state is published decoded: only what somebody asks for, which stays true and may be written to."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import logging
+import pickle
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+from superadam import OffloadScheduler, SpeculativeCPUAdam, SpeculativeCPUAdamW
+from superadam.integrations import distributed_checkpoint
+from superadam.optim.entry import Encoded, raw
+
+KEYS = ("exp_avg", "exp_avg_sq", "master")
+
+
+def make(seed: int = 0, **options: Any) -> tuple[nn.Module, SpeculativeCPUAdamW]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(128, 64), nn.Tanh(), nn.Linear(64, 3)).bfloat16()
+    return model, SpeculativeCPUAdamW(model.parameters(), lr=1e-2, moments="8bit", master="24bit", **options)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for number in steps:
+        inputs = torch.randn(4, 128, generator=torch.Generator().manual_seed(number)).bfloat16()
+        model(inputs).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def decoded(optimizer: SpeculativeCPUAdam) -> list[str]:
+    """Return which values lie decoded in the published state at present."""
+    entries = optimizer._binding.published.entries.items()
+    return [
+        key
+        for parameter, entry in entries
+        for key in (KEYS if parameter.ndim == 2 else KEYS[2:])
+        if isinstance(raw(entry).get(key), Tensor)
+    ]
+
+
+def same_state(one: SpeculativeCPUAdam, other: SpeculativeCPUAdam) -> bool:
+    pairs = zip(one.state_dict()["state"].values(), other.state_dict()["state"].values(), strict=True)
+    return all(
+        first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+        for first, second in pairs
+    )
+
+
+def trained_alike(change: Callable[[nn.Module, SpeculativeCPUAdamW], Any]) -> bool:
+    """Whether training goes on as if a call had not happened."""
+    (model, optimizer), (other, untouched) = make(), make()
+    train(model, optimizer, range(3))
+    train(other, untouched, range(3))
+    change(model, optimizer)
+    train(model, optimizer, range(3, 6))
+    train(other, untouched, range(3, 6))
+    return same_state(optimizer, untouched)
+
+
+def test_shows_the_dtypes_and_shapes_that_torch_would() -> None:
+    model, optimizer = make()
+    train(model, optimizer, range(1))
+    weight, bias = model[0].weight, model[0].bias
+    entry = optimizer.state[weight]
+    assert [entry[key].dtype for key in KEYS] == [torch.bfloat16, torch.bfloat16, torch.float32]
+    assert all(entry[key].shape == weight.shape for key in KEYS)
+    assert torch.equal(entry["master"].bfloat16(), weight)
+    assert optimizer.state[bias]["exp_avg"].dtype == torch.bfloat16
+    assert (optimizer.moments, optimizer.master) == ("8bit", "24bit")
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda model, optimizer: optimizer.state,
+        lambda model, optimizer: [entry["step"] for entry in optimizer.state.values()],
+        lambda model, optimizer: [len(entry) + ("exp_avg" in entry) for entry in optimizer.state.values()],
+        lambda model, optimizer: train(model, optimizer, range(9, 12)),
+        lambda model, optimizer: optimizer.commit(),
+    ],
+    ids=["state", "step", "keys", "training", "commit"],
+)
+def test_nothing_is_decoded_that_nobody_asks_for(look: Callable[[nn.Module, SpeculativeCPUAdamW], Any]) -> None:
+    model, optimizer = make()
+    train(model, optimizer, range(2))
+    look(model, optimizer)
+    assert decoded(optimizer) == []
+
+
+def test_only_what_is_asked_for_is_decoded_and_goes_when_nobody_has_it() -> None:
+    model, optimizer = make()
+    train(model, optimizer, range(2))
+    moment = optimizer.state[model[0].weight]["exp_avg"]
+    assert decoded(optimizer) == ["exp_avg"]
+    assert optimizer.state[model[0].weight]["exp_avg"] is moment
+    train(model, optimizer, range(2, 4))
+    assert decoded(optimizer) == ["exp_avg"]
+    del moment
+    train(model, optimizer, range(4, 5))
+    assert decoded(optimizer) == []
+    optimizer.state_dict()
+    train(model, optimizer, range(5, 6))
+    assert decoded(optimizer) == []
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [
+        lambda optimizer, weight: optimizer.state[weight],
+        lambda optimizer, weight: optimizer.state[weight]["exp_avg"],
+        lambda optimizer, weight: optimizer.state[weight]["exp_avg"].view(-1),
+        lambda optimizer, weight: optimizer.state[weight]["exp_avg"].detach(),
+        lambda optimizer, weight: (
+            optimizer.state[weight]["exp_avg"].numpy()
+            if optimizer.state[weight]["exp_avg"].dtype == torch.float32
+            else optimizer.state[weight]["exp_avg"].view(torch.int16).numpy()
+        ),
+        lambda optimizer, weight: optimizer.state_dict(),
+        lambda optimizer, weight: list(optimizer.state.values()),
+        lambda optimizer, weight: dict(optimizer.state[weight]),
+    ],
+    ids=["entry", "tensor", "view", "detached", "array", "state_dict", "entries", "copy"],
+)
+def test_what_somebody_has_stays_true(keep: Callable[[SpeculativeCPUAdam, Tensor], Any]) -> None:
+    """A tensor that is referred to shows each step, and what is written to it counts, as in torch."""
+    (model, optimizer), (other, untouched) = make(), make()
+    train(model, optimizer, range(2))
+    train(other, untouched, range(2))
+    kept = keep(optimizer, model[0].weight)
+    train(model, optimizer, range(2, 4))
+    train(other, untouched, range(2, 4))
+    expected = untouched.state[other[0].weight]["exp_avg"].clone()
+
+    def shown() -> Tensor:
+        value: Any = kept
+        if isinstance(value, list):
+            value = value[0]
+        if isinstance(value, dict):
+            value = value["state"][0]["exp_avg"] if "state" in value else value["exp_avg"]
+        return value if isinstance(value, Tensor) else torch.from_numpy(value).view(torch.bfloat16)
+
+    assert torch.equal(shown().reshape(-1), expected.reshape(-1))
+    shown().zero_()
+    untouched.state[other[0].weight]["exp_avg"].zero_()
+    train(model, optimizer, range(4, 6))
+    train(other, untouched, range(4, 6))
+    assert same_state(optimizer, untouched)
+
+
+def write(key: str, edit: Callable[[Tensor], Any]) -> Callable[[nn.Module, SpeculativeCPUAdam], None]:
+    def change(model: Any, optimizer: SpeculativeCPUAdam) -> None:
+        edit(optimizer.state[model[0].weight][key])
+
+    return change
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_looking_changes_nothing(key: str) -> None:
+    assert trained_alike(write(key, lambda tensor: tensor.sum()))
+    assert trained_alike(write(key, lambda tensor: tensor.mul_(1.0)))
+
+
+@pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq"])
+def test_what_is_written_counts_though_nobody_keeps_it(key: str) -> None:
+    """Also past the version counter, and after gradients were speculated on."""
+    for edit in (lambda tensor: tensor.mul_(4.0), lambda tensor: tensor.data.mul_(4.0)):
+        assert not trained_alike(write(key, edit))
+    (model, optimizer), (other, plain) = make(), make()
+    scheduler = OffloadScheduler(optimizer, model)
+    train(model, optimizer, range(3))
+    train(other, plain, range(3))
+    for run, one in ((model, optimizer), (other, plain)):
+        run(torch.ones(2, 128).bfloat16()).sum().backward()
+        one.state[run[0].weight][key].mul_(4.0)
+        one.step()
+    assert same_state(optimizer, plain)
+    scheduler.close()
+
+
+def test_what_is_written_is_rounded_to_nearest_and_shown_so() -> None:
+    model, optimizer = make()
+    train(model, optimizer, range(1))
+    shown = optimizer.state[model[0].weight]["exp_avg"]
+    shown.zero_()
+    shown[0, :3] = torch.tensor([1.0, 1.05, 1.07]).bfloat16()
+    optimizer.commit()
+    assert optimizer.state[model[0].weight]["exp_avg"][0, :3].tolist() == [1.0, 1.0, 1.125]
+    assert shown[0, :3].tolist() == [1.0, 1.0, 1.125]
+
+
+def test_other_tensors_can_be_put_into_an_entry() -> None:
+    (model, optimizer), (other, untouched) = make(), make()
+    for run, one in ((model, optimizer), (other, untouched)):
+        train(run, one, range(2))
+    entry = optimizer.state[model[0].weight]
+    entry["exp_avg"] = torch.full((64, 128), 0.5)
+    del entry
+    untouched.state[other[0].weight]["exp_avg"].fill_(0.5)
+    for run, one in ((model, optimizer), (other, untouched)):
+        train(run, one, range(2, 4))
+    assert same_state(optimizer, untouched)
+    optimizer.state[model[0].weight] = dict(untouched.state[other[0].weight])
+    assert same_state(optimizer, untouched)
+    optimizer.state[model[0].weight]["max_exp_avg_sq"] = torch.zeros(64, 128)
+    with pytest.raises(ValueError, match=r"max_exp_avg_sq of .* expected none, as moments are '8bit'"):
+        train(model, optimizer, range(1))
+
+
+def test_an_entry_is_a_dict() -> None:
+    model, optimizer = make()
+    train(model, optimizer, range(1))
+    entry = optimizer.state[model[0].weight]
+    tensors = {key: entry[key] for key in entry}
+    for copied in (
+        {**entry}, dict(entry), entry.copy(), copy.copy(entry), dict(entry.items()), {} | entry, entry | {},
+        dict(zip(entry.keys(), entry.values(), strict=True)), _pytree.tree_map(lambda value: value, entry),
+    ):  # fmt: skip
+        assert type(copied) is dict
+        assert all(value is tensors[key] for key, value in copied.items())
+        assert list(copied) == ["step", *KEYS]
+    assert entry.get("exp_avg") is tensors["exp_avg"]
+    assert entry.setdefault("exp_avg", None) is tensors["exp_avg"]
+    assert entry.get("nothing", 7) == 7
+    assert entry == tensors
+    assert "exp_avg" in repr(entry)
+    assert entry.pop("exp_avg") is tensors["exp_avg"]
+    assert isinstance(entry.popitem()[1], Tensor)
+    with pytest.raises(KeyError):
+        entry["exp_avg"]
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "state_dict", "torch.save"])
+def test_copies_go_on_with_the_same_bits(way: str) -> None:
+    model, optimizer = make()
+    train(model, optimizer, range(3))
+    if way == "deepcopy":
+        other, copied = copy.deepcopy((model, optimizer))
+    elif way == "pickle":
+        other, copied = pickle.loads(pickle.dumps((model, optimizer)))
+    else:
+        other, copied = make(1)
+        other.load_state_dict(model.state_dict())
+        saved = optimizer.state_dict()
+        if way == "torch.save":
+            buffer = io.BytesIO()
+            torch.save(saved, buffer)
+            buffer.seek(0)
+            saved = torch.load(buffer, weights_only=True)
+        copied.load_state_dict(saved)
+        del saved
+    assert same_state(optimizer, copied)
+    train(model, optimizer, range(3, 6))
+    train(other, copied, range(3, 6))
+    assert same_state(optimizer, copied)
+    train(model, optimizer, range(6, 7))
+    train(other, copied, range(6, 7))
+    assert decoded(optimizer) == decoded(copied) == []
+
+
+FORMATS = [*itertools.product(["fp32", "bf16", "8bit"], ["fp32", "24bit"])]
+
+
+@pytest.mark.parametrize(("moments", "master"), FORMATS)
+def test_state_of_torch_can_be_loaded_and_goes_back(moments: str, master: str) -> None:
+    model, _ = make()
+    plain = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    train(model, plain, range(3))
+    other = copy.deepcopy(model)
+    optimizer = SpeculativeCPUAdamW(other.parameters(), lr=1e-2, moments=moments, master=master)
+    optimizer.load_state_dict(plain.state_dict())
+    for ours, theirs in zip(
+        optimizer.state_dict()["state"].values(), plain.state_dict()["state"].values(), strict=True
+    ):
+        for key, share in (("exp_avg", 2**-4), ("exp_avg_sq", 2**-5)):
+            found, wanted = ours[key].double(), theirs[key].double()
+            # Of an 8-bit block, elements that are much smaller than the largest become zero, or the least code.
+            atol = 2**-15 * wanted.abs().max().item() if moments == "8bit" else 0.0
+            assert torch.allclose(found, wanted, rtol=share, atol=atol)
+    train(other, optimizer, range(3, 5))
+    plain.load_state_dict(optimizer.torch_state_dict())
+    train(other, plain, range(5, 6))
+
+
+@pytest.mark.parametrize(("before", "after"), [*itertools.permutations(FORMATS, 2)])
+def test_converts_between_formats_at_load(before: tuple[str, str], after: tuple[str, str]) -> None:
+    """To more bits exactly; there and back again changes nothing then."""
+
+    def of(storage: tuple[str, str]) -> tuple[nn.Module, SpeculativeCPUAdamW]:
+        model, _ = make()
+        return model, SpeculativeCPUAdamW(model.parameters(), lr=1e-2, moments=storage[0], master=storage[1])
+
+    model, optimizer = of(before)
+    train(model, optimizer, range(3))
+    other, converted = of(after)
+    converted.load_state_dict(optimizer.state_dict())
+    other.load_state_dict(model.state_dict())
+    if FORMATS.index(after) < FORMATS.index(before) and (before[1], after[1]) != ("fp32", "24bit"):
+        back, again = of(before)
+        back.load_state_dict(model.state_dict())
+        again.load_state_dict(converted.state_dict())
+        assert same_state(optimizer, again)
+    train(other, converted, range(3, 5))
+    assert all(parameter.isfinite().all() for parameter in other.parameters())
+
+
+def test_amsgrad_is_refused_before_anything_changes() -> None:
+    model, optimizer = make()
+    with pytest.raises(ValueError, match="amsgrad is True, but moments is '8bit', expected amsgrad=False"):
+        make(amsgrad=True)
+    with pytest.raises(ValueError, match="amsgrad is True, but moments is '8bit'"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2, 64))], "amsgrad": True})
+    assert len(optimizer.param_groups) == 1
+    train(model, optimizer, range(2))
+    plain = torch.optim.AdamW(model.parameters(), amsgrad=True)
+    train(model, plain, range(1))
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match=r"max_exp_avg_sq of parameter 0 of group 0 .* moments='bf16'"):
+        optimizer.load_state_dict(plain.state_dict())
+    optimizer.param_groups[0]["amsgrad"] = True
+    with pytest.raises(ValueError, match=r"amsgrad is True for .* whose moments have 8 bits"):
+        train(model, optimizer, range(1))
+    optimizer.param_groups[0]["amsgrad"] = False
+    after = optimizer.state_dict()
+    assert all(torch.equal(before["state"][0][key], after["state"][0][key]) for key in ("step", *KEYS))
+
+
+def test_tells_how_many_parameters_have_no_whole_blocks(caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer = make()
+    with caplog.at_level(logging.INFO, "superadam"):
+        train(model, optimizer, range(2))
+    (record,) = [one for one in caplog.records if "8 bits" in one.getMessage()]
+    assert "2 of 4 parameters, with 67 of 8,451 elements, have moments of bf16" in record.getMessage()
+
+
+def test_a_parameter_of_another_dtype_keeps_its_state() -> None:
+    model, optimizer = make()
+    train(model, optimizer, range(3))
+    before = {key: value.clone() for key, value in optimizer.state[model[0].weight].items()}
+    model.float()
+    after = optimizer.state[model[0].weight]
+    assert all(torch.equal(before[key], after[key]) for key in ("step", "exp_avg", "exp_avg_sq"))
+    train(model.bfloat16(), optimizer, range(3, 5))
+
+
+def test_nothing_becomes_zero_that_is_not() -> None:
+    """Second moments are never stored as zero, though the block's largest is far larger; NaN takes its block."""
+    model, optimizer = make()
+    train(model, optimizer, range(1))
+    weight = model[0].weight
+    weight.grad = torch.full_like(weight, 1e-6)
+    weight.grad[0, 0] = 1e6
+    weight.grad[1, 64:] = 0.0
+    optimizer.step()
+    second = optimizer.state[weight]["exp_avg_sq"]
+    assert (second > 0).all()
+    weight.grad = torch.zeros_like(weight)
+    second[3, 5] = float("nan")
+    optimizer.commit()
+    assert second.isnan().sum() == 64
+    assert second[3, :64].isnan().all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_checkpoint_is_made_of_one_decoded_tensor_after_the_other(
+    wait: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a save takes the memory of the largest, not of all."""
+    model, optimizer = make()
+    train(model, optimizer, range(2))
+    alive: list[weakref.ref[Tensor]] = []
+    most, decode = 0, Encoded.decode
+
+    def watched(self: Encoded, arrays: Any, values: Tensor) -> None:
+        nonlocal most
+        alive.append(weakref.ref(values))
+        most = max(most, len([one for one in alive if one() is not None and one().untyped_storage().nbytes()]))
+        decode(self, arrays, values)
+
+    monkeypatch.setattr(Encoded, "decode", watched)
+    distributed_checkpoint.save(tmp_path, model, optimizer, wait=wait)
+    distributed_checkpoint.wait()
+    assert len(alive) > 4
+    assert most == 1
+    assert decoded(optimizer) == []
+    other, loaded = make(1)
+    distributed_checkpoint.load(tmp_path, other, loaded)
+    assert same_state(optimizer, loaded)
+    train(model, optimizer, range(2, 4))
+    train(other, loaded, range(2, 4))
+    assert same_state(optimizer, loaded)
+
+
+def test_placeholders_never_leave_an_entry() -> None:
+    model, optimizer = make()
+    train(model, optimizer, range(1))
+    seen = _pytree.tree_leaves([dict(optimizer.state), optimizer.state_dict(), optimizer.torch_state_dict()])
+    assert not any(isinstance(value, Encoded) for value in seen)
