@@ -5,6 +5,7 @@ Never imports `torch.distributed.tensor`, which is slow: if nothing else has imp
 
 from __future__ import annotations
 
+import math
 import operator
 import sys
 from collections import Counter
@@ -63,6 +64,27 @@ def check_placement(tensor: Any, name: str) -> None:
             f"{name} lies on ranks {members_of(tensor)} only, expected a tensor with a part on this rank, "
             f"{torch.distributed.get_rank()}; leave it out here"
         )
+
+
+def first_position(tensor: Any) -> int:
+    """Return where the first element of this rank's part lies in the whole tensor, in the order of a dense memory.
+
+    0 where the part is not rows that follow one another.
+    """
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "Shard", None)
+    if not is_distributed(tensor) or not tensor.dim():
+        return 0
+    if any(not placement.is_replicate() and type(placement) is not kind for placement in tensor.placements):
+        return 0  # as of several meshes, whose rows alternate
+    if any(placement.is_shard() and placement.dim != 0 for placement in tensor.placements):
+        return 0
+    begin, rows, coordinate = 0, tensor.shape[0], tensor.device_mesh.get_coordinate()
+    for dimension, placement in enumerate(tensor.placements):
+        if placement.is_shard():
+            each = -(-rows // tensor.device_mesh.size(dimension))
+            skipped = min(each * coordinate[dimension], rows)
+            begin, rows = begin + skipped, min(each, rows - skipped)
+    return int(begin * math.prod(tensor.shape[1:]))
 
 
 def members_of(tensor: Any) -> list[int]:

@@ -1,23 +1,121 @@
-"""Which CPUs are near a GPU, and binding threads to them."""
+"""Which CPUs a rank may use: its share of the node, and of those near its GPU; and threads that stay on them."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
+from superadam.host.local_ranks import local_rank, processes
 from superadam.host.machine import Host, cpus_of
 
 _logger = logging.getLogger("superadam")
+_Result = TypeVar("_Result")
 
 
-def near(host: Host, pci_address: str) -> frozenset[int]:
-    """Return this process's CPUs that are on the NUMA node of a PCI device ("0000:1b:00.0"); all if there are none."""
-    node = host.read_or(f"/sys/bus/pci/devices/{pci_address}/numa_node", "-1")
+def share(host: Host) -> frozenset[int]:
+    """Return this rank's part of the CPUs that it may use; all of them where no other rank on the node may use them.
+
+    Raises ValueError where what the launcher tells of ranks makes no sense.
+    """
+    return shares(host)[local_rank(host).number]
+
+
+def shares(host: Host) -> list[frozenset[int]]:
+    """Return the share of each rank on this node; disjoint, unless there are fewer CPUs than ranks."""
+    affinities = _affinities(host)
+    return _divided(host, affinities, affinities)
+
+
+def near(host: Host, address: str, addresses: Sequence[str] = ()) -> frozenset[int]:
+    """Return this rank's part of its CPUs on the NUMA node of its GPU; of all its CPUs if none is there.
+
+    Args:
+        host: the machine.
+        address: of the GPU on the PCI bus ("0000:1b:00.0"); empty where that is unknown.
+        addresses: the same of each rank on this node; empty where that is unknown.
+
+    Raises:
+        ValueError: what the launcher tells of ranks makes no sense.
+    """
+    rank, affinities = local_rank(host), _affinities(host)
+    position = rank.number
+    alike = _alike(host, address) if rank.count > 1 and len(set(affinities)) == 1 else []
+    if len(alike) == rank.count:  # each has one of them
+        addresses, position = alike, alike.index(address)
+    elif len(addresses) != rank.count:
+        addresses = ["" if other != position else address for other in range(rank.count)]
+    claims = [_on_node_of(host, *claim) for claim in zip(affinities, addresses, strict=True)]
+    return _divided(host, claims, affinities)[position]
+
+
+def _affinities(host: Host) -> list[frozenset[int]]:
+    """Return the CPUs that each rank on this node may run on; those of one that cannot be seen are as our own."""
+    found = []
+    for pid in processes(host, local_rank(host)):
+        lines = host.read_or(f"/proc/{pid}/status", "").splitlines() if pid not in (None, host.process) else []
+        allowed = [line.partition(":")[2].strip() for line in lines if line.startswith("Cpus_allowed_list:")]
+        found.append(cpus_of(allowed[0]) if allowed else host.affinity)
+    return found
+
+
+def _on_node_of(host: Host, affinity: frozenset[int], address: str) -> frozenset[int]:
+    node = host.read_or(f"/sys/bus/pci/devices/{address}/numa_node", "-1") if address else "-1"
     if not node.isdecimal():  # -1: the firmware does not say
-        return host.affinity
-    return host.affinity & cpus_of(host.read_or(f"/sys/devices/system/node/node{node}/cpulist", "")) or host.affinity
+        return affinity
+    return affinity & cpus_of(host.read_or(f"/sys/devices/system/node/node{node}/cpulist", "")) or affinity
+
+
+def _alike(host: Host, address: str) -> list[str]:
+    """Return the addresses of all PCI devices of the model that this one is, sorted."""
+    folder = "/sys/bus/pci/devices"
+    model = [host.read_or(f"{folder}/{address}/{name}", "") for name in ("vendor", "device")]
+    if "" in model or not address:
+        return []
+    paths = host.glob(f"{folder}/*/device")
+    found = [path.split("/")[5] for path in paths if host.read_or(path, "") == model[1]]
+    return [one for one in found if host.read_or(f"{folder}/{one}/vendor", "") == model[0]]
+
+
+def _divided(
+    host: Host, claims: Sequence[frozenset[int]], affinities: Sequence[frozenset[int]]
+) -> list[frozenset[int]]:
+    """Divide CPUs among all who claim them; whole cores, where there are as many as claim them.
+
+    All ranks compute the same, though each may know more of its own claim: their order comes from what all know.
+    """
+    if len(claims) == 1:
+        return [*claims]
+    claimants: dict[int, list[int]] = {}
+    for number in sorted(range(len(claims)), key=lambda one: len(affinities[one])):  # fewer to choose from: first
+        for cpu in claims[number]:
+            claimants.setdefault(cpu, []).append(number)
+    regions: dict[tuple[int, ...], list[int]] = {}
+    for cpu in sorted(claimants):
+        regions.setdefault(tuple(claimants[cpu]), []).append(cpu)
+    parts: list[set[int]] = [set() for _ in claims]
+    for numbers, cpus in regions.items():
+        units = _cores(host, cpus)
+        if len(units) < len(numbers):
+            units = [[cpu] for cpu in cpus]
+        for place, number in enumerate(numbers):
+            first, end = (-(-one * len(units) // len(numbers)) for one in (place, place + 1))
+            parts[number].update(cpu for unit in units[first:end] for cpu in unit)
+    return [
+        frozenset(part) or frozenset(sorted(claim)[number % len(claim) :][:1])  # one that is shared is better than none
+        for number, (part, claim) in enumerate(zip(parts, claims, strict=True))
+    ]
+
+
+def _cores(host: Host, cpus: Sequence[int]) -> list[list[int]]:
+    """Return CPUs by the physical core that they belong to."""
+    found: dict[int, list[int]] = {}
+    for cpu in cpus:
+        siblings = host.read_or(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list", "")
+        found.setdefault(min(cpus_of(siblings), default=cpu), []).append(cpu)
+    return [found[core] for core in sorted(found)]
 
 
 def bind_thread(cpus: Set[int]) -> None:
@@ -28,12 +126,10 @@ def bind_thread(cpus: Set[int]) -> None:
         _logger.debug("superadam could not bind a thread to CPUs %s", sorted(cpus), exc_info=True)
 
 
-@contextmanager
-def bound_thread(cpus: Set[int]) -> Iterator[None]:
-    """Bind the calling thread to these CPUs in the context; memory that it first touches there is near them."""
-    before = os.sched_getaffinity(0)
-    bind_thread(cpus)
-    try:
-        yield
-    finally:
-        bind_thread(before)
+def call_near(cpus: Set[int], work: Callable[[], _Result]) -> _Result:
+    """Call `work` in a thread on these CPUs, and return its result; memory that it first touches is near them.
+
+    The calling thread keeps its affinity, which other ranks may look at.
+    """
+    with ThreadPoolExecutor(1, "superadam-near", bind_thread, (cpus,)) as thread:
+        return thread.submit(work).result()

@@ -1,10 +1,13 @@
-"""Atomic file writes: a reader never sees half a file, and a process that dies while writing leaves the older one."""
+"""Atomic file writes, and locks: a reader never sees half a file, and a process that dies leaves the older one."""
 
 from __future__ import annotations
 
+import fcntl
 import glob
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -40,3 +43,25 @@ def replace_file(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     finally:
         part.unlink(missing_ok=True)
     synchronize(path.parent)  # the new name
+
+
+@contextmanager
+def locked(path: Path, seconds: float) -> Iterator[None]:
+    """Hold the lock of a file, which is created if need be; the system releases it when this process ends.
+
+    Raises BlockingIOError if another process still holds it after so many seconds, and OSError.
+    """
+    with path.open("a") as file:
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise
+            time.sleep(min(0.1, seconds))
+        try:
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # a child that was forked meanwhile has the file open, too

@@ -16,14 +16,19 @@ def _run(words: Sequence[str]) -> str:
     return subprocess.run(words, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=True).stdout
 
 
+def _affinity() -> frozenset[int]:
+    return frozenset(os.sched_getaffinity(os.getpid()))  # of the first thread; others may be bound near a GPU
+
+
 @dataclass(frozen=True, slots=True)
 class Host:
     """A machine; `run` runs a program and returns what it prints, or raises OSError or subprocess.SubprocessError."""
 
     root: Path = Path("/")  # of its file system
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
-    affinity: frozenset[int] = field(default_factory=lambda: frozenset(os.sched_getaffinity(0)))  # CPUs we may run on
+    affinity: frozenset[int] = field(default_factory=_affinity)  # CPUs that this process may run on
     run: Callable[[Sequence[str]], str] = _run
+    process: int = field(default_factory=os.getpid)
 
     def path(self, path: str) -> Path:
         """Return where the file with the absolute path `path` lies below `root`."""
@@ -37,6 +42,13 @@ class Host:
         """Return the text of a file, or `default` where it cannot be read."""
         try:
             return self.read(path)
+        except OSError:
+            return default
+
+    def link_or(self, path: str, default: str) -> str:
+        """Return what a symbolic link names, or `default` where it cannot be read."""
+        try:
+            return str(self.path(path).readlink())
         except OSError:
             return default
 
@@ -65,10 +77,10 @@ class Group:
     directory: str  # may not exist
 
 
-def groups_of(host: Host, controller: str) -> list[Group]:
-    """Return the groups that limit this process's "cpu" or "memory", with their parents, whose limits hold as well."""
+def groups_of(host: Host, controller: str, process: int | str = "self") -> list[Group]:
+    """Return the groups that limit a process's "cpu" or "memory", with their parents, whose limits hold as well."""
     found = []
-    for line in host.read_or("/proc/self/cgroup", "0::/").splitlines():
+    for line in host.read_or(f"/proc/{process}/cgroup", "0::/").splitlines():
         _, controllers, path = line.split(":", 2)
         parts = [part for part in path.split("/") if part not in ("", "..")]
         if controllers == "":

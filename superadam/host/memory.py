@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
+import re
 import resource
+import secrets
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Self
 
@@ -86,7 +90,8 @@ class HostNeeds:
 def require_memory(host: Host, needed: int, subject: str, remedy: str, *, missing: int | None = None) -> None:
     """Check that this process can have `needed` bytes, of which `missing` ones, by default all, are not allocated yet.
 
-    Warns where the system's estimate of what is available is less: programs end, caches are dropped, memory is swapped.
+    What other processes have announced counts, too, where the same limit holds for them. Warns where the system's
+    estimate of what is available is less: programs end, caches are dropped, memory is swapped.
 
     Raises:
         MemoryError: it is more than the machine has, or than the control groups of this process allow.
@@ -100,16 +105,80 @@ def require_memory(host: Host, needed: int, subject: str, remedy: str, *, missin
             f"{subject} needs about {gigabytes(needed)} of host memory, but this process can have "
             f"{gigabytes(memory.limit)} at most; {remedy}"
         )
-    missing = needed if missing is None else missing
+    others = _announced(host)
+    limits: list[tuple[int, Group | None]] = [(memory.total, None)]
+    limits += [(found[0], group) for group in groups_of(host, "memory") if (found := _limit_of(host, group))]
+    for limit, group in limits if others else ():
+        beside = [one for one in others if group is None or group in groups_of(host, "memory", one.process)]
+        theirs = sum(one.size for one in beside)
+        if theirs and needed + theirs > limit:
+            raise MemoryError(
+                f"{subject} needs about {gigabytes(needed)} of host memory, and other processes that train with "
+                f"superadam here need {gigabytes(theirs)}, but together they can have {gigabytes(limit)} at most; "
+                f"{remedy}, or start fewer ranks on this machine"
+            )
+    missing = (needed if missing is None else missing) + sum(one.missing for one in others)
     if missing > memory.available:
         _logger.warning(
-            "%s needs about %s more host memory, but by the system's estimate %s are available, beyond which it swaps "
-            "or ends programs; %s",
+            "%s needs about %s more host memory%s, but by the system's estimate %s are available, beyond which it "
+            "swaps or ends programs; %s",
             subject,
             gigabytes(missing),
+            ", with that of other processes that train with superadam here" if others else "",
             gigabytes(memory.available),
             remedy,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Announced:
+    """Bytes of host memory that another process needs, and those of them that it has not allocated yet, about."""
+
+    process: int
+    size: int
+    missing: int
+
+
+_NAME = "superadam-needs"
+
+
+class AnnouncedMemory:
+    """Lets processes of the same user on this machine know, until it is closed, that this one needs `size` bytes.
+
+    Each counts what the others have announced, so that ranks that share a node are refused where they do not fit
+    together. It is the name of an open file without content, which ends with the process.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._file: int | None = None
+        with suppress(OSError):  # others then count less
+            self._file = os.memfd_create(f"{_NAME}-{secrets.token_hex(8)}-{size}")
+
+    def close(self) -> None:
+        """Take it back."""
+        file, self._file = self._file, None
+        if file is not None:
+            os.close(file)
+
+
+def _announced(host: Host) -> list[_Announced]:
+    """Return what other processes have announced; forked ones have the same files, which count once."""
+    known = {name for name, _ in _names_of(host, host.process)}
+    found = []
+    for path in host.glob("/proc/[0-9]*/status"):
+        process = int(path.split("/")[2])
+        for name, size in _names_of(host, process):
+            if name not in known:
+                known.add(name)
+                resident = re.search(r"^VmRSS:\s*([0-9]+) kB$", host.read_or(path, ""), re.MULTILINE)
+                found.append(_Announced(process, size, max(0, size - (int(resident[1]) << 10 if resident else 0))))
+    return found
+
+
+def _names_of(host: Host, process: int) -> list[tuple[str, int]]:
+    links = [host.link_or(path, "") for path in host.glob(f"/proc/{process}/fd/*")]
+    found = [re.fullmatch(rf"/memfd:({_NAME}-[0-9a-f]+-([0-9]+))(?: \(deleted\))?", link) for link in links]
+    return [(match[1], int(match[2])) for match in found if match]
 
 
 def gigabytes(size: int) -> str:

@@ -60,6 +60,20 @@ def test_start_without_torchrun_ends_in_one_sentence(monkeypatch: pytest.MonkeyP
         example.main()
 
 
+def test_ranks_that_cannot_meet_are_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> None:
+        raise dist.DistNetworkError("no answer\nand more")
+
+    monkeypatch.setattr(dist, "init_process_group", fails)
+    monkeypatch.setattr("sys.argv", ["long_sequences.py"])
+    monkeypatch.setenv("RANK", "2")
+    told_by_first = r"^long_sequences.py: the ranks could not meet \(no answer\); [^\n]*$"
+    for local_rank, told in (("0", told_by_first), ("1", "^1$")):
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        with pytest.raises(SystemExit, match=told):
+            example.main()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_gradients_are_those_of_whole_sequences(case: Case, reports: Reports) -> None:

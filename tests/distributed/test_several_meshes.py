@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -242,3 +243,43 @@ def test_process_group_is_an_attribute(rank: int) -> None:
     assert norms[0] == norms[3] == norms[4]
     assert norms[1] == norms[2] == norms[5] < norms[0]
     assert optimizer.process_group is None
+
+
+def warned(rank: int, shapes: list[list[tuple[int, ...]]], **options: Any) -> list[str]:
+    parameters = [(f"p{number}", nn.Parameter(torch.ones(shape))) for number, shape in enumerate(shapes[rank])]
+    optimizer = SpeculativeCPUAdamW(parameters, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            for _, parameter in parameters:
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+            distributed.barrier()  # rank 0 comes first, or as others do
+    return [str(one.message) for one in caught if "has other parameters" in str(one.message)]
+
+
+@on_ranks(3)
+def test_ordinary_parameters_that_differ_are_told_once(rank: int) -> None:
+    different = [[(2, 3)], [(2, 3)], [(2, 4), (5,)]]
+    words: list[Any] = [None] * 3
+    distributed.all_gather_object(words, warned(rank, different))
+    said = [one for some in words for one in some]
+    assert said
+    assert all("process_group=torch.distributed.group.WORLD" in one for one in said)
+    assert words[2] == [] or words[2][0].startswith("rank 2 has other parameters (2) in its optimizer than rank ")
+    assert max(map(len, words)) == 1
+    assert warned(rank, [[(2, 3)]] * 3) == []  # replicas
+    alone = [distributed.new_group([one]) for one in range(3)][rank]
+    assert warned(rank, different, process_group=alone) == []
+    names = [(f"{rank}.weight", nn.Parameter(torch.ones(2)))]
+    if rank < 2:  # the rank that never comes is not waited for
+        names[0][1].grad = torch.ones(2)
+        with warnings.catch_warnings(record=True):
+            SpeculativeCPUAdamW(names).step()
+
+
+@on_ranks(2)
+def test_nothing_is_compared_where_the_store_cannot_answer(rank: int) -> None:
+    with pytest.MonkeyPatch.context() as context:
+        context.setattr(distributed.PrefixStore, "compare_set", lambda *arguments: 1 / 0, raising=False)
+        assert warned(rank, [[(2,)], [(3,)]]) == []

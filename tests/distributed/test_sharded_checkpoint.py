@@ -176,6 +176,7 @@ def test_failure_on_one_rank_is_one_sentence_on_all_and_changes_nothing(kind: An
 def die(rank: int, *, kind: Any, folder: str, victim: int) -> str:
     """Kill one rank in the middle of a save; return what the other one raises."""
     model, optimizer = make(kind, 3)
+    load(folder, model, optimizer)
     if rank == victim:
         checkpoint_folder.sha256 = lambda path: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,return-value]
     with pytest.raises(RuntimeError) as error:

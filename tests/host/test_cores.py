@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -55,12 +54,17 @@ def test_a_bound_thread_binds_itself_and_its_children_alone() -> None:
     assert os.sched_getaffinity(0) == before
 
 
-def test_a_thread_is_bound_for_a_while() -> None:
-    before = os.sched_getaffinity(0)
-    with suppress(KeyError), cores.bound_thread({min(before)}):
-        assert os.sched_getaffinity(0) == {min(before)}
-        raise KeyError
-    assert os.sched_getaffinity(0) == before
+def test_a_call_near_leaves_its_caller_where_it_is() -> None:
+    before, seen = os.sched_getaffinity(0), []
+
+    def work() -> str:
+        seen.append((os.sched_getaffinity(0), os.sched_getaffinity(os.getpid())))
+        return "result"
+
+    assert cores.call_near({min(before)}, work) == "result"
+    assert seen == [({min(before)}, before)]
+    with pytest.raises(ZeroDivisionError):
+        cores.call_near({min(before)}, lambda: 1 // 0)
 
 
 def test_a_thread_that_may_not_be_bound_goes_on() -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
 import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from support.machines import machine
 
 from superadam.host.machine import Group, Host, groups_of
-from superadam.host.memory import HostMemory, HostNeeds, lockable_bytes, require_memory
+from superadam.host.memory import AnnouncedMemory, HostMemory, HostNeeds, lockable_bytes, require_memory
 
 MEMINFO = {"/proc/meminfo": "MemTotal:       4000 kB\nMemFree: 1 kB\nMemAvailable:   3000 kB\n"}
 VERSION_2 = {"/proc/self/cgroup": "0::/a/b"}
@@ -131,3 +134,74 @@ def test_groups_and_their_parents(tmp_path: Path) -> None:
     mounts = [f"{TOP}/cpu,cpuacct", f"{TOP}/cpu,cpuacct/c", f"{TOP}/cpu", f"{TOP}/cpu/c"]
     assert groups_of(one, "cpu") == [Group(1, mount) for mount in mounts]
     assert groups_of(machine(tmp_path / "0", {}), "memory") == [Group(2, TOP)]
+
+
+def announcing(root: Path, sizes: dict[int, int], group: str = "/a/b", resident: int = 0) -> dict[str, str]:
+    """Let processes of a machine announce what they need; return their other files."""
+    files = {}
+    for process, size in sizes.items():
+        folder = root / f"proc/{process}/fd"
+        folder.mkdir(parents=True)
+        (folder / "0").symlink_to("/dev/null")
+        (folder / "9").symlink_to(f"/memfd:superadam-needs-{process:016x}-{size} (deleted)")
+        files[f"/proc/{process}/status"] = f"Name:\tpython\nVmRSS:\t  {resident >> 10} kB\n"
+        files[f"/proc/{process}/cgroup"] = f"0::{group}"
+    return files
+
+
+def test_ranks_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
+    """Eight ranks of 105 GB on 512 GB, each of which would fit alone."""
+    meminfo = {"/proc/meminfo": "MemTotal: 500000000 kB\nMemAvailable: 490000000 kB\n"}
+    needed = 105 * 10**9
+    files = meminfo | announcing(tmp_path, {200 + rank: needed for rank in range(8)})
+    (tmp_path / "proc/205/fd/9").unlink()
+    (tmp_path / "proc/205/fd/10").symlink_to("/memfd:superadam-needs-00000000000000c8-105000000000")  # forked from 200
+    host = machine(tmp_path, files)
+    with pytest.raises(MemoryError) as caught:
+        require_memory(host, needed, "it", "do less")
+    assert str(caught.value) == (
+        "it needs about 105.00 GB of host memory, and other processes that train with superadam here need 630.00 GB, "
+        "but together they can have 512.00 GB at most; do less, or start fewer ranks on this machine"
+    )
+
+
+def test_ranks_of_different_sizes_are_summed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    meminfo = {"/proc/meminfo": "MemTotal: 500000000 kB\nMemAvailable: 490000000 kB\n"}
+    host = machine(tmp_path, meminfo | announcing(tmp_path, {201: 200 * 10**9}))
+    require_memory(host, 300 * 10**9, "it", "do less")
+    assert not caplog.records
+    with pytest.raises(MemoryError, match="other processes"):
+        require_memory(host, 313 * 10**9, "it", "do less")
+    require_memory(host, 305 * 10**9, "it", "do less")
+    assert "needs about 505.00 GB more host memory, with that of other processes" in caplog.text
+    caplog.clear()
+    (tmp_path / "proc/201/status").write_text("VmRSS:\t100000000 kB\n")  # it has most of it already
+    require_memory(host, 305 * 10**9, "it", "do less")
+    assert not caplog.records
+
+
+def test_a_limit_counts_those_for_whom_it_holds(tmp_path: Path) -> None:
+    group = MEMINFO | VERSION_2 | {f"{GROUP}/memory.max": "1000000"}
+    apart = announcing(tmp_path / "apart", {201: 700_000}, "/a/c")
+    require_memory(machine(tmp_path / "apart", group | apart), 700_000, "it", "do less")
+    together = announcing(tmp_path / "together", {201: 700_000}, "/a/b/step")
+    with pytest.raises(MemoryError, match=r"together they can have 0\.00 GB at most"):
+        require_memory(machine(tmp_path / "together", group | together), 700_000, "it", "do less")
+
+
+@pytest.mark.slow
+def test_another_process_sees_what_is_announced() -> None:
+    """Sizes that no scheduler of another test has."""
+    code = (
+        "import sys, superadam\nfrom superadam.host.machine import Host\nfrom superadam.host import memory\n"
+        f"own = memory.AnnouncedMemory(5)\nprint(sorted(one.size for one in memory._announced(Host())"
+        f" if one.process == {os.getpid()} and one.size < 10))"
+    )
+    announced = [AnnouncedMemory(3), AnnouncedMemory(4)]
+    announced.append(AnnouncedMemory(7))
+    announced[0].close()
+    announced[0].close()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    for one in announced:
+        one.close()
+    assert done.stdout == "[4, 7]\n"

@@ -1,0 +1,189 @@
+"""Folders of checkpoints among several processes: two jobs in one folder, and a folder that ranks do not share."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import ranks
+from torch import distributed, nn
+from torch.distributed.fsdp import fully_shard
+
+from superadam import SpeculativeCPUAdamW
+from superadam.integrations.distributed_checkpoint import CheckpointError, latest, load, save
+
+pytestmark = pytest.mark.slow
+
+ranks.preload("superadam.integrations.distributed_checkpoint")
+
+
+def make() -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    fully_shard(model)
+    return model, SpeculativeCPUAdamW(model.parameters(), lr=1e-2)
+
+
+def train(model: Any, optimizer: Any, seed: int) -> None:
+    torch.manual_seed(seed)
+    model(torch.randn(2, 4)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# ---- two jobs --------------------------------------------------------------------------------------------------------
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + ranks.SECONDS
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def be_a_job(rank: int, folder: str, job: str, other: str, saves: int) -> tuple[Any, list[str], str]:
+    """Resume or start, and save so often, together with the other job; return what was resumed, saved and refused."""
+    model, optimizer = make()
+    path = latest(Path(folder, "run"))
+    extra = None if path is None else load(path, model, optimizer)
+    Path(folder, f"{job}-{rank}").touch()
+    for one in (0, 1):
+        wait_for(Path(folder, f"{other}-{one}"))
+    saved = []
+    for number in range(saves):
+        train(model, optimizer, number)
+        try:
+            saved.append(save(Path(folder, "run"), model, optimizer, extra={"job": job, "number": number}).name)
+        except CheckpointError as error:
+            return extra, saved, str(error)
+    return extra, saved, ""
+
+
+@pytest.mark.parametrize("begins", ["fresh", "continued"])
+def test_of_two_jobs_in_one_folder_one_is_refused_and_nothing_of_the_other_deleted(begins: str, tmp_path: Path) -> None:
+    earlier = None
+    if begins == "continued":
+        (tmp_path / "none-0").touch()
+        (tmp_path / "none-1").touch()
+        earlier = {"job": "first", "number": 0}
+        assert ranks.run(be_a_job, 2, folder=str(tmp_path), job="first", other="none", saves=1)[0][1]
+    cases = [{"folder": str(tmp_path), "job": one, "other": other, "saves": 4} for one, other in ("ab", "ba")]
+    endings = ranks.run_apart(be_a_job, 2, cases)
+    results = []
+    for of_ranks in endings:
+        assert [ending.status for ending in of_ranks] == [0, 0], endings
+        assert of_ranks[0].result == of_ranks[1].result
+        results.append(of_ranks[0].result)
+    assert [extra for extra, _, _ in results] == [earlier, earlier]
+    lost, won = sorted(results, key=lambda result: len(result[1]))
+    first = 1 + (begins == "continued")
+    assert won[1:] == ([f"save-{number:08}" for number in range(first, first + 4)], "")
+    assert lost[1] == []
+    assert lost[2].startswith(f"cannot save a checkpoint to {tmp_path / 'run'}: it holds save-")
+    assert "which was neither loaded into this optimizer nor saved from it" in lost[2]
+    winner = "ab"[results.index(won)]
+    for number, loaded in enumerate(ranks.run(load_all, 2, folder=str(tmp_path / "run"))[0]):
+        assert loaded == {"job": winner, "number": number + 2}
+    runs = [json.loads(path.read_bytes())["run"] for path in (tmp_path / "run").glob("save-*/manifest.json")]
+    assert len(runs) == 2
+    assert len(set(runs)) == 1
+
+
+def load_all(rank: int, *, folder: str) -> list[Any]:
+    return [load(path, *make()) for path in sorted(Path(folder).glob("save-*"))]
+
+
+# ---- a folder that ranks do not share --------------------------------------------------------------------------------
+
+HERE = "/proc/self/cwd/run"
+"""A path that leads each process to a folder of its own, as on nodes that share no file system."""
+
+
+def use_folders_of_their_own(rank: int, *, folder: str) -> list[str]:
+    """Return what `latest`, `save` and `load` say, first in empty folders, and then where each rank holds a run."""
+    own = Path(folder, str(rank))
+    own.mkdir()
+    words = []
+
+    def refused(work: Any) -> None:
+        before = sorted(own.rglob("*"))
+        distributed.barrier()
+        with pytest.raises(CheckpointError) as error:
+            work()
+        words.append(str(error.value))
+        assert [path for path in sorted(own.rglob("*")) if path.name not in ("run", ".lock")] == [
+            path for path in before if path.name not in ("run", ".lock")
+        ]
+        distributed.barrier()
+
+    with contextlib.chdir(own):
+        model, optimizer = make()
+        for _ in range(2):  # on other ranks, the folder is absent first
+            refused(lambda: latest(HERE))
+            refused(lambda: save(HERE, model, optimizer))
+            Path(HERE).mkdir(exist_ok=True)
+            distributed.barrier()
+        if rank == 0:
+            (own / "group").touch()
+        alone = distributed.new_group([rank], use_local_synchronization=True)
+        plain = nn.Linear(4, 3)
+        save(HERE, plain, torch.optim.AdamW(plain.parameters()), extra=rank, process_group=alone)
+        distributed.barrier()
+        refused(lambda: latest(HERE))
+        refused(lambda: load(HERE, model, optimizer))
+        refused(lambda: load(Path(HERE, "save-00000001"), model, optimizer))
+        refused(lambda: save(HERE, model, optimizer))
+    return words
+
+
+def test_folder_that_ranks_do_not_share_is_found_when_the_run_begins(tmp_path: Path) -> None:
+    results = ranks.run(use_folders_of_their_own, 3, folder=str(tmp_path))
+    assert results[0] == results[1] == results[2]
+    fault = f"{HERE} is another folder on ranks [1, 2] than on rank 0: choose one that all ranks share"
+    begins = f"cannot continue or begin a run in {HERE}: {fault}; nothing was changed"
+    saves = f"cannot save a checkpoint to {HERE}: {fault}; earlier ones are as they were"
+    loads = f"cannot load a checkpoint from {{}}: {fault}; nothing was loaded"
+    *found, last = results[0]
+    assert found == [begins, saves, begins, saves, begins, loads.format(HERE), loads.format(f"{HERE}/save-00000001")]
+    assert "it holds save-00000001, which was neither loaded into this optimizer nor saved from it" in last
+
+
+def begin_together(rank: int, *, folder: str) -> list[str]:
+    """Begin a run in a folder that is shared; return what is left there each time."""
+    found = []
+    path = Path(folder, "new", "run")
+    for _ in range(2):
+        assert latest(path) is None
+        distributed.barrier()
+        found.append(" ".join(os.listdir(path)))
+        distributed.barrier()
+    model, optimizer = make()
+    newest = save(path, model, optimizer)
+    assert latest(path) == newest
+    found.append(" ".join(sorted(os.listdir(path))))
+    return found
+
+
+def test_asking_for_the_newest_leaves_a_lock_file_at_most(tmp_path: Path) -> None:
+    expected = [".lock", ".lock", ".lock latest save-00000001"]
+    assert ranks.run(begin_together, 2, folder=str(tmp_path)) == [expected, expected]
+
+
+def ask_where_one_cannot_write(rank: int, *, folder: str) -> str:
+    with pytest.raises(CheckpointError) as error:
+        latest(Path(folder, "file", "run"))
+    return str(error.value)
+
+
+def test_folder_that_cannot_be_made_is_found_when_the_run_begins(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    one, other = ranks.run(ask_where_one_cannot_write, 2, folder=str(tmp_path))
+    assert one == other
+    assert one.startswith(f"cannot continue or begin a run in {tmp_path}/file/run: NotADirectoryError: ")
+    assert one.endswith("(on rank 0): choose another folder that all ranks share; nothing was changed")

@@ -1,0 +1,241 @@
+"""The share of a rank: of the CPUs of its node, and of those near its GPU; on made-up machines and on this one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.machines import GPUS, eight_gpus, machine, ranks
+
+from superadam.host import cores
+from superadam.host.local_ranks import LocalRank, local_rank, processes
+from superadam.host.machine import Host, cpus_of
+
+NODES = [frozenset(range(72)), frozenset(range(72, 144))]
+
+
+def hosts(
+    root: Path, count: int, affinities: Sequence[frozenset[int]], files: dict[str, str] | None = None
+) -> list[Host]:
+    """Return one machine as each of its ranks sees it."""
+    base = machine(root, files)
+    return [
+        Host(base.root, {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(count)}, allowed, base.run, 200 + rank)
+        for rank, allowed in enumerate(affinities)
+    ]
+
+
+def are_disjoint(shares: Sequence[frozenset[int]]) -> bool:
+    return all(one.isdisjoint(other) for one, other in combinations(shares, 2))
+
+
+def listed(cpus: frozenset[int]) -> str:
+    return ",".join(map(str, sorted(cpus)))
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, LocalRank()),
+        ({"RANK": "3", "WORLD_SIZE": "8"}, LocalRank()),
+        ({"LOCAL_RANK": "3"}, LocalRank()),
+        ({"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "16"}, LocalRank(3, 8, "LOCAL_RANK")),
+        ({"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8", "SLURM_LOCALID": "0"}, LocalRank(3, 8, "LOCAL_RANK")),
+        ({"LOCAL_RANK": "1", "LOCAL_SIZE": "4", "WORLD_SIZE": "16"}, LocalRank(1, 4, "LOCAL_RANK")),
+        ({"LOCAL_RANK": "1", "WORLD_SIZE": "4"}, LocalRank(1, 4, "LOCAL_RANK")),
+        ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "4"}, LocalRank(1, 4, "LOCAL_RANK")),
+        (
+            {"OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+            LocalRank(1, 2, "OMPI_COMM_WORLD_LOCAL_RANK"),
+        ),
+        ({"SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "2"}, LocalRank(1, 2, "SLURM_LOCALID")),
+        (
+            {"SLURM_LOCALID": "2", "SLURM_STEP_TASKS_PER_NODE": "2(x3),5", "SLURM_NODEID": "3"},
+            LocalRank(2, 5, "SLURM_LOCALID"),
+        ),
+        ({"SLURM_LOCALID": "0", "SLURM_TASKS_PER_NODE": "8"}, LocalRank()),  # the batch script
+    ],
+)
+def test_what_launchers_tell(environment: dict[str, str], expected: LocalRank, tmp_path: Path) -> None:
+    assert local_rank(machine(tmp_path, environment=environment)) == expected
+
+
+@pytest.mark.parametrize(
+    ("number", "count"), [("8", "8"), ("-1", "8"), ("0", "0"), ("", "8"), ("0", ""), ("1", "two"), ("\u0661", "8")]
+)
+def test_nonsense_is_refused(number: str, count: str, tmp_path: Path) -> None:
+    host = machine(tmp_path, environment={"LOCAL_RANK": number, "LOCAL_WORLD_SIZE": count})
+    with pytest.raises(
+        ValueError, match=r"^LOCAL_RANK is '.*' and LOCAL_WORLD_SIZE is '.*', expected the number"
+    ) as told:
+        cores.share(host)
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize("tasks", ["", "x", "2(x", "3(x1)"])
+def test_tasks_of_another_node_are_refused(tasks: str, tmp_path: Path) -> None:
+    environment = {"SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_NODEID": "1"}
+    with pytest.raises(ValueError, match="SLURM_LOCALID is '0' and SLURM_STEP_TASKS_PER_NODE is "):
+        local_rank(machine(tmp_path, environment=environment))
+
+
+@pytest.mark.parametrize("script", [False, True])
+def test_processes_of_the_other_ranks(script: bool, tmp_path: Path) -> None:
+    files = ranks({}, ["0-3"] * 3, script=script)
+    files["/proc/400/stat"] = "400 (loader) S 201 1"  # of rank 1
+    files["/proc/400/environ"] = "LOCAL_RANK=1\0"
+    files["/proc/500/stat"] = "500 (python) S 9 1"  # of another job
+    files["/proc/500/environ"] = "LOCAL_RANK=2\0"
+    for rank, host in enumerate(hosts(tmp_path, 4, [frozenset(range(4))] * 4, files)[:3]):
+        assert processes(host, local_rank(host)) == [200, 201, 202, None], rank
+
+
+def test_ranks_that_cannot_be_seen_may_have_the_same_cpus(tmp_path: Path) -> None:
+    seen = [cores.share(one) for one in hosts(tmp_path, 3, [frozenset(range(9))] * 3)]
+    assert seen == [{0, 1, 2}, {3, 4, 5}, {6, 7, 8}]
+
+
+def test_what_a_launcher_gave_is_not_divided_again(tmp_path: Path) -> None:
+    """As `torchrun --numa-binding exclusive` and `node` do, and mpirun."""
+    own = [frozenset(range(4 * rank, 4 * rank + 4)) for rank in range(4)]
+    files = ranks(eight_gpus(), [listed(one) for one in own])
+    assert [cores.share(one) for one in hosts(tmp_path / "own", 4, own, files)] == own
+    for rank, host in enumerate(hosts(tmp_path / "own", 4, own)):
+        assert cores.near(host, GPUS[rank], GPUS[:4]) == cores.near(host, GPUS[rank]) == own[rank]
+    of_node = [NODES[rank // 2] for rank in range(4)]
+    files = ranks(eight_gpus(), [listed(one) for one in of_node], script=True)
+    seen = [cores.share(one) for one in hosts(tmp_path / "nodes", 4, of_node, files)]
+    assert seen == [set(range(36)), set(range(36, 72)), set(range(72, 108)), set(range(108, 144))]
+
+
+@pytest.mark.parametrize("siblings", [1, 2])
+@pytest.mark.parametrize("sees_all", [True, False])
+def test_eight_ranks_on_two_nodes(siblings: int, sees_all: bool, tmp_path: Path) -> None:
+    here = hosts(tmp_path, 8, [frozenset(range(144))] * 8, eight_gpus(siblings=siblings))
+    addresses = GPUS if sees_all else []
+    near = [cores.near(host, GPUS[rank], addresses) for rank, host in enumerate(here)]
+    assert are_disjoint(near)
+    assert [len(one) for one in near] == [18] * 8
+    for rank, one in enumerate(near):
+        node = cpus_of((tmp_path / f"sys/devices/system/node/node{rank // 4}/cpulist").read_text())
+        assert one <= node
+        assert siblings == 1 or {(cpu + 72) % 144 for cpu in one} == one  # whole cores
+    assert [len(cores.share(one)) for one in here] == [18] * 8
+
+
+def test_ranks_with_some_of_the_gpus(tmp_path: Path) -> None:
+    """Where it is unknown which GPUs the others have, each takes its part of the node as if all were there."""
+    here = hosts(tmp_path, 3, [frozenset(range(144))] * 3, eight_gpus())
+    mine = [GPUS[0], GPUS[1], GPUS[7]]
+    near = [cores.near(host, mine[rank], mine) for rank, host in enumerate(here)]
+    assert near == [set(range(36)), set(range(36, 72)), NODES[1]]
+    near = [cores.near(host, mine[rank]) for rank, host in enumerate(here)]
+    assert near == [set(range(24)), set(range(24, 48)), set(range(120, 144))]
+
+
+def test_a_cpuset_without_cpus_on_the_node_of_the_gpu(tmp_path: Path) -> None:
+    here = hosts(tmp_path, 8, [frozenset(range(80, 90))] * 8, eight_gpus())
+    near = [cores.near(host, GPUS[rank], GPUS) for rank, host in enumerate(here)]
+    assert are_disjoint(near)
+    assert all(near)
+
+
+def test_fewer_cpus_than_ranks(tmp_path: Path) -> None:
+    shares = [cores.share(one) for one in hosts(tmp_path, 5, [frozenset({3, 7})] * 5)]
+    assert [len(one) for one in shares] == [1] * 5
+    assert frozenset.union(*shares) == {3, 7}
+
+
+@pytest.mark.slow
+@given(
+    st.integers(1, 12),
+    st.frozensets(st.integers(0, 31), min_size=1),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 2]),
+    st.lists(st.integers(0, 7), min_size=12, max_size=12),
+    st.booleans(),
+    st.booleans(),
+)
+def test_a_cpu_is_given_out_once(
+    tmp_path_factory: pytest.TempPathFactory,
+    count: int,
+    allowed: frozenset[int],
+    siblings: int,
+    nodes: int,
+    gpus: list[int],
+    sees_all: bool,
+    is_bound: bool,
+) -> None:
+    files = eight_gpus(nodes, 32, siblings)
+    root = tmp_path_factory.mktemp("machine")
+    numa = [cpus_of(files[f"/sys/devices/system/node/node{node}/cpulist"]) for node in range(nodes)]
+    gpus = gpus[:count]
+    affinities = [allowed & numa[gpu * nodes // 8] or allowed if is_bound else allowed for gpu in gpus]
+    addresses = [GPUS[gpu] for gpu in gpus]
+    here = hosts(root, count, affinities, ranks(files, [listed(one) for one in affinities]))
+    shares = [cores.share(one) for one in here]
+    near = [cores.near(one, addresses[rank], addresses if sees_all else []) for rank, one in enumerate(here)]
+    claims = [bound & numa[gpu * nodes // 8] or bound for gpu, bound in zip(gpus, affinities, strict=True)]
+    for found, claimed in ((shares, affinities), (near, claims)):
+        assert all(found)
+        assert all(one <= claim for one, claim in zip(found, claimed, strict=True))
+        others = claimed if sees_all or found is shares else affinities
+        if count == len(GPUS) and len(set(gpus)) < count:
+            continue  # two ranks on one GPU, which might be the GPU of another one
+        if all(len(claim) >= sum(not claim.isdisjoint(other) for other in others) for claim in claimed):
+            assert are_disjoint(found)
+    if len(set(affinities)) == 1 and len(allowed) >= count:
+        assert frozenset.union(*shares) == affinities[0]
+        assert max(map(len, shares)) - min(map(len, shares)) <= siblings
+
+
+def of_two_processes(affinities: Sequence[set[int] | None]) -> list[list[int]]:
+    code = (
+        "import json, sys\n"
+        "sys.stdin.readline()\n"
+        "from superadam.kernels import native\n"
+        "from superadam.host import cores\n"
+        "from superadam.host.machine import Host\n"
+        "print(json.dumps([native.get_num_threads(), *sorted(cores.share(Host()))]), flush=True)\n"
+        "sys.stdin.readline()\n"
+    )
+    started = []
+    for rank, cpus in enumerate(affinities):
+        environment = {key: value for key, value in os.environ.items() if key != "SUPERADAM_THREADS"}
+        environment |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(len(affinities))}
+        one = subprocess.Popen(
+            [sys.executable, "-c", code], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        if cpus:
+            os.sched_setaffinity(one.pid, cpus)
+        started.append(one)
+    found = []
+    for one in started:
+        assert one.stdin is not None
+        one.stdin.write("\n")
+        one.stdin.flush()
+    for one in started:
+        assert one.stdout is not None
+        found.append(json.loads(one.stdout.readline()))
+    for one in started:
+        one.communicate("\n")
+    return found
+
+
+@pytest.mark.slow
+def test_two_processes() -> None:
+    allowed = sorted(os.sched_getaffinity(0))
+    (first, *here), (second, *there) = of_two_processes([None, None])
+    assert first == len(here)
+    assert second == len(there)
+    if len(allowed) > 1:
+        assert sorted([*here, *there]) == allowed
+        assert of_two_processes([{allowed[0]}, {allowed[1]}]) == [[1, allowed[0]], [1, allowed[1]]]
