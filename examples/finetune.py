@@ -5,12 +5,14 @@
 
 A line has `messages`, `prompt` and `completion`, or `text`. Everything else is an option of TRL's SFTConfig,
 ModelConfig and ScriptArguments, on the command line or in a YAML file (--config): assistant-only loss, packing,
-evaluation, schedules, report_to, checkpoints, and --resume_from_checkpoint. `--optimizer adamw` trains with torch's
-AdamW instead. examples/presets/ has such files for published models of 8 to 70 billion parameters.
+evaluation, schedules, report_to, checkpoints, and --resume_from_checkpoint, also with `auto`: from the newest whole
+checkpoint in the output folder, or from the start. `--optimizer adamw` trains with torch's AdamW instead.
+examples/presets/ has such files for published models of 8 to 70 billion parameters.
 """
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 from dataclasses import dataclass, field
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import DistError
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 try:
@@ -27,6 +30,7 @@ try:
 except ImportError as error:
     sys.exit(f'finetune.py cannot be run ({error}); pip install "superadam[finetune]"')
 
+from superadam.integrations import distributed_checkpoint
 from superadam.integrations.transformers import offload
 
 
@@ -35,6 +39,8 @@ class FineTuning:
     """What is not TRL's own."""
 
     optimizer: str = field(default="superadam", metadata={"choices": ["superadam", "adamw"], "help": "which AdamW"})
+    moments: str = field(default="fp32", metadata={"choices": ["fp32", "bf16", "8bit"], "help": "how they are stored"})
+    master: str = field(default="fp32", metadata={"choices": ["fp32", "24bit"], "help": "how masters are stored"})
     random_weights: bool = field(default=False, metadata={"help": "train a configuration from scratch, to try it out"})
 
 
@@ -69,6 +75,27 @@ def model_of(model: ModelConfig, arguments: FineTuning, training: SFTConfig) -> 
     return transformers.AutoModelForCausalLM.from_config(config, **options)
 
 
+def start_of(training: SFTConfig) -> str | None:
+    """Return the checkpoint to continue from, or None to start: of the output folder, for `auto`.
+
+    Ends the program where a start would mix with the checkpoints of another run, or ranks do not share the folder.
+    """
+    folder, resume = Path(training.output_dir), training.resume_from_checkpoint
+    if training.world_size > 1 and not training.save_on_each_node:
+        try:
+            distributed_checkpoint.latest(folder)  # it has none of these, but looks whether ranks share it
+        except distributed_checkpoint.CheckpointError as error:
+            sys.exit(f"finetune.py: {error}")
+    whole = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json")]  # which is written last
+    newest = max(whole, key=lambda path: int(path.name.partition("-")[2]), default=None)
+    if resume == "auto":
+        return None if newest is None else str(newest)
+    if newest is not None and resume is None:
+        advice = "continue it with --resume_from_checkpoint auto, or choose another --output_dir"
+        sys.exit(f"finetune.py: {newest} is of another run; {advice}")
+    return str(resume) if resume is not None else None
+
+
 def report(trainer: SFTTrainer) -> None:
     """Print what the run took, and what the optimizer did."""
     history = trainer.state.log_history
@@ -87,10 +114,16 @@ def main() -> None:
     """Train, and save the model and its tokenizer."""
     parser = TrlParser((FineTuning, ScriptArguments, SFTConfig, ModelConfig))
     parser.set_defaults(dtype="bfloat16", bf16=False)  # masters are fp32 on the host; autocast would add fp32 copies
-    arguments, script, training, model = parser.parse_args_and_config()
+    try:
+        arguments, script, training, model = parser.parse_args_and_config()
+    except DistError as error:  # on every rank, which TRL lets meet here; one of each node tells
+        reason = str(error).partition("\n")[0]
+        told = f"finetune.py: the ranks could not meet ({reason}); start all of them with one torchrun command"
+        sys.exit(told if os.environ.get("LOCAL_RANK", "0") == "0" else 1)
     if not script.dataset_name or not model.model_name_or_path:
         parser.error("say what to train and on what: --model_name_or_path and --dataset_name")
     dataset = examples_of(script, evaluates=training.eval_strategy != "no")
+    start = start_of(training)
     trainer = SFTTrainer(
         model_of(model, arguments, training),
         training,
@@ -99,11 +132,11 @@ def main() -> None:
         processing_class=transformers.AutoTokenizer.from_pretrained(model.model_name_or_path),
     )
     if arguments.optimizer == "superadam":
-        offload(trainer)
+        offload(trainer, moments=arguments.moments, master=arguments.master)
     plugin = trainer.accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
     if plugin and plugin.mixed_precision_policy is None:  # without bf16: true
         plugin.mixed_precision_policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-    trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+    trainer.train(resume_from_checkpoint=start)
     if plugin:
         plugin.set_state_dict_type("FULL_STATE_DICT")  # of shards, save_model() would save nothing
     trainer.save_model()

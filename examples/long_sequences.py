@@ -323,7 +323,12 @@ def main() -> None:
     arguments = parser.parse_args()
     if "RANK" not in os.environ:  # which torchrun sets
         sys.exit("long_sequences.py needs several ranks: start it with torchrun --nproc-per-node 2 long_sequences.py")
-    dist.init_process_group()
+    try:
+        dist.init_process_group()
+    except (RuntimeError, ValueError) as error:  # on every rank; one of each node tells
+        reason = str(error).partition("\n")[0]
+        told = f"long_sequences.py: the ranks could not meet ({reason}); start all of them with one torchrun command"
+        sys.exit(told if os.environ.get("LOCAL_RANK", "0") == "0" else 1)
     for step, loss in enumerate(train(**vars(arguments)), 1):
         if dist.get_rank() == 0:
             print(f"step {step}: loss {loss:.4f}")

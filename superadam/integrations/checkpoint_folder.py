@@ -1,29 +1,34 @@
-"""A folder of checkpoints: published in one step, and verified to the last byte before they are used.
+"""A folder of checkpoints of one run: published in one step, and verified to the last byte before they are used.
 
     FOLDER/latest               name of the newest checkpoint, and the SHA-256 of its manifest
-    FOLDER/save-00000007/       a checkpoint, with manifest.json: the size and SHA-256 of every file, and of itself
+    FOLDER/save-00000007/       a checkpoint; manifest.json has the run's id, every file's size and SHA-256, and its own
     FOLDER/.save-*.part/        a save under way, or what is left of one that was killed
     FOLDER/.lock                held by the one save that may be under way
 
-A checkpoint is written under another name, synchronized, renamed, and only then named in `latest`.
+A checkpoint is written under another name, synchronized, renamed, and only then named in `latest`. It is saved on top
+of the one that it descends from: who has neither loaded nor saved the newest one may not add another.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 import re
 import secrets
 import shutil
+from collections.abc import Collection
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from superadam.host.files import replace_file, synchronize
+from superadam.host.files import locked, replace_file, synchronize
 
-FORMAT = 1  # in every manifest; a later layout gets the next number
+FORMAT = 2  # in every manifest; a later layout gets the next number
+READABLE = (1, FORMAT)  # 1 has no run id
+
+LOCK_SECONDS = 30.0
+"""For which a save waits for the end of another one."""
 
 _LATEST, _MANIFEST = "latest", "manifest.json"
 _NAME = re.compile(r"save-(\d{8,})", re.ASCII)
@@ -36,17 +41,79 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be saved or loaded; raised on every rank."""
 
 
-def begin(folder: Path, stack: ExitStack) -> Path:
+class CheckpointFolder(NamedTuple):
+    """What is in a folder of checkpoints.
+
+    Attributes:
+        newest: the checkpoint that `latest` names, or the only one if it is the first; else `latest` itself, which is
+            missing or damaged.
+        digest: SHA-256 of its manifest, if `latest` is intact.
+        others: all other checkpoints, the newest first.
+        state: another one after each save; None where there is no checkpoint.
+    """
+
+    newest: Path
+    digest: str | None
+    others: list[Path]
+    state: str | None
+
+
+def look(folder: Path) -> CheckpointFolder:
+    """Return what is in a folder, which may be absent; raises OSError."""
+    try:
+        text = (folder / _LATEST).read_bytes()
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        text = None
+    found = _checkpoints(folder)
+    if text is None:
+        is_first = [_number(path) for path in found] == [1]  # its save was killed before it was named
+        state = f"without {_LATEST}: {sight(found[0])}" if found else None
+        return CheckpointFolder(found.pop() if is_first else folder / _LATEST, None, found, state)
+    pointer = _POINTER.fullmatch(text.decode("ascii", "replace"))
+    newest = folder / (pointer[1] if pointer else _LATEST)
+    others = [path for path in found if path != newest]
+    return CheckpointFolder(newest, pointer and pointer[2], others, hashlib.sha256(text).hexdigest())
+
+
+def locate(path: Path) -> tuple[Path, CheckpointFolder, bool]:
+    """Return a folder, what it holds, and True; for an older checkpoint in it the same with that as newest, and False.
+
+    The folder of a checkpoint is that which holds it. Raises OSError.
+    """
+    is_checkpoint = (path / _MANIFEST).exists() or _NAME.fullmatch(path.name)
+    if not is_checkpoint or (path / _LATEST).exists():
+        return path, look(path), True
+    there = look(path.parent)
+    if path == there.newest:
+        return path.parent, there, True
+    named = [] if there.newest.name == _LATEST else [there.newest]
+    others = [*named, *(other for other in there.others if other != path)]
+    return path.parent, CheckpointFolder(path, None, others, there.state), False
+
+
+def begin(folder: Path, stack: ExitStack, states: Collection[str | None]) -> Path:
     """Return the new folder to write the next checkpoint to; when `stack` ends, it was published or is deleted.
 
-    Deletes what killed saves have left. Raises OSError, or CheckpointError where another process is saving there.
+    Deletes what killed saves have left.
+
+    Args:
+        states: of the folder, in which what is to be saved was loaded from or saved there.
+
+    Raises:
+        OSError: the folder cannot be written to.
+        CheckpointError: another process is saving there, or the newest checkpoint is not one of `states`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    lock = stack.enter_context((folder / ".lock").open("a"))
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        stack.enter_context(locked(folder / ".lock", LOCK_SECONDS))
     except BlockingIOError:
-        raise CheckpointError("another process is saving there") from None
+        raise CheckpointError(f"another process has been saving there for {LOCK_SECONDS:g} seconds") from None
+    there = look(folder)
+    if there.state is not None and there.state not in states:
+        raise CheckpointError(
+            f"it holds {_name(there)}, which was neither loaded into this optimizer nor saved from it: end the job "
+            "that saved it, or load it to continue its run, or choose another folder"
+        )
     _delete_parts(folder)
     number = 1 + max(map(_number, _checkpoints(folder)), default=0)
     part = _part_of(folder / f"save-{number:08}")
@@ -55,36 +122,47 @@ def begin(folder: Path, stack: ExitStack) -> Path:
     return part
 
 
-def publish(part: Path, files: Files, world_size: int, keep: int) -> Path:
-    """Make what was written, and is on the disk, the newest checkpoint, and delete all but `keep`; return its folder.
+def publish(part: Path, files: Files, world_size: int, keep: int, states: set[str | None]) -> Path:
+    """Make what was written, and is on the disk, the newest checkpoint, and delete all but `keep` of the run.
 
-    Raises OSError or CheckpointError where these are not the files there, or writing failed.
+    Args:
+        states: receives that of the folder.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        OSError, CheckpointError: these are not the files there, or writing failed.
     """
     _require_files(part, files)
-    path = part.with_name(part.name.split(".")[1])
-    manifest = _sealed({"format": FORMAT, "world_size": world_size, "files": files})
+    folder, path = part.parent, published(part)
+    there = look(folder)
+    run = next(filter(None, map(_run_of, (there.newest, *there.others))), None) or secrets.token_hex(16)
+    manifest = _sealed({"format": FORMAT, "run": run, "world_size": world_size, "files": files})
     replace_file(part / _MANIFEST, lambda file: file.write(manifest))
     os.rename(part, path)
-    synchronize(path.parent)
-    pointer = f"{path.name} {hashlib.sha256(manifest).hexdigest()}\n"
-    replace_file(path.parent / _LATEST, lambda file: file.write(pointer.encode()))
-    for older in _checkpoints(path.parent)[keep:]:
+    synchronize(folder)
+    pointer = f"{path.name} {hashlib.sha256(manifest).hexdigest()}\n".encode()
+    states.add(hashlib.sha256(pointer).hexdigest())
+    replace_file(folder / _LATEST, lambda file: file.write(pointer))
+    for older in [other for other in _checkpoints(folder) if _run_of(other) in (run, None)][keep:]:
         with suppress(OSError):
             os.rename(older, _part_of(older))
-    _delete_parts(path.parent)
+    _delete_parts(folder)
     return path
 
 
-def locate(folder: Path) -> tuple[Path, str | None, list[Path]]:
-    """Return the newest checkpoint, the SHA-256 of its manifest, and the other ones; or `folder` if it is one."""
-    if (folder / _MANIFEST).exists():
-        return folder, None, []
+def published(part: Path) -> Path:
+    """Return the folder that a checkpoint under way will have once it is published."""
+    return part.with_name(part.name.split(".")[1])
+
+
+def sight(path: Path) -> str | None:
+    """Return what only a process with the same folder sees: of a checkpoint the SHA-256 of its manifest."""
     try:
-        pointer = _POINTER.fullmatch((folder / _LATEST).read_text("ascii"))
-    except (OSError, UnicodeError):
-        pointer = None
-    path = folder / (pointer[1] if pointer else _LATEST)
-    return path, pointer and pointer[2], [other for other in _checkpoints(folder) if other != path]
+        return hashlib.sha256((path / _MANIFEST).read_bytes()).hexdigest()
+    except (FileNotFoundError, NotADirectoryError):
+        return path.name if path.is_dir() else None
 
 
 def verify(path: Path, digest: str | None, rank: int, world_size: int) -> None:
@@ -94,7 +172,10 @@ def verify(path: Path, digest: str | None, rank: int, world_size: int) -> None:
     """
     if path.name == _LATEST:
         raise CheckpointError(f"{path} is missing or damaged")
-    text = (path / _MANIFEST).read_bytes()
+    try:
+        text = (path / _MANIFEST).read_bytes()
+    except FileNotFoundError:
+        raise CheckpointError(f"{path / _MANIFEST} is missing") from None
     try:
         manifest = json.loads(text)
         is_intact = _sealed(manifest) == text
@@ -104,8 +185,8 @@ def verify(path: Path, digest: str | None, rank: int, world_size: int) -> None:
         raise CheckpointError(f"{path / _MANIFEST} is damaged")
     if digest not in (None, hashlib.sha256(text).hexdigest()):
         raise CheckpointError(f"{path / _MANIFEST} is not the one that {_LATEST} names, and one of both is damaged")
-    if manifest["format"] != FORMAT:
-        raise CheckpointError(f"{path} has format {manifest['format']!r}, expected {FORMAT}")
+    if manifest["format"] not in READABLE:
+        raise CheckpointError(f"{path} has format {manifest['format']!r}, expected one of {READABLE}")
     files = manifest["files"]
     _require_files(path, files)
     for name in sorted(files)[rank::world_size]:
@@ -141,7 +222,26 @@ def _number(path: Path) -> int:
 
 
 def _checkpoints(folder: Path) -> list[Path]:
-    return sorted((path for path in folder.iterdir() if _NAME.fullmatch(path.name)), key=_number, reverse=True)
+    """Return all checkpoints, the newest first; none where there is no folder."""
+    try:
+        names = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted((folder / name for name in names if _NAME.fullmatch(name)), key=_number, reverse=True)
+
+
+def _name(there: CheckpointFolder) -> str:
+    """Return the name of the newest checkpoint, also where `latest` does not tell."""
+    return next((path.name for path in (there.newest, *there.others) if path.name != _LATEST), _LATEST)
+
+
+def _run_of(path: Path) -> str | None:
+    """Return the id of a checkpoint's run; None for format 1, and where its manifest cannot be read."""
+    try:
+        manifest = json.loads((path / _MANIFEST).read_bytes())
+        return manifest.get("run") if isinstance(manifest, dict) else None
+    except (OSError, ValueError, RecursionError):
+        return None
 
 
 def _part_of(path: Path) -> Path:

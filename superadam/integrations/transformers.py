@@ -17,6 +17,7 @@ from torch.utils.serialization import config as serialization
 from superadam.host.memory import gigabytes
 from superadam.offload.scheduler import OffloadScheduler
 from superadam.optim.adam import SpeculativeCPUAdam, SpeculativeCPUAdamW
+from superadam.optim.arguments import checked_storage
 from superadam.step.outcome import Statistics
 
 try:
@@ -44,7 +45,9 @@ JUDGED_STEPS = 50  # before that
 _logger = logging.getLogger("superadam")
 
 
-def offload(trainer: Trainer, **scheduler_options: Any) -> OffloadCallback:
+def offload(
+    trainer: Trainer, *, moments: str | None = None, master: str | None = None, **scheduler_options: Any
+) -> OffloadCallback:
     """Let a Trainer, of transformers or derived from it as TRL's are, train with superadam during backward.
 
     Call it after the Trainer was made and before `train()`. The Adam or AdamW that the Trainer makes is replaced by
@@ -54,6 +57,8 @@ def offload(trainer: Trainer, **scheduler_options: Any) -> OffloadCallback:
 
     Args:
         trainer: whose optimizer was not made yet, or is a `SpeculativeCPUAdam`.
+        moments, master: of `superadam.SpeculativeCPUAdam`, for the optimizer that takes the place of the Trainer's;
+            None for the default, or for what an optimizer of ours has.
         scheduler_options: of `superadam.OffloadScheduler`.
 
     Returns:
@@ -63,6 +68,7 @@ def offload(trainer: Trainer, **scheduler_options: Any) -> OffloadCallback:
         RuntimeError: the Trainer has another optimizer already, trains with superadam already, or trains with
             DeepSpeed, DistributedDataParallel or FSDP1.
         TypeError: the scheduler has no such option; or, from `train()`, the Trainer made another optimizer.
+        ValueError: `moments` or `master` names no format, or, perhaps from `train()`, an optimizer of ours has another.
 
     Whatever is raised, the Trainer was not changed.
     """
@@ -75,8 +81,12 @@ def offload(trainer: Trainer, **scheduler_options: Any) -> OffloadCallback:
             f"the Trainer has an optimizer already, {type(made).__name__}, expected none or a SpeculativeCPUAdam; "
             "call offload() before train(), or pass optimizers=(SpeculativeCPUAdamW(...), None)"
         )
+    storage = {name: value for name, value in (("moments", moments), ("master", master)) if value is not None}
+    checked_storage(**{"moments": "fp32", "master": "fp32", **storage})
+    if made is not None:
+        _check_storage(made, storage)
     _check_way_of_training(trainer)
-    callback = OffloadCallback(trainer, scheduler_options)
+    callback = OffloadCallback(trainer, scheduler_options, storage)
     trainer.callback_handler.callbacks.insert(0, callback)  # before those that report what it logs
     trainer.train = callback._train_and_close  # type: ignore[method-assign]
     trainer.create_optimizer = callback._create_and_replace  # type: ignore[method-assign]
@@ -107,7 +117,7 @@ class OffloadCallback(TrainerCallback):
         scheduler: while `train()` runs; None otherwise.
     """
 
-    def __init__(self, trainer: Trainer, scheduler_options: dict[str, Any]) -> None:
+    def __init__(self, trainer: Trainer, scheduler_options: dict[str, Any], storage: dict[str, str]) -> None:
         self.scheduler: OffloadScheduler | None = None
         self._trainer = trainer
         # Bound methods, no closures: a copy or pickle of the Trainer has its own.
@@ -115,6 +125,7 @@ class OffloadCallback(TrainerCallback):
         self._create_scheduler = trainer.create_scheduler
         self._is_training = False
         self._options = scheduler_options
+        self._storage = storage
         self._logged = Statistics()
         self._began = Statistics()
         self._has_warned = False
@@ -137,7 +148,7 @@ class OffloadCallback(TrainerCallback):
         if trainer.optimizer is None:
             self._create(*arguments, **named)
             made, trainer.optimizer = trainer.optimizer, None
-            trainer.optimizer = _replacement(made)
+            trainer.optimizer = _replacement(made, self._storage)
         return trainer.optimizer
 
     def _create_and_map(self, *arguments: Any, **named: Any) -> Any:
@@ -201,9 +212,20 @@ class OffloadCallback(TrainerCallback):
             )
 
 
-def _replacement(optimizer: Optimizer | None) -> SpeculativeCPUAdam:
+def _check_storage(optimizer: SpeculativeCPUAdam, storage: dict[str, str]) -> None:
+    for name, value in storage.items():
+        present = getattr(optimizer, name)
+        if present != value:
+            raise ValueError(
+                f"the Trainer's optimizer has {name}={present!r}, and offload() was given {name}={value!r}; "
+                "leave it out of offload()"
+            )
+
+
+def _replacement(optimizer: Optimizer | None, storage: dict[str, str]) -> SpeculativeCPUAdam:
     """Return ours with the groups of an Adam that has made no step; one that is ours stays."""
     if isinstance(optimizer, SpeculativeCPUAdam):
+        _check_storage(optimizer, storage)
         return optimizer
     kind = REPLACED.get(type(optimizer))  # type: ignore[arg-type]
     if optimizer is None or kind is None:
@@ -212,7 +234,7 @@ def _replacement(optimizer: Optimizer | None) -> SpeculativeCPUAdam:
             "replaces; leave args.optim at its default, or train without offload()"
         )
     defaults = {name: value for name, value in optimizer.defaults.items() if name != "decoupled_weight_decay"}
-    return kind(optimizer.param_groups, **defaults)
+    return kind(optimizer.param_groups, **(defaults | storage))
 
 
 def _warn_of_float32(optimizer: SpeculativeCPUAdam, model: nn.Module) -> None:

@@ -4,31 +4,37 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import signal
 import stat
+import time
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
+from support.children import exit_code_of_child, killed_at
 
 from superadam.integrations import checkpoint_folder
-from superadam.integrations.checkpoint_folder import CheckpointError
+from superadam.integrations.checkpoint_folder import CheckpointError, begin, locate, look
 
 
-def save(folder: Path, content: bytes = b"content", *, keep: int = 2, world_size: int = 1) -> Path:
+def save(folder: Path, content: bytes = b"content", *, keep: int = 2, world_size: int = 1, states: Any = None) -> Path:
+    states = {look(folder).state} if states is None else states
     with ExitStack() as stack:
-        part = checkpoint_folder.begin(folder, stack)
+        part = begin(folder, stack, states)
         files = {}
         for name in ("a", ".b"):
             (part / name).write_bytes(content)
             files[name] = (len(content), checkpoint_folder.sha256(part / name))
-        return checkpoint_folder.publish(part, files, world_size, keep)
+        return checkpoint_folder.publish(part, files, world_size, keep, states)
 
 
 def verify(folder: Path) -> Path:
-    path, digest, _ = checkpoint_folder.locate(folder)
+    _, there, _ = locate(folder)
     for rank in range(3):
-        checkpoint_folder.verify(path, digest, rank, 3)
-    return path
+        checkpoint_folder.verify(there.newest, there.digest, rank, 3)
+    return there.newest
 
 
 def names(folder: Path) -> list[str]:
@@ -41,8 +47,8 @@ def test_newest_is_found_and_the_older_ones_beyond_keep_are_deleted(tmp_path: Pa
         assert save(folder, str(number).encode()).name == f"save-{number:08}"
         assert (verify(folder) / "a").read_text() == str(number)
     assert names(folder) == [".lock", "latest", "save-00000003", "save-00000004"]
-    path, _, others = checkpoint_folder.locate(folder)
-    assert (path.name, [other.name for other in others]) == ("save-00000004", ["save-00000003"])
+    there = look(folder)
+    assert (there.newest.name, [other.name for other in there.others]) == ("save-00000004", ["save-00000003"])
 
 
 def test_checkpoint_is_loaded_from_its_own_folder(tmp_path: Path) -> None:
@@ -65,12 +71,13 @@ def test_flipped_bit_in_any_byte_is_refused(tmp_path: Path) -> None:
             assert path.name == "latest" or str(error.value).startswith(f"{path} is damaged")
         path.write_bytes(intact)
     assert verify(tmp_path) == newest
-    assert checkpoint_folder.locate(tmp_path)[2] == [older]
+    assert look(tmp_path).others == [older]
 
 
 @pytest.mark.parametrize("name", ["a", ".b", "manifest.json", "../latest"])
 @pytest.mark.parametrize("change", ["missing", "shorter", "longer", "empty"])
 def test_missing_and_resized_files_are_refused(name: str, change: str, tmp_path: Path) -> None:
+    save(tmp_path)
     path = save(tmp_path) / name
     content = path.read_bytes()
     path.unlink()
@@ -98,10 +105,10 @@ def test_files_of_another_checkpoint_are_refused(tmp_path: Path) -> None:
 
 def test_other_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as context:
-        context.setattr(checkpoint_folder, "FORMAT", 2)
+        context.setattr(checkpoint_folder, "FORMAT", 3)
         path = save(tmp_path)
-    assert json.loads((path / "manifest.json").read_text())["format"] == 2
-    with pytest.raises(CheckpointError, match="has format 2, expected 1"):
+    assert json.loads((path / "manifest.json").read_text())["format"] == 3
+    with pytest.raises(CheckpointError, match=r"has format 3, expected one of \(1, 2\)"):
         verify(tmp_path)
 
 
@@ -109,16 +116,16 @@ def test_failed_save_leaves_nothing_and_the_older_one(tmp_path: Path) -> None:
     save(tmp_path)
     before = names(tmp_path)
     with ExitStack() as stack:
-        (checkpoint_folder.begin(tmp_path, stack) / "a").write_bytes(b"half")
+        (begin(tmp_path, stack, {look(tmp_path).state}) / "a").write_bytes(b"half")
     assert names(tmp_path) == before
     verify(tmp_path)
 
 
 def test_files_that_rank_0_does_not_see_are_not_published(tmp_path: Path) -> None:
     with ExitStack() as stack:
-        part = checkpoint_folder.begin(tmp_path, stack)
+        part = begin(tmp_path, stack, {look(tmp_path).state})
         with pytest.raises(CheckpointError, match="__1_0 is damaged: its bytes are none, expected 5"):
-            checkpoint_folder.publish(part, {"__1_0": (5, "0" * 64)}, 2, 1)
+            checkpoint_folder.publish(part, {"__1_0": (5, "0" * 64)}, 2, 1, set())
     assert names(tmp_path) == [".lock"]
 
 
@@ -130,18 +137,20 @@ def test_what_killed_saves_left_is_deleted_and_nothing_else(tmp_path: Path) -> N
         (tmp_path / name).mkdir()
     (tmp_path / others[-1]).symlink_to("mine")  # cannot be deleted as a folder
     with ExitStack() as stack:
-        part = checkpoint_folder.begin(tmp_path, stack)  # which needs the space
+        part = begin(tmp_path, stack, {look(tmp_path).state})  # which needs the space
         assert names(tmp_path) == sorted([*others, ".lock", part.name])
     save(tmp_path, keep=1)
     save(tmp_path, keep=1)
     assert names(tmp_path) == sorted([*others, ".lock", "latest", "save-00000002"])
 
 
-def test_save_under_way_is_left_alone(tmp_path: Path) -> None:
+def test_save_under_way_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_folder, "LOCK_SECONDS", 0.3)
     with ExitStack() as stack:
-        part = checkpoint_folder.begin(tmp_path, stack)
-        with pytest.raises(CheckpointError, match="another process is saving there"), ExitStack() as other:
-            checkpoint_folder.begin(tmp_path, other)
+        part = begin(tmp_path, stack, {look(tmp_path).state})
+        words = r"another process has been saving there for 0\.3 seconds"
+        with pytest.raises(CheckpointError, match=words), ExitStack() as other:
+            begin(tmp_path, other, ())
         assert part.is_dir()
     save(tmp_path)
 
@@ -151,7 +160,7 @@ def test_unfinished_one_is_never_written_to_again(tmp_path: Path) -> None:
     parts = set()
     for _ in range(3):
         with ExitStack() as stack:
-            parts.add(checkpoint_folder.begin(tmp_path, stack))
+            parts.add(begin(tmp_path, stack, {look(tmp_path).state}))
     assert len(parts) == 3
 
 
@@ -178,3 +187,79 @@ def test_content_is_on_the_disk_before_its_name_and_the_name_before_it_is_latest
         *("file here", "replace latest", "names here"),
         "rename to .part",
     ]
+
+
+def test_save_waits_for_the_end_of_another_one(tmp_path: Path) -> None:
+    """Which is that of its process, though a child of it may still have the file open."""
+    reading, writing = os.pipe()
+
+    def save_slowly() -> None:
+        with ExitStack() as stack:
+            begin(tmp_path, stack, ())
+            child = os.fork()
+            if child == 0:
+                time.sleep(60)
+            os.write(writing, str(child).encode())
+            time.sleep(0.5)
+
+    process = os.fork()  # by the main thread: a lock that another one held would never be released there
+    if process == 0:
+        try:
+            save_slowly()
+        finally:
+            os._exit(0)
+    child = int(os.read(reading, 10))
+    try:
+        began = time.monotonic()
+        save(tmp_path)
+        assert time.monotonic() - began > 0.2
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(process, 0)
+    assert names(tmp_path) == [".lock", "latest", "save-00000001"]
+
+
+def test_checkpoint_of_another_run_is_never_deleted(tmp_path: Path) -> None:
+    """Even where somebody has copied it there."""
+    theirs = save(tmp_path / "theirs")
+    folder = tmp_path / "ours"
+    for _ in range(3):
+        save(folder, keep=2)
+    for number in (1, 7):
+        shutil.copytree(theirs, folder / f"save-{number:08}")
+    for _ in range(3):
+        save(folder, keep=1)
+    assert names(folder) == [".lock", "latest", "save-00000001", "save-00000007", "save-00000010"]
+    assert verify(folder).name == "save-00000010"
+
+
+def test_one_whose_run_cannot_be_read_is_deleted_as_before(tmp_path: Path) -> None:
+    for content in (b"", b"[]", b"{", b"[" * 100_000):
+        (save(tmp_path) / "manifest.json").write_bytes(content)
+    states = {look(tmp_path).state}
+    save(tmp_path, keep=1, states=states)
+    assert names(tmp_path) == [".lock", "latest", "save-00000005"]
+
+
+@pytest.mark.slow
+def test_first_save_that_is_killed_at_any_moment_leaves_none_or_a_whole_one(tmp_path: Path) -> None:
+    """And the next one goes on from there, whoever makes it."""
+    seen = []
+    for number in range(1000):
+        folder = tmp_path / str(number)
+        code = exit_code_of_child(lambda: killed_at(number, lambda: save(folder)))  # noqa: B023
+        there = look(folder)
+        assert (there.state is None) == (there.newest.name == "latest")
+        seen.append(there.newest.name)
+        if there.state is not None:
+            verify(folder)
+            with pytest.raises(CheckpointError, match="it holds save-00000001, which was neither loaded"):
+                save(folder, states=set())
+        save(folder)
+        assert {name for name in names(folder) if name.startswith(".")} == {".lock"}
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL
+    assert seen == sorted(seen)  # "latest" that is missing, then "save-00000001"
+    assert set(seen) == {"latest", "save-00000001"}
+    assert len(seen) > 20

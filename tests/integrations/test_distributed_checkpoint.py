@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import re
 import resource
@@ -17,13 +18,14 @@ from typing import Any
 
 import pytest
 import torch
-from support.children import exit_code_of_child
+from support.children import exit_code_of_child, killed_at
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam, SpeculativeCPUAdamW
-from superadam.integrations.distributed_checkpoint import CheckpointError, load, save
+from superadam.integrations import checkpoint_folder
+from superadam.integrations.distributed_checkpoint import CheckpointError, latest, load, save
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -252,7 +254,7 @@ def test_damage_anywhere_is_refused_and_the_intact_one_named(pair: tuple[Model, 
 
 def test_nothing_there_is_refused(pair: tuple[Model, Any], tmp_path: Path) -> None:
     assert "latest is missing" in refused(tmp_path, *pair)
-    assert "No such file" in refused(tmp_path / "absent", *pair)
+    assert "latest is missing" in refused(tmp_path / "absent", *pair)
 
 
 def test_pickles_are_not_executed(pair: tuple[Model, Any], tmp_path: Path) -> None:
@@ -370,22 +372,6 @@ def test_interruption_passes_through(pair: tuple[Model, Any], tmp_path: Path, mo
         assert sorted(tmp_path.rglob("*")) == before
 
 
-def killed_at(number: int, work: Callable[[], object]) -> None:
-    """Call `work`, and kill this process before its so-manyth call to the file system."""
-    left = [number]
-
-    def count(event: str, arguments: tuple[Any, ...]) -> None:
-        if event.startswith(("os.", "shutil.", "fcntl.")) or event == "open":
-            left[0] -= 1
-            if left[0] == -1:  # killing is a call, too
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    fsync = os.fsync
-    os.fsync = lambda descriptor: (count("os.fsync", ()), fsync(descriptor))[1]
-    sys.addaudithook(count)  # before every call
-    work()
-
-
 @pytest.mark.slow
 def test_save_that_is_killed_at_any_moment_leaves_the_older_or_the_new_one(tmp_path: Path) -> None:
     model, optimizer = make(SpeculativeCPUAdamW, torch.bfloat16)
@@ -409,7 +395,7 @@ def test_save_that_is_killed_at_any_moment_leaves_the_older_or_the_new_one(tmp_p
         seen.append(load(folder, *other))
         assert content(*other) == states[seen[-1] == "newer"]
         if number % 5 == 0 or code == 0:
-            newest = save(folder, model, optimizer, keep=1)
+            newest = save(folder, *other, keep=1)
             assert sorted(os.listdir(folder)) == [".lock", "latest", newest.name]
         shutil.rmtree(folder)
         if code == 0:
@@ -418,6 +404,196 @@ def test_save_that_is_killed_at_any_moment_leaves_the_older_or_the_new_one(tmp_p
     assert seen == sorted(seen, reverse=True)  # "older", then "newer"
     assert set(seen) == {"older", "newer"}
     assert len(seen) > 30
+
+
+# ---- a folder is that of one run -------------------------------------------------------------------------------------
+
+
+def everything(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def new(seed: int = 5) -> tuple[Model, Any]:
+    return make(SpeculativeCPUAdamW, torch.bfloat16, seed=seed)
+
+
+def refused_to_save(folder: Path, model: Model, optimizer: Any) -> str:
+    before = everything(folder)
+    with pytest.raises(CheckpointError) as error:
+        save(folder, model, optimizer)
+    words = str(error.value)
+    assert words.startswith(f"cannot save a checkpoint to {folder}: ")
+    assert words.endswith("; earlier ones are as they were")
+    assert everything(folder) == before
+    return words
+
+
+def test_newest_is_continued_or_a_run_begun(pair: tuple[Model, Any], tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    assert latest(folder) is None
+    assert not folder.exists()  # one rank only looks
+    for extra in range(3):
+        path = save(folder, *pair, extra=extra)
+        assert latest(folder) == path
+        assert latest(str(folder)) == path
+    other = new()
+    assert load(path, *other) == 2
+    assert content(*other) == content(*pair)
+    assert save(folder, *other).name == "save-00000004"
+
+
+def test_fresh_run_is_refused_where_another_one_is(pair: tuple[Model, Any], tmp_path: Path) -> None:
+    save(tmp_path, *pair, extra="theirs")
+    fresh = new()
+    words = "it holds save-00000001, which was neither loaded into this optimizer nor saved from it: end the job"
+    assert words in refused_to_save(tmp_path, *fresh)
+    latest(tmp_path)
+    assert words in refused_to_save(tmp_path, *fresh)  # to have asked is not to have loaded
+    save(tmp_path / "another", *fresh)
+    load(tmp_path / "another", *fresh)
+    assert words in refused_to_save(tmp_path, *fresh)
+    (tmp_path / "latest").unlink()
+    assert words in refused_to_save(tmp_path, *fresh)
+    assert load(tmp_path, *fresh) == "theirs"
+    save(tmp_path, *fresh)
+
+
+def test_who_was_overtaken_is_refused(pair: tuple[Model, Any], tmp_path: Path) -> None:
+    """Also where both jobs have continued the same checkpoint."""
+    save(tmp_path, *pair)
+    one, other = new(), new(6)
+    load(tmp_path, *one)
+    load(tmp_path, *other)
+    save(tmp_path, *one, keep=1)
+    words = "it holds save-00000002, which was neither loaded into this optimizer nor saved from it"
+    assert words in refused_to_save(tmp_path, *other)
+    assert words in refused_to_save(tmp_path, *pair)
+    save(tmp_path, *one, keep=1)
+    load(tmp_path, *other)
+    save(tmp_path, *other)
+    assert "it holds save-00000004, which" in refused_to_save(tmp_path, *one)
+
+
+def test_checkpoint_that_was_the_newest_when_asked_for_is_not_continued_over_a_newer_one(
+    pair: tuple[Model, Any], tmp_path: Path
+) -> None:
+    path = save(tmp_path, *pair)
+    assert latest(tmp_path) == path
+    assert exit_code_of_child(lambda: save(tmp_path, *pair)) == 0  # another process
+    late = new()
+    load(path, *late)
+    assert "it holds save-00000002, which" in refused_to_save(tmp_path, *late)
+    load(tmp_path / "save-00000002", *late)
+    save(tmp_path, *late)
+
+
+def test_save_that_was_interrupted_once_it_was_published_may_be_followed_by_another(
+    pair: tuple[Model, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Deleting older ones takes time."""
+
+    def interrupt(folder: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as context:
+        context.setattr(checkpoint_folder, "_run_of", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            save(tmp_path, *pair)
+    assert save(tmp_path, *pair).name == "save-00000001"
+    with monkeypatch.context() as context, pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        rename = os.rename
+        context.setattr(os, "rename", lambda old, new: interrupt(old) if old.name[0] != "." else rename(old, new))
+        save(tmp_path, *pair, keep=1)
+    assert latest(tmp_path) == tmp_path / "save-00000002"
+    assert save(tmp_path, *pair, keep=1).name == "save-00000003"
+
+
+def test_only_one_that_is_not_the_first_needs_its_name(pair: tuple[Model, Any], tmp_path: Path) -> None:
+    """Newer ones may have been lost together with `latest`."""
+    save(tmp_path, *pair, keep=1)
+    path = save(tmp_path, *pair, keep=1, extra=2)
+    (tmp_path / "latest").unlink()
+    with pytest.raises(CheckpointError, match=rf"latest is missing or damaged; .* load {path}, which is intact"):
+        latest(tmp_path)
+    other = new()
+    assert load(path, *other) == 2
+    save(tmp_path, *other)
+
+
+def test_older_one_is_continued_where_it_is_loaded_by_its_name(pair: tuple[Model, Any], tmp_path: Path) -> None:
+    older = save(tmp_path, *pair, extra="older")
+    newest = save(tmp_path, *pair)
+    other = new()
+    assert load(older, *other) == "older"
+    assert save(tmp_path, *other, extra="newer").name == "save-00000003"
+    assert load(tmp_path, *new()) == "newer"
+    assert latest(tmp_path) == tmp_path / "save-00000003"
+    assert newest.is_dir()
+
+
+def test_damaged_newest_one_is_never_passed_over_in_silence(pair: tuple[Model, Any], tmp_path: Path) -> None:
+    older, newest = save(tmp_path, *pair, extra="older"), save(tmp_path, *pair)
+    (newest / "values.pt").write_bytes(b"")
+    path = latest(tmp_path)
+    assert path == newest
+    assert f"load {older}, which is intact" in refused(path, *new())
+    (newest / "manifest.json").unlink()
+    shutil.rmtree(newest)
+    for _ in range(2):  # lost, then `latest` damaged
+        with pytest.raises(CheckpointError) as error:
+            latest(tmp_path)
+        assert str(error.value).startswith(f"cannot continue or begin a run in {tmp_path}: ")
+        assert "is missing" in str(error.value)
+        assert str(error.value).endswith(f"; nothing was changed: load {older}, which is intact")
+        (tmp_path / "latest").write_bytes(b"save-1\xff")
+    other = new()
+    assert load(older, *other) == "older"
+    assert latest(save(tmp_path, *other).parent) == tmp_path / "save-00000002"
+
+
+def test_file_called_latest_of_others_is_left_alone(pair: tuple[Model, Any], tmp_path: Path) -> None:
+    (tmp_path / "latest").write_text("global_step100")  # DeepSpeed's
+    (tmp_path / ".lock").touch()
+    with pytest.raises(CheckpointError, match=r"latest is missing or damaged"):
+        latest(tmp_path)
+    assert "it holds latest, which was neither loaded into this optimizer nor saved from it" in refused_to_save(
+        tmp_path, *pair
+    )
+
+
+def test_folder_without_a_run_id_is_continued(
+    pair: tuple[Model, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As earlier versions wrote it."""
+    sealed = checkpoint_folder._sealed
+    with monkeypatch.context() as context:
+        context.setattr(checkpoint_folder, "FORMAT", 1)
+        context.setattr(
+            checkpoint_folder, "_sealed", lambda c: sealed({key: value for key, value in c.items() if key != "run"})
+        )
+        for extra in (1, 2):
+            path = save(tmp_path, *pair, extra=extra)
+    manifest = json.loads((path / "manifest.json").read_bytes())
+    assert list(manifest) == ["format", "world_size", "files", "sha256"]
+    other = new()
+    assert load(latest(tmp_path) or "", *other) == 2
+    save(tmp_path, *other, extra=3)
+    runs = [json.loads((path / "manifest.json").read_bytes()).get("run") for path in sorted(tmp_path.glob("save-*"))]
+    assert runs[0] is None
+    assert re.fullmatch("[0-9a-f]{32}", runs[1])
+    assert load(tmp_path, *new()) == 3
+
+
+def test_run_keeps_its_id_and_others_have_another(pair: tuple[Model, Any], tmp_path: Path) -> None:
+    def run_of(path: Path) -> Any:
+        return json.loads((path / "manifest.json").read_bytes())["run"]
+
+    first = run_of(save(tmp_path / "a", *pair))
+    assert run_of(save(tmp_path / "a", *pair)) == first
+    other = new()
+    load(tmp_path / "a", *other)
+    assert run_of(save(tmp_path / "a", *other)) == first
+    assert run_of(save(tmp_path / "b", *other)) != first
 
 
 @pytest.mark.slow

@@ -217,7 +217,8 @@ def test_on_two_ranks_every_run_ends_in_the_same_bits(folder: Path) -> None:
     (folder / "fsdp.json").write_text(json.dumps({**layers, "state_dict_type": "SHARDED_STATE_DICT"}))
     words, out = ["--fsdp", f"--fsdp_config={folder / 'fsdp.json'}"], folder / "ranks"
     resume = f"--resume_from_checkpoint={out / 'whole' / f'checkpoint-{SAVED}'}"
-    run(train_shards, 2, folder=folder, runs={"whole": words, "resumed": [*words, resume], "plain": words})
+    auto = "--resume_from_checkpoint=auto"  # there is none
+    run(train_shards, 2, folder=folder, runs={"whole": [*words, auto], "resumed": [*words, resume], "plain": words})
     assert digests(out / "resumed") == digests(out / "plain") == digests(out / "whole")
     assert torch.equal(logits_of(out / "resumed"), logits_of(out / "whole"))
     assert logged(out / "whole")[-1]["loss"] < 0.8 * logged(out / "whole")[0]["loss"]
@@ -242,5 +243,31 @@ def kill_at_step(rank: int, folder: Path, out: Path, step: int) -> None:
 def test_a_run_that_was_killed_ends_as_one_that_was_not(folder: Path, whole: tuple[Path, str]) -> None:
     out = folder / "killed"
     assert run(kill_at_step, 1, folder=folder, out=out, step=SAVED + 2) == [ENDED]
-    finetune(folder, out, f"--resume_from_checkpoint={out / f'checkpoint-{SAVED}'}")
+    (out / f"checkpoint-{SAVED + 1}").mkdir()  # a save that was killed
+    newest = re.escape(str(out / f"checkpoint-{SAVED}"))
+    with pytest.raises(
+        SystemExit, match=rf"{newest} is of another run; continue it with --resume_from_checkpoint auto"
+    ):
+        finetune(folder, out)
+    finetune(folder, out, "--resume_from_checkpoint=auto")
     assert digests(out) == digests(whole[0])
+
+
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_ranks_that_cannot_meet_are_told_once(
+    local_rank: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*arguments: Any, **options: Any) -> None:
+        raise torch.distributed.DistNetworkError("no answer\nand more")
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", fails)
+    monkeypatch.setattr("sys.argv", [str(SCRIPT), *words_of(folder, tmp_path)])
+    told = "^1$" if local_rank else r"^finetune.py: the ranks could not meet \(no answer\); [^\n]*$"
+    variables = {"RANK": local_rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
+    from accelerate.state import PartialState
+
+    monkeypatch.setattr(PartialState, "_shared_state", {})
+    with pytest.raises(SystemExit, match=told):
+        runpy.run_path(str(SCRIPT), run_name="__main__")

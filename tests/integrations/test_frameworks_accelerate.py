@@ -87,12 +87,13 @@ def test_mixed_precision() -> None:
     compare(accelerated(torch.float32, "norm", 0.5, mixed_precision="bf16"), torch.float32)
 
 
-def test_states_that_are_saved_and_loaded(tmp_path: Path) -> None:
+@pytest.mark.parametrize("moments", ["fp32", "bf16"])
+def test_states_that_are_saved_and_loaded(moments: str, tmp_path: Path) -> None:
     """Training goes on from what was saved, while the scheduler stays open."""
 
     def train(run: Run) -> None:
         accelerator = fresh()
-        optimizer = adamw(plain := Predictor(torch.bfloat16))
+        optimizer = adamw(plain := Predictor(torch.bfloat16), moments=moments)
         model, wrapped, batches = accelerator.prepare(plain, optimizer, DataLoader(Sentences(), batch_size=2))
         run.open(wrapped.optimizer, model)
         for epoch in range(3):

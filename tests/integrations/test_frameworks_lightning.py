@@ -41,10 +41,10 @@ def _quiet() -> Iterator[None]:
 class Module(lightning.LightningModule):
     """What Lightning trains; logs losses, and the norms that users ask for."""
 
-    def __init__(self, dtype: torch.dtype, *, norms: bool = False) -> None:
+    def __init__(self, dtype: torch.dtype, *, norms: bool = False, moments: str = "fp32") -> None:
         super().__init__()
         self.model = Predictor(dtype)
-        self.optimizer: SpeculativeCPUAdamW | None = adamw(self.model)
+        self.optimizer: SpeculativeCPUAdamW | None = adamw(self.model, moments=moments)
         self.norms = norms
         self.logged: list[dict[str, Any]] = []
 
@@ -239,7 +239,8 @@ def test_layers_that_are_trained_later(dtype: torch.dtype) -> None:
     assert sum(name.startswith("parameter") for name in seen) == 15
 
 
-def test_resumption(tmp_path: Path) -> None:
+@pytest.mark.parametrize("moments", ["fp32", "bf16"])
+def test_resumption(moments: str, tmp_path: Path) -> None:
     """A checkpoint is continued alike, whether or not a scheduler was at work before or is now."""
     wholes = []
     for saved in (False, True):
@@ -247,13 +248,15 @@ def test_resumption(tmp_path: Path) -> None:
 
         def whole(run: Run, folder: Path = folder) -> None:
             saving = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
-            fitted(Module(torch.bfloat16), run, callbacks=[saving], enable_checkpointing=True)
+            fitted(Module(torch.bfloat16, moments=moments), run, callbacks=[saving], enable_checkpointing=True)
             del run.logged[:14]
 
         wholes.append(everything_in(whole, scheduled=saved, accepts=True))
         for scheduled in (False, True):
             resumed = everything_in(
-                lambda run, folder=folder: fitted(Module(torch.bfloat16), run, resume=str(folder / "epoch=0.ckpt")),
+                lambda run, folder=folder: fitted(
+                    Module(torch.bfloat16, moments=moments), run, resume=str(folder / "epoch=0.ckpt")
+                ),
                 scheduled=scheduled,
                 accepts=True,
             )

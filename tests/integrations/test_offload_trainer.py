@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import logging
@@ -192,6 +193,36 @@ def test_an_optimizer_of_ours_that_was_passed_is_used(tmp_path: Path) -> None:
     assert trainer.create_optimizer().max_grad_norm == 0.5
 
 
+def test_moments_are_stored_as_asked_for(tmp_path: Path) -> None:
+    trainer = trainer_in(tmp_path, torch.bfloat16)
+    with pytest.raises(ValueError, match="moments is 'half', expected 'fp32' or"):
+        offload(trainer, moments="half")
+    with pytest.raises(ValueError, match="master is 'half', expected 'fp32' or"):
+        offload(trainer, master="half")
+    offload(trainer, moments="bf16", master="24bit")
+    made = trainer.create_optimizer()
+    assert (made.moments, made.master) == ("bf16", "24bit")
+    copied = copy.deepcopy(trainer)
+    copied.optimizer = None
+    assert copied.create_optimizer().moments == "bf16"
+
+
+def test_moments_that_contradict_an_optimizer_of_ours_are_refused(tmp_path: Path) -> None:
+    words = "optimizer has moments='bf16', and offload.* was given moments='fp32'; leave it out"
+    trainer = trainer_in(tmp_path, torch.bfloat16)
+    trainer.optimizer = SpeculativeCPUAdamW(trainer.model.parameters(), moments="bf16")
+    with pytest.raises(ValueError, match=words):
+        offload(trainer, moments="fp32")
+    offload(trainer, moments="bf16")
+    assert trainer.create_optimizer() is trainer.optimizer
+    for moments in (None, "bf16", "fp32"):
+        trainer = trainer_in(tmp_path, torch.bfloat16)
+        trainer.optimizer_cls_and_kwargs = (SpeculativeCPUAdamW, {"lr": 1e-3, "moments": "bf16"})
+        offload(trainer, moments=moments)
+        with pytest.raises(ValueError, match=words) if moments == "fp32" else contextlib.nullcontext():
+            assert trainer.create_optimizer().moments == "bf16"
+
+
 def test_a_copy_of_a_trainer_trains_its_own_model(tmp_path: Path) -> None:
     original = trainer_in(tmp_path, torch.bfloat16)
     offload(original, **SCHEDULER)
@@ -308,15 +339,18 @@ def test_a_smaller_batch_after_memory_ran_out(tmp_path: Path) -> None:
 
 
 @dtypes
-def test_resumed_training_is_that_which_never_stopped(tmp_path: Path, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("moments", [None, "bf16"])
+def test_resumed_training_is_that_which_never_stopped(tmp_path: Path, moments: str | None, dtype: torch.dtype) -> None:
     whole = trainer_in(tmp_path, dtype, save_strategy="steps", save_steps=5)
-    offload(whole, **SCHEDULER)
+    offload(whole, moments=moments, **SCHEDULER)
     whole.train()
+    saved = torch.load(tmp_path / "checkpoint-5" / "optimizer.pt", weights_only=True)["state"].values()
+    assert {entry["exp_avg"].dtype for entry in saved} == {torch.bfloat16 if moments else torch.float32}
     resumed = trainer_in(tmp_path, dtype)
-    offload(resumed, **SCHEDULER)
+    offload(resumed, moments=moments, **SCHEDULER)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
     assert_same(everything(whole), everything(resumed))
-    if dtype == torch.float32:
+    if dtype == torch.float32 and moments is None:
         stock = trainer_in(tmp_path, dtype)
         stock.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
         assert_same(everything(stock), without_state(resumed))
