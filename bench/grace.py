@@ -57,7 +57,7 @@ class Case:
 
     @property
     def symbol(self) -> str:
-        return f"run_{self.which.name}_{self.gradient.name}_{self.out.name}_0"  # without a list
+        return f"run_{self.which.name}_{self.gradient.name}_{self.out.name}_0_0"  # without a list, of plain state
 
     @property
     def label(self) -> str:

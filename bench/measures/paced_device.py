@@ -33,6 +33,7 @@ from superadam.host.memory import HostNeeds
 from superadam.kernels import native
 from superadam.kernels.hyperparameters import Coefficients
 from superadam.kernels.resident_step import ResidentStep
+from superadam.state.parameter import ARRAYS
 from superadam.testing import stand_in
 
 _nbytes_of = operator.attrgetter("nbytes")
@@ -236,8 +237,8 @@ class PacedDevice(PlainDevice):
     @_counted
     def update(self, steps: Sequence[ResidentStep], sets: Sequence[Coefficients]) -> None:
         """Make the steps, or defer them."""
-        state = [(one.master, one.exp_avg, one.exp_avg_sq, one.max_exp_avg_sq) for one in steps]
-        moved = 2 * sum(_nbytes([tensor for tensor in some if tensor is not None]) for some in state)
+        state = [getattr(one, name) for one in steps for name in ARRAYS]
+        moved = 2 * _nbytes([tensor for tensor in state if tensor is not None])
         moved += sum(one.gradient.nbytes + one.parameter.nbytes for one in steps)
         self.spend(Stream.CURRENT, moved / self.rates.memory, "adam")
         self._deferred.append(functools.partial(stand_in.update, list(steps), list(sets)))

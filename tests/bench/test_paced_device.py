@@ -193,6 +193,20 @@ def test_a_step_on_the_device_moves_its_state_twice_and_may_be_owed() -> None:
     assert masters[0].any()
 
 
+def test_a_step_on_the_device_moves_state_in_fewer_bits() -> None:
+    """5 bytes of it for each element, and two exponents; what it stores is the CPU's step."""
+    device, _ = clocked()
+    high, low, exp_avg, exp_avg_sq = (torch.zeros(64, dtype=dtype) for dtype in (torch.int16, *3 * [torch.uint8]))
+    exponents = [torch.zeros(1, dtype=torch.uint8) for _ in range(2)]
+    gradient, parameter = torch.ones(64, dtype=torch.bfloat16), torch.zeros(64, dtype=torch.bfloat16)
+    step = ResidentStep(high, exp_avg, exp_avg_sq, None, gradient, parameter, 0, *exponents, low)
+    device.update([step], [Coefficients.at_step(HYPERPARAMETERS, 1, compact=True)])
+    assert spans(device)[-1][2] - spans(device)[-1][1] == (64 * (2 * 5 + 2 + 2) + 2 * 2) / 1024.0
+    master = (high.int() << 16 | low.int() << 8).view(torch.float32)
+    assert torch.equal(master.bfloat16(), parameter)
+    assert all(bool(tensor.all()) for tensor in (master, exp_avg, exp_avg_sq, *exponents))
+
+
 def test_what_is_published_from_the_host_crosses_the_link() -> None:
     device, _ = clocked()
     device.reserve(HostNeeds(largest=4096))

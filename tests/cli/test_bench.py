@@ -19,7 +19,8 @@ from superadam.cli.bench.pairs import WARM_UPS, Spread, compare, fastest
 from superadam.cli.bench.passes import Setting
 from superadam.cli.usage import UsageError
 from superadam.kernels import native
-from superadam.kernels.native import Dtype, Pass
+from superadam.kernels.native import Dtype, Format, Pass
+from superadam.state.parameter import Master, Moments, Storage
 
 NUMEL = 3 * native.CHUNK
 SETTINGS = {  # dtypes of gradients, and of the usual working copy
@@ -29,6 +30,7 @@ SETTINGS = {  # dtypes of gradients, and of the usual working copy
     Dtype.FLOAT64: Dtype.FLOAT64,
 }
 STATE = ("master", "exp_avg", "exp_avg_sq")
+PLANES = ("master_low", "exp_avg_exponents", "exp_avg_sq_exponents")
 
 
 # -- pairs ------------------------------------------------------------------------------------------------------------
@@ -88,24 +90,28 @@ def checksum(arrays: PassArrays, *names: str) -> int:
 
 READ_ONLY = {
     Pass.NORM: ("gradient",),
-    Pass.SPECULATE: ("gradient", *STATE),
+    Pass.SPECULATE: ("gradient", *STATE, *PLANES),
     Pass.COMMIT: ("gradient",),
     Pass.COMMIT_AND_SPECULATE: ("gradient", "accepted_gradient"),
     Pass.UPDATE: ("gradient",),
 }
 
 
-@pytest.mark.parametrize("dtype", SETTINGS)
+FORMATS = [Storage(moments, master).format for moments in Moments for master in Master]
+KINDS = [*((dtype, Format.PLAIN) for dtype in SETTINGS), *((Dtype.BFLOAT16, form) for form in FORMATS[1:])]
+
+
+@pytest.mark.parametrize(("dtype", "form"), KINDS)
 @pytest.mark.parametrize("which", READ_ONLY)
-def test_traffic_reads_everything_and_leaves_the_state_alone(which: Pass, dtype: Dtype) -> None:
-    arrays = PassArrays(NUMEL, dtype, SETTINGS[dtype])
-    before = {name: arrays[name].copy() for name in (*STATE, "gradient", "accepted_gradient", "out")}
-    expected = checksum(arrays, *READ_ONLY[which])
+def test_traffic_reads_everything_and_leaves_the_state_alone(which: Pass, dtype: Dtype, form: Format) -> None:
+    arrays = PassArrays(NUMEL, dtype, SETTINGS[dtype], form)
+    before = {name: array.copy() for name, array in arrays.items()}
+    expected = checksum(arrays, *(name for name in READ_ONLY[which] if name in before))
     writes_out = which in (Pass.SPECULATE, Pass.COMMIT_AND_SPECULATE, Pass.UPDATE)
-    for variant in floor.variants(which, arrays.out_dtype):
+    for variant in floor.variants(which, arrays.out_dtype, form):
         arrays["out"][:] = before["out"]
         assert floor.action(arrays, which, variant, 2)() == expected, variant
-        for name in (*STATE, "gradient", "accepted_gradient"):
+        for name in before.keys() - {"out"}:
             np.testing.assert_array_equal(arrays[name], before[name], err_msg=f"{name} {variant}")
         if writes_out:
             np.testing.assert_array_equal(arrays["out"].view(np.uint16), 0x3F80)
@@ -136,6 +142,13 @@ def test_traffic_ends_where_the_arrays_end(threads: int) -> None:
         ("gradient", 0, 32, "aligned to 64"),
         ("gradient", 68, 32, "aligned to 64"),
         ("gradient_dtype", 9, 32, "dtypes"),
+        ("format", int(Format.MOMENTS_8BIT), 32, "burst that divides"),
+        ("format", int(Format.MASTER_24BIT), 32, "burst that divides"),
+        ("format", int(Format.MOMENTS_8BIT), 64, "aligned to 64"),
+        ("format", int(Format.MASTER_24BIT), 64, "aligned to 64"),
+        ("format", int(Format.MOMENTS_8BIT | Format.MOMENTS_BFLOAT16), 64, "format"),
+        ("format", int(Format.LISTED_24BIT), 64, "format"),
+        ("format", -1, 64, "format"),
     ],
 )
 def test_traffic_that_does_not_fit_is_refused(field: str, value: int, burst: int, message: str) -> None:
@@ -170,23 +183,42 @@ def test_bytes_per_element(which: Pass, gradient: Dtype, out: Dtype, expected: i
     assert bytes_per_element(which, gradient, out) == expected
 
 
+@pytest.mark.parametrize("form", FORMATS)
+def test_bytes_per_element_of_smaller_state(form: Format) -> None:
+    arrays = PassArrays(NUMEL, Dtype.BFLOAT16, Dtype.BFLOAT16, form)
+    gradients = ("gradient", "accepted_gradient")
+    state = sum(array.nbytes for name, array in arrays.items() if name not in (*gradients, "out")) / NUMEL
+    table = {
+        Pass.NORM: (2, 0),
+        Pass.SPECULATE: (4, 1),
+        Pass.COMMIT: (2, 2),
+        Pass.COMMIT_AND_SPECULATE: (6, 2),
+        Pass.UPDATE: (4, 2),
+    }
+    for which, (others, times) in table.items():
+        assert bytes_per_element(which, Dtype.BFLOAT16, Dtype.BFLOAT16, form) == others + times * state
+    assert (arrays.coefficients["turn"] != 0) == (form is not Format.PLAIN)
+
+
 def test_variants_differ_in_what_a_pass_does() -> None:
     for which, _ in passes.PASSES:
-        variants = floor.variants(which, Dtype.BFLOAT16)
+        variants = floor.variants(which, Dtype.BFLOAT16, Format.PLAIN)
         assert len(set(variants)) == len(variants)
         assert any(variant.stream_out for variant in variants) == (which not in (Pass.NORM, Pass.COMMIT))
         assert any(variant.stream_state for variant in variants) == (which not in (Pass.NORM, Pass.SPECULATE))
     arrays = PassArrays(NUMEL, Dtype.FLOAT32, Dtype.BFLOAT16)
     kernel = passes.action(arrays, Pass.UPDATE, Setting("scalar", 1, Dtype.FLOAT32, Dtype.BFLOAT16), with_norm=False)
-    assert floor.find_floor(arrays, Pass.UPDATE, 1, kernel, rounds=1) in floor.variants(Pass.UPDATE, Dtype.BFLOAT16)
+    assert floor.find_floor(arrays, Pass.UPDATE, 1, kernel, rounds=1) in floor.variants(
+        Pass.UPDATE, Dtype.BFLOAT16, Format.PLAIN
+    )
 
 
 # -- passes -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", SETTINGS)
-def test_every_pass_is_measured_in_every_setting(dtype: Dtype, isa: str) -> None:
-    setting = Setting(isa, 2, dtype, SETTINGS[dtype])
+@pytest.mark.parametrize(("dtype", "form"), KINDS)
+def test_every_pass_is_measured_in_every_setting(dtype: Dtype, form: Format, isa: str) -> None:
+    setting = Setting(isa, 2, dtype, SETTINGS[dtype], form)
     rows = list(passes.measure(2 * native.CHUNK - 5, [setting], 2))
     assert [(row.which, row.with_norm) for row in rows] == list(passes.PASSES)
     assert len({row.name for row in rows}) == len(rows)
@@ -238,6 +270,33 @@ def test_the_command_prints_one_table_and_writes_json(capsys: pytest.CaptureFixt
         assert (row["isa"], row["threads"], row["pairs"], row["numel"]) == ("scalar", 2, 2, 8192)
         assert row["ratio"]["lower"] <= row["ratio"]["median"] <= row["ratio"]["upper"]
         assert row["seconds"]["median"] > 0
+
+
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize(
+    ("moments", "master", "commit_bytes", "update_bytes"),
+    [("bf16", "fp32", 18, 20), ("8bit", "24bit", 12.0625, 14.0625), ("fp32", "24bit", 24, 26)],
+)
+def test_the_command_says_how_state_is_stored(
+    moments: str,
+    master: str,
+    commit_bytes: float,
+    update_bytes: float,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    target, words = tmp_path / "bench.json", ["--moments", moments, "--master", master]
+    assert cli.main(["bench", "--isa", "scalar", "--threads", "1", *words, "--json", str(target)]) == 0
+    printed = capsys.readouterr().out
+    names = [name.replace("fp", "f") for name in (master, moments)]
+    assert f"bf16>bf16, {'+'.join(names)} " in printed
+    assert max(map(len, printed.splitlines())) <= 80
+    rows = json.loads(target.read_text())["passes"]
+    assert all([row["master"], row["moments"]] == names for row in rows)
+    assert {(row["pass"], row["bytes_per_element"]) for row in rows} > {
+        ("commit", commit_bytes),
+        ("update", update_bytes),
+    }
 
 
 @pytest.mark.usefixtures("tiny")

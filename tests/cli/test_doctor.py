@@ -433,3 +433,40 @@ def test_stdout_is_one_json_document_whatever_is_written_meanwhile(how: str, sta
     assert len(names) == 7
     for name in names:
         assert f"<{name}>" in done.stderr
+
+
+# -- several ranks -----------------------------------------------------------------------------------------------------
+
+
+def test_shares_of_ranks_are_told(tmp_path: Path) -> None:
+    environment = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3"}
+    assert processor.ranks(machine(tmp_path, environment=environment)).detail == (
+        "rank 0: CPUs 0-2; rank 1: CPUs 3-5; rank 2: CPUs 6-7"
+    )
+    crowded = processor.ranks(machine(tmp_path, environment=environment, affinity=frozenset({4, 5})))
+    assert crowded.status is Status.BETTER
+    assert crowded.remedy == "torchrun --nproc-per-node 2"
+    assert processor.ranks(machine(tmp_path)).detail == "one, which may use every CPU of this process"
+    nonsense = machine(tmp_path, environment={"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "3"})
+    assert processor.ranks(nonsense).status is processor.threads(nonsense).status is Status.BROKEN
+
+
+def test_a_quota_is_that_of_all_ranks(tmp_path: Path, fresh_native: pytest.MonkeyPatch) -> None:
+    fresh_native.setenv("SUPERADAM_THREADS", "3")
+    files = {"/proc/self/cgroup": "0::/", "/sys/fs/cgroup/cpu.max": "400000 100000"}
+    environment = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "SUPERADAM_THREADS": "3"}
+    finding = processor.threads(machine(tmp_path, files, environment))
+    assert finding.remedy == "export SUPERADAM_THREADS=2"
+
+
+@pytest.mark.slow
+def test_one_report_under_torchrun() -> None:
+    code = (
+        "from superadam.cli import main\nfrom superadam.cli.doctor import memory\n"
+        "memory.bandwidth.__defaults__ = (4 << 20,)\nraise SystemExit(main.main(['doctor', '--json']))"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    done = subprocess.run([*command, sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    findings = {finding["name"]: finding for finding in json.loads(done.stdout)["findings"]}
+    assert len(findings["ranks"]["values"]["shares"]) == 2

@@ -121,7 +121,7 @@ def test_training_whose_output_fails_is_saved(
     stderr = capsys.readouterr().err
     assert stderr.startswith(f"superadam: cannot write the output: No space left on device{ending}")
     assert stderr.count("\n") == 1
-    assert set(os.listdir("run")) == {"checkpoint.pt", "training.png"}
+    assert set(os.listdir("run")) == {".lock", "checkpoint.pt", "training.png"}
     if fails_at < 8:
         assert main(["train", "--resume", "run"]) == 0
 

@@ -224,7 +224,7 @@ def test_file_of_another_layout_is_refused(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(checkpoint, "FORMAT", "superadam train, 1")
     saved(tiny_trainer(), tmp_path)
     monkeypatch.undo()
-    with pytest.raises(UsageError, match=r"has the layout 'superadam train, 1', expected 'superadam train, 7'"):
+    with pytest.raises(UsageError, match=r"has the layout 'superadam train, 1', expected 'superadam train, 8'"):
         checkpoint.read(tmp_path)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from superadam.cli.train.loop import Trainer
 from superadam.cli.train.presets import PRESETS
 from superadam.cli.train.verification import Reference
 from superadam.cli.usage import UsageError
+from superadam.host.files import locked
 from superadam.host.memory import HostMemory
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_torch_thread")]
@@ -34,22 +36,26 @@ def content_of(folder: Path) -> dict[str, Any]:
     return {key: content[key] for key in ("model", "optimizer", "batches")}
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize(("dtype", "moments"), [("bf16", "fp32"), ("fp32", "fp32"), ("bf16", "bf16")])
 def test_verified_run_leaves_its_files_and_figures(
-    dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    dtype: str, moments: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, report_path = tmp_path / "out", tmp_path / "figures" / "report.json"
-    words = (*OPTIONS, "--dtype", dtype, "--text", write_text(tmp_path), "--out", out, "--report", report_path)
-    assert train(*words, "--verify", "--inject-nan", 3, "--inject-nan", 5) == 0
-    assert sorted(os.listdir(out)) == ["checkpoint.pt", "training.png"]
+    words = (*OPTIONS, "--dtype", dtype, "--moments", moments, "--text", write_text(tmp_path), "--out", out)
+    assert train(*words, "--report", report_path, "--verify", "--inject-nan", 3, "--inject-nan", 5) == 0
+    assert sorted(os.listdir(out)) == [".lock", "checkpoint.pt", "training.png"]
     report = read_report(report_path)
     assert (report["steps"], report["skipped"], report["threads"], report["dtype"]) == (8, 2, 1, dtype)
+    assert report["moments"] == moments
     assert min(report["committed"], report["clipped"]) >= 1
     parameters = report["parameters"]
     assert report["elements"] == 3 * parameters
     assert report["elements_differing"] == 0
     assert report["norm_max_relative_difference"] <= 1e-10
-    tensors = len(torch.load(out / "checkpoint.pt", weights_only=True)["model"])
+    saved = torch.load(out / "checkpoint.pt", weights_only=True)
+    kinds = {(entry["exp_avg"].dtype, entry["exp_avg_sq"].dtype) for entry in saved["optimizer"]["state"].values()}
+    assert kinds == {(torch.bfloat16 if moments == "bf16" else torch.float32,) * 2}
+    tensors = len(saved["model"])
     assert report["buckets"] == 8 * (BUCKETS - (dtype == "fp32"))
     assert report["speculated_buckets"] + report["waiting_buckets"] == report["buckets"]
     assert report["given_back_gradients"] == 0
@@ -60,15 +66,17 @@ def test_verified_run_leaves_its_files_and_figures(
         assert (report["respeculated"], report["dropped"], report["shadow_bytes"]) == (0, 0, 0)
         assert report["waiting_buckets"] == report["buckets"]
     assert (report["downloaded_bytes"], report["uploaded_bytes"], report["peak_device_bytes"]) == (0, 0, None)
-    assert f"verified: 0 of {3 * parameters:,} fp32 elements" in capsys.readouterr().out
+    kind = "fp32 " if moments == "fp32" else ""
+    assert f"verified: 0 of {3 * parameters:,} {kind}elements" in capsys.readouterr().out
 
 
 def test_overlap_changes_no_bit(tmp_path: Path) -> None:
     found = []
     for options in ((), ("--no-overlap",)):
-        places = ("--text", write_text(tmp_path), "--out", tmp_path / "run", "--report", tmp_path / "report.json")
+        out, report = tmp_path / f"run{len(found)}", tmp_path / "report.json"
+        places = ("--text", write_text(tmp_path), "--out", out, "--report", report)
         assert train(*OPTIONS, *places, *options, "--verify", "--inject-nan", 2) == 0
-        found.append((read_report(tmp_path / "report.json"), content_of(tmp_path / "run")))
+        found.append((read_report(report), content_of(out)))
     (first, whole), (plain, run) = found
     assert (plain["losses"], plain["held_out_loss"]) == (first["losses"], first["held_out_loss"])
     assert are_same(whole, run)
@@ -114,13 +122,14 @@ def killed_in(step: int, words: tuple[object, ...]) -> None:
     train(*words)
 
 
-def test_killed_and_continued_run_is_the_run_that_never_stopped(tmp_path: Path) -> None:
+@pytest.mark.parametrize("moments", ["fp32", "bf16"])
+def test_killed_and_continued_run_is_the_run_that_never_stopped(moments: str, tmp_path: Path) -> None:
     text = write_text(tmp_path)
-    words, whole, parts = (*OPTIONS, "--text", text), tmp_path / "whole", tmp_path / "parts"
+    words, whole, parts = (*OPTIONS, "--text", text, "--moments", moments), tmp_path / "whole", tmp_path / "parts"
     assert train(*words, "--inject-nan", 6, "--out", whole, "--report", tmp_path / "whole.json") == 0
     child = (*words, "--out", parts, "--save-every", 2)
     assert exit_code_of_child(lambda: killed_in(6, child)) == -signal.SIGKILL
-    assert os.listdir(parts) == ["checkpoint.pt"]
+    assert sorted(os.listdir(parts)) == [".lock", "checkpoint.pt"]
     assert len(checkpoint.read(parts)[1]["history"]["steps"]) == 4
     resumed = ("--resume", parts, "--verify", "--inject-nan", 6, "--report", tmp_path / "parts.json")
     assert train(*resumed) == 0
@@ -129,6 +138,71 @@ def test_killed_and_continued_run_is_the_run_that_never_stopped(tmp_path: Path) 
     for key in ("losses", "held_out_loss_before", "held_out_loss", "steps", "skipped"):
         assert reports[0][key] == reports[1][key]
     assert (reports[1]["sessions"], reports[1]["elements_differing"]) == (2, 0)
+
+
+def test_resume_auto_starts_and_continues_and_ends(tmp_path: Path) -> None:
+    """With the same words each time, as a scheduler repeats them."""
+    whole, out = tmp_path / "whole", tmp_path / "run"
+    words = (*OPTIONS, "--text", write_text(tmp_path))
+    assert train(*words, "--out", whole) == 0
+    again = (*words, "--out", out, "--save-every", 2, "--resume", "auto")
+    for step, done in ((2, 0), (4, 2), (8, 6)):  # before the first save; after it; and again
+        assert exit_code_of_child(lambda: killed_in(step, again)) == -signal.SIGKILL  # noqa: B023
+        assert (len(checkpoint.read(out)[1]["history"]["steps"]) if done else 0) == done
+    assert train(*again) == 0
+    assert are_same(content_of(whole), content_of(out))
+    assert checkpoint.read(out)[1]["history"]["sessions"] == 3
+    assert train(*again) == 2  # it is complete
+
+
+def test_folder_that_holds_another_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words, out, other = (*OPTIONS, "--text", write_text(tmp_path)), tmp_path / "run", tmp_path / "other"
+    assert train(*words, "--out", out) == 0
+    assert train(*words, "--out", other) == 0
+    saved = (out / "checkpoint.pt").read_bytes()
+    capsys.readouterr()
+    for more in ([], ["--resume", other, "--steps", 10]):
+        assert train(*words, "--out", out, *more) == 2
+        printed = capsys.readouterr()
+        sentence = (
+            f"superadam: --out {out} holds another run; continue it with --resume {out}, or choose another folder\n"
+        )
+        assert printed == ("", sentence)
+    assert train(*words, "--out", out, "--no-save") == 0
+    assert (out / "checkpoint.pt").read_bytes() == saved
+    assert train(*words, "--out", out, "--resume", tmp_path / "other" / ".." / "run", "--steps", 10) == 0
+
+
+def test_folder_in_which_another_run_is_at_work_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "LOCK_SECONDS", 0.2)
+    out = tmp_path / "run"
+    out.mkdir()
+    words = (*OPTIONS, "--text", write_text(tmp_path), "--out", out, "--resume", "auto")
+    with locked(out / ".lock", 0):
+        assert train(*words) == 2
+        assert f"another run is at work in --out {out}; end it, or choose another folder" in capsys.readouterr().err
+        assert train(*words, "--no-save") == 0
+    assert train(*words) == 0
+
+
+def test_run_that_was_overtaken_before_its_first_step_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, words = tmp_path / "run", (*OPTIONS, "--text", write_text(tmp_path))
+    assert train(*words, "--out", tmp_path / "other") == 0
+    read = command.Text.read
+
+    def read_late(*arguments: Any) -> Any:
+        shutil.copytree(tmp_path / "other", out)
+        return read(*arguments)
+
+    monkeypatch.setattr(command.Text, "read", read_late)
+    assert train(*words, "--out", out) == 2
+    assert capsys.readouterr().err.endswith(
+        f"superadam: another run has just saved in --out {out}; continue it with --resume {out}\n"
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 from rich.console import Console
-from support.training_runs import tiny_trainer
+from support.training_runs import TINY, tiny_trainer
 
 from superadam.cli.train import display
 from superadam.cli.train.loop import Trainer
@@ -87,7 +87,23 @@ def test_run_without_overlap_tells_nothing_of_buckets() -> None:
     ],
 )
 def test_verdict_says_what_differs(change: dict[str, int], words: str) -> None:
-    assert words in display.verdict(dataclasses.replace(GOOD, **change)).plain  # type: ignore[arg-type]
+    assert words in display.verdict(dataclasses.replace(GOOD, **change), TINY).plain  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "stored"),
+    [
+        ({"moments": "bf16"}, "bf16 moments"),
+        ({"master": "24bit"}, "24bit masters"),
+        ({"moments": "8bit", "master": "24bit"}, "8bit moments and 24bit masters"),
+    ],
+)
+def test_verdict_says_how_the_reference_stores_state(changes: dict[str, str], stored: str) -> None:
+    settings = dataclasses.replace(TINY, **changes)  # type: ignore[arg-type]
+    said = f"torch.optim.AdamW(fused=True), rounded after each step to {stored}, in any bit"
+    assert "verified: 0 of 300 elements of p, m and v differ from " + said in display.verdict(GOOD, settings).plain
+    assert "rounded" not in display.verdict(GOOD, TINY).plain
+    assert f"parameters in bf16 with {stored} on cpu" in display.introduction(tiny_trainer(**changes))
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,9 @@ def test_continued_run_changes_only_what_leaves_it_the_same_run() -> None:
 
 @pytest.mark.parametrize("name", sorted({field.name for field in dataclasses.fields(Settings)} - CHANGEABLE))
 def test_continued_run_refuses_to_become_another(name: str) -> None:
-    other = {"dtype": "fp32", "model": "10m"}.get(name) or getattr(TINY, name) * 2 + 4
+    other = {"dtype": "fp32", "moments": "bf16", "master": "24bit", "model": "10m"}.get(name) or getattr(
+        TINY, name
+    ) * 2 + 4
     option = "--" + name.replace("_", "-")
     with pytest.raises(UsageError, match=f"has {option} .*, not .*; leave {option} out"):
         TINY.continued({name: other})

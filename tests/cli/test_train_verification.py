@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -15,10 +16,13 @@ from hypothesis import strategies as st
 from support.training_runs import DEVICES, tiny_trainer
 
 from superadam import StepKind, StepOutcome
+from superadam.cli.train import verification
 from superadam.cli.train.loop import Trainer
 from superadam.cli.train.presets import PRESETS
 from superadam.cli.train.verification import NORM_TOLERANCE, Reference, Verification, count_differing
 from superadam.kernels import native
+from superadam.state.parameter import Master, Moments, Storage
+from superadam.testing import round_by_thresholds
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
@@ -60,14 +64,24 @@ def check_right(trainer: Trainer, steps: int) -> None:
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("checkpointing", [True, False])
 @pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("master", ["fp32", "24bit"])
+@pytest.mark.parametrize("moments", ["fp32", "bf16", "8bit"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_right_run_differs_in_nothing(
-    dtype: str, overlap: bool, checkpointing: bool, tied: bool, device: str, monkeypatch: pytest.MonkeyPatch
+    dtype: str,
+    moments: str,
+    master: str,
+    overlap: bool,
+    checkpointing: bool,
+    tied: bool,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tiny = PRESETS["tiny"]
     other = dataclasses.replace(tiny, shape=dataclasses.replace(tiny.shape, tied=tied), checkpointing=checkpointing)
     monkeypatch.setitem(PRESETS, "tiny", other)
-    check_right(tiny_trainer(is_verified=True, dtype=dtype, overlap=overlap, device=device), 8)
+    options = {"dtype": dtype, "moments": moments, "master": master, "overlap": overlap, "device": device}
+    check_right(tiny_trainer(is_verified=True, **options), 8)
 
 
 def test_run_of_skipped_steps_alone_differs_in_nothing() -> None:
@@ -94,6 +108,45 @@ def test_one_planted_bit_is_one_differing_element(dtype: str, key: str, bit: int
         tensor = state.get(key, parameter.detach())
         flip(tensor, tensor.numel() - 1, bit)
         assert reference_of(trainer).compare().elements_differing == 1
+
+
+@pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq"])
+def test_one_planted_bit_of_a_moment_in_bf16_is_one_differing_element(key: str) -> None:
+    with tiny_trainer(is_verified=True, moments="bf16") as trainer:
+        trainer.step()
+        tensor = trainer.optimizer.state[trainer.optimizer.param_groups[0]["params"][1]][key]
+        tensor.view(-1).view(torch.int16)[-1] ^= 1
+        assert reference_of(trainer).compare().elements_differing == 1
+
+
+def test_every_way_to_store_state_has_a_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = PRESETS["tiny"]
+    in_blocks = dataclasses.replace(tiny, shape=dataclasses.replace(tiny.shape, width=64, feed_forward=64))
+    monkeypatch.setitem(PRESETS, "tiny", in_blocks)
+    for storage in itertools.starmap(Storage, itertools.product(Moments, Master)):
+        with tiny_trainer(is_verified=True, moments=storage.moments.value, master=storage.master.value) as trainer:
+            assert any(storage.of(parameter) == storage for parameter in trainer.model.parameters())
+            for _ in range(3):
+                trainer.step()
+            found = reference_of(trainer).compare()
+        assert (found.elements, found.elements_differing) == (3 * trainer.parameters, 0)
+        assert found.parameters_differing == 0
+
+
+def test_moments_that_are_rounded_otherwise_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To nearest, or by the thresholds of another step."""
+
+    def later(values: torch.Tensor, step: int, bits: int) -> torch.Tensor:
+        return round_by_thresholds(values, step + 1, bits)
+
+    def to_nearest(values: torch.Tensor, step: int, bits: int) -> torch.Tensor:
+        return values.bfloat16().float()
+
+    for other in (later, to_nearest):
+        with tiny_trainer(is_verified=True, moments="bf16") as trainer:
+            monkeypatch.setattr(verification, "round_by_thresholds", other)
+            trainer.step()
+            assert reference_of(trainer).compare().elements_differing > trainer.parameters // 4
 
 
 @pytest.mark.filterwarnings("ignore:Seems like `optimizer.step")  # it is overridden here, to plant the bit
@@ -163,8 +216,9 @@ def test_skipping_is_the_only_right_verdict_over_a_nan() -> None:
         assert reference._verdicts_differing == differing
 
 
-def test_reference_never_runs_our_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = tiny_trainer(dtype="fp32")
+@pytest.mark.parametrize(("moments", "master"), [("fp32", "fp32"), ("bf16", "24bit"), ("8bit", "fp32")])
+def test_reference_never_runs_our_kernels(moments: str, master: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = tiny_trainer(moments=moments, master=master)
     with trainer:
         trainer.step()
     reference = Reference(trainer.optimizer, trainer.model)

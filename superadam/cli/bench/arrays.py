@@ -5,6 +5,7 @@ Pointers in the tables are valid only as long as the `PassArrays` lives.
 
 from __future__ import annotations
 
+from collections.abc import ItemsView
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy.typing as npt
 
 from superadam.kernels import native
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
-from superadam.kernels.native import Dtype, Pass
+from superadam.kernels.native import Dtype, Format, Pass
 
 ALIGNMENT = 64
 """Bytes: a cache line, from where stores past the caches may start."""
@@ -48,12 +49,18 @@ STEP = 1000
 """The step whose coefficients the passes use: they are the same in every run."""
 
 
-def bytes_per_element(which: Pass, gradient_dtype: Dtype, out_dtype: Dtype) -> int:
+def state_bytes(gradient_dtype: Dtype, form: Format) -> float:
+    """Return the bytes of master and moments for one element."""
+    wide = 8 if gradient_dtype is Dtype.FLOAT64 else 4
+    moment = 2 if Format.MOMENTS_BFLOAT16 in form else 1 + 1 / native.BLOCK if Format.MOMENTS_8BIT in form else wide
+    return (3 if Format.MASTER_24BIT in form else wide) + 2 * moment
+
+
+def bytes_per_element(which: Pass, gradient_dtype: Dtype, out_dtype: Dtype, form: Format = Format.PLAIN) -> float:
     """Return what a pass loads and stores for one element; the entries per chunk of the norm are left out."""
-    state = 3 * (8 if gradient_dtype is Dtype.FLOAT64 else 4)
     total = SIZES[gradient_dtype] * (2 if which is Pass.COMMIT_AND_SPECULATE else 1)
-    total += state * ((which in STATE_READERS) + (which in STATE_WRITERS))
-    return total + (SIZES[out_dtype] if which in OUT_WRITERS else 0)
+    total += SIZES[out_dtype] if which in OUT_WRITERS else 0
+    return total + state_bytes(gradient_dtype, form) * ((which in STATE_READERS) + (which in STATE_WRITERS))
 
 
 def _aligned(length: int, size: int) -> npt.NDArray[np.uint8]:
@@ -73,7 +80,11 @@ def _filled(values: npt.NDArray[np.float64], length: int, dtype: Dtype) -> npt.N
             pattern = values
         case _:
             pattern = values.astype(np.float32)
-    array = _aligned(length, SIZES[dtype])
+    return _repeated(pattern, length)
+
+
+def _repeated(pattern: npt.NDArray[Any], length: int) -> npt.NDArray[np.uint8]:
+    array = _aligned(length, pattern.itemsize)
     elements = array.view(pattern.dtype)
     whole = length - length % len(pattern)
     elements[:whole].reshape(-1, len(pattern))[:] = pattern
@@ -84,34 +95,52 @@ def _filled(values: npt.NDArray[np.float64], length: int, dtype: Dtype) -> npt.N
 class PassArrays:
     """State, two gradients and a working copy of `numel` elements, and the segment that describes them.
 
-    With `gradient_dtype` FLOAT64 everything is FLOAT64; `out_dtype` is that of the working copy. `sums` and `nonfinite`
-    receive a norm, one entry per chunk; `coefficients` is a table with the one set that every pass uses.
+    With `gradient_dtype` FLOAT64 everything is FLOAT64; `out_dtype` is that of the working copy, `form` that of the
+    state; where moments have 8 bits, `numel` is a multiple of `native.BLOCK`. `sums` and `nonfinite` receive a norm,
+    one entry per chunk; `coefficients` is a table with the one set that every pass uses.
     """
 
-    def __init__(self, numel: int, gradient_dtype: Dtype, out_dtype: Dtype) -> None:
+    def __init__(self, numel: int, gradient_dtype: Dtype, out_dtype: Dtype, form: Format = Format.PLAIN) -> None:
         self.numel = numel
         self.gradient_dtype = gradient_dtype
         self.out_dtype = out_dtype
+        self.form = form
         double = gradient_dtype is Dtype.FLOAT64
         state = Dtype.FLOAT64 if double else Dtype.FLOAT32
-        normal = np.random.default_rng(0).standard_normal(native.CHUNK)
+        moments = Dtype.BFLOAT16 if Format.MOMENTS_BFLOAT16 in form else state
+        generator = np.random.default_rng(0)
+        normal = generator.standard_normal(native.CHUNK)
         self._arrays = {
             "gradient": _filled(1e-3 * normal, numel, gradient_dtype),
             "accepted_gradient": _filled(1e-3 * normal[::-1], numel, gradient_dtype),
             "master": _filled(normal, numel, state),
-            "exp_avg": _filled(1e-4 * normal, numel, state),
-            "exp_avg_sq": _filled(1e-6 * np.square(normal), numel, state),
+            "exp_avg": _filled(1e-4 * normal, numel, moments),
+            "exp_avg_sq": _filled(1e-6 * np.square(normal), numel, moments),
             "out": _filled(normal, numel, out_dtype),
         }
+        if Format.MOMENTS_8BIT in form:
+            exponents = {"exp_avg_exponents": 115, "exp_avg_sq_exponents": 107}  # of numbers near 1e-3 and 1e-6
+            for name in ("exp_avg", "exp_avg_sq"):
+                self._arrays[name] = _repeated(generator.integers(1, 256, native.CHUNK, np.uint8), numel)
+            for name, exponent in exponents.items():
+                self._arrays[name] = _repeated(np.full(1, exponent, np.uint8), numel // native.BLOCK)
+        if Format.MASTER_24BIT in form:
+            upper = self._arrays["master"].view(np.uint16)[1::2]
+            self._arrays["master"] = _repeated(upper[: native.CHUNK].copy(), numel)
+            self._arrays["master_low"] = _repeated(generator.integers(0, 256, native.CHUNK, np.uint8), numel)
         self.sums = np.zeros(native.chunk_count(numel), np.float64)
         self.nonfinite = np.zeros(native.chunk_count(numel), np.int64)
         self.coefficients = np.array(
-            [Coefficients.at_step(HYPERPARAMETERS, STEP, double=double).row()], native.COEFFICIENTS
+            [Coefficients.at_step(HYPERPARAMETERS, STEP, double=double, compact=bool(form)).row()], native.COEFFICIENTS
         )
 
     def __getitem__(self, name: str) -> npt.NDArray[np.uint8]:
         """Return the bytes of one array, by its name in `native.SEGMENT`."""
         return self._arrays[name]
+
+    def items(self) -> ItemsView[str, npt.NDArray[np.uint8]]:
+        """Return the bytes of all arrays, by their names."""
+        return self._arrays.items()
 
     def segments(self, *, with_norm: bool) -> npt.NDArray[np.void]:
         """Return the table of one segment over these arrays."""
@@ -121,6 +150,7 @@ class PassArrays:
         table["length"] = self.numel
         table["gradient_dtype"] = self.gradient_dtype
         table["out_dtype"] = self.out_dtype
+        table["format"] = self.form
         if with_norm:
             table["sums"] = self.sums.ctypes.data
             table["nonfinite"] = self.nonfinite.ctypes.data

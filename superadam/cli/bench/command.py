@@ -11,6 +11,7 @@ from superadam.cli.bench.passes import PASSES, Setting, measure
 from superadam.cli.usage import UsageError, require_modules
 from superadam.kernels import native
 from superadam.kernels.native import Dtype
+from superadam.state.parameter import Master, Moments, Storage
 
 NUMEL = 16 << 20
 """Elements that each pass runs over: with bf16 gradients, 288 MiB."""
@@ -34,12 +35,17 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--isa", metavar="NAME", help="instruction set (the best one that can run)")
     parser.add_argument("--threads", type=int, metavar="N", help="number of threads (as many as training uses)")
+    moments, masters = ([one.value for one in formats] for formats in (Moments, Master))
+    parser.add_argument("--moments", choices=moments, default="fp32", help="how moments are stored (default: fp32)")
+    parser.add_argument("--master", choices=masters, default="fp32", help="how masters are stored (default: fp32)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
     parser.set_defaults(run=run)
 
 
-def setting_of(isa: str | None, threads: int | None) -> Setting:
-    """Return where the passes run; None stands for the default.
+def setting_of(
+    isa: str | None = None, threads: int | None = None, moments: str = "fp32", master: str = "fp32"
+) -> Setting:
+    """Return where the passes run, and over which state; None stands for the default.
 
     Raises:
         UsageError: an option, `SUPERADAM_ISA` or `SUPERADAM_THREADS` names what cannot run here.
@@ -53,7 +59,7 @@ def setting_of(isa: str | None, threads: int | None) -> Setting:
         isa, threads = isa or native.active_isa(), threads or native.get_num_threads()
     except ValueError as error:
         raise UsageError(str(error)) from error
-    return Setting(isa, threads, Dtype.BFLOAT16, Dtype.BFLOAT16)
+    return Setting(isa, threads, Dtype.BFLOAT16, Dtype.BFLOAT16, Storage(Moments(moments), Master(master)).format)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -68,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.json is not None and not arguments.json.parent.is_dir():
         raise UsageError(f"--json {arguments.json} is in a directory that does not exist; make {arguments.json.parent}")
-    setting, rows = setting_of(arguments.isa, arguments.threads), []
+    setting, rows = setting_of(arguments.isa, arguments.threads, arguments.moments, arguments.master), []
     with Console(stderr=True).status("warming up") as status:
         for row in measure(NUMEL, [setting], PAIRS):
             rows.append(row)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from superadam.cli.bench.arrays import OUT_WRITERS, STATE_WRITERS, PassArrays
+from superadam.cli.bench.arrays import ALIGNMENT, OUT_WRITERS, STATE_WRITERS, PassArrays
 from superadam.cli.bench.pairs import Action, fastest
 from superadam.kernels import native
-from superadam.kernels.native import Dtype, Pass
+from superadam.kernels.native import Dtype, Format, Pass
 
 ROUNDS = 5
 """Times that each variant runs when the fastest is looked for."""
@@ -37,15 +37,20 @@ BURSTS = (32, 128)
 PREFETCHES = (0, 1 << 10, 2 << 10, 4 << 10)
 
 
-def variants(which: Pass, out_dtype: Dtype) -> list[Variant]:
-    """Return the variants that differ for a pass: one that stores nothing has none with stores past the caches."""
+def variants(which: Pass, out_dtype: Dtype, form: Format) -> list[Variant]:
+    """Return the variants that differ for a pass: one that stores nothing has none with stores past the caches.
+
+    A burst is at least a line of each array.
+    """
+    has_bytes = bool(form & (Format.MOMENTS_8BIT | Format.MASTER_24BIT))
+    bursts = [max(burst, ALIGNMENT) if has_bytes else burst for burst in BURSTS]
     writes_out = which in OUT_WRITERS and out_dtype is not Dtype.NONE
     streams = [(False, False)]
     if writes_out:
         streams.append((True, False))
     if which in STATE_WRITERS:
         streams.append((writes_out, True))
-    return [Variant(burst, prefetch, *stream) for burst in BURSTS for prefetch in PREFETCHES for stream in streams]
+    return [Variant(burst, prefetch, *stream) for burst in bursts for prefetch in PREFETCHES for stream in streams]
 
 
 def action(arrays: PassArrays, which: Pass, variant: Variant, threads: int) -> Action:
@@ -68,5 +73,5 @@ def find_floor(arrays: PassArrays, which: Pass, threads: int, before: Action, ro
     `threads` is a maximum; `before`, the pass itself, runs between the variants as it will in the comparison; `rounds`
     is the number of timed runs of each variant.
     """
-    candidates = variants(which, arrays.out_dtype)
+    candidates = variants(which, arrays.out_dtype, arrays.form)
     return candidates[fastest([action(arrays, which, variant, threads) for variant in candidates], rounds, before)]

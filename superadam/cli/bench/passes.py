@@ -14,7 +14,7 @@ from superadam.cli.bench.arrays import PassArrays, bytes_per_element
 from superadam.cli.bench.floor import Variant
 from superadam.cli.bench.pairs import Action, Comparison, compare
 from superadam.kernels import native
-from superadam.kernels.native import Dtype, Pass
+from superadam.kernels.native import Dtype, Format, Pass
 
 PASSES = (
     (Pass.NORM, True),
@@ -33,13 +33,14 @@ PASSES = (
 class Setting:
     """Where a pass runs: instruction set, maximum number of threads, and dtypes of gradients and working copy.
 
-    The state is FLOAT32, or FLOAT64 with FLOAT64 gradients.
+    The state is FLOAT32, or FLOAT64 with FLOAT64 gradients; or of another format.
     """
 
     isa: str
     threads: int
     gradient_dtype: Dtype
     out_dtype: Dtype
+    form: Format = Format.PLAIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class PassResult:
     with_norm: bool
     setting: Setting
     numel: int
-    bytes_per_element: int
+    bytes_per_element: float
     floor: Variant
     comparison: Comparison
 
@@ -93,9 +94,10 @@ def measure(numel: int, chosen: Sequence[Setting], pairs: int) -> Iterator[PassR
     floors: dict[tuple[Pass, int], Variant] = {}
     arrays = None
     for setting in sorted(chosen, key=lambda s: [c.gradient_dtype for c in chosen].index(s.gradient_dtype)):
-        if arrays is None or (arrays.gradient_dtype, arrays.out_dtype) != (setting.gradient_dtype, setting.out_dtype):
+        kind = (setting.gradient_dtype, setting.out_dtype, setting.form)
+        if arrays is None or (arrays.gradient_dtype, arrays.out_dtype, arrays.form) != kind:
             arrays = None  # release the old ones first
-            arrays = PassArrays(numel, setting.gradient_dtype, setting.out_dtype)
+            arrays = PassArrays(numel, *kind)
             floors.clear()
         for which, with_norm in PASSES:
             kernel = action(arrays, which, setting, with_norm=with_norm)
@@ -107,7 +109,7 @@ def measure(numel: int, chosen: Sequence[Setting], pairs: int) -> Iterator[PassR
                 with_norm,
                 setting,
                 numel,
-                bytes_per_element(which, setting.gradient_dtype, setting.out_dtype),
+                bytes_per_element(which, *kind),
                 floors[key],
                 compare(kernel, floor.action(arrays, which, floors[key], setting.threads), pairs),
             )

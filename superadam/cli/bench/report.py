@@ -18,8 +18,8 @@ from rich.table import Table
 
 import superadam
 from superadam.cli.bench.pairs import Comparison
-from superadam.cli.bench.passes import PassResult
-from superadam.kernels.native import Dtype
+from superadam.cli.bench.passes import PassResult, Setting
+from superadam.kernels.native import Dtype, Format
 
 SHORT_NAMES = {Dtype.FLOAT32: "f32", Dtype.BFLOAT16: "bf16", Dtype.FLOAT16: "f16", Dtype.FLOAT64: "f64"}
 
@@ -92,11 +92,22 @@ def pass_as_json(row: PassResult) -> dict[str, Any]:
         "threads": row.setting.threads,
         "gradient_dtype": row.setting.gradient_dtype.name.lower(),
         "out_dtype": row.setting.out_dtype.name.lower(),
+        **_state(row.setting),
         "numel": row.numel,
         "bytes_per_element": row.bytes_per_element,
         "bytes_per_second": row.bytes_per_second,
         "floor": plain(row.floor),
         **comparison_as_json(row.comparison),
+    }
+
+
+def _state(setting: Setting) -> dict[str, str]:
+    """Return the names of how master and moments are stored."""
+    wide = "f64" if setting.gradient_dtype is Dtype.FLOAT64 else "f32"
+    moments = {Format.MOMENTS_BFLOAT16: "bf16", Format.MOMENTS_8BIT: "8bit"}
+    return {
+        "master": "24bit" if Format.MASTER_24BIT in setting.form else wide,
+        "moments": moments.get(setting.form & ~Format.MASTER_24BIT, wide),
     }
 
 
@@ -137,7 +148,9 @@ def add_passes(table: Table, rows: Sequence[PassResult]) -> None:
     """Add a group for each setting."""
     for setting, some in itertools.groupby(rows, operator.attrgetter("setting")):
         dtypes = f"{SHORT_NAMES[setting.gradient_dtype]}>{SHORT_NAMES[setting.out_dtype]}"
-        add_section(table, f"{setting.isa}, {setting.threads} thr., {dtypes}: over the floor")
+        if setting.form:
+            dtypes += f", {'+'.join(_state(setting).values())}"
+        add_section(table, f"{setting.isa}, {setting.threads} thr., {dtypes}")
         for row in some:
             add_row(table, row.name, row.comparison, row.bytes_per_second)
 
@@ -145,8 +158,8 @@ def add_passes(table: Table, rows: Sequence[PassResult]) -> None:
 def notes(rows: Sequence[PassResult]) -> list[str]:
     """Return what a reader needs to know of passes, if there are any."""
     return [
-        f"Passes run over {row.numel:,} elements (gradient>working copy). Their floor is the fastest way to move the "
-        "same memory without the arithmetic."
+        f"Passes run over {row.numel:,} elements (gradient>working copy, master+moments if not f32). Their times are "
+        "over those of their floor, the fastest way to move the same memory without the arithmetic."
         for row in rows[:1]
     ]
 

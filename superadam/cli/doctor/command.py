@@ -7,13 +7,19 @@ import ctypes
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from superadam.cli.usage import require_modules
 
+if TYPE_CHECKING:
+    from superadam.host.machine import Host
+
 BROKEN_STATUS = 1
+REPORT_SECONDS = 60.0
+"""For how long other ranks of a node wait for the one that reports."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -41,9 +47,12 @@ def run(arguments: argparse.Namespace) -> int:
     from superadam.cli.doctor.finding import Status
     from superadam.host.machine import Host
 
+    host = Host()
+    if _is_told_by_another(host):
+        return 0
     quiet = _nothing_on_stdout() if arguments.json else nullcontext()
     with quiet, Console(stderr=True).status("looking at this machine"):
-        findings = diagnose(Host())
+        findings = diagnose(host)
     if arguments.json:
         sys.stdout.write(json.dumps(report.to_json(findings), indent=1) + "\n")
     else:
@@ -51,6 +60,22 @@ def run(arguments: argparse.Namespace) -> int:
         console.print(report.to_table(findings))
         console.print(report.summary(findings), style="dim", highlight=False)
     return BROKEN_STATUS if any(finding.status is Status.BROKEN for finding in findings) else 0
+
+
+def _is_told_by_another(host: Host) -> bool:
+    """Whether the first rank on this node reports for this one, too; returns when it has ended, having looked at it."""
+    from superadam.host.local_ranks import local_rank, processes
+
+    try:
+        rank = local_rank(host)
+    except ValueError:
+        return False  # which the report says
+    if rank.number == 0:
+        return False
+    first, deadline = processes(host, rank)[0], time.monotonic() + REPORT_SECONDS
+    while first is not None and host.path(f"/proc/{first}/environ").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return True
 
 
 @contextmanager

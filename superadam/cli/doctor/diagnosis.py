@@ -16,6 +16,7 @@ PROBES: tuple[tuple[str, Probe], ...] = (
     ("triton", software.triton_version),
     ("instruction sets", processor.instruction_sets),
     ("processors", processor.processors),
+    ("ranks", processor.ranks),
     ("threads", processor.threads),
     ("NUMA nodes", processor.numa_nodes),
     ("memory", memory.main_memory),

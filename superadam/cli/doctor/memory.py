@@ -12,11 +12,13 @@ from superadam.cli.bench import floor
 from superadam.cli.bench.arrays import PassArrays, bytes_per_element
 from superadam.cli.bench.floor import Variant
 from superadam.cli.doctor.finding import Finding, Status
+from superadam.host.local_ranks import local_rank
 from superadam.host.machine import Host
 from superadam.host.memory import HostMemory, lockable_bytes
 from superadam.kernels import native
 from superadam.kernels.native import Dtype, Pass
-from superadam.offload.needs import BYTES_OF_STATE
+from superadam.offload.needs import BYTES_OF_STATE, bytes_of_state
+from superadam.state.parameter import Moments, Storage
 
 GIB = 1 << 30
 MEASURED_BYTES = GIB
@@ -29,11 +31,15 @@ UPDATE_BYTES = bytes_per_element(Pass.UPDATE, Dtype.FLOAT32, Dtype.BFLOAT16)
 
 
 def main_memory(host: Host) -> Finding:
-    """Report how much memory is free, and how many parameters' state (`BYTES_OF_STATE` each) would fit into that."""
+    """Report how much memory is free, and how many parameters' state would fit into that."""
     memory = HostMemory.of(host)
     values = {"total_bytes": memory.total, "limit_bytes": memory.limit, "available_bytes": memory.available}
     fits = f"the state of {memory.available / BYTES_OF_STATE / 1e9:.1f} billion parameters"
+    fits += f" ({memory.available / bytes_of_state(Storage(Moments.BFLOAT16)) / 1e9:.1f} with moments in bf16)"
     detail = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB available: {fits}"
+    with suppress(ValueError):
+        count = local_rank(host).count
+        detail += f", of all {count} ranks together" if count > 1 else ""
     return Finding("memory", Status.OK, detail, values=values)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 
 from superadam.cli.doctor.finding import Finding, Status
+from superadam.host import cores
+from superadam.host.local_ranks import local_rank
 from superadam.host.machine import Host, cpus_of, groups_of
 from superadam.kernels import native
 
@@ -63,13 +65,35 @@ def cpu_quota(host: Host) -> float | None:
     return min(limits) if limits else None
 
 
+def ranks(host: Host) -> Finding:
+    """Report the ranks that a launcher has started on this node, and the CPUs that each of them gets."""
+    try:
+        shares = cores.shares(host)
+    except ValueError as error:
+        return Finding("ranks", Status.BROKEN, str(error), "unset LOCAL_RANK LOCAL_WORLD_SIZE")
+    values = {"shares": [sorted(share) for share in shares]}
+    if len(shares) == 1:
+        return Finding("ranks", Status.OK, "one, which may use every CPU of this process", values=values)
+    detail = "; ".join(f"rank {rank}: CPUs {ranges_of(share)}" for rank, share in enumerate(shares))
+    if sum(map(len, shares)) > len(frozenset.union(*shares)):
+        detail += "; some share a CPU, because there are fewer than ranks"
+        remedy = f"torchrun --nproc-per-node {len(frozenset.union(*shares))}"
+        return Finding("ranks", Status.BETTER, detail, remedy, values)
+    return Finding("ranks", Status.OK, detail, values=values)
+
+
 def threads(host: Host) -> Finding:
-    """Report the number of threads that superadam and torch would use, and that this process is allowed."""
+    """Report the number of threads that superadam and torch would use, and that this process, one of ranks, may use."""
     import torch
 
     name, forced = "threads", host.environment.get("SUPERADAM_THREADS")
     quota, torch_threads = cpu_quota(host), torch.get_num_threads()
-    allowed = min(len(host.affinity), math.floor(quota) or 1) if quota else len(host.affinity)
+    try:
+        ranks_here, allowed = local_rank(host).count, len(cores.share(host))
+    except ValueError as error:
+        return Finding(name, Status.BROKEN, str(error), "unset LOCAL_RANK LOCAL_WORLD_SIZE")
+    if quota:
+        allowed = min(allowed, math.floor(quota / ranks_here) or 1)
     values: dict[str, object] = {
         "torch": torch_threads,
         "affinity": len(host.affinity),
@@ -81,7 +105,8 @@ def threads(host: Host) -> Finding:
     except ValueError as error:
         return Finding(name, Status.BROKEN, str(error), "unset SUPERADAM_THREADS", {"superadam": None, **values})
     values = {"superadam": count, **values}
-    why = "SUPERADAM_THREADS" if forced else "one for each CPU it may use"
+    why = "one for each CPU it may use" if ranks_here == 1 else "one for each CPU of its share"
+    why = "SUPERADAM_THREADS" if forced else why
     detail = f"superadam {count} ({why}), torch {torch_threads}"
     if quota:
         detail += f", CPU quota {quota:g}"

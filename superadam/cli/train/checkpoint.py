@@ -20,7 +20,7 @@ from superadam.host.files import replace_file
 
 FILE_NAME = "checkpoint.pt"
 
-FORMAT = "superadam train, 7"
+FORMAT = "superadam train, 8"
 """Stored in every checkpoint; a later layout gets the next number."""
 
 

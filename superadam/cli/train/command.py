@@ -10,8 +10,8 @@ import dataclasses
 import math
 import os
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,11 +25,20 @@ from superadam.cli.train.settings import Settings
 from superadam.cli.train.text import Text
 from superadam.cli.usage import UsageError, require_modules
 from superadam.devices.worker import WorkerError
+from superadam.host.files import locked
 from superadam.host.machine import Host
 from superadam.host.memory import require_memory
 from superadam.offload.needs import needs_of
+from superadam.state.compact import BLOCK
+from superadam.state.parameter import Master, Moments, Storage
 
 DEFAULT_OUT = Path("superadam-run")
+
+AUTO = Path("auto")
+"""What `--resume` is given to continue the run in the folder of `--out` if there is one, else to start it."""
+
+LOCK_SECONDS = 5.0
+"""For which a run waits for the end of another one in its folder, as of one that is being restarted."""
 
 Number = TypeVar("Number", int, float)
 
@@ -51,6 +60,9 @@ def add_parser(subparsers: Any) -> None:
     what.add_argument("--model", choices=PRESETS, metavar="NAME", help=_models())
     _add_setting(what, "dtype", "bf16 parameters with fp32 masters, or fp32 parameters", choices=("bf16", "fp32"))
     how = parser.add_argument_group("how it is trained")
+    for name, what_for, kinds in (("moments", "moments", Moments), ("master", "masters of bf16 parameters", Master)):
+        words = f"how {what_for} are stored, which changes results: {', '.join(kind.value for kind in kinds)}"
+        _add_setting(how, name, words, choices=tuple(kind.value for kind in kinds), metavar="FORMAT")
     _add_setting(how, "steps", "steps of the whole run", type=whole, metavar="N")
     _add_setting(how, "batch", "sequences in a step", type=whole, metavar="N")
     _add_setting(how, "seq", "bytes in a sequence", type=whole, metavar="N")
@@ -82,7 +94,7 @@ def add_parser(subparsers: Any) -> None:
         "--out",
         type=Path,
         metavar="DIR",
-        help=f"folder for the run's files (default: {DEFAULT_OUT}, or DIR of --resume)",
+        help=f"folder for the run's files, and for no other run's (default: {DEFAULT_OUT}, or DIR of --resume)",
     )
     where.add_argument("--report", type=Path, metavar="FILE", help="write the figures of the run as JSON")
     where.add_argument(
@@ -92,11 +104,16 @@ def add_parser(subparsers: Any) -> None:
         help="write what ran when in the last steps, for chrome://tracing or ui.perfetto.dev",
     )
     where.add_argument(
-        "--resume", type=Path, metavar="DIR", help="continue the run in this folder, as if it had never stopped"
+        "--resume",
+        type=Path,
+        metavar="DIR",
+        help="continue the run in this folder, as if it had never stopped; 'auto': that of --out, or start it there",
     )
     where.add_argument("--save-every", type=whole, metavar="N", help="also write the checkpoint every N steps")
     where.add_argument(
-        "--no-save", action="store_true", help="write no checkpoint: it takes 14 bytes per bf16 parameter"
+        "--no-save",
+        action="store_true",
+        help="write no checkpoint: it takes 14 bytes per bf16 parameter, 10 with smaller moments",
     )
     parser.set_defaults(run=run)
 
@@ -140,8 +157,15 @@ def run(arguments: argparse.Namespace) -> int:
     require_modules("train", "rich", "matplotlib")
     from superadam.cli.train import session  # it needs them
 
-    out = arguments.out or arguments.resume or DEFAULT_OUT
+    is_automatic = arguments.resume == AUTO
+    out = arguments.out or (None if is_automatic else arguments.resume) or DEFAULT_OUT
     _check_places(arguments, out)
+    found = _identity(out)
+    if is_automatic:
+        arguments.resume = out if found else None
+    is_its_own = arguments.resume is not None and arguments.resume.resolve() == out.resolve()
+    if found and not is_its_own and not arguments.no_save:
+        raise UsageError(f"--out {out} holds another run; continue it with --resume {out}, or choose another folder")
     given = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(Settings)}
     explicit = {name: value for name, value in given.items() if value is not None}
     if arguments.resume is None:
@@ -174,7 +198,8 @@ def run(arguments: argparse.Namespace) -> int:
         for step in arguments.inject_nan:
             if not done < step <= last:
                 raise UsageError(f"--inject-nan is {step}; expected a step from {done + 1} to {last}")
-        return session.run(trainer, out, arguments)
+        with nullcontext() if arguments.no_save else _owned(out, found):
+            return session.run(trainer, out, arguments)
     except (torch.OutOfMemoryError, MemoryError, WorkerError) as error:
         cause = error.__cause__ if isinstance(error, WorkerError) else error
         if not isinstance(cause, torch.OutOfMemoryError | MemoryError):
@@ -184,6 +209,34 @@ def run(arguments: argparse.Namespace) -> int:
             f"{words} does not fit in the memory of {settings.device}; choose a smaller --batch, a shorter --seq or a "
             "smaller --model"
         ) from error
+
+
+def _identity(folder: Path) -> tuple[int, int] | None:
+    """Return what tells one checkpoint in a folder from another that replaced it; None where there is none."""
+    try:
+        found = (folder / checkpoint.FILE_NAME).stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
+@contextmanager
+def _owned(out: Path, found: tuple[int, int] | None) -> Iterator[None]:
+    """Keep other runs out of a folder, in which the checkpoint that was `found` must still be the newest.
+
+    Raises UsageError: another run is at work there, or was meanwhile.
+    """
+    with ExitStack() as stack:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locked(out / ".lock", LOCK_SECONDS))
+        except BlockingIOError as error:
+            raise UsageError(f"another run is at work in --out {out}; end it, or choose another folder") from error
+        except OSError as error:
+            raise UsageError(f"cannot lock {out / '.lock'}: {error.strerror}; choose another --out") from error
+        if _identity(out) != found:
+            raise UsageError(f"another run has just saved in --out {out}; continue it with --resume {out}")
+        yield
 
 
 def _check_places(arguments: argparse.Namespace, out: Path) -> None:
@@ -215,12 +268,13 @@ def _check_device(name: str) -> None:
 def _check_memory(settings: Settings, is_verified: bool) -> None:
     """Refuse what even without activations needs more host memory than this process can have."""
     dtype = torch.bfloat16 if settings.dtype == "bf16" else torch.float32
-    weights = torch.empty(settings.preset.shape.parameters, dtype=dtype, device="meta")
+    weights = torch.empty(-(-settings.preset.shape.parameters // BLOCK), BLOCK, dtype=dtype, device="meta")
     is_on_host = torch.device(settings.device).type == "cpu"
-    needed = (
-        needs_of(weights, is_on_host=is_on_host).state + weights.nbytes * is_on_host + 16 * len(weights) * is_verified
-    )
-    remedy = f"choose {'no --verify, or ' if is_verified else ''}a smaller --model"
+    storage = Storage(Moments(settings.moments), Master(settings.master))
+    state = needs_of(weights, is_on_host=is_on_host, storage=storage).state
+    needed = state + weights.nbytes * is_on_host + 16 * weights.numel() * is_verified
+    others = ("no --verify, or " if is_verified else "") + ("--moments bf16, or " if settings.moments == "fp32" else "")
+    remedy = f"choose {others}a smaller --model"
     try:
         require_memory(Host(), needed, f"--model {settings.model}", remedy)
     except MemoryError as error:

@@ -18,6 +18,7 @@ import superadam
 from superadam import StepKind
 from superadam.cli.train.history import History, StepRecord
 from superadam.cli.train.loop import Trainer
+from superadam.cli.train.settings import Settings
 from superadam.cli.train.verification import Verification
 
 _COLOURS = {StepKind.COMMITTED: "green", StepKind.CLIPPED: "yellow", StepKind.SKIPPED: "red"}
@@ -52,14 +53,22 @@ def introduction(trainer: Trainer) -> str:
     way = "overlapped" if settings.overlap else "not overlapped"
     if settings.overlap and isinstance(trainer.bucket_numel, int):
         way += f" in buckets of {trainer.bucket_numel:,} elements"
+    stored = _stored(settings)
+    smaller = f" with {stored}" if stored else ""
     kept = ", blocks computed again in backward" if settings.preset.checkpointing else ""
     return (
-        f"{settings.model}: {trainer.parameters / 1e6:,.1f} M parameters in {settings.dtype} on {settings.device}"
-        f"{kept}, "
+        f"{settings.model}: {trainer.parameters / 1e6:,.1f} M parameters in {settings.dtype}{smaller} "
+        f"on {settings.device}{kept}, "
         f"{settings.batch} x {settings.seq} bytes a step of {trainer.text.name} "
         f"({len(trainer.text.training) / 1e6:.1f} MB), {way}, "
         f"{superadam.active_isa()} kernels, {superadam.get_num_threads()} threads"
     )
+
+
+def _stored(settings: Settings) -> str:
+    """Return how state is stored in fewer bits, in words; "" where it is not."""
+    kinds = ((settings.moments, "moments"), (settings.master, "masters"))
+    return " and ".join(f"{kind} {what}" for kind, what in kinds if kind != "fp32")
 
 
 Row = tuple[str, str, str]
@@ -165,11 +174,14 @@ def _costs(trainer: Trainer, found: Verification | None) -> list[Row]:
     ]
 
 
-def verdict(found: Verification) -> Text:
+def verdict(found: Verification, settings: Settings) -> Text:
     """Return the result of the comparison with torch, in words."""
+    stored = _stored(settings)
+    rounded = f", rounded after each step to {stored}," if stored else ""
+    elements = f"{found.elements:,} elements" if stored else f"{found.elements:,} fp32 elements"
     words = (
-        f"{found.elements_differing:,} of {found.elements:,} fp32 elements of p, m and v differ from "
-        f"torch.optim.AdamW(fused=True) in any bit; norms differ by at most "
+        f"{found.elements_differing:,} of {elements} of p, m and v differ "
+        f"from torch.optim.AdamW(fused=True){rounded} in any bit; norms differ by at most "
         f"{found.norm_max_relative_difference:.1g} relative to fp64 torch"
     )
     if found.parameters_differing:

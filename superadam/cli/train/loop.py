@@ -52,6 +52,8 @@ class Trainer:
             lr=settings.lr,
             betas=BETAS,
             max_grad_norm=settings.max_grad_norm,
+            moments=settings.moments,
+            master=settings.master,
         )
         self.generator = torch.Generator().manual_seed(settings.seed)
         self.scheduler: OffloadScheduler | None = None

@@ -73,7 +73,7 @@ def run(trainer: Trainer, out: Path, arguments: argparse.Namespace) -> int:
         raise lost
     console.print(display.outcome_table(trainer, found))
     if found is not None:
-        console.print(display.verdict(found), soft_wrap=True)
+        console.print(display.verdict(found, trainer.settings), soft_wrap=True)
     console.print("wrote " + ", ".join(map(str, written)), highlight=False, soft_wrap=True)
     if stopped:
         console.print(stopped, highlight=False, soft_wrap=True)

@@ -23,6 +23,7 @@ class Settings:
         model: name of the preset that is trained.
         text: path of the text to learn, or None for the sources of Python's standard library.
         dtype: "bf16" (parameters are bf16 working copies of fp32 masters) or "fp32".
+        moments, master: how the optimizer stores them, as `superadam.SpeculativeCPUAdam` takes it.
         steps: step at which the run is complete; also where the learning rate's cosine ends.
         batch, seq: sequences in a step, and bytes in a sequence that are predicted.
         lr: peak learning rate.
@@ -40,6 +41,8 @@ class Settings:
     lr: float
     text: str | None = None
     dtype: str = "bf16"
+    moments: str = "fp32"
+    master: str = "fp32"
     steps: int = 300
     warmup: int = 50
     max_grad_norm: float = 1.0

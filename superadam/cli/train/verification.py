@@ -3,6 +3,7 @@
 It is an fp32 copy of every parameter, stepped by `torch.optim.AdamW(fused=True)`. It computes norms and verdicts with
 torch and must never call superadam's arithmetic: a reference that shares the code shares the faults. Only the clip
 coefficient is taken from the run, after checking that it is the reference's own to within one unit in its last place.
+Where the run stores state in fewer bits, the reference rounds torch's after each step, with `superadam.testing`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from torch.nn import Parameter
 
 from superadam import SpeculativeCPUAdamW, StepKind, StepOutcome
 from superadam.cli.train.device import wait_for
+from superadam.state.parameter import Master, Moments, Storage
+from superadam.testing.rounding import round_by_thresholds, round_to_8_bits
 
 NORM_TOLERANCE = 1e-10
 """Largest relative difference of two norms that counts as equal. Both sum positive squares in fp64 in blocks, a few
@@ -36,7 +39,7 @@ class Verification:
     """What the comparison found.
 
     Attributes:
-        elements: fp32 elements of p, m and v that were compared at the end.
+        elements: of p, m and v, as they are stored, that were compared at the end.
         elements_differing: those that differ in any bit; NaN equals NaN, +0 differs from -0.
         parameters_differing: elements of the model's own parameters that differed from the rounded reference after any
             step, summed over steps.
@@ -81,6 +84,7 @@ class Reference:
 
     def __init__(self, optimizer: SpeculativeCPUAdamW, model: nn.Module) -> None:
         self._optimizer = optimizer
+        self._storage = Storage(Moments(optimizer.moments), Master(optimizer.master))
         self._parameters: list[Parameter] = [p for group in optimizer.param_groups for p in group["params"]]
         entries = optimizer.state_dict()["state"]
         self._copies: list[Parameter] = []
@@ -138,9 +142,23 @@ class Reference:
             for ours, theirs in zip(self._optimizer.param_groups, self._adamw.param_groups, strict=True):
                 theirs.update(_hyperparameters(ours))
             self._adamw.step()
+            self._round_state()
         for parameter, copy in zip(self._parameters, self._copies, strict=True):
             rounded = copy[: parameter.numel()].to(parameter.dtype)
             self._parameters_differing += count_differing(parameter.detach().cpu().flatten(), rounded)
+
+    def _round_state(self) -> None:
+        """Let the next step continue from what the run stores."""
+        for parameter, copy in zip(self._parameters, self._copies, strict=True):
+            state = self._adamw.state[copy]
+            storage, step = self._storage.of(parameter), int(state["step"])
+            for key in ("exp_avg", "exp_avg_sq"):
+                if storage.moments is Moments.BFLOAT16:
+                    state[key].copy_(round_by_thresholds(state[key], step, 16))
+                elif storage.moments is Moments.CODES:
+                    state[key].copy_(round_to_8_bits(state[key], step, is_first=key == "exp_avg"))
+            if storage.master is Master.PLANES:
+                copy.copy_(round_by_thresholds(copy, step, 8))
 
     def _compare_verdict(self, outcome: StepOutcome, is_finite: bool, norm: float) -> None:
         limit = math.inf if self._optimizer.max_grad_norm is None else self._optimizer.max_grad_norm

@@ -1,0 +1,237 @@
+"""`bench/smaller_state.py`: its measures are what they say, and both parts at a tiny size."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import smaller_state
+import torch
+from measures import state_formats, state_passes, state_training
+from measures.state_formats import FORMATS, OverMasters
+from measures.state_training import FINE_TUNING, FROM_SCRATCH, SpreadOfRuns
+from torch.optim import AdamW
+
+from superadam.cli.bench.arrays import state_bytes
+from superadam.kernels.native import Dtype, Pass
+
+BETAS = (0.9, 0.999)
+OURS = [name for name, form in FORMATS.items() if form.is_ours]
+
+
+@pytest.fixture
+def exact_one(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return the name of a format that is torch's own AdamW in fp32."""
+
+    def make(groups: Any, betas: Any) -> OverMasters:
+        return OverMasters(groups, lambda g: AdamW(g, lr=0.0, betas=betas))
+
+    monkeypatch.setitem(FORMATS, "torch", dataclasses.replace(FORMATS["fp32"], name="torch", make=make))
+    return "torch"
+
+
+def _with_gradients(dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(2, 64, generator=generator).to(dtype).requires_grad_() for _ in range(2)]
+
+
+def _new_gradients(parameters: list[torch.Tensor], step: int) -> None:
+    generator = torch.Generator().manual_seed(100 + step)
+    for parameter in parameters:
+        parameter.grad = (1e-3 * torch.randn(2, 64, generator=generator)).to(parameter.dtype)
+
+
+def test_an_error_is_that_of_the_update(exact_one: str) -> None:
+    """That of another AdamW in fp32 is nothing; a state in fewer bits has one, and a worse one has a larger one."""
+    parameters = _with_gradients(torch.bfloat16)
+    names = ("fp32", exact_one, "bf16", "8bit")
+    errors = state_training.UpdateErrors(parameters, BETAS, names, marks=[10, 20])
+    for step in range(1, 21):
+        _new_gradients(parameters, step)
+        errors.follow(step)
+    found = errors.at_marks()
+    assert found.keys() == {exact_one, "bf16", "8bit"}
+    assert all([mark for mark, _ in values] == [10, 20] for values in found.values())
+    (_, exact), (_, half), (_, byte) = (found[name][-1] for name in names[1:])
+    assert exact < 1e-6
+    assert 1e-4 < half < 0.02
+    assert 0.02 < byte < 0.2
+
+
+def test_a_drift_is_that_of_masters(exact_one: str) -> None:
+    parameters = _with_gradients(torch.bfloat16)
+    groups = [{"params": parameters, "weight_decay": 0.01}]
+    leader = FORMATS["fp32"].make(groups, BETAS)
+    names = (exact_one, "24bit", "bf16 master to nearest")
+    drifts = state_training.Drifts(groups, BETAS, names)
+    for step in range(1, 11):
+        _new_gradients(parameters, step)
+        drifts.follow(1e-4)
+        leader.step(1e-4)
+    drifts.measure(10, leader)
+    (_, exact), (_, kept), (_, lost) = (drifts.at_marks()[name][0] for name in names)
+    assert exact < 1e-3  # fp32 masters near 1 that move by 1e-3
+    assert 1e-3 < kept < 0.1
+    assert lost > 0.5
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_the_bytes_of_state_are_those_of_the_passes(name: str) -> None:
+    assert FORMATS[name].state_bytes == state_bytes(Dtype.BFLOAT16, state_passes.FORMATS[name])
+
+
+def test_formats_of_others_round_what_they_say() -> None:
+    for name, of_moments, of_masters in (
+        ("bf16 moments to nearest", True, False),
+        ("bf16 master to nearest", False, True),
+    ):
+        (parameter, _) = _with_gradients(torch.bfloat16)
+        side = FORMATS[name].make([{"params": [parameter], "weight_decay": 0.0}], BETAS)
+        assert isinstance(side, OverMasters)
+        for step in (1, 2):
+            _new_gradients([parameter], step)
+            side.step(1e-3)
+        (state,) = side._optimizer.state.values()
+        (master,) = side.masters()
+        for tensor, is_rounded in (
+            (state["exp_avg"], of_moments),
+            (state["exp_avg_sq"], of_moments),
+            (master, of_masters),
+        ):
+            assert torch.equal(tensor, tensor.bfloat16().float()) is is_rounded
+        assert torch.equal(parameter.detach().flatten(), master.bfloat16())
+
+
+def test_the_spread_of_runs_is_that_of_one_more() -> None:
+    among = SpreadOfRuns.of([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert (among.least, among.most, among.mean) == (1.0, 5.0, 3.0)
+    width = 2.776445 * math.sqrt(2.5) * math.sqrt(1.2)  # the 97.5 % quantile with 4 degrees of freedom
+    assert among.high - 3.0 == pytest.approx(width, rel=1e-4) == 3.0 - among.low
+    assert SpreadOfRuns.of([0.0, 1.0]).high - 0.5 == pytest.approx(12.7062 * math.sqrt(0.5 * 1.5), rel=1e-3)  # with 1
+
+
+def test_bytes_of_passes() -> None:
+    assert state_passes.pass_bytes(Pass.UPDATE, "fp32") == 2 + 24 + 2
+    assert state_passes.pass_bytes(Pass.UPDATE, "bf16") == 2 + 16 + 2
+    assert state_passes.pass_bytes(Pass.SPECULATE, "24bit") == 2 + 11 + 2
+    fused = state_passes.pass_bytes(Pass.COMMIT_AND_SPECULATE, "8bit+24bit")
+    assert fused == 4 + 2 * (5 + 2 / 64) + 2
+
+
+def test_where_a_format_is_faster() -> None:
+    """At the rate that is told, fp32 waits for memory exactly as long as the format computes."""
+    row = state_passes._judged(Pass.UPDATE, "bf16", 1e-9, 0.5e-9)
+    assert 28 / row.crossing == pytest.approx(1e-9)
+    assert 20 / row.limit == pytest.approx(1e-9)
+    assert row.ratio == pytest.approx(20 / 28)
+    assert state_passes._judged(Pass.UPDATE, "bf16", 0.4e-9, 0.5e-9).crossing == math.inf
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> list[str]:
+    """Return a tiny run: texts, and numbers."""
+    for name in ("text", "other"):
+        (tmp_path / name).write_text("".join(f"{name} {number}\n" for number in range(1000)))
+    size = "--width 64 --layers 1 --steps 10 --fine-tuning-steps 5 --fine-tuning-lr 1e-5 --beta2 0.9 --held-out 4"
+    text = ["--text", str(tmp_path / "text"), "--other-text", str(tmp_path / "other")]
+    return ["training", *size.split(), *text, "--perturbed", "1", "--json", str(tmp_path / "found.json")]
+
+
+@pytest.mark.slow
+def test_a_run_of_training_writes_tables_json_and_a_picture_and_is_not_repeated(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    formats = ["--formats", *OURS, "bf16 moments to nearest", "bf16 master to nearest"]
+    before = torch.get_num_threads()
+    assert smaller_state.main([*words, *formats, "--picture", str(tmp_path / "found.svg")]) == 0
+    assert torch.get_num_threads() == before
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 80
+    assert "\N{HORIZONTAL ELLIPSIS}" not in printed  # nothing was cut off
+    for word in ("held out", "error of the update", "drift of masters", " of 2", *formats[1:]):
+        assert word in printed
+    assert "<svg" in (tmp_path / "found.svg").read_text()
+
+    read = json.loads((tmp_path / "found.json").read_text())
+    assert read["settings"]["steps"] == 10
+    assert len({text["sha256"] for text in read["texts"]}) == 2
+    runs = {(row["run"]["part"], row["run"]["format"], row["run"]["seed"]): row for row in read["runs"]}
+    parts = (FROM_SCRATCH, FINE_TUNING)
+    each = [*((name, 1) for name in OURS), *((name, 0) for name in formats[1:])]
+    assert runs.keys() == {(part, *one) for part in parts for one in each}
+    scratch, tuned = (runs[part, "fp32", 0] for part in parts)
+    assert scratch["errors"].keys() == {"bf16", "8bit", "bf16 moments to nearest"}
+    assert tuned["drifts"].keys() == set(formats[2:])
+    for row in runs.values():
+        assert [step for step, _ in row["held_out"]] == [
+            n * (2 if row["run"]["part"] == FROM_SCRATCH else 1) for n in range(1, 6)
+        ]
+        assert 0.0 < row["held_out"][-1][1] < 6.0
+    assert len({row["sha256"] for row in runs.values()}) > len(formats)  # formats and seeds change weights
+
+    monkeypatch.setattr(state_training.Training, "carry_out", None)  # what is in the file is not run again
+    assert smaller_state.main([*words, *formats]) == 0
+    assert capsys.readouterr().out == printed
+    with pytest.raises(SystemExit):
+        smaller_state.main([*words, *formats, "--steps", "11"])
+    assert "has other settings" in capsys.readouterr().err
+
+
+def test_a_run_that_was_stopped_goes_on_with_the_same_weights(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fine-tuning begins with weights of a run from scratch, which another process may have made."""
+    words = [*words, "--formats", "fp32"]
+    file = tmp_path / "found.json"
+    assert smaller_state.main(words) == 0
+    whole = json.loads(file.read_text())
+    first, tuned, *_ = whole["runs"]
+    assert (first["run"]["part"], tuned["run"]["part"]) == (FROM_SCRATCH, FINE_TUNING)
+    file.write_text(json.dumps({**whole, "runs": [first]}))
+    assert smaller_state.main(words) == 0
+    again = json.loads(file.read_text())
+    assert [row["sha256"] for row in again["runs"]] == [row["sha256"] for row in whole["runs"]]
+
+
+def test_formats_that_are_not_installed_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_formats.importlib.util, "find_spec", lambda name: None if name == "torchao" else object())
+    settings = state_training.Settings()
+    text: Any = None
+    found = {run.format for run in state_training.Training(settings, text, text).runs()}
+    assert found == set(FORMATS) - {"torchao AdamW8bit"}
+
+
+def test_passes_write_tables_and_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    file = tmp_path / "found.json"
+    words = ["passes", "--numel", "5000", "--pairs", "2", "--rounds", "1", "--threads", "1", "2", "--json", str(file)]
+    assert smaller_state.main(words) == 0
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 80
+    assert "\N{HORIZONTAL ELLIPSIS}" not in printed
+    read = json.loads(file.read_text())
+    others = set(state_passes.FORMATS) - {"fp32"}
+    assert {(row["pass"], row["format"], row["threads"]) for row in read["passes"]} == {
+        (which.name.lower(), name, threads) for which in state_passes.PASSES for name in others for threads in (1, 2)
+    }
+    assert all(row["numel"] == 8192 and row["ratio"]["median"] > 0 for row in read["passes"])
+    assert len(read["arithmetic"]) == len(state_passes.PASSES) * len(state_passes.FORMATS)
+    assert read["clock"] == "wall"
+
+
+@pytest.mark.parametrize("name", state_passes.FORMATS)
+def test_a_pass_computes_with_numbers_of_usual_size(name: str) -> None:
+    """Not with zeros or NaN, with which arithmetic may take another time; again and again."""
+    arrays = state_passes.arrays_of(8192, name)
+    for which in state_passes.PASSES * 3:
+        state_passes.action(arrays, which, 1)()
+    values = torch.from_numpy(arrays["out"]).view(torch.bfloat16).float()
+    assert values.isfinite().all()
+    assert 0.1 < values.abs().median() < 10.0
