@@ -20,6 +20,7 @@ IN_PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 .PHONY: demo wheels test test-quick test-deep test-mutants docs arm-test torch-test gpu-check gpu-wheels lint format clean
 
 demo: $(VENV)/installed
+	rm -f demo/checkpoint.pt  # of the demo before
 	$(BIN)/superadam train --verify --steps 200 --max-grad-norm 1.0 --inject-nan 70 --report demo/report.json --out demo
 
 # What is released, in dist/: the sdist, wheels for x86-64 and 64-bit Arm, their hashes. Needs no compiler of the system.
@@ -44,13 +45,13 @@ test-mutants: $(VENV)/test-tools
 docs: $(VENV)/docs-tools
 	$(BIN)/python -m sphinx --quiet --fresh-env --fail-on-warning --keep-going docs build/docs
 
-# The wheel for Arm, on an emulator.
+# The wheel for Arm, on an emulator of three CPUs, or of one (CPUS=max,sve=off); ARGS are options of pytest.
 arm-test: wheels
-	tests/arm/run $(BIN)/python
+	CPUS="$(CPUS)" tests/arm/run $(BIN)/python $(ARGS)
 
 # The same wheel with the oldest torch that the package admits; TORCH="2.8.0 2.9.1" tries others.
 torch-test: wheels
-	TORCH="$(or $(TORCH),2.10.0)" tests/arm/run $(BIN)/python
+	TORCH="$(or $(TORCH),2.10.0)" tests/arm/run $(BIN)/python $(ARGS)
 
 # On a machine with a GPU, with a Python that has superadam[cli] installed: sets up and downloads nothing.
 # ARGS="--only rates" runs one stage, ARGS=--rehearse all of them without a GPU.

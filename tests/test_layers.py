@@ -11,9 +11,9 @@ import pytest
 import superadam
 
 LAYERS = (
+    "host",
     "kernels",
     "gpu",
-    "host",
     "distributed",
     "devices",
     "handles",
@@ -22,10 +22,10 @@ LAYERS = (
     "optim",
     "offload",
     "integrations",
-    "cli",
     "testing",
+    "cli",
 )
-"""From below; `cli` and `testing` use the package as users do."""
+"""From below; `testing` and `cli` use the package as users do."""
 
 ROOT = Path(superadam.__file__).parent
 FILES = sorted(path for path in ROOT.rglob("*.py") if path.parent != ROOT)
@@ -49,12 +49,12 @@ def layer_of(module: str) -> int | None:
 
 
 def upward(tree: ast.AST, package: str) -> list[str]:
-    """Return the imports that lead to a higher layer; the package itself is what users import, above all but `cli`."""
+    """Return the imports that lead to a higher layer; the package itself stands below `testing` and `cli` only."""
     own = LAYERS.index(package.split(".")[1])
     modules = list(imported(tree, package))
     higher = [module for module in modules if (layer_of(module) or 0) > own]
     users = [module for module in modules if module.startswith("superadam.") and layer_of(module) is None]
-    is_below = own < LAYERS.index("cli")
+    is_below = own < LAYERS.index("testing")
     return higher + [module for module in users if is_below and module.split(".")[1] != "_kernels"]
 
 

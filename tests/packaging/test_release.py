@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from check_wheel import tag_of
 
 import superadam
 
@@ -60,6 +61,22 @@ def test_actions_of_the_release_are_pinned_by_commit() -> None:
     used = re.findall(r"uses: (.+)", WORKFLOW)
     assert used
     assert [one for one in used if not re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40} # v[\d.]+", one)] == []
+
+
+def test_python_is_run_in_every_version_that_the_metadata_names() -> None:
+    tested = re.search(r"python: \[(.+)\]", WORKFLOW)
+    assert tested is not None
+    versions = re.findall(r'"([\d.]+)"', tested[1])
+    named = [one.split(" :: ")[2] for one in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", one)]
+    assert versions == named
+    assert PROJECT["requires-python"] == f">={versions[0]}"
+    assert tag_of("x86_64").startswith(f"cp{versions[0].replace('.', '')}-abi3-")
+
+
+def test_the_release_names_tests_that_exist() -> None:
+    named = re.findall(r"tests/\S+", WORKFLOW)
+    assert named
+    assert [one for one in named if not (ROOT / one).exists()] == []
 
 
 def test_the_build_finds_its_checks_where_python_leaves_out_the_folder_of_a_script() -> None:

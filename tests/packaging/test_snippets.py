@@ -155,6 +155,17 @@ def check(command: str) -> None:
                 build_parser().parse_args(arguments)
         case ["make", target, *_]:
             assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), command
+        case ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", *program]:
+            check(shlex.join(program))
+        case ["torchrun", "--max-restarts", _, *program]:
+            check(shlex.join(["torchrun", *program]))
+        case ["torchrun", _, _, "-m", *program]:
+            check(" ".join(program))
+        case ["torchrun", *options, "--rdzv-endpoint", _, script]:
+            assert all(option.startswith("--") for option in options[::2])
+            assert script == "program.py", command  # the reader's own
+        case ["torchrun", _, _, "program.py"]:
+            pass  # the reader's own
         case ["torchrun", _, _, script, *_] | ["python", script, *_]:
             assert (ROOT / script).exists(), command
         case ["accelerate", "launch", *arguments]:
