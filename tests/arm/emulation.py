@@ -123,15 +123,20 @@ def read_results(path: Path, jobs: Sequence[EmulatedJob]) -> list[list[dict[str,
 
 
 def missing_tools() -> str | None:
-    """Return what this machine lacks to emulate, in one sentence, after trying to install it when root."""
-    if not _has_tools() and os.geteuid() == 0 and shutil.which("apt-get"):
-        environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
-        install = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *PACKAGES]
-        for command in (["apt-get", "update", "-qq"], install):
-            subprocess.run(command, check=False, env=environment, capture_output=True)
+    """Return what this machine lacks to emulate, in one sentence, after trying to install it when root.
+
+    One process at a time installs; the others wait for it.
+    """
+    BUILD.mkdir(parents=True, exist_ok=True)
+    with filelock.FileLock(BUILD / "lock"):
+        if not _has_tools() and os.geteuid() == 0 and shutil.which("apt-get"):
+            environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
+            install = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *PACKAGES]
+            for command in (["apt-get", "update", "-qq"], install):
+                subprocess.run(command, check=False, env=environment, capture_output=True)
     if _has_tools():
         return None
-    return f"the Arm kernels need {EMULATOR} and {LIBRARIES}; install the packages {' and '.join(PACKAGES)}"
+    return f"other CPUs need {EMULATOR} and {LIBRARIES}; install the packages {' and '.join(PACKAGES)}"
 
 
 def _has_tools() -> bool:

@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from arm import emulation
 
 import superadam
 from superadam import _kernels
@@ -141,11 +141,10 @@ def test_a_compiler_that_lacks_a_vector_instruction_set_is_refused(tmp_path: Pat
 
 
 def emulate(cpu: str) -> list[str]:
-    """Return the command of the emulator; where it is missing, skip."""
-    emulator = shutil.which("qemu-x86_64-static") or shutil.which("qemu-x86_64")
-    if emulator is None:
-        pytest.skip("qemu-x86_64 is missing; install qemu-user-static")
-    return [emulator, "-cpu", cpu]
+    """Return the command of the emulator, which is installed where root may; else skip."""
+    if missing := emulation.missing_tools():
+        pytest.skip(missing)
+    return ["qemu-x86_64-static", "-cpu", cpu]
 
 
 INSTALLED = Path(_kernels.__file__)
