@@ -432,8 +432,7 @@ def _named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 def _described(tensor: Tensor | Encoded, snapshot: Snapshot | None) -> Tensor:
     """Return what tells DCP of a tensor: itself, or where a snapshot has its values, no reference to the state."""
     if isinstance(tensor, Encoded):
-        whole: Tensor = tensor.state.whole(tensor.like)
-        return whole
+        return tensor.whole(tensor.like)
     return tensor if snapshot is None else tensor.detach()
 
 
