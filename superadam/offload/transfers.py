@@ -118,7 +118,7 @@ class Transfers:
     Attributes:
         transfer_dtype: in which gradients travel, and so are seen by norm and step; None for their own. fp64 gradients,
             and those that count unrounded, stay as they are.
-        computes_norms: whether torch computes the norms of gradients before they travel, for a program that asks for them.
+        computes_norms: whether torch computes the norms of gradients before they travel, for programs that ask.
         staged_numel: elements of new values that are staged at once; those of a bucket.
         piece_numel: elements beyond which parameters are cut.
         is_short: whether the device has no memory for the new values of a step. They then wait on the host, and the
