@@ -32,7 +32,9 @@ typedef struct {
 } __attribute__((aligned(64))) compact_block;
 
 #define COMPACT static inline __attribute__((always_inline))
-/* Once for all variants of a pass: a call for each block is short beside its 64 elements, and compiling is not. */
+/* Once for all variants of a pass: a call for each block costs little compared with its 64 elements, and compiling costs
+ * much.
+ */
 #define SHARED static __attribute__((noinline))
 
 /* Of each position in a block, 1/64 of a full turn more or less: its 6 bits in reverse, so that neighbours are far

@@ -47,7 +47,7 @@ class FlatLayout(Generic[_Member]):
         return FlatTensors(buffer, self._positions)
 
     def views(self, buffer: Tensor) -> list[Tensor]:
-        """Return one view for each member of such a buffer."""
+        """Return one view for each member of a 1-D buffer of `numel` elements."""
         return self.cut(buffer).tensors
 
 

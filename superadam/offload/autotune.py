@@ -53,8 +53,8 @@ class Work(NamedTuple):
 class Autotuner:
     """The present placement, and the measurements that lead to it.
 
-    Where the worker ends after backward, more buckets become resident; where it ends so long before that it could have
-    done another bucket, fewer.
+    If the worker ends after backward, more buckets become resident. If it has time for another bucket before backward
+    ends, fewer are.
 
     Args:
         total: elements of all parameters.
@@ -165,7 +165,7 @@ class Autotuner:
         began = step[0].ended - step[0].seconds
         done = max((one.ended for one in step if not one.is_resident), default=began)
         ended = min(awaited_at, max((one.ended for one in step if one.is_resident), default=math.inf))
-        if ended == math.inf:  # the worker was done, nobody knows for how long
+        if ended == math.inf:  # the worker was done; for how long is unknown
             ended = done
         travelling = (one for one in reversed(step) if not one.is_resident)
         last = sum(one.elements for one in itertools.takewhile(operator.attrgetter("waits"), travelling))

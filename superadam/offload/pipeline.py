@@ -167,7 +167,7 @@ class Pipeline:
         return True
 
     def _speculate_anew(self, transaction: Transaction) -> bool:
-        """Speculate anew on a bucket whose interval the norm so far has left; return whether there was one."""
+        """Speculate again on a bucket whose interval the norm so far has left; return whether there was one."""
         if not transaction.is_open:
             return False
         with transaction.lock:  # or the verdict could come meanwhile

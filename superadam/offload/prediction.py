@@ -140,7 +140,7 @@ class Predictor:
         return self._arrived - elements
 
     def predict(self, elements: int, seen: float, unscaling: float, limit: float | None) -> Prediction | None:
-        """Return what to speculate for; None for not at all.
+        """Return what to speculate for; None for no speculation.
 
         Args:
             elements: number of those that have now arrived, whose norm is not known.

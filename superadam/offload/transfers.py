@@ -118,7 +118,7 @@ class Transfers:
     Attributes:
         transfer_dtype: in which gradients travel, and so are seen by norm and step; None for their own. fp64 gradients,
             and those that count unrounded, stay as they are.
-        computes_norms: whether torch computes the norms of gradients before they travel, because somebody will ask.
+        computes_norms: whether torch computes the norms of gradients before they travel, for programs that ask.
         staged_numel: elements of new values that are staged at once; those of a bucket.
         piece_numel: elements beyond which parameters are cut.
         is_short: whether the device has no memory for the new values of a step. They then wait on the host, and the
@@ -349,7 +349,7 @@ class Transfers:
         return _slots(pieces, shadows)
 
     def stage(self, parts: Sequence[Sequence[Piece]]) -> Iterator[list[Slot]]:
-        """Return memory of the host for each part, in turn one of two, or always the same if memory is short."""
+        """Return host memory for each part: two buffers in turn, or always the same one if memory is short."""
         if self._staged is not None:
             self._staged.synchronize()
         layouts = [[*map(self._layout_of, groups_of(pieces))] for pieces in parts]
