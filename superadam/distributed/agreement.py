@@ -17,6 +17,10 @@ from superadam.distributed.shards import counted_part, is_distributed, is_owned,
 _MAGIC = float(0x5A_DA_51)  # marks our numbers, should they ever meet those of another collective
 
 
+_ROOM = 16
+"""Sums of copies come in multiples of this: a rank that begins anew, and knows of no copies, sends as many words."""
+
+
 class Question(enum.IntEnum):
     """What a collective is for."""
 
@@ -207,7 +211,8 @@ class Ranks:
         if len(self.members) == 1:
             return [mine]
         copied = mine.copied or (0.0,) * len(self._copies)
-        sent = torch.tensor([*mine[:-1], *copied], dtype=torch.float64, device=self._device_type)
+        padding = [0.0] * (-len(copied) % _ROOM or _ROOM * (not copied))
+        sent = torch.tensor([*mine[:-1], *copied, *padding], dtype=torch.float64, device=self._device_type)
         received = [torch.empty_like(sent) for _ in self.members]
         try:
             dist.all_gather(received, sent, group=self._group)
@@ -215,7 +220,7 @@ class Ranks:
             raise self._no_agreement(error) from error
         rows: list[list[float]] = torch.stack(received).tolist()
         fixed = len(mine) - 1
-        return [_Words(*words[:fixed])._replace(copied=tuple(words[fixed:])) for words in rows]
+        return [_Words(*words[:fixed])._replace(copied=tuple(words[fixed : fixed + len(copied)])) for words in rows]
 
     def _no_agreement(self, error: Exception) -> RuntimeError:
         told = str(error).partition("\n")[0][:150]

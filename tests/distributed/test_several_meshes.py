@@ -273,6 +273,15 @@ def test_rank_without_a_part_in_the_group_is_told(rank: int) -> None:
         refused(ValueError, told, lambda: one_step([Part("weight", (4, 3))], group))
 
 
+@on_ranks(2)
+def test_group_set_on_one_rank_alone_is_refused_on_all(rank: int) -> None:
+    """The rank that begins anew knows of no copies, and sends as many words as those that do."""
+    optimizer = one_step([Part("tied", (5,)), Part(f"{rank}.weight", (4, 3))], distributed.group.WORLD)
+    if rank == 1:
+        optimizer.process_group = distributed.group.WORLD
+    refused(RuntimeError, "^the ranks are not at the same point: rank 0 is in call", optimizer.step)
+
+
 def alone_norm(part: tuple[str, tuple[int, ...]], gradients: int) -> float:
     return pytest.approx(value(*part, gradients).double().mul(0.01 if gradients % 2 else 1.0).norm().item(), rel=0.01)  # type: ignore[no-any-return]
 
