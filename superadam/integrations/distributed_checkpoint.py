@@ -8,9 +8,10 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -62,8 +63,8 @@ _last_seen: dict[Path, str | None] = {}
 def latest(folder: str | os.PathLike[str], *, process_group: dist.ProcessGroup | None = None) -> Path | None:
     """Return the newest checkpoint in `folder`, to `load`, or None, to begin a run; every rank calls this first.
 
-    Nothing is verified before `load`. Several ranks find out here whether they share the folder: where there is no
-    checkpoint, rank 0 writes to it, and leaves a lock file there.
+    Nothing is verified before `load`. Several ranks find out here whether they share the folder: rank 0 writes to it,
+    and leaves a lock file there where there is no checkpoint.
 
     Args:
         folder: as for `save`.
@@ -314,12 +315,29 @@ class _Ranks:
         fault = self.fault(lambda: sights.insert(0, checkpoint_folder.sight(path)))
         seen = self.gather(sights[0])
         strangers = [rank for rank, sight in enumerate(seen) if sight != seen[0]]
+        if fault is None and not strangers and seen[0] not in (None, path.name):  # folders may hold copies of it
+            strangers = self._without_marker(path.parent)
         if fault is None and strangers:
             there = f"{path.parent} is another folder on ranks {strangers} than on rank 0"
             fault = f"{there}: choose one that all ranks share"
         if fault is not None:
             raise CheckpointError(f"{self.failure}: {fault}; {self.outcome}")
         return seen[0]
+
+    def _without_marker(self, folder: Path) -> list[int]:
+        """Return the ranks that do not see a file that rank 0 makes; none where it can make none."""
+        if self.size == 1:
+            return []
+        with ExitStack() as stack:
+            name: str | None = None
+            if self.rank == 0:
+                with suppress(OSError):  # one may load where one cannot write
+                    marker = stack.enter_context(tempfile.NamedTemporaryFile(prefix=".shared-", dir=folder))
+                    name = os.path.basename(marker.name)
+            name = self.gather(name)[0]
+            found = self.gather(name is None or os.path.exists(folder / name))
+        self.gather(None)  # nobody goes on before it is removed
+        return [rank for rank, is_there in enumerate(found) if not is_there]
 
     def run(self, work: Callable[[], _T]) -> _T:
         """Return what `work` returns, or raise CheckpointError on every rank if it raised on one."""
