@@ -102,7 +102,8 @@ def attach(snapshot: Snapshot, optimizer: Optimizer) -> Callable[[], None]:
             snapshot.release()
 
         return detach
-    handle = optimizer.register_step_pre_hook(lambda *_: snapshot.preserve_all())
+    process = os.getpid()
+    handle = optimizer.register_step_pre_hook(lambda *_: snapshot.preserve_all() if os.getpid() == process else None)
 
     def remove() -> None:
         handle.remove()

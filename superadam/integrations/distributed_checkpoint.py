@@ -143,7 +143,7 @@ def save(
             if type(copy_bytes) is not int or copy_bytes < 0:
                 raise CheckpointError(f"copy_bytes is {copy_bytes!r}, expected a whole number of at least 0")
             with optimizer._lock if isinstance(optimizer, SpeculativeCPUAdam) else nullcontext():
-                if not wait and isinstance(optimizer, SpeculativeCPUAdam):
+                if isinstance(optimizer, SpeculativeCPUAdam):
                     optimizer._adopt_sampled_writes()
                 tensors, values = _contents(model, optimizer)
                 values["extra"] = extra if ranks.rank == 0 else None
