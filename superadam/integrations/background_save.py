@@ -197,6 +197,18 @@ class _Save:
                 ) from self._error
 
 
+beginning = threading.Lock()
+"""Held while a save beside training begins: one thread after the other, each when the save before has ended."""
+
+
+def _renew_lock() -> None:
+    """Of a forked child: no thread is there that would give back what was held."""
+    global beginning
+    beginning = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
+
 _under_way: _Save | None = None
 
 

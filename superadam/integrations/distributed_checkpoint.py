@@ -125,15 +125,15 @@ def save(
     Raises:
         CheckpointError: saving failed on some rank; what was saved before is as it was.
     """
-    background_save.wait()
-    group = process_group if wait else background_save.group_beside(process_group)
-    ranks = _Ranks(
-        group,
-        f"cannot save a checkpoint to {folder}",
-        f": free some space, or {_SHARED.removeprefix(': ')}",
-        "earlier ones are as they were",
-    )
-    with ExitStack() as stack:
+    with nullcontext() if wait else background_save.beginning, ExitStack() as stack:
+        background_save.wait()
+        group = process_group if wait else background_save.group_beside(process_group)
+        ranks = _Ranks(
+            group,
+            f"cannot save a checkpoint to {folder}",
+            f": free some space, or {_SHARED.removeprefix(': ')}",
+            "earlier ones are as they were",
+        )
         snapshot: Snapshot | None = None
 
         def begin() -> tuple[Path, dict[str, Tensor], dict[str, Any]]:

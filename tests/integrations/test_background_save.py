@@ -19,7 +19,7 @@ from integrations.test_distributed_checkpoint import Model, content, groups_of, 
 from support.children import exit_code_of_child
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
-from superadam.integrations import background_save
+from superadam.integrations import background_save, checkpoint_folder
 from superadam.integrations.distributed_checkpoint import CheckpointError, load, save, wait
 from superadam.state import snapshot
 from superadam.testing import SimulatedDevice
@@ -249,6 +249,39 @@ def test_save_of_encoded_state_that_waits_adopts_writes_past_version_counters(sm
     other = torch.nn.Linear(64, 64).bfloat16()
     load(tmp_path, other, SpeculativeCPUAdamW(other.parameters(), **smaller))
     assert not other.weight.any()
+
+
+def test_first_save_that_ended_before_it_was_named_can_be_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = make(SpeculativeCPUAdamW)
+    replace_file = checkpoint_folder.replace_file
+
+    def full(path: Path, write: Callable[[Any], object]) -> None:
+        if path.name == "latest":
+            raise OSError(28, "No space left on device")
+        replace_file(path, write)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_folder, "replace_file", full)
+        with pytest.raises(CheckpointError, match="No space left"):
+            save(tmp_path, model, optimizer)
+    assert save(tmp_path, model, optimizer).exists()
+
+
+def test_threads_begin_their_saves_one_after_the_other(tmp_path: Path) -> None:
+    paths = list[Path]()
+
+    def begin(number: int) -> None:
+        paths.append(save(tmp_path / str(number), *make(SpeculativeCPUAdamW, seed=number), wait=False))
+
+    threads = [threading.Thread(target=begin, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    wait()
+    assert [path.exists() for path in paths] == [True] * 4
 
 
 def test_loading_and_new_groups_leave_the_save_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
