@@ -10,6 +10,7 @@ import os
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
@@ -205,11 +206,22 @@ def save(
         with deferred_signals():  # Ctrl-C leaves no snapshot behind that nobody writes
             rest = stack.pop_all()
             if not wait:
+                are_agreed: Future[bool] = Future()  # all ranks have a thread, which until then sends nothing
+
+                def start() -> None:
+                    try:
+                        background_save.start(lambda: finish(rest) if are_agreed.result() else rest.close())
+                    except RuntimeError as error:
+                        raise CheckpointError(f"{error}; pass wait=True, or end some threads") from error
+
                 try:
-                    background_save.start(lambda: finish(rest))
-                except RuntimeError as error:
+                    ranks.run(start)
+                except BaseException:
+                    are_agreed.set_result(False)
                     rest.close()
-                    raise CheckpointError(f"{ranks.failure}: {error}; pass wait=True, or end some threads") from error
+                    background_save.wait()
+                    raise
+                are_agreed.set_result(True)
     return finish(rest) if wait else checkpoint_folder.published(part)
 
 
