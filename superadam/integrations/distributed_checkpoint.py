@@ -11,6 +11,7 @@ import pickle
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -126,15 +127,15 @@ def save(
     Raises:
         CheckpointError: saving failed on some rank; what was saved before is as it was.
     """
-    background_save.wait()
-    group = process_group if wait else background_save.group_beside(process_group)
-    ranks = _Ranks(
-        group,
-        f"cannot save a checkpoint to {folder}",
-        f": free some space, or {_SHARED.removeprefix(': ')}",
-        "earlier ones are as they were",
-    )
-    with ExitStack() as stack:
+    with nullcontext() if wait else background_save.beginning, ExitStack() as stack:
+        background_save.wait()
+        group = process_group if wait else background_save.group_beside(process_group)
+        ranks = _Ranks(
+            group,
+            f"cannot save a checkpoint to {folder}",
+            f": free some space, or {_SHARED.removeprefix(': ')}",
+            "earlier ones are as they were",
+        )
         snapshot: Snapshot | None = None
 
         def begin() -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
@@ -144,7 +145,7 @@ def save(
             if type(copy_bytes) is not int or copy_bytes < 0:
                 raise CheckpointError(f"copy_bytes is {copy_bytes!r}, expected a whole number of at least 0")
             with optimizer._lock if isinstance(optimizer, SpeculativeCPUAdam) else nullcontext():
-                if not wait and isinstance(optimizer, SpeculativeCPUAdam):
+                if isinstance(optimizer, SpeculativeCPUAdam):
                     optimizer._adopt_sampled_writes()
                 tensors, values = _contents(model, optimizer)
                 values["extra"] = extra if ranks.rank == 0 else None
@@ -206,11 +207,22 @@ def save(
         with deferred_signals():  # Ctrl-C leaves no snapshot behind that nobody writes
             rest = stack.pop_all()
             if not wait:
+                are_agreed: Future[bool] = Future()  # all ranks have a thread, which until then sends nothing
+
+                def start() -> None:
+                    try:
+                        background_save.start(lambda: finish(rest) if are_agreed.result() else rest.close())
+                    except RuntimeError as error:
+                        raise CheckpointError(f"{error}; pass wait=True, or end some threads") from error
+
                 try:
-                    background_save.start(lambda: finish(rest))
-                except RuntimeError as error:
+                    ranks.run(start)
+                except BaseException:
+                    are_agreed.set_result(False)
                     rest.close()
-                    raise CheckpointError(f"{ranks.failure}: {error}; pass wait=True, or end some threads") from error
+                    background_save.wait()
+                    raise
+                are_agreed.set_result(True)
     return finish(rest) if wait else checkpoint_folder.published(part)
 
 
