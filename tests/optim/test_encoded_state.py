@@ -563,3 +563,17 @@ def test_amsgrad_is_refused_before_any_state_is_made() -> None:
     with pytest.raises(ValueError, match="amsgrad is True for parameter 1 of group 0"):
         optimizer.step()
     assert "max_exp_avg_sq" not in optimizer.state[bias]
+
+
+def test_amsgrad_is_refused_when_it_is_loaded() -> None:
+    parameter, optimizer = one(moments="8bit")
+    groups = torch.optim.AdamW([parameter], amsgrad=True).state_dict()
+    with pytest.raises(ValueError, match="amsgrad is True, but moments is '8bit'"):
+        optimizer.load_state_dict(groups)
+    assert optimizer.param_groups[0]["amsgrad"] is False
+
+
+@pytest.mark.parametrize("name", ["moments", "master"])
+def test_a_group_has_no_format_of_its_own(name: str) -> None:
+    with pytest.raises(ValueError, match=f"a parameter group has {name}, expected it as an argument of the optimizer"):
+        SpeculativeCPUAdamW([{"params": [nn.Parameter(torch.ones(2, 64))], name: "fp32"}])
