@@ -32,8 +32,8 @@ typedef struct {
 } __attribute__((aligned(64))) compact_block;
 
 #define COMPACT static inline __attribute__((always_inline))
-/* Once for all variants of a pass: a call for each block costs little compared with its 64 elements, and compiling costs
- * much.
+/* Once for all variants of a pass: a call for each block costs little compared with its 64 elements, and compiling
+ * costs much.
  */
 #define SHARED static __attribute__((noinline))
 
