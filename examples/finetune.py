@@ -12,6 +12,7 @@ examples/presets/ has such files for published models of 8 to 70 billion paramet
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import sys
@@ -75,6 +76,14 @@ def model_of(model: ModelConfig, arguments: FineTuning, training: SFTConfig) -> 
     return transformers.AutoModelForCausalLM.from_config(config, **options)
 
 
+def is_whole(checkpoint: Path) -> bool:
+    """Whether a save of the Trainer has ended: the file that it writes last is there and complete."""
+    try:
+        return bool(json.loads((checkpoint / "trainer_state.json").read_text()))
+    except (OSError, ValueError):
+        return False
+
+
 def start_of(training: SFTConfig) -> str | None:
     """Return the checkpoint to continue from, or None to start: of the output folder, for `auto`.
 
@@ -86,8 +95,8 @@ def start_of(training: SFTConfig) -> str | None:
             distributed_checkpoint.latest(folder)  # it has none of these, but looks whether ranks share it
         except distributed_checkpoint.CheckpointError as error:
             sys.exit(f"finetune.py: {error}")
-    whole = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json")]  # which is written last
-    newest = max(whole, key=lambda path: int(path.name.partition("-")[2]), default=None)
+    numbered = [path for path in folder.glob("checkpoint-*") if path.name.partition("-")[2].isdecimal()]
+    newest = max(filter(is_whole, numbered), key=lambda path: int(path.name.partition("-")[2]), default=None)
     if resume == "auto":
         return None if newest is None else str(newest)
     if newest is not None and resume is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,9 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import distributed as dist
 
-from superadam.distributed.shards import is_distributed, is_owned, members_of
+from superadam.distributed.shards import counted_part, is_distributed, is_owned, members_of
 
 _MAGIC = float(0x5A_DA_51)  # marks our numbers, should they ever meet those of another collective
+
+
+_ROOM = 16
+"""Sums of copies come in multiples of this: a rank that begins anew, and knows of no copies, sends as many words."""
 
 
 class Question(enum.IntEnum):
@@ -58,11 +62,13 @@ class Held(NamedTuple):
         name: by which ranks know the same parameter.
         shape: of the whole parameter.
         members: the ranks over which it is distributed; an ordinary one lies on one.
+        part: which elements of it this rank counts; equal texts on two ranks mean the same ones in the same order.
     """
 
     name: str
     shape: tuple[int, ...]
     members: tuple[int, ...]
+    part: str = ""
 
 
 _Copies = tuple[tuple[int, ...], ...]
@@ -78,7 +84,7 @@ class Ranks:
     """
 
     def __init__(self, members: Sequence[int], device_type: str, group: dist.ProcessGroup | None = None) -> None:
-        self.members = list(members)  # sorted
+        self.members = list(members)  # in the order of the group, as rows arrive
         self.number = 0  # of questions so far, the same on all ranks
         self.agreed = 0  # the last of these on which no rank failed
         self.is_behind = False  # this rank missed a step on which all had agreed: if others made it, later ones raise
@@ -87,6 +93,7 @@ class Ranks:
         self._is_owned: list[bool] = []
         self._told: list[Held] = []
         self._copies: list[_Copies] = []
+        self._bounds: dict[_Copies, float] = {}  # by which part of them sums may differ, where not 0
         self._classes: list[int] = []
 
     def hold(self, held: list[Held], is_owned: list[bool]) -> None:
@@ -120,7 +127,7 @@ class Ranks:
         for position, groups in enumerate(self._copies):
             copied = [sum(every[self.members.index(rank)].copied[position] for rank in group) for group in groups]
             total += copied[0]
-            if copied != [copied[0]] * len(groups):
+            if max(copied) != min(copied) and not self._are_close(min(copied), max(copied), groups):
                 differing = groups
         total = math.sqrt(total)
         if count:
@@ -133,6 +140,9 @@ class Ranks:
             )
         self.agreed = self.number
         return RanksNorm(total, 0)
+
+    def _are_close(self, least: float, most: float, groups: _Copies) -> bool:
+        return most - least <= self._bounds.get(groups, 0.0) * least
 
     def _with_sums(self, words: _Words, sums: Callable[[Sequence[int]], Sequence[float]]) -> _Words:
         counted, *copied = [*sums(self._classes), *[0.0] * (1 + len(self._copies))][: 1 + len(self._copies)]
@@ -151,7 +161,7 @@ class Ranks:
         holders: dict[str, dict[Held, set[int]]] = {}
         for rank, held in zip(self.members, every, strict=True):
             for one in held:
-                holders.setdefault(one.name, {}).setdefault(one, set()).add(rank)
+                holders.setdefault(one.name, {}).setdefault(one._replace(part=""), set()).add(rank)
         copies: dict[str, _Copies] = {}
         for name, kinds in holders.items():
             ranks = [rank for one in kinds for rank in one.members]
@@ -170,6 +180,8 @@ class Ranks:
             if len(kinds) > 1:
                 copies[name] = tuple(sorted(one.members for one in kinds))
         self._copies = sorted(set(copies.values()))
+        told = dict(zip(self.members, every, strict=True))
+        self._bounds = {groups: _bound(groups, copies, told) for groups in self._copies}
         self._classes = [
             _REPLICA if not is_owned else 1 + self._copies.index(copies[one.name]) if one.name in copies else _COUNTED
             for one, is_owned in zip(self._held, self._is_owned, strict=True)
@@ -199,7 +211,8 @@ class Ranks:
         if len(self.members) == 1:
             return [mine]
         copied = mine.copied or (0.0,) * len(self._copies)
-        sent = torch.tensor([*mine[:-1], *copied], dtype=torch.float64, device=self._device_type)
+        padding = [0.0] * (-len(copied) % _ROOM or _ROOM * (not copied))
+        sent = torch.tensor([*mine[:-1], *copied, *padding], dtype=torch.float64, device=self._device_type)
         received = [torch.empty_like(sent) for _ in self.members]
         try:
             dist.all_gather(received, sent, group=self._group)
@@ -207,7 +220,7 @@ class Ranks:
             raise self._no_agreement(error) from error
         rows: list[list[float]] = torch.stack(received).tolist()
         fixed = len(mine) - 1
-        return [_Words(*words[:fixed])._replace(copied=tuple(words[fixed:])) for words in rows]
+        return [_Words(*words[:fixed])._replace(copied=tuple(words[fixed : fixed + len(copied)])) for words in rows]
 
     def _no_agreement(self, error: Exception) -> RuntimeError:
         told = str(error).partition("\n")[0][:150]
@@ -247,6 +260,23 @@ class Ranks:
                 )
 
 
+def _bound(groups: _Copies, copies: Mapping[str, _Copies], told: Mapping[int, Sequence[Held]]) -> float:
+    """Return by which part of them the sums of groups of ranks may differ, though their gradients are equal.
+
+    0 where all add the same elements in the same order. Otherwise each sum of n squares, added in fp64 in whatever
+    order, is within n * 2**-53 of the true one, so that two differ by twice that at most; twice as much covers terms of
+    second order, up to 2**50 elements.
+    """
+    parts = [
+        [[(one.name, one.part) for one in told[rank] if copies.get(one.name) == groups] for rank in group]
+        for group in groups
+    ]
+    if all(part == parts[0] for part in parts):
+        return 0.0
+    sizes = {one.name: math.prod(one.shape) for rank in groups[0] for one in told[rank]}
+    return sum(size for name, size in sizes.items() if copies.get(name) == groups) * 2.0**-51
+
+
 def _call_of(words: tuple[float, ...]) -> str:
     magic, question, number = words
     if magic != _MAGIC or question not in (0.0, 1.0):
@@ -272,12 +302,17 @@ def ranks_of(
     meshes = {tuple(members_of(one)): name for one, name in zip(parameters, names, strict=True) if is_distributed(one)}
     if group is None and not meshes:
         return None
-    members = sorted(dist.get_process_group_ranks(group))
+    if dist.get_rank(group) < 0:
+        raise ValueError(
+            f"process_group is a group without this rank, {dist.get_rank()}, expected one of the ranks that train "
+            "together; pass it on its own ranks only, and on this one the group that this one is in"
+        )
+    members = dist.get_process_group_ranks(group)
     for mesh, name in meshes.items():
         if not set(mesh) <= set(members):
             raise ValueError(
-                f"{name} is distributed over ranks {[*mesh]}, expected some of the process_group's, {members}; pass "
-                "the group of all ranks that train together"
+                f"{name} is distributed over ranks {[*mesh]}, expected some of the process_group's, {sorted(members)}; "
+                "pass the group of all ranks that train together"
             )
     if group is None and tuple(members) not in meshes:
         mesh, name = next(iter(meshes.items()))
@@ -294,7 +329,7 @@ def ranks_of(
         ranks = Ranks(members, device, group)
     here = (dist.get_rank(),)
     held = [
-        Held(name, tuple(one.shape), tuple(members_of(one)) if is_distributed(one) else here)
+        Held(name, tuple(one.shape), tuple(members_of(one)) if is_distributed(one) else here, counted_part(one))
         for one, name in zip(parameters, names, strict=True)
     ]
     ranks.hold(held, [is_owned(one) for one in parameters])

@@ -104,6 +104,16 @@ def is_owned(tensor: Any) -> bool:
     return all(coordinate == 0 for coordinate, placement in places if placement.is_replicate())
 
 
+def counted_part(tensor: Any) -> str:
+    """Return a text of which elements of a tensor this rank counts, the same on two ranks only if they are the same."""
+    if not is_distributed(tensor):
+        return "all"
+    if not is_owned(tensor):
+        return "none"
+    mesh = tensor.device_mesh
+    return f"{[*tensor.placements]} at {[*mesh.get_coordinate()]} of {tuple(mesh.mesh.shape)}"
+
+
 def shared_elsewhere(parts: Sequence[Tensor]) -> list[bool]:
     """Return of each part whether its memory is referenced by more than these parts and what they are cut from."""
     return [not all(map(operator.le, found, _USUAL)) for found in _references(parts)]

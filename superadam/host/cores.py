@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from superadam.host.local_ranks import local_rank, processes
+from superadam.host.local_ranks import local_rank, processes, variable_of
 from superadam.host.machine import Host, cpus_of
 
 _logger = logging.getLogger("superadam")
@@ -43,7 +43,7 @@ def near(host: Host, address: str, addresses: Sequence[str] = ()) -> frozenset[i
     rank, affinities = local_rank(host), _affinities(host)
     position = rank.number
     alike = _alike(host, address) if rank.count > 1 and len(set(affinities)) == 1 else []
-    if len(alike) == rank.count:  # each has one of them
+    if len(alike) == rank.count and not _share_a_gpu(host):  # each has one of them
         addresses, position = alike, alike.index(address)
     elif len(addresses) != rank.count:
         addresses = ["" if other != position else address for other in range(rank.count)]
@@ -79,6 +79,14 @@ def _alike(host: Host, address: str) -> list[str]:
     return [one for one in found if host.read_or(f"{folder}/{one}/vendor", "") == model[0]]
 
 
+def _share_a_gpu(host: Host) -> bool:
+    """Whether ranks were started with the same only GPU; all ranks find the same."""
+    pids = [pid for pid in processes(host, local_rank(host)) if pid is not None]
+    visible = [variable_of(host, pid, "CUDA_VISIBLE_DEVICES") for pid in pids]
+    single = [one for one in visible if one and "," not in one]
+    return len(single) > len(set(single))
+
+
 def _divided(
     host: Host, claims: Sequence[frozenset[int]], affinities: Sequence[frozenset[int]]
 ) -> list[frozenset[int]]:
@@ -103,10 +111,32 @@ def _divided(
         for place, number in enumerate(numbers):
             first, end = (-(-one * len(units) // len(numbers)) for one in (place, place + 1))
             parts[number].update(cpu for unit in units[first:end] for cpu in unit)
+    for number in range(len(claims)):
+        for among in (claims, affinities):
+            if not parts[number]:
+                _take(number, parts, among, set())
     return [
         frozenset(part) or frozenset(sorted(claim)[number % len(claim) :][:1])  # one that is shared is better than none
         for number, (part, claim) in enumerate(zip(parts, claims, strict=True))
     ]
+
+
+def _take(number: int, parts: list[set[int]], among: Sequence[frozenset[int]], seen: set[int]) -> bool:
+    """Give a rank one more CPU, of one that has more or can take another; whether there is such a one."""
+    owners = {cpu: owner for owner, part in enumerate(parts) for cpu in part}
+    for cpu in sorted(
+        among[number] - parts[number], key=lambda one: (-len(parts[owners[one]]) if one in owners else -1, one)
+    ):
+        if cpu in seen:
+            continue
+        seen.add(cpu)
+        owner = owners.get(cpu)
+        if owner is None or len(parts[owner]) > 1 or _take(owner, parts, among, seen):
+            if owner is not None:
+                parts[owner].discard(cpu)
+            parts[number].add(cpu)
+            return True
+    return False
 
 
 def _cores(host: Host, cpus: Sequence[int]) -> list[list[int]]:

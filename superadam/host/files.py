@@ -45,6 +45,18 @@ def replace_file(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     synchronize(path.parent)  # the new name
 
 
+_held: set[IO[str]] = set()  # lock files of this process
+
+
+def _close_held() -> None:
+    """Close them in a child that was forked, so that the lock ends with the process that took it."""
+    while _held:
+        _held.pop().close()
+
+
+os.register_at_fork(after_in_child=_close_held)
+
+
 @contextmanager
 def locked(path: Path, seconds: float) -> Iterator[None]:
     """Hold the lock of a file, which is created if need be; the system releases it when this process ends.
@@ -52,16 +64,23 @@ def locked(path: Path, seconds: float) -> Iterator[None]:
     Raises BlockingIOError if another process still holds it after so many seconds, and OSError.
     """
     with path.open("a") as file:
-        deadline = time.monotonic() + seconds
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    raise
-            time.sleep(min(0.1, seconds))
+        _held.add(file)
         try:
+            _take(file, seconds)
             yield
         finally:
-            fcntl.flock(file, fcntl.LOCK_UN)  # a child that was forked meanwhile has the file open, too
+            _held.discard(file)
+            if not file.closed:  # as it is in a forked child
+                fcntl.flock(file, fcntl.LOCK_UN)  # also for a child that Python did not fork
+
+
+def _take(file: IO[str], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(min(0.1, seconds))

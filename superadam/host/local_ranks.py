@@ -78,13 +78,13 @@ def processes(host: Host, rank: LocalRank) -> list[int | None]:
         return found
     parents = {int(path.split("/")[2]): _parent(host, path) for path in host.glob("/proc/[0-9]*/stat")}
     top, depth = host.process, 0
-    while _number(host, parents.get(top, 0), rank.variable) == str(rank.number):
+    while variable_of(host, parents.get(top, 0), rank.variable) == str(rank.number):
         top, depth = parents[top], depth + 1
     here = {
         pid: number
         for pid, parent in parents.items()
         if parent == parents.get(top) and pid != top
-        if (number := _number(host, pid, rank.variable)) is not None
+        if (number := variable_of(host, pid, rank.variable)) is not None
     }
     for _ in range(depth):
         here = {pid: here[parent] for pid, parent in parents.items() if parent in here}
@@ -100,8 +100,8 @@ def _parent(host: Host, path: str) -> int:
     return int(words[1]) if len(words) > 1 else 0
 
 
-def _number(host: Host, pid: int, variable: str) -> str | None:
-    """Return what a process was told to be, where it may be asked."""
+def variable_of(host: Host, pid: int, variable: str) -> str | None:
+    """Return a variable of the environment that a process was started with, where it may be asked."""
     for line in host.read_or(f"/proc/{pid}/environ", "").split("\0"):
         name, _, value = line.partition("=")
         if name == variable:

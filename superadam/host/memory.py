@@ -7,6 +7,7 @@ import os
 import re
 import resource
 import secrets
+import weakref
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Self
@@ -146,19 +147,33 @@ class AnnouncedMemory:
     """Lets processes of the same user on this machine know, until it is closed, that this one needs `size` bytes.
 
     Each counts what the others have announced, so that ranks that share a node are refused where they do not fit
-    together. It is the name of an open file without content, which ends with the process.
+    together. It is the name of an open file without content, which ends with the process, and which a forked process
+    closes at once: it needs nothing of this itself.
     """
 
     def __init__(self, size: int) -> None:
         self._file: int | None = None
         with suppress(OSError):  # others then count less
             self._file = os.memfd_create(f"{_NAME}-{secrets.token_hex(8)}-{size}")
+        _open.add(self)
 
     def close(self) -> None:
         """Take it back."""
         file, self._file = self._file, None
         if file is not None:
             os.close(file)
+
+
+_open: weakref.WeakSet[AnnouncedMemory] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for one in [*_open]:
+        with suppress(OSError):  # closed by the child's own preparations
+            one.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _announced(host: Host) -> list[_Announced]:

@@ -102,7 +102,8 @@ def attach(snapshot: Snapshot, optimizer: Optimizer) -> Callable[[], None]:
             snapshot.release()
 
         return detach
-    handle = optimizer.register_step_pre_hook(lambda *_: snapshot.preserve_all())
+    process = os.getpid()
+    handle = optimizer.register_step_pre_hook(lambda *_: snapshot.preserve_all() if os.getpid() == process else None)
 
     def remove() -> None:
         handle.remove()
@@ -195,6 +196,18 @@ class _Save:
                     "destroy_process_group(), and see whether a rank has ended"
                 ) from self._error
 
+
+beginning = threading.Lock()
+"""Held while a save beside training begins: one thread after the other, each when the save before has ended."""
+
+
+def _renew_lock() -> None:
+    """Of a forked child: no thread is there that would give back what was held."""
+    global beginning
+    beginning = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
 
 _under_way: _Save | None = None
 

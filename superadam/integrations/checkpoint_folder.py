@@ -67,7 +67,7 @@ def look(folder: Path) -> CheckpointFolder:
     found = _checkpoints(folder)
     if text is None:
         is_first = [_number(path) for path in found] == [1]  # its save was killed before it was named
-        state = f"without {_LATEST}: {sight(found[0])}" if found else None
+        state = _state_without_latest(sight(found[0])) if found else None
         return CheckpointFolder(found.pop() if is_first else folder / _LATEST, None, found, state)
     pointer = _POINTER.fullmatch(text.decode("ascii", "replace"))
     newest = folder / (pointer[1] if pointer else _LATEST)
@@ -140,6 +140,7 @@ def publish(part: Path, files: Files, world_size: int, keep: int, states: set[st
     run = next(filter(None, map(_run_of, (there.newest, *there.others))), None) or secrets.token_hex(16)
     manifest = _sealed({"format": FORMAT, "run": run, "world_size": world_size, "files": files})
     replace_file(part / _MANIFEST, lambda file: file.write(manifest))
+    states.add(_state_without_latest(hashlib.sha256(manifest).hexdigest()))  # if a first save ends before it is named
     os.rename(part, path)
     synchronize(folder)
     pointer = f"{path.name} {hashlib.sha256(manifest).hexdigest()}\n".encode()
@@ -215,6 +216,11 @@ def _require_files(path: Path, files: Files) -> None:
         name = min(name for name, _ in found.items() ^ expected.items())
         bytes_found, bytes_expected = (sizes.get(name, "none") for sizes in (found, expected))
         raise CheckpointError(f"{path / name} is damaged: its bytes are {bytes_found}, expected {bytes_expected}")
+
+
+def _state_without_latest(newest: str | None) -> str:
+    """Return the state of a folder with checkpoints that were not named; `newest` is the sight of the newest."""
+    return f"without {_LATEST}: {newest}"
 
 
 def _number(path: Path) -> int:

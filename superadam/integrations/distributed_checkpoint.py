@@ -8,9 +8,11 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, nullcontext
+from concurrent.futures import Future
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -62,8 +64,8 @@ _last_seen: dict[Path, str | None] = {}
 def latest(folder: str | os.PathLike[str], *, process_group: dist.ProcessGroup | None = None) -> Path | None:
     """Return the newest checkpoint in `folder`, to `load`, or None, to begin a run; every rank calls this first.
 
-    Nothing is verified before `load`. Several ranks find out here whether they share the folder: where there is no
-    checkpoint, rank 0 writes to it, and leaves a lock file there.
+    Nothing is verified before `load`. Several ranks find out here whether they share the folder: rank 0 writes to it,
+    and leaves a lock file there where there is no checkpoint.
 
     Args:
         folder: as for `save`.
@@ -125,15 +127,15 @@ def save(
     Raises:
         CheckpointError: saving failed on some rank; what was saved before is as it was.
     """
-    background_save.wait()
-    group = process_group if wait else background_save.group_beside(process_group)
-    ranks = _Ranks(
-        group,
-        f"cannot save a checkpoint to {folder}",
-        f": free some space, or {_SHARED.removeprefix(': ')}",
-        "earlier ones are as they were",
-    )
-    with ExitStack() as stack:
+    with nullcontext() if wait else background_save.beginning, ExitStack() as stack:
+        background_save.wait()
+        group = process_group if wait else background_save.group_beside(process_group)
+        ranks = _Ranks(
+            group,
+            f"cannot save a checkpoint to {folder}",
+            f": free some space, or {_SHARED.removeprefix(': ')}",
+            "earlier ones are as they were",
+        )
         snapshot: Snapshot | None = None
 
         def begin() -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
@@ -143,7 +145,7 @@ def save(
             if type(copy_bytes) is not int or copy_bytes < 0:
                 raise CheckpointError(f"copy_bytes is {copy_bytes!r}, expected a whole number of at least 0")
             with optimizer._lock if isinstance(optimizer, SpeculativeCPUAdam) else nullcontext():
-                if not wait and isinstance(optimizer, SpeculativeCPUAdam):
+                if isinstance(optimizer, SpeculativeCPUAdam):
                     optimizer._adopt_sampled_writes()
                 tensors, values = _contents(model, optimizer)
                 values["extra"] = extra if ranks.rank == 0 else None
@@ -205,11 +207,22 @@ def save(
         with deferred_signals():  # Ctrl-C leaves no snapshot behind that nobody writes
             rest = stack.pop_all()
             if not wait:
+                are_agreed: Future[bool] = Future()  # all ranks have a thread, which until then sends nothing
+
+                def start() -> None:
+                    try:
+                        background_save.start(lambda: finish(rest) if are_agreed.result() else rest.close())
+                    except RuntimeError as error:
+                        raise CheckpointError(f"{error}; pass wait=True, or end some threads") from error
+
                 try:
-                    background_save.start(lambda: finish(rest))
-                except RuntimeError as error:
+                    ranks.run(start)
+                except BaseException:
+                    are_agreed.set_result(False)
                     rest.close()
-                    raise CheckpointError(f"{ranks.failure}: {error}; pass wait=True, or end some threads") from error
+                    background_save.wait()
+                    raise
+                are_agreed.set_result(True)
     return finish(rest) if wait else checkpoint_folder.published(part)
 
 
@@ -314,12 +327,29 @@ class _Ranks:
         fault = self.fault(lambda: sights.insert(0, checkpoint_folder.sight(path)))
         seen = self.gather(sights[0])
         strangers = [rank for rank, sight in enumerate(seen) if sight != seen[0]]
+        if fault is None and not strangers and seen[0] not in (None, path.name):  # folders may hold copies of it
+            strangers = self._without_marker(path.parent)
         if fault is None and strangers:
             there = f"{path.parent} is another folder on ranks {strangers} than on rank 0"
             fault = f"{there}: choose one that all ranks share"
         if fault is not None:
             raise CheckpointError(f"{self.failure}: {fault}; {self.outcome}")
         return seen[0]
+
+    def _without_marker(self, folder: Path) -> list[int]:
+        """Return the ranks that do not see a file that rank 0 makes; none where it can make none."""
+        if self.size == 1:
+            return []
+        with ExitStack() as stack:
+            name: str | None = None
+            if self.rank == 0:
+                with suppress(OSError):  # one may load where one cannot write
+                    marker = stack.enter_context(tempfile.NamedTemporaryFile(prefix=".shared-", dir=folder))
+                    name = os.path.basename(marker.name)
+            name = self.gather(name)[0]
+            found = self.gather(name is None or os.path.exists(folder / name))
+        self.gather(None)  # nobody goes on before it is removed
+        return [rank for rank, is_there in enumerate(found) if not is_there]
 
     def run(self, work: Callable[[], _T]) -> _T:
         """Return what `work` returns, or raise CheckpointError on every rank if it raised on one."""
@@ -432,8 +462,7 @@ def _named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 def _described(tensor: Tensor | Encoded, snapshot: Snapshot | None) -> Tensor:
     """Return what tells DCP of a tensor: itself, or where a snapshot has its values, no reference to the state."""
     if isinstance(tensor, Encoded):
-        whole: Tensor = tensor.state.whole(tensor.like)
-        return whole
+        return tensor.whole(tensor.like)
     return tensor if snapshot is None else tensor.detach()
 
 

@@ -53,6 +53,20 @@ inference_mode: Callable[[bool], AbstractContextManager[Any]] = _find("_C._Infer
 """Sets inference mode, and restores the gradient mode as well, in one call into C, between whose parts no signal
 handler runs. Of the public managers, a handler that raises between them could leave gradients disabled."""
 
+_without_transforms: Any = _find("_C._DisableFuncTorch", contextlib.nullcontext)
+_without_modes: Any = _find("utils._python_dispatch._disable_current_modes", contextlib.nullcontext)
+
+
+@contextlib.contextmanager
+def ordinary_tensors() -> Iterator[None]:
+    """Let operations inside give ordinary tensors, without gradients, also in inference mode, in a transform of
+    torch.func and in a mode of fake tensors. Without these names, what is made in such a call is no good later."""
+    with inference_mode(False):
+        torch.set_grad_enabled(False)  # until inference_mode restores it
+        with _without_transforms(), _without_modes():
+            yield
+
+
 uncompiled: Callable[..., Any] = _find("_compile._disable_dynamo", torch.compiler.disable)
 """Lets torch.compile call a function as it is. The public decorator imports the compiler at once."""
 
@@ -112,8 +126,10 @@ def are_flattened(parameters: Iterable[Tensor]) -> bool:
 STEP_MARK = "_opt_called"
 """The attribute of an optimizer with which `torch.optim.lr_scheduler` sees a step; without it, it warns."""
 
-register_tree_node: Callable[..., None] = _find("utils._pytree.register_pytree_node", lambda *_: None)
+register_tree_node: Callable[..., None] = _find("utils._pytree.register_pytree_node", lambda *_, **__: None)
 """Makes containers of a class transparent to `torch.utils._pytree`."""
+tree_key: Callable[[Any], Any] = _find("utils._pytree.MappingKey", lambda key: key)
+"""What `torch.utils._pytree` calls a key of a dict."""
 
 # -- handles: gradients that were taken out of `.grad` -----------------------------------------------------------------
 

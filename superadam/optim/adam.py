@@ -23,10 +23,10 @@ from superadam.kernels import native, torch_private
 from superadam.optim import checkpoint
 from superadam.optim.arguments import (
     check_group,
+    check_stored,
     check_together,
     checked_limit,
     checked_storage,
-    refuse_largest,
     refuse_limit_of_shard,
 )
 from superadam.optim.binding import Binding, Overlap, hyper_by_row, names_of, runs_of
@@ -187,7 +187,7 @@ class SpeculativeCPUAdam(Optimizer):
             group = self.param_groups[-1]
             try:
                 check_group(group)
-                refuse_largest(group, self._storage)
+                check_stored(group, self._storage)
                 for parameter, name in zip(group["params"], names_of(group, len(self.param_groups) - 1), strict=True):
                     check_parameter(parameter, name)
             except Exception:
@@ -547,6 +547,8 @@ class SpeculativeCPUAdam(Optimizer):
             states = self._binding.bound(self.param_groups).table.states
             sizes = [len(group["params"]) for group in self.param_groups]
             groups, entries, foreign = checkpoint.read(final, states, sizes)
+            for group in groups:
+                check_stored(group, self._storage)
             arriving.update({state.parameter: entry for state, entry in entries.items()})
             return {"state": foreign, "param_groups": groups}
 

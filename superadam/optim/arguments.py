@@ -73,8 +73,10 @@ def _named(name: str, value: object, kinds: type[_Kind]) -> _Kind:
     raise ValueError(f"{name} is {described(value)}, expected {' or '.join(repr(kind.value) for kind in kinds)}")
 
 
-def refuse_largest(group: Mapping[str, Any], storage: Storage) -> None:
-    """Raise ValueError for amsgrad with moments of 8 bits."""
+def check_stored(group: Mapping[str, Any], storage: Storage) -> None:
+    """Raise ValueError for a group with a format of its own, or with amsgrad where moments have 8 bits."""
+    for name in {"moments", "master"} & group.keys():
+        raise ValueError(f"a parameter group has {name}, expected it as an argument of the optimizer; make another one")
     if group.get("amsgrad") and storage.moments is Moments.CODES:
         raise ValueError("amsgrad is True, but moments is '8bit', expected amsgrad=False; or pass moments='bf16'")
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 import itertools
 import logging
 import operator
-import os
-import threading
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -27,6 +25,7 @@ from superadam.host.signals import deferred_signals
 from superadam.kernels.hyperparameters import Hyperparameters
 from superadam.kernels.torch_private import is_short_of_memory
 from superadam.optim.arguments import is_flattened
+from superadam.optim.entry import ProcessLock
 from superadam.optim.published_state import PublishedState
 from superadam.state import compact
 from superadam.state.delivery import Delivery, SynchronousDelivery
@@ -104,7 +103,8 @@ class Binding(GradientHolder):
     """
 
     def __init__(self, entries: defaultdict[Tensor, Any], statistics: Statistics, storage: Storage) -> None:
-        self.published = PublishedState(entries)
+        self._lock = ProcessLock()
+        self.published = PublishedState(entries, self._lock)
         self.overlap: Overlap | None = None
         self.source: GradientSource | None = None
         self.is_flattened = False
@@ -116,13 +116,11 @@ class Binding(GradientHolder):
         self._is_compared = False  # with other ranks
         self._statistics = statistics
         self._told = 0
-        self._locks: dict[int, AbstractContextManager[object]] = {}
 
     @property
     def lock(self) -> AbstractContextManager[object]:
-        """A reentrant lock of this process: another thread may have held its parent's when that forked."""
-        process = os.getpid()
-        return self._locks.get(process) or self._locks.setdefault(process, threading.RLock())
+        """Held by every public call of the optimizer, and while an entry decodes."""
+        return self._lock()
 
     def replace(self, entries: defaultdict[Tensor, Any]) -> None:
         """Replace the published dict, after bringing the old one up to date; gradients stay in `.grad`."""
@@ -130,7 +128,7 @@ class Binding(GradientHolder):
         with deferred_signals():
             self._unbind()
             self._forget_binding()
-            self.published = PublishedState(entries, is_exposed=True)
+            self.published = PublishedState(entries, self._lock, is_exposed=True)
 
     def join(self, process_group: dist.ProcessGroup | None) -> None:
         """Make each step together with the ranks of this group from now on; gradients stay in `.grad`."""

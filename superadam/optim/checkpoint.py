@@ -234,7 +234,7 @@ def copied(entry: Mapping[str, Any], state: ParameterState, mapped: MappedFiles)
         if entry.get(key) is not None:
             if key in state.encodings:
                 holder.encode(key, entry[key])
-                copied[key] = Encoded(holder, key)
+                copied[key] = Encoded.of(holder, key)
             else:
                 copied[key] = state.whole(state.host_copy(entry[key], state.dtype_of(key)))
             mapped.release(entry[key])

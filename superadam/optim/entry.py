@@ -1,64 +1,117 @@
-"""A parameter's entry in the optimizer's `state`, in which what is encoded is decoded when somebody asks for it."""
+"""A parameter's entry in `optimizer.state`, which decodes a tensor when it is first read."""
 
 # ruff: noqa: D102  (methods of dict)
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+import copy
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from superadam.kernels import torch_private
 from superadam.state import compact
-from superadam.state.parameter import SECONDS, ParameterState, flat
+from superadam.state.parameter import SECONDS, ParameterState, Shown, flat
 
 
-class Encoded(NamedTuple):
-    """Stands in an `Entry` for a tensor that nobody has asked for."""
+class ProcessLock:
+    """Returns a reentrant lock of this process: another thread may have held its parent's when that forked."""
 
-    state: ParameterState
-    key: str
+    def __init__(self) -> None:
+        self._locks: dict[int, AbstractContextManager[object]] = {}
 
-    @property
-    def arrays(self) -> list[Tensor]:
-        """What it is decoded from."""
-        return [getattr(self.state, name) for name in (self.key, SECONDS[self.key])]
+    def __call__(self) -> AbstractContextManager[object]:
+        process = os.getpid()
+        return self._locks.get(process) or self._locks.setdefault(process, threading.RLock())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Encoded:
+    """Stands in an `Entry` for a tensor that was not read yet. It owns its values, wherever the entry goes.
+
+    Attributes:
+        arrays: what the tensor is decoded from; steps write to them while they are those of a `ParameterState`.
+        encoding: how.
+        dtype: of the tensor.
+        parameter: as which the tensor is distributed; None for ordinary ones.
+        shown: is told of the tensor.
+    """
+
+    arrays: tuple[Tensor, Tensor]
+    encoding: compact.Encoding
+    dtype: torch.dtype
+    parameter: Tensor | None
+    shown: Shown
+
+    @staticmethod
+    def of(state: ParameterState, key: str) -> Encoded:
+        """Return what stands for a tensor of a state, which it has."""
+        return Encoded(
+            (getattr(state, key), getattr(state, SECONDS[key])),
+            state.encodings[key],
+            state.dtype_of(key),
+            state.parameter if state.is_distributed else None,
+            state.shown[key],
+        )
 
     @property
     def like(self) -> Tensor:
         """This rank's part of the tensor, without memory."""
-        shape, strides, dtype = self.state.shape, self.state.strides, self.state.dtype_of(self.key)
-        return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+        return torch.empty_like(self.arrays[0], dtype=self.dtype, device="meta")
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """Return this rank's part as users see it: distributed as the parameter."""
+        return tensor if self.parameter is None else torch_private.dtensor_like(self.parameter, tensor)
 
     def decode(self, arrays: Sequence[Tensor], values: Tensor) -> None:
         """Write what copies of the arrays hold into a tensor in the layout of the state, of its or a narrower dtype."""
         first, second = map(flat, arrays)
-        compact.decode(self.state.encodings[self.key], first, second, flat(values))
+        compact.decode(self.encoding, first, second, flat(values))
 
-    def decoded(self) -> Any:
-        """Return the tensor as users see it."""
-        with torch_private.inference_mode(False):
-            torch.set_grad_enabled(False)  # until inference_mode restores it
-            values = self.state.values_of(self.key)
-            return None if values is None else self.state.whole(values)
+    def decoded(self) -> Tensor:
+        """Return the tensor as users see it, an ordinary one whatever is being traced or transformed."""
+        with torch_private.ordinary_tensors():
+            first = self.arrays[0]
+            values = torch.empty_strided(first.shape, first.stride(), dtype=self.dtype, device="cpu")
+            self.decode(self.arrays, values)
+            whole = self.whole(values)
+        self.shown.set(whole)
+        return whole
 
 
 class Entry(dict[str, Any]):
     """A dict of which some values are `Encoded` until they are read; the tensors then stay, and may be written to.
 
-    Only what returns values differs from a dict. Copies, of which pickles are one, are plain dicts of tensors.
+    Only what returns values differs from a dict. Copies and pickles are dicts of tensors.
+
+    Attributes:
+        lock: returns the lock of the optimizer whose steps write to what is encoded.
     """
 
-    def _value(self, key: str, value: Any) -> Any:
-        if isinstance(value, Encoded):
-            value = value.decoded()
-            super().__setitem__(key, value)
-        return value
+    def __init__(
+        self,
+        values: Mapping[str, Any] | Iterable[tuple[str, Any]] = (),
+        lock: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        super().__init__(values)
+        self.lock = lock
 
     def __getitem__(self, key: str) -> Any:
-        return self._value(key, super().__getitem__(key))
+        value = super().__getitem__(key)
+        if isinstance(value, Encoded):
+            with self.lock():
+                value = super().__getitem__(key)  # another thread may have read it
+                if isinstance(value, Encoded):
+                    value = value.decoded()
+                    super().__setitem__(key, value)
+        return value
 
     def __iter__(self) -> Iterator[str]:  # while this is a dict's own, dict(entry) asks for no values
         return iter(self.keys())
@@ -74,16 +127,14 @@ class Entry(dict[str, Any]):
         return super().pop(key, *default)
 
     def popitem(self) -> tuple[str, Any]:
-        key, value = super().popitem()
-        return key, value.decoded() if isinstance(value, Encoded) else value
+        self._decode()
+        return super().popitem()
 
     def values(self) -> Any:
-        self._decode()
-        return super().values()
+        return ValuesView(self)
 
     def items(self) -> Any:
-        self._decode()
-        return super().items()
+        return ItemsView(self)
 
     def __eq__(self, other: object) -> bool:
         self._decode()
@@ -96,13 +147,16 @@ class Entry(dict[str, Any]):
         return super().__repr__()
 
     def copy(self) -> dict[str, Any]:
-        return {key: self[key] for key in self}
+        with self.lock():
+            return {key: self[key] for key in self}
 
-    def __reduce__(self) -> Any:
-        return dict, (self.copy(),)
+    __copy__ = copy
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.__reduce__()
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return copy.deepcopy(self.copy(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:  # as what torch.load takes for a dict with weights_only
+        return OrderedDict, (), None, None, iter([*self.copy().items()])
 
     def _decode(self) -> None:
         for key in list(self):
@@ -118,4 +172,5 @@ torch_private.register_tree_node(
     Entry,
     lambda entry: (list(entry.values()), list(entry)),
     lambda values, keys: dict(zip(keys, values, strict=True)),
+    flatten_with_keys_fn=lambda entry: ([(torch_private.tree_key(key), entry[key]) for key in entry], list(entry)),
 )

@@ -18,13 +18,13 @@ from torch import Tensor
 from superadam.distributed import shards
 from superadam.kernels import torch_private
 from superadam.optim import checkpoint
-from superadam.optim.entry import Encoded, Entry, raw
+from superadam.optim.entry import Encoded, Entry, ProcessLock, raw
 from superadam.state.parameter import TENSORS, ParameterState
 from superadam.state.table import ParameterTable
 
 
 class PublishedState:
-    """The published dict, beside the rows of a `ParameterTable`.
+    """The published dict, and how it follows the rows of a `ParameterTable`.
 
     Attributes:
         entries: per parameter `step`, `exp_avg`, `exp_avg_sq` (`max_exp_avg_sq`, `master`), as users see it.
@@ -32,24 +32,35 @@ class PublishedState:
         is_exposed: whether there may be outside references to `entries` or its contents, through which it may change.
     """
 
-    def __init__(self, entries: defaultdict[Tensor, Any], *, is_exposed: bool = False) -> None:
+    def __init__(self, entries: defaultdict[Tensor, Any], lock: ProcessLock, *, is_exposed: bool = False) -> None:
         self.entries = entries
+        self._lock = lock
         self.is_exposed = is_exposed
         self.stays_encoded = False
 
     def look_for_references(self, table: ParameterTable) -> None:
-        """Find out whether there are still outside references; without them, nothing stays decoded."""
+        """Find out whether there are still outside references, and let go of decoded tensors to which there are none.
+
+        What was written to these must have been read.
+        """
         shown = [(state, key) for state in table.states for key in self._shown(state)]
         ids = {id(raw(self.entries[state.parameter])[key]) for state, key in shown}
         self.is_exposed = any(map(operator.gt, _references(self, ids), _USUAL))
+        held = [(state, key) for state, key in shown if self._is_held(state, key)]
+        self.is_exposed |= bool(held)
         for state, key in shown:
-            is_held = any(map(operator.gt, _counts(self.entries[state.parameter], key), _USUAL_COUNTS))
-            self.is_exposed |= is_held or bool(torch_private.missing)
-        for state, key in () if self.is_exposed else shown:
             entry = self.entries[state.parameter]
             if not isinstance(entry, Entry):
-                entry = self.entries[state.parameter] = Entry(entry)
-            entry[key] = Encoded(state, key)
+                if self.is_exposed:  # perhaps through this very dict, which decodes nothing
+                    continue
+                entry = self.entries[state.parameter] = Entry(entry, self._lock)
+            if (state, key) not in held and not state.is_accepted:
+                entry[key] = Encoded.of(state, key)
+
+    def _is_held(self, state: ParameterState, key: str) -> bool:
+        """Whether a program still refers to a decoded tensor, or that cannot be told."""
+        counts = _counts(self.entries[state.parameter], key)
+        return any(map(operator.gt, counts, _USUAL_COUNTS)) or bool(torch_private.missing)
 
     def _shown(self, state: ParameterState) -> list[str]:
         """Return what is decoded in a parameter's entry, or was given to it."""
@@ -65,7 +76,7 @@ class PublishedState:
                 continue
             entry = self.entries.get(state.parameter)
             if entry is None:
-                entry = self.entries[state.parameter] = Entry() if state.encodings else {}
+                entry = self.entries[state.parameter] = Entry(lock=self._lock) if state.encodings else {}
             count = int(table.steps[state.row])
             if "step" not in entry:
                 entry["step"] = checkpoint.fitted_step(None, count)
@@ -95,22 +106,25 @@ class PublishedState:
         if not isinstance(entry, dict) or "step" not in entry:
             checkpoint.check_entry(entry, state)
         is_new = False
+        if isinstance(entry, Entry):
+            entry.lock = self._lock  # from loading, or of another optimizer
         for key, value in raw(entry).items():
-            if isinstance(value, Encoded) and value.state is not state:
-                if state.take_encoded(value.state, key):
-                    entry[key], is_new = Encoded(state, key), True
+            if isinstance(value, Encoded) and not (key in state.encodings and value.arrays[0] is getattr(state, key)):
+                if state.take_encoded(key, value.encoding, value.arrays):
+                    entry[key], is_new = Encoded.of(state, key), True
                 else:
-                    entry[key]  # of a parameter that was converted: decoded, to be stored anew
+                    entry[key]  # of another layout or format: decoded, to be stored again
         kept = checkpoint.local_entry(raw(entry), state)
         is_stale = state.is_own_master or _shape_of(kept.get("master")) != state.shape
         if is_stale:
             kept.pop("master", None)
-        present = {key: _Present(kept.get(key), state, key) for key in TENSORS}
-        is_new |= any(one.is_new for one in present.values())
-        if is_new or any(one.is_shown for one in present.values()):
+        present = [_Present(kept.get(key), raw(entry).get(key), state, key) for key in TENSORS]
+        is_new |= any(one.is_new for one in present)
+        is_edited = False
+        if is_new or any(one.is_shown for one in present):
             checkpoint.check_entry(kept, state)
-            for one in present.values():
-                is_new |= one.store(entry)
+            for one in present:
+                is_edited |= one.store(entry)
         if is_new:
             if state.is_distributed:
                 plain = [key for key in TENSORS if kept.get(key) is not None and key not in state.encodings]
@@ -120,36 +134,38 @@ class PublishedState:
         if is_stale:
             dict.pop(entry, "master", None)  # from when the parameter had another dtype, device, layout or shape
         step = checkpoint.read_step(entry["step"], state.name)
-        is_new = is_new or step != int(table.steps[state.row])
+        is_new = is_new or is_edited or step != int(table.steps[state.row])
         table.steps[state.row] = step
         entry["step"] = checkpoint.fitted_step(entry["step"], step)
         return is_new
 
 
 class _Present:
-    """One of `TENSORS` as an entry has it, this rank's part.
+    """One of `TENSORS` as an entry has it: this rank's part, and the whole.
 
     Attributes:
-        is_shown: whether it is a decoded tensor, to which users may have written.
-        is_new: whether it is known to be another than the state has.
+        is_shown: whether it is the decoded tensor that stands for what the state has, to which users may have written.
+        is_new: whether it is another object, whose values replace those of the state.
     """
 
-    def __init__(self, value: Any, state: ParameterState, key: str) -> None:
-        self._value, self._state, self._key = value, state, key
+    def __init__(self, value: Any, whole: Any, state: ParameterState, key: str) -> None:
+        self._value, self._whole, self._state, self._key = value, whole, state, key
         self._is_encoded = key in state.encodings
-        self.is_shown = self._is_encoded and isinstance(value, Tensor)
         had = getattr(state, key)
-        self.is_new = (value is None) is not (had is None) if self._is_encoded else value is not had
+        self.is_shown = self._is_encoded and had is not None and state.shown[key].is_by(whole)
+        is_same = self.is_shown or (value is None and had is None) or isinstance(value, Encoded)  # which was taken
+        self.is_new = not is_same if self._is_encoded else value is not had
 
     def store(self, entry: dict[str, Any]) -> bool:
         """Give the state this value, which was checked; return whether that changed it."""
         state, key, value = self._state, self._key, self._value
-        if isinstance(value, Encoded):
+        if isinstance(value, Encoded) or not (self.is_shown or self.is_new):
             return False
         if value is None:
             state.forget(key)
         elif self._is_encoded:
             is_changed = state.encode(key, value)
+            state.shown[key].set(self._whole)
             if is_changed:
                 _show(entry, key, state)
             return is_changed
@@ -162,19 +178,18 @@ class _Present:
 
 
 def _show(entry: dict[str, Any], key: str, state: ParameterState) -> None:
-    """Write what is encoded into the tensor that somebody has read; where nobody has, or it does not fit, have none."""
+    """Update the decoded tensor, if a program has read one and it still fits; else drop it."""
     shown = shards.local_of(raw(entry).get(key))
     if isinstance(shown, Tensor) and shown.dtype == state.dtype_of(key) and state.has_layout(shown):
         with torch.no_grad(), torch_private.inference_mode(shown.is_inference()):
             state.decode(key, shown)
-    elif isinstance(entry, Entry):
-        entry[key] = Encoded(state, key)
     else:
-        entry[key] = Encoded(state, key).decoded()
+        encoded = Encoded.of(state, key)
+        entry[key] = encoded if isinstance(entry, Entry) else encoded.decoded()
 
 
 def _shape_of(value: Any) -> object:
-    return value.state.shape if isinstance(value, Encoded) else getattr(value, "shape", None)
+    return value.arrays[0].shape if isinstance(value, Encoded) else getattr(value, "shape", None)
 
 
 def _references(published: Any, ids: Collection[int] = ()) -> tuple[int, ...]:

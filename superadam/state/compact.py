@@ -1,4 +1,4 @@
-"""State in fewer bits, for whoever looks at it or writes it: from and to fp32, in torch, with the kernels' bits.
+"""Converts compact state to fp32 and back in torch, with the kernels' bits.
 
 The formats are those of `cpu/compact.h`. Positions are those of elements in memory; blocks have 64 of them. Whole
 arrays are converted a part at a time, so that what is in between stays small.
@@ -31,13 +31,6 @@ def thresholds(numel: int, turn: int | None, cut: int) -> Tensor:
         return torch.full((numel,), 1 << (cut - 1), dtype=torch.int32, device="cpu")
     block = (_PHASES + turn & 0xFFFFFFFF) >> (32 - cut)
     return block.int().repeat(-(-numel // BLOCK))[:numel]
-
-
-def rounded_bfloat16(values: Tensor, turn: int) -> Tensor:
-    """Return flat fp32 as bf16, rounded by thresholds; NaN stays NaN."""
-    bits = values.view(torch.int32)
-    rounded = bits + thresholds(len(bits), turn, 16) >> 16
-    return torch.where(values.isnan(), bits >> 16 | 0x40, rounded).to(torch.int16).view(torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -84,9 +77,15 @@ class Codes:
         return ((exponents + 1 << self.mantissa) - 1 - (127 if self.has_sign else 255))[:, None]
 
 
+@dataclass(frozen=True)
 class Planes:
-    """Masters of 24 bits: the upper 16 in one array, the next 8 in another."""
+    """Masters of 24 bits: the upper 16 in one array, the next 8 in another.
 
+    Attributes:
+        copy_dtype: of the working copy. A master that is rounded to nearest keeps its rounding to this dtype.
+    """
+
+    copy_dtype: torch.dtype
     values_dtype = torch.float32
     dtypes = (torch.int16, torch.uint8)
     numel_per_second = 1
@@ -94,16 +93,22 @@ class Planes:
     def encode(self, values: Tensor, high: Tensor, low: Tensor, turn: int | None) -> None:
         """Write flat fp32 values into two flat arrays; NaN stays NaN."""
         bits = values.view(torch.int32)
-        rounded = torch.where(values.isnan(), bits | 0x400000, bits + thresholds(len(bits), turn, 8))
+        rounded = torch.where(values.isnan(), bits | 0x400000, bits + thresholds(len(bits), turn, 8)) & -256
+        if turn is NEAREST:  # which may lie in the middle of two numbers of that dtype, between which `values` do not
+            copies = values.to(self.copy_dtype), rounded.view(torch.float32).to(self.copy_dtype)
+            is_moved = (copies[0] != copies[1]) & ~values.isnan()
+            rounded = torch.where(is_moved, torch.where(rounded > bits, rounded - 256, rounded + 256), rounded)
         high.copy_(rounded >> 16)
         low.copy_(rounded >> 8 & 255)
 
-    def decode(self, high: Tensor, low: Tensor) -> Tensor:
+    @staticmethod
+    def decode(high: Tensor, low: Tensor) -> Tensor:
         """Return the fp32 values of two arrays of one shape."""
         return (high.int() << 16 | low.int() << 8).view(torch.float32)
 
 
-EXP_AVG, EXP_AVG_SQ, MASTER = Codes(3, has_sign=True), Codes(4, has_sign=False), Planes()
+EXP_AVG, EXP_AVG_SQ = Codes(3, has_sign=True), Codes(4, has_sign=False)
+MASTERS = {dtype: Planes(dtype) for dtype in (torch.bfloat16, torch.float16)}  # by the dtype of the working copy
 
 Encoding = Codes | Planes
 

@@ -102,6 +102,20 @@ class Storage(NamedTuple):
         return 8 if parameter.dtype == torch.float64 else 3 if self.of(parameter).master is Master.PLANES else 4
 
 
+class Shown:
+    """The decoded tensor that stands for arrays of a state, if there is one: a write to it is a write to the state."""
+
+    reference: weakref.ref[Tensor] | None = None
+
+    def set(self, tensor: Tensor) -> None:
+        """Let this tensor stand for the arrays."""
+        self.reference = weakref.ref(tensor)
+
+    def is_by(self, value: object) -> bool:
+        """Whether this is the tensor."""
+        return isinstance(value, Tensor) and self.reference is not None and self.reference() is value
+
+
 class Arithmetic(enum.IntEnum):
     """Which scalars the steps of a parameter take."""
 
@@ -317,6 +331,7 @@ class ParameterState(Piece):
         storage, format: how it is stored.
         threshold_phase: of its first element among the thresholds, which begin again after each block.
         encodings: of those of `TENSORS` that are encoded in two arrays.
+        shown: by key, the decoded tensor that stands for one of these in `optimizer.state`.
         is_own_master: whether the parameter itself is the master; `master` is that of a working copy.
         is_staged: whether kernels cannot write the parameter directly: on another device, or not dense.
         exp_avg, exp_avg_sq, max_exp_avg_sq: moments, as in torch.optim.Adam, or the first arrays of encoded ones.
@@ -350,7 +365,8 @@ class ParameterState(Piece):
         if self.storage.moments is Moments.CODES:
             self.encodings |= {"exp_avg": compact.EXP_AVG, "exp_avg_sq": compact.EXP_AVG_SQ}
         if self.storage.master is Master.PLANES:
-            self.encodings |= {"master": compact.MASTER}
+            self.encodings |= {"master": compact.MASTERS[local.dtype]}
+        self.shown = {key: Shown() for key in self.encodings}
         self.master: Tensor | None = None
         self.exp_avg: Tensor | None = None
         self.exp_avg_sq: Tensor | None = None
@@ -456,12 +472,13 @@ class ParameterState(Piece):
         self._put(arrays)
         return is_changed or first is None
 
-    def take_encoded(self, other: ParameterState, key: str) -> bool:
-        """Have the arrays of another state, where they stay; return whether they are encoded as here."""
-        is_same = key in self.encodings and self.encodings[key] is other.encodings.get(key)
-        if not is_same or (self.shape, self.strides) != (other.shape, other.strides):
+    def take_encoded(self, key: str, encoding: compact.Encoding, arrays: tuple[Tensor, Tensor]) -> bool:
+        """Have these arrays from now on; return whether they are encoded as here, and could be taken."""
+        first, second = arrays
+        if self.encodings.get(key) is not encoding or (first.shape, first.stride()) != (self.shape, self.strides):
             return False
-        self._put({name: getattr(other, name) for name in (key, SECONDS[key])})
+        self.forget(key)
+        self._put({key: first, SECONDS[key]: second})
         return True
 
     def has_layout(self, tensor: Tensor) -> bool:
@@ -469,8 +486,10 @@ class ParameterState(Piece):
         return tensor.is_cpu and tensor.stride() == self.strides and not tensor.is_neg()
 
     def forget(self, key: str) -> None:
-        """Have none of one of its `TENSORS`."""
+        """Have none of one of its `TENSORS`; what stood for it does so no longer."""
         setattr(self, key, None)
+        if key in self.encodings:
+            self.shown[key] = Shown()
         if key in SECONDS:
             setattr(self, SECONDS[key], None)
 
@@ -537,13 +556,17 @@ class ParameterState(Piece):
         except RuntimeError:  # made in inference mode
             return -1
 
-    def create_state(self, *, with_max: bool) -> None:
-        """Create what a step reads and writes: zero moments, and the master from the parameter's present value."""
-        if with_max and self.storage.moments is Moments.CODES:
+    def check_largest(self, *, is_wanted: bool) -> None:
+        """Raise ValueError where the largest second moment is wanted and cannot be stored."""
+        if is_wanted and self.storage.moments is Moments.CODES:
             raise ValueError(
                 f"amsgrad is True for {self.name}, whose moments have 8 bits, expected False; "
                 "set amsgrad=False, or make the optimizer with moments='bf16'"
             )
+
+    def create_state(self, *, with_max: bool) -> None:
+        """Create what a step reads and writes: zero moments, and the master from the parameter's present value."""
+        self.check_largest(is_wanted=with_max)
         if self.exp_avg is None:
             self._put(self.zeros("exp_avg") | self.zeros("exp_avg_sq"))
         if not self.is_own_master and self.master is None:  # also after loading moments that came without masters

@@ -119,7 +119,7 @@ class Samples:
 
 def _values(arrays: Sequence[Tensor]) -> Tensor:
     """Return the masters that one array holds, or two."""
-    return arrays[0] if len(arrays) == 1 else compact.MASTER.decode(*arrays)
+    return arrays[0] if len(arrays) == 1 else compact.Planes.decode(*arrays)
 
 
 def blocks_of(length: int) -> tuple[int, int, int]:

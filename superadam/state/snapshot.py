@@ -7,6 +7,7 @@ that is bounded: where that is full, training waits for the writer, which never 
 from __future__ import annotations
 
 import mmap
+import os
 import threading
 from collections.abc import Collection, Iterable, Sequence
 from typing import NoReturn, Protocol
@@ -103,6 +104,7 @@ class _Source:
         self.name, self.tensor = name, tensor.detach()  # which counts writes with `tensor`, but is no reference to it
         self.local = shards.local_of(self.tensor)
         self.version, self.uses = self.present_version(), 0
+        self._memory = self._present_memory()
         self.digest: Tensor | None = None
         self.copy: Tensor | None = None
         self.is_read = self.is_open = False
@@ -122,8 +124,13 @@ class _Source:
         except RuntimeError:  # made in inference mode, where writes are not counted
             return -1
 
+    def _present_memory(self) -> tuple[int, int]:
+        storage = self.local.untyped_storage()
+        return storage.data_ptr(), storage.nbytes()
+
     def check(self) -> None:
-        if self.present_version() != self.version:
+        """Raise ChangedError if it was written to, or its memory was given back, which may not even be read."""
+        if self.present_version() != self.version or self._present_memory() != self._memory:
             self.refuse()
 
     def check_digest(self, values: Tensor) -> None:
@@ -225,12 +232,12 @@ class Snapshot:
         With `are_only_values` their state stays as it is.
         """
         with self._changed:
-            changing = [
-                source
+            changing = {  # each once, however often a parameter is listed
+                source: None
                 for parameter in parameters
                 if not are_only_values or id(parameter) in self._values
                 for source in self._of_parameter.get(id(parameter), ())
-            ]
+            }
             while left := [source for source in changing if source.is_read or source.needs_copy]:
                 if not self._copy(left):
                     self._changed.wait()
@@ -323,6 +330,8 @@ class Snapshot:
             dtype = self._dtypes.get(name, origin.dtype)
             is_handed_over = source.copy is not None and source.uses == 1 and dtype == origin.dtype
             taken = self._taken = origin if is_handed_over else self._new(origin, dtype, 0)
+            if source.copy is None:
+                source.check()
             source.is_read = True
         try:
             if taken is not origin:
@@ -376,7 +385,18 @@ class Snapshot:
 class Snapshots:
     """Holds the snapshot that is under way, if there is one, for all that write to parameters and their state."""
 
-    current: Snapshot | None = None
+    def __init__(self) -> None:
+        self._current: tuple[int, Snapshot | None] = os.getpid(), None
+
+    @property
+    def current(self) -> Snapshot | None:
+        """None in a forked process, too, where nobody writes what was under way."""
+        process, snapshot = self._current
+        return snapshot if process == os.getpid() else None
+
+    @current.setter
+    def current(self, snapshot: Snapshot | None) -> None:
+        self._current = os.getpid(), snapshot
 
 
 def _digest_of(tensor: Tensor) -> Tensor:

@@ -573,6 +573,8 @@ class Transaction:
             state.adopt_outside_write()
             self.table.fingerprints.remember(state.row)
             self.table.refresh_pointers(state)
+            if "master" in state.encodings:  # of which another tensor may be shown
+                self.table.is_published[state.row] = False
 
     def adopt_sampled_writes(self) -> None:
         """Adopt outside writes that left no hint, as far as a step would find them; nothing may be accepted."""
@@ -585,7 +587,9 @@ class Transaction:
         """Create the state that a step with these hyper-parameters reads and writes."""
         if self.table.are_ready(rows, with_max=any(hyper.amsgrad for hyper, _ in runs)):
             return
-        each = itertools.chain.from_iterable(itertools.repeat(hyper, count) for hyper, count in runs)
+        each = [*itertools.chain.from_iterable(itertools.repeat(hyper, count) for hyper, count in runs)]
+        for state, hyper in zip(states, each, strict=True):
+            state.check_largest(is_wanted=hyper.amsgrad)
         for state, hyper in zip(states, each, strict=True):
             if not state.has_state or (hyper.amsgrad and state.max_exp_avg_sq is None):
                 self.table.bring_home(state.pieces)

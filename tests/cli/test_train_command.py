@@ -155,6 +155,15 @@ def test_resume_auto_starts_and_continues_and_ends(tmp_path: Path) -> None:
     assert train(*again) == 2  # it is complete
 
 
+def test_folder_called_auto_is_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = (*OPTIONS, "--text", write_text(tmp_path))
+    assert train(*words, "--out", "auto") == 0
+    assert train(*words, "--resume", "./auto", "--steps", 10) == 0
+    assert len(checkpoint.read(tmp_path / "auto")[1]["history"]["steps"]) == 10
+    assert not (tmp_path / "superadam-run").exists()
+
+
 def test_folder_that_holds_another_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words, out, other = (*OPTIONS, "--text", write_text(tmp_path)), tmp_path / "run", tmp_path / "other"
     assert train(*words, "--out", out) == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,54 @@ def test_folder_that_ranks_do_not_share_is_found_when_the_run_begins(tmp_path: P
     *found, last = results[0]
     assert found == [begins, saves, begins, saves, begins, loads.format(HERE), loads.format(f"{HERE}/save-00000001")]
     assert "it holds save-00000001, which was neither loaded into this optimizer nor saved from it" in last
+
+
+def use_copies(rank: int, *, folder: str) -> list[str]:
+    """Return what `latest` and `load` say where each rank holds a copy of one run; what lies there stays the same."""
+    own = Path(folder, str(rank))
+    if rank == 0:
+        plain = nn.Linear(4, 3)
+        alone = distributed.new_group([0], use_local_synchronization=True)
+        save(own / "run", plain, torch.optim.AdamW(plain.parameters()), process_group=alone)
+        shutil.copytree(own, own.with_name("1"))
+    distributed.barrier()
+    words = []
+    before = sorted(own.rglob("*"))
+    with contextlib.chdir(own):
+        for work in (latest, lambda path: load(path, *make()), lambda path: load(path / "save-00000001", *make())):
+            with pytest.raises(CheckpointError) as error:
+                work(Path(HERE))
+            words.append(str(error.value))
+    assert sorted(own.rglob("*")) == before
+    return words
+
+
+def test_copies_of_a_run_are_not_one_folder(tmp_path: Path) -> None:
+    results = ranks.run(use_copies, 2, folder=str(tmp_path))
+    fault = f"{HERE} is another folder on ranks [1] than on rank 0: choose one that all ranks share"
+    assert results[0] == results[1]
+    assert results[0][0] == f"cannot continue or begin a run in {HERE}: {fault}; nothing was changed"
+    assert [fault in word and "cannot load" in word for word in results[0][1:]] == [True, True]
+
+
+def load_where_one_cannot_write(rank: int, *, folder: str) -> int:
+    path = Path(folder, "run")
+    model, optimizer = make()
+    save(path, model, optimizer, extra=7)
+    distributed.barrier()
+    with pytest.MonkeyPatch.context() as patch:
+
+        def refuse(**_: object) -> None:
+            raise PermissionError("read-only")  # root may write anywhere
+
+        patch.setattr("tempfile.NamedTemporaryFile", refuse)
+        newest = latest(path)
+        assert newest is not None
+        return int(load(newest, *make()))
+
+
+def test_read_only_folder_can_be_loaded(tmp_path: Path) -> None:
+    assert ranks.run(load_where_one_cannot_write, 2, folder=str(tmp_path)) == [7, 7]
 
 
 def begin_together(rank: int, *, folder: str) -> list[str]:

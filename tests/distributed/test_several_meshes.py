@@ -223,6 +223,65 @@ def test_some_ranks_train_together(rank: int) -> None:
         optimizer.step()
 
 
+def norms_of_uneven_copies(rank: int, factor: float) -> list[float]:
+    """Return norms of a gradient that rank 0 holds whole and the others in parts, on rank 0 multiplied by `factor`."""
+    whole = torch.randn(1000, 3, generator=torch.Generator().manual_seed(0))
+    mesh = [DeviceMesh("cpu", [0]), DeviceMesh("cpu", [1, 2])][rank > 0]
+    place = [Shard(0)]
+    parameter = nn.Parameter(distribute_tensor(whole, mesh, place, src_data_rank=None) if rank else whole.clone())
+    optimizer = SpeculativeCPUAdamW([("tied", parameter)], process_group=distributed.group.WORLD)
+    found = []
+    for step in range(8):
+        gradient = whole * 10.0**-step
+        parameter.grad = distribute_tensor(gradient, mesh, place, src_data_rank=None) if rank else gradient * factor
+        found.append(optimizer.clip_grad_norm_(math.inf).item() / gradient.double().norm().item())
+        optimizer.step()
+    return found
+
+
+@on_ranks(3)
+def test_copies_may_be_divided_differently(rank: int) -> None:
+    """Sums of the same squares in another order differ by rounding, which the tolerance is for, and by no more."""
+    assert norms_of_uneven_copies(rank, 1.0) == pytest.approx([1.0] * 8, rel=1e-6)
+    told = r"^the copies of a parameter on ranks \[0\] and \[1, 2\] have gradients that differ"
+    refused(RuntimeError, told, lambda: norms_of_uneven_copies(rank, 1.0 + 1e-5))
+
+
+@on_ranks(3)
+def test_ranks_of_a_group_have_any_order(rank: int) -> None:
+    group = distributed.new_group([2, 0, 1], sort_ranks=False)
+    held = [Part(f"{rank}.weight", (3 + rank,)), *[Part("tied", (5,))] * (rank != 1)]
+    model = Trained(held)
+    optimizer = SpeculativeCPUAdamW(model.named(), process_group=group)
+    model.backward(2)
+    every = [
+        value(name, shape, 2) for name, shape in [("tied", (5,)), *((f"{one}.weight", (3 + one,)) for one in range(3))]
+    ]
+    expected = torch.cat([one.flatten().double() for one in every]).norm().item()
+    assert optimizer.clip_grad_norm_(math.inf).item() == pytest.approx(expected, rel=1e-6)
+    optimizer.step()
+
+
+@on_ranks(3)
+@pytest.mark.filterwarnings("ignore:Running new_group")
+def test_rank_without_a_part_in_the_group_is_told(rank: int) -> None:
+    group = distributed.new_group([0, 1])
+    if rank < 2:
+        one_step([Part("weight", (4, 3))], group)
+    else:
+        told = "^process_group is a group without this rank, 2, expected one of the ranks that train together"
+        refused(ValueError, told, lambda: one_step([Part("weight", (4, 3))], group))
+
+
+@on_ranks(2)
+def test_group_set_on_one_rank_alone_is_refused_on_all(rank: int) -> None:
+    """The rank that begins anew knows of no copies, and sends as many words as those that do."""
+    optimizer = one_step([Part("tied", (5,)), Part(f"{rank}.weight", (4, 3))], distributed.group.WORLD)
+    if rank == 1:
+        optimizer.process_group = distributed.group.WORLD
+    refused(RuntimeError, "^the ranks are not at the same point: rank 0 is in call", optimizer.step)
+
+
 def alone_norm(part: tuple[str, tuple[int, ...]], gradients: int) -> float:
     return pytest.approx(value(*part, gradients).double().mul(0.01 if gradients % 2 else 1.0).norm().item(), rel=0.01)  # type: ignore[no-any-return]
 

@@ -16,7 +16,7 @@ import pytest
 from support.children import exit_code_of_child
 
 from superadam.host import files
-from superadam.host.files import replace_file
+from superadam.host.files import locked, replace_file
 
 
 def test_file_is_readable_by_whom_the_mask_allows(tmp_path: Path) -> None:
@@ -122,3 +122,18 @@ def test_what_is_no_regular_file_is_not_replaced(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="it is no regular file"):
         replace_file(path, lambda file: file.write(b"x"))
     assert stat.S_ISFIFO(path.stat().st_mode)
+
+
+def test_forked_child_holds_no_lock(tmp_path: Path) -> None:
+    go, end = os.pipe()
+    holder = os.fork()
+    if holder == 0:
+        with locked(tmp_path / ".lock", 0):
+            if os.fork() == 0:
+                os.close(end)
+                os.read(go, 1)  # outlives the holder
+            os._exit(0)  # as if it was killed
+    os.waitpid(holder, 0)
+    with locked(tmp_path / ".lock", 0):
+        os.close(end)
+    os.close(go)

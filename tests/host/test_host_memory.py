@@ -13,7 +13,14 @@ import pytest
 from support.machines import machine
 
 from superadam.host.machine import Group, Host, groups_of
-from superadam.host.memory import AnnouncedMemory, HostMemory, HostNeeds, lockable_bytes, require_memory
+from superadam.host.memory import (
+    AnnouncedMemory,
+    HostMemory,
+    HostNeeds,
+    _names_of,
+    lockable_bytes,
+    require_memory,
+)
 
 MEMINFO = {"/proc/meminfo": "MemTotal:       4000 kB\nMemFree: 1 kB\nMemAvailable:   3000 kB\n"}
 VERSION_2 = {"/proc/self/cgroup": "0::/a/b"}
@@ -205,3 +212,19 @@ def test_another_process_sees_what_is_announced() -> None:
     for one in announced:
         one.close()
     assert done.stdout == "[4, 7]\n"
+
+
+def test_forked_process_announces_nothing_of_its_parent() -> None:
+    """A loader that was forked lives on after the parent has taken its announcement back."""
+    one = AnnouncedMemory(6)
+    told, ours = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(ours, str(len(_names_of(Host(), os.getpid()))).encode())
+        os._exit(0)
+    assert os.read(told, 10) == b"0"
+    os.waitpid(child, 0)
+    assert any(size == 6 for _, size in _names_of(Host(), os.getpid()))
+    one.close()
+    for file in (told, ours):
+        os.close(file)

@@ -148,6 +148,26 @@ def test_a_cpuset_without_cpus_on_the_node_of_the_gpu(tmp_path: Path) -> None:
     assert all(near)
 
 
+@pytest.mark.parametrize("allowed", [["0-1", "0", "1-2"], ["0-3", "0-1", "0-1"], ["0-1", "1-2", "2-3", "0,3"]])
+def test_affinities_that_overlap_leave_each_a_cpu_of_its_own(allowed: list[str], tmp_path: Path) -> None:
+    files = ranks(eight_gpus(1, 4, 1), allowed)
+    shares = [cores.share(host) for host in hosts(tmp_path, len(allowed), [cpus_of(one) for one in allowed], files)]
+    assert all(shares)
+    assert are_disjoint(shares)
+    assert all(share <= cpus_of(one) for share, one in zip(shares, allowed, strict=True))
+
+
+def test_ranks_on_one_gpu_divide_its_cpus(tmp_path: Path) -> None:
+    """A machine with as many GPUs as ranks, of which both were given the first."""
+    files = {name: text for name, text in eight_gpus(2, 16, 1).items() if "pci" not in name or GPUS[0] in name}
+    files |= {name: text for name, text in eight_gpus(2, 16, 1).items() if GPUS[7] in name}
+    files = ranks(files, ["0-15"] * 2)
+    for name in [name for name in files if name.endswith("/environ")]:
+        files[name] += "\0CUDA_VISIBLE_DEVICES=0"
+    near = [cores.near(host, GPUS[0]) for host in hosts(tmp_path, 2, [frozenset(range(16))] * 2, files)]
+    assert near == [set(range(4)), set(range(4, 8))]
+
+
 def test_fewer_cpus_than_ranks(tmp_path: Path) -> None:
     shares = [cores.share(one) for one in hosts(tmp_path, 5, [frozenset({3, 7})] * 5)]
     assert [len(one) for one in shares] == [1] * 5

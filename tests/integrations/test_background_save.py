@@ -19,7 +19,7 @@ from integrations.test_distributed_checkpoint import Model, content, groups_of, 
 from support.children import exit_code_of_child
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
-from superadam.integrations import background_save
+from superadam.integrations import background_save, checkpoint_folder
 from superadam.integrations.distributed_checkpoint import CheckpointError, load, save, wait
 from superadam.state import snapshot
 from superadam.testing import SimulatedDevice
@@ -186,6 +186,102 @@ def test_working_copy_may_be_written_to(tmp_path: Path, monkeypatch: pytest.Monk
     other = make(SpeculativeCPUAdamW, torch.bfloat16, seed=3)
     load(tmp_path, *other)
     assert content(*other)["model"] == before
+
+
+def test_steps_of_torch_copy_each_tensor_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, made = Gate(monkeypatch), list[snapshot.Snapshot]()
+    model = torch.nn.ParameterList([torch.nn.Parameter(torch.randn(1 << 18)) for _ in range(2)])
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        for parameter in model:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+
+    def snapshot_of(*arguments: Any) -> snapshot.Snapshot:
+        made.append(snapshot.Snapshot(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(background_save, "Snapshot", snapshot_of)
+    step()
+    save(tmp_path, model, optimizer, wait=False)
+    step()
+    assert made[0].peak_bytes < (6 << 20) + 1024  # values and two moments, and step counts
+    gate.open()
+    wait()
+    assert not background_save._copy_memory._mapped
+
+
+@pytest.mark.parametrize("kind", [SpeculativeCPUAdamW, torch.optim.AdamW])
+def test_memory_given_back_fails_the_save_and_not_the_process(
+    kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+    model = torch.nn.Linear(300, 300)
+    model.weight.requires_grad_(False)
+    optimizer = kind([model.bias])
+    save(tmp_path, model, optimizer, wait=False)
+    model.weight.untyped_storage().resize_(0)
+    gate.open()
+    with pytest.raises(CheckpointError, match=r"model\.weight was written to"):
+        wait()
+
+
+@pytest.mark.parametrize("kind", [SpeculativeCPUAdamW, torch.optim.AdamW])
+def test_forked_process_waits_for_no_writer(kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+    model, optimizer = make(kind)
+    train(model, optimizer)
+    save(tmp_path, model, optimizer, wait=False, copy_bytes=0)  # here a step would wait
+    try:
+        assert exit_code_of_child(lambda: train(model, optimizer), 30) == 0
+    finally:
+        gate.open()
+        wait()
+
+
+@pytest.mark.parametrize("smaller", [{"moments": "8bit"}, {"master": "24bit"}])
+def test_save_of_encoded_state_that_waits_adopts_writes_past_version_counters(smaller: Any, tmp_path: Path) -> None:
+    model = torch.nn.Linear(64, 64).bfloat16()
+    optimizer = SpeculativeCPUAdamW(model.parameters(), **smaller)
+    model.weight.data.zero_()
+    save(tmp_path, model, optimizer)
+    other = torch.nn.Linear(64, 64).bfloat16()
+    load(tmp_path, other, SpeculativeCPUAdamW(other.parameters(), **smaller))
+    assert not other.weight.any()
+
+
+def test_first_save_that_ended_before_it_was_named_can_be_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = make(SpeculativeCPUAdamW)
+    replace_file = checkpoint_folder.replace_file
+
+    def full(path: Path, write: Callable[[Any], object]) -> None:
+        if path.name == "latest":
+            raise OSError(28, "No space left on device")
+        replace_file(path, write)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_folder, "replace_file", full)
+        with pytest.raises(CheckpointError, match="No space left"):
+            save(tmp_path, model, optimizer)
+    assert save(tmp_path, model, optimizer).exists()
+
+
+def test_threads_begin_their_saves_one_after_the_other(tmp_path: Path) -> None:
+    paths = list[Path]()
+
+    def begin(number: int) -> None:
+        paths.append(save(tmp_path / str(number), *make(SpeculativeCPUAdamW, seed=number), wait=False))
+
+    threads = [threading.Thread(target=begin, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    wait()
+    assert [path.exists() for path in paths] == [True] * 4
 
 
 def test_loading_and_new_groups_leave_the_save_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

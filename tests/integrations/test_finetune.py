@@ -243,7 +243,10 @@ def kill_at_step(rank: int, folder: Path, out: Path, step: int) -> None:
 def test_a_run_that_was_killed_ends_as_one_that_was_not(folder: Path, whole: tuple[Path, str]) -> None:
     out = folder / "killed"
     assert run(kill_at_step, 1, folder=folder, out=out, step=SAVED + 2) == [ENDED]
-    (out / f"checkpoint-{SAVED + 1}").mkdir()  # a save that was killed
+    for name in (f"checkpoint-{SAVED + 1}", f"checkpoint-{SAVED + 2}", "checkpoint-best"):
+        (out / name).mkdir()  # saves that were killed, and a copy
+    (out / f"checkpoint-{SAVED + 2}" / "trainer_state.json").touch()
+    (out / "checkpoint-best" / "trainer_state.json").write_text("{}")
     newest = re.escape(str(out / f"checkpoint-{SAVED}"))
     with pytest.raises(
         SystemExit, match=rf"{newest} is of another run; continue it with --resume_from_checkpoint auto"

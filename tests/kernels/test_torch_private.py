@@ -19,6 +19,7 @@ from support import without_names
 from support.visible import parameter
 from support.without_names import NEEDED_ALONE, NONE
 from torch import Tensor, distributed, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import superadam
@@ -165,6 +166,32 @@ def _() -> bool:
     with torch_private.inference_mode(False):
         torch.set_grad_enabled(False)
     return (inside, after, torch.is_grad_enabled()) == ((False, False), (True, False), True)
+
+
+@relied_on(
+    "gives ordinary tensors in transforms and modes",
+    "_C._DisableFuncTorch",
+    "utils._python_dispatch._disable_current_modes",
+)
+def _() -> bool:
+    made: list[Tensor] = []
+
+    def make(x: Tensor) -> Tensor:
+        with torch_private.ordinary_tensors():
+            made.append(torch.zeros(3))
+        return x.sum()
+
+    torch.func.grad(make)(torch.ones(3))
+    torch.func.functionalize(make)(torch.ones(3))
+    with FakeTensorMode():
+        make(torch.ones(3))
+    return all(type(one) is Tensor and one.data_ptr() and not one.is_inference() for one in made)
+
+
+@relied_on("names the keys of a dict in paths of trees", "utils._pytree.MappingKey")
+def _() -> bool:
+    paths = [path for path, _ in torch.utils._pytree.tree_flatten_with_path({"a": 1})[0]]
+    return paths == [(torch_private.tree_key("a"),)]
 
 
 @relied_on("lets trees go through a dict of a class of its own", "utils._pytree.register_pytree_node")

@@ -7,6 +7,8 @@ import io
 import itertools
 import logging
 import pickle
+import threading
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +22,7 @@ from torch.utils import _pytree
 from superadam import OffloadScheduler, SpeculativeCPUAdam, SpeculativeCPUAdamW
 from superadam.integrations import distributed_checkpoint
 from superadam.optim.entry import Encoded, raw
+from superadam.state import compact
 
 KEYS = ("exp_avg", "exp_avg_sq", "master")
 
@@ -407,3 +410,170 @@ def test_placeholders_never_leave_an_entry() -> None:
     train(model, optimizer, range(1))
     seen = _pytree.tree_leaves([dict(optimizer.state), optimizer.state_dict(), optimizer.torch_state_dict()])
     assert not any(isinstance(value, Encoded) for value in seen)
+
+
+def one(value: float = 1.0, **options: Any) -> tuple[nn.Parameter, SpeculativeCPUAdamW]:
+    parameter = nn.Parameter(torch.full((64, 64), value, dtype=torch.bfloat16))
+    return parameter, SpeculativeCPUAdamW([parameter], lr=0.0, betas=(0.5, 0.5), weight_decay=0.0, **options)
+
+
+def step(optimizer: SpeculativeCPUAdamW, parameter: Tensor, gradient: float) -> None:
+    parameter.grad = torch.full_like(parameter, gradient)
+    optimizer.step()
+    parameter.grad = None
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+@pytest.mark.parametrize("gradient", [None, 0.0])
+def test_state_that_is_taken_out_and_put_back_counts_again(gradient: float | None, is_read: bool) -> None:
+    """Whether the parameter was frozen meanwhile or trained with state of its own."""
+    parameter, optimizer = one(moments="8bit", master="24bit")
+    step(optimizer, parameter, 4.0)
+    kept = optimizer.state.pop(parameter)
+    for _ in range(2):
+        optimizer.step() if gradient is None else step(optimizer, parameter, gradient)
+    if is_read:
+        assert kept["exp_avg"].eq(2.0).all()
+    optimizer.state[parameter] = kept
+    step(optimizer, parameter, 2.0)
+    assert optimizer.state[parameter]["exp_avg"].eq(2.0).all()
+    assert optimizer.state[parameter]["step"] == 2
+
+
+def test_state_moves_to_another_optimizer() -> None:
+    parameters = [nn.Parameter(torch.ones(2, 64)) for _ in range(3)]
+    old, new = (SpeculativeCPUAdamW(parameters, lr=0.0, betas=(0.5, 0.5), moments="8bit") for _ in range(2))
+    for number, parameter in enumerate(parameters):
+        parameter.grad = torch.full_like(parameter, 2.0**number)
+    old.step()
+    for parameter in list(old.state):
+        new.state[parameter] = old.state.pop(parameter)
+    new.step()
+    assert [new.state[parameter]["exp_avg"].max().item() for parameter in parameters] == [0.75, 1.5, 3.0]
+
+
+def test_parameters_exchange_their_states() -> None:
+    parameters = [nn.Parameter(torch.ones(2, 64)) for _ in range(2)]
+    optimizer = SpeculativeCPUAdamW(parameters, lr=0.0, betas=(0.5, 0.5), moments="8bit")
+    first, second = parameters
+    first.grad, second.grad = torch.full_like(first, 1.0), torch.full_like(second, 2.0)
+    optimizer.step()
+    optimizer.state[first], optimizer.state[second] = optimizer.state[second], optimizer.state[first]
+    optimizer.zero_grad()
+    first.grad, second.grad = torch.zeros(2, 64), torch.zeros(2, 64)
+    optimizer.step()
+    assert [optimizer.state[one]["exp_avg"].max().item() for one in parameters] == [0.5, 0.25]
+
+
+def test_a_master_that_is_written_to_is_the_parameter_after_the_step() -> None:
+    parameter, optimizer = one(master="24bit")
+    step(optimizer, parameter, 1.0)
+    optimizer.state[parameter]["master"].fill_(2.0)
+    step(optimizer, parameter, 1.0)
+    assert parameter.eq(2.0).all()
+
+
+def test_a_write_to_a_parameter_shows_in_a_master_that_is_held() -> None:
+    parameter, optimizer = one(master="24bit")
+    step(optimizer, parameter, 1.0)
+    held = optimizer.state_dict()
+    with torch.no_grad():
+        parameter.fill_(8.0)
+    assert optimizer.state_dict()["state"][0]["master"].eq(8.0).all()
+    step(optimizer, parameter, 1.0)
+    assert parameter.eq(8.0).all()
+    assert held["state"][0]["master"].eq(8.0).all()
+
+
+@pytest.mark.parametrize("value", [[0.0], "zeros", torch.zeros(64, 64).numpy()], ids=["list", "text", "array"])
+def test_what_is_no_tensor_is_refused(value: Any) -> None:
+    parameter, optimizer = one(moments="8bit")
+    step(optimizer, parameter, 1.0)
+    optimizer.state[parameter]["exp_avg"] = value
+    with pytest.raises(ValueError, match="exp_avg of parameter 0 of group 0 is a"):
+        step(optimizer, parameter, 1.0)
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.functionalize, torch.vmap])
+def test_state_that_is_read_in_a_transform_is_ordinary(transform: Callable[..., Any]) -> None:
+    parameter, optimizer = one(moments="8bit")
+    step(optimizer, parameter, 4.0)
+
+    def work(x: Tensor) -> Tensor:
+        optimizer.state[parameter]["exp_avg"]
+        return x.sum()
+
+    transform(work)(torch.ones(2, 2))
+    step(optimizer, parameter, 2.0)
+    assert optimizer.state[parameter]["exp_avg"].eq(2.0).all()
+
+
+def test_an_entry_that_is_held_keeps_nothing_decoded() -> None:
+    model, optimizer = make()
+    train(model, optimizer, range(1))
+    for entry in optimizer.state.values():  # `entry` stays
+        entry["exp_avg"].float().norm()
+    view = entry.values()
+    assert decoded(optimizer)
+    train(model, optimizer, range(1, 2))
+    assert decoded(optimizer) == []
+    assert all(isinstance(value, Tensor) for value in view)
+    assert not entry["exp_avg"].isnan().any()
+
+
+def test_a_thread_that_reads_the_state_waits_for_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameter, optimizer = one(moments="8bit")
+    step(optimizer, parameter, 4.0)
+    entry, decode, inside = optimizer.state[parameter], compact.decode, threading.Event()
+
+    def slow(*arguments: Any) -> None:
+        decode(*arguments)
+        inside.set()
+        time.sleep(0.2)
+
+    monkeypatch.setattr(compact, "decode", slow)
+    thread = threading.Thread(target=lambda: entry["exp_avg"])
+    thread.start()
+    inside.wait()
+    monkeypatch.undo()
+    step(optimizer, parameter, 2.0)  # which waits until the decoded tensor is in the entry
+    thread.join()
+    step(optimizer, parameter, 2.0)
+    assert optimizer.state[parameter]["exp_avg"].eq(2.0).all()
+
+
+def test_files_of_an_entry_load_with_weights_only() -> None:
+    model, optimizer = make()
+    train(model, optimizer, range(1))
+    file = io.BytesIO()
+    torch.save(optimizer.state[model[0].weight], file)
+    file.seek(0)
+    loaded = torch.load(file)
+    assert loaded.keys() == {"step", *KEYS}
+    paths = _pytree.tree_flatten_with_path(optimizer.state[model[0].weight])[0]
+    assert [path[0].key for path, _ in paths] == list(loaded)
+
+
+def test_amsgrad_is_refused_before_any_state_is_made() -> None:
+    bias, weight = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, 64))
+    optimizer = SpeculativeCPUAdamW([bias, weight], moments="8bit")
+    bias.grad, weight.grad = torch.ones(3), torch.ones(2, 64)
+    optimizer.step()
+    optimizer.param_groups[0]["amsgrad"] = True
+    with pytest.raises(ValueError, match="amsgrad is True for parameter 1 of group 0"):
+        optimizer.step()
+    assert "max_exp_avg_sq" not in optimizer.state[bias]
+
+
+def test_amsgrad_is_refused_when_it_is_loaded() -> None:
+    parameter, optimizer = one(moments="8bit")
+    groups = torch.optim.AdamW([parameter], amsgrad=True).state_dict()
+    with pytest.raises(ValueError, match="amsgrad is True, but moments is '8bit'"):
+        optimizer.load_state_dict(groups)
+    assert optimizer.param_groups[0]["amsgrad"] is False
+
+
+@pytest.mark.parametrize("name", ["moments", "master"])
+def test_a_group_has_no_format_of_its_own(name: str) -> None:
+    with pytest.raises(ValueError, match=f"a parameter group has {name}, expected it as an argument of the optimizer"):
+        SpeculativeCPUAdamW([{"params": [nn.Parameter(torch.ones(2, 64))], name: "fp32"}])

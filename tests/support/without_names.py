@@ -24,6 +24,9 @@ from torch import Tensor, nn
 PARTS = ("distributed.tensor.DTensor._local_tensor", "distributed.tensor.DTensor._spec")
 NEEDED_ALONE = (
     "_C._InferenceMode",
+    "_C._DisableFuncTorch",
+    "utils._python_dispatch._disable_current_modes",
+    "utils._pytree.MappingKey",
     "_compile._disable_dynamo",
     "Tensor._version",
     "_foreach_copy_",

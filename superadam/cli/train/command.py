@@ -34,7 +34,7 @@ from superadam.state.parameter import Master, Moments, Storage
 
 DEFAULT_OUT = Path("superadam-run")
 
-AUTO = Path("auto")
+AUTO = "auto"
 """What `--resume` is given to continue the run in the folder of `--out` if there is one, else to start it."""
 
 LOCK_SECONDS = 5.0
@@ -105,7 +105,7 @@ def add_parser(subparsers: Any) -> None:
     )
     where.add_argument(
         "--resume",
-        type=Path,
+        type=lambda word: word if word == AUTO else Path(word),  # ./auto is a folder
         metavar="DIR",
         help="continue the run in this folder, as if it had never stopped; 'auto': that of --out, or start it there",
     )
