@@ -8,6 +8,8 @@ from __future__ import annotations
 import itertools
 import logging
 import operator
+import os
+import threading
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -25,7 +27,6 @@ from superadam.host.signals import deferred_signals
 from superadam.kernels.hyperparameters import Hyperparameters
 from superadam.kernels.torch_private import is_short_of_memory
 from superadam.optim.arguments import is_flattened
-from superadam.optim.entry import ProcessLock
 from superadam.optim.published_state import PublishedState
 from superadam.state import compact
 from superadam.state.delivery import Delivery, SynchronousDelivery
@@ -86,6 +87,18 @@ class GradientSource(Protocol):
 
     def check(self) -> None:
         """Called before each verdict; raises what has failed since the last one."""
+
+
+class ProcessLock:
+    """Returns a reentrant lock of this process: another thread may have held its parent's when that forked."""
+
+    def __init__(self) -> None:
+        self._locks: dict[int, AbstractContextManager[object]] = {}
+
+    def __call__(self) -> AbstractContextManager[object]:
+        """Return the lock."""
+        process = os.getpid()
+        return self._locks.get(process) or self._locks.setdefault(process, threading.RLock())
 
 
 class Binding(GradientHolder):

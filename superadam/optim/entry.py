@@ -5,8 +5,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
 from contextlib import AbstractContextManager, nullcontext
@@ -20,16 +18,8 @@ from superadam.kernels import torch_private
 from superadam.state import compact
 from superadam.state.parameter import SECONDS, ParameterState, Shown, flat
 
-
-class ProcessLock:
-    """Returns a reentrant lock of this process: another thread may have held its parent's when that forked."""
-
-    def __init__(self) -> None:
-        self._locks: dict[int, AbstractContextManager[object]] = {}
-
-    def __call__(self) -> AbstractContextManager[object]:
-        process = os.getpid()
-        return self._locks.get(process) or self._locks.setdefault(process, threading.RLock())
+Lock = Callable[[], AbstractContextManager[object]]
+"""Returns the lock of an optimizer."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,7 +88,7 @@ class Entry(dict[str, Any]):
     def __init__(
         self,
         values: Mapping[str, Any] | Iterable[tuple[str, Any]] = (),
-        lock: Callable[[], AbstractContextManager[object]] = nullcontext,
+        lock: Lock = nullcontext,
     ) -> None:
         super().__init__(values)
         self.lock = lock

@@ -18,7 +18,7 @@ from torch import Tensor
 from superadam.distributed import shards
 from superadam.kernels import torch_private
 from superadam.optim import checkpoint
-from superadam.optim.entry import Encoded, Entry, ProcessLock, raw
+from superadam.optim.entry import Encoded, Entry, Lock, raw
 from superadam.state.parameter import TENSORS, ParameterState
 from superadam.state.table import ParameterTable
 
@@ -32,7 +32,7 @@ class PublishedState:
         is_exposed: whether there may be outside references to `entries` or its contents, through which it may change.
     """
 
-    def __init__(self, entries: defaultdict[Tensor, Any], lock: ProcessLock, *, is_exposed: bool = False) -> None:
+    def __init__(self, entries: defaultdict[Tensor, Any], lock: Lock, *, is_exposed: bool = False) -> None:
         self.entries = entries
         self._lock = lock
         self.is_exposed = is_exposed

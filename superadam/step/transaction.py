@@ -573,7 +573,7 @@ class Transaction:
             state.adopt_outside_write()
             self.table.fingerprints.remember(state.row)
             self.table.refresh_pointers(state)
-            if "master" in state.encodings:  # of which another tensor may be shown
+            if "master" in state.encodings and state.has_state:  # of which another tensor may be shown
                 self.table.is_published[state.row] = False
 
     def adopt_sampled_writes(self) -> None:
