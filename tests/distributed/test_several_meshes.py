@@ -19,6 +19,7 @@ from torch.distributed import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW, StepKind
+from superadam.distributed import replicas
 
 
 class Part(NamedTuple):
@@ -319,6 +320,7 @@ def warned(rank: int, shapes: list[list[tuple[int, ...]]], **options: Any) -> li
 
 @on_ranks(3)
 def test_ordinary_parameters_that_differ_are_told_once(rank: int) -> None:
+    replicas._world, replicas._worlds = None, 0  # each of these processes has served in another number of tests
     different = [[(2, 3)], [(2, 3)], [(2, 4), (5,)]]
     words: list[Any] = [None] * 3
     distributed.all_gather_object(words, warned(rank, different))
