@@ -44,7 +44,6 @@ class Codes:
 
     mantissa: int
     has_sign: bool
-    values_dtype = torch.bfloat16  # in which every value is exact
     dtypes = (torch.uint8, torch.uint8)
     numel_per_second = BLOCK  # elements for each entry of the second array
 
@@ -86,7 +85,6 @@ class Planes:
     """
 
     copy_dtype: torch.dtype
-    values_dtype = torch.float32
     dtypes = (torch.int16, torch.uint8)
     numel_per_second = 1
 

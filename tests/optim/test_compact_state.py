@@ -17,6 +17,8 @@ ENCODINGS = {
     "exp_avg_sq": compact.EXP_AVG_SQ,
     "master": compact.MASTERS[torch.bfloat16],
 }
+DTYPES = {"exp_avg": torch.bfloat16, "exp_avg_sq": torch.bfloat16, "master": torch.float32}
+"""In which every value is exact."""
 SEEDS = st.integers(0, 2**32 - 1)
 KINDS = ("bits", "ordinary", "positive", "denormal", "outlier", "zeros")
 
@@ -71,7 +73,7 @@ def test_encodes_and_decodes_as_the_kernels(key: str, seed: int, kind: str, bloc
     else:
         shown = oracle.decode_codes(high, low, oracle.MANTISSA[key], has_sign=key == "exp_avg")
     assert differing(decoded.numpy(), shown) == 0
-    assert differing(decoded.to(encoding.values_dtype).float().numpy(), shown) == 0
+    assert differing(decoded.to(DTYPES[key]).float().numpy(), shown) == 0
 
 
 @pytest.mark.parametrize("key", ENCODINGS)
@@ -81,7 +83,7 @@ def test_what_was_shown_is_stored_as_it_was(key: str, seed: int, kind: str, turn
     encoding, values = ENCODINGS[key], values_of(seed, kind, compact._PART + 128)
     first, second = planes(encoding, len(values))
     encoding.encode(values, first, second, turn)
-    shown = torch.empty(len(values), dtype=encoding.values_dtype)
+    shown = torch.empty(len(values), dtype=DTYPES[key])
     compact.decode(encoding, first, second, shown)
     assert not compact.encode(encoding, shown, first, second)
 
