@@ -6,13 +6,20 @@ import logging
 import os
 from collections.abc import Callable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from typing import TypeVar
 
+from superadam.host.announced import Announcement, announced
+from superadam.host.files import locked
 from superadam.host.local_ranks import local_rank, processes, variable_of
 from superadam.host.machine import Host, cpus_of
 
 _logger = logging.getLogger("superadam")
 _Result = TypeVar("_Result")
+
+LOCK_SECONDS = 5.0
+_CPUS, _CPUS_AT_ONCE = "cpus", 40  # a name has room for them
+_announced: list[Announcement] = []  # until the process ends
 
 
 def share(host: Host) -> frozenset[int]:
@@ -32,6 +39,9 @@ def shares(host: Host) -> list[frozenset[int]]:
 def near(host: Host, address: str, addresses: Sequence[str] = ()) -> frozenset[int]:
     """Return this rank's part of its CPUs on the NUMA node of its GPU; of all its CPUs if none is there.
 
+    Other ranks may know other GPUs, and divide differently. So each announces what it takes, and takes nothing that
+    another one has announced.
+
     Args:
         host: the machine.
         address: of the GPU on the PCI bus ("0000:1b:00.0"); empty where that is unknown.
@@ -48,7 +58,40 @@ def near(host: Host, address: str, addresses: Sequence[str] = ()) -> frozenset[i
     elif len(addresses) != rank.count:
         addresses = ["" if other != position else address for other in range(rank.count)]
     claims = [_on_node_of(host, *claim) for claim in zip(affinities, addresses, strict=True)]
-    return _divided(host, claims, affinities)[position]
+    found = _divided(host, claims, affinities)[position]
+    return _announce(host, found, claims[position], affinities) if rank.count > 1 else found
+
+
+def _announce(
+    host: Host, wanted: frozenset[int], claim: frozenset[int], affinities: Sequence[frozenset[int]]
+) -> frozenset[int]:
+    """Return CPUs that no other rank has announced, and announce them: those wanted, or else as many near the GPU.
+
+    Where none is left there, others are taken; and one that is shared where none is left at all. Each rank that has not
+    announced any yet, and has no other CPUs, finds one.
+    """
+    rank = local_rank(host)
+    affinity = affinities[rank.number]
+    with ExitStack() as stack:
+        with suppress(OSError):  # where it is not to be had, two ranks at the same time may take the same
+            stack.enter_context(locked(host.path("/proc/self/ns/pid"), LOCK_SECONDS, "r"))
+        taken, missing = set[int](), 0
+        for process, allowed in zip(processes(host, rank), affinities, strict=True):
+            if process is not None and process != host.process:
+                told = announced(host, process, _CPUS).values()
+                taken.update(*map(cpus_of, told))
+                missing += not told and allowed <= affinity
+        most = max(1, min(len(wanted), len(affinity - taken) - missing))
+        found: list[int] = []
+        for among in (wanted, claim, affinity):
+            if among is not affinity or not found:
+                left = _cores(host, sorted(among - taken - {*found}))
+                found += [cpu for core in left for cpu in core][: most - len(found)]
+        before = frozenset[int]().union(*map(cpus_of, announced(host, host.process, _CPUS).values()))
+        new = [str(cpu) for cpu in found if cpu not in before]
+        for start in range(0, len(new), _CPUS_AT_ONCE):
+            _announced.append(Announcement(_CPUS, ",".join(new[start : start + _CPUS_AT_ONCE])))
+    return frozenset(found) or frozenset(sorted(claim)[rank.number % len(claim) :][:1])
 
 
 def _affinities(host: Host) -> list[frozenset[int]]:

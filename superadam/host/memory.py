@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 import resource
-import secrets
-import weakref
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Self
 
+from superadam.host.announced import Announcement, announced
 from superadam.host.machine import Group, Host, groups_of
 
 UNLIMITED = 1 << 60  # version 1 of control groups writes "no limit" as a number beyond this
@@ -140,60 +137,31 @@ class _Announced:
     missing: int
 
 
-_NAME = "superadam-needs"
+_NEEDS = "needs"
 
 
-class AnnouncedMemory:
-    """Lets processes of the same user on this machine know, until it is closed, that this one needs `size` bytes.
+def announce_needs(size: int) -> Announcement:
+    """Let processes of the same user on this machine know, until it is closed, that this one needs `size` bytes.
 
     Each counts what the others have announced, so that ranks that share a node are refused where they do not fit
-    together. It is the name of an open file without content, which ends with the process, and which a forked process
-    closes at once: it needs nothing of this itself.
+    together.
     """
-
-    def __init__(self, size: int) -> None:
-        self._file: int | None = None
-        with suppress(OSError):  # others then count less
-            self._file = os.memfd_create(f"{_NAME}-{secrets.token_hex(8)}-{size}")
-        _open.add(self)
-
-    def close(self) -> None:
-        """Take it back."""
-        file, self._file = self._file, None
-        if file is not None:
-            os.close(file)
-
-
-_open: weakref.WeakSet[AnnouncedMemory] = weakref.WeakSet()
-
-
-def _close_in_child() -> None:
-    for one in [*_open]:
-        with suppress(OSError):  # closed by the child's own preparations
-            one.close()
-
-
-os.register_at_fork(after_in_child=_close_in_child)
+    return Announcement(_NEEDS, str(size))
 
 
 def _announced(host: Host) -> list[_Announced]:
     """Return what other processes have announced; forked ones have the same files, which count once."""
-    known = {name for name, _ in _names_of(host, host.process)}
+    known = set(announced(host, host.process, _NEEDS))
     found = []
     for path in host.glob("/proc/[0-9]*/status"):
         process = int(path.split("/")[2])
-        for name, size in _names_of(host, process):
-            if name not in known:
-                known.add(name)
+        for key, size in announced(host, process, _NEEDS).items():
+            if key not in known and size.isdecimal():
+                known.add(key)
                 resident = re.search(r"^VmRSS:\s*([0-9]+) kB$", host.read_or(path, ""), re.MULTILINE)
-                found.append(_Announced(process, size, max(0, size - (int(resident[1]) << 10 if resident else 0))))
+                unused = int(size) - (int(resident[1]) << 10 if resident else 0)
+                found.append(_Announced(process, int(size), max(0, unused)))
     return found
-
-
-def _names_of(host: Host, process: int) -> list[tuple[str, int]]:
-    links = [host.link_or(path, "") for path in host.glob(f"/proc/{process}/fd/*")]
-    found = [re.fullmatch(rf"/memfd:({_NAME}-[0-9a-f]+-([0-9]+))(?: \(deleted\))?", link) for link in links]
-    return [(match[1], int(match[2])) for match in found if match]
 
 
 def gigabytes(size: int) -> str:

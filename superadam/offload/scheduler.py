@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from superadam.devices import Device, device_for
 from superadam.distributed import shards
 from superadam.handles.taken_gradient import GradientHolder, TakenGradient
-from superadam.host.memory import AnnouncedMemory
+from superadam.host.announced import Announcement
+from superadam.host.memory import announce_needs
 from superadam.kernels import torch_private
 from superadam.kernels.hyperparameters import Hyperparameters
 from superadam.kernels.torch_private import check_can_take, is_short_of_memory, missing
@@ -53,7 +54,7 @@ from superadam.step.transaction import Transaction
 _logger = logging.getLogger("superadam")
 
 
-def _end(pipeline: Pipeline | None, device: Device | None, announced: AnnouncedMemory | None) -> None:
+def _end(pipeline: Pipeline | None, device: Device | None, announced: Announcement | None) -> None:
     try:
         if pipeline is not None:
             pipeline.close()
@@ -148,10 +149,10 @@ class OffloadScheduler(GradientHolder):
         self._closed = False
         self._transaction: Transaction | None = None
         self._pipeline: Pipeline | None = None  # None without a core for it
-        announced: AnnouncedMemory | None = None
+        announced: Announcement | None = None
         try:
             self._needs = needs_of_run(optimizer, self._device, self.placement)
-            announced = AnnouncedMemory(self._needs.total)  # before it is compared: of two at once, each sees the other
+            announced = announce_needs(self._needs.total)  # before it is compared: of two at once, each sees the other
             self._device.reserve(self._needs)
             if self.placement.num_threads:
                 self._pipeline = Pipeline(self._device, self._transfers, self._autotuner, self.statistics, self.trace)

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from support.machines import machine
 
+from superadam.host.announced import announced
 from superadam.host.machine import Group, Host, groups_of
 from superadam.host.memory import (
-    AnnouncedMemory,
     HostMemory,
     HostNeeds,
-    _names_of,
+    announce_needs,
     lockable_bytes,
     require_memory,
 )
@@ -201,11 +201,11 @@ def test_another_process_sees_what_is_announced() -> None:
     """Sizes that no scheduler of another test has."""
     code = (
         "import sys, superadam\nfrom superadam.host.machine import Host\nfrom superadam.host import memory\n"
-        f"own = memory.AnnouncedMemory(5)\nprint(sorted(one.size for one in memory._announced(Host())"
+        f"own = memory.announce_needs(5)\nprint(sorted(one.size for one in memory._announced(Host())"
         f" if one.process == {os.getpid()} and one.size < 10))"
     )
-    announced = [AnnouncedMemory(3), AnnouncedMemory(4)]
-    announced.append(AnnouncedMemory(7))
+    announced = [announce_needs(3), announce_needs(4)]
+    announced.append(announce_needs(7))
     announced[0].close()
     announced[0].close()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -216,15 +216,15 @@ def test_another_process_sees_what_is_announced() -> None:
 
 def test_forked_process_announces_nothing_of_its_parent() -> None:
     """A loader that was forked lives on after the parent has taken its announcement back."""
-    one = AnnouncedMemory(6)
+    one = announce_needs(6)
     told, ours = os.pipe()
     child = os.fork()
     if child == 0:
-        os.write(ours, str(len(_names_of(Host(), os.getpid()))).encode())
+        os.write(ours, str(len(announced(Host(), os.getpid(), "needs"))).encode())
         os._exit(0)
     assert os.read(told, 10) == b"0"
     os.waitpid(child, 0)
-    assert any(size == 6 for _, size in _names_of(Host(), os.getpid()))
+    assert "6" in announced(Host(), os.getpid(), "needs").values()
     one.close()
     for file in (told, ours):
         os.close(file)
