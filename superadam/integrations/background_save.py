@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from superadam.distributed import shards
 from superadam.integrations.checkpoint_folder import CheckpointError
-from superadam.kernels.torch_private import storage_key
+from superadam.kernels.torch_private import storage_key, timeout_of
 from superadam.optim.adam import SpeculativeCPUAdam
 from superadam.optim.entry import Encoded
 from superadam.state.snapshot import CopyMemory, Snapshot
@@ -53,8 +53,11 @@ def snapshot_of(
         tensors: by name; `optimizer.NAME.KEY` is the state of the parameter called NAME in `parameters`.
     """
     snapshot = Snapshot(copy_bytes, _copy_memory)
-    own = {_memory(parameter): parameter for parameter in model.parameters() if parameter.numel()}
     optimized = {id(parameter) for parameter in parameters.values()}
+    of_model = sorted(
+        model.parameters(), key=lambda one: id(one) in optimized
+    )  # these stand for others on their memory
+    own = {_memory(parameter): parameter for parameter in of_model if parameter.numel()}
     masters: dict[int, str] = {}
     for name, tensor in tensors.items():
         kind, _, rest = name.partition(".")
@@ -86,9 +89,9 @@ def snapshot_of(
     return snapshot
 
 
-def _memory(tensor: Tensor) -> tuple[int, int, torch.Size]:
+def _memory(tensor: Tensor) -> tuple[int, int, torch.Size, tuple[int, ...]]:
     local = shards.local_of(tensor)
-    return storage_key(local.untyped_storage()), int(local.storage_offset()), local.shape
+    return storage_key(local.untyped_storage()), int(local.storage_offset()), local.shape, local.stride()
 
 
 def attach(snapshot: Snapshot, optimizer: Optimizer) -> Callable[[], None]:
@@ -243,8 +246,8 @@ _groups: dict[object, tuple[object, dist.ProcessGroup]] = {}
 def group_beside(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """Return a gloo group of the same ranks, made once, on which collectives run beside those of training.
 
-    After `destroy_process_group()` another one is made; a save under way keeps its own. Where torch.distributed is not
-    used, None.
+    It waits for ranks as long as the given one does. After `destroy_process_group()` another one is made; a save under
+    way keeps its own. Where torch.distributed is not used, None.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return None
@@ -254,6 +257,11 @@ def group_beside(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     key = group or world
     if key not in _groups:
         ranks = dist.get_process_group_ranks(key)
-        made = dist.new_group(ranks, backend="gloo", use_local_synchronization=len(ranks) < dist.get_world_size())
+        made = dist.new_group(
+            ranks,
+            backend="gloo",
+            timeout=timeout_of(key),
+            use_local_synchronization=len(ranks) < dist.get_world_size(),
+        )
         _groups[key] = world, cast(dist.ProcessGroup, made)
     return _groups[key][1]

@@ -42,7 +42,7 @@ from superadam.integrations.background_save import wait
 from superadam.integrations.checkpoint_folder import CheckpointError
 from superadam.optim.adam import SpeculativeCPUAdam
 from superadam.optim.entry import Encoded
-from superadam.state.snapshot import Snapshot
+from superadam.state.snapshot import ChangedError, Snapshot
 
 __all__ = ["CheckpointError", "latest", "load", "save", "wait"]
 
@@ -58,7 +58,10 @@ _descent: WeakKeyDictionary[Optimizer, set[str | None]] = WeakKeyDictionary()
 """States of folders, of which the newest checkpoint was loaded into an optimizer or saved from it."""
 
 _last_seen: dict[Path, str | None] = {}
-"""State of each folder when it was last asked for its newest checkpoint, or received it, in this process."""
+"""State of each folder when it was last asked for its newest checkpoint, or received it, in this process.
+
+Its path is without symbolic links.
+"""
 
 
 def latest(folder: str | os.PathLike[str], *, process_group: dist.ProcessGroup | None = None) -> Path | None:
@@ -86,7 +89,7 @@ def latest(folder: str | os.PathLike[str], *, process_group: dist.ProcessGroup |
             return path, there, checkpoint_folder.begin(path, stack, ()) if is_marked else there.newest
 
         path, there, marker = ranks.gather(ranks.run(look))[0]
-        _last_seen[path] = there.state
+        _last_seen[path.resolve()] = there.state
         if ranks.require_shared(marker) is None and there.state is not None:
             _verify(ranks, there)  # tells what is lost
     return None if there.state is None else there.newest
@@ -115,8 +118,8 @@ def save(
         process_group: the ranks that save; all by default.
         wait: if False, return when the checkpoint is determined, and write it beside training, which has the same bits.
             The next `save` or `load`, `wait()` and the end of the interpreter wait until it is whole, or raise the
-            CheckpointError with which it failed. Writes to parameters or state that are not the optimizer's own make it
-            fail where they come before what they change was written.
+            CheckpointError with which it failed. Writes to parameters or state other than the optimizer's can make it
+            fail.
         copy_bytes: without `wait`, the most host memory in bytes, on each rank, for copies of what training changes
             before it was written. Where that is full, a step waits for the writer. The largest shard of a tensor, twice
             while it is being rounded, is taken in addition, and buffers, step counts and `extra` are copied at once.
@@ -201,7 +204,7 @@ def save(
                 every = ranks.collect(ranks.run(write))
                 path, state = ranks.gather(ranks.run(lambda: publish(every)))[0]
             _descent[optimizer].add(state)
-            _last_seen[path.parent] = state
+            _last_seen[path.parent.resolve()] = state
             return path
 
         with deferred_signals():  # Ctrl-C leaves no snapshot behind that nobody writes
@@ -243,8 +246,9 @@ def load(
         process_group: the ranks that load; all by default.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, or of another model or other parameter groups. Nothing was loaded;
-            the message names the newest other checkpoint that is intact.
+        CheckpointError: the checkpoint is damaged, or of another model or other parameter groups. The message says
+            that nothing was loaded, and names the newest other checkpoint that is intact; where a hook of the model's
+            raised, or another rank, it says that a part was loaded.
     """
     background_save.wait()
     ranks = _Ranks(process_group, f"cannot load a checkpoint from {folder}", "", "nothing was loaded")
@@ -266,11 +270,22 @@ def load(
             state_dict_loader.load(tensors, storage_reader=FileSystemReader(path), process_group=process_group)
 
     ranks.run(read)
-    ranks.run(lambda: _restore(model, optimizer, tensors, values))
+    state, model_state = _split(model, optimizer, tensors, values)
+    begun: list[bool] = []
+
+    def restore() -> None:
+        optimizer.load_state_dict(state)  # first, because it may refuse
+        begun.append(True)
+        set_model_state_dict(model, model_state)
+
+    fault = ranks.fault(restore)
+    if fault is not None:
+        outcome = "a part of it was loaded: load again before training" if any(ranks.gather(begun)) else ranks.outcome
+        raise CheckpointError(f"{ranks.failure}: {fault}; {outcome}")
     if is_newest:
-        _last_seen[parent] = there.state
+        _last_seen[parent.resolve()] = there.state
     # Who goes back to an older one may save after the newest that was known; others may have saved since then.
-    _descent.setdefault(optimizer, set()).add(_last_seen.get(parent, there.state))
+    _descent.setdefault(optimizer, set()).add(_last_seen.get(parent.resolve(), there.state))
     return values["extra"]
 
 
@@ -371,7 +386,7 @@ class _Ranks:
                 rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
             place = f" (on rank {rank})" if self.size > 1 else ""
             fault = f"{cause}{place}"
-            if not isinstance(cause, CheckpointError):
+            if not isinstance(cause, CheckpointError | ChangedError):
                 fault = f"{type(cause).__name__}: {(str(cause).splitlines() or [''])[0]}{place}{self.advice}"
         faults = self.gather(fault)
         if cause is not None and rank == self.rank and not isinstance(cause, Exception):
@@ -500,6 +515,10 @@ def _template(
         name = min(name for name, _ in differing)
         kinds = (some.get(name, "absent") for some in (found, expected))
         raise CheckpointError("{} is {} in it, expected {} as in the model".format(name.partition(".")[2], *kinds))
+    others = {name for name in values["others"] if name.startswith("model.")}
+    for name in sorted(others ^ (state.keys() - present.keys())):
+        there, here = ("present", "absent") if name in others else ("absent", "present")
+        raise CheckpointError(f"{name.partition('.')[2]} is {there} in it, expected {here} as in the model")
     template = {}
     for name, (shape, dtype) in found.items():
         parameter, _, _ = name.removeprefix("optimizer.").rpartition(".")
@@ -520,8 +539,10 @@ def _named_parameters(optimizer: Optimizer, values: dict[str, Any]) -> dict[str,
     return dict(zip(names, _parameters(optimizer), strict=True))
 
 
-def _restore(model: nn.Module, optimizer: Optimizer, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-    """Load what was read: the optimizer first, because it may refuse; into torch's Adam without masters.
+def _split(
+    model: nn.Module, optimizer: Optimizer, tensors: dict[str, Tensor], values: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what was read as the optimizer's state and as the model's; for torch's Adam without masters.
 
     torch's own way would make a step with zero gradients, and drop the state of frozen parameters.
     """
@@ -537,5 +558,4 @@ def _restore(model: nn.Module, optimizer: Optimizer, tensors: dict[str, Tensor],
     present = _named_state(model, optimizer)["param_groups"]
     pairs = zip(present, values["param_groups"], strict=True)
     groups = [{**now, **saved, "params": now["params"]} for now, saved in pairs]
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
-    set_model_state_dict(model, model_state)
+    return {"state": state, "param_groups": groups}, model_state

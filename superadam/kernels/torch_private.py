@@ -17,6 +17,7 @@ import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -181,6 +182,19 @@ def _uncounted(counted: object) -> Any:
 
 if missing:  # modules count references once when they are imported
     tensor_use_count = storage_use_count = base_of = _uncounted
+
+# -- process groups ----------------------------------------------------------------------------------------------------
+
+
+def timeout_of(group: Any) -> timedelta | None:
+    """Return how long the collectives of a process group wait for other ranks; None, torch's default, where unknown."""
+    try:
+        name = group._device_types[0]
+        timeout = group._get_backend(name).options._timeout
+    except (AttributeError, IndexError, RuntimeError):
+        return None
+    return timeout if isinstance(timeout, timedelta) else None
+
 
 # -- DTensors: torch.distributed.tensor takes long to import, and is not imported here ---------------------------------
 

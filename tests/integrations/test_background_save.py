@@ -284,6 +284,39 @@ def test_threads_begin_their_saves_one_after_the_other(tmp_path: Path) -> None:
     assert [path.exists() for path in paths] == [True] * 4
 
 
+class OneMemory(torch.nn.Module):
+    """A buffer and a parameter without gradients, on the memory of one that is trained."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.trained = torch.nn.Parameter(torch.randn(4, 4).to(dtype))
+        self.same = torch.nn.Parameter(self.trained.data)
+        self.register_buffer("transposed", self.trained.detach().t())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [SpeculativeCPUAdamW, torch.optim.AdamW])
+def test_tensors_on_one_memory(kind: Any, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+    model = OneMemory(dtype)
+    optimizer = kind([model.trained], lr=0.1)
+
+    def step() -> None:
+        model.trained.grad = torch.ones_like(model.trained)
+        optimizer.step()
+
+    step()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    save(tmp_path, model, optimizer, wait=False)
+    step()
+    gate.open()
+    other = OneMemory(dtype)
+    other.same, other.transposed = torch.nn.Parameter(torch.ones(4, 4).to(dtype)), torch.ones(4, 4).to(dtype)
+    load(tmp_path, other, kind([other.trained]))
+    for name, value in other.state_dict().items():
+        assert value.equal(before[name]), name
+
+
 def test_loading_and_new_groups_leave_the_save_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(monkeypatch)
     model, optimizer = make(SpeculativeCPUAdamW, torch.bfloat16)

@@ -265,6 +265,32 @@ def test_pickles_are_not_executed(pair: tuple[Model, Any], tmp_path: Path) -> No
     assert os.listdir(tmp_path) == [".lock"]
 
 
+class Hooked(nn.Module):
+    def get_extra_state(self) -> dict[str, int]:
+        return {"version": 1}
+
+    def set_extra_state(self, state: Any) -> None:
+        raise ValueError("version 1 is too old")
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_hook_that_raises_leaves_no_untrue_sentence(kind: Any, tmp_path: Path) -> None:
+    """The optimizer is loaded by then."""
+    model, optimizer = make(kind)
+    model.hooked = Hooked()
+    train(model, optimizer)
+    save(tmp_path, model, optimizer)
+    with pytest.raises(CheckpointError) as error:
+        load(tmp_path, model, optimizer)
+    assert str(error.value) == (
+        f"cannot load a checkpoint from {tmp_path}: ValueError: version 1 is too old; a part of it was loaded: load "
+        "again before training"
+    )
+    model.hooked = None
+    with pytest.raises(CheckpointError, match=r"hooked\._extra_state is present in it, expected absent"):
+        load(tmp_path, model, optimizer)
+
+
 def other_model(change: Callable[[Model], object]) -> tuple[Model, Any]:
     torch.manual_seed(0)
     model = Model().bfloat16()
@@ -282,6 +308,7 @@ def other_model(change: Callable[[Model], object]) -> tuple[Model, Any]:
         ),
         (lambda model: model.register_buffer("new", torch.zeros(1)), "new is absent in it, expected"),
         (lambda model: delattr(model, "step"), "step is .* in it, expected absent"),
+        (lambda model: setattr(model, "hooked", Hooked()), "hooked._extra_state is absent in it, expected present"),
         (lambda model: setattr(model, "new", nn.Parameter(torch.ones(1))), "other parameter groups than the optimizer"),
     ],
 )

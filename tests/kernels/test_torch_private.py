@@ -9,6 +9,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -566,6 +567,14 @@ def _() -> bool:
     optimizer = SpeculativeCPUAdamW(model.parameters())
     state: Any = get_optimizer_state_dict(model, optimizer)["state"]
     return optimizer.last_outcome is None and {int(entry["step"]) for entry in state.values()} == {0}
+
+
+@relied_on("tells how long its collectives wait", "distributed.ProcessGroup")
+def _() -> bool:
+    group = torch.distributed.new_group([0], timeout=timedelta(seconds=77))
+    found = torch_private.timeout_of(group)
+    torch.distributed.destroy_process_group(group)
+    return found == timedelta(seconds=77) and torch_private.timeout_of(None) is None
 
 
 def test_every_name_is_checked() -> None:
