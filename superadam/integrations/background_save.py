@@ -54,9 +54,7 @@ def snapshot_of(
     """
     snapshot = Snapshot(copy_bytes, _copy_memory)
     optimized = {id(parameter) for parameter in parameters.values()}
-    of_model = sorted(
-        model.parameters(), key=lambda one: id(one) in optimized
-    )  # these stand for others on their memory
+    of_model = [*model.parameters(), *parameters.values()]  # these, the last, stand for others on their memory
     own = {_memory(parameter): parameter for parameter in of_model if parameter.numel()}
     masters: dict[int, str] = {}
     for name, tensor in tensors.items():

@@ -131,8 +131,8 @@ class PublishedState:
                 state.wholes = {key: entry[key] for key in plain}
             table.refresh_pointers(state)
             table.fingerprints.distrust(state.row)
-        if is_stale:
-            dict.pop(entry, "master", None)  # from when the parameter had another dtype, device, layout or shape
+        if is_stale and "master" in entry:
+            del entry["master"]  # from when the parameter had another dtype, device, layout or shape
         step = checkpoint.read_step(entry["step"], state.name)
         is_new = is_new or is_edited or step != int(table.steps[state.row])
         table.steps[state.row] = step

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
@@ -16,6 +17,8 @@ from hypothesis import strategies as st
 from support.machines import GPUS, eight_gpus, machine, ranks
 
 from superadam.host import cores
+from superadam.host.announced import Announcement
+from superadam.host.files import locked
 from superadam.host.local_ranks import LocalRank, local_rank, processes
 from superadam.host.machine import Host, cpus_of
 
@@ -295,3 +298,19 @@ def test_two_processes_that_want_the_same_cpus() -> None:
     assert here
     assert there
     assert len(allowed) == 1 or {*here}.isdisjoint(there)
+
+
+def test_ranks_take_cpus_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two at the same time would not see what the other is about to announce."""
+    taken: list[Announcement] = []
+    monkeypatch.setattr(cores, "_announced", taken)
+    host = Host(environment={"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"})
+    rank = threading.Thread(target=lambda: cores.near(host, ""))
+    with locked(Path("/proc/self/ns/pid"), 5.0, "r"):
+        rank.start()
+        rank.join(0.2)
+        assert not taken
+    rank.join()
+    assert taken
+    for one in taken:
+        one.close()

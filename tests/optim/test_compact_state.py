@@ -111,3 +111,24 @@ def test_a_master_to_nearest_keeps_its_rounding(dtype: torch.dtype) -> None:
         stored = compact.Planes.decode(first, second)
         assert torch.equal(stored.to(dtype), values.to(dtype))
         assert (stored.view(torch.int32) - values.view(torch.int32)).abs().max() <= 256
+
+
+def test_a_change_of_the_exponents_alone_is_a_change() -> None:
+    """Twice the values have the same codes."""
+    values, arrays = torch.rand(64) + 1, planes(compact.EXP_AVG, 64)
+    assert compact.encode(compact.EXP_AVG, values, *arrays)
+    codes = arrays[0].clone()
+    assert compact.encode(compact.EXP_AVG, 2 * values, *arrays)
+    assert arrays[0].equal(codes)
+    assert not compact.encode(compact.EXP_AVG, 2 * values, *arrays)
+
+
+def test_the_least_negative_number_has_no_square_root() -> None:
+    values = torch.zeros(64)
+    values[3] = -(2.0**-149)
+    for number, is_nan in ((values, True), (-0.0 * values, False)):
+        arrays = planes(compact.EXP_AVG_SQ, 64)
+        compact.encode(compact.EXP_AVG_SQ, number, *arrays)
+        assert bool(compact.EXP_AVG_SQ.decode(*arrays).isnan().all()) is is_nan
+        first, exponents = oracle.encode_codes(number.numpy(), 0, oracle.MANTISSA["exp_avg_sq"], has_sign=False)
+        assert is_nan == (exponents.max() == 255), first

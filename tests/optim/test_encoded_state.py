@@ -21,7 +21,7 @@ from torch.utils import _pytree
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam, SpeculativeCPUAdamW
 from superadam.integrations import distributed_checkpoint
-from superadam.optim.entry import Encoded, raw
+from superadam.optim.entry import Encoded, Entry, raw
 from superadam.state import compact
 
 KEYS = ("exp_avg", "exp_avg_sq", "master")
@@ -577,3 +577,50 @@ def test_amsgrad_is_refused_when_it_is_loaded() -> None:
 def test_a_group_has_no_format_of_its_own(name: str) -> None:
     with pytest.raises(ValueError, match=f"a parameter group has {name}, expected it as an argument of the optimizer"):
         SpeculativeCPUAdamW([{"params": [nn.Parameter(torch.ones(2, 64))], name: "fp32"}])
+
+
+class LockWithAnotherReader:
+    """A lock that another thread had just before, to read the same tensor."""
+
+    def __init__(self) -> None:
+        self.entry: Entry | None = None
+        self.depth = 0
+
+    def __call__(self) -> LockWithAnotherReader:
+        return self
+
+    def __enter__(self) -> None:
+        self.depth += 1
+        if self.depth == 1 and self.entry is not None:
+            assert isinstance(self.entry["exp_avg"], Tensor)
+
+    def __exit__(self, *_: object) -> None:
+        self.depth -= 1
+
+
+def test_a_tensor_is_decoded_under_the_lock_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = make()
+    train(model, optimizer, range(2))
+    lock, decode = LockWithAnotherReader(), Encoded.decoded
+    depths = []
+    monkeypatch.setattr(Encoded, "decoded", lambda one: depths.append(lock.depth) or decode(one))
+    lock.entry = Entry(raw(optimizer.state[model[0].weight]), lock)
+    assert isinstance(lock.entry["exp_avg"], Tensor)
+    assert depths == [2]
+    assert isinstance(lock.entry.pop("exp_avg_sq"), Tensor)
+    assert depths == [2, 1]
+    assert lock.entry.pop("exp_avg_sq", 5) == 5
+
+
+def test_an_entry_of_another_class_of_dicts_loses_a_stale_master() -> None:
+    """As entries are after a pickle."""
+    model, optimizer = make()
+    train(model, optimizer, range(2))
+    entry = pickle.loads(pickle.dumps(optimizer.state[model[0].weight]))
+    assert type(entry) is not dict
+    entry["master"] = torch.ones(3)
+    optimizer.state[model[0].weight] = entry
+    train(model, optimizer, range(2, 3))
+    assert [*entry] == [*optimizer.state[model[0].weight]]
+    assert sorted(dict(entry)) == ["exp_avg", "exp_avg_sq", "master", "step"]
+    assert entry["master"].shape == model[0].weight.shape
