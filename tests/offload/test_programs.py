@@ -1117,12 +1117,12 @@ def all_state_dropped(model: Any, optimizer: Any, step: int, run: Run) -> None:
 # ---- hyper-parameters are changed -----------------------------------------------------------------------------------
 
 
-def _changes(name: str, change: Callable[[dict[str, Any], int], Any], *, torch: bool = True) -> None:
+def _changes(name: str, change: Callable[[dict[str, Any], int], Any], **facts: Any) -> None:
     def action(model: Any, optimizer: Any, step: int, run: Run) -> None:
         if step % 2:
             change(optimizer.param_groups[0], step)
 
-    between(name, torch=torch)(action)
+    between(name, **facts)(action)
 
 
 _changes("lr_changed", lambda group, step: group.update(lr=0.003 * step))
