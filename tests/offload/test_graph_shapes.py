@@ -47,6 +47,7 @@ class Setting:
         device: makes the device.
         limit: of the gradient norm; 20 clips some steps.
         bucket_numel: 1 speculates on every gradient alone.
+        storage: of the state, as arguments of the optimizer.
     """
 
     name: str
@@ -54,15 +55,19 @@ class Setting:
     device: Callable[[], Device]
     limit: float | None = None
     bucket_numel: int = 1
+    storage: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
         return self.name
 
 
+SMALLER = (("moments", "8bit"), ("master", "24bit"))
+
 SETTINGS = [
     Setting("bf16-immediate", torch.bfloat16, ImmediateDevice),
     Setting("bf16-thread", torch.bfloat16, ThreadDevice, 20.0, 100),
     Setting("fp32-simulated", torch.float32, lambda: SimulatedDevice(1), 20.0),
+    Setting("8bit-simulated", torch.bfloat16, lambda: SimulatedDevice(2), 20.0, 100, SMALLER),
 ]
 SLOW = SETTINGS[:1]
 """Settings of shapes that compile."""
@@ -1049,17 +1054,19 @@ def go(one: Shape, run: Run) -> list[Any]:
     return [*seen, run.kept.get("products"), everything(run.model, run.optimizer)]
 
 
-def start(one: Shape, dtype: torch.dtype, limit: float | None) -> Run:
+def start(one: Shape, dtype: torch.dtype, limit: float | None, storage: tuple[tuple[str, str], ...]) -> Run:
     torch.compiler.reset()
     torch.default_generator.manual_seed(3)
     model = one.make().to(dtype)
-    return Run(model, adam(model, max_grad_norm=limit))
+    return Run(model, adam(model, max_grad_norm=limit, **dict(storage)))
 
 
 @functools.cache
-def expected(one: Shape, dtype: torch.dtype, limit: float | None) -> list[Any]:
+def expected(
+    one: Shape, dtype: torch.dtype, limit: float | None, storage: tuple[tuple[str, str], ...] = ()
+) -> list[Any]:
     """Return what the run without scheduler gives."""
-    return go(one, start(one, dtype, limit))
+    return go(one, start(one, dtype, limit, storage))
 
 
 def masters(seen: Any) -> Any:
@@ -1071,7 +1078,7 @@ def masters(seen: Any) -> Any:
 
 @contextlib.contextmanager
 def scheduled(one: Shape, setting: Setting) -> Iterator[Run]:
-    run = start(one, setting.dtype, setting.limit)
+    run = start(one, setting.dtype, setting.limit, setting.storage)
     options = {"device": setting.device(), "bucket_numel": setting.bucket_numel}
     with OffloadScheduler(run.optimizer, run.model, **options) as run.scheduler:
         yield run
@@ -1090,7 +1097,7 @@ def cases() -> list[Any]:
 def test_trains_as_without_scheduler(one: Shape, setting: Setting) -> None:
     with scheduled(one, setting) as run:
         ours = go(one, run)
-    theirs = expected(one, setting.dtype, setting.limit)
+    theirs = expected(one, setting.dtype, setting.limit, setting.storage)
     if setting.dtype == torch.float32:  # simulated ones have masters of their own
         ours, theirs = masters(ours), masters(theirs)
     for step, (mine, plain) in enumerate(zip(ours, theirs, strict=True)):

@@ -60,11 +60,15 @@ def nothing(model: Text, optimizer: SpeculativeCPUAdam, step: int) -> None: ...
 
 
 def train(
-    before_step: BeforeStep = nothing, dtype: torch.dtype = torch.bfloat16, limit: float | None = None, **options: Any
+    before_step: BeforeStep = nothing,
+    dtype: torch.dtype = torch.bfloat16,
+    limit: float | None = None,
+    storage: tuple[tuple[str, str], ...] = (),
+    **options: Any,
 ) -> tuple[list[Any], SpeculativeCPUAdam, OffloadScheduler | None]:
     """Make steps; return outcomes and bits, the optimizer, and its scheduler where there are options for one."""
     model = Text(dtype)
-    optimizer = adam(model, lr=0.02, max_grad_norm=limit)
+    optimizer = adam(model, lr=0.02, max_grad_norm=limit, **dict(storage))
     scheduler = OffloadScheduler(optimizer, model, **options) if options else None
     seen: list[Any] = []
     for step in range(STEPS):
@@ -84,8 +88,13 @@ def train(
 
 
 @functools.cache
-def expected(before_step: BeforeStep = nothing, dtype: torch.dtype = torch.bfloat16, limit: float | None = None) -> Any:
-    return train(before_step, dtype, limit)[0]
+def expected(
+    before_step: BeforeStep = nothing,
+    dtype: torch.dtype = torch.bfloat16,
+    limit: float | None = None,
+    storage: tuple[tuple[str, str], ...] = (),
+) -> Any:
+    return train(before_step, dtype, limit, storage)[0]
 
 
 def pieces_of_each(scheduler: OffloadScheduler, model: nn.Module) -> dict[str, int]:
@@ -125,9 +134,22 @@ def test_dense_working_copies_are_cut_in_any_order_of_memory() -> None:
 
 
 @pytest.mark.parametrize("limit", [None, 60.0])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_cut_parameters_train_to_the_same_bits(dtype: torch.dtype, limit: float | None) -> None:
-    kinds = {outcome.kind for outcome in expected(dtype=dtype, limit=limit)[:-1:2]}
+@pytest.mark.parametrize(
+    ("dtype", "storage"),
+    [
+        (torch.bfloat16, ()),
+        (torch.float32, ()),
+        (torch.float64, ()),
+        (torch.bfloat16, (("moments", "8bit"),)),
+        (torch.bfloat16, (("moments", "bf16"), ("master", "24bit"))),
+    ],
+    ids=str,
+)
+def test_cut_parameters_train_to_the_same_bits(
+    dtype: torch.dtype, storage: tuple[tuple[str, str], ...], limit: float | None
+) -> None:
+    theirs = expected(dtype=dtype, limit=limit, storage=storage)
+    kinds = {outcome.kind for outcome in theirs[:-1:2]}
     assert kinds == ({StepKind.COMMITTED} if limit is None else {StepKind.COMMITTED, StepKind.CLIPPED})
     devices: list[tuple[Device, int, int]] = [
         (SimulatedDevice(0), 1, 0),
@@ -138,9 +160,15 @@ def test_cut_parameters_train_to_the_same_bits(dtype: torch.dtype, limit: float 
     ]
     for device, bucket_numel, gpu_buckets in devices:
         ours, optimizer, scheduler = train(
-            dtype=dtype, limit=limit, bucket_numel=bucket_numel, gpu_buckets=gpu_buckets, num_threads=1, device=device
+            dtype=dtype,
+            limit=limit,
+            storage=storage,
+            bucket_numel=bucket_numel,
+            gpu_buckets=gpu_buckets,
+            num_threads=1,
+            device=device,
         )
-        assert ours == expected(dtype=dtype, limit=limit), (bucket_numel, gpu_buckets)
+        assert ours == theirs, (bucket_numel, gpu_buckets)
         assert scheduler is not None
         assert (scheduler.statistics.resident_buckets > 0) is (gpu_buckets > 0)
         if limit is None and not gpu_buckets and dtype is torch.bfloat16:

@@ -53,6 +53,7 @@ class Run:
         device: makes the device of a scheduler; None where it is the default one.
         overlaps: whether there are schedulers.
         is_torch: whether the optimizer is torch's.
+        storage: of the state, as arguments of the optimizer.
         seen: what the program has shown, as bits.
         optimizers: all that it has made.
     """
@@ -61,6 +62,7 @@ class Run:
     overlaps: bool = False
     device: Callable[[], Device] | None = None
     is_torch: bool = False
+    storage: tuple[tuple[str, str], ...] = ()
     seen: list[Any] = field(default_factory=list)
     optimizers: list[Any] = field(default_factory=list)
 
@@ -70,7 +72,7 @@ class Run:
         made = (
             torch.optim.AdamW(params, fused=True, **options)
             if self.is_torch
-            else SpeculativeCPUAdamW(params, **options)
+            else SpeculativeCPUAdamW(params, **options, **dict(self.storage))
         )
         self.optimizers.append(made)
         return made
@@ -1123,11 +1125,14 @@ def pretraining_saved_and_resumed(run: Run) -> None:
 
 # ---- settings -------------------------------------------------------------------------------------------------------
 
-SETTINGS: dict[str, tuple[torch.dtype, Callable[[], Device] | None]] = {
-    "fp32-host": (torch.float32, None),
-    "bf16-thread": (torch.bfloat16, ThreadDevice),
-    "bf16-simulated": (torch.bfloat16, lambda: SimulatedDevice(1)),
-    "fp32-simulated": (torch.float32, lambda: SimulatedDevice(2)),
+Storage = tuple[tuple[str, str], ...]
+
+SETTINGS: dict[str, tuple[torch.dtype, Callable[[], Device] | None, Storage]] = {
+    "fp32-host": (torch.float32, None, ()),
+    "bf16-thread": (torch.bfloat16, ThreadDevice, ()),
+    "bf16-simulated": (torch.bfloat16, lambda: SimulatedDevice(1), ()),
+    "fp32-simulated": (torch.float32, lambda: SimulatedDevice(2), ()),
+    "8bit-simulated": (torch.bfloat16, lambda: SimulatedDevice(3), (("moments", "8bit"), ("master", "24bit"))),
 }
 """Parameters in fp32 on the host are never speculated on, those in fp32 on a simulated device are."""
 
@@ -1140,18 +1145,18 @@ def results(one: Program, run: Run) -> list[Any]:
 
 
 @functools.cache
-def expected(one: Program, dtype: torch.dtype) -> list[Any]:
+def expected(one: Program, dtype: torch.dtype, storage: Storage = ()) -> list[Any]:
     """Return what the run without schedulers gives."""
-    return results(one, Run(dtype))
+    return results(one, Run(dtype, storage=storage))
 
 
 @pytest.mark.parametrize("one", PROGRAMS, ids=str)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_program_has_the_bits_of_the_plain_run(one: Program, setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(micro_batches, "PAUSE_STEPS", 0)
-    dtype, device = SETTINGS[setting]
-    run = Run(dtype, overlaps=True, device=device)
-    found = difference(results(one, run), expected(one, dtype))
+    dtype, device, storage = SETTINGS[setting]
+    run = Run(dtype, overlaps=True, device=device, storage=storage)
+    found = difference(results(one, run), expected(one, dtype, storage))
     assert found is None
     if one.speculates and setting == "bf16-thread":
         assert sum(optimizer.statistics.accepted for optimizer in run.optimizers) > 0
