@@ -140,9 +140,11 @@ def save(
             "earlier ones are as they were",
         )
         snapshot: Snapshot | None = None
+        steps = _count_steps(optimizer, stack)
+        made = 0
 
         def begin() -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
-            nonlocal snapshot
+            nonlocal snapshot, made
             if type(keep) is not int or keep < 1:
                 raise CheckpointError(f"keep is {keep!r}, expected a whole number of at least 1")
             if type(copy_bytes) is not int or copy_bytes < 0:
@@ -150,6 +152,7 @@ def save(
             with optimizer._lock if isinstance(optimizer, SpeculativeCPUAdam) else nullcontext():
                 if isinstance(optimizer, SpeculativeCPUAdam):
                     optimizer._adopt_sampled_writes()
+                made = steps()
                 tensors, values = _contents(model, optimizer)
                 values["extra"] = extra if ranks.rank == 0 else None
                 if not wait:
@@ -182,6 +185,8 @@ def save(
                 written.wait()
                 if snapshot is not None:
                     snapshot.finish()
+                if wait and steps() != made:
+                    raise CheckpointError("another thread has made a step meanwhile: save from the one that trains")
             finally:
                 if snapshot is not None:
                     snapshot.release()  # no step waits for other ranks
@@ -472,6 +477,15 @@ def _named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         if is_new:
             del state[first]
     return {**named, "state": {name: entry for name, entry in named["state"].items() if entry}}
+
+
+def _count_steps(optimizer: Optimizer, stack: ExitStack) -> Callable[[], int]:
+    """Return what counts the steps of an optimizer, of torch's those begun from now on, until the stack is closed."""
+    if isinstance(optimizer, SpeculativeCPUAdam):
+        return lambda: optimizer.statistics.steps
+    begun: list[None] = []
+    stack.callback(optimizer.register_step_pre_hook(lambda *_: begun.append(None)).remove)
+    return lambda: len(begun)
 
 
 def _described(tensor: Tensor | Encoded, snapshot: Snapshot | None) -> Tensor:

@@ -17,6 +17,7 @@ import pytest
 import torch
 from integrations.test_distributed_checkpoint import Model, content, groups_of, make, train
 from support.children import exit_code_of_child
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
 from superadam.integrations import background_save, checkpoint_folder
@@ -282,6 +283,31 @@ def test_threads_begin_their_saves_one_after_the_other(tmp_path: Path) -> None:
         thread.join()
     wait()
     assert [path.exists() for path in paths] == [True] * 4
+
+
+@pytest.mark.parametrize("smaller", [{}, {"moments": "8bit", "master": "24bit"}], ids=str)
+@pytest.mark.parametrize("kind", [SpeculativeCPUAdamW, torch.optim.AdamW])
+def test_step_of_another_thread_fails_a_save_that_waits(
+    kind: Any, smaller: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or it would hold tensors of two steps."""
+    model, optimizer = make(kind, torch.bfloat16, **(smaller if kind is SpeculativeCPUAdamW else {}))
+    train(model, optimizer)
+    save(tmp_path, model, optimizer)
+    write = FileSystemWriter.write_data
+
+    def write_data(*arguments: Any) -> Any:
+        trainer = threading.Thread(target=train, args=(model, optimizer))
+        trainer.start()
+        trainer.join()
+        return write(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FileSystemWriter, "write_data", write_data)
+        with pytest.raises(CheckpointError, match="another thread has made a step"):
+            save(tmp_path, model, optimizer)
+    save(tmp_path, model, optimizer)
+    load(tmp_path, model, optimizer)
 
 
 class OneMemory(torch.nn.Module):
