@@ -3,6 +3,7 @@
     FOLDER/latest               name of the newest checkpoint, and the SHA-256 of its manifest
     FOLDER/save-00000007/       a checkpoint; manifest.json has the run's id, every file's size and SHA-256, and its own
     FOLDER/.save-*.part/        a save under way, or what is left of one that was killed
+    FOLDER/.shared-*            by which ranks see that they share the folder, for a moment
     FOLDER/.lock                held by the one save that may be under way
 
 A checkpoint is written under another name, synchronized, renamed, and only then named in `latest`. It is saved on top
@@ -17,6 +18,7 @@ import os
 import re
 import secrets
 import shutil
+import time
 from collections.abc import Collection
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -29,6 +31,9 @@ READABLE = (1, FORMAT)  # 1 has no run id
 
 LOCK_SECONDS = 30.0
 """For which a save waits for the end of another one."""
+
+MARKER = ".shared-"
+_MARKER_SECONDS = 3600.0  # after which a marker was left by a process that was killed
 
 _LATEST, _MANIFEST = "latest", "manifest.json"
 _NAME = re.compile(r"save-(\d{8,})", re.ASCII)
@@ -258,3 +263,7 @@ def _part_of(path: Path) -> Path:
 def _delete_parts(folder: Path) -> None:
     for part in folder.glob(".save-*.part"):
         shutil.rmtree(part, ignore_errors=True)
+    for marker in folder.glob(f"{MARKER}*"):
+        with suppress(OSError):
+            if time.time() - marker.stat().st_mtime > _MARKER_SECONDS:
+                marker.unlink()

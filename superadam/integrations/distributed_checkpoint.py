@@ -364,7 +364,9 @@ class _Ranks:
             name: str | None = None
             if self.rank == 0:
                 with suppress(OSError):  # one may load where one cannot write
-                    marker = stack.enter_context(tempfile.NamedTemporaryFile(prefix=".shared-", dir=folder))
+                    marker = stack.enter_context(
+                        tempfile.NamedTemporaryFile(prefix=checkpoint_folder.MARKER, dir=folder)
+                    )
                     name = os.path.basename(marker.name)
             name = self.gather(name)[0]
             found = self.gather(name is None or os.path.exists(folder / name))
