@@ -406,8 +406,8 @@ def test_interrupt_of_what_waits_for_the_writer(
         scheduler.close()
 
 
-@pytest.mark.filterwarnings(  # Ctrl-C in Hypothesis's callback of the collector
-    "ignore:Exception ignored in. <function gc_cumulative_time:pytest.PytestUnraisableExceptionWarning"
+@pytest.mark.filterwarnings(  # Ctrl-C in a callback of the collector or of a weak reference, where Python loses it
+    "ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning"
 )
 def test_interrupt_of_a_save_at_random_moments(tmp_path: Path) -> None:
     """No step waits afterwards for a writer that is not there, and the next save is made."""
