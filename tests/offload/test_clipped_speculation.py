@@ -91,6 +91,7 @@ class Recipe:
         is_hinted: whether all but the last are within `accumulate()`.
         groups: options of each of two groups of parameters, taken in turn.
         is_patched: whether values are patched; None where that is not known.
+        storage: of the state, as arguments of the optimizer.
     """
 
     dtype: torch.dtype = torch.bfloat16
@@ -104,6 +105,7 @@ class Recipe:
     optimizer: type[SpeculativeCPUAdam] = SpeculativeCPUAdamW
     groups: tuple[dict[str, Any], dict[str, Any]] = field(default_factory=lambda: ({}, {}))
     is_patched: bool | None = True
+    storage: dict[str, Any] = field(default_factory=dict)
 
 
 def by_torch(**options: Any) -> Recipe:
@@ -142,6 +144,9 @@ RECIPES = {
     "maximize": by_torch(groups=({"maximize": True}, {"maximize": True, "amsgrad": True})),
     "decoupled decay": Recipe(groups=({"weight_decay": 0.1}, {"weight_decay": 0.0})),
     "L2 decay": Recipe(optimizer=SpeculativeCPUAdam, groups=({"weight_decay": 0.1}, {"weight_decay": 1e-3})),
+    "in 8 bits": Recipe(share=0.5, storage={"moments": "8bit", "master": "24bit"}, is_patched=None),
+    "in bf16, by torch": by_torch(storage={"moments": "bf16"}, is_patched=None),
+    "masters of 24 bits, accumulated": Recipe(micro=2, storage={"master": "24bit"}, is_patched=None),
     "L2 decay, by torch": by_torch(optimizer=SpeculativeCPUAdam, groups=({"weight_decay": 0.1}, {"amsgrad": True})),
 }
 
@@ -154,7 +159,7 @@ class Training:
         self.model = Net(recipe.dtype)
         parameters = list(self.model.parameters())
         groups = [{"params": parameters[i::2], **one} for i, one in enumerate(recipe.groups)]
-        self.optimizer = recipe.optimizer(groups, lr=1e-5, max_grad_norm=recipe.own)
+        self.optimizer = recipe.optimizer(groups, lr=1e-5, max_grad_norm=recipe.own, **recipe.storage)
         self.scaler = None if recipe.loss_scale is None else torch.amp.GradScaler("cpu", recipe.loss_scale)
         self.scheduler: OffloadScheduler | None = None
         if device is not None:
