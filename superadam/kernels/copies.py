@@ -1,4 +1,4 @@
-"""Memory of tensors: whether it is there, and copies that succeed also where none is left."""
+"""Copies that succeed also where no memory is left."""
 
 from __future__ import annotations
 
@@ -62,12 +62,3 @@ def copy_beside(targets: Sequence[Tensor], sources: Sequence[Tensor], *, threads
         np.array([source.nbytes for _, source in plain], np.int64),
         threads=threads,
     )
-
-
-def has_memory(tensor: Tensor) -> bool:
-    """Whether a strided tensor's storage holds its elements; it may have been freed or, on meta, never allocated."""
-    if not tensor.numel():
-        return True
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    needed = (tensor.storage_offset() + last + 1) * tensor.element_size()
-    return not tensor.is_meta and tensor.untyped_storage().nbytes() >= needed

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from superadam.kernels import _places
+
 FOUND: dict[str, bool] = {}
 """Whether torch has each name that is bound here, by its path below `torch`."""
 
@@ -88,6 +90,21 @@ Otherwise that of its Python object, which lives as long."""
 
 storage_reference: Callable[[torch.UntypedStorage], Any] = _WeakReference if _has_address else lambda storage: storage
 """Returns what reserves the key of a storage, but not its memory. Otherwise the storage, whose memory stays, too."""
+
+
+def _found_look() -> Callable[[Sequence[Tensor | None], Any], None] | None:
+    """Return what looks at the places of many tensors in C; None where torch lacks something that it calls."""
+    exchange = _find("Tensor.__dlpack_c_exchange_api__", False)  # public: DLPack's C exchange API
+    if not exchange or not _has_address or not FOUND["Tensor._version"]:
+        return None
+    try:
+        _places.use(exchange, Tensor.untyped_storage, torch.UntypedStorage.nbytes, "_cdata", "_version")
+    except ValueError:  # of another version of DLPack
+        return None
+    return _places.look
+
+
+look_at_places: Callable[[Any, Any], None] | None = _found_look()
 
 
 def _copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor], non_blocking: bool = False) -> None:

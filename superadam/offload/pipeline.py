@@ -164,7 +164,7 @@ class Pipeline:
         begin = time.perf_counter()
         elements = transaction.commit(self._autotuner.placement.bucket_numel, self._num_threads())
         self._count_work("commit", begin, elements)
-        return True
+        return elements > 0
 
     def _speculate_anew(self, transaction: Transaction) -> bool:
         """Speculate again on a bucket whose interval the norm so far has left; return whether there was one."""
@@ -254,7 +254,7 @@ def _one_that_misses(transaction: Transaction, factor: float) -> tuple[FlatShado
             of_shadow.setdefault(record.slot.shadow, {})[piece] = record
     for shadow, pending in of_shadow.items():
         intervals = [record.interval for record in pending.values() if record.interval is not None]
-        is_trusted = all(record.versions is not None for record in pending.values())
+        is_trusted = not any(record.is_stale for record in pending.values())
         if is_trusted and any(not interval.holds(factor) for interval in intervals):
             return shadow, pending
     return None, {}

@@ -205,6 +205,7 @@ class OffloadScheduler(GradientHolder):
             with torch_private.inference_mode(False):  # which, unlike no_grad(), no interrupt leaves behind
                 torch.set_grad_enabled(False)
                 self._hyper = self._hyper or hyper_by_row(self.optimizer.param_groups)
+                self.optimizer._binding.look()
                 limit = self.optimizer.max_grad_norm
                 known = math.inf if limit is None else limit
                 self._pipeline.limit = known if self._transaction.ranks is None else None

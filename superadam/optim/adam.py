@@ -261,8 +261,7 @@ class SpeculativeCPUAdam(Optimizer):
         Whatever is raised, nothing was changed. The step with zero gradients that `torch.distributed.checkpoint` makes
         to get state to load into creates that state, and is none.
         """
-        published = self._binding.published
-        if published.is_exposed and not published.entries and checkpoint.is_asked_for_template():
+        if not self._binding.published.entries and checkpoint.is_asked_for_template():
             with self._lock:
                 self._binding.create_state(self.param_groups)
             return None
@@ -465,7 +464,7 @@ class SpeculativeCPUAdam(Optimizer):
         Accepted steps are committed first, and later ones at once while the dict or anything in it is referenced.
         """
         entries = self._binding.entries(self.param_groups)
-        self._binding.published.is_exposed = True
+        self._binding.expose()
         return entries
 
     @state.setter
@@ -505,13 +504,10 @@ class SpeculativeCPUAdam(Optimizer):
         """
         if self._binding.ranks is not None:
             self._binding.ranks.refuse_older_state()
-        was_exposed = self._binding.published.is_exposed
         result = super().state_dict()
         if isinstance(result.get("state"), dict):  # which a hook may have changed
             copied = raw if self._binding.published.stays_encoded else dict
             result["state"] = {key: copied(e) if isinstance(e, dict) else e for key, e in result["state"].items()}
-        if not self._storage.is_encoded:  # else what was returned may be written to, as everything else
-            self._binding.published.is_exposed = was_exposed
         return result
 
     def torch_state_dict(self) -> dict[str, Any]:
@@ -576,7 +572,7 @@ class SpeculativeCPUAdam(Optimizer):
         with self._lock:
             values = {key: self.__dict__[key] for key in ("defaults", "param_groups", "statistics", "_verdicts")}
             entries = self._binding.entries(self.param_groups)
-            self._binding.published.is_exposed |= self._storage.is_encoded  # what copies decode is let go of again
+            self._binding.expose()
             return {**values, "_storage": self._storage, "state": entries}
 
 

@@ -30,7 +30,7 @@ from superadam.optim.arguments import is_flattened
 from superadam.optim.published_state import PublishedState
 from superadam.state import compact
 from superadam.state.delivery import Delivery, SynchronousDelivery
-from superadam.state.parameter import ParameterState, Storage
+from superadam.state.parameter import ParameterState, Storage, pieces_of
 from superadam.state.resident import ResidentStates
 from superadam.state.snapshot import Snapshots
 from superadam.state.table import ParameterTable
@@ -141,7 +141,7 @@ class Binding(GradientHolder):
         with deferred_signals():
             self._unbind()
             self._forget_binding()
-            self.published = PublishedState(entries, self._lock, is_exposed=True)
+            self.published = PublishedState(entries, self._lock)
 
     def join(self, process_group: dist.ProcessGroup | None) -> None:
         """Make each step together with the ranks of this group from now on; gradients stay in `.grad`."""
@@ -193,12 +193,34 @@ class Binding(GradientHolder):
                 if self.ranks is None and not self.is_flattened:
                     warn_of_others(parameters, names)
             return transaction
-        if self.published.is_exposed:
-            for state in transaction.table.states:
-                if not state.is_accepted and self.published.read(state, transaction.table):
-                    transaction.distrust(state)
-            self.published.look_for_references(transaction.table)
+        self._read(transaction)
         return transaction
+
+    def _read(self, transaction: Transaction) -> None:
+        """Bring the rows that programs may have changed up to date with the published state, and see what they hold."""
+        table = transaction.table
+        held = table.held_states()
+        if not held:
+            return
+        with transaction.lock:
+            moved = table.moved_arrays(table.rows_of(held))
+            for state in held:
+                if not state.is_accepted and self.published.read(state, table, moved.get(state.row, ())):
+                    transaction.distrust(state)
+            self.published.let_go(table)
+            self.published.look(table)
+
+    def look(self) -> None:
+        """Find out which state programs hold, where they were given any; changes nothing that they can see."""
+        transaction = self._transaction
+        if transaction is not None and transaction.table.is_exposed:
+            with transaction.lock:
+                self.published.look(transaction.table)
+
+    def expose(self) -> None:
+        """Note that programs are given references to the published state."""
+        if self._transaction is not None:
+            self._transaction.expose()
 
     def entries(self, groups: Groups, *, adopts: bool = True) -> defaultdict[Tensor, Any]:
         """Return the published state after committing accepted steps, and adopting outside writes where `adopts`.
@@ -246,12 +268,11 @@ class Binding(GradientHolder):
 
     def conclude(self, outcome: StepOutcome) -> None:
         """After a step, bring exposed entries up to date, and let the scheduler's commits begin."""
-        if self.published.is_exposed:
-            try:
-                self._refresh_entries()
-            except Exception as error:  # the step was made; what is missing follows with the next, or when it is read
-                if not is_short_of_memory(error):
-                    raise
+        try:
+            self._refresh_held_entries()
+        except Exception as error:  # the step was made; what is missing follows with the next, or when it is read
+            if not is_short_of_memory(error):
+                raise
         if self.overlap is not None:
             self.overlap._conclude(outcome)
 
@@ -265,8 +286,7 @@ class Binding(GradientHolder):
             transaction = self.bound(groups)
             transaction.commit()
             transaction.adopt_outside_writes()
-            if self.published.is_exposed:
-                self._refresh_entries()
+            self._refresh_held_entries()
 
     def drop(self) -> None:
         """Drop everything that waits for a verdict."""
@@ -285,6 +305,16 @@ class Binding(GradientHolder):
             self._transaction.commit()
             self._transaction.table.bring_home()
             self.published.write(self._transaction.table)
+
+    def _refresh_held_entries(self) -> None:
+        """Bring those of `entries` up to date of which programs hold something."""
+        if self._transaction is not None:
+            table = self._transaction.table
+            held = table.held_states()
+            if held:
+                self._transaction.commit_held()
+                table.bring_home(pieces_of(held))
+                self.published.write(table, held)
 
     def _unbind(self) -> dict[Tensor, ParameterState]:
         """Write all state to `entries`; return the states of parameters that are still as they were bound."""
@@ -321,6 +351,8 @@ class Binding(GradientHolder):
             self.published.read(state, table)
             if state in written:
                 table.fingerprints.distrust(state.row)
+        self.published.let_go(table)
+        self.published.look(table)
         self.is_flattened, self.ranks = is_flattened(parameters), ranks
         self._transaction = Transaction(table, self._statistics, ranks)
         if self.overlap is not None:
@@ -353,11 +385,11 @@ def _are_same(table: ParameterTable, parameters: Sequence[Tensor]) -> bool:
         parameters = [*map(shards.local_of, parameters)]
     if not fingerprints.are_of(parameters):
         return False
-    moved = fingerprints.look()
-    if any(_is_converted(table.states[row], table) for row in moved):
+    moved = table.look()
+    if any(_is_converted(state, table) for state in moved):
         return False
-    for row in moved:
-        fingerprints.distrust(row)
+    for state in moved:
+        fingerprints.distrust(state.row)
     return True
 
 

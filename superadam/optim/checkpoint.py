@@ -17,11 +17,11 @@ from torch import Tensor
 
 from superadam.distributed import shards
 from superadam.host.mapped_files import MappedFiles
-from superadam.kernels.copies import has_memory
+from superadam.kernels.places import has_memory
 from superadam.kernels.dtypes import DTYPES
 from superadam.kernels.hyperparameters import Hyperparameters, described, number_of
 from superadam.optim.entry import Encoded, Entry
-from superadam.state.parameter import TENSORS, ParameterState
+from superadam.state.parameter import ARRAYS, TENSORS, ParameterState
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # which every entry has; the other tensors are optional
 _OURS = {"step", *TENSORS}
@@ -36,6 +36,7 @@ LATER_GROUP_KEYS = {
 }
 """Group keys that older versions of torch.optim.Adam lack, with their values in such a checkpoint."""
 _LARGEST_STEP = 2.0**53  # up to which fp64 counts every step
+_COUNTING = {torch.float32, torch.float64, torch.int32, torch.int64}  # dtypes of a `step` that goes on in place
 
 
 def is_asked_for_template() -> bool:
@@ -65,9 +66,9 @@ def read_step(value: object, name: str) -> int:
 
 def fitted_step(value: object, count: int) -> Tensor:
     """Return `value`, a step count, where it can go on counting in place, else a tensor as torch.optim.Adam has it."""
-    kinds = ((torch.float32, torch.strided, False), (torch.float64, torch.strided, False))
-    if isinstance(value, Tensor) and (value.dtype, value.layout, value.is_inference()) in kinds:
-        return value
+    if isinstance(value, Tensor) and value.dtype in _COUNTING and value.layout is torch.strided:
+        if not value.is_inference() and has_memory(value):
+            return value
     dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
     return torch.tensor(float(count), dtype=dtype, device="cpu")
 
@@ -214,10 +215,22 @@ def _read_group(group: Mapping[str, Any], index: int, size: int) -> dict[str, An
     return copied
 
 
-def fitted(tensor: Tensor, state: ParameterState, key: str) -> Tensor:
-    """Return `tensor` itself where kernels can work on it in place, else a copy, to nearest, on which they can."""
-    dtype = state.dtype_of(key)
-    return tensor if tensor.dtype == dtype and state.has_layout(tensor) else state.host_copy(tensor, dtype)
+def is_fitted(tensor: Tensor, state: ParameterState, key: str) -> bool:
+    """Whether kernels can work in place on a tensor, which was checked."""
+    return key not in state.encodings and tensor.dtype == state.dtype_of(key) and state.has_layout(tensor)
+
+
+def check_arrays(state: ParameterState) -> None:
+    """Raise ValueError unless kernels can still work on every tensor of a state."""
+    for key in ARRAYS:
+        value = getattr(state, key)
+        if value is None or (key not in TENSORS and has_memory(value)):
+            continue
+        if not (_is_dense(value, state.shape) and state.has_layout(value)):
+            raise ValueError(
+                f"{key} of {state.name} is {_kind_of(value)}, expected floats of shape {tuple(state.shape)}, dense and in "
+                "memory; leave it as it is between steps"
+            )
 
 
 def copied(entry: Mapping[str, Any], state: ParameterState, mapped: MappedFiles) -> dict[str, Any]:

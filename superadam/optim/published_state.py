@@ -1,25 +1,30 @@
 """The optimizer's `state` dict as users and frameworks see it.
 
-What they write into it is read before a step; what steps change is written back before it shows.
+What they write into it is read before a step; what steps change is written back before it shows. A tensor that kernels
+cannot work on stays there as a *stand-in*: a decoded one, or one that a program has put there in another dtype, layout
+or place. It is compared with the state before each step, and gets its values after it, for as long as a program has it.
 """
 
 from __future__ import annotations
 
 import operator
 import sys
+import weakref
 from collections import defaultdict
 from collections.abc import Collection
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from superadam.distributed import shards
 from superadam.kernels import torch_private
+from superadam.kernels.hyperparameters import number_of
 from superadam.optim import checkpoint
 from superadam.optim.entry import Encoded, Entry, Lock, raw
-from superadam.state.parameter import TENSORS, ParameterState
+from superadam.state.parameter import TENSORS, ParameterState, Shown
 from superadam.state.table import ParameterTable
 
 
@@ -29,49 +34,84 @@ class PublishedState:
     Attributes:
         entries: per parameter `step`, `exp_avg`, `exp_avg_sq` (`max_exp_avg_sq`, `master`), as users see it.
         stays_encoded: whether state dicts have stand-ins for what is encoded.
-        is_exposed: whether there may be outside references to `entries` or its contents, through which it may change.
     """
 
-    def __init__(self, entries: defaultdict[Tensor, Any], lock: Lock, *, is_exposed: bool = False) -> None:
+    def __init__(self, entries: defaultdict[Tensor, Any], lock: Lock) -> None:
         self.entries = entries
         self._lock = lock
-        self.is_exposed = is_exposed
         self.stays_encoded = False
 
-    def look_for_references(self, table: ParameterTable) -> None:
-        """Find out whether there are still outside references, and let go of decoded tensors to which there are none.
+    def look(self, table: ParameterTable) -> None:
+        """Find out of which rows, among those that may be held, programs hold anything; changes nothing.
 
-        What was written to these must have been read.
+        A row that was edited counts as held until it is read.
         """
-        shown = [(state, key) for state in table.states for key in self._shown(state)]
-        ids = {id(raw(self.entries[state.parameter])[key]) for state, key in shown}
-        self.is_exposed = any(map(operator.gt, _references(self, ids), _USUAL))
-        held = [(state, key) for state, key in shown if self._is_held(state, key)]
-        self.is_exposed |= bool(held)
-        for state, key in shown:
-            entry = self.entries[state.parameter]
-            if not isinstance(entry, Entry):
-                if self.is_exposed:  # perhaps through this very dict, which decodes nothing
+        rows = np.flatnonzero(table.is_held)
+        moved = table.moved_arrays(rows)
+        if _count_dict(self) <= _USUAL_DICT:
+            for row in rows.tolist():
+                state = table.states[row]
+                table.is_held[row] = row in moved or not self._is_as_read(state, table) or self._is_held(state)
+        table.is_exposed = False
+
+    def let_go(self, table: ParameterTable) -> None:
+        """Let go of stand-ins that no program has; what was written to them must have been read."""
+        is_dict_held = _count_dict(self) > _USUAL_DICT
+        for state in table.held_states():
+            if state.is_accepted:
+                continue
+            for key in self._stand_ins(state):
+                if _is_referenced(raw(self.entries[state.parameter]), key, _STAND_IN):
                     continue
-                entry = self.entries[state.parameter] = Entry(entry, self._lock)
-            if (state, key) not in held and not state.is_accepted:
-                entry[key] = Encoded.of(state, key)
+                is_entry_held = is_dict_held or _count_entry(self.entries, state.parameter) > _USUAL_ENTRY
+                entry = self.entries[state.parameter]
+                is_decoding = isinstance(entry, Entry) and key in state.encodings
+                if is_entry_held and not is_decoding:  # a program would find another dtype or layout
+                    continue
+                if key in state.encodings and not is_decoding:
+                    entry = self.entries[state.parameter] = Entry(entry, self._lock)
+                _put(entry, key, state)
 
-    def _is_held(self, state: ParameterState, key: str) -> bool:
-        """Whether a program still refers to a decoded tensor, or that cannot be told."""
-        counts = _counts(self.entries[state.parameter], key)
-        return any(map(operator.gt, counts, _USUAL_COUNTS)) or bool(torch_private.missing)
+    def _is_held(self, state: ParameterState) -> bool:
+        """Whether a program refers to a parameter's entry or to anything in it, or that cannot be told."""
+        if state.parameter not in self.entries:
+            return False
+        if torch_private.missing or _count_entry(self.entries, state.parameter) > _USUAL_ENTRY:
+            return True
+        values = raw(self.entries[state.parameter])
+        return any(
+            _is_referenced(values, key, _STEP if key == "step" else _NATIVE)
+            for key in _OURS
+            if isinstance(values.get(key), Tensor)
+        )
 
-    def _shown(self, state: ParameterState) -> list[str]:
-        """Return what is decoded in a parameter's entry, or was given to it."""
-        entry = self.entries.get(state.parameter) if state.encodings else None
-        present = raw(entry) if isinstance(entry, dict) else {}
-        return [key for key in state.encodings if isinstance(present.get(key), Tensor)]
+    def _is_as_read(self, state: ParameterState, table: ParameterTable) -> bool:
+        """Whether an entry holds what the row does, in the same tensors, and no stand-in that may be written to."""
+        if state.has_state and not table.is_published[state.row]:  # the row is the newer
+            return True
+        entry = self.entries.get(state.parameter)
+        if not isinstance(entry, dict) or "step" not in entry:
+            return not state.has_state and not entry
+        values = raw(entry)
+        for key in TENSORS:
+            value, had = values.get(key), getattr(state, key)
+            if isinstance(value, Encoded):
+                value = value.arrays[0]
+            if shards.local_of(value) is not had:
+                return False
+        return number_of(values["step"]) == int(table.steps[state.row])
 
-    def write(self, table: ParameterTable) -> None:
-        """Bring `entries` up to date with rows that are newer; other entries, which users may have edited, stay."""
-        for state in table.states:
-            is_distributed = table.is_distributed and state.is_distributed
+    def _stand_ins(self, state: ParameterState) -> list[str]:
+        entry = self.entries.get(state.parameter)
+        values = raw(entry) if isinstance(entry, dict) else {}
+        return [key for key in TENSORS if state.shown[key].is_by(values.get(key))]
+
+    def write(self, table: ParameterTable, states: Collection[ParameterState] | None = None) -> None:
+        """Bring `entries` up to date with rows that are newer; other entries, which users may have edited, stay.
+
+        `states` are those of rows that may be newer; all by default.
+        """
+        for state in table.states if states is None else states:
             if table.is_published[state.row] or state.is_accepted or not table.is_home(state):
                 continue
             entry = self.entries.get(state.parameter)
@@ -83,17 +123,20 @@ class PublishedState:
             else:
                 entry["step"].fill_(count)
             for key in TENSORS:
-                tensor = getattr(state, key)
-                if tensor is not None and key in state.encodings:
+                if getattr(state, key) is not None:
                     _show(entry, key, state)
-                elif tensor is not None:
-                    entry[key] = state.whole_of(key) if is_distributed else tensor
             table.is_published[state.row] = True
 
-    def read(self, state: ParameterState, table: ParameterTable) -> bool:
-        """Bring a row of the table up to date with `entries`, unless the row is the newer; return if it changed."""
+    def read(self, state: ParameterState, table: ParameterTable, moved: Collection[str] = ()) -> bool:
+        """Bring a row of the table up to date with `entries`, unless the row is the newer; return if it changed.
+
+        `moved` are the names of its arrays that have moved since they were bound.
+        """
         if state.has_state and not table.is_published[state.row]:
-            return False
+            if moved:
+                checkpoint.check_arrays(state)
+                table.refresh_pointers(state)
+            return bool(moved)
         entry = self.entries.get(state.parameter)
         if not entry or checkpoint.is_of_others(entry):
             if all(getattr(state, key) is None for key in TENSORS):  # moments may be there without a master
@@ -118,7 +161,7 @@ class PublishedState:
         is_stale = state.is_own_master or _shape_of(kept.get("master")) != state.shape
         if is_stale:
             kept.pop("master", None)
-        present = [_Present(kept.get(key), raw(entry).get(key), state, key) for key in TENSORS]
+        present = [_Present(kept.get(key), raw(entry).get(key), state, key, key in moved) for key in TENSORS]
         is_new |= any(one.is_new for one in present)
         is_edited = False
         if is_new or any(one.is_shown for one in present):
@@ -127,7 +170,7 @@ class PublishedState:
                 is_edited |= one.store(entry)
         if is_new:
             if state.is_distributed:
-                plain = [key for key in TENSORS if kept.get(key) is not None and key not in state.encodings]
+                plain = [key for key in TENSORS if kept.get(key) is not None and kept[key] is getattr(state, key)]
                 state.wholes = {key: entry[key] for key in plain}
             table.refresh_pointers(state)
             table.fingerprints.distrust(state.row)
@@ -144,45 +187,55 @@ class _Present:
     """One of `TENSORS` as an entry has it: this rank's part, and the whole.
 
     Attributes:
-        is_shown: whether it is the decoded tensor that stands for what the state has, to which users may have written.
-        is_new: whether it is another object, whose values replace those of the state.
+        is_shown: whether it is a stand-in, to which users may have written.
+        is_new: whether it is another object or in another place, so that its values replace those of the state.
     """
 
-    def __init__(self, value: Any, whole: Any, state: ParameterState, key: str) -> None:
+    def __init__(self, value: Any, whole: Any, state: ParameterState, key: str, is_moved: bool) -> None:
         self._value, self._whole, self._state, self._key = value, whole, state, key
-        self._is_encoded = key in state.encodings
         had = getattr(state, key)
-        self.is_shown = self._is_encoded and had is not None and state.shown[key].is_by(whole)
-        is_same = self.is_shown or (value is None and had is None) or isinstance(value, Encoded)  # which was taken
-        self.is_new = not is_same if self._is_encoded else value is not had
+        self.is_shown = value is not None and had is not None and state.shown[key].is_by(whole)
+        is_same = self.is_shown or isinstance(value, Encoded) or (value is had and not is_moved)
+        self.is_new = not is_same  # an Encoded one was taken
 
     def store(self, entry: dict[str, Any]) -> bool:
         """Give the state this value, which was checked; return whether that changed it."""
         state, key, value = self._state, self._key, self._value
-        if isinstance(value, Encoded) or not (self.is_shown or self.is_new):
+        if self.is_shown:
+            is_changed = state.adopt(key, value)
+        elif not self.is_new:
             return False
-        if value is None:
+        elif value is None:
             state.forget(key)
-        elif self._is_encoded:
-            is_changed = state.encode(key, value)
-            state.shown[key].set(self._whole)
-            if is_changed:
-                _show(entry, key, state)
-            return is_changed
+            return True
+        elif checkpoint.is_fitted(value, state, key):
+            state.forget(key)
+            setattr(state, key, value)
+            return True
         else:
-            fitted = checkpoint.fitted(value, state, key)
-            if fitted is not value:
-                entry[key] = state.whole(fitted)
-            setattr(state, key, fitted)
-        return self.is_new
+            is_changed = state.store(key, value)
+            state.shown[key].set(self._whole)
+        if is_changed:
+            _show(entry, key, state)
+        return is_changed
 
 
 def _show(entry: dict[str, Any], key: str, state: ParameterState) -> None:
-    """Update the decoded tensor, if a program has read one and it still fits; else drop it."""
-    shown = shards.local_of(raw(entry).get(key))
-    if isinstance(shown, Tensor) and shown.dtype == state.dtype_of(key) and state.has_layout(shown):
+    """Let an entry have a tensor of the state: in the stand-in for it, if there is one that still fits."""
+    whole = raw(entry).get(key)
+    shown = shards.local_of(whole) if state.shown[key].is_by(whole) else None
+    if shown is not None and shown.shape == state.shape:
         with torch.no_grad(), torch_private.inference_mode(shown.is_inference()):
-            state.decode(key, shown)
+            state.show(key, shown)
+    else:
+        _put(entry, key, state)
+
+
+def _put(entry: dict[str, Any], key: str, state: ParameterState) -> None:
+    """Put what the state has into an entry, or what decodes it when it is read."""
+    state.shown[key] = Shown()
+    if key not in state.encodings:
+        entry[key] = state.whole_of(key) if state.is_distributed else getattr(state, key)
     else:
         encoded = Encoded.of(state, key)
         entry[key] = encoded if isinstance(entry, Entry) else encoded.decoded()
@@ -192,31 +245,60 @@ def _shape_of(value: Any) -> object:
     return value.arrays[0].shape if isinstance(value, Encoded) else getattr(value, "shape", None)
 
 
-def _references(published: Any, ids: Collection[int] = ()) -> tuple[int, ...]:
-    """Count the references to published objects: the dict, its entries, their steps and their other tensors.
+# ---- references: Python's and torch's, so that what shares memory with a tensor counts, too ---------------------------
 
-    Tensors with these ids are left out.
-    """
-    entries = [entry for entry in published.entries.values() if isinstance(entry, dict)]
-    ours = ("step", *TENSORS)
-    tensors = [(key, value) for entry in entries for key in ours if isinstance(value := raw(entry).get(key), Tensor)]
-    tensors = [(key, value) for key, value in tensors if id(value) not in ids]
-    steps, others = ([value for key, value in tensors if (key == "step") is wanted] for wanted in (True, False))
-    others += [shards.local_of(value) for value in others if shards.is_distributed(value)]
-    del tensors
-    value = None
-    most = [max(map(sys.getrefcount, some), default=0) for some in (entries, steps, others)]
-    return sys.getrefcount(published.entries), *most
+_OURS = ("step", *TENSORS)
+_STEP, _STAND_IN, _NATIVE = 1, 2, 3
+"""References to tensors: by an entry; by a `Shown` or a `ParameterState` as well; and by a `ParameterTable`."""
 
 
-def _counts(entry: dict[str, Any], key: str) -> tuple[int, ...]:
-    """Count the references to a decoded tensor, to this rank's part of it, and to its memory."""
-    value = raw(entry)[key]
-    local, more = shards.local_of(value), int(shards.is_distributed(value))
-    storage = torch_private.storage_key(local.untyped_storage())
-    return sys.getrefcount(value) + more, sys.getrefcount(local) + more, torch_private.storage_use_count(storage)
+class _Counts(tuple[int, ...]):
+    """Greater than others if any of the numbers is."""
+
+    def __gt__(self, other: tuple[int, ...]) -> bool:
+        return any(map(operator.gt, self, other))
 
 
-_held = torch.zeros((), device="cpu")  # once more than a step, as by a `ParameterState`
-_USUAL = _references(SimpleNamespace(entries={0: {"step": torch.zeros((), device="cpu"), "exp_avg": _held}}))
-_USUAL_COUNTS = _counts({"exp_avg": torch.zeros((), device="cpu")}, "exp_avg")
+def _counts(values: dict[str, Any], key: str) -> _Counts:
+    """Count the references to a tensor in a copy of an entry, to torch's object behind it and to its memory."""
+    storage = values[key].untyped_storage()
+    return _Counts(
+        (
+            sys.getrefcount(values[key]),
+            weakref.getweakrefcount(values[key]),
+            torch_private.tensor_use_count(values[key]),
+            sys.getrefcount(storage),
+            torch_private.storage_use_count(torch_private.storage_key(storage)),
+        )
+    )
+
+
+def _usual(number: int) -> _Counts:
+    """Count the references to a tensor that so many objects refer to."""
+    values = {"": torch.zeros((), device="cpu")}
+    holders = [values[""]] * number
+    counts = _counts(values, "")
+    del holders
+    return counts
+
+
+def _is_referenced(values: dict[str, Any], key: str, usual: int) -> bool:
+    """Whether a program refers to a tensor in a copy of an entry, to which so many objects usually refer."""
+    if not shards.is_distributed(values[key]):
+        return _counts(values, key) > _USUAL[usual]
+    if sys.getrefcount(values[key]) > _USUAL[min(usual, _STAND_IN)][0]:  # `wholes` of a `ParameterState`
+        return True
+    return _counts({key: shards.local_of(values[key])}, key) > _USUAL[_NATIVE if usual == _NATIVE else 1]  # the whole's
+
+
+def _count_dict(published: Any) -> int:
+    return sys.getrefcount(published.entries)
+
+
+def _count_entry(entries: dict[Any, Any], parameter: Any) -> int:
+    return sys.getrefcount(entries[parameter])
+
+
+_USUAL = {number: _usual(number) for number in (_STEP, _STAND_IN, _NATIVE)}
+_USUAL_DICT = _count_dict(SimpleNamespace(entries={}))
+_USUAL_ENTRY = _count_entry({0: dict[str, Any]()}, 0)

@@ -103,17 +103,17 @@ class Storage(NamedTuple):
 
 
 class Shown:
-    """The decoded tensor that stands for arrays of a state, if there is one: a write to it is a write to the state."""
+    """The stand-in for arrays of a state, if there is one: a write to it is a write to the state."""
 
-    reference: weakref.ref[Tensor] | None = None
+    tensor: Tensor | None = None  # not a weak reference, with which torch.utils.swap_tensors refuses it
 
     def set(self, tensor: Tensor) -> None:
-        """Let this tensor stand for the arrays."""
-        self.reference = weakref.ref(tensor)
+        """Let this tensor, a decoded one or a program's own, stand for the arrays."""
+        self.tensor = tensor
 
     def is_by(self, value: object) -> bool:
         """Whether this is the tensor."""
-        return isinstance(value, Tensor) and self.reference is not None and self.reference() is value
+        return value is not None and self.tensor is value
 
 
 class Arithmetic(enum.IntEnum):
@@ -171,7 +171,7 @@ class Pending:
         step: the step that this gradient makes, counted from 1.
         scale: factor on the gradient in the speculated value.
         slot: of the speculated value; None where only the norm was computed, and once the value is not needed.
-        versions: of the state's tensors that speculation has read; None where the speculated value is stale.
+        is_stale: whether what speculation has read may have been written to since.
         interval: factors for which all elements that are not listed have the same speculated value; None for `scale`
             alone.
         listed: the others.
@@ -185,7 +185,7 @@ class Pending:
     scale: Scale
     slot: Slot | None = None
     is_resident: bool = False
-    versions: tuple[int, ...] | None = None
+    is_stale: bool = False
     interval: Interval | None = None
     listed: Listed | None = None
 
@@ -331,7 +331,7 @@ class ParameterState(Piece):
         storage, format: how it is stored.
         threshold_phase: of its first element among the thresholds, which begin again after each block.
         encodings: of those of `TENSORS` that are encoded in two arrays.
-        shown: by key, the decoded tensor that stands for one of these in `optimizer.state`.
+        shown: by key, the stand-in for one of `TENSORS` in `optimizer.state`.
         is_own_master: whether the parameter itself is the master; `master` is that of a working copy.
         is_staged: whether kernels cannot write the parameter directly: on another device, or not dense.
         exp_avg, exp_avg_sq, max_exp_avg_sq: moments, as in torch.optim.Adam, or the first arrays of encoded ones.
@@ -366,7 +366,7 @@ class ParameterState(Piece):
             self.encodings |= {"exp_avg": compact.EXP_AVG, "exp_avg_sq": compact.EXP_AVG_SQ}
         if self.storage.master is Master.PLANES:
             self.encodings |= {"master": compact.MASTERS[local.dtype]}
-        self.shown = {key: Shown() for key in self.encodings}
+        self.shown = {key: Shown() for key in TENSORS}
         self.master: Tensor | None = None
         self.exp_avg: Tensor | None = None
         self.exp_avg_sq: Tensor | None = None
@@ -472,6 +472,40 @@ class ParameterState(Piece):
         self._put(arrays)
         return is_changed or first is None
 
+    def store(self, key: str, values: Tensor) -> bool:
+        """Store a copy of values in the dtype and layout of the state, to nearest; return whether a bit changed."""
+        if key in self.encodings:
+            return self.encode(key, values)
+        self._put({key: self.host_copy(values, self.dtype_of(key))})
+        return True
+
+    @torch.no_grad()
+    def adopt(self, key: str, values: Tensor) -> bool:
+        """Store those elements that differ from the state's, as rounded to the dtype of `values`; return if any do.
+
+        So what has fewer bits than the state, and was not written to, changes nothing.
+        """
+        if values.dtype == self.dtype_of(key) and key in self.encodings:
+            return self.encode(key, values)
+        stored = self.values_of(key)
+        assert stored is not None
+        given = values.detach().cpu()
+        where = differing(given, stored.to(given.dtype))
+        if not where.any():
+            return False
+        with torch_private.inference_mode(stored.is_inference()):  # where alone such a tensor can be written
+            stored[where] = given[where].to(stored.dtype)
+            if key in self.encodings:
+                self.encode(key, stored)
+        return True
+
+    def show(self, key: str, shown: Tensor) -> None:
+        """Write the state's values into a tensor of any dtype, layout and device."""
+        if key in self.encodings and self.has_layout(shown) and shown.dtype in (torch.float32, torch.bfloat16):
+            self.decode(key, shown)
+        elif (values := self.values_of(key)) is not None:
+            shown.copy_(values)
+
     def take_encoded(self, key: str, encoding: compact.Encoding, arrays: tuple[Tensor, Tensor]) -> bool:
         """Have these arrays from now on; return whether they are encoded as here, and could be taken."""
         first, second = arrays
@@ -488,8 +522,7 @@ class ParameterState(Piece):
     def forget(self, key: str) -> None:
         """Have none of one of its `TENSORS`; what stood for it does so no longer."""
         setattr(self, key, None)
-        if key in self.encodings:
-            self.shown[key] = Shown()
+        self.shown[key] = Shown()
         if key in SECONDS:
             setattr(self, SECONDS[key], None)
 
@@ -512,10 +545,10 @@ class ParameterState(Piece):
             raise TypeError(
                 f"the gradient of {self.name} is {gradient.dtype}, expected {expected}; convert it before the step"
             )
-        if gradient.shape != self.local.shape:
+        if gradient.shape != self.shape:
             raise ValueError(
                 f"the gradient of {self.name} has shape {tuple(gradient.shape)}, expected that of the parameter, "
-                f"{tuple(self.local.shape)}; recompute it"
+                f"{tuple(self.shape)}; recompute it"
             )
         if not gradient.is_cpu and (gradient.is_meta or gradient.device != self.local.device):
             raise ValueError(
@@ -526,6 +559,11 @@ class ParameterState(Piece):
     def host_gradient(self, gradient: Tensor) -> Tensor:
         """Return a checked gradient on the CPU in the layout of the state, as kernels read it; copied if need be."""
         self.check_gradient(gradient)
+        if gradient.is_cpu and not gradient.data_ptr() and gradient.numel():
+            raise ValueError(
+                f"the gradient of {self.name} has no data, because its storage was freed, expected its values in "
+                "memory; recompute it"
+            )
         if gradient.is_cpu and gradient.stride() == self.strides and not gradient.is_neg():
             return gradient.detach() if gradient.requires_grad else gradient
         return self.host_copy(gradient, gradient.dtype)
@@ -534,18 +572,6 @@ class ParameterState(Piece):
     def has_state(self) -> bool:
         """Whether master and moments exist."""
         return self.exp_avg is not None and (self.is_own_master or self.master is not None)
-
-    @property
-    def versions(self) -> tuple[int, ...] | None:
-        """Version counters of master and moments, which kernels leave alone; None if any was made in inference mode."""
-        tensors = (self.master, self.exp_avg, self.exp_avg_sq, self.max_exp_avg_sq)
-        try:
-            versions = tuple([-1 if tensor is None else version_of(tensor) for tensor in tensors])
-        except RuntimeError:  # made in inference mode
-            return None
-        if self.is_distributed:  # writes to DTensors count there; those that are made in between begin at 0
-            versions += (sum(map(version_of, self.wholes.values())),)
-        return versions
 
     @property
     def master_version(self) -> int:
@@ -577,23 +603,14 @@ class ParameterState(Piece):
         if with_max and self.max_exp_avg_sq is None:
             self._put(self.zeros("max_exp_avg_sq"))
 
-    @torch.no_grad()
     def adopt_outside_write(self) -> None:
         """Adopt in the master what others wrote to the working copy; nothing must be pending on it.
 
         Only elements that differ from the rounded master are adopted, so that loading the same weights again changes
         nothing.
         """
-        if self.master is None:
-            return
-        present, master = self.local.detach().cpu(), self.values_of("master")
-        assert master is not None
-        where = differing(present, master.to(present.dtype))
-        if where.any():
-            with torch_private.inference_mode(self.master.is_inference()):  # where alone such a master can be written
-                master[where] = present[where].to(self.dtype)
-                if master is not self.master:
-                    self.encode("master", master)
+        if self.master is not None:
+            self.adopt("master", self.local)
 
 
 def flat(tensor: Tensor) -> Tensor:

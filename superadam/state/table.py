@@ -14,6 +14,7 @@ from superadam.kernels import native
 from superadam.kernels.dtypes import DTYPES
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters, Interval, Scale
 from superadam.kernels.native import Dtype, Format, Pass
+from superadam.kernels.places import ADDRESS, moved, places_of
 from superadam.state.delivery import Delivery
 from superadam.state.fingerprints import Fingerprints
 from superadam.state.norm import GradientNorm
@@ -35,6 +36,7 @@ from superadam.state.uncertain import Listed, Patch
 
 Rows = npt.NDArray[np.int64]  # of a `ParameterTable`, in the order in which a job visits them
 _STRIDED = torch.strided
+_NOWHERE = np.iinfo(np.int64).min  # an address that no memory has
 _get_row = operator.attrgetter("row")
 Segments = npt.NDArray[np.void]  # a kernel job: rows of `superadam.kernels.native.SEGMENT`
 Indices = Sequence[int] | npt.NDArray[np.int32]  # of each row's coefficients in a `CoefficientTable`
@@ -94,6 +96,9 @@ class ParameterTable:
         steps: accepted steps of each parameter.
         is_staged: whether kernels on the CPU can neither read nor write the row's elements of the parameter.
         is_published: whether the optimizer's `state`, as users see it, holds what the parameter's row holds.
+        is_held: whether a program may refer to what is in the row's entry of `state`. It may then write to it, move it
+            or free it at any time, so that nothing reads that memory but calls of the program, which look first.
+        is_exposed: whether programs were given such references since it was last found out which ones they hold.
         norm: of the gradients of the open step, per (parameter, chunk); 0 where a parameter takes no part.
     """
 
@@ -113,6 +118,7 @@ class ParameterTable:
         self.fingerprints = Fingerprints(parts, self.parameters if self.is_distributed else None)
         self.steps = np.zeros(len(self.states), np.int64)
         self.is_published = np.ones(len(self.states), bool)
+        self.is_held, self.is_exposed = np.ones(len(self.states), bool), True
         self.delivery = delivery
         self._resident = resident
         self._snapshots = snapshots or Snapshots()
@@ -144,7 +150,8 @@ class ParameterTable:
         self._arithmetic = np.array([piece.state.arithmetic for piece in self.pieces], np.int64)
         self._parameter_pointers = np.zeros(len(self.pieces), np.uint64)
         self.is_staged = np.array([piece.state.is_staged for piece in self.pieces], bool)
-        self._owned: list[list[torch.UntypedStorage]] = [[] for _ in self.states]  # memory that passes work on
+        self._arrays: list[Tensor | None] = [None] * len(ARRAYS) * len(self.states)  # of all states, row by row
+        self._places = places_of(self._arrays)  # when they were last bound
         self._known_masters = [(0, 0)] * len(self.states)  # version, and the step count from which it is as rounded
         for state in self.states:
             self.refresh_pointers(state)
@@ -155,9 +162,11 @@ class ParameterTable:
         return int(self._rows["length"][: len(self.states)].sum())
 
     def refresh_pointers(self, state: ParameterState) -> None:
-        """Refresh a state's pointers, after its tensors were created, replaced or dropped."""
+        """Refresh a state's pointers, after its tensors were created, moved, replaced or dropped."""
         tensors = {name: getattr(state, name) for name in ARRAYS}
-        self._owned[state.row] = [one.untyped_storage() for one in tensors.values() if one is not None]
+        arrays = [*tensors.values()]
+        here = slice(len(ARRAYS) * state.row, len(ARRAYS) * (state.row + 1))
+        self._arrays[here], self._places[here] = arrays, places_of(arrays)
         if state.is_own_master:
             tensors["master"] = state.local
         for piece in (state, *state.cuts):
@@ -167,6 +176,35 @@ class ParameterTable:
         self._is_ready[state.row] = state.has_state
         self._has_max[state.row] = state.max_exp_avg_sq is not None
         self.remember_master(state)
+
+    def look(self) -> list[ParameterState]:
+        """Look at every parameter; return the states of those that have moved, whose pointers are no longer used."""
+        found = [self.states[row] for row in self.fingerprints.look()]
+        for piece in pieces_of(found):
+            self._parameter_pointers[piece.row] = 0
+            if piece.state.is_own_master:
+                self._rows[piece.row]["master"] = 0
+        return found
+
+    def held_states(self) -> list[ParameterState]:
+        """Return the states of which programs may hold something."""
+        return [self.states[row] for row in np.flatnonzero(self.is_held).tolist()] if self.is_held.any() else []
+
+    def moved_arrays(self, rows: Rows) -> dict[int, list[str]]:
+        """Look at the arrays of these rows' states; return the names of those that have moved, by row.
+
+        Their pointers are no longer used: whatever reads them before they are refreshed is an error.
+        """
+        positions = (len(ARRAYS) * rows[:, None] + np.arange(len(ARRAYS))).ravel()
+        present = places_of([self._arrays[position] for position in positions.tolist()])
+        found: dict[int, list[str]] = {}
+        for position in positions[moved(present, self._places[positions])].tolist():
+            row, column = divmod(position, len(ARRAYS))
+            found.setdefault(row, []).append(ARRAYS[column])
+            self._places[position, ADDRESS] = _NOWHERE  # until it is bound again
+            for piece in (self.states[row], *self.states[row].cuts):
+                self._rows[piece.row][ARRAYS[column]] = 0
+        return found
 
     def state_of(self, parameter: Tensor) -> ParameterState | None:
         """Return the state of a parameter; None if it has no row."""
@@ -210,7 +248,7 @@ class ParameterTable:
             else None
             for gradient, dtype, shape in zip(gradients, dtypes, shapes, strict=True)
         ]
-        if None not in pointers:
+        if None not in pointers and 0 not in pointers:
             segments = self._at(rows)  # whose gradient dtypes are the parameters' own
             segments["gradient"] = np.fromiter(pointers, np.uint64, len(pointers))
             return list(gradients), segments

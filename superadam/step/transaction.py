@@ -22,7 +22,7 @@ from superadam.distributed.agreement import Question, Ranks, RanksNorm
 from superadam.handles.taken_gradient import FactorKind, TakenGradient
 from superadam.host.signals import deferred_signals
 from superadam.kernels import native
-from superadam.kernels.copies import has_memory
+from superadam.kernels.places import has_memory
 from superadam.kernels.hyperparameters import Hyperparameters, Scale
 from superadam.kernels.torch_private import is_short_of_memory
 from superadam.state.norm import GradientNorm
@@ -117,12 +117,21 @@ class Transaction:
     # ---- before the verdict ------------------------------------------------------------------------------------------
 
     def can_speculate(self, state: ParameterState, hyper: Hyperparameters) -> bool:
-        """Whether a parameter's next step can be computed before its verdict: it is a working copy with all its state.
+        """Whether a parameter's next step can be computed before its verdict.
 
-        An outside write counts only from the verdict on, because it may be undone before.
+        It is a working copy with all its state, of which programs hold nothing. An outside write to the parameter
+        counts only from the verdict on, because it may be undone before.
         """
         is_complete = state.has_state and (state.max_exp_avg_sq is not None or not hyper.amsgrad)
-        return is_complete and not state.is_own_master and not self.table.fingerprints.is_hinted(state.row)
+        is_ours = is_complete and not state.is_own_master and not self.table.is_held[state.row]
+        return is_ours and not self.table.fingerprints.is_hinted(state.row)
+
+    def expose(self) -> None:
+        """Read no state any more but in calls that look at it first, because programs are given references to it."""
+        with deferred_signals(), self.lock:
+            for piece in self._members[Phase.SPECULATED]:
+                _pending_of(piece).is_stale = True
+            self.table.is_held[:] = self.table.is_exposed = True
 
     def pending(
         self,
@@ -164,8 +173,6 @@ class Transaction:
                 gradients = [pending[piece].gradient for piece in waiting]
                 segments = self.table.segments(self.table.rows_of(waiting), gradients)
                 self.table.compute_norm(segments, num_threads=num_threads)
-            for piece in (*alone, *fused):
-                pending[piece].versions = piece.state.versions
             for chosen in (alone, fused):
                 if chosen:
                     self._speculate(chosen, [pending[piece] for piece in chosen], chosen is fused, num_threads)
@@ -219,7 +226,7 @@ class Transaction:
         """Make the verdict update a parameter in place, because what its speculation has read was changed."""
         for piece in state.pieces:
             if piece.phase is Phase.SPECULATED:
-                _pending_of(piece).versions = None
+                _pending_of(piece).is_stale = True
 
     # ---- the verdict -------------------------------------------------------------------------------------------------
 
@@ -351,8 +358,7 @@ class Transaction:
                 pending is not None
                 and pending.slot is not None
                 and pending.hyper == one.hyper
-                and pending.versions is not None
-                and pending.versions == one.piece.state.versions
+                and not pending.is_stale
             )
             if pending is None or not is_fresh:
                 rest.append(one)
@@ -395,17 +401,16 @@ class Transaction:
         """Make speculated values those of this step's factor; return whether there was memory for that."""
         rows = self.table.rows_of([one.piece for one in contributions])
         records = [_pending_of(one.piece) for one in contributions]
-        versions = [record.versions for record in records]
         for record in records:
-            record.versions = None  # stale, until all is done
+            record.is_stale = True  # until all is done
         try:
             self.statistics.patched_elements += self.table.run_patch(rows, records, *self._coefficients(contributions))
         except Exception as error:
             if not is_short_of_memory(error):
                 raise
             return False
-        for one, record, before in zip(contributions, records, versions, strict=True):
-            record.scale, record.versions = one.scale, before
+        for one, record in zip(contributions, records, strict=True):
+            record.scale, record.is_stale = one.scale, False
         self.statistics.patched += len({one.piece.state for one in contributions})
         return True
 
@@ -490,17 +495,29 @@ class Transaction:
     # ---- after the verdict -------------------------------------------------------------------------------------------
 
     def commit(self, elements: float = math.inf, num_threads: int | None = None) -> int:
-        """Fold accepted gradients of at least this many elements, oldest first, into the state; return of how many."""
+        """Fold accepted gradients of at least this many elements, oldest first, into the state; return of how many.
+
+        Those of parameters of whose state programs hold something only where all are asked for.
+        """
         with self._timed("commit_seconds"):
             chosen: list[Piece] = []
             count = 0
             for piece in self._members[Phase.ACCEPTED]:
                 if count >= elements:
                     break
+                if self.table.is_held[piece.state.row] and elements < math.inf:  # the worker does not look
+                    continue
                 chosen.append(piece)
                 count += piece.shape.numel()
             self._commit(chosen, num_threads)
             return count
+
+    def commit_held(self) -> None:
+        """Fold the accepted gradients of parameters of whose state programs hold something into it."""
+        held = self.table.held_states()
+        if held and self._members[Phase.ACCEPTED]:
+            with self._timed("commit_seconds"):
+                self._commit_of(held)
 
     def _commit_of(self, states: Sequence[ParameterState]) -> None:
         self._commit([piece for piece in pieces_of(states) if piece.phase is Phase.ACCEPTED])

@@ -1016,7 +1016,7 @@ def model_and_optimizer_copied(model: Any, optimizer: Any, step: int, run: Run) 
     return [parameter.detach() for parameter in twin.parameters()], twins_optimizer.state_dict()["state"][0]["exp_avg"]
 
 
-@between()
+@between(speculates=False)
 def checkpoint_saved(model: Any, optimizer: Any, step: int, run: Run) -> Any:
     file = io.BytesIO()
     torch.save([model.state_dict(), optimizer.state_dict()], file)
@@ -1068,7 +1068,7 @@ def gradients_for_a_second_model_with_the_same_weights(model: Any, optimizer: An
     return [parameter.detach() for parameter in twin.parameters()]
 
 
-@between()
+@between(speculates=False)
 def state_read(model: Any, optimizer: Any, step: int, run: Run) -> Any:
     """Which is still that of the last step."""
     state = optimizer.state
@@ -1084,7 +1084,7 @@ def moments_written(model: Any, optimizer: Any, step: int, run: Run) -> None:
         state[model.blocks[0].weight]["step"].add_(3)
 
 
-@between()
+@between(speculates=False)
 def moments_written_in_a_state_that_is_held(model: Any, optimizer: Any, step: int, run: Run) -> Any:
     """`optimizer.state` is read once, and not again in the steps to come."""
     entry = run.kept.setdefault("state", optimizer.state).get(model.first.weight)

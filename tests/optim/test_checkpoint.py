@@ -462,7 +462,7 @@ def test_loading_while_speculation_is_open(dtype: torch.dtype, what: str) -> Non
 
 @EACH_DTYPE
 def test_saving_while_speculation_is_open(dtype: torch.dtype) -> None:
-    """What is saved is the last accepted step, with the parameters of that step; saving drops nothing."""
+    """What is saved is the last accepted step, with the parameters of that step; the step is then made anew."""
     optimizer, twin = trained(make(dtype)), trained(make(dtype))
     saved_without = through_disk({"model": parameters_of(twin), "optimizer": twin.state_dict()})
     speculate(optimizer, 2)
@@ -474,7 +474,7 @@ def test_saving_while_speculation_is_open(dtype: torch.dtype) -> None:
     assert visible(fresh)["state"] == visible(twin)["state"]
     optimizer.resolve()
     optimizer.zero_grad()
-    assert optimizer.statistics.accepted == (2 if dtype in (torch.bfloat16, torch.float16) else 0)
+    assert optimizer.statistics.respeculated == (2 if dtype in (torch.bfloat16, torch.float16) else 0)
     trained(twin, range(2, 3))
     assert visible(optimizer) == visible(twin)
 

@@ -127,7 +127,6 @@ def test_state_is_created_once_and_from_the_present_value(dtype: torch.dtype, wi
     one = parameter(4, 5, dtype=dtype)
     state = ParameterState(one, 0, "p")
     assert not state.has_state
-    assert state.versions == (-1,) * 4
     state.create_state(with_max=with_max)
     assert state.has_state
     assert (state.max_exp_avg_sq is not None) is with_max
@@ -138,19 +137,6 @@ def test_state_is_created_once_and_from_the_present_value(dtype: torch.dtype, wi
     state.create_state(with_max=True)
     assert all(map(operator.is_, [state.master, state.exp_avg, state.exp_avg_sq], kept))
     assert state.max_exp_avg_sq is not None
-
-
-@EACH_DTYPE
-@pytest.mark.parametrize("which", ["master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"])
-def test_versions_tell_of_every_write(dtype: torch.dtype, which: str) -> None:
-    state = ParameterState(parameter(4, dtype=dtype), 0, "p")
-    state.create_state(with_max=True)
-    tensor, before = getattr(state, which), state.versions
-    if tensor is not None:
-        tensor[0] = 1.0
-        assert state.versions != before
-    else:
-        assert state.is_own_master
 
 
 # -- layouts -----------------------------------------------------------------------------------------------------------

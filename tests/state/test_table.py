@@ -44,15 +44,20 @@ def test_each_step_is_a_new_version_of_its_parameter(dtype: torch.dtype) -> None
     assert versions == [versions[0] + count for count in range(5)]
 
 
-def test_memory_that_rows_point_to_outlives_its_tensors() -> None:
-    """Which users may give other memory by `.data`."""
+@pytest.mark.parametrize("name", ["master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"])
+def test_memory_that_has_moved_is_used_no_longer(name: str) -> None:
+    """Which users may replace by `.data`; whatever still reads it is an error, until the row is bound again."""
     state = ParameterState(torch.zeros(2, dtype=torch.bfloat16), 0, "weight")
     state.create_state(with_max=True)
     table = ParameterTable([state], SynchronousDelivery())
-    keys = []
-    for name in ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
-        tensor = getattr(state, name)
-        keys.append(storage_key(tensor.untyped_storage()))
-        tensor.data = torch.ones(2)
-    assert [storage_use_count(key) for key in keys] == [1] * 4
-    del table
+    table.refresh_pointers(state)
+    assert table.moved_arrays(table.all_rows) == {}
+    before = getattr(state, name).data
+    getattr(state, name).data = torch.ones(2)
+    for _ in range(2):  # and where the same memory comes back
+        assert table.moved_arrays(table.all_rows) == {0: [name]}
+        assert table.segments(table.all_rows, [torch.zeros(2, dtype=torch.bfloat16)])[name] == [0]
+        getattr(state, name).data = before
+    table.refresh_pointers(state)
+    assert table.moved_arrays(table.all_rows) == {}
+    assert table.segments(table.all_rows, [torch.zeros(2, dtype=torch.bfloat16)])[name] == [before.data_ptr()]

@@ -1,0 +1,136 @@
+/* The Python module superadam.kernels._places: where tensors lie in memory, for a whole list in one call.
+ *
+ * torch fills a DLTensor for a tensor without allocating anything, by a function that the capsule
+ * `torch.Tensor.__dlpack_c_exchange_api__` holds: the C exchange API of DLPack 1.3. The storage and the version counter
+ * come from Python's objects. Nothing here keeps a reference. */
+
+#include <Python.h>
+#include <stdint.h>
+
+/* As https://github.com/dmlc/dlpack defines them. */
+typedef struct {
+    void *data;
+    int32_t device_type, device_id, ndim;
+    uint8_t code, bits;
+    uint16_t lanes;
+    int64_t *shape, *strides;
+    uint64_t byte_offset;
+} dl_tensor;
+
+typedef struct {
+    uint32_t major, minor;
+    void *previous;
+    void *allocate, *from_object, *to_object;
+    int (*view)(void *object, dl_tensor *tensor);
+    void *current_stream;
+} dl_exchange;
+
+enum { ADDRESS, STORAGE, BYTES, VERSION, LAYOUT, WORDS };
+
+static const dl_exchange *exchange;
+static PyObject *storage_of, *bytes_of, *key_name, *version_name;
+
+static uint64_t mixed(uint64_t hash, uint64_t value)
+{
+    hash ^= value + 0x9E3779B97F4A7C15u;
+    hash = (hash ^ hash >> 30) * 0xBF58476D1CE4E5B9u;
+    hash = (hash ^ hash >> 27) * 0x94D049BB133111EBu;
+    return hash ^ hash >> 31;
+}
+
+/* Returns the number that a call or an attribute gave, and releases it; `otherwise` where it gave none. */
+static int64_t number_of(PyObject *result, int64_t otherwise)
+{
+    const long long number = result ? PyLong_AsLongLong(result) : -1;
+    Py_XDECREF(result);
+    if (!PyErr_Occurred())
+        return number;
+    PyErr_Clear();
+    return otherwise;
+}
+
+static void describe(PyObject *tensor, int64_t *place)
+{
+    dl_tensor view;
+    for (int word = 0; word < WORDS; word++)
+        place[word] = 0;
+    if (tensor == Py_None)
+        return;
+    if (exchange->view(tensor, &view) == 0) {
+        uint64_t layout = mixed((uint64_t)view.code << 32 | (uint64_t)view.bits << 16 | view.lanes,
+                                (uint64_t)view.device_type << 32 | (uint32_t)view.device_id);
+        for (int32_t dim = 0; dim < view.ndim; dim++)
+            layout = mixed(mixed(layout, (uint64_t)view.shape[dim]), (uint64_t)view.strides[dim]);
+        place[ADDRESS] = (int64_t)((uintptr_t)view.data + view.byte_offset);
+        place[LAYOUT] = (int64_t)mixed(layout, (uint64_t)view.ndim);
+    } else {
+        PyErr_Clear(); /* it has no memory, as on the meta device */
+    }
+    PyObject *storage = PyObject_CallFunctionObjArgs(storage_of, tensor, NULL);
+    if (storage) {
+        place[STORAGE] = number_of(PyObject_GetAttr(storage, key_name), 0);
+        place[BYTES] = number_of(PyObject_CallFunctionObjArgs(bytes_of, storage, NULL), 0);
+        Py_DECREF(storage);
+    } else {
+        PyErr_Clear();
+    }
+    place[VERSION] = number_of(PyObject_GetAttr(tensor, version_name), -1);
+}
+
+static PyObject *use(PyObject *self, PyObject *arguments)
+{
+    (void)self;
+    PyObject *capsule, *objects[4];
+    if (!PyArg_ParseTuple(arguments, "OOOOO", &capsule, &objects[0], &objects[1], &objects[2], &objects[3]))
+        return NULL;
+    const dl_exchange *found = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
+    if (!found)
+        return NULL;
+    if (found->major != 1 || !found->view) {
+        PyErr_SetString(PyExc_ValueError, "the exchange API is not that of DLPack 1");
+        return NULL;
+    }
+    exchange = found;
+    storage_of = Py_NewRef(objects[0]);
+    bytes_of = Py_NewRef(objects[1]);
+    key_name = Py_NewRef(objects[2]);
+    version_name = Py_NewRef(objects[3]);
+    Py_RETURN_NONE;
+}
+
+static PyObject *look(PyObject *self, PyObject *arguments)
+{
+    (void)self;
+    PyObject *tensors;
+    Py_buffer buffer;
+    if (!PyArg_ParseTuple(arguments, "O!w*", &PyList_Type, &tensors, &buffer))
+        return NULL;
+    int64_t *places = buffer.buf;
+    const Py_ssize_t count = PyList_Size(tensors);
+    PyObject *result = NULL;
+    if (!exchange || buffer.len != count * (Py_ssize_t)(WORDS * sizeof *places)) {
+        PyErr_SetString(PyExc_ValueError, "the array does not have one place for each tensor");
+    } else {
+        /* A list that other code shortens meanwhile, in a tensor's own methods, ends the loop. */
+        for (Py_ssize_t i = 0; i < count && i < PyList_Size(tensors); i++) {
+            PyObject *tensor = Py_NewRef(PyList_GetItem(tensors, i));
+            describe(tensor, places + WORDS * i);
+            Py_DECREF(tensor);
+        }
+        result = Py_NewRef(Py_None);
+    }
+    PyBuffer_Release(&buffer);
+    return result;
+}
+
+static PyMethodDef functions[] = {
+    {"use", use, METH_VARARGS, "Take the exchange API, what returns a storage and its bytes, and names of attributes."},
+    {"look", look, METH_VARARGS, "Write the places of a list of tensors, or None, into an array of int64."},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "_places", NULL, -1, functions, NULL, NULL, NULL, NULL,
+};
+
+PyMODINIT_FUNC PyInit__places(void) { return PyModule_Create(&definition); }

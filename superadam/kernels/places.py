@@ -1,0 +1,81 @@
+"""Where tensors lie: address, storage, version counter and layout, of many tensors in one call.
+
+What a kernel is to touch is looked at in the same call of the optimizer: programs move memory, free it and give it
+another shape, and the tensor stays the same object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from superadam.kernels import torch_private
+from superadam.kernels.torch_private import storage_key, version_of
+
+ADDRESS, STORAGE, BYTES, VERSION, LAYOUT = range(5)
+"""Columns: of the first element (0 without memory), torch's key of the storage (0 without one), the storage's bytes,
+writes that were counted (-1 where none are), and a hash of dtype, device, shape and strides (0 without memory)."""
+
+MEMORY = [ADDRESS, STORAGE, BYTES, LAYOUT]
+"""The columns that say what a kernel may touch."""
+
+Places = npt.NDArray[np.int64]  # one row for each tensor
+
+_NOTHING = (0, 0, 0, 0, 0)
+
+
+def _place_of(tensor: Tensor | None) -> tuple[int, ...]:
+    """Return what `cpu/places.c` finds, by public names."""
+    if tensor is None:
+        return _NOTHING
+    address = layout = key = size = 0
+    if not tensor.is_meta:
+        try:
+            address = tensor.data_ptr()
+            layout = hash((tensor.dtype, tensor.device, tensor.shape, tensor.stride()))
+        except Exception:  # of other classes
+            address = layout = 0
+    try:
+        storage = tensor.untyped_storage()
+        key, size = storage_key(storage), storage.nbytes()
+    except Exception:
+        key = size = 0
+    try:
+        version = version_of(tensor)
+    except RuntimeError:  # made in inference mode
+        version = -1
+    return address, key, size, version, layout
+
+
+def _look_in_python(tensors: Sequence[Tensor | None], places: Places) -> None:
+    for row, tensor in enumerate(tensors):
+        places[row] = _place_of(tensor)
+
+
+_look = torch_private.look_at_places or _look_in_python
+
+
+def places_of(tensors: list[Tensor] | list[Tensor | None]) -> Places:
+    """Return where these tensors lie now; None lies nowhere."""
+    places = np.empty((len(tensors), len(_NOTHING)), np.int64)
+    _look(tensors, places)
+    return places
+
+
+def moved(now: Places, before: Places) -> npt.NDArray[np.int64]:
+    """Return the rows whose memory is another, or is seen in another layout."""
+    different = now != before
+    different[:, VERSION] = False
+    return np.flatnonzero(different.any(axis=1))
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether a strided tensor's storage holds its elements; it may have been freed or, on meta, never allocated."""
+    if not tensor.numel():
+        return True
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    needed = (tensor.storage_offset() + last + 1) * tensor.element_size()
+    return not tensor.is_meta and tensor.untyped_storage().nbytes() >= needed
