@@ -183,8 +183,7 @@ class Binding(GradientHolder):
         """
         self._catch_up()
         parameters = [parameter for group in groups for parameter in group["params"]]
-        transaction = self._transaction
-        if transaction is None or not _are_same(transaction.table, parameters):
+        if self._transaction is None or not _are_same(self._transaction.table, parameters):
             names = [name for index, group in enumerate(groups) for name in names_of(group, index)]
             with deferred_signals():
                 transaction = self._bind(parameters, names)
@@ -193,8 +192,8 @@ class Binding(GradientHolder):
                 if self.ranks is None and not self.is_flattened:
                     warn_of_others(parameters, names)
             return transaction
-        self._read(transaction)
-        return transaction
+        self._read(self._transaction)
+        return self._transaction
 
     def _read(self, transaction: Transaction) -> None:
         """Bring the rows that programs may have changed up to date with the published state, and see what they hold."""
@@ -327,7 +326,7 @@ class Binding(GradientHolder):
 
     def _bind(self, parameters: Sequence[Tensor], names: Sequence[str]) -> Transaction:
         known = self._unbind()
-        written = set() if self._transaction is None else set(self._transaction.table.written())
+        written = set[int]() if self._transaction is None else {*map(id, self._transaction.table.written())}
         delivery = SynchronousDelivery() if self.overlap is None else self.overlap._delivery
         states = [
             known.get(parameter)
@@ -346,15 +345,17 @@ class Binding(GradientHolder):
         ranks = ranks_of(parameters, names, self.ranks, self.process_group)
         for row, (state, name) in enumerate(zip(states, names, strict=True)):  # nothing raises from here on
             state.row, state.name = row, name
+        if self._transaction is not None:
+            self._transaction.table.forget_all_but(states)
         table = ParameterTable(states, delivery, self.overlap._resident if self.overlap else None, self.snapshots)
         for state in states:
             self.published.read(state, table)
-            if state in written:
+            if id(state) in written:
                 table.fingerprints.distrust(state.row)
-        self.published.let_go(table)
-        self.published.look(table)
         self.is_flattened, self.ranks = is_flattened(parameters), ranks
         self._transaction = Transaction(table, self._statistics, ranks)
+        self.published.let_go(table)
+        self.published.look(table)
         if self.overlap is not None:
             self.overlap._follow(self._transaction)
         return self._transaction

@@ -61,16 +61,18 @@ class PublishedState:
             if state.is_accepted:
                 continue
             for key in self._stand_ins(state):
-                if _is_referenced(raw(self.entries[state.parameter]), key, _STAND_IN):
-                    continue
-                is_entry_held = is_dict_held or _count_entry(self.entries, state.parameter) > _USUAL_ENTRY
-                entry = self.entries[state.parameter]
-                is_decoding = isinstance(entry, Entry) and key in state.encodings
-                if is_entry_held and not is_decoding:  # a program would find another dtype or layout
-                    continue
-                if key in state.encodings and not is_decoding:
-                    entry = self.entries[state.parameter] = Entry(entry, self._lock)
-                _put(entry, key, state)
+                if not _is_referenced(raw(self.entries[state.parameter]), key, _STAND_IN):
+                    is_entry_held = _count_entry(self.entries, state.parameter) > _USUAL_ENTRY
+                    self._let_go_of(state, key, is_entry_held=is_dict_held or is_entry_held)
+
+    def _let_go_of(self, state: ParameterState, key: str, *, is_entry_held: bool) -> None:
+        entry = self.entries[state.parameter]
+        is_decoding = isinstance(entry, Entry) and key in state.encodings
+        if is_entry_held and not is_decoding:  # a program would find another dtype or layout
+            return
+        if key in state.encodings and not is_decoding:
+            entry = self.entries[state.parameter] = Entry(entry, self._lock)
+        _put(entry, key, state)
 
     def _is_held(self, state: ParameterState) -> bool:
         """Whether a program refers to a parameter's entry or to anything in it, or that cannot be told."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -176,6 +176,13 @@ class ParameterTable:
         self._is_ready[state.row] = state.has_state
         self._has_max[state.row] = state.max_exp_avg_sq is not None
         self.remember_master(state)
+
+    def forget_all_but(self, states: Collection[ParameterState]) -> None:
+        """Let go of the tensors of all other states, to which much may refer still; the table is used no more."""
+        self._arrays = []
+        for state in {*self.states}.difference(states):
+            for key in TENSORS:
+                state.forget(key)
 
     def look(self) -> list[ParameterState]:
         """Look at every parameter; return the states of those that have moved, whose pointers are no longer used."""
