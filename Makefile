@@ -17,7 +17,7 @@ export OMP_WAIT_POLICY := passive
 # tests of several ranks, of commands and of threads wait for much of their time.
 IN_PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo wheels test test-quick test-deep test-mutants docs arm-test torch-test gpu-check gpu-wheels lint format clean
+.PHONY: demo wheels test test-quick test-deep test-mutants sanitize docs arm-test torch-test gpu-check gpu-wheels lint format clean
 
 demo: $(VENV)/installed
 	rm -f demo/checkpoint.pt  # of the demo before
@@ -40,6 +40,10 @@ test-deep: $(VENV)/test-tools
 # FILES=superadam/step takes the faults of those files, SAMPLE=500 so many of them, drawn anew each time.
 test-mutants: $(VENV)/test-tools
 	SAMPLE=$(or $(SAMPLE),20) $(BIN)/python tests/mutants/run.py $(FILES)
+
+# PROGRAMS=100000 that move and free memory, on kernels that notice every access to memory that is not there; needs gcc.
+sanitize: $(VENV)/test-tools
+	tests/sanitize $(BIN)/python $(or $(PROGRAMS),2000)
 
 # The site in build/docs; a warning, such as a link to nowhere, is an error.
 docs: $(VENV)/docs-tools

@@ -294,6 +294,8 @@ class Binding(GradientHolder):
             self._transaction.drop()
 
     def _forget_binding(self) -> None:
+        if self._transaction is not None:
+            self._transaction.table.forget_all_but(())
         self._transaction = None
         if self.overlap is not None:
             self.overlap._follow(None)
