@@ -468,7 +468,9 @@ def _named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
             module.reshard()  # after an evaluation, its parameters may not be those of the optimizer
     if not {*_parameters(optimizer)} <= {*model.parameters()}:
         raise CheckpointError("the optimizer has parameters that the model lacks, expected the model's own")
-    state, first = optimizer.state, next(_parameters(optimizer))
+    state, first = optimizer.state, next(_parameters(optimizer), None)
+    if first is None:
+        return {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]}
     is_new = not state
     if is_new:
         state[first] = {}

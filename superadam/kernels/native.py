@@ -8,12 +8,24 @@ from __future__ import annotations
 import enum
 import logging
 import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from superadam._kernels import ffi, lib
+try:
+    from superadam._kernels import ffi, lib
+except ModuleNotFoundError:
+    folder = Path(__file__).resolve().parents[2]
+    if not (folder / "CMakeLists.txt").exists():
+        raise
+    raise ImportError(
+        f"superadam was imported from its sources in {folder}, which lack the compiled kernels: start Python in "
+        "another folder or with PYTHONSAFEPATH=1 to import what is installed, or install the sources in editable mode",
+        name="superadam._kernels",
+        path=__file__,
+    ) from None
 from superadam.host import cores
 from superadam.host.machine import Host
 

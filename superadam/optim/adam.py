@@ -541,8 +541,7 @@ class SpeculativeCPUAdam(Optimizer):
             if self._arriving is not arriving:  # a signal kept an earlier call from removing this
                 return None
             states = self._binding.bound(self.param_groups).table.states
-            sizes = [len(group["params"]) for group in self.param_groups]
-            groups, entries, foreign = checkpoint.read(final, states, sizes)
+            groups, entries, foreign = checkpoint.read(final, states, self.param_groups)
             for group in groups:
                 check_stored(group, self._storage)
             arriving.update({state.parameter: entry for state, entry in entries.items()})

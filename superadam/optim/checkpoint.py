@@ -132,14 +132,16 @@ def check_entry(entry: object, state: ParameterState) -> None:
 Read = tuple[list[dict[str, Any]], dict[ParameterState, dict[str, Any]], dict[str, Any]]
 
 
-def read(state_dict: Mapping[str, Any], states: Sequence[ParameterState], sizes: Sequence[int]) -> Read:
+def read(
+    state_dict: Mapping[str, Any], states: Sequence[ParameterState], own_groups: Sequence[Mapping[str, Any]]
+) -> Read:
     """Return copies of a state dict's groups and of the state of each parameter, and what others keep under names.
 
-    `sizes` are the numbers of parameters of the optimizer's groups. Raises ValueError unless the state dict is that of
-    an Adam optimizer over such parameters.
+    `own_groups` are those of the optimizer. Raises ValueError unless the state dict is that of an Adam optimizer over
+    such parameters.
     """
     try:
-        return _read(state_dict, states, sizes)
+        return _read(state_dict, states, own_groups)
     except ValueError:
         raise
     except Exception as error:  # foreign objects may raise anything when they are copied, hashed or compared
@@ -149,7 +151,9 @@ def read(state_dict: Mapping[str, Any], states: Sequence[ParameterState], sizes:
         ) from error
 
 
-def _read(state_dict: Mapping[str, Any], states: Sequence[ParameterState], sizes: Sequence[int]) -> Read:
+def _read(
+    state_dict: Mapping[str, Any], states: Sequence[ParameterState], own_groups: Sequence[Mapping[str, Any]]
+) -> Read:
     if not {"state", "param_groups"} <= set(state_dict):
         raise ValueError("the state dict lacks state or param_groups; load what optimizer.state_dict() returned")
     groups, entries = state_dict["param_groups"], state_dict["state"]
@@ -164,12 +168,12 @@ def _read(state_dict: Mapping[str, Any], states: Sequence[ParameterState], sizes
             "param_groups of the state dict is no list of dicts with params, a list of ids; "
             "load what optimizer.state_dict() returned"
         )
-    if len(groups) != len(sizes):
+    if len(groups) != len(own_groups):
         raise ValueError(
-            f"loaded state dict has {len(groups)} parameter groups, expected {len(sizes)}; "
+            f"loaded state dict has {len(groups)} parameter groups, expected {len(own_groups)}; "
             "load a checkpoint of the same model"
         )
-    copies = [_read_group(group, index, size) for index, (group, size) in enumerate(zip(groups, sizes, strict=True))]
+    copies = [_read_group(*pair, index) for index, pair in enumerate(zip(groups, own_groups, strict=True))]
     identifiers = itertools.chain.from_iterable(group["params"] for group in groups)
     by_identifier = dict(zip(identifiers, states, strict=True))
     if len(by_identifier) != len(states):
@@ -197,14 +201,17 @@ def _read(state_dict: Mapping[str, Any], states: Sequence[ParameterState], sizes
     return copies, read, foreign
 
 
-def _read_group(group: Mapping[str, Any], index: int, size: int) -> dict[str, Any]:
+def _read_group(group: Mapping[str, Any], own_group: Mapping[str, Any], index: int) -> dict[str, Any]:
+    size = len(own_group["params"])
     if len(group["params"]) != size:
         raise ValueError(
             f"loaded state dict has {len(group['params'])} parameters in group {index}, expected {size}; "
             "load a checkpoint of the same model"
         )
     missing = sorted({"lr", "betas", "eps", "weight_decay"} - set(group))
-    if missing:
+    if missing and not size:  # torch.distributed.checkpoint loses the values of a group without parameters
+        group = {**own_group, **group}
+    elif missing:
         raise ValueError(
             f"group {index} of the state dict lacks {', '.join(missing)}; load a checkpoint of Adam, AdamW or superadam"
         )

@@ -133,6 +133,71 @@ def test_optimizer_that_has_not_stepped_stays_so(kind: Any, tmp_path: Path) -> N
     assert content(stepped_model, stepped) == content(other, other_optimizer) == content(model, optimizer)
 
 
+LAYOUTS: dict[str, list[list[int]]] = {
+    "first": [[], [0, 1, 2], [3, 4, 5]],
+    "middle": [[5, 4], [], [3, 2, 1, 0]],
+    "last": [[0, 1, 2, 3], [4, 5], []],
+    "two": [[], [1, 2], [], [0, 5]],
+    "none": [[0, 1], [2, 3], [4, 5]],
+    "all": [[], []],
+}
+"""Which parameters each group has; called as where the groups without any are."""
+
+
+def make_groups(kind: Any, layout: list[list[int]], *, seed: int, lr: float, is_frozen: bool = False) -> Any:
+    """Return a model and its optimizer; if asked to, the first group that has parameters has frozen ones alone."""
+    torch.manual_seed(seed)
+    model = Model()
+    parameters = list(model.parameters())
+    groups = [{"params": [parameters[i] for i in group], "lr": lr * (n + 1)} for n, group in enumerate(layout)]
+    for i in next(filter(None, layout), []) if is_frozen else []:
+        parameters[i].requires_grad_(False)
+    return model, kind(groups)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("wait", "is_frozen"), [(True, False), (False, True)])
+def test_groups_may_have_no_parameters_or_only_frozen_ones(
+    kind: Any, layout: str, wait: bool, is_frozen: bool, tmp_path: Path
+) -> None:
+    model, optimizer = make_groups(kind, LAYOUTS[layout], seed=0, lr=0.01, is_frozen=is_frozen)
+    train(model, optimizer)
+    before = content(model, optimizer)
+    save(tmp_path, model, optimizer, wait=wait)
+    other, other_optimizer = make_groups(kind, LAYOUTS[layout], seed=5, lr=0.5, is_frozen=is_frozen)
+    load(tmp_path, other, other_optimizer)
+    assert content(other, other_optimizer) == content(model, optimizer) == before
+    train(model, optimizer, seed=2)
+    train(other, other_optimizer, seed=2)
+    assert content(other, other_optimizer) == content(model, optimizer)
+
+
+@pytest.mark.parametrize("layout", ["first", "middle", "last"])
+def test_group_without_parameters_keeps_its_values_where_torch_loses_them(layout: str) -> None:
+    """torch's own way leaves such a group without values, unless it is the last."""
+    groups = LAYOUTS[layout]
+    model, optimizer = make_groups(SpeculativeCPUAdamW, groups, seed=0, lr=0.01)
+    model.unused.grad = torch.zeros_like(model.unused)  # torch wants state for each parameter
+    train(model, optimizer)
+    saved = get_optimizer_state_dict(model, optimizer)
+    other, other_optimizer = make_groups(SpeculativeCPUAdamW, groups, seed=5, lr=0.5)
+    own = [dict(group) for group in other_optimizer.param_groups]
+    set_optimizer_state_dict(other, other_optimizer, saved)
+    other.load_state_dict(model.state_dict())
+    for n, (group, theirs) in enumerate(zip(other_optimizer.param_groups, optimizer.param_groups, strict=True)):
+        values = own[n] if layout != "last" and not groups[n] else theirs
+        assert {**group, "params": None} == {**values, "params": None}
+    assert content(other, other_optimizer)["optimizer"]["state"] == content(model, optimizer)["optimizer"]["state"]
+
+
+def test_group_with_parameters_is_not_completed() -> None:
+    _, optimizer = make_groups(SpeculativeCPUAdamW, LAYOUTS["first"], seed=0, lr=0.01)
+    theirs = torch.optim.SGD([{"params": group["params"]} for group in optimizer.param_groups])
+    with pytest.raises(ValueError, match="group 1 of the state dict lacks betas, eps"):
+        optimizer.load_state_dict(theirs.state_dict())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_state_of_torch_comes_without_masters_and_goes_without(dtype: torch.dtype, tmp_path: Path) -> None:
     """Loading a file is loading the state dict; torch keeps the moments in the parameters' dtype."""

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed
 from torch import nn
+from torch.distributed import run as torchrun
 
 import superadam
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
@@ -155,18 +156,15 @@ def check(command: str) -> None:
                 build_parser().parse_args(arguments)
         case ["make", target, *_]:
             assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), command
-        case ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", *program]:
+        case [variable, *program] if re.fullmatch("[A-Z_]+=.*", variable):
             check(shlex.join(program))
-        case ["torchrun", "--max-restarts", _, *program]:
-            check(shlex.join(["torchrun", *program]))
-        case ["torchrun", _, _, "-m", *program]:
-            check(" ".join(program))
-        case ["torchrun", *options, "--rdzv-endpoint", _, script]:
-            assert all(option.startswith("--") for option in options[::2])
-            assert script == "program.py", command  # the reader's own
-        case ["torchrun", _, _, "program.py"]:
-            pass  # the reader's own
-        case ["torchrun", _, _, script, *_] | ["python", script, *_]:
+        case ["torchrun", *arguments]:
+            started = torchrun.parse_args(arguments)
+            if started.module:
+                check(shlex.join([started.training_script, *started.training_script_args]))
+            elif started.training_script != "program.py":  # the reader's own
+                assert (ROOT / started.training_script).exists(), command
+        case ["python", script, *_]:
             assert (ROOT / script).exists(), command
         case ["accelerate", "launch", *arguments]:
             assert all((ROOT / each).exists() for each in arguments if each.startswith("examples/")), command

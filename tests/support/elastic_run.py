@@ -29,14 +29,14 @@ class ThreadDevice(PlainDevice):
 
 def train(folder: str, log: str, steps: int, every: int) -> None:
     """Train to the end, with a checkpoint after every so many steps; the last note is a digest of this rank's parts."""
-    rank, attempt = distributed.get_rank(), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    rank = distributed.get_rank()
 
     def note(*words: object) -> None:
         descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        os.write(descriptor, " ".join(map(str, (attempt, rank, *words))).encode() + b"\n")
+        os.write(descriptor, " ".join(map(str, (rank, *words))).encode() + b"\n")
         os.close(descriptor)
 
-    note("pid", os.getpid())
+    note("pid", os.getpid(), os.environ.get("TORCHELASTIC_USE_AGENT_STORE"))
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(7, 16), nn.Tanh(), nn.Linear(16, 7)).bfloat16()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
