@@ -526,9 +526,13 @@ class ParameterState(Piece):
     def host_gradient(self, gradient: Tensor) -> Tensor:
         """Return a checked gradient on the CPU in the layout of the state, as kernels read it; copied if need be."""
         self.check_gradient(gradient)
-        if gradient.is_cpu and gradient.stride() == self.strides and not gradient.is_neg():
+        if self.lies_as_read(gradient):
             return gradient.detach() if gradient.requires_grad else gradient
         return self.host_copy(gradient, gradient.dtype)
+
+    def lies_as_read(self, gradient: Tensor) -> bool:
+        """Whether kernels read a gradient where it lies."""
+        return gradient.is_cpu and gradient.stride() == self.strides and not gradient.is_neg()
 
     @property
     def has_state(self) -> bool:
