@@ -172,7 +172,7 @@ class Transfers:
             taken.in_use = True
             state, gradient = piece.state, taken.pending
             if device.is_host(gradient):
-                is_narrowed = self.narrows and not taken.is_unrounded
+                is_narrowed = self._is_narrowed(taken)
                 if is_narrowed or not state.lies_as_read(gradient):
                     gradient = taken.ready()
                 if is_narrowed:
@@ -292,8 +292,8 @@ class Transfers:
         groups: dict[torch.dtype, dict[Piece, TakenGradient]] = {}
         for piece, taken in zip(pieces, gradients, strict=True):
             taken.in_use = True
-            is_narrowed = self.narrows and not taken.is_unrounded
-            dtype = dtype_on_link(taken.pending, self.transfer_dtype) if is_narrowed else taken.pending.dtype
+            narrower = dtype_on_link(taken.pending, self.transfer_dtype)
+            dtype = narrower if self._is_narrowed(taken) else taken.pending.dtype
             groups.setdefault(dtype, {})[piece] = taken
         norms: list[Tensor] = []
         sent: list[Sent] = []
@@ -331,6 +331,9 @@ class Transfers:
     def narrows(self) -> bool:
         """Whether travelling may round gradients."""
         return self.transfer_dtype not in (None, torch.float32)
+
+    def _is_narrowed(self, taken: TakenGradient) -> bool:
+        return self.narrows and not taken.is_unrounded
 
     def narrowed(self, gradient: Tensor, *, keeps_dtype: bool = True) -> Tensor:
         """Return a gradient that does not travel, rounded as if it had."""

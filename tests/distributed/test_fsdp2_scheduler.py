@@ -167,7 +167,7 @@ def on_two_streams(rank: int, where: str | None, layers: int, micro_batches: int
         streams,
         model.parameters() if where else (),
         lambda parameter: 1 + group_of[parameter] % 2 + 2 * micro,
-        on_host=where == "host",
+        lambda parameter: where == "host",
     )
     optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-2, max_grad_norm=LIMIT)
     device: Device = beside(ImmediateDevice(), streams) if where == "host" else streams

@@ -21,8 +21,8 @@ class LateGradients:
 
     Args:
         device: whose streams they are made on.
-        on_host: whether they lie in the host's memory.
-        stream_of: returns the number of the stream for each parameter; hooks run with that as the current one.
+        stream_of: returns the number of the stream for a parameter; its hooks run with that as the current one.
+        is_on_host: returns whether a parameter's gradient lies in the host's memory.
     """
 
     def __init__(
@@ -30,10 +30,9 @@ class LateGradients:
         device: SimulatedDevice,
         parameters: Iterable[Tensor],
         stream_of: Callable[[Tensor], int],
-        *,
-        on_host: bool,
+        is_on_host: Callable[[Tensor], bool],
     ) -> None:
-        self._device, self._on_host, self._stream_of = device, on_host, stream_of
+        self._device, self._stream_of, self._is_on_host = device, stream_of, is_on_host
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(self._depart)
 
@@ -41,7 +40,7 @@ class LateGradients:
         self._device.switch(self._stream_of(parameter))
         if parameter.grad is None or taken_of(parameter.grad) is not None:
             return
-        late = self._device.late(shards.local_of(parameter.grad).contiguous(), on_host=self._on_host)
+        late = self._device.late(shards.local_of(parameter.grad).contiguous(), on_host=self._is_on_host(parameter))
         if shards.is_distributed(parameter.grad):
             set_dtensor_part(parameter.grad, late)
         else:
