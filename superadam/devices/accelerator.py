@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-from superadam.devices.interface import Event
-
 
 class Accelerator:
     """The accelerator that may make gradients of parameters in host memory, as FSDP2 does with `CPUOffloadPolicy`.
@@ -29,11 +27,27 @@ class Accelerator:
         options = {"blocking": True} if kind.type == "cuda" else {}  # waiting for it sleeps
         return Accelerator(torch.get_device_module(kind), **options)
 
-    def record(self) -> Event | None:
+    def record(self) -> AcceleratorEvent | None:
         """Return an event at the present end of the calling thread's current stream; None while nothing has used it."""
-        if not self._module.is_initialized():
-            return None
-        event: Any = self._module.Event(**self._options)
-        event.record()
-        recorded: Event = event
-        return recorded
+        return AcceleratorEvent(self._module, self._options) if self._module.is_initialized() else None
+
+
+class AcceleratorEvent:
+    """A `superadam.devices.Event`, for threads whose current device is another one, where they make no context."""
+
+    __slots__ = ("_device", "_event", "_module")
+
+    def __init__(self, module: Any, options: dict[str, Any]) -> None:
+        self._module, self._device = module, module.current_device()
+        self._event = module.Event(**options)
+        self._event.record()
+
+    def query(self) -> bool:
+        """Return whether what the stream had to do has passed."""
+        with self._module.device(self._device):
+            return bool(self._event.query())
+
+    def synchronize(self) -> None:
+        """Block the calling thread until that has passed."""
+        with self._module.device(self._device):
+            self._event.synchronize()

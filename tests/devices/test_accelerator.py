@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,21 +22,32 @@ from superadam.testing import SimulatedDevice
 PARAMETER = nn.Parameter(torch.zeros(3))
 
 
-class Event:
-    """An event of torch's, which knows how it was made."""
+class Module:
+    """Stands for `torch.cuda`: writes what was asked of it, and with which current device."""
 
-    def __init__(self, **options: Any) -> None:
-        self.options = options
-        self.is_recorded = False
+    def __init__(self) -> None:
+        self.log: list[tuple[Any, ...]] = []
+        self.is_used = False
+        self.current = 3
 
-    def record(self) -> None:
-        self.is_recorded = True
+    def is_initialized(self) -> bool:
+        return self.is_used
 
+    def current_device(self) -> int:
+        return self.current
 
-@pytest.fixture
-def module() -> SimpleNamespace:
-    """Return what stands for `torch.cuda`, which nothing has used."""
-    return SimpleNamespace(is_initialized=lambda: False, Event=Event)
+    @contextmanager
+    def device(self, index: int) -> Iterator[None]:
+        before, self.current = self.current, index
+        yield
+        self.current = before
+
+    def Event(self, **options: bool) -> SimpleNamespace:  # noqa: N802
+        def noted(name: str) -> Callable[[], bool]:
+            return lambda: self.log.append((name, self.current)) is not None
+
+        self.log.append(("make", options))
+        return SimpleNamespace(**{name: noted(name) for name in ("record", "query", "synchronize")})
 
 
 def test_nothing_is_recorded_where_torch_was_built_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,22 +59,23 @@ def test_nothing_is_recorded_where_torch_was_built_without_one(monkeypatch: pyte
 
 
 @pytest.mark.parametrize(("kind", "options"), [("cuda", {"blocking": True}), ("xpu", {})])
-def test_events_are_of_torch_s_own_module_and_waiting_for_those_of_cuda_sleeps(
-    kind: str, options: dict[str, bool], module: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+def test_events_are_torch_s_own_and_belong_to_the_device_of_the_thread_that_records_them(
+    kind: str, options: dict[str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    module = Module()
     monkeypatch.setattr(torch.accelerator, "current_accelerator", functools.partial(torch.device, kind))
     monkeypatch.setattr(torch, kind, module)
-    accelerator = Accelerator.of_torch()
-    assert accelerator is not None
     device = PlainDevice()
-    device.accelerator = accelerator
+    device.accelerator = Accelerator.of_torch()
     assert device.mark_ready(PARAMETER) is None  # recording would make a context
-    module.is_initialized = lambda: True
+    module.is_used = True
     event = device.mark_ready(PARAMETER)
-    assert isinstance(event, Event)
-    assert event.is_recorded
-    assert event.options == options
-    assert device.mark_ready(PARAMETER) is not event
+    assert event is not None
+    module.current = 0  # of the worker's thread
+    assert event.query() is False
+    event.synchronize()
+    assert module.log == [("make", options), ("record", 3), ("query", 3), ("synchronize", 3)]
+    assert module.current == 0
 
 
 def test_streams_of_the_host_are_the_thread_that_waits() -> None:

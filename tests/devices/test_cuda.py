@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam, StepKind
-from superadam.devices import CudaDevice, Device, Stream
+from superadam.devices import CudaDevice, Device, PlainDevice, Stream
 from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import ChunkSums
 from superadam.devices.slab import CudaRegistrar, PinningError, Slab
@@ -730,3 +730,43 @@ def test_a_thread_without_a_current_device_makes_no_context_elsewhere(gpu: str) 
     worker.drain()
     worker.close()
     assert seen == [device.device.index]
+
+
+@where_there_are("gpu", GPUS)
+def test_gradients_of_another_stream_are_packed_once_they_are_there_and_kept_until_then(gpu: str) -> None:
+    device, side = CudaDevice(gpu), torch.cuda.Stream(gpu)
+    parameter = nn.Parameter(torch.zeros(1 << 20, device=gpu))
+    layout = layout_of([parameter.data], device)
+    device.pack([parameter.data], layout, torch.float32)  # loads the kernels
+    with torch.cuda.device(gpu), torch.cuda.stream(side):
+        gradient = torch.zeros_like(parameter.data)
+        torch.cuda._sleep(1)
+        torch.cuda.synchronize()
+        torch.cuda._sleep(200_000_000)
+        gradient.add_(1)
+        made = device.mark_ready(parameter)
+    device.wait(Stream.CURRENT, made)
+    packed = device.pack([gradient], layout, torch.float32)
+    del gradient
+    with torch.cuda.device(gpu), torch.cuda.stream(side):
+        torch.full_like(parameter.data, 7.0)  # in the memory of the gradient, if that is free
+    assert (packed == 1).all()
+
+
+@where_there_are("gpu", GPUS)
+@pytest.mark.parametrize("kind", [PlainDevice, CudaDevice])
+def test_gradient_that_is_copied_to_the_host_is_there_once_it_was_waited_for(kind: type[Device], gpu: str) -> None:
+    """As FSDP2 copies it before torch 2.13, whatever hooks there are."""
+    device = CudaDevice(gpu) if kind is CudaDevice else PlainDevice()
+    source, parameter = torch.ones(1 << 24, device=gpu), nn.Parameter(torch.zeros(1 << 24).pin_memory())
+    with torch.cuda.device(gpu), torch.cuda.stream(torch.cuda.Stream(gpu)):
+        torch.cuda._sleep(1)
+        torch.cuda.synchronize()
+        gradient = torch.zeros(1 << 24).pin_memory()
+        torch.cuda._sleep(200_000_000)
+        gradient.copy_(source, non_blocking=True)
+        made = device.mark_ready(parameter)
+    assert made is not None
+    assert not made.query()
+    made.synchronize()
+    assert (gradient == 1).all()

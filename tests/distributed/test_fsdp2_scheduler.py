@@ -156,7 +156,7 @@ def test_ways_to_shard(rank: int, mesh: str) -> None:
 def on_two_streams(rank: int, where: str | None, layers: int, micro_batches: int) -> list[Tensor]:
     """Train layers with replicas beside layers without, whose gradients come late, each from its group's own stream."""
     torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Linear(8, 8, bias=layers > 1) for _ in range(layers)]).to(torch.bfloat16)
+    model = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(layers)]).to(torch.bfloat16)
     meshes = [ways_to_shard("replicate")["mesh"], init_device_mesh("cpu", (2,))]
     for position, layer in enumerate(model):
         wrap([layer], mesh=meshes[position % 2])
