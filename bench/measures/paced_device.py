@@ -161,6 +161,7 @@ class PacedDevice(PlainDevice):
 
     has_link = True
     can_update = True
+    accelerator = None  # this device is one, with one stream
 
     def __init__(
         self,

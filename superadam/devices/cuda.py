@@ -48,7 +48,6 @@ class CudaDevice(Device):
         self._host: Host = host or Host()
         self._cpus = cores.near(self._host, _pci_address(self.device), _addresses_of_ranks(self.device, self._host))
         self.pinned = PinnedMemory(CudaRegistrar(self.device))
-        self._marked: dict[int, torch.cuda.Stream] = {}
         self._streams = {
             stream: torch.cuda.Stream(device=self.device, priority=priority)  # type: ignore[no-untyped-call]
             for stream, priority in ((Stream.DOWNLOAD, 0), (Stream.UPLOAD, -1))  # new values are waited for
@@ -60,19 +59,18 @@ class CudaDevice(Device):
     def is_host(self, tensor: Tensor) -> bool:
         return tensor.is_cpu
 
-    def mark_ready(self) -> None:
-        """Remember the current stream; models mostly compute on one stream, sometimes on a few."""
-        stream = torch.cuda.current_stream(self.device)
-        self._marked[stream.cuda_stream] = stream
+    def mark_ready(self, parameter: Tensor) -> Event:
+        """Return an event for a gradient on the host; for others the current stream, which stands for its later end.
 
-    def _claim(self, gradients: Iterable[Tensor]) -> None:
-        """Order the current stream behind those that gradients were made or packed on."""
+        Most models compute on one stream, where that costs nothing.
+        """
+        return self.record(Stream.CURRENT) if self.is_host(parameter) else torch.cuda.current_stream(self.device)
+
+    def _keep(self, gradients: Iterable[Tensor]) -> None:
+        """Keep memory of gradients, which may belong to any stream, until the current one has read it."""
         current = torch.cuda.current_stream(self.device)
-        others = [stream for handle, stream in self._marked.items() if handle != current.cuda_stream]
-        for stream in others:
-            current.wait_stream(stream)
-        for gradient in gradients if others else ():
-            gradient.record_stream(current)  # its memory belongs to the other stream
+        for gradient in gradients:
+            gradient.record_stream(current)  # does nothing where it is that stream's
 
     @torch.no_grad()
     def pack(
@@ -87,7 +85,7 @@ class CudaDevice(Device):
                 f"a gradient is on {elsewhere}, expected {self.device} as the scheduler's device; pass CudaDevice for "
                 "the device that the model is on"
             )
-        self._claim(gradients)
+        self._keep(gradients)
         buffer = torch.empty(layout.numel, dtype=dtype, device=self.device)
         ordered = [
             gradient
@@ -100,7 +98,7 @@ class CudaDevice(Device):
         return buffer
 
     def update(self, steps: Sequence[ResidentStep], sets: Sequence[Coefficients]) -> None:
-        self._claim(one.gradient for one in steps)
+        self._keep(one.gradient for one in steps)
         update(steps, sets)
 
     def free_bytes(self) -> int:
@@ -144,8 +142,11 @@ class CudaDevice(Device):
         return event
 
     def wait(self, stream: Stream, event: Event) -> None:
-        assert isinstance(event, torch.cuda.Event)
-        self._stream(stream).wait_event(event)
+        waiting = self._stream(stream)
+        if isinstance(event, torch.cuda.Event):
+            waiting.wait_event(event)
+        elif event != waiting:  # a stream, from `mark_ready`
+            waiting.wait_stream(event)  # type: ignore[arg-type]
 
     def record_stream(self, buffer: Tensor, stream: Stream) -> None:
         if self.is_host(buffer):

@@ -58,6 +58,22 @@ class Event(Protocol):
         """Block the calling thread, without spinning and with the GIL released, until the point has passed."""
 
 
+@dataclass(frozen=True, slots=True)
+class AllEvents:
+    """An event that has passed once all of these have; without any, from the beginning."""
+
+    events: tuple[Event, ...] = ()
+
+    def query(self) -> bool:
+        """Return whether all have passed."""
+        return all(event.query() for event in self.events)
+
+    def synchronize(self) -> None:
+        """Block the calling thread until all have passed."""
+        for event in self.events:
+            event.synchronize()
+
+
 class Device(abc.ABC):
     """Streams, events, copies and memory of the device that holds the model."""
 
@@ -69,8 +85,14 @@ class Device(abc.ABC):
     def is_host(self, tensor: Tensor) -> bool:
         """Whether CPU kernels may read and write this tensor as soon as Python can."""
 
-    def mark_ready(self) -> None:  # noqa: B027 a device may have one stream
-        """Note that a gradient was made on the current stream; called only where `has_link`."""
+    def mark_ready(self, parameter: Tensor) -> Event | None:
+        """Return an event after which a parameter's new gradient has its values; None if it has them already.
+
+        The parameter's hook calls this, once the work that makes the gradient was enqueued to the current stream: a
+        computation, or, where the gradient lies on the host, a copy to it. Before anything reads the gradient, the
+        stream that packs it waits for the event (`wait`), or the thread that reads it on the host (`synchronize`).
+        """
+        return self.record(Stream.CURRENT)
 
     @abc.abstractmethod
     def pack(
@@ -78,9 +100,10 @@ class Device(abc.ABC):
     ) -> Tensor:
         """Return gradients, converted to `dtype`, in one new flat buffer on the device.
 
-        Runs on the current stream, behind every marked stream; gradients may be dropped once it returns. There is one
-        for each member of the layout, of its shape. Gaps of the buffer may hold anything. `norm` receives the norm of
-        what is in the buffer, tensor by tensor; it is passed only where `can_update`.
+        Runs on the current stream, which was made to wait for the gradients. They may be dropped once it returns, and
+        their memory may belong to another stream. There is one for each member of the layout, of its shape. Gaps of
+        the buffer may hold anything. `norm` receives the norm of what is in the buffer, tensor by tensor; it is passed
+        only where `can_update`.
         """
 
     can_update = False
@@ -89,7 +112,8 @@ class Device(abc.ABC):
     def update(self, steps: Sequence[ResidentStep], sets: Sequence[Coefficients]) -> None:
         """Enqueue steps of distinct parameters to the current stream, past version counters; they index `sets`.
 
-        Called only where `can_update`. The result has the bits of the CPU's kernels.
+        Called only where `can_update`. The result has the bits of the CPU's kernels. Gradients were packed, perhaps on
+        another stream, and the host has seen that end; they may be dropped once this returns.
         """
         raise NotImplementedError
 

@@ -1,7 +1,8 @@
 """The device of models in host memory: everything is done when the call returns.
 
 Gradients need no copy and parameters are written where they are, so that a schedule only moves work to another thread.
-Only parameters that kernels cannot write, because they are not dense or not on the CPU, are copied.
+Only parameters that kernels cannot write, because they are not dense or not on the CPU, are copied. An accelerator that
+computes with copies of the parameters may still be copying gradients here when hooks see them.
 """
 
 from __future__ import annotations
@@ -12,25 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from superadam.devices.accelerator import Accelerator
 from superadam.devices.flat import FlatLayout
-from superadam.devices.interface import ChunkSums, Device, Event, Stream
+from superadam.devices.interface import AllEvents, ChunkSums, Device, Event, Stream
 from superadam.kernels.copies import copy_each
 
 
-class PassedEvent:
-    """The event of a stream that never has anything left to do."""
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        pass
-
-
 class PlainDevice(Device):
-    """Host memory; every stream is the calling thread."""
+    """Host memory; every stream is the calling thread.
+
+    Attributes:
+        accelerator: that may make gradients; None where torch has none.
+    """
 
     has_link = False
+    accelerator: Accelerator | None = Accelerator.of_torch()
 
     def idle_cores(self) -> int:
         """Return how many CPU cores torch leaves free."""
@@ -38,6 +35,10 @@ class PlainDevice(Device):
 
     def is_host(self, tensor: Tensor) -> bool:
         return tensor.is_cpu
+
+    def mark_ready(self, parameter: Tensor) -> Event | None:
+        accelerator = self.accelerator
+        return None if accelerator is None else accelerator.record()
 
     def pack(
         self, gradients: Sequence[Tensor], layout: FlatLayout[Any], dtype: torch.dtype, norm: ChunkSums | None = None
@@ -61,10 +62,10 @@ class PlainDevice(Device):
         destination.copy_(source)
 
     def record(self, stream: Stream) -> Event:
-        return PassedEvent()
+        return AllEvents()
 
     def wait(self, stream: Stream, event: Event) -> None:
-        pass
+        event.synchronize()
 
     def record_stream(self, buffer: Tensor, stream: Stream) -> None:
         pass

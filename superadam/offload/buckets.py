@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from superadam.devices import Device
+from superadam.devices import Device, Event, Stream
 from superadam.handles.gradient_handle import take_gradient, taken_of
 from superadam.handles.taken_gradient import GradientHolder, TakenGradient
 from superadam.offload.accumulation import Accumulation
@@ -23,26 +23,33 @@ DEFAULT_NUMEL = 16 * 1024 * 1024  # 32 MiB of bf16 or 64 MiB of fp32, as in Supe
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Gradients that are sent together, one for each of `pieces`; `numel` counts the elements of all."""
+    """Gradients that are sent together, one for each of `pieces`; `numel` counts the elements of all.
+
+    A stream that reads those on the device first waits for every event in `made`.
+    """
 
     is_resident: bool
     pieces: tuple[Piece, ...]
     gradients: tuple[TakenGradient, ...]
     numel: int
+    made: tuple[Event, ...] = ()
 
 
 class _Filling:
-    __slots__ = ("entries", "numel")
+    __slots__ = ("entries", "made", "numel")
 
     def __init__(self) -> None:
         self.entries: list[tuple[Piece, TakenGradient]] = []
+        self.made: dict[Event, None] = {}
         self.numel = 0
 
     def current(self, is_resident: bool) -> Bucket | None:
         """Return the latest gradient of each piece, unless it was given back; None if that leaves nothing."""
         members = {piece: taken for piece, taken in dict(self.entries).items() if taken.given is None}
         numel = sum([piece.shape.numel() for piece in members])
-        return Bucket(is_resident, tuple(members), tuple(members.values()), numel) if members else None
+        if not members:
+            return None
+        return Bucket(is_resident, tuple(members), tuple(members.values()), numel, tuple(self.made))
 
 
 class Bucketer:
@@ -77,8 +84,11 @@ class Bucketer:
         self._states = {id(state.parameter): state for state in states}
         self._filling = {}
 
-    def add(self, parameter: Tensor) -> list[Bucket]:
-        """Take the gradient that backward has just completed, if it is the last one; return buckets that are full."""
+    def add(self, parameter: Tensor, made: Event | None = None) -> list[Bucket]:
+        """Take the gradient that backward has completed, if it is the last one; return buckets that are full.
+
+        It has its values once `made` has passed.
+        """
         key = id(parameter)
         state = self._states.get(key)
         if state is None:  # no longer the optimizer's
@@ -93,11 +103,13 @@ class Bucketer:
         taken = self._take(parameter, state)
         if taken is None:
             return []
+        if made is not None and self._device.is_host(taken.pending):
+            taken.arrived, made = made, None
         if not is_last:
-            taken.pending, taken.is_unrounded = state.host_copy(taken.pending, state.dtype), True
+            if made is not None:
+                self._device.wait(Stream.CURRENT, made)
+            taken.pending, taken.is_unrounded = state.host_copy(taken.ready(), state.dtype), True
             return []
-        if self._device.has_link:
-            self._device.mark_ready()
         self._taken[key] = weakref.ref(taken)
         full: list[Bucket | None] = []
         for piece in state.pieces:
@@ -105,6 +117,8 @@ class Bucketer:
             filling = self._filling.get(is_resident) or self._filling.setdefault(is_resident, _Filling())
             filling.entries.append((piece, taken))
             filling.numel += piece.shape.numel()
+            if made is not None:
+                filling.made[made] = None
             if filling.numel >= self.bucket_numel or piece is self.last:
                 full.append(self._filled(is_resident))
         if state.cuts:  # whose gradient keeps its memory until all of it is sent

@@ -64,6 +64,8 @@ class Pipeline:
         transaction = self.transaction
         assert transaction is not None
         begin, pieces = time.perf_counter(), bucket.pieces
+        for event in bucket.made:
+            self._device.wait(Stream.CURRENT, event)
         if self._device.can_update:
             self._autotuner.add_bucket(bucket)
         if bucket.is_resident:

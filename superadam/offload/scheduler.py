@@ -40,7 +40,7 @@ from superadam.offload.late_commits import LateCommits
 from superadam.offload.needs import bytes_of_state, needs_of_run
 from superadam.offload.pipeline import Pipeline
 from superadam.offload.placement import Placement, last_pieces
-from superadam.offload.reduction import ReducedGroups
+from superadam.offload.reduction import Marked, ReducedGroups
 from superadam.offload.statistics import OverlapStatistics
 from superadam.offload.trace import Trace
 from superadam.offload.transfers import Transfers
@@ -179,18 +179,18 @@ class OffloadScheduler(GradientHolder):
             if self._closed:  # meanwhile, by another thread
                 return
             self._backward_began = self._backward_began or begin
-            if self._groups is None:
-                self._take((parameter,))
-            else:
-                try:
-                    self._take(self._groups.add(parameter))
-                except Exception as error:
-                    self._error = self._error or error
+            try:
+                made = self._device.mark_ready(parameter)  # now, on the stream that made it, whenever it is taken
+                self._take([(parameter, made)] if self._groups is None else self._groups.add(parameter, made))
+            except Exception as error:
+                if self._groups is None:
+                    raise
+                self._error = self._error or error
             self.statistics.hook_seconds += time.perf_counter() - begin
 
-    def _take(self, parameters: Iterable[Tensor]) -> None:
-        for parameter in parameters:
-            for bucket in self._bucketer.add(parameter):
+    def _take(self, parameters: Iterable[Marked]) -> None:
+        for parameter, made in parameters:
+            for bucket in self._bucketer.add(parameter, made):
                 self._send(bucket)
 
     def _take_waiting(self) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from superadam.devices import Device, Event, Stream
 from superadam.devices.flat import FlatLayout, FlatTensors
-from superadam.devices.interface import ChunkSums
+from superadam.devices.interface import AllEvents, ChunkSums
 from superadam.handles.gradient_handle import norms_of
 from superadam.handles.taken_gradient import TakenGradient
 from superadam.kernels import native
@@ -160,18 +160,25 @@ class Transfers:
     ) -> tuple[list[Sent], Event]:
         """Start the download of pieces of these gradients, and find memory for the new values of the `speculated` ones.
 
-        Returns what was sent, and the event after which it may be read.
+        Returns what was sent, and the event after which it may be read. The current stream waits already for what makes
+        the gradients on the device.
         """
         device = self.device
         sent: list[Sent] = []
+        under_way: dict[Event, None] = {}  # copies to the host that were begun before
         local: dict[tuple[torch.dtype, bool] | None, dict[Piece, TakenGradient]] = {}
         groups: dict[tuple[torch.dtype, torch.dtype], dict[Piece, TakenGradient]] = {}
         for piece, taken in zip(pieces, gradients, strict=True):
             taken.in_use = True
             state, gradient = piece.state, taken.pending
             if device.is_host(gradient):
-                if not taken.is_unrounded:
+                is_narrowed = self._is_narrowed(taken)
+                if is_narrowed or not state.lies_as_read(gradient):
+                    gradient = taken.ready()
+                if is_narrowed:
                     gradient = self.narrowed(gradient, keeps_dtype=False)
+                if taken.arrived is not None:
+                    under_way[taken.arrived] = None
                 taken.pending = state.host_gradient(gradient)
                 key = (state.parameter_dtype, device.is_host(state.local)) if piece in speculated else None
                 local.setdefault(key, {})[piece] = taken
@@ -196,7 +203,7 @@ class Transfers:
             leaving += 0 if memory is source else source.nbytes
             packed.append((layout, group, source, shadow))
         if not packed:
-            return sent, device.record(Stream.CURRENT)
+            return sent, AllEvents(tuple(under_way))
         self._compute_norms([taken for _, group, _, _ in packed for taken in group.values()])
         hosts, arrived = self._send_to_host([source for _, _, source, _ in packed])
         for (layout, group, _, shadow), host in zip(packed, hosts, strict=True):
@@ -205,7 +212,7 @@ class Transfers:
         if leaving:
             self._leaving.add(arrived, leaving)
         self._most_packed = max(self._most_packed, self._leaving.size + self._reused.size)
-        return sent, arrived
+        return sent, AllEvents((*under_way, arrived)) if under_way else arrived
 
     def _pack(self, group: Mapping[Piece, TakenGradient], layout: FlatLayout[Piece], dtype: torch.dtype) -> Tensor:
         """Return gradients in one buffer on the device, once few others wait for the link where memory is short."""
@@ -285,8 +292,8 @@ class Transfers:
         groups: dict[torch.dtype, dict[Piece, TakenGradient]] = {}
         for piece, taken in zip(pieces, gradients, strict=True):
             taken.in_use = True
-            is_narrowed = self.narrows and not taken.is_unrounded
-            dtype = dtype_on_link(taken.pending, self.transfer_dtype) if is_narrowed else taken.pending.dtype
+            narrower = dtype_on_link(taken.pending, self.transfer_dtype)
+            dtype = narrower if self._is_narrowed(taken) else taken.pending.dtype
             groups.setdefault(dtype, {})[piece] = taken
         norms: list[Tensor] = []
         sent: list[Sent] = []
@@ -324,6 +331,9 @@ class Transfers:
     def narrows(self) -> bool:
         """Whether travelling may round gradients."""
         return self.transfer_dtype not in (None, torch.float32)
+
+    def _is_narrowed(self, taken: TakenGradient) -> bool:
+        return self.narrows and not taken.is_unrounded
 
     def narrowed(self, gradient: Tensor, *, keeps_dtype: bool = True) -> Tensor:
         """Return a gradient that does not travel, rounded as if it had."""

@@ -564,9 +564,13 @@ class ParameterState(Piece):
                 f"the gradient of {self.name} has no data, because its storage was freed, expected its values in "
                 "memory; recompute it"
             )
-        if gradient.is_cpu and gradient.stride() == self.strides and not gradient.is_neg():
+        if self.lies_as_read(gradient):
             return gradient.detach() if gradient.requires_grad else gradient
         return self.host_copy(gradient, gradient.dtype)
+
+    def lies_as_read(self, gradient: Tensor) -> bool:
+        """Whether kernels read a gradient where it lies."""
+        return gradient.is_cpu and gradient.stride() == self.strides and not gradient.is_neg()
 
     @property
     def has_state(self) -> bool:

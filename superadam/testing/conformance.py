@@ -88,6 +88,27 @@ def gradients_go_to_the_host_and_values_come_back(dtype: torch.dtype, device: De
     assert [version_of(state.parameter) for state in layout.states] == versions
 
 
+def what_makes_a_gradient_can_be_waited_for(device: Device) -> None:
+    """The event of `mark_ready`, if there is one, holds up a stream that packs the gradient and a thread that reads it.
+
+    A gradient is on the device, and another one on the host.
+    """
+    for where in (_where(device), torch.device("cpu")):
+        parameter = nn.Parameter(torch.zeros(70, device=where))
+        parameter.grad = torch.arange(70.0, device=where)
+        made = device.mark_ready(parameter)
+        if made is None:
+            continue
+        if where == _where(device):
+            for event in dict.fromkeys([made, made]):  # it can be hashed
+                device.wait(Stream.CURRENT, event)
+            packed = device.pack([parameter.grad], _layout_of(parameter.grad), torch.float32)
+            _finish(device, Stream.CURRENT)
+            assert torch.equal(packed[:70], parameter.grad)
+        made.synchronize()
+        assert made.query()
+
+
 def packing_converts_as_torch_does(gradient_dtype: torch.dtype, dtype: torch.dtype, device: Device) -> None:
     """Gradients of another dtype are rounded as `Tensor.to` rounds them."""
     gradients = _oddly_laid_out(device, gradient_dtype)
@@ -283,6 +304,7 @@ def _name_of(check: Any) -> str:
 _HALVES_AND_FLOAT32 = (torch.float32, torch.bfloat16, torch.float16)
 _TABLE: list[tuple[Callable[..., None], Iterable[tuple[Any, ...]]]] = [
     (gradients_go_to_the_host_and_values_come_back, itertools.product((*_HALVES_AND_FLOAT32, torch.float64))),
+    (what_makes_a_gradient_can_be_waited_for, [()]),
     (packing_converts_as_torch_does, itertools.product(_HALVES_AND_FLOAT32, repeat=2)),
     (packing_takes_the_present_values_of_any_gradient, [()]),
     (scatter_reaches_parameters_of_any_layout_and_leaves_versions_alone, [()]),

@@ -6,7 +6,8 @@ A schedule that lacks a wait computes wrong values here, which plain host execut
 - Waiting on an event that was not recorded orders nothing.
 - Dropped memory is filled with NaN at once, or when the stream that it was recorded for has passed.
 
-The model computes on the current stream, at once; only what the scheduler enqueues there is late.
+The model computes on the current stream, at once; only what the scheduler enqueues there is late, and what `late`
+returns. The model may have several streams, one of which is the current one (`switch`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,6 +34,9 @@ from superadam.kernels.hyperparameters import Coefficients
 from superadam.kernels.resident_step import ResidentStep
 from superadam.kernels.torch_private import storage_key
 from superadam.testing import stand_in
+
+_Queue = Stream | int
+"""A stream of the device, or another one of the model, by its number."""
 
 
 class SimulatedEvent:
@@ -64,7 +69,7 @@ class Block:
     """Allocated memory, and the points that must pass before it may be reused."""
 
     storage: torch.UntypedStorage
-    kept_for: list[tuple[Stream, SimulatedEvent]] = field(default_factory=list)
+    kept_for: list[tuple[_Queue, SimulatedEvent]] = field(default_factory=list)
 
 
 def _poison(storage: torch.UntypedStorage) -> None:
@@ -92,12 +97,40 @@ class SimulatedDevice(Device):
         self._random = random.Random(seed)
         self._lock = threading.RLock()  # backwards may run in several threads
         self._eagerness = eagerness
-        self._streams: dict[Stream, collections.deque[Operation]] = {stream: collections.deque() for stream in Stream}
-        self._waits: dict[Stream, list[SimulatedEvent]] = {stream: [] for stream in Stream}
+        self._streams: dict[_Queue, collections.deque[Operation]] = {stream: collections.deque() for stream in Stream}
+        self._waits: dict[_Queue, list[SimulatedEvent]] = {stream: [] for stream in Stream}
+        self._current: _Queue = Stream.CURRENT
         self._host_blocks: set[int] = set()
         self._blocks: dict[int, Block] = {}
 
-    def _runnable(self) -> list[Stream]:
+    def switch(self, number: int) -> None:
+        """Make another one of the model's streams the current one; 0 is the one at the beginning."""
+        self._current = number or Stream.CURRENT
+        self._streams.setdefault(self._current, collections.deque())
+        self._waits.setdefault(self._current, [])
+
+    def late(self, values: Tensor, *, on_host: bool = False) -> Tensor:
+        """Return a dense tensor that the current stream fills with these values late; until then it holds NaN.
+
+        So are gradients when hooks see them, and where `on_host`, those that are being copied to host memory.
+        """
+        memory = np.full(max(values.nbytes, 1), 0xFF, np.uint8)
+        held = memory.view()  # while the storage of the tensor lives
+        tensor, target = (_over(one, values) for one in (held, memory))
+        source = values.detach().clone()
+        if on_host:
+            key = storage_key(tensor.untyped_storage())
+            self._host_blocks.add(key)
+            weakref.finalize(held, self._host_blocks.discard, key)
+        self._enqueue(Stream.CURRENT, Operation(lambda: _copy([target], [source])))
+        return tensor
+
+    def finish(self) -> None:
+        """Run everything that was enqueued."""
+        while self._run_one():
+            pass
+
+    def _runnable(self) -> list[_Queue]:
         return [
             stream
             for stream, operations in self._streams.items()
@@ -127,11 +160,15 @@ class SimulatedDevice(Device):
                 if not self._run_one():
                     raise RuntimeError("the simulated device is stuck: streams wait for one another in a circle")
 
+    def _queue(self, stream: Stream) -> _Queue:
+        return self._current if stream is Stream.CURRENT else stream
+
     def _enqueue(self, stream: Stream, operation: Operation) -> None:
         with deferred_signals(), self._lock:
-            operation.after = (*operation.after, *self._waits[stream])
-            self._waits[stream] = []
-            self._streams[stream].append(operation)
+            queue = self._queue(stream)
+            operation.after = (*operation.after, *self._waits[queue])
+            self._waits[queue] = []
+            self._streams[queue].append(operation)
 
     def is_host(self, tensor: Tensor) -> bool:
         return storage_key(tensor.untyped_storage()) in self._host_blocks
@@ -196,7 +233,8 @@ class SimulatedDevice(Device):
             self._waits[stream].append(event)
 
     def record_stream(self, buffer: Tensor, stream: Stream) -> None:
-        self._blocks[storage_key(buffer.untyped_storage())].kept_for.append((stream, self.record(stream)))
+        kept_for = self._blocks[storage_key(buffer.untyped_storage())].kept_for
+        kept_for.append((self._queue(stream), self.record(stream)))
 
     def start_worker(self, idle: Work) -> SeededWorker:
         return SeededWorker(self._random, idle)
@@ -218,6 +256,12 @@ class SimulatedDevice(Device):
             _poison(block.storage)
         else:
             self._streams[block.kept_for[-1][0]].append(Operation(lambda: _poison(block.storage), events))
+
+
+def _over(memory: np.ndarray[Any, Any], like: Tensor) -> Tensor:
+    """Return a tensor over memory, with the shape, strides and dtype of another one, whose storage is its own."""
+    storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+    return torch.empty(0, dtype=like.dtype, device="cpu").set_(storage, 0, like.shape, like.stride())
 
 
 def _let_views_keep(buffer: Tensor) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from superadam.devices import Device, PlainDevice, Stream
 from superadam.testing import DEVICE_CHECKS, SimulatedDevice
+from superadam.testing.simulated import SimulatedEvent
 
 
 def cuda() -> Device:
@@ -46,6 +47,13 @@ class WithoutRecords(SimulatedDevice):
     def record_stream(self, buffer: Tensor, stream: Stream) -> None: ...
 
 
+class WithEmptyMarks(SimulatedDevice):
+    """A device whose hooks get an event that was never recorded."""
+
+    def mark_ready(self, parameter: Tensor) -> SimulatedEvent:
+        return SimulatedEvent(self)
+
+
 class Counting(PlainDevice):
     """A device whose scatters count as writes."""
 
@@ -55,7 +63,15 @@ class Counting(PlainDevice):
                 target.copy_(source)
 
 
-@pytest.mark.parametrize("broken", [lambda: WithoutWaits(0, 0.0), lambda: WithoutRecords(0, 0.0), Counting])
+@pytest.mark.parametrize(
+    "broken",
+    [
+        lambda: WithoutWaits(0, 0.0),
+        lambda: WithoutRecords(0, 0.0),
+        lambda: WithEmptyMarks(0, 0.0),
+        Counting,
+    ],
+)
 def test_broken_device_fails(broken: Callable[[], Device]) -> None:
     def passes(check: Callable[[Device], None]) -> bool:
         try:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam, StepKind
-from superadam.devices import CudaDevice, Device, Stream
+from superadam.devices import CudaDevice, Device, PlainDevice, Stream
 from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import ChunkSums
 from superadam.devices.slab import CudaRegistrar, PinningError, Slab
@@ -240,6 +240,7 @@ def test_order_of_a_download(cuda: FakeCuda) -> None:
         device.record_stream(host, Stream.DOWNLOAD)
         device.record(Stream.DOWNLOAD).synchronize()
     assert cuda.log == [
+        *[("record_stream", "current")] * 2,  # of gradients, whose memory may be another stream's
         ("allocate", "current"),
         ("copy that waits", "current"),  # a gradient that lies otherwise, device to device: only its stream waits
         ("copy", "current"),
@@ -337,19 +338,42 @@ def test_only_cuda_devices_are_taken() -> None:
         CudaDevice("meta")
 
 
-def test_gradients_made_on_another_stream_are_packed_behind_it(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    device = FakeDevice(cuda)
-    layout = layout_of([torch.zeros(9)], device)
-    kept: list[str] = []
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda gradient, stream: kept.append(stream.name))
-    device.mark_ready()
-    device.pack([random(9)], layout, torch.float32)
-    assert not any(entry[0] == "wait for stream" for entry in cuda.log)
+def test_streams_wait_for_those_that_gradients_were_made_on(cuda: FakeCuda) -> None:
+    """A mark of a stream is one, however often it is made; waiting for one's own asks nothing of torch."""
+    device, parameter = FakeDevice(cuda), nn.Parameter(torch.zeros(9))
+    marks = [device.mark_ready(parameter) for _ in range(2)]
     with cuda.stream(FakeStream(cuda, "branch")):
-        device.mark_ready()
-    device.pack([random(9)], layout, torch.float32)
-    assert ("wait for stream", "current", "branch") in cuda.log
-    assert kept == ["current"]
+        marks += [device.mark_ready(parameter) for _ in range(2)]
+        for mark in dict.fromkeys(marks):
+            device.wait(Stream.CURRENT, mark)
+    for mark in dict.fromkeys(marks):
+        device.wait(Stream.CURRENT, mark)
+    assert cuda.log == [("wait for stream", "branch", "current"), ("wait for stream", "current", "branch")]
+
+
+def test_gradient_on_the_host_has_an_event_of_its_own_which_sleeping_threads_wait_for(cuda: FakeCuda) -> None:
+    """Its copy may be under way on the stream that its hook runs on."""
+    device = FakeDevice(cuda)
+    device.reserve(HostNeeds(pending=1 << 12, largest=1 << 12))
+    parameter = nn.Parameter(device.host_empty(9, torch.float32))
+    with cuda.stream(FakeStream(cuda, "branch")):
+        first, second = (device.mark_ready(parameter) for _ in range(2))
+    assert first is not second
+    first.synchronize()
+    assert cuda.log == [("record", "branch"), ("record", "branch"), ("synchronize", "branch")]
+
+
+def test_gradients_whose_memory_may_be_another_stream_s_are_kept_until_they_are_packed(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where they were made on this one: FSDP2 reduces on one stream what it has allocated on another."""
+    device = FakeDevice(cuda)
+    kept: list[tuple[Tensor, str]] = []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda gradient, stream: kept.append((gradient, stream.name)))
+    gradients = [random(9), random(9)]
+    with cuda.stream(FakeStream(cuda, "branch")):
+        device.pack(gradients, layout_of([torch.zeros(9)] * 2, device), torch.float32)
+    assert [(id(gradient), name) for gradient, name in kept] == [(id(one), "branch") for one in gradients]
 
 
 def test_gradients_on_another_device_are_refused(cuda: FakeCuda) -> None:
@@ -358,7 +382,7 @@ def test_gradients_on_another_device_are_refused(cuda: FakeCuda) -> None:
         device.pack([torch.empty(9, device="meta")], layout_of([torch.zeros(9)], device), torch.float32)
 
 
-def test_kept_gradients_that_were_packed_on_another_stream_are_stepped_behind_it(
+def test_gradients_that_were_packed_on_another_stream_are_kept_until_they_are_stepped(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = FakeDevice(cuda)
@@ -366,13 +390,8 @@ def test_kept_gradients_that_were_packed_on_another_stream_are_stepped_behind_it
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda gradient, stream: kept.append(gradient))
     monkeypatch.setattr("superadam.devices.cuda.update", lambda *_: cuda.log.append(("update", cuda.now.name)))
     step = ResidentStep(random(3), random(3), random(3), None, random(3), random(3), 0)
-    device.mark_ready()
     device.update([step], [])
-    assert (cuda.log, kept) == ([("update", "current")], [])
-    with cuda.stream(FakeStream(cuda, "branch")):
-        device.mark_ready()
-    device.update([step], [])
-    assert cuda.log[1:] == [("wait for stream", "current", "branch"), ("update", "current")]
+    assert cuda.log == [("update", "current")]
     assert len(kept) == 1
     assert kept[0] is step.gradient
 
@@ -711,3 +730,43 @@ def test_a_thread_without_a_current_device_makes_no_context_elsewhere(gpu: str) 
     worker.drain()
     worker.close()
     assert seen == [device.device.index]
+
+
+@where_there_are("gpu", GPUS)
+def test_gradients_of_another_stream_are_packed_once_they_are_there_and_kept_until_then(gpu: str) -> None:
+    device, side = CudaDevice(gpu), torch.cuda.Stream(gpu)
+    parameter = nn.Parameter(torch.zeros(1 << 20, device=gpu))
+    layout = layout_of([parameter.data], device)
+    device.pack([parameter.data], layout, torch.float32)  # loads the kernels
+    with torch.cuda.device(gpu), torch.cuda.stream(side):
+        gradient = torch.zeros_like(parameter.data)
+        torch.cuda._sleep(1)
+        torch.cuda.synchronize()
+        torch.cuda._sleep(200_000_000)
+        gradient.add_(1)
+        made = device.mark_ready(parameter)
+    device.wait(Stream.CURRENT, made)
+    packed = device.pack([gradient], layout, torch.float32)
+    del gradient
+    with torch.cuda.device(gpu), torch.cuda.stream(side):
+        torch.full_like(parameter.data, 7.0)  # in the memory of the gradient, if that is free
+    assert (packed == 1).all()
+
+
+@where_there_are("gpu", GPUS)
+@pytest.mark.parametrize("kind", [PlainDevice, CudaDevice])
+def test_gradient_that_is_copied_to_the_host_is_there_once_it_was_waited_for(kind: type[Device], gpu: str) -> None:
+    """As FSDP2 copies it before torch 2.13, whatever hooks there are."""
+    device = CudaDevice(gpu) if kind is CudaDevice else PlainDevice()
+    source, parameter = torch.ones(1 << 24, device=gpu), nn.Parameter(torch.zeros(1 << 24).pin_memory())
+    with torch.cuda.device(gpu), torch.cuda.stream(torch.cuda.Stream(gpu)):
+        torch.cuda._sleep(1)
+        torch.cuda.synchronize()
+        gradient = torch.zeros(1 << 24).pin_memory()
+        torch.cuda._sleep(200_000_000)
+        gradient.copy_(source, non_blocking=True)
+        made = device.mark_ready(parameter)
+    assert made is not None
+    assert not made.query()
+    made.synchronize()
+    assert (gradient == 1).all()

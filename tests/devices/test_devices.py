@@ -81,6 +81,35 @@ def test_nothing_has_happened_before_somebody_waits() -> None:
     assert torch.equal(layout.views(there)[0], torch.full((3,), 2.0))
 
 
+@pytest.mark.parametrize("on_host", [False, True])
+def test_late_values_come_when_their_own_stream_has_passed(on_host: bool) -> None:
+    device, values = lazy(), torch.arange(12.0, dtype=torch.bfloat16).view(3, 4).t()
+    device.switch(2)
+    late = device.late(values, on_host=on_host)
+    parameter = nn.Parameter(torch.zeros(4, 3, dtype=torch.bfloat16))
+    mark = device.mark_ready(parameter)
+    device.switch(0)
+    assert late.isnan().all()
+    assert late.stride() == values.stride()
+    assert device.is_host(late) is on_host
+    assert mark is not None
+    device.wait(Stream.CURRENT, mark)
+    assert torch.equal(late, values)
+    del late
+    assert not device._host_blocks
+
+
+def test_late_values_that_were_dropped_go_nowhere() -> None:
+    device = lazy()
+    for numel in (0, 3):
+        late = device.late(torch.ones(numel), on_host=True)
+        assert late.shape == (numel,)
+        del late
+        assert not device._host_blocks
+    device.finish()
+    assert not any(device._streams.values())
+
+
 def test_scatter_comes_at_once_but_after_what_is_under_way_on_the_current_stream() -> None:
     device, layout = lazy(), layout_of(torch.zeros(3))
     packed = device.pack([torch.ones(3)], layout, torch.float32)

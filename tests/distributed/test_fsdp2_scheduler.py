@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.overlap import ThreadDevice
+from support.late_gradients import LateGradients, beside
+from support.overlap import ImmediateDevice, ThreadDevice
 from support.ranks import on_ranks
 from support.shards import ROUNDED, SHAPES, assert_same, local, parts_of, ways_to_shard, wrap
 from torch import Tensor, distributed, nn
+from torch.distributed import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
@@ -149,6 +151,48 @@ def test_ways_to_shard(rank: int, mesh: str) -> None:
         assert not overlaps or scheduler.statistics.buckets > 6
         found.append(parts_of(model, optimizer))
     assert_same(*found)
+
+
+def on_two_streams(rank: int, where: str | None, layers: int, micro_batches: int) -> list[Tensor]:
+    """Train layers with replicas beside layers without, whose gradients come late, each from its group's own stream."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(layers)]).to(torch.bfloat16)
+    meshes = [ways_to_shard("replicate")["mesh"], init_device_mesh("cpu", (2,))]
+    for position, layer in enumerate(model):
+        wrap([layer], mesh=meshes[position % 2])
+    wrap([model], mesh=meshes[1])
+    streams = SimulatedDevice(rank, 0.1)
+    group_of = {parameter: number for number, layer in enumerate(model) for parameter in layer.parameters()}
+    late = LateGradients(
+        streams,
+        model.parameters() if where else (),
+        lambda parameter: 1 + group_of[parameter] % 2 + 2 * micro,
+        lambda parameter: where == "host",
+    )
+    optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-2, max_grad_norm=LIMIT)
+    device: Device = beside(ImmediateDevice(), streams) if where == "host" else streams
+    with OffloadScheduler(optimizer, model, device=device, num_threads=1, bucket_numel=8, gpu_buckets=0) as scheduler:
+        for step in range(6):
+            for micro in range(micro_batches):
+                inputs = torch.randn(3, 8, generator=torch.Generator().manual_seed(10 * step + 2 * micro + rank))
+                (model(inputs.to(torch.bfloat16)) - 1).float().square().sum().backward()
+                if where == "device" or micro < micro_batches - 1:
+                    late.settle()
+            optimizer.step()
+            optimizer.zero_grad()
+            late.settle()
+        assert scheduler.statistics.buckets >= 6
+    return parts_of(model, optimizer)
+
+
+@pytest.mark.parametrize(("layers", "micro_batches"), [(4, 1), (4, 2), (1, 2)])
+@pytest.mark.parametrize("where", ["device", "host"])
+@on_ranks(2)
+def test_gradients_are_waited_for_on_the_stream_of_their_own_group(
+    rank: int, where: str, layers: int, micro_batches: int
+) -> None:
+    """Although they are taken in hooks of the next group, or of the next micro-batch."""
+    assert_same(*(on_two_streams(rank, one, layers, micro_batches) for one in (where, None)))
 
 
 PROGRAMS = ["accumulate", "scaler", "place", "edit", "checkpoint", "frozen"]

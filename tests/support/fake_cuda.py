@@ -29,7 +29,10 @@ REAL = {
 }
 METHODS = {
     name: getattr(torch.cuda, kind).__dict__[name]
-    for kind, names in (("Stream", ["wait_event", "wait_stream"]), ("Event", ["record", "query", "synchronize"]))
+    for kind, names in (
+        ("Stream", ["wait_event", "wait_stream", "query", "synchronize"]),
+        ("Event", ["record", "query", "synchronize"]),
+    )
     for name in names
 }
 
@@ -117,9 +120,17 @@ class FakeStream:
     def __init__(self, cuda: FakeCuda, name: str) -> None:
         self.cuda, self.name = cuda, name
 
-    @property
-    def cuda_stream(self) -> int:
-        return sum(map(ord, self.name))
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, FakeStream) and self.name == other.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def query(self) -> bool:
+        return self.cuda.events_pass
+
+    def synchronize(self) -> None:
+        self.cuda.log.append(("synchronize", self.name))
 
     def wait_stream(self, other: FakeStream) -> None:
         self.cuda.log.append(("wait for stream", self.name, other.name))
