@@ -17,9 +17,9 @@ from torch import Tensor
 
 from superadam.distributed import shards
 from superadam.host.mapped_files import MappedFiles
-from superadam.kernels.places import has_memory
 from superadam.kernels.dtypes import DTYPES
 from superadam.kernels.hyperparameters import Hyperparameters, described, number_of
+from superadam.kernels.places import has_memory
 from superadam.optim.entry import Encoded, Entry
 from superadam.state.parameter import ARRAYS, TENSORS, ParameterState
 
@@ -66,9 +66,9 @@ def read_step(value: object, name: str) -> int:
 
 def fitted_step(value: object, count: int) -> Tensor:
     """Return `value`, a step count, where it can go on counting in place, else a tensor as torch.optim.Adam has it."""
-    if isinstance(value, Tensor) and value.dtype in _COUNTING and value.layout is torch.strided:
-        if not value.is_inference() and has_memory(value):
-            return value
+    is_plain = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_inference()
+    if isinstance(value, Tensor) and is_plain and value.dtype in _COUNTING and has_memory(value):
+        return value
     dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
     return torch.tensor(float(count), dtype=dtype, device="cpu")
 
@@ -235,8 +235,8 @@ def check_arrays(state: ParameterState) -> None:
             continue
         if not (_is_dense(value, state.shape) and state.has_layout(value)):
             raise ValueError(
-                f"{key} of {state.name} is {_kind_of(value)}, expected floats of shape {tuple(state.shape)}, dense and in "
-                "memory; leave it as it is between steps"
+                f"{key} of {state.name} is {_kind_of(value)}, expected floats of shape {tuple(state.shape)}, dense and "
+                "in memory; leave it as it is between steps"
             )
 
 

@@ -247,7 +247,7 @@ def _shape_of(value: Any) -> object:
     return value.arrays[0].shape if isinstance(value, Encoded) else getattr(value, "shape", None)
 
 
-# ---- references: Python's and torch's, so that what shares memory with a tensor counts, too ---------------------------
+# ---- references: Python's and torch's, so that what shares memory with a tensor counts, too --------------------------
 
 _OURS = ("step", *TENSORS)
 _STEP, _STAND_IN, _NATIVE = 1, 2, 3

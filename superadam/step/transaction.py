@@ -22,8 +22,8 @@ from superadam.distributed.agreement import Question, Ranks, RanksNorm
 from superadam.handles.taken_gradient import FactorKind, TakenGradient
 from superadam.host.signals import deferred_signals
 from superadam.kernels import native
-from superadam.kernels.places import has_memory
 from superadam.kernels.hyperparameters import Hyperparameters, Scale
+from superadam.kernels.places import has_memory
 from superadam.kernels.torch_private import is_short_of_memory
 from superadam.state.norm import GradientNorm
 from superadam.state.parameter import ParameterState, Pending, Phase, Piece, Slot, pieces_of
@@ -355,10 +355,7 @@ class Transaction:
                 one.scale = Scale(clip)
             pending = one.pending
             is_fresh = (
-                pending is not None
-                and pending.slot is not None
-                and pending.hyper == one.hyper
-                and not pending.is_stale
+                pending is not None and pending.slot is not None and pending.hyper == one.hyper and not pending.is_stale
             )
             if pending is None or not is_fresh:
                 rest.append(one)

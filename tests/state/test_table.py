@@ -10,7 +10,6 @@ from support.visible import parameter, train
 
 from superadam import SpeculativeCPUAdam
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters, Scale
-from superadam.kernels.torch_private import storage_key, storage_use_count
 from superadam.state.delivery import SynchronousDelivery
 from superadam.state.parameter import ParameterState
 from superadam.state.table import CoefficientTable, ParameterTable

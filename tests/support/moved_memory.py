@@ -17,12 +17,12 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
+from support.visible import bits
 from torch import Tensor, nn
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam, SpeculativeCPUAdamW
 from superadam.kernels.places import has_memory
 from superadam.testing import SimulatedDevice
-from support.visible import bits
 
 STEPS = 5
 MOMENTS = ("before backward", "in a hook", "before the step", "after the step")
@@ -62,7 +62,9 @@ class Run:
     @property
     def text(self) -> list[str]:
         """What the program does, for messages."""
-        return [f"step {step}, {moment}: {action.name} of {name}.{key}" for step, moment, action, name, key in self.actions]
+        return [
+            f"step {step}, {moment}: {action.name} of {name}.{key}" for step, moment, action, name, key in self.actions
+        ]
 
     def act(self, step: int, moment: str) -> None:
         for at, when, action, name, key in self.actions:
