@@ -68,8 +68,8 @@ class Fingerprints:
     def had_memory(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Return of each of these rows whether it was at its place in the last `look`, or when remembered since."""
         known = self._known[rows]
-        found: npt.NDArray[np.bool_] = (known[:, ADDRESS] != 0) & (known[:, ADDRESS] != _NOWHERE)
-        return found & (known[:, STORAGE] != 0)
+        found: npt.NDArray[np.bool_] = (known[:, [ADDRESS, STORAGE]] != 0).all(axis=1) & (known[:, ADDRESS] != _NOWHERE)
+        return found
 
     def is_moved(self, row: int) -> bool:
         """Whether a parameter has moved, or changed its layout, now or in an earlier look."""

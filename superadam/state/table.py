@@ -150,7 +150,7 @@ class ParameterTable:
         self._arithmetic = np.array([piece.state.arithmetic for piece in self.pieces], np.int64)
         self._parameter_pointers = np.zeros(len(self.pieces), np.uint64)
         self.is_staged = np.array([piece.state.is_staged for piece in self.pieces], bool)
-        self._arrays: list[Tensor | None] = [None] * len(ARRAYS) * len(self.states)  # of all states, row by row
+        self._arrays: list[Tensor | None] = [None for _ in ARRAYS for _ in self.states]  # of all states, row by row
         self._places = places_of(self._arrays)  # when they were last bound
         self._known_masters = [(0, 0)] * len(self.states)  # version, and the step count from which it is as rounded
         for state in self.states:

@@ -215,7 +215,7 @@ def _reshape(change: Callable[[Tensor], Tensor]) -> Callable[[Run, Tensor, str],
     """Change a parameter and its state alike."""
 
     def do(run: Run, parameter: Tensor, key: str) -> None:
-        entry = run.optimizer.state[parameter] if parameter in run.optimizer.state else {}
+        entry = run.optimizer.state.get(parameter, {})
         if not all(has_memory(value) for value in entry.values() if isinstance(value, Tensor)):
             return
         parameter.data = change(parameter.data)
@@ -342,7 +342,7 @@ ACTIONS = [
 
 
 def difference(seed: int, setting: str) -> str | None:
-    """Return how a program with a scheduler, or in two parts, differs from the same one without; None if it does not."""
+    """Return how a program with a scheduler, or in two parts, differs from the one without; None if it does not."""
     run, plain = Run(seed, setting), Run(seed, "plain")
     for step, (ours, expected) in enumerate(zip(run.go(), plain.go(), strict=False)):
         if ours != expected:
