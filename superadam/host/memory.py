@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import resource
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Self
 
@@ -28,11 +31,7 @@ class HostMemory:
     @classmethod
     def of(cls, host: Host) -> Self:
         """Return the present values; raises OSError without /proc/meminfo, and ValueError where that lacks a line."""
-        lines = dict(line.split(":", 1) for line in host.read("/proc/meminfo").splitlines() if ":" in line)
-        missing = {"MemTotal", "MemAvailable"} - set(lines)
-        if missing:
-            raise ValueError(f"/proc/meminfo has no line {min(missing)}, expected one; mount the /proc of Linux there")
-        total, available = (int(lines[key].split()[0]) << 10 for key in ("MemTotal", "MemAvailable"))
+        total, available = _of_machine(host)
         groups = [found for group in groups_of(host, "memory") if (found := _limit_of(host, group)) is not None]
         limit = min([total, *(allowed for allowed, _ in groups)])
         return cls(total, limit, max(0, min([available, *(left for _, left in groups)])))
@@ -129,6 +128,43 @@ def require_memory(host: Host, needed: int, subject: str, remedy: str, *, missin
 
 
 @dataclass(frozen=True, slots=True)
+class Claim:
+    """Host memory that one of several processes is about to take at once.
+
+    Attributes:
+        size: bytes.
+        left: bytes that each limit leaves, counting all caches; one that processes share has one key in all of them.
+    """
+
+    size: int
+    left: Mapping[str, int]
+
+    @classmethod
+    def of(cls, host: Host, size: int) -> Self:
+        """Return the claim of this process."""
+        machine = host.read_or("/proc/sys/kernel/random/boot_id", os.uname().nodename)
+        left = {}
+        with suppress(OSError, ValueError):  # then it is unknown
+            left[machine] = _of_machine(host)[1]
+            for group in groups_of(host, "memory"):
+                if (found := _limit_of(host, group, caches=("inactive_file", "active_file"))) is not None:
+                    left[f"{machine} {host.path(group.directory).stat().st_ino}"] = found[1]
+        return cls(size, left)
+
+    def check(self, claims: Sequence[Claim]) -> None:
+        """Raise MemoryError where a limit leaves less than all processes take for which it holds.
+
+        Args:
+            claims: of all processes, this one included.
+        """
+        for key, left in self.left.items():
+            together = sum(claim.size for claim in claims if key in claim.left)
+            if together > left:
+                beside = f"with those of other ranks {gigabytes(together)}, " if together > self.size else ""
+                raise MemoryError(f"{beside}of which {gigabytes(max(0, left))} are left")
+
+
+@dataclass(frozen=True, slots=True)
 class _Announced:
     """Bytes of host memory that another process needs, and those of them that it has not allocated yet, about."""
 
@@ -175,15 +211,24 @@ def lockable_bytes() -> int | None:
     return None if limit == resource.RLIM_INFINITY else limit
 
 
-def _limit_of(host: Host, group: Group) -> tuple[int, int] | None:
-    """Return a group's limit and what it leaves, counting file cache that can be dropped; None without a limit."""
+def _of_machine(host: Host) -> tuple[int, int]:
+    """Return the machine's total and available bytes; raises as `HostMemory.of`."""
+    lines = dict(line.split(":", 1) for line in host.read("/proc/meminfo").splitlines() if ":" in line)
+    missing = {"MemTotal", "MemAvailable"} - set(lines)
+    if missing:
+        raise ValueError(f"/proc/meminfo has no line {min(missing)}, expected one; mount the /proc of Linux there")
+    return int(lines["MemTotal"].split()[0]) << 10, int(lines["MemAvailable"].split()[0]) << 10
+
+
+def _limit_of(host: Host, group: Group, caches: Sequence[str] = ("inactive_file",)) -> tuple[int, int] | None:
+    """Return a group's limit and what it leaves, counting these file caches; None without a limit."""
     if group.version == 2:
-        names = ("memory.max", "memory.current", "inactive_file")
+        names, prefix = ("memory.max", "memory.current"), ""
     else:
-        names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        names, prefix = ("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_"
     limit = host.read_or(f"{group.directory}/{names[0]}", "max")
     if not limit.isdecimal() or int(limit) > UNLIMITED:
         return None
     used = int(host.read_or(f"{group.directory}/{names[1]}", "0"))
     counts = dict(line.split() for line in host.read_or(f"{group.directory}/memory.stat", "").splitlines())
-    return int(limit), int(limit) - used + int(counts.get(names[2], "0"))
+    return int(limit), int(limit) - used + sum(int(counts.get(prefix + cache, "0")) for cache in caches)

@@ -5,57 +5,45 @@ The digests find damage, not malice: DCP's metadata is a pickle, so load only ch
 
 from __future__ import annotations
 
-import io
 import os
-import pickle
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-)
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.state_dict import set_model_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.optim import Optimizer
 
 from superadam.host.files import synchronize
+from superadam.host.machine import Host
+from superadam.host.memory import Claim, gigabytes
 from superadam.host.signals import deferred_signals
-from superadam.integrations import background_save, checkpoint_folder
+from superadam.integrations import background_save, checkpoint_contents, checkpoint_folder, checkpoint_tensors
 from superadam.integrations.background_save import wait
 from superadam.integrations.checkpoint_folder import CheckpointError
-from superadam.optim.adam import SpeculativeCPUAdam
+from superadam.integrations.checkpoint_ranks import CheckpointRanks
+from superadam.kernels.torch_private import is_short_of_memory
+from superadam.optim.adam import SpeculativeCPUAdam, untracked
 from superadam.optim.entry import Encoded
-from superadam.state.snapshot import ChangedError, Snapshot
 
 __all__ = ["CheckpointError", "latest", "load", "save", "wait"]
 
-_VALUES = "values.pt"  # what is no tensor, and `extra`
-
-_NO_OBJECTS = "extra or a parameter group holds an object, expected numbers, strings, lists, dicts and tensors"
-
 _SHARED = ": choose another folder that all ranks share"
-
-_T = TypeVar("_T")
 
 _descent: WeakKeyDictionary[Optimizer, set[str | None]] = WeakKeyDictionary()
 """States of folders, of which the newest checkpoint was loaded into an optimizer or saved from it."""
+
+_copy_memory = checkpoint_tensors.CopyMemory()
 
 _last_seen: dict[Path, str | None] = {}
 """State of each folder when it was last asked for its newest checkpoint, or received it, in this process.
@@ -79,7 +67,9 @@ def latest(folder: str | os.PathLike[str], *, process_group: dist.ProcessGroup |
             other one that is intact, for `load` to go back to.
     """
     background_save.wait()
-    ranks = _Ranks(process_group, f"cannot continue or begin a run in {folder}", _SHARED, "nothing was changed")
+    ranks = CheckpointRanks(
+        process_group, f"cannot continue or begin a run in {folder}", _SHARED, "nothing was changed"
+    )
     with ExitStack() as stack:
 
         def look() -> tuple[Path, checkpoint_folder.CheckpointFolder, Path]:
@@ -95,6 +85,7 @@ def latest(folder: str | os.PathLike[str], *, process_group: dist.ProcessGroup |
     return None if there.state is None else there.newest
 
 
+@untracked
 def save(
     folder: str | os.PathLike[str],
     model: nn.Module,
@@ -104,7 +95,6 @@ def save(
     keep: int = 2,
     process_group: dist.ProcessGroup | None = None,
     wait: bool = True,
-    copy_bytes: int = 4 << 30,
 ) -> Path:
     """Save model and optimizer as the newest checkpoint in `folder`, then delete older ones; every rank calls this.
 
@@ -116,124 +106,40 @@ def save(
         extra: numbers, strings, lists, dicts and tensors, which `load` returns; that of rank 0 is stored.
         keep: number of checkpoints to keep, at least 1, the new one included.
         process_group: the ranks that save; all by default.
-        wait: if False, return when the checkpoint is determined, and write it beside training, which has the same bits.
-            The next `save` or `load`, `wait()` and the end of the interpreter wait until it is whole, or raise the
-            CheckpointError with which it failed. Writes to parameters or state other than the optimizer's can make it
-            fail.
-        copy_bytes: without `wait`, the most host memory in bytes, on each rank, for copies of what training changes
-            before it was written. Where that is full, a step waits for the writer. The largest shard of a tensor, twice
-            while it is being rounded, is taken in addition, and buffers, step counts and `extra` are copied at once.
+        wait: if False, return when all that this rank writes was copied into host memory, which the next such save uses
+            again, and write that beside training. The next `save` or `load`, `wait()` and the end of the interpreter
+            wait until the checkpoint is whole, or raise the CheckpointError with which it failed.
 
     Returns:
         The checkpoint's own folder; without `wait`, None of it can be read yet.
 
     Raises:
-        CheckpointError: saving failed on some rank; what was saved before is as it was.
+        CheckpointError: saving failed on some rank, or it has no memory for the copies; what was saved before is as it
+            was.
     """
-    with nullcontext() if wait else background_save.beginning, ExitStack() as stack:
+    with (
+        nullcontext() if wait else background_save.beginning,
+        _counted_steps(optimizer) as steps,
+        ExitStack() as stack,
+    ):
         background_save.wait()
         group = process_group if wait else background_save.group_beside(process_group)
-        ranks = _Ranks(
+        ranks = CheckpointRanks(
             group,
             f"cannot save a checkpoint to {folder}",
             f": free some space, or {_SHARED.removeprefix(': ')}",
             "earlier ones are as they were",
         )
-        snapshot: Snapshot | None = None
-        steps = _count_steps(optimizer, stack)
-        made = 0
-
-        def begin() -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
-            nonlocal snapshot, made
-            if type(keep) is not int or keep < 1:
-                raise CheckpointError(f"keep is {keep!r}, expected a whole number of at least 1")
-            if type(copy_bytes) is not int or copy_bytes < 0:
-                raise CheckpointError(f"copy_bytes is {copy_bytes!r}, expected a whole number of at least 0")
-            with optimizer._lock if isinstance(optimizer, SpeculativeCPUAdam) else nullcontext():
-                if isinstance(optimizer, SpeculativeCPUAdam):
-                    optimizer._adopt_sampled_writes()
-                made = steps()
-                tensors, values = _contents(model, optimizer)
-                values["extra"] = extra if ranks.rank == 0 else None
-                if not wait:
-                    values = _copy_of(values)
-                if not wait or any(isinstance(tensor, Encoded) for tensor in tensors.values()):
-                    snapshot = background_save.snapshot_of(
-                        tensors, _named_parameters(optimizer, values), model, optimizer, copy_bytes
-                    )
-                    stack.callback(snapshot.release if wait else background_save.attach(snapshot, optimizer))
-                described = {name: _described(tensor, snapshot) for name, tensor in tensors.items()}
-            path = Path(folder).absolute()
-            states = _descent.setdefault(optimizer, set())
-            return checkpoint_folder.begin(path, stack, states) if ranks.rank == 0 else path, described, values
-
-        path, tensors, values = ranks.run(begin)
-        part = ranks.gather(path)[0]
-        ranks.require_shared(part)
-
-        writer: FileSystemWriter
-        if snapshot is None:
-            writer, planner = FileSystemWriter(part, overwrite=False, sync_files=False), DefaultSavePlanner()
-        else:
-            writer = background_save.SnapshotWriter(part, snapshot)
-            planner = writer.planner
-        plan, metadata = _plan(ranks, tensors, writer, planner)
-
-        def write() -> tuple[list[WriteResult], checkpoint_folder.Files]:
-            try:
-                written = writer.write_data(plan, planner)
-                written.wait()
-                if snapshot is not None:
-                    snapshot.finish()
-                if wait and steps() != made:
-                    raise CheckpointError("another thread has made a step meanwhile: save from the one that trains")
-            finally:
-                if snapshot is not None:
-                    snapshot.release()  # no step waits for other ranks
-            own = [part / name for name in os.listdir(part) if name.startswith(f"__{ranks.rank}_")]
-            return written.value(), _digests(own)
-
-        def publish(every: list[tuple[list[WriteResult], checkpoint_folder.Files]]) -> tuple[Path, str | None]:
-            if metadata is None:
-                return part, None
-            writer.finish(metadata, [results for results, _ in every])
-            _write_values(part, values)
-            files = _digests([part / _VALUES, part / ".metadata"])
-            for _, share in every:
-                files.update(share)
-            path = checkpoint_folder.publish(part, files, ranks.size, keep, _descent[optimizer])
-            return path, checkpoint_folder.look(path.parent).state
-
-        def finish(stack: ExitStack) -> Path:
-            with stack:
-                every = ranks.collect(ranks.run(write))
-                path, state = ranks.gather(ranks.run(lambda: publish(every)))[0]
-            _descent[optimizer].add(state)
-            _last_seen[path.parent.resolve()] = state
-            return path
-
-        with deferred_signals():  # Ctrl-C leaves no snapshot behind that nobody writes
-            rest = stack.pop_all()
-            if not wait:
-                are_agreed: Future[bool] = Future()  # all ranks have a thread, which until then sends nothing
-
-                def start() -> None:
-                    try:
-                        background_save.start(lambda: finish(rest) if are_agreed.result() else rest.close())
-                    except RuntimeError as error:
-                        raise CheckpointError(f"{error}; pass wait=True, or end some threads") from error
-
-                try:
-                    ranks.run(start)
-                except BaseException:
-                    are_agreed.set_result(False)
-                    rest.close()
-                    background_save.wait()
-                    raise
-                are_agreed.set_result(True)
-    return finish(rest) if wait else checkpoint_folder.published(part)
+        checkpoint = _NewCheckpoint(ranks, optimizer, steps, keep, stack, is_copied=not wait)
+        checkpoint.begin(Path(folder).absolute(), model, extra)
+        checkpoint.plan()
+        if wait:
+            return checkpoint.finish()
+        checkpoint.copy()
+        return checkpoint.finish_beside()
 
 
+@untracked
 def load(
     folder: str | os.PathLike[str],
     model: nn.Module,
@@ -256,7 +162,7 @@ def load(
             raised, or another rank, it says that a part was loaded.
     """
     background_save.wait()
-    ranks = _Ranks(process_group, f"cannot load a checkpoint from {folder}", "", "nothing was loaded")
+    ranks = CheckpointRanks(process_group, f"cannot load a checkpoint from {folder}", "", "nothing was loaded")
     located = ranks.gather(ranks.run(lambda: checkpoint_folder.locate(Path(folder).absolute())))
     parent, there, is_newest = located[0]
     path = there.newest
@@ -264,8 +170,8 @@ def load(
     _verify(ranks, there)
 
     def prepare() -> tuple[dict[str, Tensor], dict[str, Any]]:
-        values = _read_values(path)
-        return _template(FileSystemReader(path), model, optimizer, values), values
+        values = checkpoint_contents.read_values(path)
+        return checkpoint_contents.template_of(FileSystemReader(path), model, optimizer, values), values
 
     tensors, values = ranks.run(prepare)
 
@@ -275,7 +181,7 @@ def load(
             state_dict_loader.load(tensors, storage_reader=FileSystemReader(path), process_group=process_group)
 
     ranks.run(read)
-    state, model_state = _split(model, optimizer, tensors, values)
+    state, model_state = checkpoint_contents.split(model, optimizer, tensors, values)
     begun: list[bool] = []
 
     def restore() -> None:
@@ -294,7 +200,7 @@ def load(
     return values["extra"]
 
 
-def _verify(ranks: _Ranks, there: checkpoint_folder.CheckpointFolder) -> None:
+def _verify(ranks: CheckpointRanks, there: checkpoint_folder.CheckpointFolder) -> None:
     """Raise CheckpointError, which names the newest intact other checkpoint, unless the newest one is intact."""
 
     def fault_of(path: Path, digest: str | None) -> str | None:
@@ -307,123 +213,172 @@ def _verify(ranks: _Ranks, there: checkpoint_folder.CheckpointFolder) -> None:
         raise CheckpointError(f"{ranks.failure}: {fault}; {ranks.outcome}: {advice}")
 
 
-class _Ranks:
-    """The ranks that save or load together, of which all fail if one does; a single one without torch.distributed."""
+class _NewCheckpoint:
+    """A checkpoint that is being saved, stage by stage; each raises CheckpointError on all ranks if it fails on one.
 
-    def __init__(self, group: dist.ProcessGroup | None, failure: str, advice: str, outcome: str) -> None:
-        self.group, self.failure, self.advice, self.outcome = group, failure, advice, outcome
-        self.are_several = dist.is_available() and dist.is_initialized()
-        self.rank = dist.get_rank(group) if self.are_several else 0
-        self.size = dist.get_world_size(group) if self.are_several else 1
-
-    def gather(self, value: _T) -> list[_T]:
-        """Return the values of all ranks, in their order."""
-        values = [value] * self.size
-        if self.are_several:
-            dist.all_gather_object(values, value, group=self.group)
-        return values
-
-    def collect(self, value: _T) -> list[_T]:
-        """Return the values of all ranks, in their order, on rank 0; nothing on the others."""
-        values = [value] * (self.size if self.rank == 0 else 0)
-        if self.are_several:
-            dist.gather_object(value, values or None, group=self.group, group_dst=0)
-        return values
-
-    def scatter(self, values: list[_T]) -> _T:
-        """Return the value for this rank of those that rank 0 has, in the order of ranks."""
-        value = values[:1]
-        if self.are_several:
-            value = value or [None]  # type: ignore[list-item]
-            dist.scatter_object_list(value, values or None, group=self.group, group_src=0)
-        return value[0]
-
-    def require_shared(self, path: Path) -> str | None:
-        """Return what rank 0 sees at a path of a folder of checkpoints.
-
-        Raises CheckpointError where another rank sees something else.
-        """
-        sights: list[str | None] = [None]
-        fault = self.fault(lambda: sights.insert(0, checkpoint_folder.sight(path)))
-        seen = self.gather(sights[0])
-        strangers = [rank for rank, sight in enumerate(seen) if sight != seen[0]]
-        if fault is None and not strangers and seen[0] not in (None, path.name):  # folders may hold copies of it
-            strangers = self._without_marker(path.parent)
-        if fault is None and strangers:
-            there = f"{path.parent} is another folder on ranks {strangers} than on rank 0"
-            fault = f"{there}: choose one that all ranks share"
-        if fault is not None:
-            raise CheckpointError(f"{self.failure}: {fault}; {self.outcome}")
-        return seen[0]
-
-    def _without_marker(self, folder: Path) -> list[int]:
-        """Return the ranks that do not see a file that rank 0 makes; none where it can make none."""
-        if self.size == 1:
-            return []
-        with ExitStack() as stack:
-            name: str | None = None
-            if self.rank == 0:
-                with suppress(OSError):  # one may load where one cannot write
-                    marker = stack.enter_context(
-                        tempfile.NamedTemporaryFile(prefix=checkpoint_folder.MARKER, dir=folder)
-                    )
-                    name = os.path.basename(marker.name)
-            name = self.gather(name)[0]
-            found = self.gather(name is None or os.path.exists(folder / name))
-        self.gather(None)  # nobody goes on before it is removed
-        return [rank for rank, is_there in enumerate(found) if not is_there]
-
-    def run(self, work: Callable[[], _T]) -> _T:
-        """Return what `work` returns, or raise CheckpointError on every rank if it raised on one."""
-        results: list[_T] = []
-        fault = self.fault(lambda: results.append(work()))
-        if fault is not None:
-            raise CheckpointError(f"{self.failure}: {fault}; {self.outcome}")
-        return results[0]
-
-    def fault(self, work: Callable[[], object]) -> str | None:
-        """Return, on every rank, what `work` raised on the first one on which it did."""
-        fault, rank = None, self.rank
-        cause: BaseException | None = None
-        try:
-            work()
-        except BaseException as error:  # Ctrl-C, too: the others wait for this rank
-            cause = error
-            if isinstance(error, CheckpointException):  # of DCP, the same on every rank
-                rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
-            place = f" (on rank {rank})" if self.size > 1 else ""
-            fault = f"{cause}{place}"
-            if not isinstance(cause, CheckpointError | ChangedError):
-                fault = f"{type(cause).__name__}: {(str(cause).splitlines() or [''])[0]}{place}{self.advice}"
-        faults = self.gather(fault)
-        if cause is not None and rank == self.rank and not isinstance(cause, Exception):
-            raise cause
-        return next(filter(None, faults), None)
-
-
-def _plan(
-    ranks: _Ranks, tensors: dict[str, Tensor], writer: FileSystemWriter, planner: SavePlanner
-) -> tuple[SavePlan, Metadata | None]:
-    """Return what this rank is to write, and on rank 0 DCP's description of the checkpoint.
-
-    DCP's own `save` would agree on it while it writes, and where the process group is destroyed meanwhile, each rank
-    would write as if it were alone.
+    Args:
+        steps: counts those of the optimizer, until `save` returns.
+        stack: when it ends, the checkpoint was published, or nothing is left of it.
+        is_copied: whether training goes on before it is written.
     """
 
-    def plan_of_rank() -> SavePlan:
-        planner.set_up_planner(tensors, writer.storage_meta(), ranks.rank == 0)
-        writer.set_up_storage_writer(ranks.rank == 0)
-        return writer.prepare_local_plan(planner.create_local_plan())
+    def __init__(
+        self,
+        ranks: CheckpointRanks,
+        optimizer: Optimizer,
+        steps: Callable[[], int],
+        keep: int,
+        stack: ExitStack,
+        *,
+        is_copied: bool,
+    ) -> None:
+        self._ranks, self._optimizer, self._steps, self._keep, self._stack = ranks, optimizer, steps, keep, stack
+        self._is_copied = is_copied
 
-    def plan_of_all() -> tuple[list[SavePlan], Metadata | None]:
-        if not plans:
-            return [], None
-        every, metadata = planner.create_global_plan(plans)
-        return writer.prepare_global_plan(every), metadata
+    def begin(self, folder: Path, model: nn.Module, extra: object) -> None:
+        """Determine what is saved, and make the folder that it is written to."""
 
-    plans = ranks.collect(ranks.run(plan_of_rank))
-    every, metadata = ranks.run(plan_of_all)
-    return planner.finish_plan(ranks.scatter(every)), metadata
+        def begin() -> Path:
+            if type(self._keep) is not int or self._keep < 1:
+                raise CheckpointError(f"keep is {self._keep!r}, expected a whole number of at least 1")
+            with self._lock():
+                if isinstance(self._optimizer, SpeculativeCPUAdam):
+                    self._optimizer._adopt_sampled_writes()
+                self._steps_made = self._steps()
+                self._tensors, self._values = checkpoint_contents.contents_of(model, self._optimizer)
+                self._values["extra"] = extra if self._ranks.rank == 0 else None
+                if self._is_copied:
+                    self._values = checkpoint_contents.copy_of_values(self._values)
+            self._states = _descent.setdefault(self._optimizer, set())
+            return checkpoint_folder.begin(folder, self._stack, self._states) if self._ranks.rank == 0 else folder
+
+        self._part = self._ranks.gather(self._ranks.run(begin))[0]
+        self._ranks.require_shared(self._part)
+
+    def plan(self) -> None:
+        """Agree on what each rank writes.
+
+        DCP's own `save` would agree on it while it writes, and where the process group is destroyed meanwhile, each
+        rank would write as if it were alone.
+        """
+        is_first = self._ranks.rank == 0
+        planner = self._planner = checkpoint_tensors.Planner()
+        writer = self._writer = FileSystemWriter(self._part, overwrite=False, sync_files=False)
+        if self._is_copied or any(isinstance(tensor, Encoded) for tensor in self._tensors.values()):
+            writer.per_thread_copy_ahead = 0  # the planner makes tensors one after the other
+
+        def plan_of_rank() -> SavePlan:
+            planner.set_up_planner(self._tensors, writer.storage_meta(), is_first)
+            writer.set_up_storage_writer(is_first)
+            return writer.prepare_local_plan(planner.create_local_plan())
+
+        def plan_of_all() -> tuple[list[SavePlan], Metadata | None]:
+            if not is_first:
+                return [], None
+            every, metadata = planner.create_global_plan(plans)
+            return writer.prepare_global_plan(every), metadata
+
+        plans = self._ranks.collect(self._ranks.run(plan_of_rank))
+        every, self._metadata = self._ranks.run(plan_of_all)
+        self._plan = planner.finish_plan(self._ranks.scatter(every))
+
+    def copy(self) -> None:
+        """Copy what this rank writes into memory that nothing else reaches."""
+
+        def claim() -> Claim:
+            self._to_copy = checkpoint_tensors.values_to_copy(
+                self._tensors,
+                checkpoint_contents.masters_of(self._tensors, self._values, self._optimizer),
+                {item.index.fqn for item in self._plan.items},
+            )
+            return Claim.of(Host(), checkpoint_tensors.bytes_of_copies(self._to_copy))
+
+        own = self._ranks.run(claim)
+        claims = self._ranks.gather(own)
+
+        def copy() -> None:
+            with self._lock():
+                try:
+                    own.check(claims)
+                    self._stack.callback(_copy_memory.rest)
+                    self._planner.read_from(checkpoint_tensors.copies_of(self._to_copy, _copy_memory))
+                except Exception as error:
+                    if not is_short_of_memory(error):
+                        raise
+                    reason = error if isinstance(error, MemoryError) else "which the system does not give"
+                    raise CheckpointError(
+                        f"copies of what it writes take {gigabytes(own.size)} of host memory, {reason}: pass "
+                        "wait=True, which makes none, or free some memory"
+                    ) from error
+                self._require_no_step()
+
+        self._ranks.run(copy)
+        del self._tensors, self._to_copy, self._optimizer, self._steps  # nothing of training is kept
+
+    def finish(self) -> Path:
+        """Write, and publish what all ranks have written; return the checkpoint's own folder."""
+        every = self._ranks.collect(self._ranks.run(self._write))
+        path, state = self._ranks.gather(self._ranks.run(lambda: self._publish(every)))[0]
+        self._states.add(state)
+        _last_seen[path.parent.resolve()] = state
+        return path
+
+    def finish_beside(self) -> Path:
+        """Let a thread finish, on all ranks or on none; return the folder that the checkpoint will have."""
+        are_agreed: Future[bool] = Future()  # that all ranks have a thread, which until then sends nothing
+
+        def work() -> None:
+            if are_agreed.result():
+                with rest:
+                    self.finish()
+
+        def start() -> None:
+            try:
+                background_save.start(work)
+            except RuntimeError as error:
+                raise CheckpointError(f"{error}; pass wait=True, or end some threads") from error
+
+        with deferred_signals():  # Ctrl-C leaves no part of a checkpoint behind that nobody writes
+            rest = self._stack.pop_all()
+            try:
+                self._ranks.run(start)
+            except BaseException:
+                are_agreed.set_result(False)
+                background_save.wait()
+                rest.close()
+                raise
+            are_agreed.set_result(True)
+        return checkpoint_folder.published(self._part)
+
+    def _write(self) -> tuple[list[WriteResult], checkpoint_folder.Files]:
+        """Write this rank's files; return what DCP says of them, and their digests."""
+        written = self._writer.write_data(self._plan, self._planner)
+        written.wait()
+        checkpoint_tensors.require_whole(self._plan, written.value())
+        if not self._is_copied:
+            self._require_no_step()
+        own = [self._part / name for name in os.listdir(self._part) if name.startswith(f"__{self._ranks.rank}_")]
+        return written.value(), _digests(own)
+
+    def _publish(self, every: list[tuple[list[WriteResult], checkpoint_folder.Files]]) -> tuple[Path, str | None]:
+        """Publish, on rank 0, what all ranks have written; return the checkpoint's folder and its parent's state."""
+        if self._metadata is None:
+            return self._part, None
+        self._writer.finish(self._metadata, [results for results, _ in every])
+        checkpoint_contents.write_values(self._part, self._values)
+        files = _digests([self._part / checkpoint_contents.VALUES, self._part / ".metadata"])
+        for _, share in every:
+            files.update(share)
+        path = checkpoint_folder.publish(self._part, files, self._ranks.size, self._keep, self._states)
+        return path, checkpoint_folder.look(path.parent).state
+
+    def _lock(self) -> AbstractContextManager[object]:
+        """Return what is held while state is read; no other thread makes a step of our optimizer meanwhile."""
+        return self._optimizer._lock if isinstance(self._optimizer, SpeculativeCPUAdam) else nullcontext()
+
+    def _require_no_step(self) -> None:
+        if self._steps() != self._steps_made:
+            raise CheckpointError("another thread has made a step meanwhile: save from the one that trains")
 
 
 def _digests(paths: list[Path]) -> checkpoint_folder.Files:
@@ -433,147 +388,15 @@ def _digests(paths: list[Path]) -> checkpoint_folder.Files:
     return {path.name: (path.stat().st_size, checkpoint_folder.sha256(path)) for path in paths}
 
 
-def _write_values(path: Path, values: dict[str, Any]) -> None:
-    try:
-        torch.save(values, path / _VALUES)
-        _read_values(path)  # what load() would refuse
-    except (pickle.PickleError, AttributeError, TypeError):
-        raise CheckpointError(_NO_OBJECTS) from None
-
-
-def _copy_of(values: dict[str, Any]) -> dict[str, Any]:
-    memory = io.BytesIO()
-    try:
-        torch.save(values, memory)
-        memory.seek(0)
-        copied: dict[str, Any] = torch.load(memory, map_location="cpu", weights_only=True)
-    except (pickle.PickleError, AttributeError, TypeError):
-        raise CheckpointError(_NO_OBJECTS) from None
-    return copied
-
-
-def _read_values(path: Path) -> Any:
-    return torch.load(path / _VALUES, map_location="cpu", weights_only=True)
-
-
-def _named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Return the optimizer's state dict with the parameters' names in the model.
-
-    torch would make a step with zero gradients to create state where there is none; an empty entry prevents that.
-    """
-    for module in model.modules():
-        if isinstance(module, FullyShardedDataParallel):
-            raise CheckpointError("the model is wrapped in FullyShardedDataParallel, expected fully_shard")
-        if isinstance(module, FSDPModule):
-            module.reshard()  # after an evaluation, its parameters may not be those of the optimizer
-    if not {*_parameters(optimizer)} <= {*model.parameters()}:
-        raise CheckpointError("the optimizer has parameters that the model lacks, expected the model's own")
-    state, first = optimizer.state, next(_parameters(optimizer), None)
-    if first is None:
-        return {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]}
-    is_new = not state
-    if is_new:
-        state[first] = {}
-    try:
-        with optimizer._encoded() if isinstance(optimizer, SpeculativeCPUAdam) else nullcontext():
-            named: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
-    finally:
-        if is_new:
-            del state[first]
-    return {**named, "state": {name: entry for name, entry in named["state"].items() if entry}}
-
-
-def _count_steps(optimizer: Optimizer, stack: ExitStack) -> Callable[[], int]:
-    """Return what counts the steps of an optimizer, of torch's those begun from now on, until the stack is closed."""
+@contextmanager
+def _counted_steps(optimizer: Optimizer) -> Iterator[Callable[[], int]]:
+    """Give what counts the steps of an optimizer; of torch's those that begin inside."""
     if isinstance(optimizer, SpeculativeCPUAdam):
-        return lambda: optimizer.statistics.steps
+        yield lambda: optimizer.statistics.steps
+        return
     begun: list[None] = []
-    stack.callback(optimizer.register_step_pre_hook(lambda *_: begun.append(None)).remove)
-    return lambda: len(begun)
-
-
-def _described(tensor: Tensor | Encoded, snapshot: Snapshot | None) -> Tensor:
-    """Return what tells DCP of a tensor: itself, or where a snapshot has its values, no reference to the state."""
-    if isinstance(tensor, Encoded):
-        return tensor.whole(tensor.like)
-    return tensor if snapshot is None else tensor.detach()
-
-
-def _contents(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tensor | Encoded], dict[str, Any]]:
-    named = _named_state(model, optimizer)
-    flat = {f"model.{name}": value for name, value in get_model_state_dict(model).items()}
-    for name, entry in named["state"].items():
-        flat.update({f"optimizer.{name}.{key}": value for key, value in entry.items()})
-    tensors: dict[str, Tensor | Encoded] = {
-        name: value for name, value in flat.items() if isinstance(value, Tensor | Encoded)
-    }
-    others = {name: value for name, value in flat.items() if name not in tensors}
-    return tensors, {"others": others, "param_groups": named["param_groups"]}
-
-
-def _template(
-    reader: FileSystemReader, model: nn.Module, optimizer: Optimizer, values: dict[str, Any]
-) -> dict[str, Tensor]:
-    """Return host tensors for all in a checkpoint, sharded as the parameters are now.
-
-    The file decides what state there is: a parameter without gradients has none, and torch's AdamW has no masters.
-    Raises CheckpointError where it is of another model or other parameter groups.
-    """
-    groups = _named_state(model, optimizer)["param_groups"]
-    if [sorted(group["params"]) for group in groups] != [sorted(group["params"]) for group in values["param_groups"]]:
-        raise CheckpointError("it has other parameter groups than the optimizer, expected one of the same model")
-    parameters = _named_parameters(optimizer, {"param_groups": groups})
-    state = {f"model.{name}": value for name, value in get_model_state_dict(model).items()}
-    present = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-    saved: dict[str, Any] = reader.read_metadata().state_dict_metadata
-    found = {name: (tuple(entry.size), entry.properties.dtype) for name, entry in saved.items()}
-    expected = {name: (tuple(value.shape), value.dtype) for name, value in present.items()}
-    differing = expected.items() ^ {(name, kind) for name, kind in found.items() if name.startswith("model.")}
-    if differing:
-        name = min(name for name, _ in differing)
-        kinds = (some.get(name, "absent") for some in (found, expected))
-        raise CheckpointError("{} is {} in it, expected {} as in the model".format(name.partition(".")[2], *kinds))
-    others = {name for name in values["others"] if name.startswith("model.")}
-    for name in sorted(others ^ (state.keys() - present.keys())):
-        there, here = ("present", "absent") if name in others else ("absent", "present")
-        raise CheckpointError(f"{name.partition('.')[2]} is {there} in it, expected {here} as in the model")
-    template = {}
-    for name, (shape, dtype) in found.items():
-        parameter, _, _ = name.removeprefix("optimizer.").rpartition(".")
-        like = present[name] if name in present else parameters[parameter]
-        if like.shape != shape:  # as that of step
-            like = torch.empty(shape, device="cpu")
-        template[name] = torch.empty_like(like, dtype=dtype, device="cpu", requires_grad=False)
-    return template
-
-
-def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
-
-
-def _named_parameters(optimizer: Optimizer, values: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the optimizer's parameters by the names that `param_groups` of what is saved give them."""
-    names = (name for group in values["param_groups"] for name in group["params"])
-    return dict(zip(names, _parameters(optimizer), strict=True))
-
-
-def _split(
-    model: nn.Module, optimizer: Optimizer, tensors: dict[str, Tensor], values: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what was read as the optimizer's state and as the model's; for torch's Adam without masters.
-
-    torch's own way would make a step with zero gradients, and drop the state of frozen parameters.
-    """
-    state: dict[str, dict[str, Any]] = {}
-    model_state: dict[str, Any] = {}
-    for name, value in (tensors | values["others"]).items():
-        kind, _, name = name.partition(".")
-        parameter, _, key = name.rpartition(".")
-        if kind == "model":
-            model_state[name] = value
-        elif key != "master" or not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
-            state.setdefault(parameter, {})[key] = value
-    present = _named_state(model, optimizer)["param_groups"]
-    pairs = zip(present, values["param_groups"], strict=True)
-    groups = [{**now, **saved, "params": now["params"]} for now, saved in pairs]
-    return {"state": state, "param_groups": groups}, model_state
+    hook = optimizer.register_step_pre_hook(lambda *_: begun.append(None))
+    try:
+        yield lambda: len(begun)
+    finally:
+        hook.remove()

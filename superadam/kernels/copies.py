@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from superadam.kernels import native
 from superadam.kernels.torch_private import foreach_copy_, is_short_of_memory
@@ -40,10 +41,10 @@ def copy_one(target: Tensor, source: Tensor, non_blocking: bool = False) -> None
             copy_one(target.select(outermost, index), source.select(outermost, index), non_blocking)
 
 
-def copy_beside(targets: Sequence[Tensor], sources: Sequence[Tensor], *, threads: int | None = None) -> None:
-    """Copy each source into a dense target on the CPU, in one call where that can be, as in the way of other threads.
+def copy_beside(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each source into a dense target on the CPU, in one call where that can be.
 
-    torch's threads spin while they wait for a core that another thread has; these sleep.
+    Where other threads have the cores, torch would wait in each copy until all of its threads had one.
     """
     plain: list[tuple[Tensor, Tensor]] = []
     for target, source in zip(targets, sources, strict=True):
@@ -60,5 +61,10 @@ def copy_beside(targets: Sequence[Tensor], sources: Sequence[Tensor], *, threads
         np.array([target.data_ptr() for target, _ in plain], np.uint64),
         np.array([source.data_ptr() for _, source in plain], np.uint64),
         np.array([source.nbytes for _, source in plain], np.int64),
-        threads=threads,
     )
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is what lies in its memory: strided, of no subclass, not quantized, conjugated or negated."""
+    is_ordinary = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    return is_ordinary and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())

@@ -32,7 +32,6 @@ from superadam.optim.arguments import (
 from superadam.optim.binding import Binding, Overlap, hyper_by_row, names_of, runs_of
 from superadam.optim.entry import raw
 from superadam.state.parameter import ParameterState, Storage, check_parameter, pieces_of
-from superadam.state.snapshot import Snapshots
 from superadam.step.gradients import gather
 from superadam.step.outcome import Statistics, StepKind, StepOutcome
 
@@ -40,7 +39,7 @@ _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
 
-def _untracked(method: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+def untracked(method: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
     """Run without autograd, outside inference mode (state made there could not be written outside), and uncompiled."""
 
     @functools.wraps(method)
@@ -56,14 +55,14 @@ def _untracked(method: Callable[_Arguments, _Result]) -> Callable[_Arguments, _R
 
 
 def _whole(method: Callable[Concatenate[Any, _Arguments], _Result]) -> Callable[Concatenate[Any, _Arguments], _Result]:
-    """Run `_untracked`, and wholly before or after every other such call, whatever thread makes it."""
+    """Run `untracked`, and wholly before or after every other such call, whatever thread makes it."""
 
     @functools.wraps(method)
     def whole(self: Any, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
         with self._lock:  # one call into C, which no signal divides from what follows
             return method(self, *args, **kwargs)
 
-    return _untracked(whole)
+    return untracked(whole)
 
 
 @dataclass(slots=True)
@@ -243,7 +242,7 @@ class SpeculativeCPUAdam(Optimizer):
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
-    @_untracked
+    @untracked
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Make one step with the gradients in `.grad`, which stay there; its outcome is in `last_outcome`.
 
@@ -295,12 +294,6 @@ class SpeculativeCPUAdam(Optimizer):
         if self._binding.is_flattened:
             refuse_limit_of_shard(limit)
         gradients = gather(transaction.table, runs_of(self.param_groups))
-        if self._snapshots.current is not None:
-            changing = [
-                isinstance(gradient, Tensor) or state.is_own_master
-                for gradient, state in zip(gradients.gradients, gradients.states, strict=True)
-            ]
-            transaction.table.preserve(gradients.rows[changing])  # here Ctrl-C ends the waiting
         with deferred_signals():  # a step is made wholly or not at all
             outcome = transaction.step(gradients, limit)
             verdicts.last_outcome, verdicts.limit_of_next_step = outcome, None
@@ -449,11 +442,6 @@ class SpeculativeCPUAdam(Optimizer):
             finally:
                 published.stays_encoded = False
 
-    @property
-    def _snapshots(self) -> Snapshots:
-        """Holds the snapshot of parameters and state that is under way."""
-        return self._binding.snapshots
-
     # ---- state -------------------------------------------------------------------------------------------------------
 
     @property
@@ -468,7 +456,7 @@ class SpeculativeCPUAdam(Optimizer):
         return entries
 
     @state.setter
-    @_untracked
+    @untracked
     def state(self, value: defaultdict[Tensor, Any]) -> None:
         if "_binding" in self.__dict__:
             with self._lock:

@@ -32,7 +32,6 @@ from superadam.state import compact
 from superadam.state.delivery import Delivery, SynchronousDelivery
 from superadam.state.parameter import ParameterState, Storage, pieces_of
 from superadam.state.resident import ResidentStates
-from superadam.state.snapshot import Snapshots
 from superadam.state.table import ParameterTable
 from superadam.step.outcome import Statistics, StepOutcome
 from superadam.step.transaction import Transaction
@@ -112,7 +111,6 @@ class Binding(GradientHolder):
         ranks: that make each step together; None for this one alone.
         process_group: of those ranks, if a program has said which.
         storage: how state is stored.
-        snapshots: of parameters and state, while they are saved beside training.
     """
 
     def __init__(self, entries: defaultdict[Tensor, Any], statistics: Statistics, storage: Storage) -> None:
@@ -124,7 +122,6 @@ class Binding(GradientHolder):
         self.ranks: Ranks | None = None
         self.process_group: dist.ProcessGroup | None = None
         self.storage = storage
-        self.snapshots = Snapshots()
         self._transaction: Transaction | None = None
         self._is_compared = False  # with other ranks
         self._statistics = statistics
@@ -349,7 +346,7 @@ class Binding(GradientHolder):
             state.row, state.name = row, name
         if self._transaction is not None:
             self._transaction.table.forget_all_but(states)
-        table = ParameterTable(states, delivery, self.overlap._resident if self.overlap else None, self.snapshots)
+        table = ParameterTable(states, delivery, self.overlap._resident if self.overlap else None)
         for state in states:
             self.published.read(state, table)
             if id(state) in written:

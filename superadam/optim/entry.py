@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, ValuesView
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -60,9 +60,9 @@ class Encoded:
         """Return this rank's part as users see it: distributed as the parameter."""
         return tensor if self.parameter is None else torch_private.dtensor_like(self.parameter, tensor)
 
-    def decode(self, arrays: Sequence[Tensor], values: Tensor) -> None:
-        """Write what copies of the arrays hold into a tensor in the layout of the state, of its or a narrower dtype."""
-        first, second = map(flat, arrays)
+    def decode(self, values: Tensor) -> None:
+        """Write what the arrays hold into a tensor in the layout of the state, of its or a narrower dtype."""
+        first, second = map(flat, self.arrays)
         compact.decode(self.encoding, first, second, flat(values))
 
     def decoded(self) -> Tensor:
@@ -70,7 +70,7 @@ class Encoded:
         with torch_private.ordinary_tensors():
             first = self.arrays[0]
             values = torch.empty_strided(first.shape, first.stride(), dtype=self.dtype, device="cpu")
-            self.decode(self.arrays, values)
+            self.decode(values)
             whole = self.whole(values)
         self.shown.set(whole)
         return whole

@@ -11,7 +11,6 @@ from superadam.devices import Device, Event, Stream
 from superadam.kernels.hyperparameters import Coefficients
 from superadam.kernels.resident_step import ResidentStep
 from superadam.state.parameter import ARRAYS, Piece, flat
-from superadam.state.snapshot import Snapshots
 
 
 class ResidentStates:
@@ -19,14 +18,10 @@ class ResidentStates:
 
     Steps run on the current stream of the calling thread, which must be the one that the model computes on. Any thread
     may bring state home, one at a time.
-
-    Attributes:
-        snapshots: of the host's tensors.
     """
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self.snapshots = Snapshots()
         self._held: dict[Piece, dict[str, Tensor]] = {}  # flat tensors, by name
         self._updated: Event | None = None  # after the last step
 
@@ -92,8 +87,6 @@ class ResidentStates:
         leaving = [piece for piece in pieces if piece in self._held] if self._held else []
         if not leaving:
             return leaving
-        if (snapshot := self.snapshots.current) is not None:
-            snapshot.preserve([piece.state.parameter for piece in leaving])
         if self._updated is not None:  # perhaps on the current stream of another thread
             self._device.wait(Stream.CURRENT, self._updated)
         for piece in leaving:

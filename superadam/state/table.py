@@ -31,7 +31,6 @@ from superadam.state.parameter import (
     pieces_of,
 )
 from superadam.state.resident import ResidentStates
-from superadam.state.snapshot import Snapshots
 from superadam.state.uncertain import Listed, Patch
 
 Rows = npt.NDArray[np.int64]  # of a `ParameterTable`, in the order in which a job visits them
@@ -103,11 +102,7 @@ class ParameterTable:
     """
 
     def __init__(
-        self,
-        states: Sequence[ParameterState],
-        delivery: Delivery,
-        resident: ResidentStates | None = None,
-        snapshots: Snapshots | None = None,
+        self, states: Sequence[ParameterState], delivery: Delivery, resident: ResidentStates | None = None
     ) -> None:
         self.states = list(states)
         self.parameters = [state.parameter for state in self.states]
@@ -121,9 +116,6 @@ class ParameterTable:
         self.is_held, self.is_exposed = np.ones(len(self.states), bool), True
         self.delivery = delivery
         self._resident = resident
-        self._snapshots = snapshots or Snapshots()
-        if resident is not None:
-            resident.snapshots = self._snapshots
         self._is_ready = np.zeros(len(self.states), bool)
         self._has_max = np.zeros(len(self.states), bool)
         self._plain_dtypes = [state.parameter_dtype if state.is_contiguous_on_cpu else None for state in self.states]
@@ -282,12 +274,6 @@ class ParameterTable:
             arrays = [None if tensor is None else piece.of(tensor) for tensor in tensors]
         return tuple(one for one in arrays if one is not None)
 
-    def preserve(self, rows: Rows, *, are_only_values: bool = False) -> None:
-        """Let a snapshot under way copy what it holds of these rows' parameters, which are about to change."""
-        if (snapshot := self._snapshots.current) is not None:
-            owners = np.unique(self.owners[rows]).tolist()
-            snapshot.preserve([self.parameters[row] for row in owners], are_only_values=are_only_values)
-
     def remember_master(self, state: ParameterState) -> None:
         """Take a working copy for its rounded master, until the master is written to."""
         self._known_masters[state.row] = state.master_version, 0
@@ -366,7 +352,6 @@ class ParameterTable:
         which = Pass.SPECULATE
         if accepted is not None:
             which = Pass.COMMIT_AND_SPECULATE
-            self.preserve(rows)
             segments["accepted_gradient"] = [record.gradient.data_ptr() for record in accepted]
             segments["accepted_coefficients"] = self.indices_of(rows, accepted, coefficients)
         native.run(which, segments, coefficients.array(), threads=num_threads)
@@ -408,7 +393,6 @@ class ParameterTable:
         segments = self.segments(rows, [record.gradient for record in accepted])
         segments["coefficients"] = self.indices_of(rows, accepted, coefficients)
         segments["sums"] = segments["nonfinite"] = 0
-        self.preserve(rows)
         native.run(Pass.COMMIT, segments, coefficients.array(), threads=num_threads)
 
     def prepared_update(
@@ -424,7 +408,6 @@ class ParameterTable:
         Its memory is allocated now, so that it does not fail for want of it; the job is overwritten. Of rows that are
         `late`, only working copies are updated: their state is committed later.
         """
-        self.preserve(rows if late is None else rows[~late])
         for column in ARRAYS:  # may have been created since
             segments[column] = self._rows[column][rows]
         segments["coefficients"] = indices

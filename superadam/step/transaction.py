@@ -345,7 +345,6 @@ class Transaction:
         """Publish the speculated values that are right for this clip coefficient; update all other pieces."""
         accepted: list[_Contribution] = []
         near: list[_Contribution] = []
-        self.table.preserve(self.table.rows_of([one.piece for one in contributions]), are_only_values=True)
         rest: list[_Contribution] = []
         products = _Products()
         for one in contributions:
@@ -581,7 +580,6 @@ class Transaction:
         self._commit_of(states)
         self.table.bring_home(pieces_of(states))
         self.table.delivery.settle()
-        self.table.preserve(self.table.rows_of(states))
         for state in states:
             self.distrust(state)
             state.adopt_outside_write()

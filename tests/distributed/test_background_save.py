@@ -13,8 +13,10 @@ import torch
 from distributed.test_sharded_checkpoint import content, make, train
 from support import ranks
 from torch import distributed
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
+from superadam.host.memory import Claim
 from superadam.integrations import background_save, checkpoint_folder
 from superadam.integrations.distributed_checkpoint import CheckpointError, load, save, wait
 
@@ -22,16 +24,16 @@ pytestmark = pytest.mark.slow
 
 
 def save_beside(rank: int, *, kind: Any, folder: str, **options: Any) -> None:
-    """Save beside training with and without room for copies; compare with a save that waits, and plain training."""
+    """Save beside training twice, the second time into memory that was kept; compare with plain training."""
     has_scheduler = kind is SpeculativeCPUAdamW
     model, optimizer = make(kind, 1, **options)
     plain = make(kind, 1, **options)
     scheduler = OffloadScheduler(optimizer, model, num_threads=1) if has_scheduler else None
-    for number, copy_bytes in enumerate((1 << 20, 0)):
+    for number in range(2):
         train(model, optimizer, number)
         train(*plain, number)
         before = content(*plain)
-        path = save(folder, model, optimizer, extra=number, wait=False, copy_bytes=copy_bytes)
+        path = save(folder, model, optimizer, extra=number, wait=False)
         for seed in (7, 8):
             train(model, optimizer, seed)
             train(*plain, seed)
@@ -83,6 +85,56 @@ def test_failure_on_one_rank_is_one_sentence_on_all(tmp_path: Path) -> None:
     assert (tmp_path / "save-00000001").exists()
 
 
+def lack_memory(rank: int, *, folder: str, left: list[dict[str, int]]) -> str | None:
+    """Save where each rank takes 10 GB of what is left; return what that was refused with."""
+    model, optimizer = make(SpeculativeCPUAdamW, 1)
+    train(model, optimizer, 1)
+    save(folder, model, optimizer)
+    before, files = content(model, optimizer), sorted(os.listdir(folder))
+    words = None
+    with pytest.MonkeyPatch.context() as context:
+        context.setattr(Claim, "of", lambda host, size: Claim(10 * 10**9, left[rank]))
+        try:
+            save(folder, model, optimizer, wait=False)
+        except CheckpointError as error:
+            words = str(error)
+            distributed.barrier()
+            assert sorted(os.listdir(folder)) == files
+    wait()
+    assert content(model, optimizer) == before
+    other = make(SpeculativeCPUAdamW, 5)
+    load(folder, *other)
+    assert content(*other) == before
+    return words
+
+
+GB = 10**9
+
+
+@pytest.mark.parametrize(
+    ("left", "words"),
+    [
+        ([{"a": 11 * GB}, {"b": 11 * GB}], None),
+        ([{"a": 21 * GB}, {"a": 21 * GB}], None),
+        ([{"a": 11 * GB}, {"b": 9 * GB}], "10.00 GB of host memory, of which 9.00 GB are left"),
+        (
+            [{"a": 11 * GB}, {"a": 11 * GB, "a group": 11 * GB}],
+            "10.00 GB of host memory, with those of other ranks 20.00 GB, of which 11.00 GB are left",
+        ),
+    ],
+    ids=["on two machines", "enough", "one has less", "on one machine"],
+)
+def test_ranks_without_memory_for_copies_are_one_sentence_on_all(
+    left: list[dict[str, int]], words: str | None, tmp_path: Path
+) -> None:
+    first, second = ranks.run(lack_memory, 2, folder=str(tmp_path), left=left)
+    assert first == second
+    if words is None:
+        assert first is None
+    else:
+        assert f"copies of what it writes take {words}: pass wait=True" in first
+
+
 def die(rank: int, *, folder: str, victim: int) -> str:
     """Kill a rank while it saves beside training; return what the next call of the other one says."""
     model, optimizer = make(SpeculativeCPUAdamW, 1)
@@ -104,10 +156,10 @@ def test_rank_that_is_killed_is_one_sentence_and_leaves_the_older_one(victim: in
     assert [path.name for path in tmp_path.glob("save-*")] == ["save-00000001"]
 
 
-MOMENTS = {
+MOMENTS: dict[str, Any] = {
     "_run": background_save._Save,
-    "write_data": background_save.SnapshotWriter,
-    "finish": background_save.Snapshot,
+    "write_data": FileSystemWriter,
+    "sha256": checkpoint_folder,
 }
 
 

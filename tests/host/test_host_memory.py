@@ -15,6 +15,7 @@ from support.machines import machine
 from superadam.host.announced import announced
 from superadam.host.machine import Group, Host, groups_of
 from superadam.host.memory import (
+    Claim,
     HostMemory,
     HostNeeds,
     announce_needs,
@@ -113,6 +114,35 @@ def test_only_real_limits_refuse(
         f"it needs about {(limit + 1) / 1e9:.2f} GB of host memory, but this process can have {limit / 1e9:.2f} GB at "
         "most; do less"
     )
+
+
+def test_claims_of_processes_that_share_a_limit_count_together(tmp_path: Path) -> None:
+    """By directory of the control group, which may have the same path in another container."""
+    boot = {"/proc/sys/kernel/random/boot_id": "one"}
+    limit = {f"{GROUP}/memory.max": "5000", f"{GROUP}/memory.current": "4500"}
+    caches = {f"{GROUP}/memory.stat": "inactive_file 700\nactive_file 800\nanon 900"}
+    host = machine(tmp_path / "a", MEMINFO | boot | VERSION_2 | limit | caches)
+    container = machine(tmp_path / "b", MEMINFO | boot | VERSION_2 | limit | caches)
+    elsewhere = machine(tmp_path / "c", MEMINFO | {"/proc/sys/kernel/random/boot_id": "two"})
+    claim = Claim.of(host, 1500)
+    assert sorted(claim.left.values()) == [2000, 3000 << 10]
+    for others in ([], [Claim.of(container, 1500)], [Claim.of(host, 500)], [Claim.of(elsewhere, 4000 << 10)]):
+        claim.check([claim, *others])
+    for others, words in (
+        ([Claim.of(host, 501)], "with those of other ranks 0.00 GB, of which 0.00 GB are left"),
+        ([Claim.of(container, 3000 << 10)], "with those of other ranks 0.00 GB, of which 0.00 GB are left"),
+    ):
+        with pytest.raises(MemoryError) as caught:
+            claim.check([claim, *others])
+        assert str(caught.value) == words
+    alone = Claim.of(host, 2001)
+    with pytest.raises(MemoryError, match=r"^of which 0\.00 GB are left$"):
+        alone.check([alone])
+
+
+def test_claim_on_a_machine_that_does_not_say_is_not_refused(tmp_path: Path) -> None:
+    claim = Claim.of(machine(tmp_path, {}), 1 << 60)
+    claim.check([claim])
 
 
 def test_a_machine_that_does_not_say_refuses_nothing(tmp_path: Path) -> None:

@@ -385,11 +385,11 @@ def test_a_checkpoint_is_made_of_one_decoded_tensor_after_the_other(
     alive: list[weakref.ref[Tensor]] = []
     most, decode = 0, Encoded.decode
 
-    def watched(self: Encoded, arrays: Any, values: Tensor) -> None:
+    def watched(self: Encoded, values: Tensor) -> None:
         nonlocal most
         alive.append(weakref.ref(values))
         most = max(most, len([one for one in alive if one() is not None and one().untyped_storage().nbytes()]))
-        decode(self, arrays, values)
+        decode(self, values)
 
     monkeypatch.setattr(Encoded, "decode", watched)
     distributed_checkpoint.save(tmp_path, model, optimizer, wait=wait)

@@ -1,0 +1,171 @@
+"""What a checkpoint of a model and an optimizer holds: tensors by name, and values that are no tensors.
+
+model.NAME              a parameter or buffer
+optimizer.NAME.KEY      the state of the parameter called NAME
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.optim import Optimizer
+
+from superadam.integrations.checkpoint_folder import CheckpointError
+from superadam.optim.adam import SpeculativeCPUAdam
+from superadam.optim.entry import Encoded
+
+VALUES = "values.pt"  # what is no tensor, and `extra`
+
+_NO_OBJECTS = "extra or a parameter group holds an object, expected numbers, strings, lists, dicts and tensors"
+
+
+def contents_of(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tensor | Encoded], dict[str, Any]]:
+    """Return the tensors of a checkpoint, as users see them or encoded, and its values but for `extra`."""
+    named = _named_state(model, optimizer)
+    flat = {f"model.{name}": value for name, value in get_model_state_dict(model).items()}
+    for name, entry in named["state"].items():
+        flat.update({f"optimizer.{name}.{key}": value for key, value in entry.items()})
+    tensors: dict[str, Tensor | Encoded] = {
+        name: value for name, value in flat.items() if isinstance(value, Tensor | Encoded)
+    }
+    others = {name: value for name, value in flat.items() if name not in tensors}
+    return tensors, {"others": others, "param_groups": named["param_groups"]}
+
+
+def template_of(
+    reader: FileSystemReader, model: nn.Module, optimizer: Optimizer, values: dict[str, Any]
+) -> dict[str, Tensor]:
+    """Return host tensors for all in a checkpoint, sharded as the parameters are now.
+
+    The file decides what state there is: a parameter without gradients has none, and torch's AdamW has no masters.
+    Raises CheckpointError where it is of another model or other parameter groups.
+    """
+    groups = _named_state(model, optimizer)["param_groups"]
+    if [sorted(group["params"]) for group in groups] != [sorted(group["params"]) for group in values["param_groups"]]:
+        raise CheckpointError("it has other parameter groups than the optimizer, expected one of the same model")
+    parameters = _named_parameters(optimizer, {"param_groups": groups})
+    state = {f"model.{name}": value for name, value in get_model_state_dict(model).items()}
+    present = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    saved: dict[str, Any] = reader.read_metadata().state_dict_metadata
+    found = {name: (tuple(entry.size), entry.properties.dtype) for name, entry in saved.items()}
+    expected = {name: (tuple(value.shape), value.dtype) for name, value in present.items()}
+    differing = expected.items() ^ {(name, kind) for name, kind in found.items() if name.startswith("model.")}
+    if differing:
+        name = min(name for name, _ in differing)
+        kinds = (some.get(name, "absent") for some in (found, expected))
+        raise CheckpointError("{} is {} in it, expected {} as in the model".format(name.partition(".")[2], *kinds))
+    others = {name for name in values["others"] if name.startswith("model.")}
+    for name in sorted(others ^ (state.keys() - present.keys())):
+        there, here = ("present", "absent") if name in others else ("absent", "present")
+        raise CheckpointError(f"{name.partition('.')[2]} is {there} in it, expected {here} as in the model")
+    template = {}
+    for name, (shape, dtype) in found.items():
+        parameter, _, _ = name.removeprefix("optimizer.").rpartition(".")
+        like = present[name] if name in present else parameters[parameter]
+        if like.shape != shape:  # as that of step
+            like = torch.empty(shape, device="cpu")
+        template[name] = torch.empty_like(like, dtype=dtype, device="cpu", requires_grad=False)
+    return template
+
+
+def split(
+    model: nn.Module, optimizer: Optimizer, tensors: dict[str, Tensor], values: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what was read as the state dicts of optimizer and model; for torch's Adam without masters.
+
+    torch's own way would make a step with zero gradients, and drop the state of frozen parameters.
+    """
+    state: dict[str, dict[str, Any]] = {}
+    model_state: dict[str, Any] = {}
+    for name, value in (tensors | values["others"]).items():
+        kind, _, name = name.partition(".")
+        parameter, _, key = name.rpartition(".")
+        if kind == "model":
+            model_state[name] = value
+        elif key != "master" or not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
+            state.setdefault(parameter, {})[key] = value
+    present = _named_state(model, optimizer)["param_groups"]
+    pairs = zip(present, values["param_groups"], strict=True)
+    groups = [{**now, **saved, "params": now["params"]} for now, saved in pairs]
+    return {"state": state, "param_groups": groups}, model_state
+
+
+def masters_of(tensors: dict[str, Tensor | Encoded], values: dict[str, Any], optimizer: Optimizer) -> dict[str, Tensor]:
+    """Return the parameters that are working copies, by the names of their masters in a checkpoint."""
+    if not isinstance(optimizer, SpeculativeCPUAdam):
+        return {}
+    named = _named_parameters(optimizer, values).items()
+    return {master: parameter for name, parameter in named if (master := f"optimizer.{name}.master") in tensors}
+
+
+def _named_parameters(optimizer: Optimizer, values: dict[str, Any]) -> dict[str, Tensor]:
+    """Return the optimizer's parameters by the names that `param_groups` of what is saved give them."""
+    names = (name for group in values["param_groups"] for name in group["params"])
+    return dict(zip(names, _parameters(optimizer), strict=True))
+
+
+def _named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """Return the optimizer's state dict with the parameters' names in the model.
+
+    torch would make a step with zero gradients to create state where there is none; an empty entry prevents that.
+    """
+    for module in model.modules():
+        if isinstance(module, FullyShardedDataParallel):
+            raise CheckpointError("the model is wrapped in FullyShardedDataParallel, expected fully_shard")
+        if isinstance(module, FSDPModule):
+            module.reshard()  # after an evaluation, its parameters may not be those of the optimizer
+    if not {*_parameters(optimizer)} <= {*model.parameters()}:
+        raise CheckpointError("the optimizer has parameters that the model lacks, expected the model's own")
+    state, first = optimizer.state, next(_parameters(optimizer), None)
+    if first is None:
+        return {"state": {}, "param_groups": optimizer.state_dict()["param_groups"]}
+    is_new = not state
+    if is_new:
+        state[first] = {}
+    try:
+        with optimizer._encoded() if isinstance(optimizer, SpeculativeCPUAdam) else nullcontext():
+            named: dict[str, Any] = get_optimizer_state_dict(model, optimizer)
+    finally:
+        if is_new:
+            del state[first]
+    return {**named, "state": {name: entry for name, entry in named["state"].items() if entry}}
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def copy_of_values(values: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of what is no tensor; raises CheckpointError where `load` would refuse it."""
+    memory = io.BytesIO()
+    try:
+        torch.save(values, memory)
+        memory.seek(0)
+        copied: dict[str, Any] = torch.load(memory, map_location="cpu", weights_only=True)
+    except (pickle.PickleError, AttributeError, TypeError):
+        raise CheckpointError(_NO_OBJECTS) from None
+    return copied
+
+
+def write_values(path: Path, values: dict[str, Any]) -> None:
+    """Write what is no tensor to a checkpoint's folder; raises CheckpointError where `load` would refuse it."""
+    try:
+        torch.save(values, path / VALUES)
+        read_values(path)  # what load() would refuse
+    except (pickle.PickleError, AttributeError, TypeError):
+        raise CheckpointError(_NO_OBJECTS) from None
+
+
+def read_values(path: Path) -> Any:
+    """Return what is no tensor, without executing anything."""
+    return torch.load(path / VALUES, map_location="cpu", weights_only=True)

@@ -1,0 +1,112 @@
+"""The ranks that save or load a checkpoint together: what they tell each other, and errors on all of them."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from superadam.integrations import checkpoint_folder
+from superadam.integrations.checkpoint_folder import CheckpointError
+
+_T = TypeVar("_T")
+
+
+class CheckpointRanks:
+    """The ranks that save or load together, of which all fail if one does; a single one without torch.distributed."""
+
+    def __init__(self, group: dist.ProcessGroup | None, failure: str, advice: str, outcome: str) -> None:
+        self.group, self.failure, self.advice, self.outcome = group, failure, advice, outcome
+        self.are_several = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank(group) if self.are_several else 0
+        self.size = dist.get_world_size(group) if self.are_several else 1
+
+    def gather(self, value: _T) -> list[_T]:
+        """Return the values of all ranks, in their order."""
+        values = [value] * self.size
+        if self.are_several:
+            dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def collect(self, value: _T) -> list[_T]:
+        """Return the values of all ranks, in their order, on rank 0; nothing on the others."""
+        values = [value] * (self.size if self.rank == 0 else 0)
+        if self.are_several:
+            dist.gather_object(value, values or None, group=self.group, group_dst=0)
+        return values
+
+    def scatter(self, values: list[_T]) -> _T:
+        """Return the value for this rank of those that rank 0 has, in the order of ranks."""
+        value = values[:1]
+        if self.are_several:
+            value = value or [None]  # type: ignore[list-item]
+            dist.scatter_object_list(value, values or None, group=self.group, group_src=0)
+        return value[0]
+
+    def require_shared(self, path: Path) -> str | None:
+        """Return what rank 0 sees at a path of a folder of checkpoints.
+
+        Raises CheckpointError where another rank sees something else.
+        """
+        sights: list[str | None] = [None]
+        fault = self.fault(lambda: sights.insert(0, checkpoint_folder.sight(path)))
+        seen = self.gather(sights[0])
+        strangers = [rank for rank, sight in enumerate(seen) if sight != seen[0]]
+        if fault is None and not strangers and seen[0] not in (None, path.name):  # folders may hold copies of it
+            strangers = self._without_marker(path.parent)
+        if fault is None and strangers:
+            there = f"{path.parent} is another folder on ranks {strangers} than on rank 0"
+            fault = f"{there}: choose one that all ranks share"
+        if fault is not None:
+            raise CheckpointError(f"{self.failure}: {fault}; {self.outcome}")
+        return seen[0]
+
+    def _without_marker(self, folder: Path) -> list[int]:
+        """Return the ranks that do not see a file that rank 0 makes; none where it can make none."""
+        if self.size == 1:
+            return []
+        with ExitStack() as stack:
+            name: str | None = None
+            if self.rank == 0:
+                with suppress(OSError):  # one may load where one cannot write
+                    marker = stack.enter_context(
+                        tempfile.NamedTemporaryFile(prefix=checkpoint_folder.MARKER, dir=folder)
+                    )
+                    name = os.path.basename(marker.name)
+            name = self.gather(name)[0]
+            found = self.gather(name is None or os.path.exists(folder / name))
+        self.gather(None)  # nobody goes on before it is removed
+        return [rank for rank, is_there in enumerate(found) if not is_there]
+
+    def run(self, work: Callable[[], _T]) -> _T:
+        """Return what `work` returns, or raise CheckpointError on every rank if it raised on one."""
+        results: list[_T] = []
+        fault = self.fault(lambda: results.append(work()))
+        if fault is not None:
+            raise CheckpointError(f"{self.failure}: {fault}; {self.outcome}")
+        return results[0]
+
+    def fault(self, work: Callable[[], object]) -> str | None:
+        """Return, on every rank, what `work` raised on the first one on which it did."""
+        fault, rank = None, self.rank
+        cause: BaseException | None = None
+        try:
+            work()
+        except BaseException as error:  # Ctrl-C, too: the others wait for this rank
+            cause = error
+            if isinstance(error, CheckpointException):  # of DCP, the same on every rank
+                rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
+            place = f" (on rank {rank})" if self.size > 1 else ""
+            fault = f"{cause}{place}"
+            if not isinstance(cause, CheckpointError):
+                fault = f"{type(cause).__name__}: {(str(cause).splitlines() or [''])[0]}{place}{self.advice}"
+        faults = self.gather(fault)
+        if cause is not None and rank == self.rank and not isinstance(cause, Exception):
+            raise cause
+        return next(filter(None, faults), None)
