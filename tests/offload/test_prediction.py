@@ -185,11 +185,10 @@ def test_every_prediction_can_be_speculated_for(steps: list[list[float]], limit:
 
 
 def listed(numel: int, count: int) -> tuple[Any, Any]:
-    """Return a parameter and a record whose list has room for one element in `LISTED_SHARE`."""
+    """Return a parameter and a list that has room for one element in `LISTED_SHARE`."""
     state = SimpleNamespace(shape=torch.Size([numel]))
     key: Any = type("State", (), {"shape": state.shape, "is_narrow": True})()
-    listed = SimpleNamespace(count=count, is_complete=count <= numel // LISTED_SHARE)
-    return key, SimpleNamespace(listed=listed)
+    return key, SimpleNamespace(count=count, is_complete=count <= numel // LISTED_SHARE)
 
 
 def test_parameters_that_are_uncertain_everywhere_are_left_out_for_longer_and_longer() -> None:
@@ -231,7 +230,7 @@ def test_lists_of_few_elements_weigh_little() -> None:
     large, scalar = listed(2048, 4), listed(1, 0)[0]
     for _ in range(20):
         predictor.add_lists(dict([large]), before[0])
-        predictor.add_lists({scalar: SimpleNamespace(listed=SimpleNamespace(count=1, is_complete=True))}, before[1])
+        predictor.add_lists({scalar: SimpleNamespace(count=1, is_complete=True)}, before[1])
         assert one_step(predictor, [5.0] * 4) == before
 
 
