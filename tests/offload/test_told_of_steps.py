@@ -219,6 +219,27 @@ def test_no_time_of_a_step_that_was_made_can_fail_it(
     assert failing.count > 1
 
 
+@pytest.mark.parametrize(("owner", "name"), [(Predictor, "add_verdict"), (LateCommits, "add_step")])
+def test_a_learner_that_fails_begins_anew(
+    owner: type, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever it has left of itself."""
+    failing = Failing(monkeypatch)
+    failing.method(owner, name)
+    learn = getattr(owner, name)
+
+    def spoil(self: Any, *arguments: Any) -> None:
+        before = dict(vars(self))
+        vars(self).clear()
+        learn(self, *arguments) if failing.is_armed else None
+        vars(self).update(before)
+        learn(self, *arguments)
+
+    monkeypatch.setattr(owner, name, spoil)
+    check("simulated", failing, caplog, monkeypatch)
+    assert failing.count > 1
+
+
 def test_a_device_that_cannot_reserve_memory(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     failing = Failing(monkeypatch)
     monkeypatch.setattr(Transfers, "bytes_without_room", lambda transfers: 1)
