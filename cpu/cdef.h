@@ -147,6 +147,12 @@ void superadam_copy(void *const *targets, const void *const *sources, const int6
 /* values[0] + values[1] + ..., in this order. */
 double superadam_sum(const double *values, int64_t count);
 
+/* Gives the calling thread the floating-point mode that superadam_run computes in, and returns what undoes that. */
+uint64_t superadam_float_control_enter(void);
+void superadam_float_control_leave(uint64_t saved);
+/* Whether the calling thread has that mode: it rounds to nearest and keeps denormals. */
+int superadam_float_control_is_usual(void);
+
 /* Stores of superadam_traffic that go past the caches. */
 #define SUPERADAM_STREAM_OUT 1
 #define SUPERADAM_STREAM_STATE 2

@@ -17,6 +17,9 @@ static inline uint64_t float_control_enter(void)
 
 static inline void float_control_leave(uint64_t saved) { _mm_setcsr((unsigned)saved); }
 
+/* Whether results are those of kernels: FTZ, rounding and DAZ count, flags and traps do not. */
+static inline int float_control_is_usual(void) { return !(_mm_getcsr() & 0xE040); }
+
 #elif defined(__aarch64__)
 
 static inline void float_control_leave(uint64_t saved) { __asm__ volatile("msr fpcr, %0" : : "r"(saved) : "memory"); }
@@ -27,6 +30,13 @@ static inline uint64_t float_control_enter(void)
     __asm__ volatile("mrs %0, fpcr" : "=r"(saved) : : "memory");
     float_control_leave(0);
     return saved;
+}
+
+static inline int float_control_is_usual(void)
+{
+    uint64_t present;
+    __asm__ volatile("mrs %0, fpcr" : "=r"(present) : : "memory");
+    return !(present & ~UINT64_C(0x9F00)); /* all but the traps */
 }
 
 #else

@@ -215,3 +215,9 @@ double superadam_sum(const double *values, int64_t count)
     float_control_leave(saved);
     return total;
 }
+
+uint64_t superadam_float_control_enter(void) { return float_control_enter(); }
+
+void superadam_float_control_leave(uint64_t saved) { float_control_leave(saved); }
+
+int superadam_float_control_is_usual(void) { return float_control_is_usual(); }

@@ -34,7 +34,7 @@ class OverlapResult:
         tokens, buckets: in an iteration.
         bucket_numel: elements of a bucket.
         hook_seconds: that taking gradients cost the training thread in an iteration; 0 where all is left to `step()`.
-        hidden_share: of the worker's time, see `superadam.OverlapStatistics`.
+        hidden_share: of all of the optimizer's work, see `superadam.OverlapStatistics`.
         threads: of torch and of the kernels.
     """
 

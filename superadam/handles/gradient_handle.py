@@ -24,7 +24,14 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from superadam.distributed import shards
-from superadam.handles.taken_gradient import Factor, FactorKind, GradientHolder, TakenGradient, continue_version
+from superadam.handles.taken_gradient import (
+    Factor,
+    FactorKind,
+    GradientHolder,
+    TakenGradient,
+    continue_version,
+    needs_present_mode,
+)
 from superadam.kernels import torch_private
 from superadam.kernels.torch_private import is_tracing, missing, storage_key, storage_use_count, tensor_use_count
 
@@ -287,11 +294,12 @@ def _foreach_norm(operation: Any, tensors: list[Tensor], ord: Any = 2, dtype: An
         return NotImplemented
     norms: list[Tensor | None] = []
     unknown: list[tuple[Tensor, torch.dtype | None]] = []
+    may_be_known = ord == 2 and not needs_present_mode(_all_taken(tensors))
     for tensor in tensors:
         taken = _taken(tensor)
         if taken is not None and ord == 2:
             taken.holder._norm_was_asked(taken)
-        norms.append(None if taken is None or taken.factors or ord != 2 else taken.norm)
+        norms.append(taken.norm if taken is not None and not taken.factors and may_be_known else None)
         if norms[-1] is None:
             unknown.append((_value(tensor), None) if taken is None else (taken.exact(), taken.norm_dtype))
     known = [norm for norm in norms if norm is not None]
@@ -324,7 +332,7 @@ def _scale(kind: FactorKind, operation: Any, target: Any, value: Any) -> Any:
     is_list = not isinstance(target, Tensor)
     tensors = target if is_list else [target]
     every = _all_taken(tensors)
-    if not every or not _is_scalar_for(every, value):
+    if not every or not _is_scalar_for(every, value) or _are_all_given_back(every):
         return NotImplemented
     kept = value.clone() if isinstance(value, Tensor) else value  # its holder may change it
     _record(Factor(kind, kept, is_list), operation, tensors, value)
@@ -343,10 +351,26 @@ def _is_scalar_for(every: list[TakenGradient], value: Any) -> bool:
     )
 
 
+def _are_all_given_back(every: list[TakenGradient]) -> bool:
+    """Return whether a product of none of these can be recorded."""
+    return needs_present_mode(every) and not any(taken.is_unrounded for taken in every)
+
+
 def _record(factor: Factor, operation: Any, tensors: list[Tensor], *arguments: Any) -> None:
-    """Record a product on the gradients that were taken, and apply it to the other tensors."""
-    for taken in _all_taken(tensors):
-        taken.record(factor)
+    """Record a product on the gradients that were taken, and apply it to the other tensors.
+
+    Where the present mode counts, it is applied to all.
+    """
+    if needs_present_mode(_all_taken(tensors)):
+        for tensor in tensors:
+            taken = _taken(tensor)
+            if taken is not None and taken.is_unrounded:
+                taken.multiply(factor)
+            elif taken is not None:
+                _memory(tensor)  # type: ignore[arg-type]
+    else:
+        for taken in _all_taken(tensors):
+            taken.record(factor)
     others = [tensor for tensor in tensors if _taken(tensor) is None]
     if others:
         _run(operation, (others, *arguments), {})
@@ -356,7 +380,10 @@ def _unscale(operation: Any, tensors: list[Tensor], found: Tensor, inverse: Tens
     """Check for Inf and NaN, and record the product with the inverse of a loss scale."""
     if any(type(it) is not Tensor or it.numel() != 1 or it.dtype != torch.float32 for it in (found, inverse)):
         return NotImplemented
-    for taken in _all_taken(tensors):
+    every = _all_taken(tensors)
+    if _are_all_given_back(every):
+        return NotImplemented
+    for taken in every:
         count = None if taken.factors else taken.holder._nonfinite_of(taken)
         if count is None:
             found.masked_fill_(~torch.isfinite(taken.exact()).all().to(found.device), 1.0)

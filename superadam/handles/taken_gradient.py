@@ -1,7 +1,8 @@
 """A gradient that was taken from `.grad`, and the products recorded on it since.
 
 What torch would hold in `.grad` is computed on demand from the gradient as it arrived, with torch's own operations and
-rounding. Nothing here keeps the parameter alive, because its `.grad` leads back here.
+rounding, and in the usual floating-point mode: in another one, products on the CPU are made at once, not recorded.
+Nothing here keeps the parameter alive, because its `.grad` leads back here.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import ctypes
 import enum
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from superadam.devices.flat import JoinedTensor
 from superadam.distributed import shards
-from superadam.kernels import torch_private
+from superadam.kernels import native, torch_private
 from superadam.kernels.torch_private import version_of
 
 
@@ -216,8 +217,9 @@ class TakenGradient:
         exact = self._as_it_was(self.ready(), self.exact_dtype)
         if self.factors and exact is self.pending:
             exact = self._copy_of(exact, exact.dtype)
-        for factor in self.factors:
-            factor.apply(exact)
+        with native.usual_float_mode():
+            for factor in self.factors:
+                factor.apply(exact)
         return exact
 
     def scaled(self) -> Tensor:
@@ -226,11 +228,12 @@ class TakenGradient:
         if not self.factors:
             return pending.to(self.exact_dtype)
         scaled = torch.empty_like(pending, dtype=self.exact_dtype).copy_(pending)
-        for factor in self.factors:
-            if pending.device == self.device:
-                factor.apply(scaled)
-            else:
-                factor.apply_on_host(scaled)
+        with native.usual_float_mode():
+            for factor in self.factors:
+                if pending.device == self.device:
+                    factor.apply(scaled)
+                else:
+                    factor.apply_on_host(scaled)
         return scaled
 
     def _copy_of(self, values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -249,11 +252,21 @@ class TakenGradient:
         if isinstance(factor.value, Tensor) or factor.value != 1:
             self.factors = (*self.factors, factor)
 
+    def multiply(self, factor: Factor) -> None:
+        """Make a product at once, in the floating-point mode of the thread; of an unrounded gradient on the CPU."""
+        product = self.scaled().clone()
+        factor.apply(product)
+        self.pending, self.factors = product, ()
+        self.norm = self._flat = None
+        self.in_use = False
+        self.version += 1
+
     def scale(self) -> float | None:
         """Return the one number that the gradient is multiplied with; None where one product would round differently.
 
         That is 1.0 without factors. Otherwise it is a single factor of at most 1, rounded as torch rounds it, on a
-        gradient that does not count in fp16. Waits for the device that holds it.
+        gradient that does not count in fp16. Waits for the device that holds it. To be called in the usual
+        floating-point mode.
         """
         factors = [factor for factor in self.factors if factor.number != 1.0]
         if not factors:
@@ -333,6 +346,14 @@ class TakenGradient:
                     torch_private.set_dtensor_part(gradient, given)
         self.holder._was_given_back(self)
         return given
+
+
+def needs_present_mode(gradients: Iterable[TakenGradient]) -> bool:
+    """Return whether torch's arithmetic with any of these has bits, now, that it would not have in the usual mode.
+
+    What a GPU computes does not depend on the mode of a thread.
+    """
+    return not native.is_float_mode_usual() and any(taken.device.type == "cpu" for taken in gradients)
 
 
 def continue_version(tensor: Tensor, predecessor: Tensor) -> None:

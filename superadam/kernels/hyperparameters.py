@@ -194,7 +194,8 @@ class Coefficients:
             return float(np.float32(value))
 
         flags = Flag(0)
-        s = rounded(scale)
+        with np.errstate(all="ignore"):
+            s = rounded(scale)
         if s != 1.0:
             flags |= Flag.SCALE | (Flag.ROUND if rounds else Flag(0))
         if hyper.maximize:
@@ -203,7 +204,7 @@ class Coefficients:
             flags |= Flag.DECOUPLED if hyper.decoupled_weight_decay else Flag.L2
         if hyper.amsgrad:
             flags |= Flag.AMSGRAD
-        with np.errstate(over="ignore"):
+        with np.errstate(all="ignore"):
             return Coefficients(
                 s=s,
                 decay=rounded(1.0 - hyper.lr * hyper.weight_decay),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 import logging
 import os
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -340,6 +341,32 @@ def copy(
         len(numbers),
         get_num_threads() if threads is None else threads,
     )
+
+
+class _UsualFloatMode:
+    __slots__ = ("_saved",)
+
+    def __enter__(self) -> None:
+        self._saved = lib.superadam_float_control_enter()
+
+    def __exit__(self, *error: object) -> None:
+        lib.superadam_float_control_leave(self._saved)
+
+
+_NOTHING = nullcontext()
+
+
+def is_float_mode_usual() -> bool:
+    """Return whether arithmetic in the calling thread rounds to nearest and keeps denormals, as in the kernels.
+
+    It does not after `torch.set_flush_denormal(True)`; threads may differ.
+    """
+    return bool(lib.superadam_float_control_is_usual())
+
+
+def usual_float_mode() -> AbstractContextManager[None]:
+    """Return a context inside which that holds; to be entered at once, by the same thread."""
+    return _NOTHING if is_float_mode_usual() else _UsualFloatMode()
 
 
 def ordered_sum(values: npt.NDArray[np.float64]) -> float:

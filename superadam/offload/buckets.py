@@ -160,9 +160,9 @@ class Bucketer:
 
     def end_step(self) -> None:
         """End a step: the next gradient of each parameter is its first one."""
-        edited = self._numel_of([key for key, taken in self._taken.items() if taken is None])
-        self.accumulation.end_step(is_edited=edited > 0 and 2 * edited >= self._numel_of(self._taken))
-        self._taken = {}
+        ended, self._taken = self._taken, {}
+        edited = self._numel_of([key for key, taken in ended.items() if taken is None])
+        self.accumulation.end_step(is_edited=edited > 0 and 2 * edited >= self._numel_of(ended))
 
     def _numel_of(self, keys: Iterable[int]) -> int:
         return sum(self._states[key].shape.numel() for key in keys if key in self._states)

@@ -49,16 +49,23 @@ class Hooks:
 
     def look_for_unfrozen(self) -> None:
         """Hook those of the parameters that were frozen before and are trained now."""
-        parameters, self._frozen = self._frozen, []
-        for parameter in parameters:
-            if parameter.requires_grad and parameter.is_leaf:
-                hook: Any = parameter.register_post_accumulate_grad_hook
-                self._handles.append(hook(self._ready))
-                if self._is_first:  # as torch does with hooks of modules that are to be prepended
-                    hooks: Any = self._handles[-1].hooks_dict_ref()
-                    hooks.move_to_end(self._handles[-1].id, last=False)
-            else:
-                self._frozen.append(parameter)
+        unseen, self._frozen = self._frozen, []
+        try:
+            while unseen:
+                if unseen[-1].requires_grad and unseen[-1].is_leaf:
+                    self._hook(unseen[-1])
+                else:
+                    self._frozen.append(unseen[-1])
+                unseen.pop()
+        finally:
+            self._frozen += unseen
+
+    def _hook(self, parameter: Tensor) -> None:
+        hook: Any = parameter.register_post_accumulate_grad_hook
+        self._handles.append(hook(self._ready))
+        if self._is_first:  # as torch does with hooks of modules that are to be prepended
+            hooks: Any = self._handles[-1].hooks_dict_ref()
+            hooks.move_to_end(self._handles[-1].id, last=False)
 
     def remove(self) -> None:
         """Remove every hook."""

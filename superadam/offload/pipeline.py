@@ -12,6 +12,7 @@ import torch
 
 from superadam.devices import Device, Event, Stream
 from superadam.devices.worker import Worker, WorkerError
+from superadam.host.telling import tell
 from superadam.kernels import native
 from superadam.kernels.hyperparameters import Hyperparameters
 from superadam.offload.autotune import Autotuner, Work
@@ -22,6 +23,7 @@ from superadam.offload.statistics import OverlapStatistics
 from superadam.offload.trace import Trace
 from superadam.offload.transfers import Sent, Transfers, norm_in
 from superadam.state.parameter import Pending, Phase, Piece
+from superadam.state.uncertain import Listed
 from superadam.step.transaction import Transaction
 
 
@@ -67,7 +69,7 @@ class Pipeline:
         for event in bucket.made:
             self._device.wait(Stream.CURRENT, event)
         if self._device.can_update:
-            self._autotuner.add_bucket(bucket)
+            tell("counting buckets for the placement", self._autotuner.add_bucket, bucket)
         if bucket.is_resident:
             sent, arrived, norms = self._transfers.pack_resident(pieces, bucket.gradients)
             job = functools.partial(self._add_resident, transaction, sent, hyper, arrived, norms, begin)
@@ -93,12 +95,12 @@ class Pipeline:
         pending = _records(transaction, sent, hyper, are_resident=True)
         seen = transaction.norm_so_far()
         transaction.speculate(pending, norm=norm_in(norms))
-        self._statistics.resident_buckets += 1
-        elements = sum(piece.shape.numel() for piece in pending)
+        elements, end = sum(piece.shape.numel() for piece in pending), time.perf_counter()
         self.predictor.total = transaction.table.numel
-        self.predictor.add_arrived(elements, seen)
-        self._autotuner.add_work(Work(elements, time.perf_counter(), is_resident=True))
-        self._trace.add("norm to host", "download", sent_at, time.perf_counter(), elements=elements)
+        tell("predicting factors", self.predictor.add_arrived, elements, seen)
+        tell("counting buckets", self._count_bucket, is_resident=True)
+        tell("timing work for the placement", self._autotuner.add_work, Work(elements, end, is_resident=True))
+        tell("tracing", self._trace.add, "norm to host", "download", sent_at, end, elements=elements)
 
     def _speculate(
         self,
@@ -124,28 +126,35 @@ class Pipeline:
                 record.expect(*prediction)
         written = {id(one.slot.shadow): one.slot.shadow for one in pending.values() if one.slot is not None}
         is_hidden = not is_awaited()
-        with torch.no_grad():
+        with transaction.lock, torch.no_grad():
             transaction.speculate(pending, self._num_threads() if is_hidden else None)
+            listed = _lists(pending)
         if prediction is not None and prediction.interval is not None:
-            self._count_lists(pending, prediction)
+            self._tell_of_lists(listed, prediction)
         for shadow in written.values():
             assert isinstance(shadow, FlatShadow)
             shadow.send()
-        self._statistics.waiting_buckets += not written
-        self._trace.add("gradients to host", "download", sent_at, begin, elements=elements)
-        self._count_work("adam" if written else "norm", begin, elements)
+        tell("counting buckets", self._count_bucket, waits=not written)
+        tell("tracing", self._trace.add, "gradients to host", "download", sent_at, begin, elements=elements)
+        self._tell_of_work("adam" if written else "norm", begin, elements)
         if able and self._device.can_update:  # else the step will create state, which says little of later ones
             end = time.perf_counter()
-            self._autotuner.add_work(Work(elements, end, end - begin, is_hidden, waits=not written))
+            work = Work(elements, end, end - begin, is_hidden, waits=not written)
+            tell("timing work for the placement", self._autotuner.add_work, work)
 
-    def _count_lists(self, pending: Mapping[Piece, Pending], prediction: Prediction) -> None:
-        self.predictor.add_lists(pending, prediction)
-        for piece, record in pending.items():
-            if record.listed is not None:
-                self._statistics.interval_elements += piece.shape.numel()
-                self._statistics.uncertain_elements += record.listed.count
+    def _count_bucket(self, *, is_resident: bool = False, waits: bool = False) -> None:
+        self._statistics.resident_buckets += is_resident
+        self._statistics.waiting_buckets += waits
+
+    def _tell_of_lists(self, listed: Mapping[Piece, Listed], prediction: Prediction) -> None:
+        tell("learning how much is uncertain", self.predictor.add_lists, listed, prediction)
+        tell("counting uncertain elements", self._count_lists, listed)
         now = time.perf_counter()
-        self._trace.add("predicted factor", "worker", now, now, factor=prediction.factor)
+        tell("tracing", self._trace.add, "predicted factor", "worker", now, now, factor=prediction.factor)
+
+    def _count_lists(self, listed: Mapping[Piece, Listed]) -> None:
+        self._statistics.interval_elements += sum(piece.shape.numel() for piece in listed)
+        self._statistics.uncertain_elements += sum(one.count for one in listed.values())
 
     def _wait_for(self, arrived: Event, is_awaited: Callable[[], bool]) -> None:
         """Wait for a copy, and commit meanwhile: the host may have enqueued this bucket long before backward."""
@@ -165,7 +174,7 @@ class Pipeline:
             return self._speculate_anew(transaction)
         begin = time.perf_counter()
         elements = transaction.commit(self._autotuner.placement.bucket_numel, self._num_threads())
-        self._count_work("commit", begin, elements)
+        self._tell_of_work("commit", begin, elements)
         return elements > 0
 
     def _speculate_anew(self, transaction: Transaction) -> bool:
@@ -186,14 +195,18 @@ class Pipeline:
             with torch.no_grad():
                 transaction.speculate(pending, self._num_threads())
             shadow.send()
-        self._count_lists(pending, prediction)
-        self._count_work("adam anew", begin, sum(piece.shape.numel() for piece in pending))
+            listed = _lists(pending)
+        self._tell_of_lists(listed, prediction)
+        self._tell_of_work("adam anew", begin, sum(piece.shape.numel() for piece in pending))
         return True
 
-    def _count_work(self, name: str, begin: float, elements: int) -> None:
+    def _tell_of_work(self, name: str, begin: float, elements: int) -> None:
         end = time.perf_counter()
-        self._statistics.worker_seconds += end - begin
-        self._trace.add(name, "worker", begin, end, elements=elements)
+        tell("timing the worker", self._count_work, end - begin)
+        tell("tracing", self._trace.add, name, "worker", begin, end, elements=elements)
+
+    def _count_work(self, seconds: float) -> None:
+        self._statistics.worker_seconds += seconds
 
     def drain(self) -> None:
         """Return when the worker is done with every bucket.
@@ -209,7 +222,7 @@ class Pipeline:
         self._worker.drain()
         end = time.perf_counter()
         self._statistics.waited_seconds += end - begin
-        self._trace.add("wait for worker", "training", begin, end)
+        tell("tracing", self._trace.add, "wait for worker", "training", begin, end)
 
     def abandon(self) -> None:
         """Return when the worker is idle, whether or not it failed, and drop its speculation."""
@@ -225,6 +238,11 @@ class Pipeline:
     def close(self) -> None:
         """Finish what is under way, and end the worker."""
         self._worker.close()
+
+
+def _lists(pending: Mapping[Piece, Pending]) -> dict[Piece, Listed]:
+    """Return the lists of those that have one; a verdict takes them from the records, so this needs the lock."""
+    return {piece: record.listed for piece, record in pending.items() if record.listed is not None}
 
 
 def _records(

@@ -7,17 +7,16 @@ step that have arrived. Everything here decides when work is done, never the res
 from __future__ import annotations
 
 import collections
+import ctypes
 import math
 import statistics
 import weakref
 from collections.abc import Mapping
 from typing import NamedTuple
 
-import numpy as np
-
 from superadam.kernels.hyperparameters import Interval
-from superadam.state.parameter import Pending, Piece
-from superadam.state.uncertain import LISTED_SHARE
+from superadam.state.parameter import Piece
+from superadam.state.uncertain import LISTED_SHARE, Listed
 from superadam.step.outcome import Applied
 
 REMEMBERED_STEPS = 8  # whose norms predict the next one
@@ -46,8 +45,15 @@ class _Made(NamedTuple):
     seen: float  # ... and their norm
 
 
+class _Past(NamedTuple):
+    """An earlier step."""
+
+    norm: float
+    seen: dict[int, float]  # norms of what had arrived at its predictions, by the number of elements
+
+
 class Predictor:
-    """Predicts the factor of each step, bucket by bucket.
+    """Predicts the factor of each step, bucket by bucket. Any number may be a norm, a factor or a limit.
 
     Attributes:
         total: elements of all parameters; what arrives after them has arrived again.
@@ -56,9 +62,9 @@ class Predictor:
     total = math.inf
 
     def __init__(self) -> None:
-        self._norms: collections.deque[float] = collections.deque(maxlen=REMEMBERED_STEPS)
-        self._seen: collections.deque[dict[int, float]] = collections.deque(maxlen=REMEMBERED_STEPS)
-        # Limits of the norm as they were applied; 0.0 for what is not clipping by one factor, inf where none was.
+        self._past: collections.deque[_Past] = collections.deque(maxlen=REMEMBERED_STEPS)
+        # Limits of the norm as they were applied; 0.0 for what is not clipping by one factor, as a product with 0 or -1
+        # is not, and inf where none was.
         self._limits: collections.deque[float] = collections.deque(maxlen=REMEMBERED_STEPS)
         self._is_own = False  # whether it was the optimizer's
         self._errors: collections.deque[float] = collections.deque(maxlen=JUDGED_PREDICTIONS)
@@ -81,21 +87,19 @@ class Predictor:
         self._steps += 1
         if not made or not norm < math.inf:
             return
-        is_clipped = factor is None or factor < unscaling
+        is_clipped = factor is None or not factor >= unscaling
         usual = self._usual_limit
         if is_clipped:
-            self._limits.append(0.0 if factor is None else factor * norm)
+            self._limits.append(factor * norm if factor is not None and factor > 0.0 else 0.0)
         else:
             self._limits.append(usual if norm * unscaling < usual else math.inf)
-        if is_clipped and self._norms:  # where nothing is clipped, predictions cost nothing and need not hold
+        if is_clipped and self._past:  # where nothing is clipped, predictions cost nothing and need not hold
             self._errors += [_error(one.factor, factor) for one in made]
-        self._norms.append(norm)
-        self._seen.append({one.elements: one.seen for one in made})
+        self._past.append(_Past(norm, {one.elements: one.seen for one in made}))
         self._elements = self._arrived
 
-    def add_lists(self, pending: Mapping[Piece, Pending], prediction: Prediction) -> None:
+    def add_lists(self, listed: Mapping[Piece, Listed], prediction: Prediction) -> None:
         """Learn how many elements are uncertain in an interval."""
-        listed = {piece: one.listed for piece, one in pending.items() if one.listed is not None}
         if prediction.interval is None or not listed:
             return
         spread, narrowest = _spread(prediction), _spread(_around(1.0, WIDTHS[0]))
@@ -163,6 +167,8 @@ class Predictor:
 
     def _prediction(self, norm: float, seen: float, unscaling: float, limit: float) -> Prediction | None:
         """Return for what to speculate where a norm is likely, of which `seen` has arrived; None for not at all."""
+        if not 0.0 < unscaling < math.inf:
+            return None
         centre, width = _ratio(limit, norm), self._width()
         if norm * (width or WIDTHS[-1]) * unscaling <= limit:
             return Prediction(unscaling)  # clipping is unlikely
@@ -173,17 +179,18 @@ class Predictor:
             high = max(_float32(min(unscaling, centre)), _float32(min(high, limit / seen)))
         factor = _float32(unscaling) if centre >= unscaling else _float32((low + high) / 2)
         low, high = min(low, factor), max(high, factor)
+        if not 0.0 < low <= high < math.inf:
+            return None
         return Prediction(factor, Interval(max(low, _float32(factor / 3.9)), high))
 
     def _norm(self, elements: int, seen: float) -> float:
         """Return the norm that this step is likely to have, not less than that of the elements that have arrived."""
-        if not self._norms or elements >= self.total:
+        if not self._past or elements >= self.total:
             return seen
-        usual = max(seen, statistics.median(self._norms))
+        usual = max(seen, statistics.median(past.norm for past in self._past))
         if elements < LEAST_SEEN * self._elements:
             return usual
-        before = zip(self._norms, self._seen, strict=True)
-        shares = [norm / past[elements] for norm, past in before if past.get(elements, 0.0) > 0.0]
+        shares = [past.norm / past.seen[elements] for past in self._past if past.seen.get(elements, 0.0) > 0.0]
         return seen * max(1.0, statistics.median(shares)) if shares else usual
 
     def _limit(self, known: float | None) -> float:
@@ -217,7 +224,8 @@ def _ratio(limit: float, norm: float) -> float:
 
 
 def _error(predicted: float, factor: float | None) -> float:
-    return math.inf if factor is None or predicted == 0.0 else abs(math.log(predicted / factor))
+    ratio = predicted / factor if factor else 0.0
+    return abs(math.log(ratio)) if 0.0 < ratio < math.inf else math.inf
 
 
 def _around(factor: float, width: float) -> Prediction:
@@ -233,4 +241,4 @@ def _spread(prediction: Prediction) -> float:
 
 
 def _float32(value: float) -> float:
-    return float(np.float32(value))
+    return ctypes.c_float(value).value  # without numpy's warnings

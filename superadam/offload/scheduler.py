@@ -9,7 +9,6 @@ verdict, which is over the gradients that `.grad` holds then.
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 import os
@@ -19,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +28,7 @@ from superadam.distributed import shards
 from superadam.handles.taken_gradient import GradientHolder, TakenGradient
 from superadam.host.announced import Announcement
 from superadam.host.memory import announce_needs
+from superadam.host.telling import tell
 from superadam.kernels import torch_private
 from superadam.kernels.hyperparameters import Hyperparameters
 from superadam.kernels.torch_private import check_can_take, is_short_of_memory, missing
@@ -40,6 +40,7 @@ from superadam.offload.late_commits import LateCommits
 from superadam.offload.needs import bytes_of_state, needs_of_run
 from superadam.offload.pipeline import Pipeline
 from superadam.offload.placement import Placement, last_pieces
+from superadam.offload.prediction import Predictor
 from superadam.offload.reduction import Marked, ReducedGroups
 from superadam.offload.statistics import OverlapStatistics
 from superadam.offload.trace import Trace
@@ -52,6 +53,12 @@ from superadam.step.outcome import StepOutcome
 from superadam.step.transaction import Transaction
 
 _logger = logging.getLogger("superadam")
+
+
+class _Counted(NamedTuple):
+    displaced: int
+    resolve_seconds: float
+    waited_seconds: float
 
 
 def _end(pipeline: Pipeline | None, device: Device | None, announced: Announcement | None) -> None:
@@ -124,10 +131,9 @@ class OffloadScheduler(GradientHolder):
             _logger.warning("nothing overlaps: torch %s lacks %s", torch.__version__, ", ".join(missing))
         self.optimizer = optimizer
         self.statistics, self.trace = OverlapStatistics(), Trace()
-        self._counts = copy.copy(optimizer.statistics)
+        self._before = self._counted  # the present step
         self._backward_began: float | None = None
         self._caught_up = 0.0  # when the last call of _catch_up() returned
-        self._waited = 0.0  # seconds in the steps before, for the worker
         self._late_commits = LateCommits()
         parameters = [shards.local_of(parameter) for group in optimizer.param_groups for parameter in group["params"]]
         self._device = device or device_for(parameters)
@@ -233,61 +239,76 @@ class OffloadScheduler(GradientHolder):
         error, self._error = self._error, None
         if error is not None:
             raise error
+        begin = time.perf_counter()
         self._take_waiting()
-        if self._pipeline is None:
-            return
-        for bucket in self._bucketer.rest():
-            self._send(bucket)
-        try:
-            self._pipeline.drain()
-        except Exception:
-            self._pipeline.abandon()
-            raise
+        if self._pipeline is not None:
+            for bucket in self._bucketer.rest():
+                self._send(bucket)
+            self.statistics.hook_seconds += time.perf_counter() - begin
+            try:
+                self._pipeline.drain()
+            except Exception:
+                self._pipeline.abandon()
+                raise
         self._caught_up = time.perf_counter()
 
     def _conclude(self, outcome: StepOutcome) -> None:
-        seconds = time.perf_counter() - self._caught_up
-        self._transfers.trace_arrived()
-        is_full = self.optimizer.statistics.displaced > self._counts.displaced
-        update_seconds = self.optimizer.statistics.resolve_seconds - self._counts.resolve_seconds
-        if self._pipeline is not None or self._backward_began is not None:  # else nothing can have been taken
-            self._bucketer.end_step()
-        self._count_verdict(outcome)
+        """Tell of a step: each listener by itself, once nothing of the step is left to be read by the next."""
+        now, began, before = time.perf_counter(), self._backward_began, self._before
+        self._hyper, self._backward_began, self._before = [], None, self._counted
+        awaited_at = math.inf
+        if self._pipeline is not None:
+            awaited_at, self._pipeline.awaited_at = self._pipeline.awaited_at, math.inf
+        if self._pipeline is not None or began is not None:  # else nothing can have been taken
+            tell("learning which gradients are the last ones", self._bucketer.end_step)
+        tell("tracing", self._transfers.trace_arrived)
+        tell("tracing", self._trace_step, outcome, began, now)
+        tell("looking for the device's memory", self._look_for_room)
+        tell("looking for parameters that are no longer frozen", self._hooks.look_for_unfrozen)
+        if self._pipeline is not None:
+            self._learn(self._pipeline, self._before.waited_seconds - before.waited_seconds + now - self._caught_up)
+            update_seconds = self._before.resolve_seconds - before.resolve_seconds
+            tell("choosing the placement", self._choose_placement, awaited_at, update_seconds)
+            if self._before.displaced > before.displaced:
+                tell("choosing the placement", self._make_room)
+            tell("waking the worker", self._pipeline.wake)
+        tell("timing a step", self._count_step)
+
+    @property
+    def _counted(self) -> _Counted:
+        counts = self.optimizer.statistics
+        return _Counted(counts.displaced, counts.resolve_seconds, self.statistics.waited_seconds)
+
+    def _learn(self, pipeline: Pipeline, seconds: float) -> None:
+        """Learn from a step, which took so long after backward, what to do in the next; who fails begins anew."""
+        transaction = self._transaction
+        if transaction is None:
+            return
+        applied = transaction.applied
+        if not tell("learning from the verdict", pipeline.predictor.add_verdict, applied):
+            pipeline.predictor = Predictor()
+        if applied is not None and applied.computed:
+            add_step = self._late_commits.add_step
+            if not tell("learning about late commits", add_step, applied.computed, transaction.table.numel, seconds):
+                self._late_commits = LateCommits()
+        transaction.commits_late = self._late_commits.is_on
+
+    def _trace_step(self, outcome: StepOutcome | None, began: float | None, now: float) -> None:
+        """Trace a step whose backward began then, if that is known; without an outcome where it was dropped."""
+        if began is not None:
+            self.trace.add("backward and step", "training", began, now)
+        if outcome is not None:
+            self.trace.add(f"verdict: {outcome.kind.value}", "training", now, now, grad_norm=outcome.grad_norm)
+
+    def _look_for_room(self) -> None:
+        """Reserve memory of the host for new values that the device turns out to have no memory for."""
         waiting = self._transfers.bytes_without_room()
         if waiting:
             with suppress(MemoryError):  # then they wait in pageable memory
                 self._device.reserve(replace(self._needs, shadows=max(self._needs.shadows, waiting)))
-        self._hyper = []
-        self._hooks.look_for_unfrozen()
-        if self._pipeline is None:
-            return
-        self._learn(seconds)
-        awaited_at, self._pipeline.awaited_at = self._pipeline.awaited_at, math.inf
-        if self._device.can_update and self._autotuner.choose(awaited_at, update_seconds):
-            self._apply_placement()
-        if is_full:
-            self._make_room()
-        self._pipeline.wake()
 
-    def _learn(self, seconds: float) -> None:
-        """Learn from a step, which took so long once all was speculated on, what to do in the next."""
-        waited, self._waited = self.statistics.waited_seconds - self._waited, self.statistics.waited_seconds
-        transaction, pipeline = self._transaction, self._pipeline
-        if transaction is None or pipeline is None:
-            return
-        pipeline.predictor.add_verdict(transaction.applied)
-        if transaction.applied is not None and transaction.applied.computed:
-            self._late_commits.add_step(transaction.applied.computed, transaction.table.numel, waited + seconds)
-        transaction.commits_late = self._late_commits.is_on
-
-    def _count_verdict(self, outcome: StepOutcome | None) -> None:
-        """Trace the outcome of the open step, and begin to count for the next; None where it was dropped."""
-        self._counts, now = copy.copy(self.optimizer.statistics), time.perf_counter()
-        if self._backward_began is not None:
-            self.trace.add("backward and step", "training", self._backward_began, now)
-            self._backward_began = None
-        if outcome is not None:
-            self.trace.add(f"verdict: {outcome.kind.value}", "training", now, now, grad_norm=outcome.grad_norm)
+    def _count_step(self) -> None:
+        self.statistics.step_seconds += time.perf_counter() - self._caught_up
 
     # ---- for gradients that were taken (taken_gradient.GradientHolder) -----------------------------------------------
 
@@ -328,6 +349,10 @@ class OffloadScheduler(GradientHolder):
         with self._lock:
             self._catch_up()
             self._autotuner.place(replace(self.placement, **changes))
+            self._apply_placement()
+
+    def _choose_placement(self, awaited_at: float, update_seconds: float) -> None:
+        if self._device.can_update and self._autotuner.choose(awaited_at, update_seconds):
             self._apply_placement()
 
     def _apply_placement(self) -> None:
@@ -408,7 +433,7 @@ class OffloadScheduler(GradientHolder):
             try:
                 self.optimizer.rollback()
             finally:
-                self._count_verdict(None)
+                tell("tracing", self._trace_step, None, self._backward_began, time.perf_counter())
                 self.optimizer._detach_overlap()
                 self._end()
 

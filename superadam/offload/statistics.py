@@ -19,9 +19,10 @@ class OverlapStatistics:
         downloaded_bytes, uploaded_bytes: moved between host and device; 0 for models in host memory.
         interval_elements: speculated on for an interval of clip coefficients.
         uncertain_elements: of those, elements whose new value the verdict's coefficient decides.
-        hook_seconds: time that taking gradients cost the thread that runs backward.
+        hook_seconds: time that taking gradients took, in the hooks of backward and, of the last ones, in `step()`.
         worker_seconds: time in which the worker worked.
-        waited_seconds: of that, time in which the training thread waited for it, in `step()` and in readers of state.
+        waited_seconds: time in which the training thread waited for the worker, in `step()` and in readers of state.
+        step_seconds: time that `step()` took when the worker was done.
     """
 
     buckets: int = 0
@@ -36,6 +37,7 @@ class OverlapStatistics:
     hook_seconds: float = 0.0
     worker_seconds: float = 0.0
     waited_seconds: float = 0.0
+    step_seconds: float = 0.0
 
     @property
     def speculated_buckets(self) -> int:
@@ -43,6 +45,16 @@ class OverlapStatistics:
         return self.buckets - self.resident_buckets - self.waiting_buckets
 
     @property
+    def hidden_seconds(self) -> float:
+        """Time in which the worker worked and training did not wait for it."""
+        return max(0.0, self.worker_seconds - self.waited_seconds)
+
+    @property
+    def work_seconds(self) -> float:
+        """Time of all of the optimizer's work: hidden, waited for, in hooks and in `step()`."""
+        return self.hidden_seconds + self.waited_seconds + self.hook_seconds + self.step_seconds
+
+    @property
     def hidden_share(self) -> float:
-        """Share of the worker's time that training did not wait for; 0 before any work."""
-        return max(0.0, 1.0 - self.waited_seconds / self.worker_seconds) if self.worker_seconds else 0.0
+        """Share of all of the optimizer's work, in worker, hooks and `step()`, that was hidden; 0 before any work."""
+        return self.hidden_seconds / self.work_seconds if self.hidden_seconds else 0.0

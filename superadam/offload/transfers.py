@@ -22,7 +22,8 @@ from superadam.devices import Device, Event, Stream
 from superadam.devices.flat import FlatLayout, FlatTensors
 from superadam.devices.interface import AllEvents, ChunkSums
 from superadam.handles.gradient_handle import norms_of
-from superadam.handles.taken_gradient import TakenGradient
+from superadam.handles.taken_gradient import TakenGradient, needs_present_mode
+from superadam.host.telling import tell
 from superadam.kernels import native
 from superadam.kernels.torch_private import is_short_of_memory
 from superadam.offload.shadow import FlatShadow
@@ -260,9 +261,12 @@ class Transfers:
 
     def _shadow(self, layout: FlatLayout[Piece], memory: Tensor | None, host: Sequence[Tensor] = ()) -> FlatShadow:
         shadow = FlatShadow(self, layout, memory, host)
-        self._shadows.add(weakref.ref(shadow), layout.numel * layout.states[0].parameter_dtype.itemsize)
-        self._statistics.shadow_bytes = max(self._statistics.shadow_bytes, self._shadows.size)
+        tell("counting bytes", self._count_shadow, shadow, layout.numel * layout.states[0].parameter_dtype.itemsize)
         return shadow
+
+    def _count_shadow(self, shadow: FlatShadow, size: int) -> None:
+        self._shadows.add(weakref.ref(shadow), size)
+        self._statistics.shadow_bytes = max(self._statistics.shadow_bytes, self._shadows.size)
 
     def _shadow_on_device(self, packed: Tensor, numel: int, dtype: torch.dtype) -> Tensor | None:
         """Return memory on the device for new values, that of the packed gradients if it is large enough, or None."""
@@ -310,7 +314,8 @@ class Transfers:
         return sent, arrived, hosts
 
     def _compute_norms(self, gradients: Sequence[TakenGradient]) -> None:
-        unknown = [taken for taken in gradients if taken.norm is None] if self.computes_norms else []
+        is_asked = self.computes_norms and not needs_present_mode(gradients)
+        unknown = [taken for taken in gradients if taken.norm is None] if is_asked else []
         if unknown:
             norms = norms_of((taken.pending, taken.norm_dtype) for taken in unknown)
             for taken, norm in zip(unknown, norms, strict=True):
@@ -419,18 +424,22 @@ class Transfers:
         device.record_stream(host, Stream.UPLOAD)
         device.record_stream(distant, Stream.UPLOAD)
         arrived = device.record(Stream.UPLOAD)
+        tell("counting bytes", self._count_upload, host.nbytes)
         with self._lock:
-            self._statistics.uploaded_bytes += host.nbytes
             self._untold.append((arrived, begin, host.numel()))
-        self.trace_arrived()
+        tell("tracing", self.trace_arrived)
         return arrived
+
+    def _count_upload(self, size: int) -> None:
+        with self._lock:
+            self._statistics.uploaded_bytes += size
 
     def settle(self) -> None:
         """Return when everything that was published has arrived."""
         self.device.record(Stream.CURRENT).synchronize()
         if self._published is not None:  # perhaps on the current stream of another thread
             self._published.synchronize()
-        self.trace_arrived()
+        tell("tracing", self.trace_arrived)
 
     def trace_arrived(self) -> None:
         """Trace uploads that have arrived since the last call: the host waits for none of them, so it looks now."""

@@ -298,8 +298,6 @@ class SpeculativeCPUAdam(Optimizer):
             outcome = transaction.step(gradients, limit)
             verdicts.last_outcome, verdicts.limit_of_next_step = outcome, None
             setattr(self, torch_private.STEP_MARK, True)  # resolve() counts as step() for learning-rate schedulers
-            kind = outcome.kind.value
-            setattr(self.statistics, kind, getattr(self.statistics, kind) + 1)
             self._binding.conclude(outcome)
         return outcome
 

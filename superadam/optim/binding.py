@@ -24,8 +24,8 @@ from superadam.distributed.agreement import Question, Ranks, ranks_of
 from superadam.distributed.replicas import warn_of_others
 from superadam.handles.taken_gradient import GradientHolder, TakenGradient
 from superadam.host.signals import deferred_signals
+from superadam.host.telling import tell
 from superadam.kernels.hyperparameters import Hyperparameters
-from superadam.kernels.torch_private import is_short_of_memory
 from superadam.optim.arguments import is_flattened
 from superadam.optim.published_state import PublishedState
 from superadam.state import compact
@@ -263,14 +263,11 @@ class Binding(GradientHolder):
         self._refresh_entries()
 
     def conclude(self, outcome: StepOutcome) -> None:
-        """After a step, bring exposed entries up to date, and let the scheduler's commits begin."""
-        try:
-            self._refresh_held_entries()
-        except Exception as error:  # the step was made; what is missing follows with the next, or when it is read
-            if not is_short_of_memory(error):
-                raise
+        """Tell of a step, which raises nothing: to the statistics, exposed entries and the scheduler."""
+        tell("counting steps", self._statistics.count, outcome.kind)
+        tell("updating optimizer.state at once", self._refresh_held_entries)  # else with the next, or when it is read
         if self.overlap is not None:
-            self.overlap._conclude(outcome)
+            tell("the scheduler's part after a step", self.overlap._conclude, outcome)
 
     def _catch_up(self) -> None:
         if self.overlap is not None:

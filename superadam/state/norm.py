@@ -32,6 +32,14 @@ class GradientNorm:
         self.sums[where] = 0
         self.nonfinite[where] = 0
 
+    def scale(self, where: slice, factor: float) -> None:
+        """Multiply the gradients of these entries by a factor: 0 makes NaN of Inf and NaN, and 0 of everything else."""
+        if factor * factor == 0.0:
+            self.sums[where] = np.where(self.nonfinite[where] > 0, np.nan, 0.0)
+        else:
+            with np.errstate(all="ignore"):
+                self.sums[where] *= factor * factor
+
     @property
     def count(self) -> int:
         """Number of Inf and NaN."""

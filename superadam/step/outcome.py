@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import enum
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
-
-import numpy as np
 
 from superadam.distributed.agreement import RanksNorm
 from superadam.state.norm import GradientNorm
@@ -52,7 +51,7 @@ def clip_coefficient(norm: float, max_norm: float | None) -> float:
     """Return min(1, max_norm / (norm + 1e-6)), as clip_grad_norm_: computed in fp64, rounded once to fp32."""
     if max_norm is None or math.isinf(max_norm):
         return 1.0
-    return float(np.float32(min(1.0, max_norm / (norm + _EPSILON))))
+    return ctypes.c_float(min(1.0, max_norm / (norm + _EPSILON))).value
 
 
 def judge(norm: GradientNorm | RanksNorm, max_norm: float | None) -> StepOutcome:
@@ -87,23 +86,29 @@ class Applied(NamedTuple):
 class Statistics:
     """Counts and times since the optimizer was made.
 
-    A parameter that is cut into pieces counts once where a count is of any of them.
+    Each speculation on a parameter ends in one way: it is accepted, respeculated or dropped. One that is repeated for
+    another factor before the verdict goes on. A parameter that is cut into pieces may end in several ways, and counts
+    once in each.
 
     Attributes:
-        committed, clipped, skipped: steps by kind.
+        committed, clipped, skipped: steps by kind; their sum is `steps`.
         accepted: parameters whose speculated value was published.
         patched: of these, parameters whose uncertain elements were computed again with the verdict's factor.
         patched_elements: how many elements that were.
         late: parameters whose new value was computed with the verdict, but whose state followed after the step.
         respeculated: parameters that were speculated on but updated again with the verdict, because the step was
-            clipped, a hyper-parameter had changed, or the parameter had been written to.
+            clipped by another factor, a hyper-parameter had changed, or the parameter had been written to.
         dropped: parameters whose speculation was discarded, because the step was skipped or rolled back, or because
             their gradient was dropped or edited.
         displaced: parameters of `gpu_buckets` that were updated on the host, because the device had no memory for their
             state.
-        norm_seconds, update_seconds: wall time of the two parts of plain synchronous steps.
-        speculate_seconds, resolve_seconds, commit_seconds: wall time of the parts of speculative steps; a commit that
-            shares the pass of a speculation counts as speculation.
+        norm_seconds: wall time of verdicts, with the norms of gradients that were not summed before, and of
+            `clip_grad_norm_`; over several ranks also of waiting for the others.
+        update_seconds: of updates in steps of which no gradient was taken.
+        speculate_seconds: of speculation, with the commits and norms that share its passes.
+        resolve_seconds: of what follows the verdict where gradients were taken: patches, publishing, updates; and of
+            dropping speculation.
+        commit_seconds: of other commits, and of looking for outside writes and adopting them.
     """
 
     committed: int = 0
@@ -121,6 +126,10 @@ class Statistics:
     resolve_seconds: float = 0.0
     commit_seconds: float = 0.0
     update_seconds: float = 0.0
+
+    def count(self, kind: StepKind) -> None:
+        """Count a step of this kind."""
+        setattr(self, kind.value, getattr(self, kind.value) + 1)
 
     @property
     def steps(self) -> int:

@@ -21,6 +21,7 @@ from torch import Tensor
 from superadam.distributed.agreement import Question, Ranks, RanksNorm
 from superadam.handles.taken_gradient import FactorKind, TakenGradient
 from superadam.host.signals import deferred_signals
+from superadam.host.telling import tell
 from superadam.kernels import native
 from superadam.kernels.hyperparameters import Hyperparameters, Scale
 from superadam.kernels.places import has_memory
@@ -93,7 +94,6 @@ class Transaction:
         self.commits_late = False
         self.ranks = ranks
         self.applied: Applied | None = None
-        self._computed = 0  # elements, as in `applied`
         self._samples = Samples(table)
         self.lock = threading.RLock()
         self._members: dict[Phase, dict[Piece, None]] = {phase: {} for phase in Phase}
@@ -157,11 +157,13 @@ class Transaction:
     ) -> None:
         """Let gradients wait for the verdict, with their norm, and new values for those that have a slot for one.
 
-        Earlier speculation on these pieces is dropped. `num_threads` is a maximum; None for all. `norm` is that of
-        gradients without a slot, in their order, where it was computed elsewhere.
+        Earlier speculation on these pieces is dropped, or repeated where it has the same record. `num_threads` is a
+        maximum; None for all. `norm` is that of gradients without a slot, in their order, where it was computed
+        elsewhere.
         """
         with self._timed("speculate_seconds"):
-            self._drop(pending)
+            for piece, record in pending.items():
+                self._drop([piece], is_repeated=piece.pending is record)
             apart = [s for s, new in pending.items() if s.phase is Phase.ACCEPTED and _cannot_fuse(s, new)]
             self._commit(apart, num_threads)
             waiting = [piece for piece, record in pending.items() if record.slot is None]
@@ -215,12 +217,14 @@ class Transaction:
         with self._timed("resolve_seconds"):
             self._drop(self.in_phase(Phase.SPECULATED))
 
-    def _drop(self, pieces: Iterable[Piece]) -> None:
+    def _drop(self, pieces: Iterable[Piece], *, is_repeated: bool = False) -> None:
         for piece in pieces:
             if piece.phase is Phase.SPECULATED:
-                self.statistics.dropped += piece.begin == 0 and _pending_of(piece).slot is not None
+                record = _pending_of(piece)
                 self.table.norm.clear(self.table.chunks_of(piece.row))
                 self._move(piece, Phase.CLEAN, None)
+                is_last = not any(_is_speculated(other, record.taken) for other in piece.state.pieces)
+                self.statistics.dropped += record.slot is not None and is_last and not is_repeated
 
     def distrust(self, state: ParameterState) -> None:
         """Make the verdict update a parameter in place, because what its speculation has read was changed."""
@@ -235,7 +239,7 @@ class Transaction:
 
         A `max_norm` of None or inf is no limit.
         """
-        with deferred_signals(), self.lock:
+        with deferred_signals(), self.lock, native.usual_float_mode():
             begin, self.applied = time.perf_counter(), None
             if self._members[Phase.ACCEPTED]:
                 self._commit_of(gradients.states)
@@ -249,16 +253,18 @@ class Transaction:
             contributions, others = self._contributions(gradients)
             self._drop(others)
             outcome = self._judge(Question.STEP, contributions, self.table.norm.copy(), max_norm)
-            told = self._told(contributions, outcome)
+            told, arrived = self._told(contributions, outcome), self.table.norm.total
             begin = self._spent("norm_seconds", begin)
             if outcome.kind is StepKind.SKIPPED:
                 self._drop(self.in_phase(Phase.SPECULATED))
+                self.table.norm.clear()
             else:
-                self._computed = 0
-                self._apply(contributions, outcome.clip_coefficient)
-                self.applied = self._applied(contributions, is_own=outcome.kind is StepKind.CLIPPED)
-            self.table.norm.clear()
-            self._spent("resolve_seconds", begin)
+                accepted, updated = self._apply(contributions, outcome.clip_coefficient)
+                self.table.norm.clear()
+                is_own = outcome.kind is StepKind.CLIPPED
+                tell("counting what became of speculation", self._count, accepted, updated)
+                tell("learning the factor of a step", self._learn, contributions, updated, arrived, is_own=is_own)
+            tell("timing a step", self._spent, "resolve_seconds", begin)
             return told
 
     def _step_in_place(
@@ -279,7 +285,7 @@ class Transaction:
             count = self.table.prepared_count(gradients.rows)
             self.table.prepared_update(gradients.rows, segments, coefficients, indices)()
             count()
-            self._spent("update_seconds", begin)
+            tell("timing a step", self._spent, "update_seconds", begin)
         return outcome
 
     def _contributions(self, gradients: StepGradients) -> tuple[list[_Contribution], list[Piece]]:
@@ -326,9 +332,8 @@ class Transaction:
         if uncounted:
             self.table.compute_norm(self._job(uncounted)[1], norm)
         for one in contributions:
-            factor = one.scale.factor
-            if factor != 1.0:
-                norm.sums[self.table.chunks_of(one.piece.row)] *= factor * factor
+            if one.scale.factor != 1.0:
+                norm.scale(self.table.chunks_of(one.piece.row), one.scale.factor)
         return judge(self._over_ranks(question, norm, max_norm), max_norm)
 
     def _over_ranks(self, question: Question, norm: GradientNorm, max_norm: float | None) -> GradientNorm | RanksNorm:
@@ -341,8 +346,13 @@ class Transaction:
 
         return self.ranks.norm(question, max_norm, norm.count, sums)
 
-    def _apply(self, contributions: Sequence[_Contribution], clip: float) -> None:
-        """Publish the speculated values that are right for this clip coefficient; update all other pieces."""
+    def _apply(
+        self, contributions: Sequence[_Contribution], clip: float
+    ) -> tuple[list[_Contribution], list[_Contribution]]:
+        """Publish the speculated values that are right for this clip coefficient; update all other pieces.
+
+        Returns both.
+        """
         accepted: list[_Contribution] = []
         near: list[_Contribution] = []
         rest: list[_Contribution] = []
@@ -376,9 +386,17 @@ class Transaction:
         if accepted:  # nothing may fail from here on
             self._publish(accepted)
         count()
+        return accepted, rest
 
-    def _applied(self, contributions: Sequence[_Contribution], *, is_own: bool) -> Applied | None:
-        """Return what this step does to those gradients that wait for it.
+    def _count(self, accepted: Sequence[_Contribution], updated: Sequence[_Contribution]) -> None:
+        self.statistics.accepted += len({one.piece.state for one in accepted})
+        if self.commits_late:
+            self.statistics.late += len({one.piece.state for one in updated if one.can_be_late})
+
+    def _learn(
+        self, contributions: Sequence[_Contribution], updated: Sequence[_Contribution], arrived: float, *, is_own: bool
+    ) -> None:
+        """Find out what a step did to those gradients that waited for it, whose norm was `arrived`.
 
         Where less than four fifths of the elements are multiplied alike, some are likely to be left as they are.
         """
@@ -387,11 +405,12 @@ class Transaction:
             if one.waits:
                 elements[None if one.pending is None else one.scale.factor] += one.piece.shape.numel()
         if not elements:
-            return None
+            return
         factor, count = elements.most_common(1)[0]
         if count < 0.8 * elements.total():
             factor = self.expected_scale
-        return Applied(self.table.norm.total, factor, self.expected_scale, is_own, self._computed)
+        computed = sum(one.piece.shape.numel() for one in updated if one.can_be_late)
+        self.applied = Applied(arrived, factor, self.expected_scale, is_own, computed)
 
     def _patch(self, contributions: Sequence[_Contribution]) -> bool:
         """Make speculated values those of this step's factor; return whether there was memory for that."""
@@ -414,7 +433,6 @@ class Transaction:
         pieces = [one.piece for one in contributions]
         records = [_pending_of(piece) for piece in pieces]
         self.table.delivery.publish(pieces, [record.slot for record in records if record.slot])
-        self.statistics.accepted += len({piece.state for piece in pieces})
         for piece, record in zip(pieces, records, strict=True):
             record.slot = record.interval = record.listed = None
             self._move(piece, Phase.ACCEPTED, record)
@@ -440,19 +458,14 @@ class Transaction:
                 self.statistics.displaced += len({piece.state for piece in pieces})
         if update_here is not None:
             update_here()
-        late = set[ParameterState]()
         for one in contributions:
             piece = one.piece
-            can_be_late = one.can_be_late
-            self._computed += piece.shape.numel() if can_be_late else 0
-            if self.commits_late and can_be_late:
+            if self.commits_late and one.can_be_late:
                 record = replace(_pending_of(piece), hyper=one.hyper, step=int(self.table.steps[piece.state.row]) + 1)
                 record.scale, record.interval, record.listed = one.scale, None, None
                 self._move(piece, Phase.ACCEPTED, record)
-                late.add(piece.state)
             elif piece.phase is not Phase.CLEAN:
                 self._move(piece, Phase.CLEAN, None)
-        self.statistics.late += len(late)
 
     def _prepared(self, contributions: Sequence[_Contribution]) -> Callable[[], None] | None:
         """Return what updates parameters on the host; None without any."""
@@ -612,8 +625,11 @@ class Transaction:
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
-        """Hold the lock, measure the time, and defer signals, so that the work inside is done completely."""
-        with deferred_signals(), self.lock:
+        """Hold the lock, measure the time, and defer signals, so that the work inside is done completely.
+
+        Scalars are computed in the floating-point mode that kernels have.
+        """
+        with deferred_signals(), self.lock, native.usual_float_mode():
             begin = time.perf_counter()
             try:
                 yield
@@ -628,13 +644,21 @@ class Transaction:
 
 
 def _clip_factor(taken: TakenGradient) -> float:
-    factors = (one for one in taken.factors if one.kind is not FactorKind.UNSCALE and one.number)
-    return math.prod((1.0 / one.number if one.kind is FactorKind.DIVIDE else one.number for one in factors), start=1.0)
+    factors = ((one.kind, one.number) for one in taken.factors if one.kind is not FactorKind.UNSCALE)
+    return math.prod(
+        number if kind is FactorKind.MULTIPLY else 1.0 / number if number else math.inf for kind, number in factors
+    )
 
 
 def _cannot_fuse(piece: Piece, new: Pending) -> bool:
     """Whether an accepted gradient must be committed before the new one: the fused pass takes two of one dtype."""
     return new.slot is None or _pending_of(piece).gradient.dtype != new.gradient.dtype
+
+
+def _is_speculated(piece: Piece, taken: weakref.ref[TakenGradient]) -> bool:
+    """Whether there is a new value of this gradient that waits for its verdict."""
+    record = piece.pending if piece.phase is Phase.SPECULATED else None
+    return record is not None and record.slot is not None and record.taken is taken
 
 
 def _pending_of(piece: Piece) -> Pending:

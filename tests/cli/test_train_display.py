@@ -36,12 +36,13 @@ def test_overlapped_run_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def change(trainer: Trainer) -> None:
         history = trainer.history
         history.update_seconds = 1.0
-        history.overlap = dataclasses.replace(history.overlap, worker_seconds=4.0, waited_seconds=1.0, hook_seconds=0.0)
+        times = {"worker_seconds": 4.0, "waited_seconds": 1.0, "hook_seconds": 0.25, "step_seconds": 0.75}
+        history.overlap = dataclasses.replace(history.overlap, **times)
 
     monkeypatch.setattr(Trainer, "shares_cores", True)
     table = printed(True, change)
-    assert "75%" in table
-    words = "of 4.00 s of optimizer work: the worker did 3.00 s of it during training, on cores that the model uses"
+    assert "60%" in table
+    words = "of 5.00 s of optimizer work: the worker did 3.00 s of it during training, on cores that the model uses"
     assert words in table
     assert "the model is in host memory, where gradients and parameters are used in place" in table
     assert "device GB" not in table

@@ -39,7 +39,7 @@ def test_plain_values_hold_everything(
 
 
 @given(earlier=OVERLAPS, overlap=OVERLAPS, counts=st.tuples(COUNTS, COUNTS), update=SECONDS)
-def test_sessions_add_up_and_the_hidden_share_is_one(
+def test_sessions_add_up(
     earlier: OverlapStatistics, overlap: OverlapStatistics, counts: tuple[int, int], update: float
 ) -> None:
     history, before = History(update_seconds=update), History(accepted=counts[0], overlap=earlier)
@@ -49,15 +49,8 @@ def test_sessions_add_up_and_the_hidden_share_is_one(
     assert history.overlap.buckets == earlier.buckets + overlap.buckets
     assert history.overlap.worker_seconds == earlier.worker_seconds + overlap.worker_seconds
     assert history.overlap.shadow_bytes == max(earlier.shadow_bytes, overlap.shadow_bytes)
-    assert 0.0 <= history.hidden_share <= 1.0
-    assert 0.0 <= history.hidden_seconds <= history.overlap.worker_seconds
-    assert history.optimizer_seconds >= update
-
-
-def test_hidden_share_counts_step_and_hooks_as_seen() -> None:
-    overlap = OverlapStatistics(worker_seconds=4.0, waited_seconds=1.0, hook_seconds=0.25)
-    history = History(update_seconds=1.75, overlap=overlap)  # 1 s of it waited for the worker
-    assert (history.optimizer_seconds, history.hidden_seconds, history.hidden_share) == (2.0, 3.0, 0.6)
+    assert history.overlap.step_seconds == earlier.step_seconds + overlap.step_seconds
+    assert history.optimizer_seconds == update + history.overlap.hook_seconds
 
 
 def test_final_loss_is_the_mean_of_the_last_tenth() -> None:

@@ -45,7 +45,7 @@ def test_overlapped_run_is_the_run_without_overlap(
         assert overlapped.measure_held_out() == plain.measure_held_out()
     assert are_same(overlapped.model.state_dict(), plain.model.state_dict())
     assert are_same(overlapped.optimizer.state_dict(), plain.optimizer.state_dict())
-    assert plain.history.overlap.buckets == plain.history.hidden_seconds == 0
+    assert plain.history.overlap.buckets == plain.history.overlap.hidden_seconds == 0
     assert overlapped.history.overlap.buckets >= 6
 
 
@@ -132,7 +132,8 @@ def test_history_tells_what_optimizer_and_scheduler_counted() -> None:
     assert all(fates)
     assert (counted.downloaded_bytes, counted.uploaded_bytes) == (0, 0)  # of a model in host memory
     assert 0.0 < history.optimizer_seconds < history.seconds
-    assert 0.0 <= history.hidden_share < 1.0
+    assert 0.0 <= history.overlap.hidden_share < 1.0
+    assert 0.0 < counted.step_seconds < history.update_seconds
     assert history.peak_host_bytes > 10_000_000  # Python and torch alone take more
     assert history.peak_device_bytes is None
 

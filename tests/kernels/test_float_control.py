@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import platform
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, suppress
 from typing import Protocol
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.float_modes import flushed_denormals, rounded_upward
 from support.kernel_arrays import Job, jobs, make_segment
 from support.strategies import Magnitudes, hyperparameters, scales
 
@@ -22,8 +21,6 @@ from superadam.kernels.native import Dtype, Pass
 
 _libm = ctypes.CDLL("libm.so.6")
 _IS_X86 = platform.machine() == "x86_64"
-_TO_NEAREST = 0
-_UPWARD = 0x800 if _IS_X86 else 0x400000  # FE_UPWARD of <fenv.h>
 
 
 def control_register() -> int:
@@ -33,26 +30,6 @@ def control_register() -> int:
     if _IS_X86:
         return int.from_bytes(environment.raw[28:32], "little") & ~0x3F
     return int.from_bytes(environment.raw[:4], "little")
-
-
-@contextmanager
-def flushed_denormals() -> Iterator[None]:
-    """Treat denormals as zeros in this thread, as `torch.set_flush_denormal(True)` does."""
-    assert torch.set_flush_denormal(True)
-    try:
-        yield
-    finally:
-        torch.set_flush_denormal(False)
-
-
-@contextmanager
-def rounded_upward() -> Iterator[None]:
-    """Round towards +infinity in this thread."""
-    assert _libm.fesetround(_UPWARD) == 0
-    try:
-        yield
-    finally:
-        _libm.fesetround(_TO_NEAREST)
 
 
 class Setting(Protocol):
@@ -102,6 +79,25 @@ def test_ordered_sum_does_not_depend_on_the_setting(setting: Setting) -> None:
         inexact = native.ordered_sum(np.array([1.0, 2.0**-60]))
     assert (under, inexact) == (expected, 1.0)
     assert expected == 5e-324 + 3e-310 + 1e-320
+
+
+@SETTINGS
+def test_the_usual_mode_is_recognized_and_restored(setting: Setting) -> None:
+    usual = control_register()
+    assert native.is_float_mode_usual()
+    with setting():
+        before = control_register()
+        assert not native.is_float_mode_usual()
+        with native.usual_float_mode():
+            assert control_register() == usual
+            assert native.is_float_mode_usual()
+        assert control_register() == before
+        with suppress(KeyError), native.usual_float_mode():
+            raise KeyError
+        assert control_register() == before
+    with native.usual_float_mode():
+        assert control_register() == usual
+    assert native.is_float_mode_usual()
 
 
 @given(hyperparameters(), st.integers(1, 1000), scales())

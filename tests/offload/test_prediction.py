@@ -14,7 +14,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from superadam.kernels.hyperparameters import Interval
-from superadam.offload.prediction import MOST_LEFT_OUT, REMEMBERED_STEPS, WIDTHS, Prediction, Predictor
+from superadam.offload.prediction import (
+    JUDGED_PREDICTIONS,
+    MOST_LEFT_OUT,
+    REMEMBERED_STEPS,
+    WIDTHS,
+    Prediction,
+    Predictor,
+)
 from superadam.state.uncertain import LISTED_SHARE
 from superadam.step.outcome import Applied
 
@@ -184,12 +191,54 @@ def test_every_prediction_can_be_speculated_for(steps: list[list[float]], limit:
             assert all(float(torch.tensor(one, dtype=torch.float32)) == one for one in (low, prediction.factor, high))
 
 
+ANY = st.one_of(st.floats(), st.sampled_from([0.0, -0.0, -1.0, 5e-324, 1e-45, 1e38, 1e200, math.inf, math.nan]))
+LIMITS = st.one_of(st.none(), st.just(math.inf), st.floats(0.0))
+
+
+@pytest.mark.filterwarnings("error")
+@given(
+    before=st.integers(0, 10),
+    steps=st.lists(
+        st.tuples(
+            st.lists(st.one_of(st.just(0.0), st.floats(0.0)), max_size=3), ANY, ANY, st.one_of(st.none(), ANY), LIMITS
+        ),
+        max_size=12,
+    ),
+)
+def test_any_number_may_be_a_norm_a_factor_or_a_limit(before: int, steps: list[Any]) -> None:
+    """Nothing raises or warns, and what is predicted can be speculated for."""
+    predictor = trained(10.0, before)
+    predictor.total = 400
+    for seen, norm, unscaling, factor, limit in steps:
+        made = [predictor.predict(100, one, unscaling, limit) for one in (0.0, *seen)]
+        made.append(predictor.revised(max(seen, default=0.0), unscaling, limit))
+        for prediction in made:
+            if prediction is not None:
+                interval = prediction.interval
+                assert 0.0 < prediction.factor < math.inf
+                assert interval is None or 0.0 < interval.low <= prediction.factor <= interval.high < math.inf
+                key, one = listed(100, 7)
+                predictor.add_lists({key: one}, prediction)
+        predictor.add_verdict(Applied(norm, factor, unscaling))
+    for _ in range(JUDGED_PREDICTIONS):
+        one_step(predictor, [5.0] * 4)
+    assert one_step(predictor, [5.0] * 4)[0] == one_step(trained(10.0, JUDGED_PREDICTIONS), [5.0] * 4)[0]
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0, math.nan, None])
+def test_one_step_that_is_not_clipped_by_one_factor_ends_nothing(factor: float | None) -> None:
+    predictor = trained(10.0)
+    usual = one_step(predictor, [5.0] * 4)
+    predictor.predict(100, 0.0, 1.0, 1.0)
+    predictor.add_verdict(Applied(10.0, factor, 1.0))
+    assert one_step(predictor, [5.0] * 4)[1:] == usual[1:]
+
+
 def listed(numel: int, count: int) -> tuple[Any, Any]:
-    """Return a parameter and a record whose list has room for one element in `LISTED_SHARE`."""
+    """Return a parameter and a list that has room for one element in `LISTED_SHARE`."""
     state = SimpleNamespace(shape=torch.Size([numel]))
     key: Any = type("State", (), {"shape": state.shape, "is_narrow": True})()
-    listed = SimpleNamespace(count=count, is_complete=count <= numel // LISTED_SHARE)
-    return key, SimpleNamespace(listed=listed)
+    return key, SimpleNamespace(count=count, is_complete=count <= numel // LISTED_SHARE)
 
 
 def test_parameters_that_are_uncertain_everywhere_are_left_out_for_longer_and_longer() -> None:
@@ -231,7 +280,7 @@ def test_lists_of_few_elements_weigh_little() -> None:
     large, scalar = listed(2048, 4), listed(1, 0)[0]
     for _ in range(20):
         predictor.add_lists(dict([large]), before[0])
-        predictor.add_lists({scalar: SimpleNamespace(listed=SimpleNamespace(count=1, is_complete=True))}, before[1])
+        predictor.add_lists({scalar: SimpleNamespace(count=1, is_complete=True)}, before[1])
         assert one_step(predictor, [5.0] * 4) == before
 
 

@@ -99,7 +99,7 @@ def test_a_list_that_is_complete_ends_the_leaving_out() -> None:
     predictor, prediction = trained([10.0] * 12), Prediction(0.1, Interval(0.08, 0.12))
     state: Any = type("State", (), {"shape": torch.Size([3200]), "is_narrow": True})()
     for count, steps in ((3000, FIRST_LEFT_OUT), (3000, 2 * FIRST_LEFT_OUT), (50, 0), (3000, FIRST_LEFT_OUT)):
-        record: Any = SimpleNamespace(listed=SimpleNamespace(count=count, is_complete=count <= 100))
+        record: Any = SimpleNamespace(count=count, is_complete=count <= 100)
         predictor.add_lists({state: record}, prediction)
         waited = 0
         while predictor.leaves_out(state, prediction, 1.0) and waited < 100:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -31,6 +33,7 @@ from superadam.devices.flat import FlatLayout
 from superadam.devices.worker import WorkerError
 from superadam.offload.statistics import OverlapStatistics
 from superadam.state.parameter import ParameterState
+from superadam.step.outcome import StepOutcome
 from superadam.step.transaction import Transaction
 from superadam.testing import SimulatedDevice
 
@@ -41,12 +44,19 @@ def fates(scheduler: OffloadScheduler) -> tuple[int, int, int, int]:
     return scheduler.statistics.waiting_buckets, counts.accepted, counts.respeculated, counts.dropped
 
 
-@given(st.floats(0, 1e6), st.floats(0, 1e6))
-def test_hidden_share_is_a_share(worker: float, waited: float) -> None:
-    share = OverlapStatistics(worker_seconds=worker, waited_seconds=waited).hidden_share
-    assert 0.0 <= share <= 1.0
-    if worker and waited == 0.0:
-        assert share == 1.0
+SECONDS = st.one_of(st.just(0.0), st.floats(0, 1e6))
+
+
+@given(SECONDS, SECONDS, SECONDS, SECONDS)
+def test_hidden_share_is_that_of_all_work(worker: float, waited: float, hooks: float, steps: float) -> None:
+    counts = OverlapStatistics(worker_seconds=worker, waited_seconds=waited, hook_seconds=hooks, step_seconds=steps)
+    assert 0.0 <= counts.hidden_share <= 1.0
+    assert (counts.hidden_share == 0.0) or worker > waited
+    seen = waited + hooks + steps
+    assert counts.work_seconds == pytest.approx(max(worker, waited) + hooks + steps)
+    assert counts.hidden_share * counts.work_seconds == pytest.approx(counts.work_seconds - seen, abs=1e-9)
+    if worker and not seen:
+        assert counts.hidden_share == 1.0
 
 
 def test_hidden_share_before_any_work() -> None:
@@ -75,6 +85,10 @@ def check(scheduler: OffloadScheduler) -> None:
     counts = scheduler.optimizer.statistics
     assert counts.accepted + counts.respeculated + counts.dropped >= statistics.speculated_buckets
     assert 0.0 <= statistics.hidden_share <= 1.0
+    assert counts.steps == counts.committed + counts.clipped + counts.skipped
+    assert counts.patched <= counts.accepted
+    assert (counts.patched_elements > 0) <= (counts.patched > 0)
+    assert statistics.uncertain_elements <= statistics.interval_elements
 
 
 EVENTS = [
@@ -153,6 +167,115 @@ def test_speculation_has_the_fate_that_the_event_gives_it(bucket_numel: int, dev
         one_step("plain", model, optimizer, scheduler)
         assert fates(scheduler)[0] == before[0] < scheduler.statistics.buckets
         assert fates(scheduler)[1] > before[1]
+
+
+@contextmanager
+def counted_speculation() -> Iterator[list[int]]:
+    """Yield the number of parameters that were speculated on for each call; what is repeated has begun before."""
+    begun: list[int] = []
+    speculate = Transaction.speculate
+
+    def count(transaction: Transaction, pending: Any, *arguments: Any, **options: Any) -> None:
+        repeated = {piece for piece, record in pending.items() if piece.pending is record}
+        speculate(transaction, pending, *arguments, **options)
+        begun.append(len({one for one, record in pending.items() if record.slot and one not in repeated}))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Transaction, "speculate", count)
+        yield begun
+
+
+@pytest.mark.slow
+@given(
+    events=st.lists(st.sampled_from(EVENTS), min_size=2, max_size=12),
+    device=st.sampled_from([ImmediateDevice, ThreadDevice, DeferredDevice, lambda: SimulatedDevice(5, 0.4)]),
+    bucket_numel=st.sampled_from([1, 100, 10**6]),
+    limit=st.sampled_from([1e-3, 20.0]),
+    lr=st.sampled_from([1e-5, 1e-2]),
+)
+def test_every_speculation_ends_in_one_way(
+    events: list[str], device: Callable[[], Device], bucket_numel: int, limit: float, lr: float
+) -> None:
+    """It is accepted, respeculated or dropped; no parameter is cut here."""
+    model = mlp(torch.bfloat16)
+    optimizer = adam(model, lr=lr)
+    with (
+        counted_speculation() as begun,
+        eager(optimizer, model, device=device(), bucket_numel=max(bucket_numel, 64)) as scheduler,
+    ):
+        for event in events:
+            one_step(event, model, optimizer, scheduler)
+            optimizer.max_grad_norm = limit
+            optimizer.zero_grad()
+            loss_of(model, 3).backward()
+            pipeline = scheduler._pipeline
+            while pipeline is not None and isinstance(scheduler._device, ImmediateDevice) and pipeline._idle():
+                pass
+            optimizer.step()
+            check(scheduler)
+            counts = optimizer.statistics
+            assert counts.accepted + counts.respeculated + counts.dropped == sum(begun)
+            ended = scheduler.statistics
+            assert ended.speculated_buckets + ended.waiting_buckets + ended.resident_buckets == ended.buckets
+        assert optimizer.statistics.steps == 2 * len(events)
+        if scheduler._pipeline is None:
+            assert ended.hidden_share == sum(begun) == 0
+            assert ended.step_seconds > 0.0
+
+
+@pytest.mark.parametrize("device_class", [ThreadDevice, DeferredDevice])
+def test_work_in_the_step_is_not_hidden(device_class: type[Device], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that is its own master is updated there."""
+    model = mlp()
+    optimizer = adam(model, lr=1e-3)
+    step = Transaction.step
+
+    def slow(*arguments: Any) -> StepOutcome:
+        time.sleep(0.02)
+        return step(*arguments)
+
+    monkeypatch.setattr(Transaction, "step", slow)
+    with eager(optimizer, model, device=device_class()) as scheduler:
+        train(model, optimizer, range(3))
+        counts = scheduler.statistics
+        assert counts.step_seconds >= 0.06
+        assert counts.hidden_share <= counts.worker_seconds / (counts.worker_seconds + 0.06) < 1.0
+
+
+def test_what_is_speculated_on_anew_is_not_dropped() -> None:
+    model = mlp(torch.bfloat16)
+    optimizer = adam(model, lr=1e-5, max_grad_norm=1e-3)
+    with counted_speculation() as begun, eager(optimizer, model) as scheduler:
+        for number in range(12):
+            (loss_of(model, 3) * (1.0 if number < 11 else 9.0)).backward()
+            while scheduler._pipeline._idle():  # type: ignore[union-attr]
+                pass
+            optimizer.step()
+            optimizer.zero_grad()
+        assert any(span.name == "adam anew" for span in scheduler.trace.spans)
+    counts = optimizer.statistics
+    assert (counts.dropped, counts.accepted + counts.respeculated) == (0, sum(begun))
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+def test_a_cut_parameter_whose_speculation_is_dropped_counts_once(gone: int) -> None:
+    """Whatever pieces had new values."""
+    parameter = nn.Parameter(torch.ones(3, 4096, dtype=torch.bfloat16))
+    optimizer = SpeculativeCPUAdam([parameter], lr=1e-3)
+    model = nn.Module()
+    model.parameter = parameter
+    with eager(optimizer, model, bucket_numel=4096) as scheduler:
+        for number in range(2):
+            (parameter * 0.5).sum().backward()
+            scheduler._catch_up()
+            transaction: Any = optimizer._binding._transaction
+            if number and gone:
+                transaction.table.states[0].cuts[0].pending.slot = None
+            if number:
+                optimizer.rollback()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert optimizer.statistics.dropped == 1
 
 
 @pytest.mark.parametrize("device_class", [ImmediateDevice, ThreadDevice])

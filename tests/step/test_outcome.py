@@ -82,6 +82,29 @@ def test_norm_is_copied_and_cleared_by_entry(entries: list[tuple[float, int]], b
     assert judge(norm, 0.0).grad_norm == 0.0
 
 
+@pytest.mark.filterwarnings("error")
+@given(
+    sums=st.lists(st.floats(0.0), min_size=1, max_size=8),
+    nonfinite=st.lists(st.integers(0, 2), min_size=8, max_size=8),
+    factor=st.one_of(st.floats(-1.0, 1.0), st.sampled_from([0.0, -0.0, 1e-200, -1.0])),
+    begin=st.integers(0, 8),
+)
+def test_a_norm_is_scaled_as_its_gradients_are(
+    sums: list[float], nonfinite: list[int], factor: float, begin: int
+) -> None:
+    """Also where a sum has overflown, or is of an Inf; nothing warns."""
+    norm = GradientNorm(np.array(sums, np.float64), np.array(nonfinite[: len(sums)], np.int64))
+    with np.errstate(all="raise"):
+        norm.scale(slice(begin, None), factor)
+    for place, (before, count, after) in enumerate(zip(sums, nonfinite, norm.sums.tolist(), strict=False)):
+        if place < begin:
+            assert after == before
+        elif factor * factor:
+            assert after == before * (factor * factor)
+        else:
+            assert math.isnan(after) if count else after == 0.0
+
+
 @given(
     lengths=st.lists(st.integers(0, 9000), min_size=1, max_size=4),
     dtypes=st.lists(st.sampled_from([torch.float32, torch.bfloat16, torch.float64]), min_size=4, max_size=4),

@@ -112,7 +112,6 @@ def _overlap(history: History, shares_cores: bool) -> list[Row]:
         ("respeculated", history.respeculated, "tensors that were stepped again in step(): it was clipped"),
         ("dropped", history.dropped, "tensors whose step was skipped, or whose gradient changed after it was taken"),
     ]
-    hidden, work = history.hidden_seconds, history.hidden_seconds + history.optimizer_seconds
     where = ", on cores that the model uses, too" if shares_cores else ""
     down, up = overlap.downloaded_bytes / 1e9, overlap.uploaded_bytes / 1e9
     moved = f"between host and device: {down:,.2f} of gradients down, {up:,.2f} of parameters up"
@@ -120,9 +119,9 @@ def _overlap(history: History, shares_cores: bool) -> list[Row]:
         *((name, f"{count:,}", meaning) for name, count, meaning in counts if count or name != "resident"),
         (
             "hidden",
-            f"{history.hidden_share:.0%}",
-            f"of {work:.2f} s of optimizer work: the worker did {hidden:.2f} s of it during training{where}"
-            f"{_why(history)}",
+            f"{overlap.hidden_share:.0%}",
+            f"of {overlap.work_seconds:.2f} s of optimizer work: the worker did {overlap.hidden_seconds:.2f} s of it "
+            f"during training{where}{_why(history)}",
         ),
         (
             "moved, GB",
@@ -135,7 +134,7 @@ def _overlap(history: History, shares_cores: bool) -> list[Row]:
 
 def _why(history: History) -> str:
     """Return why little of the optimizer's work was hidden, where it was little."""
-    if history.hidden_share >= 0.5:
+    if history.overlap.hidden_share >= 0.5:
         return ""
     if 2 * history.overlap.waiting_buckets > history.overlap.buckets:
         return "; most buckets waited for the verdict"

@@ -72,16 +72,6 @@ class History:
         """The part of `seconds` that the optimizer took: its `step()`, and the scheduler's hooks in backward."""
         return self.update_seconds + self.overlap.hook_seconds
 
-    @property
-    def hidden_seconds(self) -> float:
-        """Time in which the scheduler's worker worked and training did not wait for it."""
-        return max(0.0, self.overlap.worker_seconds - self.overlap.waited_seconds)
-
-    @property
-    def hidden_share(self) -> float:
-        """Part of the optimizer's whole work, in the worker or not, that was hidden; 0 before any work."""
-        return self.hidden_seconds / (self.hidden_seconds + self.optimizer_seconds) if self.hidden_seconds else 0.0
-
     def set_counts(self, earlier: History, counted: Statistics, overlapped: OverlapStatistics) -> None:
         """Set what optimizer and scheduler count: what earlier sessions did, and this one until now."""
         for name in ("accepted", "respeculated", "dropped"):

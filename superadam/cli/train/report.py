@@ -18,9 +18,10 @@ from superadam.cli.train.verification import Verification
 from superadam.host.files import replace_file
 
 _OF_HISTORY = (
-    *("accepted", "respeculated", "dropped", "final_loss", "seconds", "optimizer_seconds", "hidden_seconds"),
-    *("hidden_share", "peak_host_bytes", "peak_device_bytes", "sessions"),
+    *("accepted", "respeculated", "dropped", "final_loss", "seconds", "optimizer_seconds", "peak_host_bytes"),
+    *("peak_device_bytes", "sessions"),
 )
+_OF_OVERLAP = ("speculated_buckets", "hidden_seconds", "work_seconds", "hidden_share")
 
 
 def write(trainer: Trainer, found: Verification | None, path: Path) -> None:
@@ -43,7 +44,7 @@ def write(trainer: Trainer, found: Verification | None, path: Path) -> None:
         **{kind.value: history.count(kind) for kind in StepKind},
         **{name: getattr(history, name) for name in _OF_HISTORY},
         **asdict(history.overlap),
-        "speculated_buckets": history.overlap.speculated_buckets,
+        **{name: getattr(history.overlap, name) for name in _OF_OVERLAP},
         "placement": placement,
         "shares_cores": trainer.shares_cores,
         **(dict.fromkeys(one.name for one in fields(Verification)) if found is None else asdict(found)),

@@ -1,0 +1,27 @@
+"""Tells listeners of what is done already: statistics, traces, and what learns from steps.
+
+They can neither fail it nor change it. An error of theirs is logged, once in a process for each of them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+_logger = logging.getLogger("superadam")
+_failed: set[str] = set()  # whose errors were logged
+
+
+def tell(what: str, listener: Callable[..., object], *arguments: Any, **options: Any) -> bool:
+    """Call a listener, and return whether it raised no `Exception`; `what` names it in the log."""
+    try:
+        listener(*arguments, **options)
+    except Exception:
+        with suppress(Exception):  # of a handler of the log's
+            if what not in _failed:
+                _failed.add(what)
+                _logger.error("%s failed, which changes no step; training goes on without", what, exc_info=True)
+        return False
+    return True

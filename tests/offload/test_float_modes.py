@@ -1,0 +1,280 @@
+"""Programs that flush denormals, or round upward: what torch makes of gradients has those bits under a scheduler, too.
+
+Backward hands over gradients as they are given, so that only the products that follow depend on the mode.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.float_modes import flushed_denormals, rounded_upward
+from support.overlap import DeferredDevice, ImmediateDevice, ThreadDevice
+from support.visible import Bits, bits
+from torch import Tensor, nn
+
+from superadam import OffloadScheduler, SpeculativeCPUAdamW
+from superadam.devices import Device
+from superadam.handles.gradient_handle import GradientHandle
+from superadam.handles.taken_gradient import TakenGradient
+from superadam.kernels.torch_private import check_and_unscale
+from superadam.offload import accumulation
+from superadam.testing import SimulatedDevice
+
+OPTIONS: dict[str, Any] = {"lr": 0.01, "betas": (0.0, 0.99), "weight_decay": 0.1}  # exp_avg is the gradient
+SIZES = ((64, 2), (192,), (64, 1))
+DEVICES: dict[str, Callable[[int], Device]] = {
+    "immediate": lambda seed: ImmediateDevice(),
+    "thread": lambda seed: ThreadDevice(),
+    "deferred": lambda seed: DeferredDevice(),
+    "simulated": SimulatedDevice,
+}
+MODES: dict[str, Callable[[], AbstractContextManager[None]]] = {
+    "usual": nullcontext,
+    "flushed": flushed_denormals,
+    "upward": rounded_upward,
+}
+Product = Callable[[list[Tensor]], object]
+PRODUCTS: dict[str, Product] = {
+    "none": lambda gradients: None,
+    "by 1": lambda gradients: torch._foreach_mul_(gradients, torch.tensor(1.0)),
+    "by a half": lambda gradients: [one.mul_(0.5) for one in gradients],
+    "by a number": lambda gradients: torch._foreach_mul_(gradients, 0.3),
+    "by a tensor": lambda gradients: torch._foreach_mul_(gradients, torch.tensor(0.3)),
+    "by a denormal": lambda gradients: torch._foreach_mul_(gradients, torch.tensor(2.0**-130)),
+    "divided": lambda gradients: [one.div_(4.0) for one in gradients],
+    "twice": lambda gradients: [one.mul_(0.3).mul_(0.7) for one in gradients],
+    "unscaled": lambda gradients: check_and_unscale(gradients, torch.zeros(()), torch.tensor(0.3)),
+}
+
+
+class _Given(torch.autograd.Function):
+    """The sum of parameters, whose gradients are what was given."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[Tensor], *parameters: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:
+        return None, *(one.clone() for one in ctx.gradients)
+
+
+class Net(nn.ParameterList):
+    def __init__(self, dtype: torch.dtype) -> None:
+        generator = torch.Generator().manual_seed(1)
+        super().__init__([nn.Parameter(torch.randn(size, generator=generator).to(dtype)) for size in SIZES])
+
+    def backward(self, gradients: list[Tensor]) -> None:
+        _Given.apply(gradients, *self).backward()  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step.
+
+    Attributes:
+        exponents: the least and the greatest power of two of gradients, above the dtype's smallest normal number.
+        product: of `PRODUCTS`, before torch's `clip_grad_norm_` with a limit, unless that is None.
+        modes: of `MODES`, in backward, at the product, at reading gradients, and in `step()`.
+    """
+
+    exponents: tuple[int, int]
+    product: str
+    limit: float | None
+    modes: tuple[str, str, str, str]
+    seed: int
+
+    def gradients(self, dtype: torch.dtype) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(self.seed)
+        low, high = (math.frexp(torch.finfo(dtype).smallest_normal)[1] + one for one in self.exponents)
+
+        def one(size: tuple[int, ...]) -> Tensor:
+            mantissas = torch.randn(size, generator=generator, dtype=torch.float64)
+            return torch.ldexp(mantissas, torch.randint(low, high + 1, size, generator=generator)).to(dtype)
+
+        return [one(size) for size in SIZES]
+
+
+def steps(modes: Sequence[str]) -> st.SearchStrategy[list[Step]]:
+    one = st.sampled_from(list(modes))
+    step = st.builds(
+        Step,
+        exponents=st.sampled_from([(-12, 3), (-24, -1), (-3, 20)]),
+        product=st.sampled_from(sorted(PRODUCTS)),
+        limit=st.sampled_from([None, None, 2.0**-130, 1e-6, 1e6]),
+        modes=st.tuples(one, one, one, one),
+        seed=st.integers(0, 2**16),
+    )
+    return st.lists(step, min_size=2, max_size=5)
+
+
+def run(model: Net, optimizer: Any, program: list[Step], dtype: torch.dtype) -> list[Any]:
+    """Make these steps; return what a program sees of each."""
+    seen: list[Any] = []
+    for step in program:
+        backward, product, read, update = (MODES[mode] for mode in step.modes)
+        optimizer.zero_grad()
+        given = step.gradients(dtype)
+        with backward():
+            model.backward(given)
+        with product():
+            PRODUCTS["by a number" if step.product == "unscaled" and dtype == torch.float16 else step.product](
+                [one.grad for one in model if one.grad is not None]
+            )
+            norm = None
+            if step.limit is not None:
+                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), step.limit)
+        with read():
+            copies = [one.grad.clone() for one in model if one.grad is not None]
+        with update():
+            optimizer.step()
+        seen.append(([bits(one) for one in copies], None if norm is None else bits(norm), *map(bits, model)))
+    return seen
+
+
+def ended(model: Net, optimizer: SpeculativeCPUAdamW) -> list[tuple[Bits, ...]]:
+    """Return master and moments of each parameter; one that is its own master has the same bits in it."""
+    pairs = [(one, optimizer.state[one]) for one in model]
+    return [tuple(bits(e.get(key, one)) for key in ("master", "exp_avg", "exp_avg_sq")) for one, e in pairs]
+
+
+class Torchs(torch.optim.Optimizer):
+    """Torch's fused AdamW on fp32 masters, which always rounds to nearest and keeps denormals."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+        self.parameters = parameters
+        self.masters = [one.detach().float().clone() for one in parameters]
+        self.adam = torch.optim.AdamW(self.masters, fused=True, **OPTIONS)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for one, master in zip(self.parameters, self.masters, strict=True):
+            master.grad = None if one.grad is None else one.grad.float()
+        self.adam.step()
+        with torch.no_grad():
+            for one, master in zip(self.parameters, self.masters, strict=True):
+                one.copy_(master)
+
+
+DTYPES = st.sampled_from([torch.bfloat16, torch.float16, torch.float32])
+FLUSHING, ROUNDING = ("usual", "flushed", "flushed"), ("usual", "upward")
+
+
+def check(program: list[Step], dtype: torch.dtype, device: str, seed: int, gpu_buckets: int, limit: float) -> None:
+    plain, model = Net(dtype), Net(dtype)
+    by_hand, ours = (SpeculativeCPUAdamW(one.parameters(), max_grad_norm=limit, **OPTIONS) for one in (plain, model))
+    expected = run(plain, by_hand, program, dtype)
+    options: dict[str, Any] = {"gpu_buckets": gpu_buckets} if device == "simulated" else {}
+    with OffloadScheduler(ours, model, device=DEVICES[device](seed), bucket_numel=100, **options):
+        assert run(model, ours, program, dtype) == expected
+    assert ended(model, ours) == ended(plain, by_hand)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _gradients_are_always_taken() -> Iterator[None]:
+    """Also after steps in which they were given back."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(accumulation, "PAUSE_STEPS", 0)
+        yield
+
+
+@pytest.mark.parametrize("mode", [one for one in MODES if one != "usual"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("device", DEVICES)
+def test_products_are_those_of_the_mode(device: str, dtype: torch.dtype, mode: str) -> None:
+    modes = [("usual", *(mode if 1 << place & number else "usual" for place in range(3))) for number in range(8)]
+    kinds = itertools.cycle(["by a number", "by a half", "by a tensor"])
+    program = [Step((-12, 3), next(kinds), None, one, number) for number, one in enumerate(modes)]
+    check(program, dtype, device, seed=0, gpu_buckets=1, limit=math.inf)
+
+
+@pytest.mark.slow
+@given(
+    program=steps(FLUSHING),
+    dtype=DTYPES,
+    device=st.sampled_from(sorted(DEVICES)),
+    seed=st.integers(0, 2**16),
+    gpu_buckets=st.sampled_from([0, 1]),
+    limit=st.sampled_from([math.inf, 1e-4]),
+)
+def test_flushed_products_are_flushed_under_a_scheduler(
+    program: list[Step], dtype: torch.dtype, device: str, seed: int, gpu_buckets: int, limit: float
+) -> None:
+    check(program, dtype, device, seed, gpu_buckets, limit)
+
+
+@pytest.mark.slow
+@given(
+    program=steps(ROUNDING),
+    dtype=DTYPES,
+    device=st.sampled_from(sorted(DEVICES)),
+    seed=st.integers(0, 2**16),
+    gpu_buckets=st.sampled_from([0, 1]),
+    limit=st.sampled_from([math.inf, 1e-4]),
+)
+def test_products_are_rounded_as_the_program_asks(
+    program: list[Step], dtype: torch.dtype, device: str, seed: int, gpu_buckets: int, limit: float
+) -> None:
+    check(program, dtype, device, seed, gpu_buckets, limit)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="elsewhere torch's fused kernel rounds differently")
+@given(program=steps(FLUSHING), dtype=DTYPES, device=st.sampled_from(sorted(DEVICES)), seed=st.integers(0, 2**16))
+def test_bits_are_those_of_torch_with_its_own_products(
+    program: list[Step], dtype: torch.dtype, device: str, seed: int
+) -> None:
+    """Torch's update is made in the usual mode, which kernels always have."""
+    program = [Step(one.exponents, one.product, one.limit, (*one.modes[:3], "usual"), one.seed) for one in program]
+    theirs, model = Net(dtype), Net(dtype)
+    torchs = Torchs(list(theirs))
+    ours = SpeculativeCPUAdamW(model.parameters(), **OPTIONS)
+    expected = run(theirs, torchs, program, dtype)
+    with OffloadScheduler(ours, model, device=DEVICES[device](seed), bucket_numel=100):
+        assert run(model, ours, program, dtype) == expected
+    states = [torchs.adam.state[one] for one in torchs.masters]
+    pairs = zip(torchs.masters, states, strict=True)
+    assert ended(model, ours) == [(bits(one), bits(e["exp_avg"]), bits(e["exp_avg_sq"])) for one, e in pairs]
+
+
+@pytest.mark.parametrize("recorded", MODES)
+@pytest.mark.parametrize("judged", MODES)
+def test_only_products_in_another_mode_give_gradients_back(recorded: str, judged: str) -> None:
+    model = Net(torch.bfloat16)
+    optimizer = SpeculativeCPUAdamW(model.parameters(), **OPTIONS)
+    step = Step((-3, 20), "by a half", None, ("usual", recorded, "usual", judged), 0)
+    with OffloadScheduler(optimizer, model, device=ImmediateDevice(), bucket_numel=100) as scheduler:
+        run(model, optimizer, [step] * 3, torch.bfloat16)
+        assert scheduler.statistics.given_back_gradients == (0 if recorded == "usual" else 3 * len(SIZES))
+
+
+@pytest.mark.parametrize("mode", [flushed_denormals, rounded_upward])
+@pytest.mark.parametrize("factor", [1.0, 0.3])
+def test_products_of_unrounded_gradients_are_made_in_the_mode_of_the_program(
+    mode: Callable[[], AbstractContextManager[None]], factor: float
+) -> None:
+    """They stay unrounded."""
+    values = torch.ldexp(torch.rand(64), torch.full((64,), -125))
+    taken = TakenGradient(values.bfloat16())
+    taken.pending, taken.is_unrounded = values, True
+    with mode():
+        expected = [bits(values * factor), bits(values * factor * 0.5)]
+    handle = GradientHandle(taken)
+    with mode():
+        torch._foreach_mul_([handle], factor)
+    assert not taken.is_given
+    found = [bits(taken.exact())]
+    with mode():
+        handle.mul_(0.5)
+    assert [*found, bits(taken.exact())] == expected

@@ -1,0 +1,446 @@
+"""What is only told of steps may fail: each step is made once, with the same bits, and the log says so once."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import threading
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.overlap import ImmediateDevice, PlantedError, ThreadDevice
+from support.visible import bits, state_bits
+from torch import Tensor, nn
+
+from superadam import OffloadScheduler, OverlapStatistics, SpeculativeCPUAdamW, Statistics, StepKind, StepOutcome
+from superadam.devices import Device
+from superadam.host import telling
+from superadam.offload.accumulation import Accumulation
+from superadam.offload.autotune import Autotuner
+from superadam.offload.buckets import Bucketer
+from superadam.offload.hooks import Hooks
+from superadam.offload.late_commits import LateCommits
+from superadam.offload.pipeline import Pipeline
+from superadam.offload.prediction import Predictor
+from superadam.offload.trace import Trace
+from superadam.offload.transfers import Transfers
+from superadam.optim.published_state import PublishedState
+from superadam.state.parameter import Phase
+from superadam.step.transaction import Transaction
+from superadam.testing import SimulatedDevice
+
+DEVICES: dict[str, Callable[[], Device]] = {
+    "immediate": ImmediateDevice,
+    "thread": ThreadDevice,
+    "simulated": lambda: SimulatedDevice(3),
+}
+
+
+class Net(nn.Module):
+    """Its gradients are of a norm that jumps in every third step; the last parameter is frozen at first."""
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        sizes = (64, 8), (256,), (32, 32), (700,)
+        self.all = nn.ParameterList([nn.Parameter(torch.randn(size, generator=generator).to(dtype)) for size in sizes])
+
+    def backward(self, step: int) -> None:
+        generator = torch.Generator().manual_seed(step)
+        size = 5.0 if step % 3 else 0.5
+        losses = [(one * size * torch.randn(one.shape, generator=generator)).sum() for one in self.all]
+        torch.stack(losses).sum().backward()
+
+
+STEPS, UNFROZEN = 10, 5
+
+
+def step(model: Net, optimizer: SpeculativeCPUAdamW, number: int) -> None:
+    model.all[-1].requires_grad_(number >= UNFROZEN)
+    model.backward(number)
+    if number == 7:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@functools.cache
+def expected() -> tuple[list[Any], Any]:
+    model = Net()
+    optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-5, max_grad_norm=1.0)
+    seen = []
+    for number in range(STEPS):
+        step(model, optimizer, number)
+        seen.append([bits(one) for one in model.parameters()])
+    return seen, state_bits(optimizer)
+
+
+@dataclass
+class Failing:
+    """Makes methods, or settings of fields, raise while it is armed; counts how often they did."""
+
+    patch: pytest.MonkeyPatch
+    is_armed: bool = False
+    count: int = 0
+    only: Callable[..., bool] = field(default=lambda *_, **__: True)
+
+    def raises(self, *arguments: Any, **options: Any) -> None:
+        if self.is_armed and self.only(*arguments, **options):
+            self.count += 1
+            raise PlantedError("planted")
+
+    def method(self, owner: Any, name: str) -> None:
+        ordinary = getattr(owner, name)
+
+        def method(*arguments: Any, **options: Any) -> Any:
+            self.raises(*arguments, **options)
+            return ordinary(*arguments, **options)
+
+        self.patch.setattr(owner, name, method)
+
+    def setting(self, owner: type, name: str) -> None:
+        ordinary = owner.__dict__[name]
+
+        def set_to(instance: Any, value: Any) -> None:
+            self.raises()
+            ordinary.__set__(instance, value)
+
+        self.patch.setattr(owner, name, property(ordinary.__get__, set_to))
+
+
+METHODS: dict[str, tuple[Any, str]] = {
+    f"{owner.__name__}.{name}": (owner, name)
+    for owner, names in {
+        Accumulation: ["end_step"],
+        Autotuner: ["add_bucket", "add_work", "choose"],
+        Bucketer: ["end_step"],
+        Hooks: ["look_for_unfrozen"],
+        LateCommits: ["add_step"],
+        OffloadScheduler: ["_conclude", "_count_step", "_look_for_room", "_trace_step", "_choose_placement"],
+        Pipeline: ["wake", "_count_bucket", "_count_lists", "_count_work"],
+        Predictor: ["add_lists", "add_verdict"],
+        PublishedState: ["write"],
+        Statistics: ["count"],
+        Trace: ["add"],
+        Transaction: ["_count", "_learn"],
+        Transfers: ["bytes_without_room", "trace_arrived", "_count_shadow", "_count_upload"],
+    }.items()
+    for name in names
+}
+SETTINGS: dict[str, tuple[type, str]] = {
+    f"{owner.__name__}.{name}": (owner, name)
+    for owner, names in {
+        Statistics: ["committed", "clipped", "accepted", "late"],
+        OverlapStatistics: [
+            *["resident_buckets", "waiting_buckets", "shadow_bytes", "uploaded_bytes", "interval_elements"],
+            *["uncertain_elements", "worker_seconds", "step_seconds"],
+        ],
+    }.items()
+    for name in names
+}
+NEEDS_A_LINK = ("Autotuner", "_count_upload", "uploaded_bytes", "resident_buckets")
+
+
+def check(
+    device: str,
+    failing: Failing,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    prepare: Callable[[OffloadScheduler], None] = lambda scheduler: None,
+) -> None:
+    """Train while something fails, and once it does not any more; it is logged once."""
+    monkeypatch.setattr(telling, "_failed", set())
+    bits_of_steps, state = expected()
+    model = Net()
+    optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-5, max_grad_norm=1.0)
+    options: dict[str, Any] = {"gpu_buckets": 1} if device == "simulated" else {}
+    exposed = optimizer.state  # so that every step updates it at once
+    with OffloadScheduler(optimizer, model, device=DEVICES[device](), bucket_numel=300, num_threads=1, **options) as it:
+        prepare(it)
+        for number in range(STEPS):
+            failing.is_armed = 0 < number < STEPS - 1
+            step(model, optimizer, number)
+            if failing.is_armed and isinstance(it._device, ImmediateDevice):
+                it._pipeline._idle()  # type: ignore[union-attr]
+            assert [bits(one) for one in model.parameters()] == bits_of_steps[number], number
+        assert state_bits(optimizer) == state
+        assert {key: len(value) for key, value in exposed.items()} == dict.fromkeys(model.parameters(), 4)
+    logged = [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert len(logged) == (failing.count > 0)
+    assert all(record.name == "superadam" and record.exc_info for record in logged)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", METHODS)
+def test_no_listener_can_fail_a_step(
+    name: str, device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    failing = Failing(monkeypatch)
+    failing.method(*METHODS[name])
+    check(device, failing, caplog, monkeypatch)
+    if device == "simulated":
+        assert failing.count >= 2
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_no_count_can_fail_a_step(
+    name: str, device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    failing = Failing(monkeypatch)
+    failing.setting(*SETTINGS[name])
+    check(device, failing, caplog, monkeypatch)
+
+
+@pytest.mark.parametrize("phase", ["resolve_seconds", "update_seconds"])
+def test_no_time_of_a_step_that_was_made_can_fail_it(
+    phase: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    failing = Failing(monkeypatch, only=lambda transaction, name, begin: name == phase)
+    failing.method(Transaction, "_spent")
+    if phase == "resolve_seconds":
+        check("thread", failing, caplog, monkeypatch)
+    else:  # without a scheduler
+        monkeypatch.setattr(telling, "_failed", set())
+        model = Net()
+        optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-5, max_grad_norm=1.0)
+        failing.is_armed = True
+        for number in range(STEPS):
+            step(model, optimizer, number)
+        assert state_bits(optimizer) == expected()[1]
+        assert len(caplog.records) == 1
+    assert failing.count > 1
+
+
+@pytest.mark.parametrize(("owner", "name"), [(Predictor, "add_verdict"), (LateCommits, "add_step")])
+def test_a_learner_that_fails_begins_anew(
+    owner: type, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever it has left of itself."""
+    failing = Failing(monkeypatch)
+    failing.method(owner, name)
+    learn = getattr(owner, name)
+
+    def spoil(self: Any, *arguments: Any) -> None:
+        before = dict(vars(self))
+        vars(self).clear()
+        learn(self, *arguments) if failing.is_armed else None
+        vars(self).update(before)
+        learn(self, *arguments)
+
+    monkeypatch.setattr(owner, name, spoil)
+    check("simulated", failing, caplog, monkeypatch)
+    assert failing.count > 1
+
+
+def test_a_device_that_cannot_reserve_memory(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    failing = Failing(monkeypatch)
+    monkeypatch.setattr(Transfers, "bytes_without_room", lambda transfers: 1)
+    failing.method(SimulatedDevice, "reserve")
+    check("simulated", failing, caplog, monkeypatch)
+    assert failing.count > 1
+
+
+@pytest.mark.parametrize(("owner", "name"), [(Autotuner, "shrink"), (OffloadScheduler, "_apply_placement")])
+def test_a_placement_that_cannot_change(
+    owner: type, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    failing = Failing(monkeypatch)
+    failing.method(owner, name)
+
+    def displace(scheduler: OffloadScheduler) -> None:
+        of_step = Transaction._count
+
+        def count(transaction: Transaction, *arguments: Any) -> None:
+            transaction.statistics.displaced += 1
+            of_step(transaction, *arguments)
+
+        monkeypatch.setattr(Transaction, "_count", count)
+
+    check("simulated", failing, caplog, monkeypatch, displace)
+    assert failing.count > 1
+
+
+def test_a_parameter_whose_hook_fails_is_hooked_later_and_others_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[Tensor] = []
+
+    class Ready:
+        def take(self, parameter: Tensor) -> None:
+            called.append(parameter)
+
+    ready = Ready()
+    parameters = [nn.Parameter(torch.zeros(2), requires_grad=False) for _ in range(4)]
+    hooks = Hooks(ready.take)
+    hooks.watch(parameters)
+    for one in parameters[1:]:
+        one.requires_grad_(True)
+    failing = Failing(monkeypatch, only=lambda hooks, parameter: parameter is parameters[2])
+    failing.method(Hooks, "_hook")
+    failing.is_armed = True
+    for _ in range(3):
+        with pytest.raises(PlantedError):
+            hooks.look_for_unfrozen()
+    failing.is_armed = False
+    parameters[0].requires_grad_(True)
+    hooks.look_for_unfrozen()
+    torch.stack(parameters).sum().backward()
+    assert sorted(map(id, called)) == sorted(map(id, parameters))
+
+
+def test_a_log_that_raises_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing(logging.Filter):
+        def filter(self, record: logging.LogRecord) -> bool:
+            raise PlantedError("planted")
+
+    refusing = Refusing()
+    monkeypatch.setattr(telling, "_failed", set())
+    telling._logger.addFilter(refusing)
+    try:
+        assert not telling.tell("this", math.log, 0.0)
+        assert telling.tell("this", math.log, 1.0)
+    finally:
+        telling._logger.removeFilter(refusing)
+
+
+def test_what_is_no_error_is_not_kept() -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        telling.tell("this", interrupt)
+
+
+# ---- factors of any size ---------------------------------------------------------------------------------------------
+
+FACTORS = [0.0, -0.0, -1.0, -0.3, 1e-45, 1e-30, 0.5, 0.3, 1.0, 3.0, 1e30, math.inf, -math.inf, math.nan]
+CHANGES: dict[str, Callable[[list[Tensor], float], object]] = {
+    "multiplied": lambda gradients, factor: [one.mul_(factor) for one in gradients],
+    "of a list": lambda gradients, factor: torch._foreach_mul_(gradients, torch.tensor(factor)),
+    "divided": lambda gradients, factor: torch._foreach_div_(gradients, factor),
+    "some": lambda gradients, factor: [one.mul_(factor) for one in gradients[:-1]],
+    "twice": lambda gradients, factor: [one.mul_(factor).mul_(0.3) for one in gradients],
+    "clipped": lambda gradients, factor: torch.nn.utils.clip_grads_with_norm_(
+        _owners(gradients), 1.0, torch.tensor(factor)
+    ),
+    "unscaled": lambda gradients, factor: torch._amp_foreach_non_finite_check_and_unscale_(
+        gradients, torch.zeros(()), torch.tensor(factor)
+    ),
+}
+
+
+def _owners(gradients: list[Tensor]) -> list[nn.Parameter]:
+    owners = []
+    for gradient in gradients:
+        owner = nn.Parameter(torch.zeros_like(gradient))
+        owner.grad = gradient
+        owners.append(owner)
+    return owners
+
+
+@pytest.mark.slow
+@given(
+    program=st.lists(st.tuples(st.sampled_from(sorted(CHANGES)), st.sampled_from(FACTORS)), min_size=4, max_size=10),
+    clips=st.integers(0, 3),
+    limit=st.sampled_from([math.inf, 1.0]),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+    device=st.sampled_from(sorted(DEVICES)),
+    overflows=st.booleans(),
+)
+def test_factors_of_any_size_are_ordinary_ones(
+    program: list[tuple[str, float]], clips: int, limit: float, dtype: torch.dtype, device: str, overflows: bool
+) -> None:
+    """Zero, negative ones, those that overflow, and NaN, in between clipped steps: nothing raises, warns or logs."""
+    seen = []
+    for is_on in (False, True):
+        model = Net(dtype)
+        optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-5, max_grad_norm=limit)
+        run: list[Any] = []
+        failed = set(telling._failed)
+        scheduler = (
+            OffloadScheduler(optimizer, model, device=DEVICES[device](), bucket_numel=300, num_threads=1)
+            if is_on
+            else None
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            number = 0
+            for change, factor in program:
+                for clipped in range(clips + 1):
+                    number += 1
+                    model.backward(number)
+                    gradients = [one.grad for one in model.parameters() if one.grad is not None]
+                    if overflows and factor == 0.0:
+                        gradients[0].view(-1)[0] = math.inf
+                    if clipped < clips:
+                        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                    else:
+                        CHANGES[change](gradients, factor)
+                    del gradients
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    outcome = optimizer.last_outcome
+                    assert outcome is not None
+                    is_skipped = outcome.kind is StepKind.SKIPPED
+                    run.append((is_skipped, outcome.nonfinite, [bits(one) for one in model.parameters()]))
+        if scheduler is not None:
+            scheduler.close()
+        run.append(state_bits(optimizer))
+        seen.append(run)
+        assert telling._failed == failed
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0, 0.25])
+def test_the_outcome_has_the_factor_of_others(factor: float) -> None:
+    model = Net()
+    optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-5)
+    with OffloadScheduler(optimizer, model, device=ImmediateDevice(), bucket_numel=300, num_threads=1):
+        for number in range(1, 4):
+            model.backward(number)
+            torch._foreach_mul_([one.grad for one in model.parameters()], factor)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert isinstance(optimizer.last_outcome, StepOutcome)
+    assert (optimizer.last_outcome.kind, optimizer.last_outcome.clip_coefficient) == (StepKind.CLIPPED, factor)
+
+
+# ---- the verdict may come at any time --------------------------------------------------------------------------------
+
+
+def test_lists_are_counted_as_they_were_when_a_verdict_comes_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes the lists from the records, while the worker counts what it has speculated on anew."""
+    model = Net()
+    optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-5, max_grad_norm=1.0)
+    with OffloadScheduler(optimizer, model, device=ImmediateDevice(), bucket_numel=300, num_threads=1) as scheduler:
+        pipeline: Any = scheduler._pipeline
+        for _ in range(8):
+            model.backward(1)
+            optimizer.step()
+            optimizer.zero_grad()
+            while pipeline._idle():
+                pass
+        for one, gradient in zip(model.all, [3.0] * 4, strict=True):  # a norm that nothing predicts
+            (one * gradient).sum().backward()
+        transaction: Any = pipeline.transaction
+        assert transaction.in_phase(Phase.SPECULATED)
+        add_lists, steps = Predictor.add_lists, []
+
+        def judged(*arguments: Any) -> None:
+            if not steps:
+                steps.append(threading.get_ident())
+                optimizer.step()
+            add_lists(*arguments)
+
+        monkeypatch.setattr(Predictor, "add_lists", judged)
+        before = scheduler.statistics.interval_elements
+        assert pipeline._idle()
+        assert steps
+        assert scheduler.statistics.interval_elements > before
+        assert optimizer.statistics.steps == 9
