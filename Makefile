@@ -37,9 +37,10 @@ test-quick: $(VENV)/test-tools
 test-deep: $(VENV)/test-tools
 	SUPERADAM_DEEP=1 $(BIN)/python -m pytest $(IN_PARALLEL) --timeout 7200 tests
 
-# FILES=superadam/step takes the faults of those files, SAMPLE=500 so many of them, drawn anew each time.
+# SAMPLE=200 is how many, of FILES="superadam/step cpu/run.c"; SEED draws the same ones again; WORKERS is else the number of CPUs;
+# TESTS="tests/step tests/offload" runs these in place of the folder that mirrors a file.
 test-mutants: $(VENV)/test-tools
-	SAMPLE=$(or $(SAMPLE),20) $(BIN)/python tests/mutants/run.py $(FILES)
+	PYTHONPATH=tests $(BIN)/python -m mutants.run $(FILES)
 
 # PROGRAMS=100000 that move and free memory, on kernels that notice every access to memory that is not there; needs gcc.
 sanitize: $(VENV)/test-tools
