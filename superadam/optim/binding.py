@@ -341,13 +341,13 @@ class Binding(GradientHolder):
         ranks = ranks_of(parameters, names, self.ranks, self.process_group)
         for row, (state, name) in enumerate(zip(states, names, strict=True)):  # nothing raises from here on
             state.row, state.name = row, name
-        if self._transaction is not None:
-            self._transaction.table.forget_all_but(states)
         table = ParameterTable(states, delivery, self.overlap._resident if self.overlap else None)
         for state in states:
             self.published.read(state, table)
             if id(state) in written:
                 table.fingerprints.distrust(state.row)
+        if self._transaction is not None:
+            self._transaction.table.forget_all_but(states)
         self.is_flattened, self.ranks = is_flattened(parameters), ranks
         self._transaction = Transaction(table, self._statistics, ranks)
         self.published.let_go(table)

@@ -67,7 +67,7 @@ def read_step(value: object, name: str) -> int:
 def fitted_step(value: object, count: int) -> Tensor:
     """Return `value`, a step count, where it can go on counting in place, else a tensor as torch.optim.Adam has it."""
     is_plain = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_inference()
-    if isinstance(value, Tensor) and is_plain and value.dtype in _COUNTING and has_memory(value):
+    if isinstance(value, Tensor) and is_plain and value.dtype in _COUNTING:
         return value
     dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
     return torch.tensor(float(count), dtype=dtype, device="cpu")

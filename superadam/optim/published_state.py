@@ -262,22 +262,26 @@ class _Counts(tuple[int, ...]):
 
 
 def _counts(values: dict[str, Any], key: str) -> _Counts:
-    """Count the references to a tensor in a copy of an entry, to torch's object behind it and to its memory."""
-    storage = values[key].untyped_storage()
+    """Count the references to a tensor in a copy of an entry, to torch's object behind it and to its memory.
+
+    Those to the tensor of which it is a view count as well, but for its own.
+    """
+    storage, base = values[key].untyped_storage(), torch_private.base_of(values[key])
     return _Counts(
         (
             sys.getrefcount(values[key]),
             weakref.getweakrefcount(values[key]),
             torch_private.tensor_use_count(values[key]),
             sys.getrefcount(storage),
-            torch_private.storage_use_count(torch_private.storage_key(storage)),
+            torch_private.storage_use_count(torch_private.storage_key(storage)) - (base is not None),
+            *((0, 0) if base is None else (sys.getrefcount(base), torch_private.tensor_use_count(base))),
         )
     )
 
 
 def _usual(number: int) -> _Counts:
-    """Count the references to a tensor that so many objects refer to."""
-    values = {"": torch.zeros((), device="cpu")}
+    """Count the references to a view, as the most usual, that so many objects refer to."""
+    values = {"": torch.zeros((), device="cpu").view(1)}
     holders = [values[""]] * number
     counts = _counts(values, "")
     del holders
@@ -287,7 +291,10 @@ def _usual(number: int) -> _Counts:
 def _is_referenced(values: dict[str, Any], key: str, usual: int) -> bool:
     """Whether a program refers to a tensor in a copy of an entry, to which so many objects usually refer."""
     if not shards.is_distributed(values[key]):
-        return _counts(values, key) > _USUAL[usual]
+        try:
+            return _counts(values, key) > _USUAL[usual]
+        except NotImplementedError:  # of a transform of torch.func: it has no memory to look at
+            return True
     if sys.getrefcount(values[key]) > _USUAL[min(usual, _STAND_IN)][0]:  # `wholes` of a `ParameterState`
         return True
     return _counts({key: shards.local_of(values[key])}, key) > _USUAL[_NATIVE if usual == _NATIVE else 1]  # the whole's

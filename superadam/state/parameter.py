@@ -489,7 +489,7 @@ class ParameterState(Piece):
             return self.encode(key, values)
         stored = self.values_of(key)
         assert stored is not None
-        given = values.detach().cpu()
+        given = values.detach().cpu().resolve_neg()
         where = differing(given, stored.to(given.dtype))
         if not where.any():
             return False

@@ -591,9 +591,14 @@ def test_limits_are_no_group_keys_and_survive_foreign_checkpoints() -> None:
     assert (optimizer.max_grad_norm, optimizer.on_nonfinite) == (2.0, "raise")
 
 
-def test_tensors_of_other_strides_are_copied_for_kernels() -> None:
+@pytest.mark.parametrize(
+    "value", [torch.arange(12.0).view(3, 4).t(), torch.zeros(4, 3).double(), torch._neg_view(torch.zeros(4, 3))]
+)
+def test_kernels_do_not_work_on_tensors_of_other_strides_or_dtypes(value: torch.Tensor) -> None:
     state = ParameterState(parameter(4, 3), 0, "p", is_on_host=True)
-    other = torch.arange(12.0).view(3, 4).t()
-    found = checkpoint.fitted(other, state, "exp_avg")
-    assert found.stride() == state.strides
-    assert torch.equal(found, other)
+    assert checkpoint.is_fitted(torch.zeros(4, 3), state, "exp_avg")
+    assert not checkpoint.is_fitted(value, state, "exp_avg")
+    state.store("exp_avg", value)
+    assert state.exp_avg is not None
+    assert (state.exp_avg.stride(), state.exp_avg.dtype) == (state.strides, torch.float32)
+    assert torch.equal(state.exp_avg, value.float())

@@ -252,6 +252,7 @@ def test_tensors_of_another_dtype_that_are_put_into_the_state_are_converted(how:
         for key in MOMENTS:
             value = other.state[theirs][key] * 1.01
             optimizer.state[parameter][key] = value if how == "bf16" else value.bfloat16()
+    del value  # what a program has stays in the state as it is
     saved = copy.deepcopy(optimizer.state_dict())
     assert {entry[key].dtype for entry in saved["state"].values() for key in MOMENTS} == {
         torch.bfloat16 if how == "bf16" else torch.float32

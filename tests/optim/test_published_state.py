@@ -351,9 +351,7 @@ def test_what_users_write_into_the_state_while_speculation_is_open_counts(
         one.step()
         one.zero_grad()
     assert visible(optimizer) == visible(twin)
-    is_working_copy = dtype in (torch.bfloat16, torch.float16)
-    assert optimizer.statistics.accepted == is_working_copy  # the other parameter's
-    assert optimizer.statistics.respeculated == is_working_copy
+    assert optimizer.statistics.accepted == 0
     train_alike(optimizer, twin, 3)
 
 
@@ -476,7 +474,6 @@ def test_one_tensor_of_the_state_that_is_held_follows_speculative_steps(key: str
         assert bits(held) == bits(twin.state[parameters_of(twin)[0]][key])
     del held
     train(optimizer, 4, speculative=True)
-    assert not optimizer._binding.published.is_exposed  # and its commits may wait again
     assert optimizer._binding._transaction.in_phase(Phase.ACCEPTED)
 
 
