@@ -6,7 +6,8 @@ In the environment: SAMPLE, how many (20); SEED, which ones (anew each time); WO
 tests in place of those that mirror a file. `mutants.toml` lists mutants that no test can notice.
 
 Each worker has a copy of the package. Tests run in its forks, which have imported torch but not superadam, and stop at
-the first failure. What takes twice as long as without a fault, and `SPARE` seconds more, hangs: it counts as killed.
+the first failure. A test hangs, which counts as killed, if it takes twice as long as all of them without a fault, and
+`SPARE` seconds more: so a machine that others slow down kills nothing.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def mirror_of(root: Path, file: str) -> tuple[str, ...]:
 
 
 class FirstFailure:
-    """Lets Hypothesis fail at once, of few examples where that is to be quick, and notes which tests failed."""
+    """Lets Hypothesis fail at once, of few examples where that is to be quick; notes which tests failed, and when."""
 
     def __init__(self, note: Path, stage: str) -> None:
         self.note, self.is_quick = note, stage == STAGES[0]
@@ -109,6 +110,7 @@ class FirstFailure:
         hypothesis.settings.load_profile("mutants")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport | pytest.CollectReport) -> None:
+        self.note.touch()
         if report.failed:
             with self.note.open("a") as note:
                 note.write(report.nodeid + "\n")
@@ -170,12 +172,11 @@ class Copy:
         return True
 
     def failing(self, arguments: list[str], stage: str, limit: float = math.inf) -> list[str]:
-        """Run tests for at most `limit` seconds; return which failed, or what else went wrong."""
+        """Run tests, each for at most `limit` seconds; return which failed, or what else went wrong."""
         self.note.write_text("")
         process = multiprocessing.get_context("fork").Process(target=in_fork, args=(arguments, stage, self.note))
         process.start()
-        end = time.monotonic() + limit
-        while process.is_alive() and time.monotonic() < end:  # join() would also wait for its children that hang
+        while process.is_alive() and time.time() < self.note.stat().st_mtime + limit:  # join() may wait for children
             time.sleep(0.02)
         fault = "a hang" if process.is_alive() else "a crash"
         assert process.pid is not None
