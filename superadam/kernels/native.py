@@ -366,7 +366,7 @@ def is_float_mode_usual() -> bool:
 
 def usual_float_mode() -> AbstractContextManager[None]:
     """Return a context inside which that holds; to be entered at once, by the same thread."""
-    return _NOTHING if is_float_mode_usual() else _UsualFloatMode()
+    return _NOTHING if lib.superadam_float_control_is_usual() else _UsualFloatMode()
 
 
 def ordered_sum(values: npt.NDArray[np.float64]) -> float:

@@ -261,14 +261,16 @@ class OffloadScheduler(GradientHolder):
             awaited_at, self._pipeline.awaited_at = self._pipeline.awaited_at, math.inf
         if self._pipeline is not None or began is not None:  # else nothing can have been taken
             tell("learning which gradients are the last ones", self._bucketer.end_step)
-        tell("tracing", self._transfers.trace_arrived)
         tell("tracing", self._trace_step, outcome, began, now)
-        tell("looking for the device's memory", self._look_for_room)
+        if self._device.has_link:
+            tell("tracing", self._transfers.trace_arrived)
+            tell("looking for the device's memory", self._look_for_room)
         tell("looking for parameters that are no longer frozen", self._hooks.look_for_unfrozen)
         if self._pipeline is not None:
             self._learn(self._pipeline, self._before.waited_seconds - before.waited_seconds + now - self._caught_up)
-            update_seconds = self._before.resolve_seconds - before.resolve_seconds
-            tell("choosing the placement", self._choose_placement, awaited_at, update_seconds)
+            if self._device.can_update:
+                update_seconds = self._before.resolve_seconds - before.resolve_seconds
+                tell("choosing the placement", self._choose_placement, awaited_at, update_seconds)
             if self._before.displaced > before.displaced:
                 tell("choosing the placement", self._make_room)
             tell("waking the worker", self._pipeline.wake)
@@ -352,7 +354,7 @@ class OffloadScheduler(GradientHolder):
             self._apply_placement()
 
     def _choose_placement(self, awaited_at: float, update_seconds: float) -> None:
-        if self._device.can_update and self._autotuner.choose(awaited_at, update_seconds):
+        if self._autotuner.choose(awaited_at, update_seconds):
             self._apply_placement()
 
     def _apply_placement(self) -> None:

@@ -255,16 +255,15 @@ class Transaction:
             outcome = self._judge(Question.STEP, contributions, self.table.norm.copy(), max_norm)
             told, arrived = self._told(contributions, outcome), self.table.norm.total
             begin = self._spent("norm_seconds", begin)
+            accepted, updated = list[_Contribution](), list[_Contribution]()
             if outcome.kind is StepKind.SKIPPED:
                 self._drop(self.in_phase(Phase.SPECULATED))
-                self.table.norm.clear()
             else:
                 accepted, updated = self._apply(contributions, outcome.clip_coefficient)
-                self.table.norm.clear()
                 is_own = outcome.kind is StepKind.CLIPPED
-                tell("counting what became of speculation", self._count, accepted, updated)
                 tell("learning the factor of a step", self._learn, contributions, updated, arrived, is_own=is_own)
-            tell("timing a step", self._spent, "resolve_seconds", begin)
+            self.table.norm.clear()
+            tell("counting what became of speculation", self._count, accepted, updated, begin)
             return told
 
     def _step_in_place(
@@ -388,7 +387,8 @@ class Transaction:
         count()
         return accepted, rest
 
-    def _count(self, accepted: Sequence[_Contribution], updated: Sequence[_Contribution]) -> None:
+    def _count(self, accepted: Sequence[_Contribution], updated: Sequence[_Contribution], begin: float) -> None:
+        self._spent("resolve_seconds", begin)
         self.statistics.accepted += len({one.piece.state for one in accepted})
         if self.commits_late:
             self.statistics.late += len({one.piece.state for one in updated if one.can_be_late})
