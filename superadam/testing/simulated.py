@@ -105,9 +105,10 @@ class SimulatedDevice(Device):
 
     def switch(self, number: int) -> None:
         """Make another one of the model's streams the current one; 0 is the one at the beginning."""
-        self._current = number or Stream.CURRENT
-        self._streams.setdefault(self._current, collections.deque())
-        self._waits.setdefault(self._current, [])
+        with self._lock:  # another thread may look which stream has something to do
+            self._current = number or Stream.CURRENT
+            self._streams.setdefault(self._current, collections.deque())
+            self._waits.setdefault(self._current, [])
 
     def late(self, values: Tensor, *, on_host: bool = False) -> Tensor:
         """Return a dense tensor that the current stream fills with these values late; until then it holds NaN.

@@ -708,6 +708,25 @@ def test_sums_that_were_made_on_the_host_are_not_narrowed(link: torch.dtype) -> 
     assert torch.equal(taken.pending, random(70))
 
 
+@pytest.mark.parametrize("travels", [False, True])
+def test_event_passes_behind_copies_to_the_host_that_were_begun_before(travels: bool) -> None:
+    """Also where other gradients of the bucket travel."""
+    for seed in range(20):
+        device = lazy(seed)
+        states = states_of(random(70), random(70), device=device)
+        device.switch(1)
+        for _ in range(10):
+            device.late(random(1))  # before it, on its stream
+        taken = [TakenGradient(device.late(random(70), on_host=True)), TakenGradient(random(70))]
+        taken[0].arrived = device.mark_ready(states[0].parameter)
+        device.switch(0)
+        _, arrived = transfers_of(device)[0].download(states[: 1 + travels], taken[: 1 + travels], set())
+        assert not arrived.query()
+        arrived.synchronize()
+        assert arrived.query()
+        assert all(torch.equal(one.pending, random(70)) for one in taken)
+
+
 class MeetingStatistics(OverlapStatistics):
     """Lets threads that add to `uploaded_bytes` at once all read it before any writes."""
 
