@@ -7,14 +7,22 @@ memory that is not there.
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
+import weakref
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from support import moved_memory
 from support.moved_memory import ACTIONS, MOMENTS, SETTINGS, difference
+from support.visible import bits, visible
+from torch import Tensor, nn
+
+from superadam import OffloadScheduler, SpeculativeCPUAdamW
 
 PROGRAMS = 20_000 if os.environ.get("SUPERADAM_DEEP") == "1" else 240
 PART = PROGRAMS // 12
@@ -109,8 +117,6 @@ def test_as_torch(action: str) -> None:
 
 
 def test_a_gradient_without_memory_is_refused() -> None:
-    from superadam import SpeculativeCPUAdamW
-
     parameter = torch.nn.Parameter(torch.ones(64))
     optimizer = SpeculativeCPUAdamW([parameter])
     parameter.grad = torch.ones(64)
@@ -118,3 +124,147 @@ def test_a_gradient_without_memory_is_refused() -> None:
     with pytest.raises(ValueError, match="the gradient of parameter 0 of group 0 has no data"):
         optimizer.step()
     assert not optimizer.state
+
+
+# ---- what programs hold ----------------------------------------------------------------------------------------------
+
+
+class Twins:
+    """A model of two bf16 layers that trains under a scheduler, and the same one without."""
+
+    def __init__(self, **options: Any) -> None:
+        self.models = [nn.ParameterList([torch.ones(9, 64), torch.ones(70)]).bfloat16() for _ in range(2)]
+        self.optimizers = [SpeculativeCPUAdamW(model.parameters(), lr=1e-3, **options) for model in self.models]
+        self.scheduler = OffloadScheduler(self.optimizers[0], self.models[0], num_threads=1, bucket_numel=500)
+        self.generator = torch.Generator().manual_seed(0)
+
+    def train(self, steps: int, before_step: Callable[[Any, Tensor], object] | None = None) -> int:
+        """Make steps; return how many parameters' speculation was accepted meanwhile."""
+        accepted = self.optimizers[0].statistics.accepted
+        for _ in range(steps):
+            values = [torch.randn(p.shape, generator=self.generator).bfloat16() for p in self.models[0]]
+            for model, optimizer in zip(self.models, self.optimizers, strict=True):
+                sum((p * value).sum() for p, value in zip(model, values, strict=True)).backward()  # type: ignore
+                if optimizer is self.optimizers[0]:
+                    self.scheduler.synchronize()
+                if before_step is not None:
+                    before_step(optimizer, model[0])
+                optimizer.step()
+                optimizer.zero_grad()
+        return self.optimizers[0].statistics.accepted - accepted
+
+
+ENTRY = {
+    "an entry": lambda optimizer, p: optimizer.state[p],
+    "its count": lambda optimizer, p: optimizer.state[p]["step"],
+}
+TENSOR: dict[str, Callable[[Tensor], Any]] = {
+    "a tensor": lambda tensor: tensor,
+    "an alias": torch.Tensor.detach,
+    ".data": lambda tensor: tensor.data,
+    "a view": lambda tensor: tensor[1:],
+    "its storage": torch.Tensor.untyped_storage,
+    "an array": lambda tensor: tensor.numpy(),
+    "a capsule": torch.utils.dlpack.to_dlpack,
+    "a weak reference": weakref.ref,
+    "a graph": lambda tensor: (tensor * torch.ones_like(tensor).requires_grad_()).grad_fn,
+}
+HOLDS: dict[str, Callable[[Any, Tensor], Any]] = {
+    **ENTRY,
+    **{
+        f"{name}: {key}": lambda optimizer, p, hold=hold, key=key: hold(optimizer.state[p][key])
+        for name, hold in TENSOR.items()
+        for key in ("exp_avg", "master")
+    },
+}
+HOLDS_ALL = {
+    "the dict": lambda optimizer, p: optimizer.state,
+    "a state dict": lambda optimizer, p: optimizer.state_dict(),
+}
+
+
+@pytest.mark.parametrize("hold", HOLDS | HOLDS_ALL)
+def test_state_that_is_held_is_stepped_in_step_alone(hold: str) -> None:
+    """So that no other thread reads memory that a program may free at any time."""
+    twins = Twins()
+    twins.train(2)
+    assert twins.train(3) == 6
+    held = [
+        (HOLDS | HOLDS_ALL)[hold](*pair) for pair in zip(twins.optimizers, [m[0] for m in twins.models], strict=True)
+    ]
+    assert twins.train(3) == (0 if hold in HOLDS_ALL else 3)
+    assert visible(twins.optimizers[0]) == visible(twins.optimizers[1])
+    del held
+    twins.train(1)
+    assert twins.train(2) == 4
+    assert visible(twins.optimizers[0]) == visible(twins.optimizers[1])
+    twins.scheduler.close()
+
+
+@pytest.mark.parametrize("hold", ["a tensor", "an alias", ".data"])
+@pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq", "master"])
+def test_what_is_held_is_live(hold: str, key: str) -> None:
+    """It has the values of each step when that returns, as in torch, whether or not steps overlap."""
+    twins = Twins()
+    twins.train(2)
+    held = [TENSOR[hold](o.state[m[0]][key]) for o, m in zip(twins.optimizers, twins.models, strict=True)]
+    for _ in range(3):
+        before = bits(held[0])
+        twins.train(1)
+        assert bits(held[0]) == bits(held[1]) != before
+    twins.scheduler.close()
+
+
+@pytest.mark.parametrize("moments", ["fp32", "bf16", "8bit"])
+def test_a_state_dict_that_is_kept_is_live_as_a_whole(moments: str) -> None:
+    twins = Twins(moments=moments)
+    twins.train(2)
+    kept = [optimizer.state_dict()["state"] for optimizer in twins.optimizers]
+    for step in range(3, 6):
+        twins.train(1)
+        for one in kept:
+            now = twins.optimizers[0].state_dict()["state"]
+            assert {key: bits(value) for key, value in one[0].items()} == {k: bits(v) for k, v in now[0].items()}
+            assert one[0]["step"] == step
+    twins.scheduler.close()
+
+
+@pytest.mark.parametrize("how", ["state", "state dict", "pickled entry"])
+def test_writes_that_no_counter_tells_of_count_after_speculation(how: str) -> None:
+    twins = Twins()
+
+    def write(optimizer: Any, parameter: Tensor) -> None:
+        if how == "pickled entry":
+            optimizer.state[parameter] = pickle.loads(pickle.dumps(optimizer.state[parameter]))
+        entry = optimizer.state_dict()["state"][0] if how == "state dict" else optimizer.state[parameter]
+        entry["exp_avg"].data.mul_(3)
+
+    twins.train(2)
+    twins.train(3, write)
+    assert visible(twins.optimizers[0]) == visible(twins.optimizers[1])
+    assert twins.optimizers[0].statistics.respeculated == 6
+    twins.scheduler.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_tensor_of_another_dtype_gets_the_new_values_while_it_is_held(dtype: torch.dtype) -> None:
+    """As PartialFC has it, which puts rows of moments in before each step, and takes them out after it."""
+    twins = Twins()
+    twins.train(2)
+    whole = [o.state[m[0]]["exp_avg"].to(dtype) for o, m in zip(twins.optimizers, twins.models, strict=True)]
+    for step in range(3):
+        for optimizer, model, mine in zip(twins.optimizers, twins.models, whole, strict=True):
+            optimizer.state[model[0]]["exp_avg"] = mine
+        before = bits(whole[0])
+        twins.train(1)
+        assert bits(whole[0]) == bits(whole[1]) != before
+        assert twins.optimizers[0].state[twins.models[0][0]]["exp_avg"] is whole[0]
+        if step == 1:
+            for mine in whole:
+                mine.mul_(0.5)
+    del mine
+    whole.clear()
+    twins.train(1)
+    assert twins.optimizers[0].state[twins.models[0][0]]["exp_avg"].dtype == torch.float32
+    assert visible(twins.optimizers[0]) == visible(twins.optimizers[1])
+    twins.scheduler.close()
