@@ -37,8 +37,7 @@ class GradientNorm:
         if factor * factor == 0.0:
             self.sums[where] = np.where(self.nonfinite[where] > 0, np.nan, 0.0)
         else:
-            with np.errstate(all="ignore"):
-                self.sums[where] *= factor * factor
+            self.sums[where] *= factor * factor
 
     @property
     def count(self) -> int:

@@ -162,8 +162,8 @@ class Transaction:
         elsewhere.
         """
         with self._timed("speculate_seconds"):
-            for piece, record in pending.items():
-                self._drop([piece], is_repeated=piece.pending is record)
+            self._drop([piece for piece, record in pending.items() if piece.pending is record], is_repeated=True)
+            self._drop(pending)
             apart = [s for s, new in pending.items() if s.phase is Phase.ACCEPTED and _cannot_fuse(s, new)]
             self._commit(apart, num_threads)
             waiting = [piece for piece, record in pending.items() if record.slot is None]
@@ -330,9 +330,10 @@ class Transaction:
         uncounted = [one for one in contributions if one.pending is None]
         if uncounted:
             self.table.compute_norm(self._job(uncounted)[1], norm)
-        for one in contributions:
-            if one.scale.factor != 1.0:
-                norm.scale(self.table.chunks_of(one.piece.row), one.scale.factor)
+        with np.errstate(all="ignore"):
+            for one in contributions:
+                if one.scale.factor != 1.0:
+                    norm.scale(self.table.chunks_of(one.piece.row), one.scale.factor)
         return judge(self._over_ranks(question, norm, max_norm), max_norm)
 
     def _over_ranks(self, question: Question, norm: GradientNorm, max_norm: float | None) -> GradientNorm | RanksNorm:

@@ -248,6 +248,29 @@ def test_bits_are_those_of_torch_with_its_own_products(
     assert ended(model, ours) == [(bits(one), bits(e["exp_avg"]), bits(e["exp_avg_sq"])) for one, e in pairs]
 
 
+@pytest.mark.parametrize("mode", [flushed_denormals, rounded_upward])
+def test_large_products_are_those_of_torchs_threads(mode: Callable[[], AbstractContextManager[None]]) -> None:
+    """These keep the modes that they started with, so that a part of each product has that of the program."""
+    before, seen = torch.get_num_threads(), []
+    torch.set_num_threads(2)
+    try:
+        for is_on in (False, True):
+            parameter = nn.Parameter(torch.ones(1 << 17, dtype=torch.bfloat16))
+            model = nn.ParameterList([parameter])
+            optimizer = SpeculativeCPUAdamW([parameter], **OPTIONS)
+            with OffloadScheduler(optimizer, model, device=ThreadDevice()) if is_on else nullcontext():
+                for _ in range(2):
+                    _Given.apply([torch.full_like(parameter, 1.5 * 2.0**-126)], parameter).backward()  # type: ignore[no-untyped-call]
+                    with mode():
+                        parameter.grad.mul_(0.3)  # type: ignore[union-attr]
+                    optimizer.step()
+                    optimizer.zero_grad()
+            seen.append((bits(parameter), ended(model, optimizer)))  # type: ignore[arg-type]
+    finally:
+        torch.set_num_threads(before)
+    assert seen[0] == seen[1]
+
+
 @pytest.mark.parametrize("recorded", MODES)
 @pytest.mark.parametrize("judged", MODES)
 def test_only_products_in_another_mode_give_gradients_back(recorded: str, judged: str) -> None:

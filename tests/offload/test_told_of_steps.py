@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
@@ -395,6 +396,29 @@ def test_factors_of_any_size_are_ordinary_ones(
         seen.append(run)
         assert telling._failed == failed
     assert seen[0] == seen[1]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("value", [math.inf, math.nan, 1e30])
+def test_gradients_whose_norm_overflows_are_clipped_by_torch_without_a_warning(value: float, device: str) -> None:
+    """The factor is 0 or NaN: a step of zeros, or a skipped one."""
+    seen = []
+    for is_on in (False, True):
+        model = Net()
+        optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-5)
+        made = DEVICES[device]()
+        with OffloadScheduler(optimizer, model, device=made, bucket_numel=300) if is_on else contextlib.nullcontext():
+            for number in range(1, 8):
+                model.backward(number)
+                if number == 4:
+                    model.all[0].grad.view(-1)[3] = value  # type: ignore[union-attr]
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+        seen.append((state_bits(optimizer), optimizer.statistics.skipped))
+    assert seen[0] == seen[1]
+    assert seen[0][1] == (not value < math.inf)
 
 
 @pytest.mark.parametrize("factor", [0.0, -1.0, 0.25])
