@@ -160,11 +160,11 @@ def redo_forgets_one(monkeypatch: pytest.MonkeyPatch) -> None:
 def clipped_step_is_published(monkeypatch: pytest.MonkeyPatch) -> None:
     original = Transaction._apply
 
-    def apply(self: Transaction, parts: Sequence[Any], clip: float) -> None:
+    def apply(self: Transaction, parts: Sequence[Any], clip: float) -> Any:
         for part in parts:
             if _is_speculated(part):
                 part.pending = replace(part.pending, scale=part.scale if clip == 1.0 else Scale(clip))
-        original(self, parts, clip)
+        return original(self, parts, clip)
 
     monkeypatch.setattr(Transaction, "_apply", apply)
 
