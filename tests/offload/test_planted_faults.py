@@ -220,7 +220,7 @@ def stale_speculation_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def change(part: Any) -> None:
         if _is_speculated(part) and part.piece.state.has_state:
-            part.pending = replace(part.pending, versions=part.piece.state.versions)
+            part.pending = replace(part.pending, is_stale=False)
 
     monkeypatch.setattr(Transaction, "distrust", lambda self, state: None)
     _change_parts(monkeypatch, change)
