@@ -13,9 +13,9 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -23,6 +23,7 @@ from integrations.test_distributed_checkpoint import Model, content, groups_of, 
 from support.children import exit_code_of_child
 from support.machines import machine
 from torch import Tensor
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
@@ -34,9 +35,12 @@ OPTIMIZERS = [torch.optim.AdamW, SpeculativeCPUAdamW]
 
 
 class Gate:
-    """Lets the writer take so many tensors; it waits before each further one until `open`."""
+    """Lets the writer take so many tensors; it waits before each further one until `open`, or the end of the test."""
+
+    made: ClassVar[list[Gate]] = []
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int = 0) -> None:
+        self.made.append(self)
         self.taken = 0
         self._left, self._passed = threading.Semaphore(count), threading.Event()
         take = checkpoint_tensors.Planner.resolve_data
@@ -52,6 +56,13 @@ class Gate:
     def open(self) -> None:
         self._passed.set()
         self._left.release()
+
+
+@pytest.fixture(autouse=True)
+def gates_end_open() -> Iterator[None]:
+    yield
+    while Gate.made:
+        Gate.made.pop().open()
 
 
 def train_so(way: str, model: Model, optimizer: Any, steps: int, *, seed: int = 1) -> None:
@@ -242,6 +253,7 @@ class Odd(torch.nn.Module):
         buffers = {
             "bits": self.weight.detach().view(torch.int16),
             "part": values[1:, ::2],
+            "other_part": values[:3, ::2],
             "expanded": values[:1].expand(3, 6),
             "channels_last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
             "flags": values > 0,
@@ -272,21 +284,46 @@ def tensors_in(path: Path) -> dict[str, Tensor]:
     ("kind", "options"),
     [(torch.optim.AdamW, {}), (SpeculativeCPUAdamW, {}), (SpeculativeCPUAdamW, {"moments": "bf16", "master": "24bit"})],
 )
-def test_content_is_that_of_a_save_that_waits(kind: Any, options: dict[str, Any], tmp_path: Path) -> None:
+def test_content_is_that_of_a_save_that_waits(
+    kind: Any, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = Odd()
     optimizer = kind([model.weight, model.across], **options)
     for _ in range(2):
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter)
         optimizer.step()
-        paths = [save(tmp_path / str(waits), model, optimizer, wait=waits) for waits in (True, False)]
-        wait()
+        paths = [save(tmp_path / "waits", model, optimizer)]
+        with monkeypatch.context() as context:
+            gate = Gate(context)
+            paths.append(save(tmp_path / "does not", model, optimizer, wait=False))
+            write(buffer for name, buffer in model.named_buffers() if name not in ("expanded", "inferred"))
+            gate.open()
+            wait()
         expected, found = map(tensors_in, paths)
         assert found.keys() == expected.keys()
         for name, tensor in expected.items():
             assert found[name].dtype == tensor.dtype, name
             assert found[name].stride() == tensor.stride(), name
             assert torch.equal(found[name].resolve_conj().resolve_neg(), tensor.resolve_conj().resolve_neg()), name
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_torch_that_does_not_write_one_tensor_after_the_other_is_refused(
+    waits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tensor that was decoded has no memory any more when the next one is asked for."""
+    model = torch.nn.Linear(64, 64).bfloat16()
+    optimizer = SpeculativeCPUAdamW(model.parameters(), moments="8bit", master="24bit")
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    values = filesystem._SerialCpuLoader.values
+    monkeypatch.setattr(filesystem._SerialCpuLoader, "values", lambda loader: iter([*values(loader)]))
+    with pytest.raises(CheckpointError, match=r"asks for a tensor before it has written the one before"):  # noqa: PT012
+        save(tmp_path, model, optimizer, wait=waits)
+        wait()
+    assert not list(tmp_path.glob("*save-*"))
 
 
 def test_forked_process_saves_beside_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,25 +398,34 @@ def test_threads_begin_their_saves_one_after_the_other(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("smaller", [{}, {"moments": "8bit", "master": "24bit"}], ids=str)
 @pytest.mark.parametrize("kind", [SpeculativeCPUAdamW, torch.optim.AdamW])
-def test_step_of_another_thread_fails_a_save_that_waits(
-    kind: Any, smaller: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("waits", "moment"), [(True, (FileSystemWriter, "write_data")), (False, (checkpoint_tensors, "bytes_of_copies"))]
+)
+def test_step_of_another_thread_fails_a_save_whose_tensors_are_being_read(
+    kind: Any,
+    smaller: dict[str, str],
+    waits: bool,
+    moment: tuple[Any, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Or it would hold tensors of two steps."""
     model, optimizer = make(kind, torch.bfloat16, **(smaller if kind is SpeculativeCPUAdamW else {}))
     train(model, optimizer)
     save(tmp_path, model, optimizer)
-    write = FileSystemWriter.write_data
+    reach, trainers = getattr(*moment), list[threading.Thread]()
 
-    def write_data(*arguments: Any) -> Any:
-        trainer = threading.Thread(target=train, args=(model, optimizer))
-        trainer.start()
-        trainer.join()
-        return write(*arguments)
+    def step_before(*arguments: Any) -> Any:
+        if not trainers:
+            trainers.append(threading.Thread(target=train, args=(model, optimizer)))
+            trainers[0].start()
+            trainers[0].join()
+        return reach(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(FileSystemWriter, "write_data", write_data)
+        patch.setattr(*moment, step_before)
         with pytest.raises(CheckpointError, match="another thread has made a step"):
-            save(tmp_path, model, optimizer)
+            save(tmp_path, model, optimizer, wait=waits)
     save(tmp_path, model, optimizer)
     load(tmp_path, model, optimizer)
 
