@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from superadam.devices.flat import FlatLayout
-from superadam.devices.interface import ChunkSums, Device, Stream
+from superadam.devices.interface import ChunkSums, Device, Event, Stream
 from superadam.devices.worker import Job, Work, Worker
 from superadam.host.signals import deferred_signals
 from superadam.kernels.hyperparameters import Coefficients
@@ -100,6 +100,7 @@ class SimulatedDevice(Device):
         self._streams: dict[_Queue, collections.deque[Operation]] = {stream: collections.deque() for stream in Stream}
         self._waits: dict[_Queue, list[SimulatedEvent]] = {stream: [] for stream in Stream}
         self._current: _Queue = Stream.CURRENT
+        self._late: dict[_Queue, SimulatedEvent] = {}  # the last of what each stream fills late
         self._host_blocks: set[int] = set()
         self._blocks: dict[int, Block] = {}
 
@@ -123,8 +124,15 @@ class SimulatedDevice(Device):
             key = storage_key(tensor.untyped_storage())
             self._host_blocks.add(key)
             weakref.finalize(held, self._host_blocks.discard, key)
-        self._enqueue(Stream.CURRENT, Operation(lambda: _copy([target], [source])))
+        filled = self._late[self._current] = SimulatedEvent(self)
+        filled.is_recorded = True
+        self._enqueue(Stream.CURRENT, Operation(lambda: _copy([target], [source]), event=filled))
         return tensor
+
+    def mark_ready(self, parameter: Tensor) -> Event | None:
+        """Return an event where the current stream still has to fill something; gradients are there otherwise."""
+        filled = self._late.get(self._current)
+        return None if filled is None or filled.has_passed else super().mark_ready(parameter)
 
     def finish(self) -> None:
         """Run everything that was enqueued."""

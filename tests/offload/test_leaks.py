@@ -37,9 +37,9 @@ DEVICES: dict[str, Callable[[], Device] | None] = {
     "host": PlainDevice,
     "thread": ThreadDevice,
     "simulated": lambda: SimulatedDevice(0, eagerness=0.9),
-    "simulated, kept": lambda: SimulatedDevice(5, eagerness=0.9),
+    "simulated, kept": lambda: SimulatedDevice(1, eagerness=0.9),
 }
-"""The simulated ones are so eager that copies do not pile up where nothing waits for them; jobs do, under some seeds."""
+"""The simulated ones are so eager that copies do not pile up where nothing waits for them."""
 
 
 def scheduler_for(
