@@ -447,7 +447,8 @@ class SpeculativeCPUAdam(Optimizer):
     def state(self) -> defaultdict[Tensor, Any]:
         """Per parameter `step`, `exp_avg`, `exp_avg_sq` (`max_exp_avg_sq`, `master`): the last accepted state.
 
-        Accepted steps are committed first, and later ones at once while the dict or anything in it is referenced.
+        Accepted steps are committed first. While a program refers to the dict or to anything in it, that shows each step
+        when `step()` returns, and the step of those parameters is not made during backward.
         """
         entries = self._binding.entries(self.param_groups)
         self._binding.expose()
@@ -483,6 +484,7 @@ class SpeculativeCPUAdam(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return groups and state as `torch.optim.Optimizer.state_dict` does, with `master` for every working copy.
 
+        Tensors are live, as in torch: while they are kept they have the values of the last step, counts included.
         Accepted steps are committed first; gradients that wait for their verdict are not included.
 
         Raises:
