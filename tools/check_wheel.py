@@ -25,7 +25,11 @@ GLIBC = (2, 17)
 
 LIBRARIES = {"libc.so.6", "libm.so.6", "libpthread.so.0"}
 
-MODULES = ("superadam/_kernels.abi3.so", "superadam/host/_signals.abi3.so")
+MODULES = (
+    "superadam/_kernels.abi3.so",
+    "superadam/host/_signals.abi3.so",
+    "superadam/kernels/_places.abi3.so",
+)
 
 KERNELS = {"x86_64": ("avx512", "avx2"), "aarch64": ("sve_bf16", "sve", "neon")}
 """Vector kernels in the table of cpu/dispatch.c, for each architecture of which there are wheels."""

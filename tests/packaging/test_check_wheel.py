@@ -44,16 +44,15 @@ def compiled(folder: Path, source: str, *options: str, glibc: str = "2.17") -> P
 
 
 def wheel_of(folder: Path, kernels: Path, name: str = TAG, tag: str = TAG) -> Path:
-    """Return a wheel with these kernels, and a sound `_signals`."""
-    signals = folder / "signals"
-    signals.mkdir()
-    other = compiled(
-        signals, "#include <Python.h>\nPyMODINIT_FUNC PyInit__signals(void) { return PyLong_FromLong(0); }"
-    )
+    """Return a wheel with these kernels, and other modules that are sound."""
     wheel = folder / f"superadam-1.0-{name}.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.write(kernels, MODULES[0])
-        archive.write(other, MODULES[1])
+        for module in MODULES[1:]:
+            init = f"PyInit_{Path(module).name.partition('.')[0]}"
+            (folder / init).mkdir()
+            source = f"#include <Python.h>\nPyMODINIT_FUNC {init}(void) {{ return PyLong_FromLong(0); }}"
+            archive.write(compiled(folder / init, source), module)
         archive.writestr("superadam-1.0.dist-info/WHEEL", f"Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: {tag}\n")
     return wheel
 
