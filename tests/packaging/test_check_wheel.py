@@ -114,4 +114,4 @@ def test_a_module_that_is_missing_or_not_expected(tmp_path: Path) -> None:
     wheel = wheel_of(tmp_path, compiled(tmp_path, SOURCE, "-DUSED=0", *SOUND))
     with zipfile.ZipFile(wheel, "a") as archive:
         archive.write(tmp_path / "module.so", "superadam/more.so")
-    assert next(refusals(wheel)).startswith(f"its modules are {MODULES[0]}, {MODULES[1]}, superadam/more.so, expected")
+    assert next(refusals(wheel)).startswith(f"its modules are {', '.join(MODULES)}, superadam/more.so, expected")
