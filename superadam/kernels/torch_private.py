@@ -94,8 +94,8 @@ storage_reference: Callable[[torch.UntypedStorage], Any] = _WeakReference if _ha
 
 def _found_look() -> Callable[[Sequence[Tensor | None], Any], None] | None:
     """Return what looks at the places of many tensors in C; None where torch lacks something that it calls."""
-    exchange = _find("Tensor.__dlpack_c_exchange_api__", False)  # public: DLPack's C exchange API
-    if not exchange or not _has_address or not FOUND["Tensor._version"]:
+    exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)  # of DLPack, and not private
+    if exchange is None or not _has_address or not FOUND["Tensor._version"]:
         return None
     try:
         _places.use(exchange, Tensor.untyped_storage, torch.UntypedStorage.nbytes, "_cdata", "_version")

@@ -447,8 +447,8 @@ class SpeculativeCPUAdam(Optimizer):
     def state(self) -> defaultdict[Tensor, Any]:
         """Per parameter `step`, `exp_avg`, `exp_avg_sq` (`max_exp_avg_sq`, `master`): the last accepted state.
 
-        Accepted steps are committed first. While a program refers to the dict or to anything in it, that shows each step
-        when `step()` returns, and the step of those parameters is not made during backward.
+        Accepted steps are committed first. While a program refers to the dict or to anything in it, that shows each
+        step when `step()` returns, and the step of those parameters is not made during backward.
         """
         entries = self._binding.entries(self.param_groups)
         self._binding.expose()

@@ -1,0 +1,83 @@
+"""Where tensors lie: in C as by public names, and every change of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from superadam.kernels import _places, places
+from superadam.kernels.places import ADDRESS, BYTES, LAYOUT, STORAGE, VERSION, moved, places_of
+
+
+def _set_data(tensor: Tensor, new: Tensor) -> None:
+    tensor.data = new
+
+
+def _resize(tensor: Tensor, nbytes: int) -> None:
+    tensor.untyped_storage().resize_(nbytes)
+
+
+CHANGES: dict[str, Callable[[Tensor], object]] = {
+    "other memory": lambda t: _set_data(t, t.data.clone()),
+    "a view of itself": lambda t: _set_data(t, t.data[:3]),
+    "another dtype": lambda t: _set_data(t, t.data.view(torch.int32).view(torch.float32).double()),
+    "the same bytes as another dtype": lambda t: _set_data(t, t.data.view(torch.int32)),
+    "other strides": lambda t: _set_data(t, t.data.t()),
+    "another shape": lambda t: _set_data(t, t.data.reshape(2, 18)),
+    "set_": lambda t: t.set_(t.detach().clone()),  # type: ignore[call-overload]
+    "swapped": lambda t: torch.utils.swap_tensors(t, t.detach().clone()),
+    "shared": torch.Tensor.share_memory_,
+    "freed": lambda t: _resize(t, 0),
+    "less memory": lambda t: _resize(t, 8),
+    "more memory": lambda t: _resize(t, 4096),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("look", [_places.look, places._look_in_python], ids=["C", "Python"])
+def test_every_change_of_memory_or_layout_is_seen(
+    change: str, look: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(places, "_look", look)
+    tensors = [torch.ones(6, 6) for _ in range(3)]
+    before = places_of(tensors)
+    assert moved(places_of(tensors), before).tolist() == []
+    tensors[0].mul_(2)
+    with torch.no_grad():
+        CHANGES[change](tensors[1])
+    present = places_of(tensors)
+    assert moved(present, before).tolist() == [1]
+    assert present[0, VERSION] == before[0, VERSION] + 1
+    assert present[2].tolist() == before[2].tolist()
+
+
+def test_both_ways_find_the_same() -> None:
+    """But for the hash of the layout, which is compared with its own kind alone."""
+    with torch.inference_mode():
+        uncounted = torch.ones(3)
+    tensors = [
+        *(nn.Parameter(torch.ones(3, 4)), torch.ones(3, 4)[1:], torch.zeros(0), torch.empty(3, device="meta"), None),
+        *(torch.ones(3).to_sparse(), torch.ones(4, dtype=torch.float64).t(), uncounted, torch.tensor(1.0)),
+    ]
+    found, expected = (np.zeros((len(tensors), 5), np.int64) for _ in range(2))
+    _places.look(tensors, found)
+    places._look_in_python(tensors, expected)
+    assert (
+        found[:, [ADDRESS, STORAGE, BYTES, VERSION]].tolist()
+        == expected[:, [ADDRESS, STORAGE, BYTES, VERSION]].tolist()
+    )
+    assert ((found[:, LAYOUT] == 0) == (expected[:, LAYOUT] == 0)).all()
+
+
+def test_an_array_of_another_length_is_refused() -> None:
+    with pytest.raises(ValueError, match="one place for each tensor"):
+        _places.look([torch.ones(3)], np.zeros(9, np.int64))
+
+
+def test_another_version_of_dlpack_is_refused() -> None:
+    with pytest.raises(ValueError, match="incorrect name"):
+        _places.use(torch._C._to_dlpack(torch.ones(3)), None, None, "", "")  # type: ignore[attr-defined]
