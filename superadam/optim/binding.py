@@ -189,15 +189,14 @@ class Binding(GradientHolder):
                 if self.ranks is None and not self.is_flattened:
                     warn_of_others(parameters, names)
             return transaction
-        self._read(self._transaction)
+        if self._transaction.table.is_any_held:
+            self._read(self._transaction)
         return self._transaction
 
     def _read(self, transaction: Transaction) -> None:
         """Bring the rows that programs may have changed up to date with the published state, and see what they hold."""
         table = transaction.table
         held = table.held_states()
-        if not held:
-            return
         with transaction.lock:
             moved = table.moved_arrays(table.rows_of(held))
             for state in held:
@@ -265,7 +264,8 @@ class Binding(GradientHolder):
     def conclude(self, outcome: StepOutcome) -> None:
         """Tell of a step, which raises nothing: to the statistics, exposed entries and the scheduler."""
         tell("counting steps", self._statistics.count, outcome.kind)
-        tell("updating optimizer.state at once", self._refresh_held_entries)  # else with the next, or when it is read
+        if self._transaction is not None and self._transaction.table.is_any_held:
+            tell("updating optimizer.state at once", self._refresh_held_entries)  # else with the next, or when read
         if self.overlap is not None:
             tell("the scheduler's part after a step", self.overlap._conclude, outcome)
 

@@ -52,7 +52,7 @@ class PublishedState:
             for row in rows.tolist():
                 state = table.states[row]
                 table.is_held[row] = row in moved or not self._is_as_read(state, table) or self._is_held(state)
-        table.is_exposed = False
+        table.is_exposed, table.is_any_held = False, bool(table.is_held.any())
 
     def let_go(self, table: ParameterTable) -> None:
         """Let go of stand-ins that no program has; what was written to them must have been read."""

@@ -97,6 +97,7 @@ class ParameterTable:
         is_published: whether the optimizer's `state`, as users see it, holds what the parameter's row holds.
         is_held: whether a program may refer to what is in the row's entry of `state`. It may then write to it, move it
             or free it at any time, so that nothing reads that memory but calls of the program, which look first.
+        is_any_held: whether any row is.
         is_exposed: whether programs were given such references since it was last found out which ones they hold.
         norm: of the gradients of the open step, per (parameter, chunk); 0 where a parameter takes no part.
     """
@@ -113,7 +114,7 @@ class ParameterTable:
         self.fingerprints = Fingerprints(parts, self.parameters if self.is_distributed else None)
         self.steps = np.zeros(len(self.states), np.int64)
         self.is_published = np.ones(len(self.states), bool)
-        self.is_held, self.is_exposed = np.ones(len(self.states), bool), True
+        self.is_held, self.is_any_held, self.is_exposed = np.ones(len(self.states), bool), True, True
         self.delivery = delivery
         self._resident = resident
         self._is_ready = np.zeros(len(self.states), bool)
@@ -187,7 +188,7 @@ class ParameterTable:
 
     def held_states(self) -> list[ParameterState]:
         """Return the states of which programs may hold something."""
-        return [self.states[row] for row in np.flatnonzero(self.is_held).tolist()] if self.is_held.any() else []
+        return [self.states[row] for row in np.flatnonzero(self.is_held).tolist()]
 
     def moved_arrays(self, rows: Rows) -> dict[int, list[str]]:
         """Look at the arrays of these rows' states; return the names of those that have moved, by row.

@@ -131,7 +131,7 @@ class Transaction:
         with deferred_signals(), self.lock:
             for piece in self._members[Phase.SPECULATED]:
                 _pending_of(piece).is_stale = True
-            self.table.is_held[:] = self.table.is_exposed = True
+            self.table.is_held[:] = self.table.is_any_held = self.table.is_exposed = True
 
     def pending(
         self,

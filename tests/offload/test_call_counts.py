@@ -22,8 +22,8 @@ PACKAGE = str(Path(superadam.__file__).parent)
 
 
 MOST: dict[str, tuple[Callable[[], Device], int, int]] = {
-    "step": (DeferredDevice, 120, 18),
-    "worker": (ThreadDevice, 255, 29),
+    "step": (DeferredDevice, 120, 20),
+    "worker": (ThreadDevice, 255, 30),
 }
 """Device, and the most calls and files in the thread that trains; the worker's calls run in parallel."""
 

@@ -274,7 +274,7 @@ def state_of(training: Training) -> dict[str, Tensor]:
 def nothing(training: Training) -> None: ...
 
 
-@does(PATCHED)
+@does(REDONE)
 def reading(training: Training) -> object:
     return [one.norm() for one in gradients(training)], training.optimizer.state_dict(), copy.deepcopy(training.model)
 
@@ -374,27 +374,27 @@ def a_step_that_is_skipped(training: Training) -> None:
     training.backward(70)
 
 
-@does(ONE_REDONE)
+@does(REDONE)
 def master_edited(training: Training) -> None:
     state_of(training)["master"].mul_(1.001)
 
 
-@does(ONE_REDONE)
+@does(REDONE)
 def exp_avg_edited(training: Training) -> None:
     state_of(training)["exp_avg"][3].mul_(2)
 
 
-@does(ONE_REDONE)
+@does(REDONE)
 def exp_avg_sq_replaced(training: Training) -> None:
     state_of(training)["exp_avg_sq"] = state_of(training)["exp_avg_sq"] * 4
 
 
-@does(ONE_REDONE)
+@does(REDONE)
 def step_count_edited(training: Training) -> None:
     state_of(training)["step"] += 3
 
 
-@does(ONE_REDONE)
+@does(REDONE)
 def state_of_one_dropped(training: Training) -> None:
     del training.optimizer.state[training.model.dense]
 

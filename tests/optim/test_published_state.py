@@ -350,6 +350,7 @@ def test_what_users_write_into_the_state_while_speculation_is_open_counts(
             EDITS[edit](one.state if held is None else held, p)
         one.step()
         one.zero_grad()
+        del held  # of what a program has, dtypes stay as it has put them
     assert visible(optimizer) == visible(twin)
     assert optimizer.statistics.accepted == 0
     train_alike(optimizer, twin, 3)
