@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import operator
 import sys
-import weakref
 from collections import defaultdict
 from collections.abc import Collection
 from types import SimpleNamespace
@@ -270,7 +269,6 @@ def _counts(values: dict[str, Any], key: str) -> _Counts:
     return _Counts(
         (
             sys.getrefcount(values[key]),
-            weakref.getweakrefcount(values[key]),
             torch_private.tensor_use_count(values[key]),
             sys.getrefcount(storage),
             torch_private.storage_use_count(torch_private.storage_key(storage)) - (base is not None),

@@ -10,7 +10,6 @@ import os
 import pickle
 import subprocess
 import sys
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -166,7 +165,6 @@ TENSOR: dict[str, Callable[[Tensor], Any]] = {
     "its storage": torch.Tensor.untyped_storage,
     "an array": lambda tensor: tensor.numpy(),
     "a capsule": torch.utils.dlpack.to_dlpack,
-    "a weak reference": weakref.ref,
     "a graph": lambda tensor: (tensor * torch.ones_like(tensor).requires_grad_()).grad_fn,
 }
 HOLDS: dict[str, Callable[[Any, Tensor], Any]] = {
