@@ -25,7 +25,7 @@ typedef struct {
     void *current_stream;
 } dl_exchange;
 
-enum { ADDRESS, STORAGE, BYTES, VERSION, LAYOUT, WORDS };
+enum { ADDRESS, STORAGE, BYTES, LAYOUT, VERSION, WORDS };
 
 static const dl_exchange *exchange;
 static PyObject *storage_of, *bytes_of, *key_name, *version_name;

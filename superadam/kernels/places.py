@@ -15,12 +15,13 @@ from torch import Tensor
 from superadam.kernels import torch_private
 from superadam.kernels.torch_private import storage_key, version_of
 
-ADDRESS, STORAGE, BYTES, VERSION, LAYOUT = range(5)
-"""Columns: of the first element (0 without memory), torch's key of the storage (0 without one), the storage's bytes,
-writes that were counted (-1 where none are), and a hash of dtype, device, shape and strides (0 without memory)."""
+ADDRESS, STORAGE, BYTES, LAYOUT, VERSION = range(5)
+"""Columns: of the first element (0 without memory), torch's key of the storage (0 without one), the storage's bytes, a
+hash of dtype, device, shape and strides (0 without memory), and writes that were counted (-1 where none are). Those
+before the last say what a kernel may touch."""
 
-MEMORY = [ADDRESS, STORAGE, BYTES, LAYOUT]
-"""The columns that say what a kernel may touch."""
+NOWHERE = np.iinfo(np.int64).min
+"""An address that no memory has."""
 
 Places = npt.NDArray[np.int64]  # one row for each tensor
 
@@ -47,7 +48,7 @@ def _place_of(tensor: Tensor | None) -> tuple[int, ...]:
         version = version_of(tensor)
     except RuntimeError:  # made in inference mode
         version = -1
-    return address, key, size, version, layout
+    return address, key, size, layout, version
 
 
 def _look_in_python(tensors: Sequence[Tensor | None], places: Places) -> None:
@@ -67,9 +68,7 @@ def places_of(tensors: list[Tensor] | list[Tensor | None]) -> Places:
 
 def moved(now: Places, before: Places) -> npt.NDArray[np.int64]:
     """Return the rows whose memory is another, or is seen in another layout."""
-    different = now != before
-    different[:, VERSION] = False
-    return np.flatnonzero(different.any(axis=1))
+    return np.flatnonzero((now[:, :VERSION] != before[:, :VERSION]).any(axis=1))
 
 
 def has_memory(tensor: Tensor) -> bool:

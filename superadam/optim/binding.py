@@ -224,10 +224,12 @@ class Binding(GradientHolder):
         """
         self._catch_up()
         if self.has_state:
-            with suppress(TypeError, ValueError):
-                self.bound(groups)
-            if adopts and self._transaction is not None:
-                self._transaction.adopt_outside_writes()
+            try:
+                transaction = self.bound(groups)
+            except (TypeError, ValueError):
+                adopts = False
+            if adopts:
+                transaction.adopt_outside_writes()
             self._refresh_entries()
         return self.published.entries
 
@@ -264,8 +266,8 @@ class Binding(GradientHolder):
     def conclude(self, outcome: StepOutcome) -> None:
         """Tell of a step, which raises nothing: to the statistics, exposed entries and the scheduler."""
         tell("counting steps", self._statistics.count, outcome.kind)
-        if self._transaction is not None and self._transaction.table.is_any_held:
-            tell("updating optimizer.state at once", self._refresh_held_entries)  # else with the next, or when read
+        if self._transaction is not None and self._transaction.table.is_any_held:  # else with the next, or when read
+            tell("updating optimizer.state at once", self._refresh_held_entries, self._transaction)
         if self.overlap is not None:
             tell("the scheduler's part after a step", self.overlap._conclude, outcome)
 
@@ -279,7 +281,7 @@ class Binding(GradientHolder):
             transaction = self.bound(groups)
             transaction.commit()
             transaction.adopt_outside_writes()
-            self._refresh_held_entries()
+            self._refresh_held_entries(transaction)
 
     def drop(self) -> None:
         """Drop everything that waits for a verdict."""
@@ -301,15 +303,13 @@ class Binding(GradientHolder):
             self._transaction.table.bring_home()
             self.published.write(self._transaction.table)
 
-    def _refresh_held_entries(self) -> None:
+    def _refresh_held_entries(self, transaction: Transaction) -> None:
         """Bring those of `entries` up to date of which programs hold something."""
-        if self._transaction is not None:
-            table = self._transaction.table
-            held = table.held_states()
-            if held:
-                self._transaction.commit_held()
-                table.bring_home(pieces_of(held))
-                self.published.write(table, held)
+        table = transaction.table
+        held = table.held_states()
+        transaction.commit_held()
+        table.bring_home(pieces_of(held))
+        self.published.write(table, held)
 
     def _unbind(self) -> dict[Tensor, ParameterState]:
         """Write all state to `entries`; return the states of parameters that are still as they were bound."""

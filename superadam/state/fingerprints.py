@@ -16,11 +16,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from superadam.kernels.places import ADDRESS, MEMORY, STORAGE, VERSION, Places, moved, places_of
+from superadam.kernels.places import ADDRESS, NOWHERE, STORAGE, VERSION, Places, moved, places_of
 from superadam.kernels.torch_private import storage_reference, version_of
 
 _DISTRUSTED = -1
-_NOWHERE = np.iinfo(np.int64).min
 
 
 def _weak_reference(tensor: Tensor, storage: int) -> Any:
@@ -38,8 +37,11 @@ class Fingerprints:
         self._parameters = list(parameters)
         self._wholes = wholes
         self._known = self._present()
-        self._seen_versions = self._known[:, VERSION].copy()
-        self._references = [*map(_weak_reference, self._parameters, self._known[:, STORAGE].tolist())]
+        # By column, because numpy's index of two dimensions fails without an error where memory has run out.
+        self._known_addresses, self._known_storages = self._known[:, ADDRESS], self._known[:, STORAGE]
+        self._known_versions = self._known[:, VERSION]
+        self._seen_versions = self._known_versions.copy()
+        self._references = [*map(_weak_reference, self._parameters, self._known_storages.tolist())]
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("fingerprints are of this process's memory and cannot be copied; make new ones of the copies")
@@ -56,19 +58,19 @@ class Fingerprints:
         present = self._present()
         self._seen_versions = present[:, VERSION]
         rows = moved(present, self._known)
-        self._known[rows, ADDRESS] = _NOWHERE  # moved even if the same address comes back before they are remembered
+        self._known_addresses[rows] = NOWHERE  # moved even if the same address comes back before they are remembered
         found: list[int] = rows.tolist()
         return found
 
     def seen_hints(self, rows: npt.NDArray[np.int64]) -> list[int]:
         """Return those rows whose version hinted at an outside write in the last `look`."""
-        hinted: list[int] = rows[self._seen_versions[rows] != self._known[rows, VERSION]].tolist()
+        hinted: list[int] = rows[self._seen_versions[rows] != self._known_versions[rows]].tolist()
         return hinted
 
     def had_memory(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Return of each of these rows whether it was at its place in the last `look`, or when remembered since."""
-        known = self._known[rows]
-        found: npt.NDArray[np.bool_] = (known[:, [ADDRESS, STORAGE]] != 0).all(axis=1) & (known[:, ADDRESS] != _NOWHERE)
+        addresses, storages = self._known_addresses[rows], self._known_storages[rows]
+        found: npt.NDArray[np.bool_] = (addresses != 0) & (addresses != NOWHERE) & (storages != 0)
         return found
 
     def is_moved(self, row: int) -> bool:
@@ -76,17 +78,17 @@ class Fingerprints:
         return self._is_moved(row, self._place(row))
 
     def _is_moved(self, row: int, place: Places) -> bool:
-        return bool((place[MEMORY] != self._known[row, MEMORY]).any())
+        return bool((place[:VERSION] != self._known[row, :VERSION]).any())
 
     def hints(self) -> list[int]:
         """Return the rows whose version hints at an outside write now; addresses are left to `look`."""
-        found: list[int] = np.flatnonzero(self._present_versions() != self._known[:, VERSION]).tolist()
+        found: list[int] = np.flatnonzero(self._present_versions() != self._known_versions).tolist()
         return found
 
     def is_hinted(self, row: int) -> bool:
         """Whether version, memory or layout hint at an outside write."""
         place = self._place(row)
-        return bool(place[VERSION] != self._known[row, VERSION]) or self._is_moved(row, place)
+        return bool(place[VERSION] != self._known_versions[row]) or self._is_moved(row, place)
 
     def _place(self, row: int) -> Places:
         place: Places = places_of([self._parameters[row]])[0]
@@ -103,21 +105,21 @@ class Fingerprints:
 
     def distrust(self, row: int) -> None:
         """Make the next look compare values: the master was replaced, so it is unknown who wrote the parameter last."""
-        self._known[row, VERSION] = _DISTRUSTED
+        self._known_versions[row] = _DISTRUSTED
 
     def prepared_bump(self, rows: npt.NDArray[np.int64]) -> Callable[[], None]:
         """Return what counts a write of ours in the versions, once; it does not fail for want of memory.
 
         An outside write in between is still noticed.
         """
-        bumped, versions = [self._parameters[row] for row in rows.tolist()], self._known[rows, VERSION] + 1
+        bumped, versions = [self._parameters[row] for row in rows.tolist()], self._known_versions[rows] + 1
         if self._wholes is not None:
             bumped += [self._wholes[row] for row in rows if self._wholes[row] is not self._parameters[row]]
             versions += 1  # also where both are one tensor, as its version is added to itself
 
         def bump() -> None:
             torch.autograd.graph.increment_version(bumped)
-            self._known[rows, VERSION] = versions
+            self._known_versions[rows] = versions
 
         return bump
 

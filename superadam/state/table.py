@@ -14,7 +14,7 @@ from superadam.kernels import native
 from superadam.kernels.dtypes import DTYPES
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters, Interval, Scale
 from superadam.kernels.native import Dtype, Format, Pass
-from superadam.kernels.places import ADDRESS, moved, places_of
+from superadam.kernels.places import ADDRESS, NOWHERE, moved, places_of
 from superadam.state.delivery import Delivery
 from superadam.state.fingerprints import Fingerprints
 from superadam.state.norm import GradientNorm
@@ -35,7 +35,6 @@ from superadam.state.uncertain import Listed, Patch
 
 Rows = npt.NDArray[np.int64]  # of a `ParameterTable`, in the order in which a job visits them
 _STRIDED = torch.strided
-_NOWHERE = np.iinfo(np.int64).min  # an address that no memory has
 _get_row = operator.attrgetter("row")
 Segments = npt.NDArray[np.void]  # a kernel job: rows of `superadam.kernels.native.SEGMENT`
 Indices = Sequence[int] | npt.NDArray[np.int32]  # of each row's coefficients in a `CoefficientTable`
@@ -180,10 +179,11 @@ class ParameterTable:
     def look(self) -> list[ParameterState]:
         """Look at every parameter; return the states of those that have moved, whose pointers are no longer used."""
         found = [self.states[row] for row in self.fingerprints.look()]
-        for piece in pieces_of(found):
-            self._parameter_pointers[piece.row] = 0
-            if piece.state.is_own_master:
-                self._rows[piece.row]["master"] = 0
+        for state in found:
+            for piece in (state, *state.cuts):
+                self._parameter_pointers[piece.row] = 0
+                if state.is_own_master:
+                    self._rows[piece.row]["master"] = 0
         return found
 
     def held_states(self) -> list[ParameterState]:
@@ -198,10 +198,11 @@ class ParameterTable:
         positions = (len(ARRAYS) * rows[:, None] + np.arange(len(ARRAYS))).ravel()
         present = places_of([self._arrays[position] for position in positions.tolist()])
         found: dict[int, list[str]] = {}
-        for position in positions[moved(present, self._places[positions])].tolist():
+        before = self._places.take(positions, axis=0)  # an index of rows fails without an error where memory has run out
+        for position in positions[moved(present, before)].tolist():
             row, column = divmod(position, len(ARRAYS))
             found.setdefault(row, []).append(ARRAYS[column])
-            self._places[position, ADDRESS] = _NOWHERE  # until it is bound again
+            self._places[position, ADDRESS] = NOWHERE  # until it is bound again
             for piece in (self.states[row], *self.states[row].cuts):
                 self._rows[piece.row][ARRAYS[column]] = 0
         return found

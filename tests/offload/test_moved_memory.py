@@ -266,3 +266,62 @@ def test_a_tensor_of_another_dtype_gets_the_new_values_while_it_is_held(dtype: t
     assert twins.optimizers[0].state[twins.models[0][0]]["exp_avg"].dtype == torch.float32
     assert visible(twins.optimizers[0]) == visible(twins.optimizers[1])
     twins.scheduler.close()
+
+
+# ---- memory that is gone ---------------------------------------------------------------------------------------------
+
+
+def test_a_freed_parameter_that_is_cut_is_not_sampled_until_it_has_memory() -> None:
+    model = nn.ParameterList([torch.ones(100, 100), torch.ones(64)]).bfloat16()
+    optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-3)
+    with OffloadScheduler(optimizer, model, num_threads=1, bucket_numel=4096):
+        for parameters in ([*model], [model[1]]):
+            sum(parameter.float().sum() for parameter in parameters).backward()  # type: ignore[union-attr]
+            if len(parameters) == 1:
+                kept = model[0].detach().clone()
+                model[0].untyped_storage().resize_(0)
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer._adopt_sampled_writes()
+        model[0].data = kept * 2
+        model[0].float().sum().backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        assert optimizer.state[model[0]]["master"].min() > 1.5
+
+
+CALLS: dict[str, Callable[[SpeculativeCPUAdamW], object]] = {
+    "state": lambda optimizer: optimizer.state,
+    "state_dict": SpeculativeCPUAdamW.state_dict,
+    "commit": SpeculativeCPUAdamW.commit,
+    "reload_masters": SpeculativeCPUAdamW.reload_masters,
+    "step": SpeculativeCPUAdamW.step,
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("key", ["master", "exp_avg"])
+@pytest.mark.parametrize("formats", [{}, {"moments": "8bit", "master": "24bit"}], ids=["fp32", "small"])
+def test_freed_state_is_refused_until_it_is_replaced(call: str, key: str, formats: dict[str, Any]) -> None:
+    parameter = nn.Parameter(torch.ones(64, 64).bfloat16())
+    optimizer = SpeculativeCPUAdamW([parameter], lr=0.1, **formats)
+    for _ in range(2):
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    freed = optimizer.state[parameter][key]
+    kept = freed.clone()
+    freed.untyped_storage().resize_(0)
+    with torch.no_grad():
+        parameter.mul_(2)
+    if call.startswith("state"):  # where it can be put right
+        CALLS[call](optimizer)
+    else:
+        with pytest.raises(ValueError, match=f"{key} of parameter 0 of group 0 .* expected .* in memory"):
+            CALLS[call](optimizer)
+    before = bits(parameter)
+    with pytest.raises(ValueError, match=f"{key} of parameter 0 of group 0 .* expected .* in memory"):
+        optimizer.step()
+    assert bits(parameter) == before
+    optimizer.state[parameter][key] = kept
+    optimizer.step()
+    assert bits(parameter) != before
+    assert optimizer.state[parameter]["step"] == 3
