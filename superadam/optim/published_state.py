@@ -295,7 +295,7 @@ def _is_referenced(values: dict[str, Any], key: str, usual: int) -> bool:
             return True
     if sys.getrefcount(values[key]) > _USUAL[min(usual, _STAND_IN)][0]:  # `wholes` of a `ParameterState`
         return True
-    return _counts({key: shards.local_of(values[key])}, key) > _USUAL[_NATIVE if usual == _NATIVE else _STEP]  # the whole's
+    return _counts({key: shards.local_of(values[key])}, key) > _USUAL[_NATIVE if usual == _NATIVE else _STEP]
 
 
 def _count_dict(published: Any) -> int:

@@ -198,7 +198,7 @@ class ParameterTable:
         positions = (len(ARRAYS) * rows[:, None] + np.arange(len(ARRAYS))).ravel()
         present = places_of([self._arrays[position] for position in positions.tolist()])
         found: dict[int, list[str]] = {}
-        before = self._places.take(positions, axis=0)  # an index of rows fails without an error where memory has run out
+        before = self._places.take(positions, axis=0)  # an index fails without an error when memory is short
         for position in positions[moved(present, before)].tolist():
             row, column = divmod(position, len(ARRAYS))
             found.setdefault(row, []).append(ARRAYS[column])
