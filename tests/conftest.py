@@ -59,9 +59,9 @@ MOST_QUICK_CASES = 20
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
     """Let deep tests take their time, also those that have a limit of their own; thin the products of the others.
 
-    Before options choose among the tests: of each product, all cases are slow but as few as hold every value, and of
-    those all but about `MOST_QUICK_CASES`. Slow files come first, so that of those that run in parallel none is left
-    over.
+    Before options choose among the tests: of each product, as few cases are left as hold every pair of values. All of
+    those are slow but as few as hold every value, and of these all but about `MOST_QUICK_CASES`. Slow files come first,
+    so that of those that run in parallel none is left over.
     """
     slow = {path: is_slow(path) for path in {item.path for item in items}}
     items.sort(key=lambda item: not slow[item.path])
@@ -78,8 +78,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = {item for item in items if elsewhere and item.get_closest_marker("x86_64")}
     for product in products_of(items):
         marker = product[0].get_closest_marker("covering")
-        if marker is not None and not DEEP:
-            left_out |= set(product) - set(covering(product, strength=marker.args[0] if marker.args else 2))
+        strength = marker.args[0] if marker is not None and marker.args else 2
+        if not DEEP:
+            left_out |= set(product) - set(covering(product, strength))
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]

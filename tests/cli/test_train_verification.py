@@ -59,7 +59,6 @@ def check_right(trainer: Trainer, steps: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.covering
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("checkpointing", [True, False])

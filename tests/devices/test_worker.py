@@ -334,7 +334,6 @@ def in_time(call: Callable[[], object]) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.covering
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("late", [0.0, 0.001, 0.01])
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)

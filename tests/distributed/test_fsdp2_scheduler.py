@@ -75,7 +75,6 @@ def train(model: Any, optimizer: SpeculativeCPUAdamW, rank: int, micro_batches: 
     return kinds
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize(("micro_batches", "syncs"), [(1, True), (2, True), (3, False)])
 @pytest.mark.parametrize("where", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -157,7 +157,6 @@ def check_single(code: Code) -> None:
 
 
 @needs_compilers
-@pytest.mark.covering
 @cases(
     "gradient parameter form scale maximize decoupled l2 amsgrad round aligned",
     ((*dtypes, form, *(flag in flags for flag in Flag), aligned) for *dtypes, form, flags, aligned in ADAM),
@@ -210,7 +209,6 @@ def test_adam_kernel(
 
 
 @needs_compilers
-@pytest.mark.covering
 @cases("sources link sums aligned", PACK)
 def test_pack_kernel(
     code: Code, target: str, sources: tuple[torch.dtype, ...], link: torch.dtype, sums: bool, aligned: bool
@@ -229,7 +227,6 @@ def test_pack_kernel(
 
 
 @needs_compilers
-@pytest.mark.covering
 @cases("dtype aligned", SCATTER)
 def test_scatter_kernel(code: Code, target: str, dtype: torch.dtype, aligned: bool) -> None:
     check_arithmetic(code, "f32")

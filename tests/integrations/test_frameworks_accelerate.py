@@ -74,7 +74,6 @@ def test_clipping_by_value(dtype: torch.dtype) -> None:
     compare(accelerated(dtype, "value", 0.01), dtype, accepts=None)
 
 
-@pytest.mark.covering
 @dtypes
 @pytest.mark.parametrize(("steps", "size"), [(1, 1.2), (2, 0.83), (3, 0.69)])
 @pytest.mark.parametrize("clip", ["none", "norm"])
@@ -142,7 +141,6 @@ def scaled(dtype: torch.dtype, use: str, growth: float) -> Training:
     return train
 
 
-@pytest.mark.covering
 @dtypes
 @pytest.mark.parametrize("growth", [2.0, 1.7])
 @pytest.mark.parametrize("use", ["step", "unscale", "clip"])

@@ -213,7 +213,6 @@ class Examples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
 
 
-@pytest.mark.covering
 @pairs
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -196,7 +196,6 @@ def both(
     return scheduler
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("announces", [False, True])
 @pytest.mark.parametrize("bucket_numel", [1, 70, 10**6])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
@@ -211,7 +210,6 @@ def test_accumulated_gradients_are_those_of_autograd(
     )
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("bucket_numel", [1, 10**6])
 @pytest.mark.parametrize("counts", [[3] * 6, [1, 4, 1, 4, 4, 1], [2, 2, 1, 1, 3, 3], [3, 0, 3, 3, 0, 3]], ids=str)
 def test_any_numbers_of_micro_batches(counts: list[int], bucket_numel: int, device: Device) -> None:
@@ -288,7 +286,6 @@ READERS: dict[str, Moment] = {
 }
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize(("announces", "when"), [(True, "between"), (False, "between"), (True, "before_step")])
 @pytest.mark.parametrize("reader", READERS)
 def test_reading_gradients_does_not_change_training(reader: str, announces: bool, when: str, device: Device) -> None:
@@ -307,7 +304,6 @@ def test_parameters_without_a_gradient_in_the_last_backward_keep_their_sums(last
 # ---- sums on the host ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("retries", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("bucket_numel", [1, 1_000_000])
@@ -421,7 +417,6 @@ def test_norm_sees_everything_and_limits_the_step(device: Device) -> None:
     assert norms[:4] == norms[4:]
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("dtype", [None, torch.float32], ids=str)
 @pytest.mark.parametrize("foreach", [None, False])
 def test_clipping_by_torch_over_sums(foreach: bool | None, dtype: torch.dtype | None, device: Device) -> None:
@@ -439,7 +434,6 @@ def test_clipping_by_torch_over_sums(foreach: bool | None, dtype: torch.dtype | 
     assert bits(torch.stack(norms[:4])) == bits(torch.stack(norms[4:]))
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 @pytest.mark.parametrize("at", [0, 1])
 def test_bad_micro_batch_spoils_the_step_alone(bad: float, at: int, device: Device) -> None:
@@ -491,7 +485,6 @@ def test_micro_batch_that_fails(dtype: torch.dtype | None, which: str, then: str
     both(stories, device)
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("dtype", [None, torch.float32], ids=str)
 @pytest.mark.parametrize("inside", [False, True])
 def test_zero_grad_forgets_what_was_accumulated(dtype: torch.dtype | None, inside: bool, device: Device) -> None:
@@ -528,7 +521,6 @@ def test_sums_of_a_scheduler_that_is_closed_are_in_grad(dtype: torch.dtype | Non
     both(stories, device)
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("dtypes", [[None, torch.float32, torch.float32], [torch.float32, None]], ids=str)
 def test_sums_in_grad_and_on_the_host_flow_together(
@@ -660,7 +652,6 @@ def test_sum_of_a_parameter_that_is_no_longer_optimized_takes_no_part(device: De
 # ---- sums and loss scaling -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("unscales", [False, True])
 @pytest.mark.parametrize("rest", [False, True])
 def test_grad_scaler_of_torch_over_sums(rest: bool, unscales: bool, device: Device) -> None:

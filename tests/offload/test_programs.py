@@ -2332,7 +2332,6 @@ def interrupted(
 
 
 @pytest.mark.slow
-@pytest.mark.covering
 @pytest.mark.parametrize(("phase", "then"), [("backward", 0), ("step", 0), ("step", 1)])
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])

@@ -548,7 +548,6 @@ def resident(scheduler: OffloadScheduler) -> int:
     return len(held(scheduler))
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("gpu_buckets", [1, 2, 3, ALL])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_from_some_to_all(dtype: torch.dtype, gpu_buckets: int, device: Device) -> None:
@@ -804,7 +803,6 @@ def test_device_without_any_memory(
     assert everything(model, optimizer) == everything(twin, plain)
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("at", [1, 2, 3])
 @pytest.mark.parametrize("what", ["_add_resident", "speculate"])
 def test_worker_that_fails_with_a_kept_bucket(

@@ -131,7 +131,6 @@ def both(
 # ---- ordinary training ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("bucket_numel", [1, 70, 1_000_000])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_and_bucket_size(dtype: torch.dtype, bucket_numel: int, device: PlainDevice) -> None:
@@ -215,7 +214,6 @@ def same(first: Any, second: Any) -> bool:
     return torch.equal(first, second) if isinstance(first, Tensor) else bool(first == second)
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("moment", ["clean", "after backward", "after the step"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_checkpoint_loaded_under_the_scheduler(dtype: torch.dtype, moment: str, device: PlainDevice) -> None:
@@ -855,7 +853,6 @@ def twins(
     return scheduler
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("bucket_numel", [1, 100, 1_000_000])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
 def test_wider_link_gives_the_same_bits(dtype: torch.dtype, bucket_numel: int, anywhere: Device) -> None:
@@ -866,7 +863,6 @@ def test_wider_link_gives_the_same_bits(dtype: torch.dtype, bucket_numel: int, a
     )
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("how", ["taken", "held by others", "given back", "by hand", "half by hand"])
 @pytest.mark.parametrize("link", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -966,7 +962,6 @@ class Odd(nn.Module):
         return 3 * (hidden * self.wide).square().mean()
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("link", ["auto", torch.float32], ids=str)
 @pytest.mark.parametrize("bucket_numel", [50, 1_000_000])
 def test_parameters_of_every_layout_and_dtype(bucket_numel: int, link: Any, anywhere: Device) -> None:
@@ -1143,7 +1138,6 @@ def test_memory_for_new_values_does_not_grow_with_the_model(
 # ---- placement ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("when", ["in the middle of backward", "after backward", "after the step"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_placement_that_changes(dtype: torch.dtype, when: str, working: Device) -> None:

@@ -55,7 +55,6 @@ def give_spoiled(optimizer: SpeculativeCPUAdam, seed: int, spoil: str) -> None:
         one.grad = SPOILS[spoil](one.grad)
 
 
-@pytest.mark.covering
 @EACH_DTYPE
 @pytest.mark.parametrize("spoil", SPOILS)
 @pytest.mark.parametrize("history", HISTORIES)
@@ -106,7 +105,6 @@ QUESTIONS: dict[str, Callable[[SpeculativeCPUAdam], object]] = {
 }
 
 
-@pytest.mark.covering
 @EACH_DTYPE
 @pytest.mark.parametrize("question", QUESTIONS)
 @pytest.mark.parametrize("spoil", ["ordinary", "NaN"])
@@ -185,7 +183,6 @@ GRADIENT_EDITS: dict[str, Callable[[torch.Tensor], object]] = {
 }
 
 
-@pytest.mark.covering
 @EACH_DTYPE
 @pytest.mark.parametrize("edit", GRADIENT_EDITS)
 @pytest.mark.parametrize("limit", [None, 0.5])
@@ -227,7 +224,6 @@ def _module_of(optimizer: SpeculativeCPUAdam) -> torch.nn.Module:
     return module
 
 
-@pytest.mark.covering
 @EACH_DTYPE
 @pytest.mark.parametrize("form", FORMS_OF_ZERO_GRAD)
 @pytest.mark.parametrize("goes_on", [False, True])
@@ -485,7 +481,6 @@ CHANGES = [
 ]
 
 
-@pytest.mark.covering
 @EACH_DTYPE
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: "-".join(change))
 @pytest.mark.parametrize("through_step", [False, True], ids=["resolve", "step"])
@@ -668,7 +663,6 @@ def test_norm_is_of_the_gradients_that_are_there() -> None:
     assert visible(optimizer) == visible(twin)
 
 
-@pytest.mark.covering
 @EACH_DTYPE
 @pytest.mark.parametrize("limit", [None, 0.5, 5.0])
 @pytest.mark.parametrize("torchs", [0.3, 3.0, 1e9])

@@ -82,7 +82,6 @@ def test_a_scaled_loop_is_that_of_torch(use: str, when: str) -> None:
         assert state_bits(twin) == ours[index][0]
 
 
-@pytest.mark.covering
 @EACH_DTYPE
 @USES
 @WHEN

@@ -84,7 +84,6 @@ BACKWARDS: dict[str, Callable[[torch.nn.Linear, torch.Tensor], None]] = {
 }
 
 
-@pytest.mark.covering
 @EACH_DTYPE
 @pytest.mark.parametrize("how", BACKWARDS)
 @pytest.mark.parametrize("when", ["before speculation", "around speculation", "after speculation"])

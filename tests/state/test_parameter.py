@@ -157,7 +157,6 @@ def _alone(view: Tensor) -> Tensor:
     return whole.set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride())
 
 
-@pytest.mark.covering
 @EACH_DTYPE
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("gradient_layout", LAYOUTS)
