@@ -14,7 +14,7 @@ import random
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -56,6 +56,8 @@ class Run:
             keys = ["exp_avg", "exp_avg_sq"]  # which parameters have masters depends on the device
             keys += ["master"] if self.model[name].dtype.itemsize == 2 else []
             self.actions.append((*where, draw.choice(ACTIONS), name, draw.choice(keys)))
+        if {"parameter: fp32", "parameter: another dtype"} & {action.name for _, _, action, _, _ in self.actions}:
+            self.actions = [(*rest, key.replace("master", "exp_avg")) for *rest, key in self.actions]
         self.errors: list[str] = []
         self.faults: list[str] = []
 
@@ -115,7 +117,7 @@ class Run:
         loss.backward()  # type: ignore[no-untyped-call]
         handle.remove()
         if self.setting == "speculate()":
-            with self.refusals():
+            with suppress(ValueError, TypeError), self.refusals():  # of what may be put right until the step
                 self.optimizer.speculate()
         self.act(step, "before the step")
         with self.refusals():
