@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import gc
 import itertools
 import os
 import platform
 import signal
 import socket
+import sys
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -117,6 +119,28 @@ def pytest_collection_finish() -> None:
     """Let `gc.collect()` pass over what all modules made when they were imported."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """End the processes of a file's ranks with its last test."""
+    ranks = sys.modules.get("support.ranks")
+    if ranks is not None and (nextitem is None or nextitem.path != item.path):
+        ranks.end_workers()
+
+
+SLOWEST = 10
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print which files took the longest."""
+    seconds: collections.Counter[str] = collections.Counter()
+    for report in itertools.chain.from_iterable(terminalreporter.stats.values()):
+        if isinstance(report, pytest.TestReport):
+            seconds[report.nodeid.partition("::")[0]] += report.duration
+    if len(seconds) > SLOWEST:
+        terminalreporter.section(f"{SLOWEST} slowest files, of {seconds.total():.0f} seconds in all")
+        for file, taken in seconds.most_common(SLOWEST):
+            terminalreporter.write_line(f"{taken:7.1f} s  {file}")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -18,6 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.float_modes import flushed_denormals, rounded_upward
+from support.optimizers import TorchWithMasters
 from support.overlap import DeferredDevice, ImmediateDevice, ThreadDevice
 from support.visible import Bits, bits
 from torch import Tensor, nn
@@ -149,24 +150,6 @@ def ended(model: Net, optimizer: SpeculativeCPUAdamW) -> list[tuple[Bits, ...]]:
     return [tuple(bits(e.get(key, one)) for key in ("master", "exp_avg", "exp_avg_sq")) for one, e in pairs]
 
 
-class Torchs(torch.optim.Optimizer):
-    """Torch's fused AdamW on fp32 masters, which always rounds to nearest and keeps denormals."""
-
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        super().__init__(parameters, {})
-        self.parameters = parameters
-        self.masters = [one.detach().float().clone() for one in parameters]
-        self.adam = torch.optim.AdamW(self.masters, fused=True, **OPTIONS)
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for one, master in zip(self.parameters, self.masters, strict=True):
-            master.grad = None if one.grad is None else one.grad.float()
-        self.adam.step()
-        with torch.no_grad():
-            for one, master in zip(self.parameters, self.masters, strict=True):
-                one.copy_(master)
-
-
 DTYPES = st.sampled_from([torch.bfloat16, torch.float16, torch.float32])
 FLUSHING, ROUNDING = ("usual", "flushed", "flushed"), ("usual", "upward")
 
@@ -201,29 +184,14 @@ def test_products_are_those_of_the_mode(device: str, dtype: torch.dtype, mode: s
 
 @pytest.mark.slow
 @given(
-    program=steps(FLUSHING),
+    program=st.one_of(steps(FLUSHING), steps(ROUNDING)),
     dtype=DTYPES,
     device=st.sampled_from(sorted(DEVICES)),
     seed=st.integers(0, 2**16),
     gpu_buckets=st.sampled_from([0, 1]),
     limit=st.sampled_from([math.inf, 1e-4]),
 )
-def test_flushed_products_are_flushed_under_a_scheduler(
-    program: list[Step], dtype: torch.dtype, device: str, seed: int, gpu_buckets: int, limit: float
-) -> None:
-    check(program, dtype, device, seed, gpu_buckets, limit)
-
-
-@pytest.mark.slow
-@given(
-    program=steps(ROUNDING),
-    dtype=DTYPES,
-    device=st.sampled_from(sorted(DEVICES)),
-    seed=st.integers(0, 2**16),
-    gpu_buckets=st.sampled_from([0, 1]),
-    limit=st.sampled_from([math.inf, 1e-4]),
-)
-def test_products_are_rounded_as_the_program_asks(
+def test_products_have_the_mode_of_the_program_under_a_scheduler(
     program: list[Step], dtype: torch.dtype, device: str, seed: int, gpu_buckets: int, limit: float
 ) -> None:
     check(program, dtype, device, seed, gpu_buckets, limit)
@@ -238,7 +206,7 @@ def test_bits_are_those_of_torch_with_its_own_products(
     """Torch's update is made in the usual mode, which kernels always have."""
     program = [Step(one.exponents, one.product, one.limit, (*one.modes[:3], "usual"), one.seed) for one in program]
     theirs, model = Net(dtype), Net(dtype)
-    torchs = Torchs(list(theirs))
+    torchs = TorchWithMasters(list(theirs), **OPTIONS)
     ours = SpeculativeCPUAdamW(model.parameters(), **OPTIONS)
     expected = run(theirs, torchs, program, dtype)
     with OffloadScheduler(ours, model, device=DEVICES[device](seed), bucket_numel=100):

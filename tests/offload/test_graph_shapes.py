@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from support.overlap import ImmediateDevice, ThreadDevice, adam, batch, everything, mlp
+from support.overlap import adam, batch, mlp
+from support.programs import EAGER, Setting, Shown, differs, first_difference, frozen, in_settings, plain_run, state_of
 from support.visible import shown
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
@@ -26,8 +27,6 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam
-from superadam.devices import Device
-from superadam.testing import SimulatedDevice
 
 pytestmark = [
     pytest.mark.timeout(240),  # a hang fails with the stack of every thread; compiling alone takes seconds
@@ -36,41 +35,8 @@ pytestmark = [
 ]
 
 STEPS = 5
-
-
-@dataclass(frozen=True)
-class Setting:
-    """Where and how a shape trains.
-
-    Attributes:
-        dtype: of the model; fp32 parameters in host memory are never speculated on, and taken like bf16 ones.
-        device: makes the device.
-        limit: of the gradient norm; 20 clips some steps.
-        bucket_numel: 1 speculates on every gradient alone.
-        storage: of the state, as arguments of the optimizer.
-    """
-
-    name: str
-    dtype: torch.dtype
-    device: Callable[[], Device]
-    limit: float | None = None
-    bucket_numel: int = 1
-    storage: tuple[tuple[str, str], ...] = ()
-
-    def __str__(self) -> str:
-        return self.name
-
-
-SMALLER = (("moments", "8bit"), ("master", "24bit"))
-
-SETTINGS = [
-    Setting("bf16-immediate", torch.bfloat16, ImmediateDevice),
-    Setting("bf16-thread", torch.bfloat16, ThreadDevice, 20.0, 100),
-    Setting("fp32-simulated", torch.float32, lambda: SimulatedDevice(1), 20.0),
-    Setting("8bit-simulated", torch.bfloat16, lambda: SimulatedDevice(2), 20.0, 100, SMALLER),
-]
-SLOW = SETTINGS[:1]
-"""Settings of shapes that compile."""
+LIMIT = 20.0
+"""Of the gradient norm, which clips some steps."""
 
 
 @dataclass
@@ -98,7 +64,7 @@ class Shape:
             not the last.
         steps_itself: whether `backward` also makes the step.
         speculates: whether gradients are taken and accepted: not where they are made by hand, or have a graph.
-        is_slow: whether only the settings in `SLOW` are run.
+        is_slow: whether it is run in `EAGER` alone, because it compiles.
         has_hint: whether `run.hint()` is entered.
     """
 
@@ -109,6 +75,7 @@ class Shape:
     speculates: bool = True
     is_slow: bool = False
     has_hint: bool = False
+    admits_8bit: bool = True
 
     def __str__(self) -> str:
         return self.name
@@ -1040,70 +1007,49 @@ def compiled_between_backward_and_step(run: Run) -> None:
 # ---- the checks -----------------------------------------------------------------------------------------------------
 
 
-def go(one: Shape, run: Run) -> list[Any]:
+def go(one: Shape, run: Run) -> Shown:
     """Train; return the parameters after every step, and everything after the last, as bits."""
-    seen: list[Any] = []
+    seen: Shown = []
     for run.seed in range(STEPS):
         torch.default_generator.manual_seed(run.seed)  # dropout
         run.optimizer.zero_grad()
         one.backward(run)
         if not one.steps_itself:
             run.optimizer.step()
-        seen.append(shown(run.optimizer))
+        seen.append({"parameters": shown(run.optimizer)})
     run.optimizer.zero_grad()
-    return [*seen, run.kept.get("products"), everything(run.model, run.optimizer)]
-
-
-def start(one: Shape, dtype: torch.dtype, limit: float | None, storage: tuple[tuple[str, str], ...]) -> Run:
-    torch.compiler.reset()
-    torch.default_generator.manual_seed(3)
-    model = one.make().to(dtype)
-    return Run(model, adam(model, max_grad_norm=limit, **dict(storage)))
-
-
-@functools.cache
-def expected(
-    one: Shape, dtype: torch.dtype, limit: float | None, storage: tuple[tuple[str, str], ...] = ()
-) -> list[Any]:
-    """Return what the run without scheduler gives."""
-    return go(one, start(one, dtype, limit, storage))
-
-
-def masters(seen: Any) -> Any:
-    """Leave masters out that only say again what an fp32 parameter is."""
-    *steps, last = seen
-    state = {i: {k: v for k, v in e.items() if k != "master"} for i, e in last["state"].items()}
-    return [*steps, {**last, "state": state}]
+    buffers = {name: buffer.tolist() for name, buffer in run.model.named_buffers()}
+    return [*seen, {"products": run.kept.get("products"), "state": frozen(state_of(run.optimizer)), "buffers": buffers}]
 
 
 @contextlib.contextmanager
-def scheduled(one: Shape, setting: Setting) -> Iterator[Run]:
-    run = start(one, setting.dtype, setting.limit, setting.storage)
-    options = {"device": setting.device(), "bucket_numel": setting.bucket_numel}
-    with OffloadScheduler(run.optimizer, run.model, **options) as run.scheduler:
-        yield run
+def started(one: Shape, setting: Setting) -> Iterator[Run]:
+    torch.compiler.reset()
+    torch.default_generator.manual_seed(3)
+    model = one.make().to(setting.dtype)
+    optimizer = adam(model, max_grad_norm=LIMIT if setting.clips else None, **dict(setting.storage))
+    with setting.scheduled(optimizer, model) as scheduler:
+        yield Run(model, optimizer, scheduler)
 
 
-def cases() -> list[Any]:
-    return [
-        pytest.param(one, setting, id=f"{one}-{setting}")
-        for one in SHAPES
-        for setting in (SLOW if one.is_slow else SETTINGS)
-    ]
+def run_in(one: Shape, setting: Setting) -> Shown:
+    with started(one, setting) as run:
+        found = go(one, run)
+    if one.speculates and setting is EAGER:
+        assert run.optimizer.statistics.accepted > 0
+    return found
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("one", "setting"), cases())
-def test_trains_as_without_scheduler(one: Shape, setting: Setting) -> None:
-    with scheduled(one, setting) as run:
-        ours = go(one, run)
-    theirs = expected(one, setting.dtype, setting.limit, setting.storage)
-    if setting.dtype == torch.float32:  # simulated ones have masters of their own
-        ours, theirs = masters(ours), masters(theirs)
-    for step, (mine, plain) in enumerate(zip(ours, theirs, strict=True)):
-        assert mine == plain, f"step {step}"
-    if one.speculates and setting.dtype == torch.bfloat16 and setting.limit is None:
-        assert run.optimizer.statistics.accepted > 0
+@in_settings([one for one in SHAPES if not one.is_slow])
+def test_trains_as_without_scheduler(program: Shape, setting: Setting) -> None:
+    assert not differs(run_in, program, setting)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("one", [one for one in SHAPES if one.is_slow], ids=str)
+def test_trains_compiled_as_without_scheduler(one: Shape) -> None:
+    assert not differs(run_in, one, EAGER)
 
 
 @pytest.mark.slow
@@ -1112,9 +1058,9 @@ def test_accumulate_is_only_a_hint(one: Shape) -> None:
     """What it saves is work, not correctness."""
     dropped = []
     for is_hinted in (False, True):
-        with scheduled(one, SETTINGS[0]) as run:
+        with started(one, EAGER) as run:
             assert run.scheduler is not None
             run.hint = run.scheduler.accumulate if is_hinted else contextlib.nullcontext
-            assert go(one, run) == expected(one, torch.bfloat16, None)
-        dropped.append(run.scheduler.optimizer.statistics.dropped)
+            assert not first_difference(go(one, run), plain_run(run_in, one, EAGER.plain))
+        dropped.append(run.optimizer.statistics.dropped)
     assert dropped[1] <= dropped[0]

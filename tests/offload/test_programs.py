@@ -14,10 +14,8 @@ import gc
 import io
 import itertools
 import math
-import os
 import pickle
 import signal
-import struct
 import sys
 import threading
 import time
@@ -31,6 +29,20 @@ from typing import Any
 import pytest
 import torch
 from support.overlap import ImmediateDevice, PlantedError, RaiseInBackward, ThreadDevice, batch
+from support.programs import (
+    EAGER,
+    OTHERS,
+    Near,
+    Setting,
+    Shown,
+    Storage,
+    differs,
+    first_difference,
+    frozen,
+    in_settings,
+    plain_run,
+    state_of,
+)
 from support.visible import bits, parameters_of
 from torch import Tensor, nn
 
@@ -50,10 +62,6 @@ pytestmark = [
     pytest.mark.usefixtures("one_torch_thread"),
 ]
 
-OWN_MASTERS = (torch.float32, torch.float64)
-"""Dtypes of parameters that are their own masters, on the host."""
-
-DEEP = os.environ.get("SUPERADAM_DEEP") == "1"
 STEPS = 5
 WIDTH = 128
 """Of the model: its square is four chunks of the norm."""
@@ -122,7 +130,7 @@ class Program:
         given: the module that the scheduler is given.
         torch: whether it runs on `torch.optim.AdamW`, with the same bits.
         speculates: whether some bf16 parameter's speculation is good as it is in some step.
-        moments_8bit: whether it runs with 8-bit moments, which amsgrad does not.
+        admits_8bit: whether it runs with 8-bit moments, which amsgrad does not.
         outcome: whether `last_outcome` is that of the plain run: not where all gradients are multiplied with one
             factor, which counts as clipping where the optimizer had taken them.
     """
@@ -134,7 +142,7 @@ class Program:
     given: Callable[[Any], nn.Module] = lambda model: model
     torch: bool = True
     speculates: bool = True
-    moments_8bit: bool = True
+    admits_8bit: bool = True
     outcome: bool = True
 
     def __str__(self) -> str:
@@ -939,7 +947,7 @@ def checkpoint_of_the_optimizer_loaded(model: Any, optimizer: Any, step: int, ru
         run.kept["state"] = copy.deepcopy(optimizer.state_dict())
     if step == 3:
         for i, entry in run.kept["state"]["state"].items():
-            if parameters_of(optimizer)[i].dtype in OWN_MASTERS:
+            if parameters_of(optimizer)[i].dtype in (torch.float32, torch.float64):
                 entry.pop("master", None)
         optimizer.load_state_dict(run.kept["state"])
 
@@ -1004,7 +1012,7 @@ def model_pickled(model: Any, optimizer: Any, step: int, run: Run) -> Any:
     return [parameter.detach() for parameter in twin.parameters()], gradients(twin)
 
 
-@between(torch=False)
+@between(torch=False, speculates=False)
 def model_and_optimizer_copied(model: Any, optimizer: Any, step: int, run: Run) -> Any:
     """Both copies together go on as the originals would."""
     pair = (model, optimizer)
@@ -1130,7 +1138,7 @@ _changes("betas_changed", lambda group, step: group.update(betas=(0.5 + 0.1 * st
 _changes("weight_decay_changed", lambda group, step: group.update(weight_decay=0.2 * step))
 _changes("eps_changed", lambda group, step: group.update(eps=1e-3 * step))
 _changes(
-    "amsgrad_changed", lambda group, step: group.update(amsgrad=not group["amsgrad"]), torch=False, moments_8bit=False
+    "amsgrad_changed", lambda group, step: group.update(amsgrad=not group["amsgrad"]), torch=False, admits_8bit=False
 )
 _changes("maximize_changed", lambda group, step: group.update(maximize=not group["maximize"]))
 _changes("order_changed", lambda group, step: group["params"].reverse(), torch=False)
@@ -1962,91 +1970,7 @@ def script_module(model: Any, optimizer: Any, step: int, run: Run) -> Any:
     return loss
 
 
-# ---- settings -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Setting:
-    """Where and how a program runs.
-
-    Attributes:
-        device: makes the device.
-        limit: of the gradient norm; `LIMIT` clips some steps.
-        looks: whether state and gradients are read after every step, which commits; else after the last only.
-        pauses: whether nothing is taken for some steps after one whose gradients were edited, as usual.
-        storage: of the state, as arguments of the optimizer.
-
-    Parameters in fp32 on the host are never speculated on, those in fp32 on a simulated device are.
-    """
-
-    name: str
-    dtype: torch.dtype
-    device: Callable[[], Device]
-    bucket_numel: int = 1
-    gpu_buckets: int = 0
-    limit: float | None = None
-    looks: bool = False
-    pauses: bool = False
-    storage: tuple[tuple[str, str], ...] = ()
-
-    def __str__(self) -> str:
-        return self.name
-
-
-HALF_MOMENTS, EIGHT_BITS, SHORT_MASTERS = ("moments", "bf16"), ("moments", "8bit"), ("master", "24bit")
-
-SETTINGS = [
-    Setting("bf16-immediate", torch.bfloat16, ImmediateDevice, looks=True),
-    Setting("bf16-thread", torch.bfloat16, ThreadDevice, 3000),
-    Setting("bf16-simulated", torch.bfloat16, lambda: SimulatedDevice(1), limit=LIMIT),
-    Setting("bf16-kept", torch.bfloat16, lambda: SimulatedDevice(2), 5000, gpu_buckets=1),
-    Setting("fp32-thread", torch.float32, ThreadDevice, 3000, pauses=True),
-    Setting("fp32-simulated", torch.float32, lambda: SimulatedDevice(0), 3000, looks=True),
-    Setting("8bit-24bit-immediate", torch.bfloat16, ImmediateDevice, looks=True, storage=(EIGHT_BITS, SHORT_MASTERS)),
-    Setting("bf16moments-thread", torch.bfloat16, ThreadDevice, 3000, limit=LIMIT, storage=(HALF_MOMENTS,)),
-    Setting("8bit-kept", torch.bfloat16, lambda: SimulatedDevice(2), 5000, gpu_buckets=1, storage=(EIGHT_BITS,)),
-    Setting("24bit-simulated", torch.bfloat16, lambda: SimulatedDevice(1), 3000, storage=(SHORT_MASTERS,), looks=True),
-    Setting("fp32-8bit-simulated", torch.float32, lambda: SimulatedDevice(0), 3000, storage=(EIGHT_BITS,)),
-]
-
-
-def frozen(value: Any) -> Any:
-    """Return a value as something that can be compared bit for bit."""
-    if isinstance(value, Tensor):
-        return bits(value)
-    if isinstance(value, float):
-        return struct.pack("d", math.nan if math.isnan(value) else value)
-    if isinstance(value, dict):
-        return {key: frozen(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [frozen(one) for one in value]
-    return value
-
-
-def state_of(optimizer: Any) -> dict[int, dict[str, Any]]:
-    """Return the state by position; a parameter that is its own master says so."""
-    state = optimizer.state_dict()["state"]
-    for i, parameter in enumerate(parameters_of(optimizer)):
-        if state.get(i) and "master" not in state[i] and parameter.dtype in OWN_MASTERS:
-            state[i] = {**state[i], "master": parameter}
-    return {i: entry for i, entry in state.items() if entry}
-
-
-class Near:
-    """A number that equals those within this share of it; NaN equals NaN."""
-
-    def __init__(self, number: float, share: float) -> None:
-        self.number, self.share = number, share
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Near) or not math.isfinite(self.number):
-            return isinstance(other, Near) and frozen(self.number) == frozen(other.number)
-        return abs(self.number - other.number) <= self.share * self.number
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return f"{self.number!r} within {self.share:.1g}"
+# ---- runs ----------------------------------------------------------------------------------------------------------
 
 
 def record(model: nn.Module, optimizer: Any, value: Any, *, looks: bool) -> dict[str, Any]:
@@ -2068,38 +1992,12 @@ def record(model: nn.Module, optimizer: Any, value: Any, *, looks: bool) -> dict
     return seen
 
 
-def difference(ours: Any, theirs: Any, where: str = "") -> str | None:
-    """Return where two records differ first; only what both hold is compared at the top of a record."""
-    if isinstance(ours, dict) and isinstance(theirs, dict):
-        if ours.keys() != theirs.keys():
-            return f"{where}: {sorted(ours, key=str)} != {sorted(theirs, key=str)}"
-        pairs = [(key, ours[key], theirs[key]) for key in ours]
-    elif isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
-        pairs = [(i, one, other) for i, (one, other) in enumerate(zip(ours, theirs, strict=True))]
-    else:
-        return None if ours == theirs else f"{where}: {str(ours)[:60]} != {str(theirs)[:60]}"
-    return next((found for key, one, other in pairs if (found := difference(one, other, f"{where}[{key}]"))), None)
-
-
-def first_difference(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], keys: Iterable[str]) -> str | None:
-    """Return where two runs differ first, in what both have looked at."""
-    for step, (one, other) in enumerate(zip(ours, theirs, strict=True)):
-        for key in keys:
-            if key in one and key in other:
-                found = difference(one[key], other[key], f"step {step}: {key}")
-                if found is not None:
-                    return found
-    return None
-
-
-def adamw(
-    model: nn.Module, limit: float | None = None, storage: tuple[tuple[str, str], ...] = ()
-) -> SpeculativeCPUAdamW:
+def adamw(model: nn.Module, limit: float | None = None, storage: Storage = ()) -> SpeculativeCPUAdamW:
     options: dict[str, Any] = dict(storage)
     return SpeculativeCPUAdamW(model.parameters(), lr=0.01, weight_decay=0.1, max_grad_norm=limit, **options)
 
 
-def go(one: Program, model: nn.Module, optimizer: Any, run: Run, *, looks: bool) -> list[dict[str, Any]]:
+def go(one: Program, model: nn.Module, optimizer: Any, run: Run, *, looks: bool) -> Shown:
     """Run a program; return a record of every step."""
     records = []
     for step in range(STEPS):
@@ -2108,51 +2006,29 @@ def go(one: Program, model: nn.Module, optimizer: Any, run: Run, *, looks: bool)
     return records
 
 
-@functools.cache
-def expected(
-    one: Program, dtype: torch.dtype, limit: float | None, storage: tuple[tuple[str, str], ...] = ()
-) -> list[dict[str, Any]]:
-    """Return what the run without scheduler gives."""
-    model, run = one.make().to(dtype), Run()
+def run_in(one: Program, setting: Setting) -> Shown:
+    """Train in a setting; return a record of every step, and of the end, after the scheduler is closed."""
+    model, run = one.make().to(setting.dtype), Run()
     one.prepare(model, run)
-    return go(one, model, adamw(model, limit, storage), run, looks=True)
+    optimizer = adamw(model, LIMIT if setting.clips else None, setting.storage)
+    with setting.scheduled(optimizer, one.given(model)) as run.scheduler:
+        records = go(one, model, optimizer, run, looks=setting.looks)
+    if one.speculates and setting is EAGER:
+        assert optimizer.statistics.accepted > 0  # parameters; a bucket counts as redone if another one was
+    last = record(model, optimizer, records[-1]["value"], looks=True)
+    return [*records, {name: last[name] for name in ("parameters", "state", "gradients")}]
 
 
 EVERYTHING = ["parameters", "value", "outcome", "state", "gradients"]
 
 
-def each_with_some() -> list[tuple[Program, Setting]]:
-    """Return every program with every other setting, of smaller state with one or two, and with all if `DEEP`."""
-    pairs = itertools.product(enumerate(PROGRAMS), enumerate(SETTINGS))
-    return [
-        (one, setting)
-        for (i, one), (j, setting) in pairs
-        if (DEEP or (i + j) % (4 if setting.storage else 2) == 0)
-        and (one.moments_8bit or EIGHT_BITS not in setting.storage)
-    ]
-
-
-@pytest.mark.parametrize(("one", "setting"), each_with_some(), ids=str)
-def test_program_has_the_bits_of_the_plain_run(one: Program, setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+@in_settings(PROGRAMS)
+def test_program_has_the_bits_of_the_plain_run(
+    program: Program, setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not setting.pauses:
         monkeypatch.setattr(micro_batches, "PAUSE_STEPS", 0)
-    model, run = one.make().to(setting.dtype), Run()
-    one.prepare(model, run)
-    optimizer = adamw(model, setting.limit, setting.storage)
-    options = {"bucket_numel": setting.bucket_numel, "gpu_buckets": setting.gpu_buckets}
-    if setting.device in (ImmediateDevice, ThreadDevice):
-        del options["gpu_buckets"]
-    with OffloadScheduler(optimizer, one.given(model), device=setting.device(), **options) as run.scheduler:
-        records = go(one, model, optimizer, run, looks=setting.looks)
-    last = record(model, optimizer, records[-1]["value"], looks=True)
-    theirs = expected(one, setting.dtype, setting.limit, setting.storage)
-    keys = [key for key in EVERYTHING if one.outcome or key != "outcome"]
-    found = first_difference(records, theirs, keys)
-    assert found is None
-    found = first_difference([last], theirs[-1:], ["parameters", "state", "gradients"])
-    assert found is None, "after close()"
-    if one.speculates and setting.name == "bf16-immediate":
-        assert optimizer.statistics.accepted > 0  # parameters; a bucket counts as redone if another one was
+    assert not differs(run_in, program, setting, [name for name in EVERYTHING if program.outcome or name != "outcome"])
 
 
 WHILE_THE_WORKER_WORKS = [
@@ -2161,10 +2037,10 @@ WHILE_THE_WORKER_WORKS = [
 """Programs that take memory away, after which what the worker reads and writes must still be its own."""
 
 
-@pytest.mark.parametrize("one", WHILE_THE_WORKER_WORKS, ids=str)
-@pytest.mark.parametrize("setting", [one for one in SETTINGS if one.device is ThreadDevice], ids=str)
+@pytest.mark.parametrize("program", WHILE_THE_WORKER_WORKS, ids=str)
+@pytest.mark.parametrize("setting", [one for one in OTHERS if one.device is ThreadDevice], ids=str)
 def test_program_has_the_bits_of_the_plain_run_with_a_slow_worker(
-    one: Program, setting: Setting, monkeypatch: pytest.MonkeyPatch
+    program: Program, setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     speculate = Transaction.speculate
 
@@ -2173,7 +2049,7 @@ def test_program_has_the_bits_of_the_plain_run_with_a_slow_worker(
         speculate(*arguments, **options)
 
     monkeypatch.setattr(Transaction, "speculate", slow)
-    test_program_has_the_bits_of_the_plain_run(one, setting, monkeypatch)
+    test_program_has_the_bits_of_the_plain_run(program, setting, monkeypatch)
 
 
 @pytest.mark.x86_64
@@ -2183,14 +2059,15 @@ def test_plain_run_has_the_bits_of_torch(one: Program) -> None:
     one.prepare(model, run)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, fused=True)
     records = go(one, model, optimizer, run, looks=True)
-    found = first_difference(records, expected(one, torch.float32, None), ["parameters", "value", "state"])
-    assert found is None
+    theirs = plain_run(run_in, one, Setting("plain", torch.float32, looks=True))
+    assert not first_difference(records, theirs[:-1], ["parameters", "value", "state"])
 
 
 def test_limit_clips_some_steps() -> None:
     """Or nothing was clipped in the settings that have a limit."""
     for dtype in (torch.bfloat16, torch.float32):
-        kinds = [one["outcome"][0] for one in expected(PROGRAMS[0], dtype, LIMIT)]
+        plain = Setting("plain", dtype, clips=True, looks=True)
+        kinds = [one["outcome"][0] for one in plain_run(run_in, PROGRAMS[0], plain)[:-1]]
         assert {"committed", "clipped"} <= set(kinds)
 
 

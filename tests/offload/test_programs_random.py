@@ -22,19 +22,9 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
-from offload.test_programs import (
-    ACTIONS,
-    STEPS,
-    Program,
-    Run,
-    difference,
-    dtype_of,
-    frozen,
-    gradients,
-    loss_of,
-    state_of,
-)
+from offload.test_programs import ACTIONS, STEPS, Program, Run, dtype_of, gradients, loss_of
 from support.overlap import DeferredDevice, ImmediateDevice, PlantedError, RaiseInBackward, ThreadDevice
+from support.programs import difference, frozen, state_of
 from support.visible import bits, parameters_of
 from torch import Tensor, nn
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import io
 import itertools
 import math
@@ -19,8 +18,18 @@ from typing import Any
 
 import pytest
 import torch
-from offload.test_programs import difference, frozen, state_of
 from support.overlap import ThreadDevice
+from support.programs import (
+    EAGER,
+    Setting,
+    Shown,
+    differs,
+    first_difference,
+    frozen,
+    in_settings,
+    plain_run,
+    state_of,
+)
 from support.visible import parameters_of
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
@@ -50,21 +59,20 @@ class Run:
     """One run of a program.
 
     Attributes:
-        device: makes the device of a scheduler; None where it is the default one.
-        overlaps: whether there are schedulers.
         is_torch: whether the optimizer is torch's.
-        storage: of the state, as arguments of the optimizer.
         seen: what the program has shown, as bits.
         optimizers: all that it has made.
     """
 
-    dtype: torch.dtype
-    overlaps: bool = False
-    device: Callable[[], Device] | None = None
+    setting: Setting
     is_torch: bool = False
-    storage: tuple[tuple[str, str], ...] = ()
     seen: list[Any] = field(default_factory=list)
     optimizers: list[Any] = field(default_factory=list)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The models'."""
+        return self.setting.dtype
 
     def adamw(self, params: Any, **options: Any) -> Any:
         """Return an optimizer, whose parameters and state are compared at the end."""
@@ -72,17 +80,14 @@ class Run:
         made = (
             torch.optim.AdamW(params, fused=True, **options)
             if self.is_torch
-            else SpeculativeCPUAdamW(params, **options, **dict(self.storage))
+            else SpeculativeCPUAdamW(params, **options, **dict(self.setting.storage))
         )
         self.optimizers.append(made)
         return made
 
     def overlap(self, optimizer: Any, model: nn.Module) -> AbstractContextManager[OffloadScheduler | None]:
         """Return a scheduler, where there is to be one."""
-        if not self.overlaps:
-            return contextlib.nullcontext()
-        device = None if self.device is None else self.device()
-        return OffloadScheduler(optimizer, model, device=device, bucket_numel=1000)
+        return self.setting.scheduled(optimizer, model)
 
     def see(self, *values: Any) -> None:
         """Show values, to be compared."""
@@ -121,6 +126,7 @@ class Program:
     body: Body
     torch: bool = True
     speculates: bool = True
+    admits_8bit: bool = True
 
     def __str__(self) -> str:
         return self.body.__name__
@@ -505,7 +511,7 @@ def optimizers_in_backward_after_their_schedulers(run: Run) -> None:
 @pytest.mark.parametrize("device", [ThreadDevice, lambda: SimulatedDevice(3)], ids=["thread", "simulated"])
 def test_one_optimizer_with_a_scheduler_has_the_bits_of_optimizers_in_backward(device: Callable[[], Device]) -> None:
     """So a loop that steps in backward to save memory may clip again, and keep the rest as it is."""
-    run = Run(torch.bfloat16)
+    run = Run(EAGER.plain)
     models = run.mlp(16, 64, 16), run.mlp(16, 64, 16)
     step_in_backward(run, models[0], hooks_are_first=True)
     optimizer = SpeculativeCPUAdamW(models[1].parameters(), lr=0.01, weight_decay=0.1)
@@ -1127,43 +1133,27 @@ def pretraining_saved_and_resumed(run: Run) -> None:
 
 Storage = tuple[tuple[str, str], ...]
 
-SETTINGS: dict[str, tuple[torch.dtype, Callable[[], Device] | None, Storage]] = {
-    "fp32-host": (torch.float32, None, ()),
-    "bf16-thread": (torch.bfloat16, ThreadDevice, ()),
-    "bf16-simulated": (torch.bfloat16, lambda: SimulatedDevice(1), ()),
-    "fp32-simulated": (torch.float32, lambda: SimulatedDevice(2), ()),
-    "8bit-simulated": (torch.bfloat16, lambda: SimulatedDevice(3), (("moments", "8bit"), ("master", "24bit"))),
-}
-"""Parameters in fp32 on the host are never speculated on, those in fp32 on a simulated device are."""
 
-
-def results(one: Program, run: Run) -> list[Any]:
+def run_in(one: Program, setting: Setting, *, is_torch: bool = False) -> Shown:
     """Run a program; return what it has shown, and parameters and state of each of its optimizers, as bits."""
+    run = Run(setting, is_torch)
     one.body(run)
-    ends = [frozen([parameters_of(optimizer), state_of(optimizer)]) for optimizer in run.optimizers]
-    return [run.seen, ends]
-
-
-@functools.cache
-def expected(one: Program, dtype: torch.dtype, storage: Storage = ()) -> list[Any]:
-    """Return what the run without schedulers gives."""
-    return results(one, Run(dtype, storage=storage))
-
-
-@pytest.mark.parametrize("one", PROGRAMS, ids=str)
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_program_has_the_bits_of_the_plain_run(one: Program, setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(micro_batches, "PAUSE_STEPS", 0)
-    dtype, device, storage = SETTINGS[setting]
-    run = Run(dtype, overlaps=True, device=device, storage=storage)
-    found = difference(results(one, run), expected(one, dtype, storage))
-    assert found is None
-    if one.speculates and setting == "bf16-thread":
+    if one.speculates and setting is EAGER:
         assert sum(optimizer.statistics.accepted for optimizer in run.optimizers) > 0
+    ends = [{"parameters": parameters_of(optimizer), "state": state_of(optimizer)} for optimizer in run.optimizers]
+    return [{"seen": run.seen}, *map(frozen, ends)]
+
+
+@in_settings(PROGRAMS)
+def test_program_has_the_bits_of_the_plain_run(
+    program: Program, setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(micro_batches, "PAUSE_STEPS", 0)
+    assert not differs(run_in, program, setting)
 
 
 @pytest.mark.x86_64
 @pytest.mark.parametrize("one", [one for one in PROGRAMS if one.torch], ids=str)
 def test_plain_run_has_the_bits_of_torch(one: Program) -> None:
-    found = difference(results(one, Run(torch.float32, is_torch=True)), expected(one, torch.float32))
-    assert found is None
+    plain = Setting("plain", torch.float32, looks=True)
+    assert not first_difference(run_in(one, plain, is_torch=True), plain_run(run_in, one, plain))

@@ -15,8 +15,8 @@ from typing import Any, Self
 
 import pytest
 import torch
-from offload.test_programs import frozen
 from support.overlap import ThreadDevice
+from support.programs import frozen
 from torch import nn
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW

@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.optimizers import TorchWithMasters
 from support.overlap import DeferredDevice, ImmediateDevice, ThreadDevice, batch
 from support.visible import Bits, bits
 from torch import Tensor, nn
@@ -51,24 +52,6 @@ class Net(nn.Module):
         for layer in self.layers:
             x = layer(x.to(layer.weight.dtype)).tanh()  # type: ignore[arg-type]
         return x.float()
-
-
-class WithMasters(torch.optim.Optimizer):
-    """Torch's fused AdamW on fp32 masters."""
-
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        super().__init__(parameters, {})
-        self.parameters = parameters
-        self.masters = [one.detach().float().clone() for one in parameters]
-        self.adam = torch.optim.AdamW(self.masters, fused=True, **OPTIONS)
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for one, master in zip(self.parameters, self.masters, strict=True):
-            master.grad = None if one.grad is None else one.grad.float()
-        self.adam.step()
-        with torch.no_grad():
-            for one, master in zip(self.parameters, self.masters, strict=True):
-                one.copy_(master)
 
 
 @dataclass(frozen=True)
@@ -165,7 +148,7 @@ def test_overlap_changes_no_bit_of_a_loop_that_clips_or_unscales(
         assert train(model, ours, steps, init_scale) == expected
     assert ended(model, ours) == ended(plain, by_hand)
     if limit is None and platform.machine() == "x86_64":  # elsewhere torch's fused kernel rounds differently
-        torchs = WithMasters(list(theirs.parameters()))
+        torchs = TorchWithMasters(list(theirs.parameters()), **OPTIONS)
         assert train(theirs, torchs, steps, init_scale) == expected
         pairs = [(torchs.adam.state[one], one) for one in torchs.masters if torchs.adam.state[one]]
         assert [(bits(one), bits(e["exp_avg"]), bits(e["exp_avg_sq"])) for e, one in pairs] == ended(plain, by_hand)

@@ -26,6 +26,24 @@ def make(dtype: torch.dtype = torch.float32, cls: type = SpeculativeCPUAdamW, **
     return cls([parameter(70, dtype=dtype), parameter(4, 5, dtype=dtype, seed=1)], **options)
 
 
+class TorchWithMasters(Optimizer):
+    """Torch's fused AdamW on fp32 masters: it widens gradients, and parameters get the rounded masters."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter], **options: Any) -> None:
+        super().__init__(parameters, {})
+        self.parameters = parameters
+        self.masters = [parameter.detach().float().clone() for parameter in parameters]
+        self.adam = torch.optim.AdamW(self.masters, fused=True, **options)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for one, master in zip(self.parameters, self.masters, strict=True):
+            master.grad = None if one.grad is None else one.grad.float()
+        self.adam.step()
+        with torch.no_grad():
+            for one, master in zip(self.parameters, self.masters, strict=True):
+                one.copy_(master)
+
+
 def copy_weights(optimizer: Optimizer, source: Optimizer) -> None:
     """Give the parameters of an optimizer the values of another's."""
     with torch.no_grad():

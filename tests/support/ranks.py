@@ -1,4 +1,4 @@
-"""Runs a test on several ranks that talk through gloo, in processes that stay for the next test."""
+"""Runs a test on several ranks that talk through gloo, in processes that stay for the next tests of a file."""
 
 from __future__ import annotations
 
@@ -63,6 +63,25 @@ class _Worker:
 
 _workers: list[_Worker] = []
 
+MOST_THREADS = 24
+"""Of a process that stays: gloo's threads outlive their groups, and each looks a hundred times a second for something
+to do."""
+
+
+def end_workers() -> None:
+    """End the processes that stay."""
+    while _workers:
+        worker = _workers.pop()
+        worker.process.kill()
+        worker.process.join()
+
+
+def _threads_of(worker: _Worker) -> int:
+    try:
+        return len(os.listdir(f"/proc/{worker.process.pid}/task"))
+    except OSError:  # not on Linux
+        return 0
+
 
 def run(work: Callable[..., Any], ranks: int, /, **arguments: Any) -> list[Any]:
     """Call `work(rank, **arguments)`, which its module holds, on so many ranks; return what each returned.
@@ -100,6 +119,8 @@ def run(work: Callable[..., Any], ranks: int, /, **arguments: Any) -> list[Any]:
         worker = _workers.pop()
         worker.process.kill()
         worker.process.join()
+    if max(map(_threads_of, _workers), default=0) > MOST_THREADS:
+        end_workers()
     failures = [f"rank {rank}: {result}" for rank, result in sorted(results.items()) if isinstance(result, RankError)]
     if failures:
         raise RankError("\n".join(failures))
