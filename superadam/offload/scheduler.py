@@ -36,7 +36,6 @@ from superadam.offload.arguments import check_count, check_model, check_transfer
 from superadam.offload.autotune import Autotuner
 from superadam.offload.buckets import Bucket, Bucketer
 from superadam.offload.hooks import Hooks
-from superadam.offload.late_commits import LateCommits
 from superadam.offload.needs import bytes_of_state, needs_of_run
 from superadam.offload.pipeline import Pipeline
 from superadam.offload.placement import Placement, last_pieces
@@ -58,7 +57,6 @@ _logger = logging.getLogger("superadam")
 class _Counted(NamedTuple):
     displaced: int
     resolve_seconds: float
-    waited_seconds: float
 
 
 def _end(pipeline: Pipeline | None, device: Device | None, announced: Announcement | None) -> None:
@@ -134,7 +132,6 @@ class OffloadScheduler(GradientHolder):
         self._before = self._counted  # the present step
         self._backward_began: float | None = None
         self._caught_up = 0.0  # when the last call of _catch_up() returned
-        self._late_commits = LateCommits()
         parameters = [shards.local_of(parameter) for group in optimizer.param_groups for parameter in group["params"]]
         self._device = device or device_for(parameters)
         owned_device = self._device if device is None else None
@@ -267,7 +264,7 @@ class OffloadScheduler(GradientHolder):
             tell("looking for the device's memory", self._look_for_room)
         tell("looking for parameters that are no longer frozen", self._hooks.look_for_unfrozen)
         if self._pipeline is not None:
-            self._learn(self._pipeline, self._before.waited_seconds - before.waited_seconds + now - self._caught_up)
+            self._learn(self._pipeline)
             if self._device.can_update:
                 update_seconds = self._before.resolve_seconds - before.resolve_seconds
                 tell("choosing the placement", self._choose_placement, awaited_at, update_seconds)
@@ -279,21 +276,14 @@ class OffloadScheduler(GradientHolder):
     @property
     def _counted(self) -> _Counted:
         counts = self.optimizer.statistics
-        return _Counted(counts.displaced, counts.resolve_seconds, self.statistics.waited_seconds)
+        return _Counted(counts.displaced, counts.resolve_seconds)
 
-    def _learn(self, pipeline: Pipeline, seconds: float) -> None:
-        """Learn from a step, which took so long after backward, what to do in the next; who fails begins anew."""
-        transaction = self._transaction
-        if transaction is None:
+    def _learn(self, pipeline: Pipeline) -> None:
+        """Learn from a step what to do in the next; who fails begins anew."""
+        if self._transaction is None:
             return
-        applied = transaction.applied
-        if not tell("learning from the verdict", pipeline.predictor.add_verdict, applied):
+        if not tell("learning from the verdict", pipeline.predictor.add_verdict, self._transaction.applied):
             pipeline.predictor = Predictor()
-        if applied is not None and applied.computed:
-            add_step = self._late_commits.add_step
-            if not tell("learning about late commits", add_step, applied.computed, transaction.table.numel, seconds):
-                self._late_commits = LateCommits()
-        transaction.commits_late = self._late_commits.is_on
 
     def _trace_step(self, outcome: StepOutcome | None, began: float | None, now: float) -> None:
         """Trace a step whose backward began then, if that is known; without an outcome where it was dropped."""
