@@ -26,8 +26,6 @@ from torch import Tensor, nn
 from superadam.devices import Device, device_for
 from superadam.distributed import shards
 from superadam.handles.taken_gradient import GradientHolder, TakenGradient
-from superadam.host.announced import Announcement
-from superadam.host.memory import announce_needs
 from superadam.host.telling import tell
 from superadam.kernels import torch_private
 from superadam.kernels.hyperparameters import Hyperparameters
@@ -59,15 +57,11 @@ class _Counted(NamedTuple):
     resolve_seconds: float
 
 
-def _end(pipeline: Pipeline | None, device: Device | None, announced: Announcement | None) -> None:
-    try:
-        if pipeline is not None:
-            pipeline.close()
-        if device is not None:
-            device.close()
-    finally:
-        if announced is not None:
-            announced.close()
+def _end(pipeline: Pipeline | None, device: Device | None) -> None:
+    if pipeline is not None:
+        pipeline.close()
+    if device is not None:
+        device.close()
 
 
 class OffloadScheduler(GradientHolder):
@@ -152,20 +146,18 @@ class OffloadScheduler(GradientHolder):
         self._closed = False
         self._transaction: Transaction | None = None
         self._pipeline: Pipeline | None = None  # None without a core for it
-        announced: Announcement | None = None
         try:
             self._needs = needs_of_run(optimizer, self._device, self.placement)
-            announced = announce_needs(self._needs.total)  # before it is compared: of two at once, each sees the other
             self._device.reserve(self._needs)
             if self.placement.num_threads:
                 self._pipeline = Pipeline(self._device, self._transfers, self._autotuner, self.statistics, self.trace)
             optimizer._attach_overlap(self)
         except BaseException:
             self._hooks.remove()
-            _end(self._pipeline, owned_device, announced)
+            _end(self._pipeline, owned_device)
             raise
         # The worker's thread keeps neither optimizer nor scheduler alive: frameworks drop them without closing.
-        self._end = weakref.finalize(self, _end, self._pipeline, owned_device, announced)
+        self._end = weakref.finalize(self, _end, self._pipeline, owned_device)
         self._end.atexit = False
 
     @property
