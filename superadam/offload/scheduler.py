@@ -121,7 +121,7 @@ class OffloadScheduler(GradientHolder):
         check_transfer_dtype(transfer_dtype)
         if missing:
             _logger.warning("nothing overlaps: torch %s lacks %s", torch.__version__, ", ".join(missing))
-        self.optimizer = optimizer
+        self.optimizer, self._binding = optimizer, optimizer._binding
         self.statistics, self.trace = OverlapStatistics(), Trace()
         self._before = self._counted  # the present step
         self._backward_began: float | None = None
@@ -131,7 +131,7 @@ class OffloadScheduler(GradientHolder):
         owned_device = self._device if device is None else None
         self._resident = ResidentStates(self._device) if self._device.can_update else None
         total = sum(parameter.numel() for parameter in parameters)
-        size = bytes_of_state(optimizer._storage)
+        size = bytes_of_state(self._binding.storage)
         self._autotuner = Autotuner(self._device, total, gpu_buckets, bucket_numel, transfer_dtype, num_threads, size)
         self._transfers = self._delivery = Transfers(
             self._device, self.statistics, self.trace, self.placement.transfer_dtype
@@ -151,7 +151,7 @@ class OffloadScheduler(GradientHolder):
             self._device.reserve(self._needs)
             if self.placement.num_threads:
                 self._pipeline = Pipeline(self._device, self._transfers, self._autotuner, self.statistics, self.trace)
-            optimizer._attach_overlap(self)
+            self._binding.attach(self, optimizer.param_groups)
         except BaseException:
             self._hooks.remove()
             _end(self._pipeline, owned_device)
@@ -162,7 +162,7 @@ class OffloadScheduler(GradientHolder):
 
     @property
     def _lock(self) -> AbstractContextManager[object]:
-        return self.optimizer._lock
+        return self._binding.lock
 
     # ---- a gradient is ready -----------------------------------------------------------------------------------------
 
@@ -200,7 +200,7 @@ class OffloadScheduler(GradientHolder):
             with torch_private.inference_mode(False):  # which, unlike no_grad(), no interrupt leaves behind
                 torch.set_grad_enabled(False)
                 self._hyper = self._hyper or hyper_by_row(self.optimizer.param_groups)
-                self.optimizer._binding.look()
+                self._binding.look()
                 limit = self.optimizer.max_grad_norm
                 known = math.inf if limit is None else limit
                 self._pipeline.limit = known if self._transaction.ranks is None else None
@@ -418,7 +418,7 @@ class OffloadScheduler(GradientHolder):
                 self.optimizer.rollback()
             finally:
                 tell("tracing", self._trace_step, None, self._backward_began, time.perf_counter())
-                self.optimizer._detach_overlap()
+                self._binding.detach(self.optimizer.param_groups)
                 self._end()
 
     def __enter__(self) -> Self:
