@@ -6,20 +6,13 @@ import logging
 import os
 from collections.abc import Callable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
 from typing import TypeVar
 
-from superadam.host.announced import Announcement, announced
-from superadam.host.files import locked
-from superadam.host.local_ranks import local_rank, processes, variable_of
+from superadam.host.local_ranks import local_rank, processes
 from superadam.host.machine import Host, cpus_of
 
 _logger = logging.getLogger("superadam")
 _Result = TypeVar("_Result")
-
-LOCK_SECONDS = 5.0
-_CPUS, _CPUS_AT_ONCE = "cpus", 40  # a name has room for them
-_announced: list[Announcement] = []  # until the process ends
 
 
 def share(host: Host) -> frozenset[int]:
@@ -39,8 +32,7 @@ def shares(host: Host) -> list[frozenset[int]]:
 def near(host: Host, address: str, addresses: Sequence[str] = ()) -> frozenset[int]:
     """Return this rank's part of its CPUs on the NUMA node of its GPU; of all its CPUs if none is there.
 
-    Other ranks may know other GPUs, and divide differently. So each announces what it takes, and takes nothing that
-    another one has announced.
+    Ranks that know different GPUs may get the same CPUs: that costs time, never bits.
 
     Args:
         host: the machine.
@@ -52,46 +44,12 @@ def near(host: Host, address: str, addresses: Sequence[str] = ()) -> frozenset[i
     """
     rank, affinities = local_rank(host), _affinities(host)
     position = rank.number
-    alike = _alike(host, address) if rank.count > 1 and len(set(affinities)) == 1 else []
-    if len(alike) == rank.count and not _share_a_gpu(host):  # each has one of them
-        addresses, position = alike, alike.index(address)
-    elif len(addresses) != rank.count:
-        addresses = ["" if other != position else address for other in range(rank.count)]
+    if len(addresses) != rank.count:
+        addresses, alike = ["" if other != position else address for other in range(rank.count)], _alike(host, address)
+        if len(alike) == rank.count and len(set(affinities)) == 1:  # each has one of them
+            addresses, position = alike, alike.index(address)
     claims = [_on_node_of(host, *claim) for claim in zip(affinities, addresses, strict=True)]
-    found = _divided(host, claims, affinities)[position]
-    return _announce(host, found, claims[position], affinities) if rank.count > 1 else found
-
-
-def _announce(
-    host: Host, wanted: frozenset[int], claim: frozenset[int], affinities: Sequence[frozenset[int]]
-) -> frozenset[int]:
-    """Return CPUs that no other rank has announced, and announce them: those wanted, or else as many near the GPU.
-
-    Where none is left there, others are taken; and one that is shared where none is left at all. Each rank that has not
-    announced any yet, and has no other CPUs, finds one.
-    """
-    rank = local_rank(host)
-    affinity = affinities[rank.number]
-    with ExitStack() as stack:
-        with suppress(OSError):  # where it is not to be had, two ranks at the same time may take the same
-            stack.enter_context(locked(host.path("/proc/self/ns/pid"), LOCK_SECONDS, "r"))
-        taken, missing = set[int](), 0
-        for process, allowed in zip(processes(host, rank), affinities, strict=True):
-            if process is not None and process != host.process:
-                told = announced(host, process, _CPUS).values()
-                taken.update(*map(cpus_of, told))
-                missing += not told and allowed <= affinity
-        most = max(1, min(len(wanted), len(affinity - taken) - missing))
-        found: list[int] = []
-        for among in (wanted, claim, affinity):
-            if among is not affinity or not found:
-                left = _cores(host, sorted(among - taken - {*found}))
-                found += [cpu for core in left for cpu in core][: most - len(found)]
-        before = frozenset[int]().union(*map(cpus_of, announced(host, host.process, _CPUS).values()))
-        new = [str(cpu) for cpu in found if cpu not in before]
-        for start in range(0, len(new), _CPUS_AT_ONCE):
-            _announced.append(Announcement(_CPUS, ",".join(new[start : start + _CPUS_AT_ONCE])))
-    return frozenset(found) or frozenset(sorted(claim)[rank.number % len(claim) :][:1])
+    return _divided(host, claims, affinities)[position]
 
 
 def _affinities(host: Host) -> list[frozenset[int]]:
@@ -120,14 +78,6 @@ def _alike(host: Host, address: str) -> list[str]:
     paths = host.glob(f"{folder}/*/device")
     found = [path.split("/")[5] for path in paths if host.read_or(path, "") == model[1]]
     return [one for one in found if host.read_or(f"{folder}/{one}/vendor", "") == model[0]]
-
-
-def _share_a_gpu(host: Host) -> bool:
-    """Whether ranks were started with the same only GPU; all ranks find the same."""
-    pids = [pid for pid in processes(host, local_rank(host)) if pid is not None]
-    visible = [variable_of(host, pid, "CUDA_VISIBLE_DEVICES") for pid in pids]
-    single = [one for one in visible if one and "," not in one]
-    return len(single) > len(set(single))
 
 
 def _divided(

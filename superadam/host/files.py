@@ -58,14 +58,12 @@ os.register_at_fork(after_in_child=_close_held)
 
 
 @contextmanager
-def locked(path: Path, seconds: float, mode: str = "a") -> Iterator[None]:
+def locked(path: Path, seconds: float) -> Iterator[None]:
     """Hold the lock of a file, which is created if need be; the system releases it when this process ends.
-
-    With mode "r" it must be there, and nothing is written.
 
     Raises BlockingIOError if another process still holds it after so many seconds, and OSError.
     """
-    with path.open(mode) as file:
+    with path.open("a") as file:
         _held.add(file)
         try:
             _take(file, seconds)

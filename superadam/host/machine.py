@@ -45,13 +45,6 @@ class Host:
         except OSError:
             return default
 
-    def link_or(self, path: str, default: str) -> str:
-        """Return what a symbolic link names, or `default` where it cannot be read."""
-        try:
-            return str(self.path(path).readlink())
-        except OSError:
-            return default
-
     def glob(self, pattern: str) -> list[str]:
         """Return the absolute paths that match a pattern, sorted; none where a directory cannot be read."""
         try:
@@ -77,10 +70,10 @@ class Group:
     directory: str  # may not exist
 
 
-def groups_of(host: Host, controller: str, process: int | str = "self") -> list[Group]:
-    """Return the groups that limit a process's "cpu" or "memory", with their parents, whose limits hold as well."""
+def groups_of(host: Host, controller: str) -> list[Group]:
+    """Return the groups that limit this process's "cpu" or "memory", with their parents, whose limits hold as well."""
     found = []
-    for line in host.read_or(f"/proc/{process}/cgroup", "0::/").splitlines():
+    for line in host.read_or("/proc/self/cgroup", "0::/").splitlines():
         _, controllers, path = line.split(":", 2)
         parts = [part for part in path.split("/") if part not in ("", "..")]
         if controllers == "":

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import resource
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Self
 
-from superadam.host.announced import Announcement, announced
+from superadam.host.local_ranks import local_rank
 from superadam.host.machine import Group, Host, groups_of
 
 UNLIMITED = 1 << 60  # version 1 of control groups writes "no limit" as a number beyond this
@@ -87,14 +86,14 @@ class HostNeeds:
 def require_memory(host: Host, needed: int, subject: str, remedy: str, *, missing: int | None = None) -> None:
     """Check that this process can have `needed` bytes, of which `missing` ones, by default all, are not allocated yet.
 
-    What other processes have announced counts, too, where the same limit holds for them. Warns where the system's
-    estimate of what is available is less: programs end, caches are dropped, memory is swapped.
+    All ranks on this node are taken to need as much, and to be under the same limit. Warns where the system's estimate
+    of what is available is less: programs end, caches are dropped, memory is swapped.
 
     Raises:
         MemoryError: it is more than the machine has, or than the control groups of this process allow.
     """
     try:
-        memory = HostMemory.of(host)
+        memory, count = HostMemory.of(host), local_rank(host).count
     except (OSError, ValueError):
         return  # unknown
     if needed > memory.limit:
@@ -102,26 +101,20 @@ def require_memory(host: Host, needed: int, subject: str, remedy: str, *, missin
             f"{subject} needs about {gigabytes(needed)} of host memory, but this process can have "
             f"{gigabytes(memory.limit)} at most; {remedy}"
         )
-    others = _announced(host)
-    limits: list[tuple[int, Group | None]] = [(memory.total, None)]
-    limits += [(found[0], group) for group in groups_of(host, "memory") if (found := _limit_of(host, group))]
-    for limit, group in limits if others else ():
-        beside = [one for one in others if group is None or group in groups_of(host, "memory", one.process)]
-        theirs = sum(one.size for one in beside)
-        if theirs and needed + theirs > limit:
-            raise MemoryError(
-                f"{subject} needs about {gigabytes(needed)} of host memory, and other processes that train with "
-                f"superadam here need {gigabytes(theirs)}, but together they can have {gigabytes(limit)} at most; "
-                f"{remedy}, or start fewer ranks on this machine"
-            )
-    missing = (needed if missing is None else missing) + sum(one.missing for one in others)
+    if count * needed > memory.limit:
+        raise MemoryError(
+            f"{subject} needs about {gigabytes(needed)} of host memory, and {count} ranks on this machine need "
+            f"{gigabytes(count * needed)}, but together they can have {gigabytes(memory.limit)} at most; {remedy}, or "
+            "start fewer ranks on this machine"
+        )
+    missing = count * (needed if missing is None else missing)
     if missing > memory.available:
         _logger.warning(
             "%s needs about %s more host memory%s, but by the system's estimate %s are available, beyond which it "
             "swaps or ends programs; %s",
             subject,
             gigabytes(missing),
-            ", with that of other processes that train with superadam here" if others else "",
+            f" on {count} ranks" if count > 1 else "",
             gigabytes(memory.available),
             remedy,
         )
@@ -162,42 +155,6 @@ class Claim:
             if together > left:
                 beside = f"with those of other ranks {gigabytes(together)}, " if together > self.size else ""
                 raise MemoryError(f"{beside}of which {gigabytes(max(0, left))} are left")
-
-
-@dataclass(frozen=True, slots=True)
-class _Announced:
-    """Bytes of host memory that another process needs, and those of them that it has not allocated yet, about."""
-
-    process: int
-    size: int
-    missing: int
-
-
-_NEEDS = "needs"
-
-
-def announce_needs(size: int) -> Announcement:
-    """Let processes of the same user on this machine know, until it is closed, that this one needs `size` bytes.
-
-    Each counts what the others have announced, so that ranks that share a node are refused where they do not fit
-    together.
-    """
-    return Announcement(_NEEDS, str(size))
-
-
-def _announced(host: Host) -> list[_Announced]:
-    """Return what other processes have announced; forked ones have the same files, which count once."""
-    known = set(announced(host, host.process, _NEEDS))
-    found = []
-    for path in host.glob("/proc/[0-9]*/status"):
-        process = int(path.split("/")[2])
-        for key, size in announced(host, process, _NEEDS).items():
-            if key not in known and size.isdecimal():
-                known.add(key)
-                resident = re.search(r"^VmRSS:\s*([0-9]+) kB$", host.read_or(path, ""), re.MULTILINE)
-                unused = int(size) - (int(resident[1]) << 10 if resident else 0)
-                found.append(_Announced(process, int(size), max(0, unused)))
-    return found
 
 
 def gigabytes(size: int) -> str:

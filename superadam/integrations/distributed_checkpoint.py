@@ -33,7 +33,8 @@ from superadam.integrations.background_save import wait
 from superadam.integrations.checkpoint_folder import CheckpointError
 from superadam.integrations.checkpoint_ranks import CheckpointRanks
 from superadam.kernels.torch_private import is_short_of_memory
-from superadam.optim.adam import SpeculativeCPUAdam, untracked
+from superadam.optim.adam import SpeculativeCPUAdam
+from superadam.optim.binding import untracked
 from superadam.optim.entry import Encoded
 
 __all__ = ["CheckpointError", "latest", "load", "save", "wait"]
@@ -374,7 +375,7 @@ class _NewCheckpoint:
 
     def _lock(self) -> AbstractContextManager[object]:
         """Return what is held while state is read; no other thread makes a step of our optimizer meanwhile."""
-        return self._optimizer._lock if isinstance(self._optimizer, SpeculativeCPUAdam) else nullcontext()
+        return self._optimizer._binding.lock if isinstance(self._optimizer, SpeculativeCPUAdam) else nullcontext()
 
     def _require_no_step(self) -> None:
         if self._steps() != self._steps_made:

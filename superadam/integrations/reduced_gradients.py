@@ -68,7 +68,7 @@ def take_reduced_gradients(optimizer: SpeculativeCPUAdam, model: nn.Module) -> N
         except (AttributeError, ValueError) as error:
             raise ValueError(
                 f"{type(module).__name__} cannot show its reduced gradients ({error}), expected one mesh for all "
-                "parameters of a module, and torch 2.7 or later; keep fp32 shards, whose gradients arrive unrounded"
+                "parameters of a module; keep fp32 shards, whose gradients arrive unrounded"
             ) from error
     for module, announcement in announcements:
         _announcements[module] = announcement
@@ -204,7 +204,7 @@ class ReducedGradients(GradientHolder):
     @property
     def _holder(self) -> GradientHolder:
         optimizer = self._optimizer()
-        return GradientHolder() if optimizer is None else optimizer._gradient_holder
+        return GradientHolder() if optimizer is None else optimizer._binding.gradient_holder
 
     def _nonfinite_of(self, taken: TakenGradient) -> int | None:
         return self._holder._nonfinite_of(taken)

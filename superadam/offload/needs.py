@@ -61,9 +61,10 @@ BYTES_OF_STATE = bytes_of_state()
 
 def needs_of_run(optimizer: SpeculativeCPUAdam, device: Device, placement: Placement) -> HostNeeds:
     """Return what an optimizer with a scheduler takes on the host, for the parameters that are trained at present."""
-    run, entries, storage = HostNeeds(), optimizer._entries(), optimizer._storage
+    binding, groups = optimizer._binding, optimizer.param_groups
+    run, entries, storage = HostNeeds(), binding.entries(groups, adopts=False), binding.storage
     leaving = elements = widest = 0
-    for group in optimizer.param_groups:
+    for group in groups:
         for parameter in (one for one in group["params"] if one.requires_grad):
             local, link = shards.local_of(parameter), placement.transfer_dtype
             is_on_host = device.is_host(local)

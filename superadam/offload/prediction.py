@@ -83,7 +83,7 @@ class Predictor:
         self._learn_uncertain()
         if applied is None:
             return
-        norm, factor, unscaling, self._is_own, _ = applied
+        norm, factor, unscaling, self._is_own = applied
         self._steps += 1
         if not made or not norm < math.inf:
             return

@@ -26,8 +26,6 @@ from torch import Tensor, nn
 from superadam.devices import Device, device_for
 from superadam.distributed import shards
 from superadam.handles.taken_gradient import GradientHolder, TakenGradient
-from superadam.host.announced import Announcement
-from superadam.host.memory import announce_needs
 from superadam.host.telling import tell
 from superadam.kernels import torch_private
 from superadam.kernels.hyperparameters import Hyperparameters
@@ -36,7 +34,6 @@ from superadam.offload.arguments import check_count, check_model, check_transfer
 from superadam.offload.autotune import Autotuner
 from superadam.offload.buckets import Bucket, Bucketer
 from superadam.offload.hooks import Hooks
-from superadam.offload.late_commits import LateCommits
 from superadam.offload.needs import bytes_of_state, needs_of_run
 from superadam.offload.pipeline import Pipeline
 from superadam.offload.placement import Placement, last_pieces
@@ -58,18 +55,13 @@ _logger = logging.getLogger("superadam")
 class _Counted(NamedTuple):
     displaced: int
     resolve_seconds: float
-    waited_seconds: float
 
 
-def _end(pipeline: Pipeline | None, device: Device | None, announced: Announcement | None) -> None:
-    try:
-        if pipeline is not None:
-            pipeline.close()
-        if device is not None:
-            device.close()
-    finally:
-        if announced is not None:
-            announced.close()
+def _end(pipeline: Pipeline | None, device: Device | None) -> None:
+    if pipeline is not None:
+        pipeline.close()
+    if device is not None:
+        device.close()
 
 
 class OffloadScheduler(GradientHolder):
@@ -129,18 +121,17 @@ class OffloadScheduler(GradientHolder):
         check_transfer_dtype(transfer_dtype)
         if missing:
             _logger.warning("nothing overlaps: torch %s lacks %s", torch.__version__, ", ".join(missing))
-        self.optimizer = optimizer
+        self.optimizer, self._binding = optimizer, optimizer._binding
         self.statistics, self.trace = OverlapStatistics(), Trace()
         self._before = self._counted  # the present step
         self._backward_began: float | None = None
         self._caught_up = 0.0  # when the last call of _catch_up() returned
-        self._late_commits = LateCommits()
         parameters = [shards.local_of(parameter) for group in optimizer.param_groups for parameter in group["params"]]
         self._device = device or device_for(parameters)
         owned_device = self._device if device is None else None
         self._resident = ResidentStates(self._device) if self._device.can_update else None
         total = sum(parameter.numel() for parameter in parameters)
-        size = bytes_of_state(optimizer._storage)
+        size = bytes_of_state(self._binding.storage)
         self._autotuner = Autotuner(self._device, total, gpu_buckets, bucket_numel, transfer_dtype, num_threads, size)
         self._transfers = self._delivery = Transfers(
             self._device, self.statistics, self.trace, self.placement.transfer_dtype
@@ -155,25 +146,23 @@ class OffloadScheduler(GradientHolder):
         self._closed = False
         self._transaction: Transaction | None = None
         self._pipeline: Pipeline | None = None  # None without a core for it
-        announced: Announcement | None = None
         try:
             self._needs = needs_of_run(optimizer, self._device, self.placement)
-            announced = announce_needs(self._needs.total)  # before it is compared: of two at once, each sees the other
             self._device.reserve(self._needs)
             if self.placement.num_threads:
                 self._pipeline = Pipeline(self._device, self._transfers, self._autotuner, self.statistics, self.trace)
-            optimizer._attach_overlap(self)
+            self._binding.attach(self, optimizer.param_groups)
         except BaseException:
             self._hooks.remove()
-            _end(self._pipeline, owned_device, announced)
+            _end(self._pipeline, owned_device)
             raise
         # The worker's thread keeps neither optimizer nor scheduler alive: frameworks drop them without closing.
-        self._end = weakref.finalize(self, _end, self._pipeline, owned_device, announced)
+        self._end = weakref.finalize(self, _end, self._pipeline, owned_device)
         self._end.atexit = False
 
     @property
     def _lock(self) -> AbstractContextManager[object]:
-        return self.optimizer._lock
+        return self._binding.lock
 
     # ---- a gradient is ready -----------------------------------------------------------------------------------------
 
@@ -211,7 +200,7 @@ class OffloadScheduler(GradientHolder):
             with torch_private.inference_mode(False):  # which, unlike no_grad(), no interrupt leaves behind
                 torch.set_grad_enabled(False)
                 self._hyper = self._hyper or hyper_by_row(self.optimizer.param_groups)
-                self.optimizer._binding.look()
+                self._binding.look()
                 limit = self.optimizer.max_grad_norm
                 known = math.inf if limit is None else limit
                 self._pipeline.limit = known if self._transaction.ranks is None else None
@@ -267,7 +256,7 @@ class OffloadScheduler(GradientHolder):
             tell("looking for the device's memory", self._look_for_room)
         tell("looking for parameters that are no longer frozen", self._hooks.look_for_unfrozen)
         if self._pipeline is not None:
-            self._learn(self._pipeline, self._before.waited_seconds - before.waited_seconds + now - self._caught_up)
+            self._learn(self._pipeline)
             if self._device.can_update:
                 update_seconds = self._before.resolve_seconds - before.resolve_seconds
                 tell("choosing the placement", self._choose_placement, awaited_at, update_seconds)
@@ -279,21 +268,14 @@ class OffloadScheduler(GradientHolder):
     @property
     def _counted(self) -> _Counted:
         counts = self.optimizer.statistics
-        return _Counted(counts.displaced, counts.resolve_seconds, self.statistics.waited_seconds)
+        return _Counted(counts.displaced, counts.resolve_seconds)
 
-    def _learn(self, pipeline: Pipeline, seconds: float) -> None:
-        """Learn from a step, which took so long after backward, what to do in the next; who fails begins anew."""
-        transaction = self._transaction
-        if transaction is None:
+    def _learn(self, pipeline: Pipeline) -> None:
+        """Learn from a step what to do in the next; who fails begins anew."""
+        if self._transaction is None:
             return
-        applied = transaction.applied
-        if not tell("learning from the verdict", pipeline.predictor.add_verdict, applied):
+        if not tell("learning from the verdict", pipeline.predictor.add_verdict, self._transaction.applied):
             pipeline.predictor = Predictor()
-        if applied is not None and applied.computed:
-            add_step = self._late_commits.add_step
-            if not tell("learning about late commits", add_step, applied.computed, transaction.table.numel, seconds):
-                self._late_commits = LateCommits()
-        transaction.commits_late = self._late_commits.is_on
 
     def _trace_step(self, outcome: StepOutcome | None, began: float | None, now: float) -> None:
         """Trace a step whose backward began then, if that is known; without an outcome where it was dropped."""
@@ -436,7 +418,7 @@ class OffloadScheduler(GradientHolder):
                 self.optimizer.rollback()
             finally:
                 tell("tracing", self._trace_step, None, self._backward_began, time.perf_counter())
-                self.optimizer._detach_overlap()
+                self._binding.detach(self.optimizer.param_groups)
                 self._end()
 
     def __enter__(self) -> Self:

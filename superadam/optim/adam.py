@@ -6,7 +6,7 @@ import functools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -17,7 +17,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from superadam.distributed.agreement import Question
 from superadam.handles.gradient_handle import shared_memory, take_gradient, taken_of
-from superadam.handles.taken_gradient import GradientHolder, TakenGradient
+from superadam.handles.taken_gradient import TakenGradient
 from superadam.host.signals import deferred_signals
 from superadam.kernels import native, torch_private
 from superadam.optim import checkpoint
@@ -29,7 +29,7 @@ from superadam.optim.arguments import (
     checked_storage,
     refuse_limit_of_shard,
 )
-from superadam.optim.binding import Binding, Overlap, hyper_by_row, names_of, runs_of
+from superadam.optim.binding import Binding, hyper_by_row, names_of, runs_of, untracked
 from superadam.optim.entry import raw
 from superadam.state.parameter import ParameterState, Storage, check_parameter, pieces_of
 from superadam.step.gradients import gather
@@ -39,27 +39,12 @@ _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
 
-def untracked(method: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Run without autograd, outside inference mode (state made there could not be written outside), and uncompiled."""
-
-    @functools.wraps(method)
-    def untracked(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        # One call into C, which also restores the grad mode: a signal handler that raises inside no_grad() would leave
-        # gradients disabled.
-        with torch_private.inference_mode(False):
-            torch.set_grad_enabled(False)
-            return method(*args, **kwargs)
-
-    uncompiled: Callable[_Arguments, _Result] = torch_private.uncompiled(untracked)  # as the methods of torch.optim
-    return uncompiled
-
-
 def _whole(method: Callable[Concatenate[Any, _Arguments], _Result]) -> Callable[Concatenate[Any, _Arguments], _Result]:
     """Run `untracked`, and wholly before or after every other such call, whatever thread makes it."""
 
     @functools.wraps(method)
     def whole(self: Any, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-        with self._lock:  # one call into C, which no signal divides from what follows
+        with self._binding.lock:  # one call into C, which no signal divides from what follows
             return method(self, *args, **kwargs)
 
     return untracked(whole)
@@ -181,7 +166,7 @@ class SpeculativeCPUAdam(Optimizer):
         Raises:
             ValueError, TypeError, RuntimeError: as the constructor; the group was not added.
         """
-        with self._lock:
+        with self._binding.lock:
             super().add_param_group(param_group)
             group = self.param_groups[-1]
             try:
@@ -261,7 +246,7 @@ class SpeculativeCPUAdam(Optimizer):
         to get state to load into creates that state, and is none.
         """
         if not self._binding.published.entries and checkpoint.is_asked_for_template():
-            with self._lock:
+            with self._binding.lock:
                 self._binding.create_state(self.param_groups)
             return None
         loss = None
@@ -387,39 +372,11 @@ class SpeculativeCPUAdam(Optimizer):
     @torch_private.uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients as torch.optim does."""
-        with self._lock:
+        with self._binding.lock:
             self._verdicts.limit_of_next_step = None
             super().zero_grad(set_to_none)
 
-    # ---- what schedulers and sources use -----------------------------------------------------------------------------
-
-    @property
-    def _lock(self) -> AbstractContextManager[object]:
-        """Held by every public call of the optimizer and its scheduler, so that calls from other threads wait."""
-        return self._binding.lock
-
-    @_whole
-    def _attach_overlap(self, overlap: Overlap) -> None:
-        """Let a scheduler carry gradients and parameters from now on; if this raises, nothing was attached."""
-        if self._binding.overlap is not None:
-            raise RuntimeError("the optimizer has a scheduler already; close() it before making another one")
-        self._binding.attach(overlap, self.param_groups)
-
-    @_whole
-    def _detach_overlap(self) -> None:
-        """Work without a scheduler again; it must have nothing under way."""
-        self._binding.detach(self.param_groups)
-
-    @property
-    def _gradient_holder(self) -> GradientHolder:
-        """What answers questions about gradients that were taken: the scheduler, if there is one."""
-        overlap: Any = self._binding.overlap
-        return self._binding if overlap is None else overlap
-
-    @_whole
-    def _entries(self) -> defaultdict[Tensor, Any]:
-        """Return `state` as it is before outside writes are adopted, for measuring it."""
-        return self._binding.entries(self.param_groups, adopts=False)
+    # ---- what checkpoints use ----------------------------------------------------------------------------------------
 
     @_whole
     def _adopt_sampled_writes(self) -> None:
@@ -432,7 +389,7 @@ class SpeculativeCPUAdam(Optimizer):
     @contextmanager
     def _encoded(self) -> Iterator[None]:
         """Let `state_dict()` return `Encoded` stand-ins, inside, of what would have to be decoded."""
-        with self._lock:
+        with self._binding.lock:
             published = self._binding.published
             published.stays_encoded = True
             try:
@@ -458,7 +415,7 @@ class SpeculativeCPUAdam(Optimizer):
     @untracked
     def state(self, value: defaultdict[Tensor, Any]) -> None:
         if "_binding" in self.__dict__:
-            with self._lock:
+            with self._binding.lock:
                 self._binding.replace(value)
         else:
             self._binding = Binding(value, self.statistics, self._storage)
@@ -556,7 +513,7 @@ class SpeculativeCPUAdam(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what pickles and deep copies hold, committed; hooks stay behind, as in torch."""
-        with self._lock:
+        with self._binding.lock:
             values = {key: self.__dict__[key] for key in ("defaults", "param_groups", "statistics", "_verdicts")}
             entries = self._binding.entries(self.param_groups)
             self._binding.expose()

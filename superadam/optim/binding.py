@@ -5,15 +5,16 @@ That is done when a call first needs it, because frameworks replace parameters a
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import operator
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Any, Protocol
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from superadam.distributed.replicas import warn_of_others
 from superadam.handles.taken_gradient import GradientHolder, TakenGradient
 from superadam.host.signals import deferred_signals
 from superadam.host.telling import tell
+from superadam.kernels import torch_private
 from superadam.kernels.hyperparameters import Hyperparameters
 from superadam.optim.arguments import is_flattened
 from superadam.optim.published_state import PublishedState
@@ -38,8 +40,25 @@ from superadam.step.transaction import Transaction
 
 _logger = logging.getLogger("superadam")
 _get_kind = operator.attrgetter("parameter_dtype", "shape", "strides")
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 Groups = Sequence[dict[str, Any]]  # as `torch.optim.Optimizer.param_groups`
+
+
+def untracked(method: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Run without autograd, outside inference mode (state made there could not be written outside), and uncompiled."""
+
+    @functools.wraps(method)
+    def untracked(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        # One call into C, which also restores the grad mode: a signal handler that raises inside no_grad() would leave
+        # gradients disabled.
+        with torch_private.inference_mode(False):
+            torch.set_grad_enabled(False)
+            return method(*args, **kwargs)
+
+    uncompiled: Callable[_Arguments, _Result] = torch_private.uncompiled(untracked)  # as the methods of torch.optim
+    return uncompiled
 
 
 def names_of(group: dict[str, Any], index: int) -> list[str]:
@@ -129,7 +148,7 @@ class Binding(GradientHolder):
 
     @property
     def lock(self) -> AbstractContextManager[object]:
-        """Held by every public call of the optimizer, and while an entry decodes."""
+        """Held by every public call of the optimizer and its scheduler, so that calls from other threads wait."""
         return self._lock()
 
     def replace(self, entries: defaultdict[Tensor, Any]) -> None:
@@ -217,41 +236,55 @@ class Binding(GradientHolder):
         if self._transaction is not None:
             self._transaction.expose()
 
+    @untracked
     def entries(self, groups: Groups, *, adopts: bool = True) -> defaultdict[Tensor, Any]:
         """Return the published state after committing accepted steps, and adopting outside writes where `adopts`.
 
         Where binding fails, it is returned unchanged: a step refuses it, and until then it can be corrected.
         """
-        self._catch_up()
-        if self.has_state:
-            try:
-                transaction = self.bound(groups)
-            except (TypeError, ValueError):
-                adopts = False
-            if adopts:
-                transaction.adopt_outside_writes()
-            self._refresh_entries()
-        return self.published.entries
+        with self.lock:
+            self._catch_up()
+            if self.has_state:
+                try:
+                    transaction = self.bound(groups)
+                except (TypeError, ValueError):
+                    adopts = False
+                if adopts:
+                    transaction.adopt_outside_writes()
+                self._refresh_entries()
+            return self.published.entries
 
+    @untracked
     def attach(self, overlap: Overlap, groups: Groups) -> None:
-        """Reach parameters through a scheduler from now on; if `bound` raises, nothing was attached."""
-        self.bound(groups)
-        self._refresh_entries()
-        with deferred_signals():
-            self._forget_binding()
-            self.overlap = overlap
-            try:
-                self.bound(groups)
-            except BaseException:
-                self.overlap = None
-                raise
+        """Let a scheduler carry gradients and parameters from now on; if this raises, nothing was attached."""
+        with self.lock:
+            if self.overlap is not None:
+                raise RuntimeError("the optimizer has a scheduler already; close() it before making another one")
+            self.bound(groups)
+            self._refresh_entries()
+            with deferred_signals():
+                self._forget_binding()
+                self.overlap = overlap
+                try:
+                    self.bound(groups)
+                except BaseException:
+                    self.overlap = None
+                    raise
 
+    @untracked
     def detach(self, groups: Groups) -> None:
-        """Reach parameters without a scheduler again; nothing may be open."""
-        self.entries(groups, adopts=False)
-        with deferred_signals():
-            self._forget_binding()
-            self.overlap = None
+        """Work without a scheduler again; it must have nothing under way."""
+        with self.lock:
+            self.entries(groups, adopts=False)
+            with deferred_signals():
+                self._forget_binding()
+                self.overlap = None
+
+    @property
+    def gradient_holder(self) -> GradientHolder:
+        """What answers questions about gradients that were taken: the scheduler, if there is one."""
+        overlap: Any = self.overlap
+        return self if overlap is None else overlap
 
     def create_state(self, groups: Groups) -> None:
         """Create the state of every parameter with a gradient, as it is before the first step."""

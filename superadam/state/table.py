@@ -398,17 +398,11 @@ class ParameterTable:
         native.run(Pass.COMMIT, segments, coefficients.array(), threads=num_threads)
 
     def prepared_update(
-        self,
-        rows: Rows,
-        segments: Segments,
-        coefficients: CoefficientTable,
-        indices: Indices,
-        late: npt.NDArray[np.bool_] | None = None,
+        self, rows: Rows, segments: Segments, coefficients: CoefficientTable, indices: Indices
     ) -> Callable[[], None]:
         """Return what makes one step in place, once: state, own masters and working copies.
 
-        Its memory is allocated now, so that it does not fail for want of it; the job is overwritten. Of rows that are
-        `late`, only working copies are updated: their state is committed later.
+        Its memory is allocated now, so that it does not fail for want of it; the job is overwritten.
         """
         for column in ARRAYS:  # may have been created since
             segments[column] = self._rows[column][rows]
@@ -417,26 +411,19 @@ class ParameterTable:
         segments["out_dtype"] = np.where(self._is_own_master[rows], Dtype.NONE, segments["out_dtype"])
         segments["out"] = self._parameter_pointers[rows]
         is_staged, table = self.is_staged[rows], coefficients.array()
-        direct: list[tuple[Pass, Segments]] = []
-        in_turn: list[tuple[Pass, list[Piece], Segments]] = []
-        if late is None and not is_staged.any():  # usual without a scheduler, perhaps of very many
-            direct.append((Pass.UPDATE, segments))
-        else:
-            late = np.zeros(len(rows), bool) if late is None else late
-            for which, chosen in ((Pass.UPDATE, ~late), (Pass.SPECULATE, late)):
-                direct.append((which, segments[chosen & ~is_staged]))
-                staged = np.flatnonzero(chosen & is_staged)
-                for some in _cut(staged, segments["length"], self.delivery.staged_numel):
-                    in_turn.append((which, [self.pieces[row] for row in rows[some]], segments[some]))
-        stage = self.delivery.stage([pieces for _, pieces, _ in in_turn]) if in_turn else iter(())
+        direct = segments[~is_staged] if is_staged.any() else segments  # usual: no copy of perhaps very many
+        in_turn = [
+            ([self.pieces[row] for row in rows[some]], segments[some])
+            for some in _cut(np.flatnonzero(is_staged), segments["length"], self.delivery.staged_numel)
+        ]
+        stage = self.delivery.stage([pieces for pieces, _ in in_turn]) if in_turn else iter(())
 
         def run() -> None:
-            for which, job in direct:
-                if len(job):
-                    native.run(which, job, table)
-            for slots, (which, pieces, job) in zip(stage, in_turn, strict=True):
+            if len(direct):
+                native.run(Pass.UPDATE, direct, table)
+            for slots, (pieces, job) in zip(stage, in_turn, strict=True):
                 job["out"] = [slot.value.data_ptr() for slot in slots]
-                native.run(which, job, table)
+                native.run(Pass.UPDATE, job, table)
                 self.delivery.publish(pieces, slots)
 
         return run

@@ -71,15 +71,12 @@ class Applied(NamedTuple):
         factor: by which most were multiplied; None where that was not one number, and `unscaling` where they differ.
         unscaling: what `factor` is without clipping.
         is_own: whether the optimizer clipped, by its own limit.
-        computed: elements of working copies whose new value was computed on the host with the verdict, so that their
-            state could follow later.
     """
 
     norm: float
     factor: float | None
     unscaling: float
     is_own: bool = False
-    computed: int = 0
 
 
 @dataclass(slots=True)
@@ -95,7 +92,6 @@ class Statistics:
         accepted: parameters whose speculated value was published.
         patched: of these, parameters whose uncertain elements were computed again with the verdict's factor.
         patched_elements: how many elements that were.
-        late: parameters whose new value was computed with the verdict, but whose state followed after the step.
         respeculated: parameters that were speculated on but updated again with the verdict, because the step was
             clipped by another factor, a hyper-parameter had changed, or the parameter had been written to.
         dropped: parameters whose speculation was discarded, because the step was skipped or rolled back, or because
@@ -117,7 +113,6 @@ class Statistics:
     accepted: int = 0
     patched: int = 0
     patched_elements: int = 0
-    late: int = 0
     respeculated: int = 0
     dropped: int = 0
     displaced: int = 0

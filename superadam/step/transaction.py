@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
@@ -62,11 +62,6 @@ class _Contribution:
         """Whether the gradient is on the device, where the step is to be made."""
         return self.pending is not None and self.pending.is_resident
 
-    @property
-    def can_be_late(self) -> bool:
-        """Whether its gradient stays as it is after the step, on the host, so that the state can follow then."""
-        return self.pending is not None and not self.pending.is_resident and not self.piece.state.is_own_master
-
     def apply_factors(self, products: _Products) -> None:
         """Replace the gradient by torch's product with its factors, where kernels would round differently."""
         assert self.taken is not None
@@ -83,7 +78,6 @@ class Transaction:
         expected_scale: the factor by which the last step's gradients were unscaled; speculation multiplies by it.
         applied: what the last step did to gradients that were taken; None where none was, or it was skipped.
         lock: held by the thread that runs a pass or gives a verdict.
-        commits_late: whether values that are computed with the verdict are published before their state is updated.
         ranks: those that make each step together; None for this one alone.
     """
 
@@ -91,7 +85,6 @@ class Transaction:
         self.table = table
         self.statistics = statistics
         self.expected_scale = 1.0
-        self.commits_late = False
         self.ranks = ranks
         self.applied: Applied | None = None
         self._samples = Samples(table)
@@ -255,15 +248,15 @@ class Transaction:
             outcome = self._judge(Question.STEP, contributions, self.table.norm.copy(), max_norm)
             told, arrived = self._told(contributions, outcome), self.table.norm.total
             begin = self._spent("norm_seconds", begin)
-            accepted, updated = list[_Contribution](), list[_Contribution]()
+            accepted = list[_Contribution]()
             if outcome.kind is StepKind.SKIPPED:
                 self._drop(self.in_phase(Phase.SPECULATED))
             else:
-                accepted, updated = self._apply(contributions, outcome.clip_coefficient)
+                accepted = self._apply(contributions, outcome.clip_coefficient)
                 is_own = outcome.kind is StepKind.CLIPPED
-                tell("learning the factor of a step", self._learn, contributions, updated, arrived, is_own=is_own)
+                tell("learning the factor of a step", self._learn, contributions, arrived, is_own=is_own)
             self.table.norm.clear()
-            tell("counting what became of speculation", self._count, accepted, updated, begin)
+            tell("counting what became of speculation", self._count, accepted, begin)
             return told
 
     def _step_in_place(
@@ -346,13 +339,8 @@ class Transaction:
 
         return self.ranks.norm(question, max_norm, norm.count, sums)
 
-    def _apply(
-        self, contributions: Sequence[_Contribution], clip: float
-    ) -> tuple[list[_Contribution], list[_Contribution]]:
-        """Publish the speculated values that are right for this clip coefficient; update all other pieces.
-
-        Returns both.
-        """
+    def _apply(self, contributions: Sequence[_Contribution], clip: float) -> list[_Contribution]:
+        """Publish the speculated values that are right for this clip coefficient, and return which; update the rest."""
         accepted: list[_Contribution] = []
         near: list[_Contribution] = []
         rest: list[_Contribution] = []
@@ -386,17 +374,13 @@ class Transaction:
         if accepted:  # nothing may fail from here on
             self._publish(accepted)
         count()
-        return accepted, rest
+        return accepted
 
-    def _count(self, accepted: Sequence[_Contribution], updated: Sequence[_Contribution], begin: float) -> None:
+    def _count(self, accepted: Sequence[_Contribution], begin: float) -> None:
         self._spent("resolve_seconds", begin)
         self.statistics.accepted += len({one.piece.state for one in accepted})
-        if self.commits_late:
-            self.statistics.late += len({one.piece.state for one in updated if one.can_be_late})
 
-    def _learn(
-        self, contributions: Sequence[_Contribution], updated: Sequence[_Contribution], arrived: float, *, is_own: bool
-    ) -> None:
+    def _learn(self, contributions: Sequence[_Contribution], arrived: float, *, is_own: bool) -> None:
         """Find out what a step did to those gradients that waited for it, whose norm was `arrived`.
 
         Where less than four fifths of the elements are multiplied alike, some are likely to be left as they are.
@@ -410,8 +394,7 @@ class Transaction:
         factor, count = elements.most_common(1)[0]
         if count < 0.8 * elements.total():
             factor = self.expected_scale
-        computed = sum(one.piece.shape.numel() for one in updated if one.can_be_late)
-        self.applied = Applied(arrived, factor, self.expected_scale, is_own, computed)
+        self.applied = Applied(arrived, factor, self.expected_scale, is_own)
 
     def _patch(self, contributions: Sequence[_Contribution]) -> bool:
         """Make speculated values those of this step's factor; return whether there was memory for that."""
@@ -439,7 +422,7 @@ class Transaction:
             self._move(piece, Phase.ACCEPTED, record)
 
     def _update(self, contributions: Sequence[_Contribution]) -> None:
-        """Update parameters in place; where commits are late, only compute and publish the new values of some."""
+        """Update parameters in place."""
         states = [one.piece.state for one in contributions]
         self._make_ready(states, self.table.rows_of(states), [(one.hyper, 1) for one in contributions])
         resident = [one for one in contributions if one.is_resident]
@@ -460,20 +443,14 @@ class Transaction:
         if update_here is not None:
             update_here()
         for one in contributions:
-            piece = one.piece
-            if self.commits_late and one.can_be_late:
-                record = replace(_pending_of(piece), hyper=one.hyper, step=int(self.table.steps[piece.state.row]) + 1)
-                record.scale, record.interval, record.listed = one.scale, None, None
-                self._move(piece, Phase.ACCEPTED, record)
-            elif piece.phase is not Phase.CLEAN:
-                self._move(piece, Phase.CLEAN, None)
+            if one.piece.phase is not Phase.CLEAN:
+                self._move(one.piece, Phase.CLEAN, None)
 
     def _prepared(self, contributions: Sequence[_Contribution]) -> Callable[[], None] | None:
         """Return what updates parameters on the host; None without any."""
         if not contributions:
             return None
-        late = np.array([one.can_be_late for one in contributions], bool) if self.commits_late else None
-        return self.table.prepared_update(*self._job(contributions), *self._coefficients(contributions), late)
+        return self.table.prepared_update(*self._job(contributions), *self._coefficients(contributions))
 
     def _job(self, contributions: Sequence[_Contribution]) -> tuple[Rows, Segments]:
         rows = self.table.rows_of([one.piece for one in contributions])

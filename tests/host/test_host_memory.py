@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 import logging
-import os
 import resource
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from support.machines import machine
 
-from superadam.host.announced import announced
 from superadam.host.machine import Group, Host, groups_of
-from superadam.host.memory import (
-    Claim,
-    HostMemory,
-    HostNeeds,
-    announce_needs,
-    lockable_bytes,
-    require_memory,
-)
+from superadam.host.memory import Claim, HostMemory, HostNeeds, lockable_bytes, require_memory
 
 MEMINFO = {"/proc/meminfo": "MemTotal:       4000 kB\nMemFree: 1 kB\nMemAvailable:   3000 kB\n"}
 VERSION_2 = {"/proc/self/cgroup": "0::/a/b"}
@@ -173,88 +162,29 @@ def test_groups_and_their_parents(tmp_path: Path) -> None:
     assert groups_of(machine(tmp_path / "0", {}), "memory") == [Group(2, TOP)]
 
 
-def announcing(root: Path, sizes: dict[int, int], group: str = "/a/b", resident: int = 0) -> dict[str, str]:
-    """Let processes of a machine announce what they need; return their other files."""
-    files = {}
-    for process, size in sizes.items():
-        folder = root / f"proc/{process}/fd"
-        folder.mkdir(parents=True)
-        (folder / "0").symlink_to("/dev/null")
-        (folder / "9").symlink_to(f"/memfd:superadam-needs-{process:016x}-{size} (deleted)")
-        files[f"/proc/{process}/status"] = f"Name:\tpython\nVmRSS:\t  {resident >> 10} kB\n"
-        files[f"/proc/{process}/cgroup"] = f"0::{group}"
-    return files
+RANKS = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"}
 
 
-def test_ranks_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
-    """Eight ranks of 105 GB on 512 GB, each of which would fit alone."""
+def test_ranks_that_do_not_fit_together_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Eight ranks of 65 GB on 512 GB, each of which would fit alone."""
     meminfo = {"/proc/meminfo": "MemTotal: 500000000 kB\nMemAvailable: 490000000 kB\n"}
-    needed = 105 * 10**9
-    files = meminfo | announcing(tmp_path, {200 + rank: needed for rank in range(8)})
-    (tmp_path / "proc/205/fd/9").unlink()
-    (tmp_path / "proc/205/fd/10").symlink_to("/memfd:superadam-needs-00000000000000c8-105000000000")  # forked from 200
-    host = machine(tmp_path, files)
+    host = machine(tmp_path, meminfo, RANKS)
+    needed = 65 * 10**9
+    require_memory(machine(tmp_path, meminfo), needed, "it", "do less")
     with pytest.raises(MemoryError) as caught:
         require_memory(host, needed, "it", "do less")
     assert str(caught.value) == (
-        "it needs about 105.00 GB of host memory, and other processes that train with superadam here need 630.00 GB, "
-        "but together they can have 512.00 GB at most; do less, or start fewer ranks on this machine"
+        "it needs about 65.00 GB of host memory, and 8 ranks on this machine need 520.00 GB, but together they can "
+        "have 512.00 GB at most; do less, or start fewer ranks on this machine"
     )
-
-
-def test_ranks_of_different_sizes_are_summed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    meminfo = {"/proc/meminfo": "MemTotal: 500000000 kB\nMemAvailable: 490000000 kB\n"}
-    host = machine(tmp_path, meminfo | announcing(tmp_path, {201: 200 * 10**9}))
-    require_memory(host, 300 * 10**9, "it", "do less")
+    require_memory(host, 64 * 10**9, "it", "do less", missing=62 * 10**9)
     assert not caplog.records
-    with pytest.raises(MemoryError, match="other processes"):
-        require_memory(host, 313 * 10**9, "it", "do less")
-    require_memory(host, 305 * 10**9, "it", "do less")
-    assert "needs about 505.00 GB more host memory, with that of other processes" in caplog.text
-    caplog.clear()
-    (tmp_path / "proc/201/status").write_text("VmRSS:\t100000000 kB\n")  # it has most of it already
-    require_memory(host, 305 * 10**9, "it", "do less")
-    assert not caplog.records
+    require_memory(host, 64 * 10**9, "it", "do less", missing=63 * 10**9)
+    assert "needs about 504.00 GB more host memory on 8 ranks, but by the system's estimate" in caplog.text
 
 
-def test_a_limit_counts_those_for_whom_it_holds(tmp_path: Path) -> None:
-    group = MEMINFO | VERSION_2 | {f"{GROUP}/memory.max": "1000000"}
-    apart = announcing(tmp_path / "apart", {201: 700_000}, "/a/c")
-    require_memory(machine(tmp_path / "apart", group | apart), 700_000, "it", "do less")
-    together = announcing(tmp_path / "together", {201: 700_000}, "/a/b/step")
-    with pytest.raises(MemoryError, match=r"together they can have 0\.00 GB at most"):
-        require_memory(machine(tmp_path / "together", group | together), 700_000, "it", "do less")
-
-
-@pytest.mark.slow
-def test_another_process_sees_what_is_announced() -> None:
-    """Sizes that no scheduler of another test has."""
-    code = (
-        "import sys, superadam\nfrom superadam.host.machine import Host\nfrom superadam.host import memory\n"
-        f"own = memory.announce_needs(5)\nprint(sorted(one.size for one in memory._announced(Host())"
-        f" if one.process == {os.getpid()} and one.size < 10))"
-    )
-    announced = [announce_needs(3), announce_needs(4)]
-    announced.append(announce_needs(7))
-    announced[0].close()
-    announced[0].close()
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    for one in announced:
-        one.close()
-    assert done.stdout == "[4, 7]\n"
-
-
-def test_forked_process_announces_nothing_of_its_parent() -> None:
-    """A loader that was forked lives on after the parent has taken its announcement back."""
-    one = announce_needs(6)
-    told, ours = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.write(ours, str(len(announced(Host(), os.getpid(), "needs"))).encode())
-        os._exit(0)
-    assert os.read(told, 10) == b"0"
-    os.waitpid(child, 0)
-    assert "6" in announced(Host(), os.getpid(), "needs").values()
-    one.close()
-    for file in (told, ours):
-        os.close(file)
+def test_a_control_group_is_taken_to_hold_all_ranks(tmp_path: Path) -> None:
+    host = machine(tmp_path, MEMINFO | VERSION_2 | {f"{GROUP}/memory.max": "1000000"}, RANKS)
+    require_memory(host, 125_000, "it", "do less")
+    with pytest.raises(MemoryError, match=r"8 ranks on this machine need 0\.00 GB, but together"):
+        require_memory(host, 125_001, "it", "do less")

@@ -119,7 +119,7 @@ def test_a_child_does_not_wait_for_a_thread_that_it_does_not_have() -> None:
     is_inside, may_leave = threading.Event(), threading.Event()
 
     def stay_inside() -> None:
-        with optimizer._lock:
+        with optimizer._binding.lock:
             is_inside.set()
             may_leave.wait(60)
 

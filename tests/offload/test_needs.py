@@ -14,7 +14,6 @@ from torch import nn
 from superadam import OffloadScheduler, SpeculativeCPUAdam
 from superadam.devices import Device, PlainDevice
 from superadam.devices.flat import aligned
-from superadam.host import memory
 from superadam.host.memory import HostMemory, HostNeeds
 from superadam.offload.needs import BYTES_OF_STATE, needs_of, needs_of_run
 from superadam.offload.placement import Placement
@@ -139,8 +138,7 @@ def test_a_state_that_users_have_damaged_is_passed_over() -> None:
 
 
 def remembering(monkeypatch: pytest.MonkeyPatch, limit: int, available: int) -> None:
-    """Pretend that there is so much memory, and that nobody else has announced a need for it."""
-    monkeypatch.setattr(memory, "_announced", lambda host: [])
+    """Pretend that there is so much memory."""
     monkeypatch.setattr(HostMemory, "of", lambda host: HostMemory(10**13, limit, available))
 
 

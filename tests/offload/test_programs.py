@@ -1931,12 +1931,6 @@ def scheduler_placed_otherwise(model: Any, optimizer: Any, step: int, run: Run) 
 
 
 @between()
-def scheduler_commits_late_or_not(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    if run.scheduler is not None:
-        run.scheduler._late_commits.is_on = step % 2 == 0
-
-
-@between()
 def speculated_by_hand(model: Any, optimizer: Any, step: int, run: Run) -> None:
     if run.scheduler is not None:
         optimizer.speculate([model.blocks[0].weight] if step % 2 else None)

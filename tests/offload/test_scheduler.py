@@ -55,6 +55,9 @@ from superadam.handles.gradient_handle import taken_of
 from superadam.host.memory import HostNeeds
 from superadam.kernels import native
 from superadam.offload.accumulation import PAUSE_STEPS
+from superadam.offload.hooks import Hooks
+from superadam.offload.pipeline import Pipeline
+from superadam.optim.binding import Binding
 from superadam.state.parameter import ParameterState, Phase
 from superadam.step.transaction import Transaction
 from superadam.testing import SimulatedDevice
@@ -394,18 +397,19 @@ class Cramped(SimulatedDevice):
         raise MemoryError("planted")
 
 
-@pytest.mark.parametrize("where", ["SpeculativeCPUAdam._attach_overlap", "Hooks.watch", "Pipeline.__init__"])
-def test_scheduler_that_cannot_be_made_leaves_nothing(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("owner", "method"), [(Binding, "attach"), (Hooks, "watch"), (Pipeline, "__init__")])
+def test_scheduler_that_cannot_be_made_leaves_nothing(
+    owner: type, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = mlp()
     optimizer = adam(model)
     threads = threading.active_count()
-    owner, method = where.split(".")
 
     def fail(*_: object, **__: object) -> None:
         raise MemoryError("planted")
 
     with monkeypatch.context() as patch:
-        patch.setattr(getattr(superadam.offload.scheduler, owner), method, fail)
+        patch.setattr(owner, method, fail)
         with pytest.raises(MemoryError, match="planted"):
             OffloadScheduler(optimizer, model, num_threads=1)
     assert threading.active_count() == threads

@@ -27,7 +27,6 @@ from superadam.offload.accumulation import Accumulation
 from superadam.offload.autotune import Autotuner
 from superadam.offload.buckets import Bucketer
 from superadam.offload.hooks import Hooks
-from superadam.offload.late_commits import LateCommits
 from superadam.offload.pipeline import Pipeline
 from superadam.offload.prediction import Predictor
 from superadam.offload.trace import Trace
@@ -123,7 +122,6 @@ METHODS: dict[str, tuple[Any, str]] = {
         Autotuner: ["add_bucket", "add_work", "choose"],
         Bucketer: ["end_step"],
         Hooks: ["look_for_unfrozen"],
-        LateCommits: ["add_step"],
         OffloadScheduler: ["_conclude", "_count_step", "_look_for_room", "_trace_step", "_choose_placement"],
         Pipeline: ["wake", "_count_bucket", "_count_lists", "_count_work"],
         Predictor: ["add_lists", "add_verdict"],
@@ -138,7 +136,7 @@ METHODS: dict[str, tuple[Any, str]] = {
 SETTINGS: dict[str, tuple[type, str]] = {
     f"{owner.__name__}.{name}": (owner, name)
     for owner, names in {
-        Statistics: ["committed", "clipped", "accepted", "late"],
+        Statistics: ["committed", "clipped", "accepted"],
         OverlapStatistics: [
             *["resident_buckets", "waiting_buckets", "shadow_bytes", "uploaded_bytes", "interval_elements"],
             *["uncertain_elements", "worker_seconds", "step_seconds"],
@@ -220,14 +218,11 @@ def test_no_time_of_a_step_that_was_made_can_fail_it(
     assert failing.count > 1
 
 
-@pytest.mark.parametrize(("owner", "name"), [(Predictor, "add_verdict"), (LateCommits, "add_step")])
-def test_a_learner_that_fails_begins_anew(
-    owner: type, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_learner_that_fails_begins_anew(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Whatever it has left of itself."""
     failing = Failing(monkeypatch)
-    failing.method(owner, name)
-    learn = getattr(owner, name)
+    failing.method(Predictor, "add_verdict")
+    learn: Callable[..., None] = Predictor.add_verdict
 
     def spoil(self: Any, *arguments: Any) -> None:
         before = dict(vars(self))
@@ -236,7 +231,7 @@ def test_a_learner_that_fails_begins_anew(
         vars(self).update(before)
         learn(self, *arguments)
 
-    monkeypatch.setattr(owner, name, spoil)
+    monkeypatch.setattr(Predictor, "add_verdict", spoil)
     check("simulated", failing, caplog, monkeypatch)
     assert failing.count > 1
 

@@ -172,7 +172,7 @@ DEVICES: dict[str, Callable[[], Device] | None] = {
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("where", [*DEVICES, "kept", "some kept"])
 def test_nothing_is_found_where_nobody_wrote(dtype: torch.dtype, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In accepted, clipped, skipped and rolled back steps, and in those that follow them; early commits and late."""
+    """In accepted, clipped, skipped and rolled back steps, and in those that follow them."""
     finds: list[list[int]] = []
 
     def find_written(self: Samples, rows: Any) -> list[int]:
