@@ -86,8 +86,8 @@ class HostNeeds:
 def require_memory(host: Host, needed: int, subject: str, remedy: str, *, missing: int | None = None) -> None:
     """Check that this process can have `needed` bytes, of which `missing` ones, by default all, are not allocated yet.
 
-    All ranks on this node are taken to need as much, and to be under the same limit. Warns where the system's estimate
-    of what is available is less: programs end, caches are dropped, memory is swapped.
+    Warns where that is more than is left, if all ranks on this node need as much: programs end, caches are dropped,
+    memory is swapped.
 
     Raises:
         MemoryError: it is more than the machine has, or than the control groups of this process allow.
@@ -102,13 +102,12 @@ def require_memory(host: Host, needed: int, subject: str, remedy: str, *, missin
             f"{gigabytes(memory.limit)} at most; {remedy}"
         )
     if count * needed > memory.limit:
-        raise MemoryError(
-            f"{subject} needs about {gigabytes(needed)} of host memory, and {count} ranks on this machine need "
-            f"{gigabytes(count * needed)}, but together they can have {gigabytes(memory.limit)} at most; {remedy}, or "
-            "start fewer ranks on this machine"
+        _logger.warning(
+            "%s needs about %s of host memory, and %d ranks on this machine need %s if each needs as much, but together "
+            "they can have %s at most; %s, or start fewer ranks on this machine",
+            *(subject, gigabytes(needed), count, gigabytes(count * needed), gigabytes(memory.limit), remedy),
         )
-    missing = count * (needed if missing is None else missing)
-    if missing > memory.available:
+    elif (missing := count * (needed if missing is None else missing)) > memory.available:
         _logger.warning(
             "%s needs about %s more host memory%s, but by the system's estimate %s are available, beyond which it "
             "swaps or ends programs; %s",
