@@ -103,8 +103,8 @@ def require_memory(host: Host, needed: int, subject: str, remedy: str, *, missin
         )
     if count * needed > memory.limit:
         _logger.warning(
-            "%s needs about %s of host memory, and %d ranks on this machine need %s if each needs as much, but together "
-            "they can have %s at most; %s, or start fewer ranks on this machine",
+            "%s needs about %s of host memory, and %d ranks on this machine need %s if each needs as much, but they "
+            "can have %s together at most; %s, or start fewer ranks on this machine",
             *(subject, gigabytes(needed), count, gigabytes(count * needed), gigabytes(memory.limit), remedy),
         )
     elif (missing := count * (needed if missing is None else missing)) > memory.available:

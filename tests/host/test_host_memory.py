@@ -175,7 +175,7 @@ def test_ranks_that_do_not_fit_together_are_told(tmp_path: Path, caplog: pytest.
     require_memory(host, needed, "it", "do less")
     assert [record.message for record in caplog.records] == [
         "it needs about 65.00 GB of host memory, and 8 ranks on this machine need 520.00 GB if each needs as much, but "
-        "together they can have 512.00 GB at most; do less, or start fewer ranks on this machine"
+        "they can have 512.00 GB together at most; do less, or start fewer ranks on this machine"
     ]
     caplog.clear()
     require_memory(host, 64 * 10**9, "it", "do less", missing=62 * 10**9)
@@ -187,6 +187,6 @@ def test_ranks_that_do_not_fit_together_are_told(tmp_path: Path, caplog: pytest.
 def test_a_control_group_may_hold_one_rank_or_all(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     host = machine(tmp_path, MEMINFO | VERSION_2 | {f"{GROUP}/memory.max": "1000000"}, RANKS)
     require_memory(host, 125_001, "it", "do less")
-    assert "8 ranks on this machine need 0.00 GB if each needs as much, but together" in caplog.text
+    assert "8 ranks on this machine need 0.00 GB if each needs as much, but they can" in caplog.text
     with pytest.raises(MemoryError):
         require_memory(host, 1_000_001, "it", "do less")
