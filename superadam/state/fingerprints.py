@@ -38,10 +38,9 @@ class Fingerprints:
         self._wholes = wholes
         self._known = self._present()
         # By column, because numpy's index of two dimensions fails without an error where memory has run out.
-        self._known_addresses, self._known_storages = self._known[:, ADDRESS], self._known[:, STORAGE]
-        self._known_versions = self._known[:, VERSION]
+        self._known_addresses, self._known_versions = self._known[:, ADDRESS], self._known[:, VERSION]
         self._seen_versions = self._known_versions.copy()
-        self._references = [*map(_weak_reference, self._parameters, self._known_storages.tolist())]
+        self._references = [*map(_weak_reference, self._parameters, self._known[:, STORAGE].tolist())]
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("fingerprints are of this process's memory and cannot be copied; make new ones of the copies")
@@ -69,8 +68,8 @@ class Fingerprints:
 
     def had_memory(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Return of each of these rows whether it was at its place in the last `look`, or when remembered since."""
-        addresses, storages = self._known_addresses[rows], self._known_storages[rows]
-        found: npt.NDArray[np.bool_] = (addresses != 0) & (addresses != NOWHERE) & (storages != 0)
+        addresses = self._known_addresses[rows]
+        found: npt.NDArray[np.bool_] = (addresses != 0) & (addresses != NOWHERE)
         return found
 
     def is_moved(self, row: int) -> bool:

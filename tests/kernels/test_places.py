@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from superadam.kernels import _places, places
-from superadam.kernels.places import ADDRESS, BYTES, LAYOUT, STORAGE, VERSION, moved, places_of
+from superadam.kernels.places import ADDRESS, BYTES, LAYOUT, STORAGE, VERSION, has_memory, moved, places_of
 
 
 def _set_data(tensor: Tensor, new: Tensor) -> None:
@@ -81,3 +82,22 @@ def test_an_array_of_another_length_is_refused() -> None:
 def test_another_version_of_dlpack_is_refused() -> None:
     with pytest.raises(ValueError, match="incorrect name"):
         _places.use(torch._C._to_dlpack(torch.ones(3)), None, None, "", "")  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "offset"),
+    [((3, 4), (4, 1), 0), ((3, 4), (1, 3), 2), ((2, 2), (5, 1), 1), ((4,), (0,), 3), ((1, 5), (7, 2), 0), ((), (), 6)],
+)
+def test_memory_suffices_to_the_byte(shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> None:
+    places_of_elements = itertools.product(*map(range, shape))
+    last = offset + max(sum(map(int.__mul__, where, strides)) for where in places_of_elements)
+    tensor = torch.zeros(100).as_strided(shape, strides, offset)
+    tensor.untyped_storage().resize_(4 * (last + 1))
+    assert has_memory(tensor)
+    tensor.untyped_storage().resize_(4 * (last + 1) - 1)
+    assert not has_memory(tensor)
+
+
+def test_nothing_needs_no_memory() -> None:
+    assert has_memory(torch.zeros(0, 3))
+    assert not has_memory(torch.zeros(1, device="meta"))

@@ -47,6 +47,9 @@ ELSEWHERE = {"cpu": "kernels", "cpu/signals.c": "host", "cpu/samples.c": "state"
 ELSEWHERE["superadam/__main__.py"] = "cli"
 """Folders of tests for what does not lie in a folder of `superadam`."""
 
+EXTENSIONS = ("superadam._kernels", "superadam.host._signals", "superadam.kernels._places")
+"""Modules in C."""
+
 STAGES = ("not slow", "slow")
 SPARE = float(os.environ.get("SPARE", "30"))
 """Seconds, as other programs may want the CPUs."""
@@ -136,9 +139,10 @@ class Copy:
         self.killers: set[str] = set()  # files of tests that noticed something
         shutil.copytree(root / "superadam", self.site / "superadam", ignore=shutil.ignore_patterns("__pycache__"))
         if (root / "cpu").is_dir():
-            where = "import superadam._kernels as a, superadam.host._signals as b; print(a.__file__, b.__file__)"
-            for library, target in zip(output_of(where).split(), ("superadam", "superadam/host"), strict=True):
-                self.libraries.append(Path(shutil.copy(library, self.site / target)))
+            for module in EXTENSIONS:
+                library = output_of(f"import {module} as extension; print(extension.__file__)").strip()
+                folder_of_module = self.site.joinpath(*module.split(".")[:-1])
+                self.libraries.append(Path(shutil.copy(library, folder_of_module)))
             shutil.copytree(root / "gpu", self.site / "gpu", ignore=shutil.ignore_patterns("__pycache__"))
             (self.site / "superadam" / "gpu").symlink_to(self.site / "gpu")
             shutil.copytree(root / "cpu", folder / "cpu")

@@ -87,6 +87,39 @@ def test_our_own_write_is_no_hint_but_hides_none() -> None:
 REPETITIONS = 200
 
 
+def test_memory_that_is_gone_is_known() -> None:
+    tensors, fingerprints = make()
+    every = rows(0, 1, 2, 3)
+    assert fingerprints.had_memory(every).tolist() == [True] * 4
+    size = tensors[1].untyped_storage().nbytes()
+    tensors[1].untyped_storage().resize_(0)
+    assert fingerprints.look() == [1]
+    assert fingerprints.had_memory(every).tolist() == [True, False, True, True]
+    fingerprints.remember(1)
+    assert fingerprints.had_memory(every).tolist() == [True, False, True, True]
+    tensors[1].untyped_storage().resize_(size)
+    assert fingerprints.look() == [1]
+    assert fingerprints.had_memory(every).tolist() == [True, False, True, True]
+    fingerprints.remember(1)
+    assert fingerprints.had_memory(every).tolist() == [True] * 4
+
+
+def test_writes_to_a_part_and_to_its_whole_both_count() -> None:
+    (parts, _), (wholes, _) = make(2), make(2)
+    fingerprints = Fingerprints(parts, wholes)
+    for written in ([parts[0]], [wholes[0]], [parts[0], wholes[0]]):
+        for tensor in written:
+            tensor.add_(1)
+        assert fingerprints.hints() == [0]
+        assert fingerprints.is_hinted(0)
+        fingerprints.look()
+        assert fingerprints.seen_hints(rows(0, 1)) == [0]
+        fingerprints.remember(0)
+        assert fingerprints.hints() == []
+        fingerprints.look()
+        assert fingerprints.seen_hints(rows(0, 1)) == []
+
+
 def cloned(layer: nn.Linear) -> None:
     layer.weight.data = layer.weight.data.clone()
 
