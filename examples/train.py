@@ -98,7 +98,7 @@ def make_parser() -> Parser:
 
 
 def set_up(options: argparse.Namespace) -> Tensor:
-    """Return the text and make the folders; raise ValueError or OSError before, for what cannot be done."""
+    """Return the text and make the folders; before, raise ValueError or OSError for what cannot be done."""
     for name in ("steps", "lr", "max_grad_norm"):
         if (value := getattr(options, name)) is not None and not value > 0:
             raise ValueError(f"--{name.replace('_', '-')} is {value}; give a number above 0")
@@ -107,9 +107,6 @@ def set_up(options: argparse.Namespace) -> Tensor:
             raise ValueError(f"--inject-nan is {step}; give a step from 1 to {options.steps}")
     if options.trace is not None and not options.overlap:
         raise ValueError("--trace needs a run that overlaps; leave out --trace or --no-overlap")
-    if options.verify and options.device != "cpu":  # else a GPU adds up in another order each time
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
     try:
         torch.empty(1, device={"cpu": "cpu", "cuda": options.device}[options.device.partition(":")[0]])
     except (KeyError, RuntimeError, AssertionError) as error:
@@ -120,6 +117,9 @@ def set_up(options: argparse.Namespace) -> Tensor:
         if path.exists() or files.count(path) > 1:
             raise ValueError(f"{path} would be overwritten; move it away, or give another name")
     superadam.active_isa(), superadam.get_num_threads()  # raise where environment variables are wrong
+    if options.verify and options.device != "cpu":  # else a GPU adds up in another order each time
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
     for path in files:
         path.parent.mkdir(parents=True, exist_ok=True)
         if not os.access(path.parent, os.W_OK | os.X_OK):

@@ -7,6 +7,7 @@ import math
 import runpy
 import struct
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,11 @@ SENTENCES = b"".join(b"%d bottles of milk on the wall, and %d on the floor.\n" %
 
 
 @pytest.fixture(autouse=True)
-def _in_a_folder_with_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _in_a_folder_with_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
     Path("sentences.txt").write_bytes(SENTENCES)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def run(*words: str, out: str = "run") -> tuple[int, dict[str, Any]]:
