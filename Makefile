@@ -20,8 +20,8 @@ IN_PARALLEL := -n 3 --dist loadfile --no-loadscope-reorder
 .PHONY: demo wheels test test-quick test-deep test-mutants sanitize docs arm-test torch-test gpu-check gpu-wheels lint format clean
 
 demo: $(VENV)/installed
-	rm -f demo/checkpoint.pt  # of the demo before
-	$(BIN)/superadam train --verify --steps 200 --max-grad-norm 1.0 --inject-nan 70 --report demo/report.json --out demo
+	rm -f demo/training.png demo/report.json  # of the demo before
+	$(BIN)/python examples/train.py --verify --steps 200 --max-grad-norm 1.0 --inject-nan 70 --report demo/report.json --out demo
 
 # What is released, in dist/: the sdist, wheels for x86-64 and 64-bit Arm, their hashes. Needs no compiler of the system.
 wheels: $(VENV)/wheel-tools

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT / "bench"))
+sys.path += [str(ROOT / "bench"), str(ROOT / "examples")]
 
 NEEDED = ("torch", "superadam", "rich", "matplotlib")
 RESULTS = ROOT / "bench" / "results"

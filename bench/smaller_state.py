@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-sys.path.append(str(Path(__file__).parent))  # which PYTHONSAFEPATH leaves out
+sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "examples")]  # as PYTHONSAFEPATH does not
 from measures import options, state_passes, state_report
 from measures.state_formats import FORMATS
 from measures.state_training import Settings, Training, read_texts

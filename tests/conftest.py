@@ -167,7 +167,7 @@ def one_torch_thread() -> Generator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(of_torch)
-    superadam.set_num_threads(of_superadam)  # which the option `--threads` sets
+    superadam.set_num_threads(of_superadam)
 
 
 @pytest.fixture(scope="module")

@@ -32,8 +32,8 @@ NO_TESTS = 5
 MOST_SHARES = 8
 """Processes that compile kernels at once; each has a context of its own on the GPU."""
 
-OF_SEVERAL_DEVICES = ("device", "model", "verification", "loop")
-"""Test modules of `superadam.cli.train` that take every device there is as a parameter, as that of FSDP2 does."""
+OF_SEVERAL_DEVICES = ["tests/integrations/test_train.py", "tests/distributed/test_one_rank.py"]
+"""Test modules that take every device there is as a parameter."""
 
 SANITIZED = "test_many_tensors_take_one_launch or test_many_small_tensors_take_one_launch or test_every_configuration"
 """Tests with a launch of each kernel, small enough for a tool that slows them down a hundredfold."""
@@ -73,13 +73,11 @@ def selections(context: Context) -> list[list[list[str]]]:
     """
     if context.rehearses:
         return [[[REHEARSED_TEST, *_SHARED, "--share", f"{number}/2"] for number in range(2)], [[REHEARSED_TEST]]]
-    of_devices = [f"tests/cli/test_train_{name}.py" for name in OF_SEVERAL_DEVICES]
-    of_devices.append("tests/distributed/test_one_rank.py")
     shares = max(1, min(MOST_SHARES, len(os.sched_getaffinity(0)) // 2))
     return [
         [[*kernel_tests(), *_SHARED, "--share", f"{number}/{shares}"] for number in range(shares)],
         [device_tests()],
-        [[*of_devices, "-k", "cuda"]],
+        [[*OF_SEVERAL_DEVICES, "-k", "cuda"]],
     ]
 
 
@@ -117,9 +115,9 @@ def tests(context: Context, limit: Limit) -> Iterator[Finding]:
 def verified_runs(context: Context) -> list[list[str]]:
     """Return the options of the runs that are verified against torch, bit by bit."""
     if context.rehearses:
-        tiny = "--model tiny --warmup 2 --threads 1 --steps 8 --max-grad-norm 1.3 --inject-nan 3"
+        tiny = "--model tiny --steps 8 --max-grad-norm 2 --inject-nan 3"
         return [[*tiny.split(), "--text", str(ROOT / "LICENSE")]]
-    common = "--model 10m --warmup 10 --inject-nan 5 --inject-nan 6 --max-grad-norm 4"
+    common = "--model 10m --inject-nan 5 --inject-nan 6 --max-grad-norm 4"
     return [f"{common} --steps 40".split(), f"{common} --steps 20 --dtype fp32 --no-overlap".split()]
 
 
@@ -130,8 +128,8 @@ def verification(context: Context, limit: Limit) -> Iterator[Finding]:
     with tempfile.TemporaryDirectory() as folder:
         for options in verified_runs(context):
             report = Path(folder, f"{len(details)}.json")
-            words = ["-m", "superadam", "train", "--verify", "--device", context.device, *options, "--no-save"]
-            words += ["--out", folder, "--report", str(report)]
+            words = [str(ROOT / "examples" / "train.py"), "--verify", "--device", context.device, *options]
+            words += ["--out", str(report.with_suffix("")), "--report", str(report)]
             if "--no-overlap" not in options:
                 words += ["--trace", context.trace]
             done = context.run(python(*words), limit.left)
@@ -140,7 +138,7 @@ def verification(context: Context, limit: Limit) -> Iterator[Finding]:
                 yield Finding(outcome, "; ".join([*details, "a run was not over in time"]), figures)
                 return
             found = json.loads(report.read_text()) if report.exists() else {}
-            figures["runs"].append({"command": words[1:], "status": done.status, **found})
+            figures["runs"].append({"command": words, "status": done.status, **found})
             wrong = what_is_wrong(done, found)
             details.append(wrong or _praise(found))
             if wrong:
@@ -153,12 +151,12 @@ def verification(context: Context, limit: Limit) -> Iterator[Finding]:
 def what_is_wrong(done: Done, report: dict[str, Any]) -> str:
     """Return what is wrong with a verified run, in words; nothing if it is right."""
     if not report:
-        return f"superadam train ended with status {done.status}: {done.last_line}"
-    for name in ("elements_differing", "parameters_differing", "verdicts_differing"):
+        return f"train.py ended with status {done.status}: {done.last_line}"
+    for name in ("elements_differing", "parameters_differing", "steps_differing"):
         if report[name] != 0:
             return f"{name.replace('_', ' ')}: {report[name]:,}"
     if done.status != 0:
-        return f"superadam train ended with status {done.status}: {done.last_line}"
+        return f"train.py ended with status {done.status}: {done.last_line}"
     missing = [kind for kind in ("committed", "clipped", "skipped") if not report[kind]]
     if missing or not report["elements"]:
         return f"the run had no {' and no '.join(missing) or 'elements'} steps, and so shows too little"

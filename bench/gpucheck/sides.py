@@ -16,9 +16,9 @@ import torch
 from measures.contests import MAX_GRAD_NORM
 from torch import Tensor, nn
 
+from gpucheck.models import wait_for
 from superadam import OffloadScheduler, Placement, SpeculativeCPUAdamW
 from superadam.cli.bench.arrays import ADAMW_OPTIONS
-from superadam.cli.train.device import wait_for
 from superadam.testing import SimulatedDevice
 
 ALONE, OVERLAPPED, PLAIN = "no optimizer", "superadam", "superadam, plain"

@@ -18,18 +18,14 @@ from torch import nn
 
 from gpucheck import rates
 from gpucheck.findings import Context, Finding, Limit, Outcome
+from gpucheck.models import SHAPES, build_model, elements_of, moved, peak_device_bytes, peak_host_bytes, wait_for
 from gpucheck.programs import MARK, Done, measuring, tell
 from gpucheck.rows import Row
 from gpucheck.sides import ALONE, ON_DEVICE, ON_HOST, OVERLAPPED, PROGRAMS, SWEEP, PlacementRefusedError, Side
 from gpucheck.verdicts import verdicts, with_hidden_shares
-from superadam.cli.train.device import moved, peak_device_bytes, peak_host_bytes, wait_for
-from superadam.cli.train.model import build_model, next_byte_loss
-from superadam.cli.train.presets import BYTE_VALUES, PRESETS, Shape
 
 FEWEST, MOST = 3, 15
 """Timed steps of each trial; their median counts."""
-
-REHEARSED = PRESETS["tiny"].shape
 
 KILLED = -9
 """Status of a process that the system killed."""
@@ -44,7 +40,7 @@ class ThroughputRequest:
 
     Attributes:
         program: a key of `PROGRAMS`.
-        shape: of the model, as plain values.
+        model: a key of `SHAPES`.
         device: "cuda" or "cpu".
         batches: sequences in a step, smallest first.
         seq: tokens in a sequence.
@@ -53,7 +49,7 @@ class ThroughputRequest:
     """
 
     program: str
-    shape: dict[str, Any]
+    model: str
     device: str
     batches: list[int]
     seq: int
@@ -63,16 +59,13 @@ class ThroughputRequest:
 
 def requests(context: Context) -> list[ThroughputRequest]:
     """Return what is to be measured, in the order of its worth."""
-    models: list[tuple[Shape, list[int], int, float, int]] = [
-        (PRESETS["1b"].shape, [4, 16], 2048, 3.0, 64 << 20),
-        (PRESETS["4b"].shape, [2, 8], 2048, 3.0, 64 << 20),
-    ]
+    models = [("1b", [4, 16], 2048, 3.0, 64 << 20), ("4b", [2, 8], 2048, 3.0, 64 << 20)]
     if context.rehearses:
-        models = [(REHEARSED, [1, 2], 8, 0.05, 1 << 12)]
+        models = [("tiny", [1, 2], 8, 0.05, 1 << 12)]
     return [
-        ThroughputRequest(program, asdict(shape), context.device, batches, seq, seconds, numel)
+        ThroughputRequest(program, model, context.device, batches, seq, seconds, numel)
         for programs in ((OVERLAPPED, ON_DEVICE), (SWEEP,), (ON_HOST,))
-        for shape, batches, seq, seconds, numel in models
+        for model, batches, seq, seconds, numel in models
         for program in programs
     ]
 
@@ -99,9 +92,7 @@ def throughput(context: Context, limit: Limit) -> Iterator[Finding]:
         done = context.run(measuring("throughput", asdict(request)), limit.left)
         rows = with_hidden_shares([*rows, *rows_of(request, done)])
         if done.status not in (0, None, KILLED):
-            failures.append(
-                f"{request.program} over {request.shape['name']} ended with {done.status}: {done.last_line}"
-            )
+            failures.append(f"{request.program} over {request.model} ended with {done.status}: {done.last_line}")
         short = any(row.outcome == "not over in time" for row in rows)
         yield finding(number + 1, Outcome.SHORTENED if short else Outcome.GOOD, "")
 
@@ -116,24 +107,24 @@ def rows_of(request: ThroughputRequest, done: Done) -> list[Row]:
     else:
         why = {"outcome": "failed", "detail": f"status {done.status}: {done.last_line}"}
     return [
-        measured.get((side, batch)) or Row(request.shape["name"], batch, request.seq, side, **why)
+        measured.get((side, batch)) or Row(request.model, batch, request.seq, side, **why)
         for side, batch, _ in PROGRAMS[request.program](nn.Module(), request.batches)
     ]
 
 
 def measure(request: ThroughputRequest) -> None:
     """Measure each trial and tell, in this process; one that does not fit is told as such."""
-    shape, device = Shape(**request.shape), torch.device(request.device)
+    shape, device = SHAPES[request.model], torch.device(request.device)
     adam_seconds = None
     if request.program == OVERLAPPED:
-        adam_seconds = shape.parameters / rates.adam_elements_per_second(request.pass_numel, 9)
+        adam_seconds = elements_of(shape) / rates.adam_elements_per_second(request.pass_numel, 9)
     model, why = nn.Module(), {}
     try:
-        model = build_model(shape, torch.bfloat16, device, checkpointing=True)
+        model = build_model(shape, device)
     except Exception as error:
         why = _why_not(error)
     for name, batch, make in PROGRAMS[request.program](model, request.batches):
-        row = Row(shape.name, batch, request.seq, name, adam_seconds=adam_seconds if name == ALONE else None)
+        row = Row(request.model, batch, request.seq, name, adam_seconds=adam_seconds if name == ALONE else None)
         try:
             figures = why or _steps(model, make(), batch, request, device)
         except Exception as error:
@@ -173,12 +164,12 @@ def _steps(
         if len(seconds) == warm:
             end = time.perf_counter() + request.seconds
         begin = time.perf_counter()
-        windows = torch.randint(BYTE_VALUES, (batch, request.seq + 1), generator=generator)
-        loss = next_byte_loss(model, moved(windows, device))
+        windows = torch.randint(256, (batch, request.seq + 1), generator=generator)
+        loss = model(moved(windows, device))
         if side.times_backward:  # the pause costs a few launches
             wait_for(device)
             since = time.perf_counter()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         if side.times_backward:
             wait_for(device)
             backward.append(time.perf_counter() - since)

@@ -60,7 +60,7 @@ class TrainingResults:
             "environment": dataclasses.asdict(Environment.here()),
             "packages": {name: _version(name) for name in ("bitsandbytes", "torchao")},
             "settings": dataclasses.asdict(training.settings),
-            "parameters": training.settings.shape.parameters,
+            "parameters": training.settings.parameters,
             "texts": [
                 {"name": text.name, "bytes": len(text.training) + len(text.held_out), "sha256": text.sha256}
                 for text in (training.text, training.other)

@@ -20,11 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from train import Decoder, Shape
 
 from measures.state_formats import FORMATS, Betas, Side
-from superadam.cli.train.model import build_model, next_byte_loss, parameter_groups
-from superadam.cli.train.presets import BYTE_VALUES, Shape
-from superadam.cli.train.text import Text
 from superadam.cli.usage import UsageError
 
 FROM_SCRATCH, FINE_TUNING = "from scratch", "fine-tuning"
@@ -71,8 +69,15 @@ class Settings:
     @property
     def shape(self) -> Shape:
         """Return that of the model."""
-        heads = max(1, self.width // 32)
-        return Shape("", BYTE_VALUES, self.width, self.layers, heads, heads, self.width // heads, self.width * 5 // 2)
+        heads, wide = max(1, self.width // 32), self.width * 5 // 2
+        sizes = (256, self.width, self.layers, heads, heads, self.width // heads, wide)
+        return Shape(*sizes, batch=self.batch, seq=self.seq, lr=self.lr)
+
+    @property
+    def parameters(self) -> int:
+        """Return the number of elements of all parameters."""
+        with torch.device("meta"):
+            return sum(parameter.numel() for parameter in Decoder(self.shape, torch.bfloat16).parameters())
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +115,34 @@ class Result:
     drifts: dict[str, list[tuple[int, float]]]
     seconds: float
     sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Bytes to train on, and the last sixteenth, whose loss is measured: uint8, disjoint; `sha256` is of both."""
+
+    name: str
+    training: Tensor
+    held_out: Tensor
+    sha256: str
+
+    @staticmethod
+    def of(name: str, content: bytes, seq: int) -> Text:
+        """Divide `content`; raises UsageError where a part is too short for a window."""
+        if len(content) < 16 * (seq + 1):
+            raise UsageError(f"{name} holds {len(content)} bytes; give a text of at least {16 * (seq + 1)}")
+        values, end = torch.frombuffer(bytearray(content), dtype=torch.uint8), len(content) - len(content) // 16
+        return Text(name, values[:end], values[end:], hashlib.sha256(content).hexdigest())
+
+    def draw(self, batch: int, seq: int, generator: torch.Generator) -> Tensor:
+        """Return int64 (batch, seq + 1): windows to train on, which `generator` draws."""
+        starts = torch.randint(len(self.training) - seq, (batch, 1), generator=generator)
+        return self.training[starts + torch.arange(seq + 1)].long()
+
+    def held_out_windows(self, batch: int, seq: int) -> Tensor:
+        """Return int64 (batch, seq + 1): windows evenly spaced over the held-out part, always the same."""
+        starts = torch.linspace(0, len(self.held_out) - seq - 1, batch, dtype=torch.float64)
+        return self.held_out[starts.long().unsqueeze(1) + torch.arange(seq + 1)].long()
 
 
 class UpdateErrors:
@@ -232,8 +265,8 @@ class Training:
         began = time.process_time()
         text, steps = (self.text, settings.steps) if is_first else (self.other, settings.fine_tuning_steps)
         marks = [steps * n // MARKS for n in range(1, MARKS + 1)]
-        model = build_model(settings.shape, torch.bfloat16, torch.device("cpu"))
-        model.compute_dtype = torch.bfloat16
+        torch.manual_seed(0)
+        model = Decoder(settings.shape, torch.bfloat16).to(torch.bfloat16)
         parameters = list(model.parameters())
         if not is_first:
             with torch.no_grad():
@@ -241,7 +274,9 @@ class Training:
                     parameter.copy_(value)
         if run.seed:
             _perturb(parameters, run.seed)
-        groups, betas = parameter_groups(model, WEIGHT_DECAY), (BETA1, run.beta2)
+        matrices = {"params": [p for p in parameters if p.dim() > 1], "weight_decay": WEIGHT_DECAY}
+        groups = [matrices, {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0}]
+        betas = (BETA1, run.beta2)
         side = FORMATS[run.format].make(groups, betas)
         formats = [name for name in settings.formats if FORMATS[name].is_installed()] if follows else []
         narrow = [name for name in formats if FORMATS[name].has_narrow_moments and not FORMATS[name].has_narrow_masters]
@@ -252,8 +287,8 @@ class Training:
         losses, evaluated = [], []
         for step in range(1, steps + 1):
             model.zero_grad()
-            loss = next_byte_loss(model, text.draw(settings.batch, settings.seq, order))
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss = model(text.draw(settings.batch, settings.seq, order))
+            loss.backward()
             losses.append(loss.item())
             nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
             lr = run.lr * _schedule(step, steps, falls=is_first)
@@ -294,7 +329,7 @@ def _perturb(parameters: Sequence[Tensor], seed: int) -> None:
 
 @torch.no_grad()
 def _loss(model: nn.Module, windows: Tensor, batch: int) -> float:
-    return statistics.fmean(float(next_byte_loss(model, some)) for some in torch.split(windows, batch))
+    return statistics.fmean(float(model(some)) for some in torch.split(windows, batch))
 
 
 def _digest(parameters: Sequence[Tensor]) -> str:
@@ -310,17 +345,24 @@ def read_texts(path: str | None, other: str | None, seq: int) -> tuple[Text, Tex
     Raises:
         UsageError: a file cannot be read or is too short, or this Python has no sources.
     """
-    return Text.read(path, seq), Text.read(other, seq) if other else Text.of_bytes(*_tests(), seq)
+    return _read(path, "Python's standard library", seq), _read(other, "tests of Python's standard library", seq)
 
 
-def _tests() -> tuple[str, bytes]:
-    """Return the sources of the standard library's tests, in the order of their paths' digests."""
-    root = Path(sysconfig.get_path("stdlib"))
-    paths = [path.relative_to(root) for path in root.glob("test/**/*.py") if "data" not in path.parts]
-    paths.sort(key=lambda path: hashlib.sha256(path.as_posix().encode()).digest())
-    if not paths:
-        raise UsageError(f"there are no tests of Python in {root}; give a text with --other-text FILE")
-    return "tests of Python's standard library", b"".join((root / path).read_bytes() for path in paths)
+def _read(path: str | None, name: str, seq: int) -> Text:
+    """Return a file's text, or that of Python's sources of this name, in the order of their paths' digests."""
+    if path is not None:
+        try:
+            return Text.of(path, Path(path).read_bytes(), seq)
+        except OSError as error:
+            raise UsageError(f"cannot read {path}: {error.strerror}; give a file that can be read") from error
+    root, others = Path(sysconfig.get_path("stdlib")), {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+    paths = [path.relative_to(root) for path in root.rglob("*.py")]
+    if name.startswith("tests"):
+        chosen = [path for path in paths if path.parts[0] == "test" and "data" not in path.parts]
+    else:
+        chosen = [path for path in paths if others.isdisjoint(path.parts[:-1])]
+    chosen.sort(key=lambda path: hashlib.sha256(path.as_posix().encode()).digest())
+    return Text.of(name, b"".join((root / path).read_bytes() for path in chosen), seq)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ a function from the parsed arguments to the exit status.
 from __future__ import annotations
 
 import argparse
-import codecs
 import importlib
 import io
 import os
@@ -20,30 +19,12 @@ from typing import IO, Any, NoReturn
 
 from superadam.cli.usage import UsageError
 
-COMMANDS = ("superadam.cli.train.command", "superadam.cli.doctor.command", "superadam.cli.bench.command")
+COMMANDS = ("superadam.cli.doctor.command", "superadam.cli.bench.command")
 """Modules that each add one subcommand, in the order in which `superadam --help` lists them."""
 
-USAGE_STATUS = 2
-"""Exit status for input that has to be corrected first, as in argparse."""
-
-PIPE_STATUS = 128 + signal.SIGPIPE
-"""Exit status when the reader of the output has gone, as in `| head -1`: that of a tool which SIGPIPE ends."""
-
-INTERRUPTED_STATUS = 130
-"""Exit status after Ctrl-C, as shells count: 128 and the number of SIGINT."""
-
-
-_ANY_TEXT = "superadam.any_text"
-
-
-def _as_it_can_be(error: UnicodeError) -> tuple[str | bytes, int]:
-    """Write a byte of a file's name as it is, and a mark for a character that the encoding of the output lacks."""
-    assert isinstance(error, UnicodeEncodeError)
-    number = ord(error.object[error.start])
-    return bytes([number - 0xDC00]) if 0xDC80 <= number <= 0xDCFF else b"?", error.start + 1
-
-
-codecs.register_error(_ANY_TEXT, _as_it_can_be)
+USAGE_STATUS = 2  # for input that has to be corrected first, as in argparse
+PIPE_STATUS = 128 + signal.SIGPIPE  # when the reader of the output has gone, as in `| head -1`
+INTERRUPTED_STATUS = 128 + signal.SIGINT  # after Ctrl-C
 
 
 class Parser(argparse.ArgumentParser):
@@ -51,7 +32,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exit with `message` on stderr."""
-        self.exit(USAGE_STATUS, f"{self.prog}: {message}; see '{self.prog} --help'\n")
+        hint = " ('train' is now examples/train.py of the repository)" if "invalid choice: 'train'" in message else ""
+        self.exit(USAGE_STATUS, f"{self.prog}: {message}{hint}; see '{self.prog} --help'\n")
 
     def _print_message(self, message: str, file: Any = None) -> None:
         """Write all of `message`; argparse's own ignores that it cannot."""
@@ -64,15 +46,10 @@ def build_parser() -> Parser:
     parser = Parser(prog="superadam", description="Speculative Adam on the CPU that never changes a bit.")
     parser.add_argument("--version", action="version", version=f"superadam {version('superadam')}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
-    parser.set_defaults(run=lambda parsed: _show_help(parser))
+    parser.set_defaults(run=lambda parsed: sys.stdout.write(parser.format_help()) and 0)
     for name in COMMANDS:
         importlib.import_module(name).add_parser(subparsers)
     return parser
-
-
-def _show_help(parser: Parser) -> int:
-    parser.print_help()
-    return 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -81,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if getattr(sys, name) is None:  # closed
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - for as long as the process lives
     if isinstance(sys.stdout, io.TextIOWrapper):  # stderr never fails for a character
-        sys.stdout.reconfigure(errors=_ANY_TEXT)
+        sys.stdout.reconfigure(errors="replace")
     try:
         parsed = build_parser().parse_args(arguments)
         status = int(parsed.run(parsed))
@@ -93,13 +70,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _failed("interrupted", INTERRUPTED_STATUS)
     except OSError as error:
         _abandon(sys.stdout)
-        notes, has_no_reader = getattr(error, "__notes__", []), isinstance(error, BrokenPipeError)
-        if has_no_reader and not notes:
+        if isinstance(error, BrokenPipeError):
             return PIPE_STATUS
         subject = "write the output" if error.filename is None else f"use {error.filename}"
-        ending = "; ".join(notes) or "free some space or choose another place"
-        words = f"cannot {subject}: {error.strerror or error}; {ending}"
-        return _failed(words, PIPE_STATUS if has_no_reader else USAGE_STATUS)
+        words = f"cannot {subject}: {error.strerror or error}; free some space or choose another place"
+        return _failed(words, USAGE_STATUS)
 
 
 def _failed(sentence: str, status: int) -> int:

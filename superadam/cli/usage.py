@@ -1,7 +1,4 @@
-"""`UsageError`, which a command raises for input that the user can correct; library code never does.
-
-`superadam.cli.main` turns it into one sentence on stderr and exit status 2.
-"""
+"""`UsageError`, which commands raise for input that can be corrected; `main` makes it a sentence and status 2."""
 
 from __future__ import annotations
 

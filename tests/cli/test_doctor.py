@@ -18,7 +18,7 @@ from support.machines import machine
 
 from superadam.cli import main as cli
 from superadam.cli.bench.arrays import PassArrays
-from superadam.cli.doctor import accelerator, memory, partition, processor, report, software
+from superadam.cli.doctor import accelerator, memory, processor, report, software
 from superadam.cli.doctor.diagnosis import PROBES, diagnose
 from superadam.cli.doctor.finding import Finding, Status
 from superadam.cli.doctor.processor import ranges_of
@@ -258,7 +258,7 @@ def test_bandwidth_takes_at_most_a_quarter_of_free_memory(tmp_path: Path) -> Non
     ],
 )
 def test_cache_partitioning(tmp_path: Path, files: dict[str, str], status: Status, remedy: str) -> None:
-    finding = partition.cache_partitioning(machine(tmp_path, files))
+    finding = processor.cache_partitioning(machine(tmp_path, files))
     assert (finding.status, finding.remedy) == (status, remedy)
 
 

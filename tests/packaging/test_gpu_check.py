@@ -26,17 +26,16 @@ import torch
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_torch_thread")]
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "bench"))
+sys.path += [str(ROOT / "bench"), str(ROOT / "examples")]
 
 import gpu_check  # noqa: E402
 import gpu_wheels  # noqa: E402
-from gpucheck import checks, picture, programs, rates, report, share, sides, throughput, verdicts  # noqa: E402
+import train  # noqa: E402
+from gpucheck import checks, models, picture, programs, rates, report, share, sides, throughput, verdicts  # noqa: E402
 from gpucheck.findings import Context, Finding, Limit, Outcome  # noqa: E402
 from gpucheck.programs import MARK, Done  # noqa: E402
 from gpucheck.rows import Row  # noqa: E402
 from gpucheck.verdicts import Answer  # noqa: E402
-
-from superadam.cli import main as cli  # noqa: E402
 
 STAGES = ["machine", "tests", "verification", "rates", "throughput", "sanitizer"]
 
@@ -49,7 +48,7 @@ def kind_of(command: Sequence[str]) -> str:
     if "--measure" in words:
         what, request = words[-2:]
         return json.loads(request)["program"] if what == "throughput" else what
-    return words[2]
+    return "train" if words[0].endswith("train.py") else words[2]
 
 
 Program = Callable[[Sequence[str], float], Done]
@@ -68,8 +67,7 @@ def in_this_process(command: Sequence[str], seconds: float) -> Done:
     if kind == "doctor":
         return Done(0, '{"findings": []}\n', 0.1)
     with contextlib.redirect_stdout(io.StringIO()) as output:
-        words = list(command[2:] if "--measure" in command else command[3:])
-        status = gpu_check.main(words) if "--measure" in command else cli.main(words)
+        status = (gpu_check if "--measure" in command else train).main(list(command[2:]))
     return Done(status, output.getvalue(), 0.1)
 
 
@@ -181,7 +179,7 @@ def test_fault_is_a_failure_and_the_rest_goes_on(
     [
         ({"elements_differing": 3}, "elements differing: 3"),
         ({"parameters_differing": 1}, "parameters differing: 1"),
-        ({"verdicts_differing": 1}, "verdicts differing: 1"),
+        ({"steps_differing": 1}, "steps differing: 1"),
         ({"clipped": 0}, "the run had no clipped steps"),
         ({"skipped": 0, "committed": 0}, "the run had no committed and no skipped steps"),
         ({"elements": None}, "no elements"),
@@ -191,7 +189,7 @@ def test_fault_is_a_failure_and_the_rest_goes_on(
 def test_only_a_run_that_shows_something_is_right(change: dict[str, Any], words: str) -> None:
     right = {
         **{"committed": 5, "clipped": 5, "skipped": 1, "elements": 99},
-        **dict.fromkeys(("elements_differing", "parameters_differing", "verdicts_differing"), 0),
+        **dict.fromkeys(("elements_differing", "parameters_differing", "steps_differing"), 0),
     }
     found = checks.what_is_wrong(Done(0, "", 1.0), {**right, **change})
     assert words in found
@@ -258,7 +256,7 @@ def test_every_optimizer_makes_the_same_step() -> None:
 
 
 def request(program: str, batches: list[int]) -> throughput.ThroughputRequest:
-    return throughput.ThroughputRequest(program, asdict(throughput.REHEARSED), "cpu", batches, 8, 0.0, 1 << 12)
+    return throughput.ThroughputRequest(program, "tiny", "cpu", batches, 8, 0.0, 1 << 12)
 
 
 def test_every_batch_size_chooses_its_own_placement_before_the_sweep(
@@ -280,7 +278,7 @@ def test_every_batch_size_chooses_its_own_placement_before_the_sweep(
     rows = [Row(**line) for line in Done(0, capsys.readouterr().out, 1.0).lines(MARK)]
     placed = {row.side: {name: int(row.placement[name]) for name in asked} for row in rows if row.side in sides.SWEPT}
     chosen = placed.pop(sides.AUTO)
-    total = throughput.REHEARSED.parameters
+    total = models.elements_of(models.SHAPES["tiny"])
     for name, placement in placed.items():
         wanted = sides.PLACEMENTS[name.partition(", ")[2]](sides.Placement(transfer_dtype=None, **chosen), total)
         assert placement == chosen | wanted
@@ -305,7 +303,7 @@ def test_placement_that_cannot_be_met_is_a_row(
 
 def test_what_matters_most_is_measured_first() -> None:
     order = [
-        (one.shape["name"], one.program)
+        (one.model, one.program)
         for one in throughput.requests(Context(programs.run, "cuda", rehearses=False, trace=""))
     ]
     first = [(model, program) for model in ("1b", "4b") for program in (sides.OVERLAPPED, sides.ON_DEVICE)]

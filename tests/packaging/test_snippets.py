@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed
+import train
 from torch import nn
 from torch.distributed import run as torchrun
 
@@ -164,6 +165,8 @@ def check(command: str) -> None:
                 check(shlex.join([started.training_script, *started.training_script_args]))
             elif started.training_script != "program.py":  # the reader's own
                 assert (ROOT / started.training_script).exists(), command
+        case ["python", "examples/train.py", *arguments]:
+            train.make_parser().parse_args(arguments)
         case ["python", script, *_]:
             assert (ROOT / script).exists(), command
         case ["accelerate", "launch", *arguments]:

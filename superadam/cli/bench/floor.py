@@ -1,7 +1,4 @@
-"""The floor of a pass: its loads and stores without the arithmetic, as fast as this machine can do them.
-
-Which variant of moving memory is fastest depends on processor, threads and pass, so it is measured in every run.
-"""
+"""The floor of a pass: its loads and stores without the arithmetic, by the variant that is the fastest in this run."""
 
 from __future__ import annotations
 

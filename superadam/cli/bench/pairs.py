@@ -1,7 +1,4 @@
-"""Paired timing of two actions: interleaved runs, whose ratios survive a machine that drifts.
-
-It must never warm, or run more often, only one of the two.
-"""
+"""Paired timing of two actions, warmed and run alike: interleaved, so that ratios survive a machine that drifts."""
 
 from __future__ import annotations
 

@@ -81,16 +81,8 @@ def link(host: Host) -> Finding:
             details.append(f"GPU {index} ({name}): not reported")
             continue
         rate = GIGABYTES_PER_LANE.get(int(generation), 0.0) * int(width)
-        links.append(
-            {
-                "gpu": index,
-                "kind": "PCIe",
-                "bus": bus,
-                "generation": int(generation),
-                "width": int(width),
-                "gigabytes_per_second": rate or None,
-            }
-        )
+        lanes = {"generation": int(generation), "width": int(width), "gigabytes_per_second": rate or None}
+        links.append({"gpu": index, "kind": "PCIe", "bus": bus, **lanes})
         details.append(f"GPU {index}: PCIe {generation} x{width}, {rate:.0f} GB/s each way")
         if widest.isdecimal() and int(width) < int(widest):
             narrow = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from superadam.cli.doctor import accelerator, memory, partition, processor, software
+from superadam.cli.doctor import accelerator, memory, processor, software
 from superadam.cli.doctor.finding import Finding, Status
 from superadam.host.machine import Host
 
@@ -23,7 +23,7 @@ PROBES: tuple[tuple[str, Probe], ...] = (
     ("memory bandwidth", memory.bandwidth),
     ("huge pages", memory.huge_pages),
     ("pinned memory", memory.pinned_memory),
-    ("resctrl/MPAM", partition.cache_partitioning),
+    ("resctrl/MPAM", processor.cache_partitioning),
     ("GPU", accelerator.gpus),
     ("GPU driver", accelerator.driver),
     ("GPU link", accelerator.link),

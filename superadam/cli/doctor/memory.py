@@ -1,7 +1,4 @@
-"""Probes of memory: how much there is, how it is mapped and locked, and its bandwidth, which is measured.
-
-The measurement is the traffic of an update through the kernels' own threads.
-"""
+"""Probes of memory: its size, how it is mapped and locked, and its bandwidth, measured as an update moves it."""
 
 from __future__ import annotations
 

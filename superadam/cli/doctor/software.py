@@ -15,12 +15,8 @@ OLDEST_TORCH = (2, 10)
 
 def superadam_version(host: Host) -> Finding:
     """Report superadam, Python and the system they run on."""
-    values = {
-        "superadam": version("superadam"),
-        "python": platform.python_version(),
-        "system": platform.system(),
-        "machine": platform.machine(),
-    }
+    values = {"superadam": version("superadam"), "python": platform.python_version()}
+    values |= {"system": platform.system(), "machine": platform.machine()}
     detail = "{superadam}, Python {python}, {system} {machine}".format(**values)
     return Finding("superadam", Status.OK, detail, values=values)
 

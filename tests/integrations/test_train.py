@@ -1,0 +1,253 @@
+"""`examples/train.py`, as a person runs it: what it tells and writes, what it notices, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+import runpy
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import train
+
+from superadam import OffloadScheduler, SpeculativeCPUAdamW, StepKind
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_torch_thread")]
+
+TINY = ["--model", "tiny", "--steps", "8", "--max-grad-norm", "2"]
+"""A run of which some steps are clipped and some are not."""
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+SENTENCES = b"".join(b"%d bottles of milk on the wall, and %d on the floor.\n" % (n, n * n % 97) for n in range(200))
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_with_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(tmp_path)
+    Path("sentences.txt").write_bytes(SENTENCES)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def run(*words: str, out: str = "run") -> tuple[int, dict[str, Any]]:
+    """Train on the sentences, and return the exit status and the report."""
+    report = Path(f"{out}.json")
+    status = train.main([*TINY, "--text", "sentences.txt", "--out", out, "--report", str(report), *words])
+    found: dict[str, Any] = json.loads(report.read_text(), parse_constant=lambda word: pytest.fail(word))
+    return status, found
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("dtype", "overlap"), [("bf16", True), ("bf16", False), ("fp32", True)])
+def test_verified_run(device: str, dtype: str, overlap: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--verify", "--dtype", dtype, "--device", device, "--inject-nan", "3", "--inject-nan", "5"]
+    words += ["--trace", "trace.json"] if overlap else ["--no-overlap"]
+    status, found = run(*words)
+    printed = capsys.readouterr().out
+    assert status == 0
+    assert f"\nverified: 0 of {3 * found['parameters']:,} elements of p, m and v differ from " in printed
+    assert found["verified"] is True
+    assert found["elements"] == 3 * found["parameters"]
+    assert [found[name] for name in ("elements_differing", "parameters_differing", "steps_differing")] == [0, 0, 0]
+    assert found["skipped"] == 2
+    assert min(found["committed"], found["clipped"]) > 0
+    assert found["committed"] + found["clipped"] + found["skipped"] == found["steps"] == len(found["losses"]) == 8
+    assert [number for number, norm in enumerate(found["grad_norms"], 1) if norm is None] == [3, 5]
+    assert sum(norm > 2 for norm in found["grad_norms"] if norm is not None) == found["clipped"]
+    for number in (3, 5):
+        assert f"step    {number} of 8" in printed
+    assert "skipped" in printed
+    assert ("hidden" in printed) is (found["buckets"] > 0) is overlap
+    assert Path("trace.json").exists() is overlap
+
+
+def test_report_adds_up() -> None:
+    _, found = run()
+    assert 0.0 <= found["hidden_share"] <= 1.0
+    assert 0.0 <= found["hidden_seconds"] <= found["work_seconds"]
+    assert found["hidden_share"] == pytest.approx(found["hidden_seconds"] / found["work_seconds"])
+    waited = found["hook_seconds"] + found["waited_seconds"] + found["step_seconds"]
+    assert found["work_seconds"] == pytest.approx(found["hidden_seconds"] + waited)
+    assert 0.0 < waited <= found["seconds"]
+    assert found["accepted"] > 0
+    assert found["peak_host_bytes"] > 1 << 20
+    assert "elements" not in found  # nothing was compared
+
+
+def test_run_without_overlap_hides_nothing() -> None:
+    _, found = run("--no-overlap", "--max-grad-norm", "inf")
+    assert (found["hidden_share"], found["buckets"], found["clipped"], found["max_grad_norm"]) == (0.0, 0, 0, "inf")
+
+
+def test_runs_have_the_same_losses_for_the_same_seed_only() -> None:
+    losses = [
+        run(*words, out=f"run{number}")[1]["losses"]
+        for number, words in enumerate([["--seed", "3"], ["--seed", "3", "--no-overlap"], ["--seed", "4"]])
+    ]
+    assert losses[0] == losses[1] != losses[2]
+    assert all(loss < losses[0][0] for loss in losses[0][3:])  # it learns
+
+
+def test_nan_changes_nothing_but_the_batch() -> None:
+    shape = train.MODELS["tiny"]
+    options = train.make_parser().parse_args([*TINY, "--steps", "2", "--inject-nan", "2"])
+    text = train.read_text(Path("sentences.txt"), shape.seq + 1)
+    with_nan = train.train(options, text, SpeculativeCPUAdamW)
+    options.steps, options.inject_nan = 1, []
+    shorter = train.train(options, text, SpeculativeCPUAdamW)
+    assert [outcome.kind for outcome in with_nan.outcomes] == [shorter.outcomes[0].kind, StepKind.SKIPPED]
+    assert with_nan.losses[:1] == shorter.losses
+    for ours, theirs in zip(with_nan.state + with_nan.parameters, shorter.state + shorter.parameters, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def _plant(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the run without superadam differ by one bit of what it leaves, or in a step."""
+    plain = train.TorchAdamW
+    monkeypatch.setattr(train, "PLAIN", plain)
+    if fault in ("master", "exp_avg", "exp_avg_sq"):
+
+        def state_dict(optimizer: Any, original: Any = plain.state_dict) -> Any:
+            state = original(optimizer)
+            state["state"][2][fault].view(torch.int32).view(-1)[7] ^= 1
+            return state
+
+        monkeypatch.setattr(plain, "state_dict", state_dict)
+        return
+
+    def step(optimizer: Any, original: Any = plain.step) -> None:
+        original(optimizer)
+        with torch.no_grad():
+            if fault == "parameter":
+                optimizer.parameters[-1].view(torch.int16).view(-1)[0] ^= 1
+        if fault == "norm":
+            was = optimizer.last_outcome
+            optimizer.last_outcome = type(was)(was.kind, was.grad_norm * (1 + 1e-9), was.clip_coefficient)
+
+    monkeypatch.setattr(plain, "step", step)
+
+
+@pytest.mark.parametrize("fault", ["master", "exp_avg", "exp_avg_sq", "parameter", "norm"])
+def test_planted_difference_is_found(
+    fault: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _plant(fault, monkeypatch)
+    status, found = run("--verify")
+    assert status == 1
+    assert "\nNOT verified: " in capsys.readouterr().out
+    assert found["verified"] is False
+    if fault in ("master", "exp_avg", "exp_avg_sq"):
+        assert [found[f"{name}_differing"] for name in ("elements", "parameters", "steps")] == [1, 0, 0]
+    elif fault == "norm":
+        assert [found[f"{name}_differing"] for name in ("elements", "parameters", "steps")] == [0, 0, 8]
+    else:
+        assert found["parameters_differing"] > 0
+
+
+def test_fault_of_superadam_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheduler under which a step is made with another learning rate."""
+    step, numbers = SpeculativeCPUAdamW.step, []
+
+    def wrong(optimizer: Any, *arguments: Any) -> Any:
+        numbers.append(0)
+        if len(numbers) == 4:
+            optimizer.param_groups[0]["lr"] = math.nextafter(optimizer.param_groups[0]["lr"], 1.0) * (1 + 1e-6)
+        return step(optimizer, *arguments)
+
+    monkeypatch.setattr(SpeculativeCPUAdamW, "step", wrong)
+    status, found = run("--verify")
+    assert status == 1
+    assert found["elements_differing"] > 0
+
+
+def test_where_torch_rounds_otherwise_plain_steps_are_compared_with(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    opened: list[Any] = []
+    monkeypatch.setattr(train, "PLAIN", SpeculativeCPUAdamW)
+    monkeypatch.setattr(train, "OffloadScheduler", lambda *a, **k: opened.append(1) or OffloadScheduler(*a, **k))
+    assert run("--verify")[0] == 0
+    assert "differ from plain steps in any bit" in capsys.readouterr().out
+    assert len(opened) == 1
+
+
+def test_picture_has_a_mark_for_each_clipped_and_skipped_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+    picture = train.picture
+    monkeypatch.setattr(train, "picture", lambda *arguments: drawn.append(picture(*arguments)) or drawn[0])
+    _, found = run("--inject-nan", "4")
+    top, bottom = drawn[0].axes
+    loss, clipped, skipped = (line.get_xydata().tolist() for line in top.lines)
+    assert [value for _, value in loss] == found["losses"]
+    assert [number for number, _ in skipped] == [4]
+    assert [number for number, _ in clipped] == [
+        n for n, norm in enumerate(found["grad_norms"], 1) if norm and norm > 2
+    ]
+    assert set(bottom.lines[1].get_ydata()) == {2.0}
+    image = Path("run/training.png").read_bytes()
+    assert image[:8] == b"\x89PNG\r\n\x1a\n"
+    assert struct.unpack(">II", image[16:24]) == (1500, 900)
+
+
+def test_models_have_sizes_at_which_torch_rounds_alike() -> None:
+    for shape in train.MODELS.values():
+        with torch.device("meta"):
+            model = train.Decoder(shape, torch.float32)
+        assert all(parameter.numel() % 64 == 0 for parameter in model.parameters())
+
+
+def test_all_of_the_model_learns_and_the_text_is_the_library() -> None:
+    model = train.Decoder(train.MODELS["tiny"], torch.float32)
+    model(torch.randint(256, (1, 17))).backward()
+    assert all(parameter.grad is not None and bool(parameter.grad.any()) for parameter in model.parameters())
+    text = bytes(train.read_text(None, 17).numpy())
+    assert b"class ArgumentParser" in text
+    assert b"class TestCase" in text
+    with pytest.raises(ValueError, match="the text has 10656 bytes, but a sequence 20000"):
+        train.read_text(Path("sentences.txt"), 20_000)
+
+
+BAD = [
+    (["--text", "missing.txt"], "cannot use missing.txt: No such file or directory"),
+    (["--text", "short.txt"], "the text has 5 bytes, but a sequence 17; give a longer one with --text"),
+    (["--steps", "0"], "--steps is 0; give a number above 0"),
+    (["--steps", "many"], "argument --steps: invalid int value: 'many'"),
+    (["--lr", "nan"], "--lr is nan; give a number above 0"),
+    (["--max-grad-norm", "-1"], "--max-grad-norm is -1.0; give a number above 0"),
+    (["--model", "8b"], "argument --model: invalid choice: '8b'"),
+    (["--device", "abacus"], "--device abacus is not available here; give cpu, or cuda with a GPU"),
+    (["--device", "meta"], "--device meta is not available here"),
+    (["--device", "cuda:99", "--verify"], "--device cuda:99 is not available here"),
+    (["--inject-nan", "9"], "--inject-nan is 9; give a step from 1 to 8"),
+    (["--trace", "trace.json", "--no-overlap"], "--trace needs a run that overlaps"),
+    (["--report", "short.txt"], "short.txt would be overwritten; move it away, or give another name"),
+    (["--report", "new.json", "--trace", "new.json"], "new.json would be overwritten"),
+    (["--out", "short.txt/below"], "cannot use short.txt/below: Not a directory; give another place"),
+    (["--wings"], "unrecognized arguments: --wings"),
+]
+
+
+@pytest.mark.parametrize(("words", "sentence"), BAD, ids=[" ".join(words) for words, _ in BAD])
+def test_bad_input_is_one_sentence_and_writes_nothing(
+    words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("short.txt").write_text("short")
+    before = {path: path.read_bytes() for path in Path().rglob("*")}
+    with pytest.raises(SystemExit) as stop:
+        train.main([*TINY, "--text", "sentences.txt", "--out", "run", *words])
+    printed = capsys.readouterr()
+    assert stop.value.code == 2
+    assert printed.err.startswith(f"train.py: {sentence}")
+    assert (printed.err.count("\n"), printed.out) == (1, "")
+    assert {path: path.read_bytes() for path in Path().rglob("*")} == before
+
+
+def test_missing_module_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    with pytest.raises(SystemExit, match=r'train.py cannot be run \(.*rich.*\); pip install "superadam\[cli\]"'):
+        runpy.run_path(str(train.__file__))
