@@ -269,7 +269,7 @@ EDITS: dict[str, Callable[[Run], object]] = {
 @pytest.mark.parametrize("edit", EDITS)
 @ALONE_OR_NOT
 @on_ranks(2)
-def test_edits(rank: int, where: str, edit: str) -> None:
+def test_edited_gradients_have_the_bits_of_the_plain_run(rank: int, where: str, edit: str) -> None:
     run = Run(rank)
     with run.at(where):
         for step in range(4):

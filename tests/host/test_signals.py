@@ -422,7 +422,7 @@ def test_each_signal_of_another_process_comes_once(errors: int) -> None:
 
 
 @pytest.mark.parametrize("errors", [0, 3])
-def test_storms_of_every_timer(errors: int) -> None:
+def test_signals_of_every_timer_wait_for_the_end_of_a_section(errors: int) -> None:
     """At intervals about as long as a section."""
     timers = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
     numbers = (signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF)

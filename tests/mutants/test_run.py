@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from mutants.run import equivalents, mirror_of, mutants_in, sources
+from check_wheel import MODULES
+from mutants.run import EXTENSIONS, equivalents, mirror_of, mutants_in, sources
 
 ROOT = Path(__file__).resolve().parents[2]
 EQUIVALENTS = equivalents(ROOT)
@@ -26,6 +27,10 @@ def test_every_source_has_tests() -> None:
     assert "tests/gpu/test_gpu_adam.py" in mirror_of(ROOT, "gpu/adam.py")
     assert "tests/host/test_signals.py" in mirror_of(ROOT, "cpu/signals.c")
     assert "tests/devices/test_devices.py" in mirror_of(ROOT, "superadam/testing/simulated.py")
+
+
+def test_a_copy_has_every_module_in_c() -> None:
+    assert sorted(EXTENSIONS) == sorted(name.removesuffix(".abi3.so").replace("/", ".") for name in MODULES)
 
 
 SOURCE = """

@@ -371,7 +371,7 @@ def test_state_of_one_parameter_popped_and_put_back_while_speculation_is_open() 
 
 @pytest.mark.parametrize("empty", [lambda: defaultdict(dict), dict], ids=["defaultdict", "dict"])
 @pytest.mark.parametrize("is_open", [False, True])
-def test_state_set_anew(empty: Callable[[], Any], is_open: bool) -> None:
+def test_an_empty_state_that_is_assigned_starts_anew(empty: Callable[[], Any], is_open: bool) -> None:
     optimizer, twin = trained(make(torch.bfloat16), [1]), trained(make(torch.bfloat16), [1])
     if is_open:
         speculate(optimizer, 2)

@@ -97,7 +97,7 @@ def test_refused_as_torch_refuses(ours: type, theirs: type, what: str) -> None:
 
 
 @pytest.mark.parametrize("key", ["capturable", "differentiable"])
-def test_refused_by_us(key: str) -> None:
+def test_options_that_cannot_be_are_refused(key: str) -> None:
     with pytest.raises(RuntimeError, match=f"{key}=True is not possible, because .*; leave it False"):
         make(**{key: True})
     optimizer = make()

@@ -377,7 +377,7 @@ MET, MISSED, NOT_ASKED, UNKNOWN = Answer.MET, Answer.MISSED, Answer.NOT_ASKED, A
         (None, 1.03, 1.0, [UNKNOWN, UNKNOWN]),
     ],
 )
-def test_bounds(
+def test_a_step_is_judged_by_its_bound(
     alone: dict[str, float] | None, mine: float | None, on_device: float | None, answers: list[Answer]
 ) -> None:
     def row(side: str, seconds: float | None, **figures: Any) -> Row:

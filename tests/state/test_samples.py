@@ -498,7 +498,7 @@ def run_of(program: Program, where: str, write: Write, *, reloads: bool = False)
 
 @pytest.mark.parametrize("where", [*DEVICES, "kept"])
 @pytest.mark.parametrize("program", PROGRAMS, ids=str)
-def test_program(program: Program, where: str) -> None:
+def test_uncounted_writes_are_found_or_need_reload_masters(program: Program, where: str) -> None:
     """Programs end in the bits of counted writes, or need `reload_masters()` for that."""
     expected, _ = run_of(program, where, counted)
     found, _ = run_of(program, where, program.write)
