@@ -550,9 +550,7 @@ def resident(scheduler: OffloadScheduler) -> int:
 
 @pytest.mark.parametrize("gpu_buckets", [1, 2, 3, ALL])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_some_or_all_buckets_on_the_device_have_the_bits_of_none(
-    dtype: torch.dtype, gpu_buckets: int, device: Device
-) -> None:
+def test_buckets_on_the_device_have_the_bits_of_none(dtype: torch.dtype, gpu_buckets: int, device: Device) -> None:
     scheduler = pair(
         lambda model, optimizer, _: train(model, optimizer, range(6)),
         device,
