@@ -1,7 +1,7 @@
 /* NEON at the armv8-a baseline, which every aarch64 CPU has: 4 elements; the sums in eight registers of 2 doubles.
- * div and sqrt occupy one of two pipelines for 10 and 9 cycles (Neoverse V2): docs/grace.md has all costs. bf16 is
- * rounded with integers (BFCVTN needs armv8.6-a), fp16 is converted by FCVTL and FCVTN. Stores are ordinary ones:
- * Arm cores notice that a loop writes whole cache lines and do not read them first, and STNP needs two registers. */
+ * div and sqrt occupy one of two pipelines for 10 and 9 cycles (Neoverse V2). bf16 is rounded with integers (BFCVTN
+ * needs armv8.6-a), fp16 is converted by FCVTL and FCVTN. Stores are ordinary ones: Arm cores notice that a loop writes
+ * whole cache lines and do not read them first, and STNP needs two registers. */
 
 #include <arm_neon.h>
 #include <stdint.h>

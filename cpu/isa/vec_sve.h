@@ -1,7 +1,7 @@
 /* SVE at any vector length: as many elements as a vector holds, at most the 16 lanes of the sums, chosen by predicates;
  * a length that is not a power of two uses the power of two below it. Tails are loads and stores under a shorter
  * predicate, so vec_dtypes.h and its buffers are not needed. Compiled twice: for CPUs with BF16, bf16 is rounded by
- * BFCVT (which keeps denormals and NaN), for others with integers. docs/grace.md has the costs at 128 bits. */
+ * BFCVT (which keeps denormals and NaN), for others with integers. */
 
 #include <arm_sve.h>
 #include <stdint.h>

@@ -1,7 +1,7 @@
 """The kernels of another architecture, run on this machine: compiled by zig, as those of the wheel, and emulated.
 
 Owns the tools it needs, the build in `build/arm/cross`, and the file of jobs that `runner.c` reads. It compares
-nothing: tests do that, and `bench/grace.py` counts.
+nothing: tests do that.
 """
 
 from __future__ import annotations
