@@ -324,7 +324,7 @@ def _row(
     rates, threads = settings.rates, settings.threads
     total = sum(gradients.numels)
     adam = _seconds_of(plain_steps[0])
-    free_bytes = int(settings.free_share * total * BYTES_PER_ELEMENT / FREE_SHARE) + BYTES_PER_ELEMENT
+    free_bytes = int((settings.free_share * total / FREE_SHARE + 1) * BYTES_PER_ELEMENT)
     for model in models:
         model.device = PacedDevice(rates, free_bytes=free_bytes, constants=gradients.sets, norms=gradients.sums)
         model.backward_seconds, model.forward_seconds = ratio * adam, FORWARD_SHARE * ratio * adam

@@ -29,7 +29,8 @@ AGREEING_STEPS = 3  # in a row, before anything moves
 LEAST_GAIN = 0.05  # of the time from the first bucket to the last result: how late results must be
 REMEMBERED_STEPS = 4  # of which the one with the most parameters gives the order
 FREE_SHARE = 0.8  # of the device's free memory, what state may take: fragments and peaks need the rest
-BYTES_PER_ELEMENT = 16 + 4  # at most: with amsgrad, and the gradient as well
+BYTES_PER_ELEMENT = BYTES_OF_STATE + 2
+"""What stays on the device of an element in bf16, with the usual state: that, and its gradient."""
 
 
 class Work(NamedTuple):
@@ -59,6 +60,7 @@ class Autotuner:
     Args:
         total: elements of all parameters.
         gpu_buckets, bucket_numel, transfer_dtype, num_threads: as in `superadam.Placement`, or "auto".
+        bytes_of_state, bytes_of_gradient: of each element that stays on the device.
 
     Attributes:
         order: pieces of parameters as their gradients became ready, resident ones last, in that of the last steps that
@@ -77,11 +79,12 @@ class Autotuner:
         bucket_numel: int | str,
         transfer_dtype: torch.dtype | str,
         num_threads: int | str,
-        bytes_of_state: int = BYTES_OF_STATE,
+        bytes_of_state: float = BYTES_OF_STATE,
+        bytes_of_gradient: int = 2,
     ) -> None:
         self._device = device
         self._total = total
-        self._bytes_of_state = bytes_of_state
+        self._bytes_of_state, self._bytes_of_gradient = bytes_of_state, bytes_of_gradient
         threads = device.idle_cores() if isinstance(num_threads, str) else num_threads
         numel = numel_of_buckets(total) if threads else DEFAULT_NUMEL
         self.placement = Placement(
@@ -184,7 +187,8 @@ class Autotuner:
         """
         resident_now = sum(one.elements for one in step if one.is_resident)
         free = (self._device.free_bytes() or 0) + self._bytes_of_state * resident_now
-        elements = max(0, int(free * FREE_SHARE) // BYTES_PER_ELEMENT)  # a peak may have been higher
+        each = self._bytes_of_state + self._bytes_of_gradient
+        elements = max(0, int(free * FREE_SHARE / each))  # a peak may have been higher
         buckets = elements // self.placement.bucket_numel
         while buckets and self._elements_of(buckets) > elements:
             buckets -= 1

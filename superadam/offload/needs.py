@@ -49,10 +49,10 @@ def needs_of(
     )
 
 
-def bytes_of_state(storage: Storage = Storage()) -> int:  # noqa: B008 (immutable)
-    """Return about how many bytes the state of one element of a working copy takes."""
+def bytes_of_state(storage: Storage = Storage(), *, amsgrad: bool = False) -> float:  # noqa: B008 (immutable)
+    """Return how many bytes the state of one element of a working copy takes."""
     weight = torch.empty(1, compact.BLOCK, dtype=torch.bfloat16, device="meta")
-    return needs_of(weight, is_on_host=False, storage=storage).state // weight.numel()
+    return needs_of(weight, is_on_host=False, amsgrad=amsgrad, storage=storage).state / weight.numel()
 
 
 BYTES_OF_STATE = bytes_of_state()
@@ -86,7 +86,9 @@ def needs_of_run(optimizer: SpeculativeCPUAdam, device: Device, placement: Place
     if not placement.num_threads:  # nothing is done during backward, so that nothing waits for a verdict
         return replace(run, gradients=run.gradients + run.pending, pending=0, shadows=0, lists=0, largest=0)
     if leaving and device.has_link:
-        resident = min(elements, placement.gpu_buckets * placement.bucket_numel) * bytes_of_state(storage)
+        amsgrad = any(group["amsgrad"] for group in groups)
+        each = bytes_of_state(storage, amsgrad=amsgrad)
+        resident = math.ceil(each * min(elements, placement.gpu_buckets * placement.bucket_numel))
         free = device.free_bytes()
         run = replace(run, shadows=run.shadows - (leaving if free is None else min(leaving, max(0, free - resident))))
     # A bucket holds less than bucket_numel before the piece that fills it.

@@ -131,8 +131,11 @@ class OffloadScheduler(GradientHolder):
         owned_device = self._device if device is None else None
         self._resident = ResidentStates(self._device) if self._device.can_update else None
         total = sum(parameter.numel() for parameter in parameters)
-        size = bytes_of_state(self._binding.storage)
-        self._autotuner = Autotuner(self._device, total, gpu_buckets, bucket_numel, transfer_dtype, num_threads, size)
+        amsgrad = any(group["amsgrad"] for group in optimizer.param_groups)
+        resident = bytes_of_state(self._binding.storage, amsgrad=amsgrad), max(one.itemsize for one in parameters)
+        self._autotuner = Autotuner(
+            self._device, total, gpu_buckets, bucket_numel, transfer_dtype, num_threads, *resident
+        )
         self._transfers = self._delivery = Transfers(
             self._device, self.statistics, self.trace, self.placement.transfer_dtype
         )

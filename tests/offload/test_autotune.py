@@ -42,12 +42,13 @@ class Measured(SimulatedDevice):
         super().__init__(0)
         self.free = int(free_elements * BYTES_PER_ELEMENT / FREE_SHARE) + 1
         self.num_threads = num_threads
+        self.bytes_of_state: float = BYTES_OF_STATE
         self.kept = 0  # elements
         self.questions = 0
 
     def free_bytes(self) -> int:
         self.questions += 1
-        return self.free - BYTES_OF_STATE * self.kept
+        return int(self.free - self.bytes_of_state * self.kept)
 
     def idle_cores(self) -> int:
         return self.num_threads
@@ -246,6 +247,32 @@ def test_what_is_kept_fits(bucket_numel: int, sizes: list[int], free_elements: i
         assert kept >= sum(sizes) - bucket_numel
     if seconds == 1e-9 and len(sizes) > 1:
         assert kept == 0
+
+
+@pytest.mark.parametrize(("of_state", "of_gradient"), [(12, 2), (16, 2), (12, 4), (5.03125, 2)])
+def test_as_many_are_kept_as_there_is_room_for(of_state: float, of_gradient: int) -> None:
+    device = Measured()
+    device.bytes_of_state = of_state
+    for elements in (2000, 2000 - 1):
+        device.free = math.ceil(elements * (of_state + of_gradient) / FREE_SHARE) + 1
+        sizes = {"bytes_of_state": of_state, "bytes_of_gradient": of_gradient}
+        steps = Steps([1000] * 4, device, bucket_numel=1000, **sizes)
+        assert steps.choose(seconds_per_element=1.0).gpu_buckets == elements // 1000
+
+
+@pytest.mark.parametrize(
+    ("options", "each"),
+    [({}, 12), ({"amsgrad": True}, 16), ({"moments": "8bit", "master": "24bit"}, 3 + 2 * (1 + 1 / 64))],
+)
+def test_what_stays_takes_what_the_optimizer_stores(options: dict[str, Any], each: float) -> None:
+    model = nn.ParameterList([torch.zeros(100, 64)]).bfloat16()
+    optimizer = SpeculativeCPUAdamW(model.parameters(), **options)
+    device = Measured()
+    device.free = math.ceil(each * 6400) - 1
+    with pytest.raises(MemoryError, match="the state that is to stay on the device"):
+        OffloadScheduler(optimizer, model, device=device, gpu_buckets=1)
+    device.free += 1
+    OffloadScheduler(optimizer, model, device=device, gpu_buckets=1).close()
 
 
 def test_memory_is_asked_for_only_where_a_decision_would_keep_more() -> None:
