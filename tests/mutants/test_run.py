@@ -65,7 +65,7 @@ def test_a_run_tells_what_survives(tmp_path: Path) -> None:
     for name, text in {**texts, "tests/mutants/mutants.toml": LIST % listed.key}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    variables = os.environ | {"PYTHONPATH": str(ROOT / "tests"), "SAMPLE": "100", "SPARE": "8"}
+    variables = os.environ | {"PYTHONPATH": str(ROOT / "tests"), "SAMPLE": "100", "SPARE": "15"}
     command = [sys.executable, "-m", "mutants.run", "superadam/step"]
     done = subprocess.run(command, cwd=tmp_path, env=variables, check=False, capture_output=True, text=True)
     lines = [line.split() for line in done.stdout.splitlines()]
