@@ -226,7 +226,7 @@ def _show(entry: dict[str, Any], key: str, state: ParameterState) -> None:
     whole = raw(entry).get(key)
     shown = shards.local_of(whole) if state.shown[key].is_by(whole) else None
     if shown is not None and shown.shape == state.shape:
-        with torch.no_grad(), torch_private.inference_mode(shown.is_inference()):
+        with torch_private.inference_mode(shown.is_inference()), torch.no_grad():  # the first enables it
             state.show(key, shown)
     else:
         _put(entry, key, state)

@@ -325,3 +325,42 @@ def test_freed_state_is_refused_until_it_is_replaced(call: str, key: str, format
     optimizer.step()
     assert bits(parameter) != before
     assert optimizer.state[parameter]["step"] == 3
+
+
+# ---- stand-ins -------------------------------------------------------------------------------------------------------
+
+
+def test_a_stand_in_stays_while_the_dict_is_held_that_has_it() -> None:
+    parameter = nn.Parameter(torch.ones(64))
+    optimizer = SpeculativeCPUAdamW([parameter])
+    parameter.grad = torch.ones(64)
+    optimizer.step()
+    held = optimizer.state
+    held[parameter]["exp_avg"] = held[parameter]["exp_avg"].double()
+    for _ in range(2):
+        before = bits(held[parameter]["exp_avg"])
+        optimizer.step()
+        assert held[parameter]["exp_avg"].dtype == torch.float64
+        assert bits(held[parameter]["exp_avg"]) != before
+    del held
+    optimizer.step()
+    assert optimizer.state[parameter]["exp_avg"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("in_inference_mode", [False, True])
+def test_a_stand_in_gets_its_values_whatever_autograd_knows_of_it(in_inference_mode: bool) -> None:
+    parameters = [nn.Parameter(torch.ones(64)) for _ in range(2)]
+    optimizers = [SpeculativeCPUAdamW([one]) for one in parameters]
+    stand_ins = []
+    for optimizer, parameter in zip(optimizers, parameters, strict=True):
+        parameter.grad = torch.ones(64)
+        optimizer.step()
+        with torch.inference_mode(in_inference_mode):
+            stand_ins.append(optimizer.state[parameter]["exp_avg"].double())
+    if not in_inference_mode:
+        stand_ins[0].requires_grad_()
+    optimizers[0].state[parameters[0]]["exp_avg"] = stand_ins[0]
+    for optimizer in optimizers:
+        optimizer.step()
+    assert bits(stand_ins[0]) == bits(optimizers[1].state[parameters[1]]["exp_avg"].double())
+    assert stand_ins[0].grad_fn is None
