@@ -127,7 +127,8 @@ def encode_8bit(value, turn, position, MANTISSA: tl.constexpr, HAS_SIGN: tl.cons
     Inf and NaN make their block NaN; without a sign so do negative numbers.
     """
     bits = value.to(tl.uint32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
+    # Some compilers make the mask an absolute value, which may give NaN any sign.
+    magnitude = tl.where(value != value, 0x7FC00000, bits & 0x7FFFFFFF)
     if not HAS_SIGN:
         magnitude = tl.where(bits > 0x80000000, 0x7FC00000, magnitude)
     cut: tl.constexpr = 23 - MANTISSA

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.gpu_arrays import DEVICE, TORCH_DTYPES, Launches, Placed, needs_triton
-from support.gpu_variants import stored_dtypes
-from support.kernel_arrays import FORMATS, Job, Segment, jobs, make_segment
+from support.gpu_arrays import DEVICE, Launches, needs_triton
+from support.gpu_checks import check_against_cpu, placed, resident_step
+from support.kernel_arrays import FORMATS, Job, jobs, make_segment
 from support.strategies import Magnitudes
 
 from superadam import gpu
@@ -22,50 +20,8 @@ from superadam.kernels import native
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
 from superadam.kernels.native import Dtype, Flag, Format, Pass
 from superadam.kernels.resident_step import ResidentStep
-from superadam.state.parameter import ARRAYS
 
 HYPER = Hyperparameters(1e-3, 0.9, 0.999, 1e-8, 0.1, amsgrad=False, maximize=False, decoupled_weight_decay=True)
-
-
-def dtypes_of(segment: Segment) -> dict[str, torch.dtype]:
-    """Return the dtype of each array that an update uses."""
-    real = torch.float64 if segment.gradient_dtype is Dtype.FLOAT64 else torch.float32
-    state = stored_dtypes(real, segment.format)
-    arrays = {"gradient": TORCH_DTYPES[segment.gradient_dtype], "out": TORCH_DTYPES[segment.out_dtype]}
-    return {**arrays, **state, "max_exp_avg_sq": state["exp_avg"]}
-
-
-def placed(segment: Segment, starts: Sequence[int]) -> dict[str, Placed]:
-    """Return the arrays of a segment that an update uses as tensors on the device."""
-    dtypes = dtypes_of(segment)
-    used = {name: array for name, array in segment.arrays.items() if name in dtypes}
-    return {
-        name: Placed(array.view.copy(), dtypes[name], starts[number % len(starts)])
-        for number, (name, array) in enumerate(used.items())
-    }
-
-
-def resident_step(arrays: dict[str, Placed], coefficients: int, phase: int = 0) -> ResidentStep:
-    tensors: dict[str, Any] = {name: array.tensor for name, array in arrays.items()}
-    tensors = {"gradient": tensors["gradient"], "parameter": tensors["out"], **dict.fromkeys(ARRAYS), **tensors}
-    del tensors["out"]
-    return ResidentStep(**tensors, coefficients=coefficients, phase=phase)
-
-
-def check_against_cpu(job: Job, starts: Sequence[int] = (0,)) -> None:
-    """Make the updates of a job on the device and on the CPU, and compare every byte."""
-    arrays = [placed(segment, starts) for segment in job.segments]
-    with np.errstate(all="ignore"):
-        pairs = zip(job.segments, arrays, strict=True)
-        steps = [resident_step(each, segment.coefficients, segment.phase) for segment, each in pairs]
-        gpu.update(steps, job.sets)
-    replace(job, which=Pass.UPDATE).run(native.active_isa())
-    for segment, each in zip(job.segments, arrays, strict=True):
-        for name, one in each.items():
-            assert one.outside_is_unchanged(), f"bytes around {name} were changed"
-        assert each["gradient"].is_unchanged(), "the gradient was changed"
-        expected = {name: segment.arrays[name].view.copy() for name in each}
-        segment.compare({name: one.read() for name, one in each.items()}, expected)
 
 
 @needs_triton

@@ -6,7 +6,7 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from unittest import mock
 
@@ -20,18 +20,17 @@ from support.gpu_arrays import (
     DEVICE,
     Array,
     Launches,
-    Placed,
     asked_for,
     needs_triton,
     offsets_with_gaps,
 )
-from support.kernel_arrays import HALVES_AND_FLOAT32, STORAGE, differing, differing_stored, narrow, widen
+from support.gpu_checks import check_pack, norms_of_cpu, stored_gradient
+from support.kernel_arrays import HALVES_AND_FLOAT32, widen
 from support.strategies import Magnitudes, magnitudes, random_array
 
 from superadam import gpu
 from superadam.gpu import Backend, backend, choice, language, pack
-from superadam.kernels import native
-from superadam.kernels.native import CHUNK, Dtype, Pass
+from superadam.kernels.native import CHUNK, Dtype
 
 LENGTHS = st.sampled_from([0, 1, 15, 16, 17, 255, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 17])
 
@@ -48,69 +47,6 @@ def chunks_per_program(number: int) -> AbstractContextManager[object]:
     Compiled programs keep theirs: larger ones take minutes to compile, and spill.
     """
     return mock.patch.object(pack, "CHUNKS_PER_PROGRAM", number) if language.IS_INTERPRETED else nullcontext()
-
-
-def stored_gradient(seed: int, length: int, kind: Magnitudes, dtype: Dtype, sprinkle: bool) -> Array:
-    rng = np.random.default_rng(seed)
-    values = random_array(rng, length, kind, np.float64 if dtype is Dtype.FLOAT64 else np.float32)
-    if sprinkle and length:
-        values[rng.integers(0, length, 3)] = rng.choice([np.inf, -np.inf, np.nan], 3)
-    return narrow(values, dtype)
-
-
-def norms_of_cpu(stored: Sequence[Array], dtype: Dtype) -> tuple[Array, Array]:
-    """Return what the CPU's NORM pass says of arrays: sums and counts, one after another."""
-    chunks = [native.chunk_count(len(one)) for one in stored]
-    sums, nonfinite = np.full(sum(chunks), -1.0), np.full(sum(chunks), -1, np.int64)
-    table = np.zeros(len(stored), native.SEGMENT)
-    for number, one in enumerate(stored):
-        first = 8 * sum(chunks[:number])
-        table[number]["gradient"], table[number]["length"] = one.ctypes.data, len(one)
-        table[number]["sums"], table[number]["nonfinite"] = sums.ctypes.data + first, nonfinite.ctypes.data + first
-        table[number]["gradient_dtype"] = dtype
-    native.run(Pass.NORM, table)
-    return sums, nonfinite
-
-
-def check_pack(
-    stored: Sequence[Array],
-    dtypes: Sequence[Dtype],
-    link: Dtype,
-    places: Sequence[int],
-    numel: int,
-    starts: Sequence[int] = (0,),
-    with_norm: bool | None = None,
-) -> None:
-    """Pack arrays with what runs at present, and compare every byte with the CPU's kernels and the oracle's casts."""
-    gradients = [
-        Placed(one, dtype, starts[number % len(starts)])
-        for number, (one, dtype) in enumerate(zip(stored, dtypes, strict=True))
-    ]
-    blank = np.frombuffer(b"\x5a" * (numel * STORAGE[link]().itemsize), STORAGE[link])
-    destination = Placed(blank, link, starts[-1])
-    wanted, arrived = blank.copy(), []
-    for one, dtype, place in zip(stored, dtypes, places, strict=True):
-        arrived.append(one if dtype is link else narrow(widen(one, dtype), link))
-        wanted[place : place + len(one)] = arrived[-1]
-    sums, nonfinite = norms_of_cpu(arrived, link)
-    got_sums = Placed(np.full(len(sums) + 1, -1.0), torch.float64)
-    got_nonfinite = Placed(np.full(len(sums) + 1, -1, np.int64), torch.int64)
-
-    if with_norm is None:
-        with_norm = backend(DEVICE).backend is not Backend.TORCH
-    norm = (got_sums.tensor, got_nonfinite.tensor) if with_norm else ()
-    with np.errstate(all="ignore"):
-        gpu.pack_gradients([one.tensor for one in gradients], places, destination.tensor, *norm)
-
-    assert all(one.is_unchanged() for one in gradients)
-    assert destination.outside_is_unchanged()
-    assert differing_stored(destination.read(), wanted, link) == 0
-    if not with_norm:
-        assert got_sums.is_unchanged()
-        assert got_nonfinite.is_unchanged()
-        return
-    assert differing(got_sums.read(), np.append(sums, -1.0)) == 0
-    assert np.array_equal(got_nonfinite.read(), np.append(nonfinite, -1))
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -191,6 +191,8 @@ class Code:
         relaxed: operations in LLVM's IR that may be reassociated, contracted, or approximated.
         keeps_denormals: False where the hardware's mode flushes them or does not round to nearest even.
         spilled: bytes of registers that each thread keeps in memory.
+        ptx, shared: the text for NVIDIA's assembler, and bytes of memory that the threads of a program share.
+        constants: of the launch.
     """
 
     instructions: Counter[str]
@@ -198,6 +200,9 @@ class Code:
     relaxed: int
     keeps_denormals: bool
     spilled: int
+    ptx: str
+    shared: int
+    constants: dict[str, Any]
 
     def count(self, pattern: str) -> int:
         """Return how many instructions match a regular expression from their beginning to their end."""
@@ -212,14 +217,14 @@ _RELAXED = re.compile(r"= (?:tail )?(?:f\w+|call|select|phi) (?:fast|nnan|ninf|n
 _MODES = {"round_mode_32": 0, "round_mode_16_64": 0, "denorm_mode_32": 3, "denorm_mode_16_64": 3}
 
 
-def _read(compiled: Any, assembler: str) -> Code:
+def _read(compiled: Any, assembler: str, constants: dict[str, Any]) -> Code:
     """Return what counts of a kernel that Triton has compiled, with what NVIDIA's assembler said."""
     metadata, relaxed = compiled.metadata, len(_RELAXED.findall(compiled.asm["llir"]))
     threads = metadata.num_warps * metadata.target.warp_size
     if metadata.target.backend == "cuda":
         names = re.findall(r"^\s+(?:@!?%\w+\s+)?([a-z]\w*(?:\.\w+(?:::\w+)*)+)\s", compiled.asm["ptx"], re.M)
         spilled = sum(map(int, re.findall(r"(\d+) bytes spill", assembler)))
-        keeps_denormals = not any(re.search(r"\.ftz\b", name) for name in names)
+        keeps_denormals = True  # else there is an instruction that `support.ptx` does not know
     else:
         # A half is widened on the way into v_fma_mix, which makes products (of which -0 is subtracted) and sums, too.
         text = re.sub(r"v_fma_mix(?=_f32 .*\bneg\(0\))", "v_mul_mix", compiled.asm["amdgcn"])
@@ -229,23 +234,32 @@ def _read(compiled: Any, assembler: str) -> Code:
         spilled = value["private_segment_fixed_size"] + 4 * value["vgpr_spill_count"]
         keeps_denormals = all(value[f"amdhsa_float_{mode}"] == expected for mode, expected in _MODES.items())
         keeps_denormals &= not any(re.match(r"s_(setreg|denorm|round)", name) for name in names)
-    return Code(Counter(names), threads, relaxed, keeps_denormals, spilled)
+    ptx = compiled.asm.get("ptx", "")
+    return Code(Counter(names), threads, relaxed, keeps_denormals, spilled, ptx, metadata.shared, constants)
 
 
-Request = tuple[str, str, tuple[Any, ...]]
-"""A target, a kernel and the arguments of its function in `LAUNCHES`."""
+class Request(NamedTuple):
+    """A target, a kernel, arguments of its function in `LAUNCHES`; constants that it gets in place of its own."""
+
+    target: str
+    kernel: str
+    arguments: tuple[Any, ...]
+    changes: tuple[tuple[str, Any], ...] = ()
 
 
-def _compile_all() -> None:
+def _compile_all(assembles: bool) -> None:
     """Read requests from standard input, and write their `Code`s to standard output."""
     from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import CUDABackend
     from triton.runtime import driver
 
     targets = {name: GPUTarget(*arguments) for name, arguments in TARGETS.items()}
     active = mock.Mock()
     driver.set_active(active)
     codes = []
-    for target, name, arguments in pickle.load(sys.stdin.buffer):
+    if not assembles:
+        CUDABackend.make_cubin = lambda *_: b""
+    for target, name, arguments, changes in pickle.load(sys.stdin.buffer):
         active.get_current_device.return_value = target
         active.get_current_target.return_value = targets[target]
         with noted_launches() as launches:
@@ -254,8 +268,9 @@ def _compile_all() -> None:
         assert launch.name == name
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()) as log:
             warnings.simplefilter("error")
-            compiled = launch.kernel.warmup(*launch.arguments, grid=launch.grid, **launch.constants)
-        codes.append(_read(compiled, log.getvalue()))
+            constants = {**launch.constants, **dict(changes)}
+            compiled = launch.kernel.warmup(*launch.arguments, grid=launch.grid, **constants)
+        codes.append(_read(compiled, log.getvalue(), constants))
     pickle.dump(codes, sys.stdout.buffer)
 
 
@@ -274,17 +289,17 @@ class Compilers:
     Args:
         requests: what will be asked for.
         cache: an empty folder for Triton's files.
+        assembles: whether NVIDIA's assembler, which takes half of the time, is to tell what spills.
+        together: requests that one process answers.
     """
 
-    TOGETHER = 16
-    """Requests that one process answers."""
-
-    def __init__(self, requests: Sequence[Request], cache: Path) -> None:
+    def __init__(self, requests: Sequence[Request], cache: Path, *, assembles: bool = True, together: int = 16) -> None:
         self._cache = cache
+        self._assembles = assembles
         self._threads = ThreadPoolExecutor(2)
         self._parts: dict[Request, tuple[Future[list[Code]], int]] = {}
-        for begin in range(0, len(requests), self.TOGETHER):
-            part = requests[begin : begin + self.TOGETHER]
+        for begin in range(0, len(requests), together):
+            part = requests[begin : begin + together]
             codes = self._threads.submit(self._compile, part)
             self._parts.update({request: (codes, number) for number, request in enumerate(part)})
 
@@ -301,7 +316,7 @@ class Compilers:
         clean = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
         path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
         done = subprocess.run(
-            [sys.executable, "-c", "from support import gpu_variants; gpu_variants._compile_all()"],
+            [sys.executable, "-c", f"from support import gpu_variants; gpu_variants._compile_all({self._assembles})"],
             input=pickle.dumps(requests),
             env=clean | {"TRITON_CACHE_DIR": str(self._cache), "TRITON_DUMP_PTXAS_LOG": "1", "PYTHONPATH": path},
             check=False,

@@ -1,0 +1,343 @@
+"""The kernels as Triton compiles them for NVIDIA's GPUs, executed without one, leave the bits that the CPU's leave.
+
+`support.ptx` executes the launches that production makes. It knows no operation that would round otherwise, and notices
+accesses that a GPU would not allow. What NVIDIA's assembler makes of them is not covered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import mmap
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from support import ptx
+from support.gpu_arrays import DEVICE, Placed, needs_triton, offsets_with_gaps
+from support.gpu_checks import (
+    cases,
+    check_against_cpu,
+    check_pack,
+    request_of,
+    requests_of,
+    stored_gradient,
+)
+from support.gpu_variants import (
+    ADAM,
+    PACK,
+    SCATTER,
+    Code,
+    Compilers,
+    Launch,
+    Request,
+    can_compile,
+    noted_launches,
+)
+from support.kernel_arrays import STORAGE, Job, make_segment, widen
+from support.strategies import Magnitudes
+
+from superadam import gpu
+from superadam.kernels.dtypes import DTYPES
+from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
+from superadam.kernels.native import CHUNK, Flag, Format, Pass
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.subprocess,
+    needs_triton,
+    pytest.mark.skipif(not can_compile(), reason="this Triton lacks compilers"),
+    pytest.mark.skipif(DEVICE.type != "cpu", reason="a GPU executes the kernels itself"),
+]
+
+CHOSEN = ["sm_80", "sm_90", "sm_100"] if os.environ.get("SUPERADAM_DEEP") == "1" else ["sm_90"]
+
+# ---- execution -----------------------------------------------------------------------------------------------------
+
+
+def tensors_in(thing: Any) -> Iterator[torch.Tensor]:
+    if isinstance(thing, torch.Tensor):
+        yield thing
+    elif isinstance(thing, list | tuple):
+        yield from itertools.chain.from_iterable(map(tensors_in, thing))
+    elif is_dataclass(thing):
+        yield from itertools.chain.from_iterable(tensors_in(getattr(thing, one.name)) for one in fields(thing))
+
+
+def execute(
+    launch: Launch, code: Code, kernel: ptx.Kernel, parts: Iterable[tuple[int, int]], programs: Sequence[int]
+) -> Counter[int]:
+    """Make some programs of a launch, which may access these parts of memory and the tensors among its arguments."""
+    assert launch.constants == code.constants
+    parts = [*parts, *((one.data_ptr(), one.nbytes) for one in tensors_in(launch.arguments))]
+    values = [one.data_ptr() if isinstance(one, torch.Tensor) else int(one) for one in launch.arguments]
+    values += [0, 0]  # Triton adds two pointers, to memory that these kernels have none of
+    return ptx.launch(kernel, programs, code.threads, code.shared, values, ptx.Memory(parts))
+
+
+@contextlib.contextmanager
+def executing(code: Code) -> Iterator[Counter[int]]:
+    """Let launches of one variant be executed meanwhile; yield how often each instruction is."""
+    executed: Counter[int] = Counter()
+    kernel = ptx.parse(code.ptx)
+
+    def by_executor(function: Callable[..., None]) -> Callable[..., None]:
+        def run(*arguments: Any) -> None:
+            with noted_launches() as launches:
+                function(*arguments)
+            parts = [(one.data_ptr(), one.nbytes) for one in tensors_in(arguments)]
+            for launch in launches:
+                executed.update(execute(launch, code, kernel, parts, range(launch.grid[0])))
+
+        return run
+
+    with contextlib.ExitStack() as stack:
+        for name in ("update", "pack_gradients", "scatter_values"):
+            stack.enter_context(mock.patch.object(gpu, name, by_executor(getattr(gpu, name))))
+        yield executed
+
+
+# ---- what is compared ----------------------------------------------------------------------------------------------
+
+KINDS = [
+    *([Magnitudes.ORDINARY],) * 3,  # with each set of coefficients
+    [Magnitudes.SPECIAL],
+    [Magnitudes.WIDE, Magnitudes.ORDINARY],
+    [Magnitudes.BITS],
+    [Magnitudes.TINY, Magnitudes.ORDINARY, Magnitudes.TINY],
+    [Magnitudes.TINY],
+    [Magnitudes.HUGE, Magnitudes.WIDE],
+    [Magnitudes.ORDINARY, Magnitudes.TINY],
+]
+"""Of the gradient, another one, the master, its moments, and so on in turn."""
+
+
+def check_adam(gradient: torch.dtype, parameter: torch.dtype, form: Format, flags: Flag, aligned: bool) -> None:
+    """Update segments of all kinds, with a whole block and a part of one, and short ones."""
+    double = parameter == torch.float64
+    sets = []
+    for beta1, beta2, eps, scale, lr, step in (
+        (0.9, 0.999, 1e-8, 0.3, 1e-3, 1),
+        (0.3, 0.99, 1e-40, 2.0**-16, 1e-1, 17),
+        (0.5, 0.5, 0.0, 1e10, 1e10, 2**40),
+    ):
+        hyper = Hyperparameters(lr, beta1, beta2, eps, 0.1, False, False, False)
+        k = Coefficients.at_step(hyper, step, scale, double=double, compact=bool(form))
+        sets.append(replace(k, flags=flags, decay=1 - 1e-4 if double else float(np.float32(1 - 1e-4))))
+    multiple = 64 if Format.MOMENTS_8BIT in form else 1
+    segments = []
+    for number, (length, kinds) in enumerate([*((1985, kinds) for kinds in KINDS), (1, KINDS[0]), (0, KINDS[0])]):
+        length = -(-length // multiple) * multiple
+        segment = make_segment(
+            number, length, DTYPES[gradient], DTYPES[parameter], kinds=kinds, sprinkle=number % 3 == 2, form=form
+        )
+        if Flag.AMSGRAD not in flags:
+            segment.arrays.pop("max_exp_avg_sq", None)
+        segment.coefficients = number % 3
+        if number in (1, 2):  # where the last bits of a change are not lost in a larger master
+            for name in segment.arrays.keys() & {"master", "master_low"}:
+                segment.arrays[name].view[:] = 0
+        segments.append(segment)
+    check_against_cpu(Job(Pass.UPDATE, segments, sets), (0,) if aligned else (0, 1, 3))
+
+
+def places_of(lengths: Sequence[int], aligned: bool) -> tuple[list[int], int]:
+    """Return where tensors begin in a buffer, and its length."""
+    if not aligned:
+        return offsets_with_gaps(lengths, (3, 0, 40), [*range(len(lengths))][::-1])
+    ends = list(itertools.accumulate(-(-length // 64) * 64 for length in lengths))
+    return [0, *ends[:-1]], ends[-1]
+
+
+def half_patterns(source: torch.dtype, link: torch.dtype) -> np.ndarray:
+    """Return every half, or fp32 halfway between some halves of `link` and next to that, in sixteen chunks."""
+    every = np.arange(1 << 16, dtype=np.uint16)
+    if source != torch.float32:
+        return every
+    halves = widen(every[::4], DTYPES[link]).view(np.uint32)
+    tie = np.uint32(0x1000 if link == torch.float16 else 0x8000)
+    beside = [halves, halves | tie, halves | tie - np.uint32(1), halves | tie + np.uint32(1)]
+    beside[0][:1024] = ((np.arange(1024) + 0.5) * 2.0**-24).astype(np.float32).view(np.uint32)  # denormal ties
+    return np.concatenate(beside).view(np.float32)
+
+
+def check_packing(sources: Sequence[torch.dtype], link: torch.dtype, sums: bool, aligned: bool) -> None:
+    """Pack programs of whole chunks, and one with ends; of one dtype also every half, or what lies beside ties."""
+    lengths = [5 * CHUNK, 0, 3 * CHUNK, 1, 300, 17, 255, *range(2, 6)]
+    dtypes = [DTYPES[sources[number % len(sources)]] for number in range(len(lengths))]
+    kinds = [Magnitudes.SPECIAL, *Magnitudes]
+    stored = [
+        stored_gradient(number, length, kinds[number % len(kinds)], dtype, number % 2 == 0)
+        for number, (length, dtype) in enumerate(zip(lengths, dtypes, strict=True))
+    ]
+    if len(sources) == 1 and (sources[0].itemsize, link.itemsize) in ((2, 2), (2, 4), (4, 2)):
+        stored.insert(0, half_patterns(sources[0], link))
+        dtypes.insert(0, dtypes[0])
+        lengths.insert(0, len(stored[0]))
+    places, numel = places_of(lengths, aligned)
+    check_pack(stored, dtypes, DTYPES[link], places, numel, (0,) if aligned else (0, 1, 3), with_norm=sums)
+
+
+def check_scatter(dtype: torch.dtype, aligned: bool) -> None:
+    """Scatter whole blocks and parts, large and small."""
+    lengths = [4096, 0, 1, 5, 4097, 9000, 4095, *range(2, 30)]
+    places, numel = places_of(lengths, aligned)
+    kind = STORAGE[DTYPES[dtype]]
+    rng = np.random.default_rng(numel)
+    values = rng.integers(0, 256, numel * kind().itemsize, dtype=np.uint8).view(kind)
+    starts = (0,) if aligned else (0, 1, 3)
+    buffer = Placed(values, dtype, starts[-1])
+    targets = [Placed(np.zeros(n, kind), dtype, starts[row % len(starts)]) for row, n in enumerate(lengths)]
+    sources = [buffer.tensor[place : place + length] for place, length in zip(places, lengths, strict=True)]
+    gpu.scatter_values(sources, [one.tensor for one in targets])
+    assert buffer.is_unchanged()
+    for one, place, length in zip(targets, places, lengths, strict=True):
+        assert one.outside_is_unchanged()
+        assert one.read().tobytes() == values[place : place + length].tobytes()
+
+
+CHECKS: dict[str, Callable[..., None]] = {
+    "adam_kernel": check_adam,
+    "pack_kernel": check_packing,
+    "scatter_kernel": check_scatter,
+}
+
+FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
+PLAIN = (FLOAT32, FLOAT32, Format.PLAIN, Flag.SCALE)
+UNALIGNED = {
+    "adam_kernel": (*PLAIN, False),
+    "pack_kernel": ((FLOAT32,), FLOAT32, False, False),
+    "scatter_kernel": (FLOAT32, False),
+}
+ALIGNED = [Request("sm_90", name, (*arguments[:-1], True)) for name, arguments in UNALIGNED.items()]
+FUSED = [one._replace(changes=(("enable_fp_fusion", True),)) for one in ALIGNED if one.kernel == "adam_kernel"]
+CODES = Request("sm_100", "adam_kernel", (BFLOAT16, BFLOAT16, Format.MOMENTS_8BIT, Flag.SCALE, True))
+
+
+@pytest.fixture(scope="module")
+def compilers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compilers]:
+    """Compile what the chosen tests look up."""
+    requests = [*requests_of(request), *ALIGNED, *FUSED, CODES]
+    compilers = Compilers(requests, tmp_path_factory.mktemp("triton"), assembles=False, together=64)
+    yield compilers
+    compilers.close()
+
+
+def check(request: Request, code: Code) -> None:
+    """Check that a variant has the bits of the CPU, and that every instruction was executed for that."""
+    with executing(code) as executed:
+        CHECKS[request.kernel](*request.arguments)
+    assert len(executed) == len(ptx.parse(code.ptx).instructions)
+
+
+def of_adam(targets: Iterable[str], variants: Iterable[tuple[Any, ...]]) -> Callable[[Any], Any]:
+    """Return `over` for variants of the update."""
+    names = "gradient parameter form scale maximize decoupled l2 amsgrad round aligned"
+    return over(
+        targets,
+        names,
+        ((*dtypes, form, *(flag in flags for flag in Flag), aligned) for *dtypes, form, flags, aligned in variants),
+    )
+
+
+def over(targets: Iterable[str], names: str, variants: Iterable[tuple[Any, ...]]) -> Callable[[Any], Any]:
+    """Return the decorator of a test that looks up its parameters by `request_of`."""
+    fixtures = pytest.mark.usefixtures("target", *names.split())
+    few = pytest.mark.covering(1)  # every value, not every pair: the compiler takes up to a second for each variant
+    return lambda test: few(fixtures(cases(targets, names, variants)(test)))
+
+
+@of_adam(CHOSEN, ADAM)
+def test_adam_kernel(request: pytest.FixtureRequest, compilers: Compilers) -> None:
+    check(request_of(request.node), compilers.code(request_of(request.node)))
+
+
+@of_adam(["sm_100"], [one for one in ADAM if Format.MOMENTS_8BIT in one[2]])
+def test_adam_kernel_with_8bit_moments(request: pytest.FixtureRequest, compilers: Compilers) -> None:
+    """`abs.f32`, which only this target has, may make any NaN: the bits depend on none."""
+    code = compilers.code(request_of(request.node))
+    assert "abs.f32" in code.ptx
+    for nan in (0x7FFFFFFF, 0xFFFFFFFF):
+        with mock.patch.dict(ptx.CANONICAL_NAN, f32=nan):
+            check(request_of(request.node), code)
+
+
+@over(CHOSEN, "sources link sums aligned", PACK)
+def test_pack_kernel(request: pytest.FixtureRequest, compilers: Compilers) -> None:
+    check(request_of(request.node), compilers.code(request_of(request.node)))
+
+
+@over(CHOSEN, "dtype aligned", SCATTER)
+def test_scatter_kernel(request: pytest.FixtureRequest, compilers: Compilers) -> None:
+    check(request_of(request.node), compilers.code(request_of(request.node)))
+
+
+# ---- what would be noticed -----------------------------------------------------------------------------------------
+
+
+def planted(code: Code, **constants: Any) -> Code:
+    """Return what was compiled with other constants as if it were that of a launch with these."""
+    return replace(code, constants={**code.constants, **constants})
+
+
+@pytest.mark.parametrize("number", range(len(ALIGNED)))
+def test_vectors_at_any_address_are_noticed(number: int, compilers: Compilers) -> None:
+    request = ALIGNED[number]
+    code = planted(compilers.code(request), IS_ALIGNED=False)
+    with executing(code), pytest.raises(ptx.ExecutionError, match="an address is no multiple of"):
+        CHECKS[request.kernel](*UNALIGNED[request.kernel])
+
+
+@pytest.mark.parametrize("number", range(len(FUSED)))
+def test_what_may_be_contracted_is_refused(number: int, compilers: Compilers) -> None:
+    request = FUSED[number]
+    code = planted(compilers.code(request), enable_fp_fusion=False)
+    with executing(code), pytest.raises(ptx.ExecutionError, match=r"(add|sub|mul)\.f(32|64) is not known"):
+        CHECKS[request.kernel](*request.arguments)
+
+
+FAR = 2**32
+
+
+def vast(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return address space, which gets memory where it is written."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE, which Python before 3.13 does not name
+    return torch.frombuffer(mmap.mmap(-1, numel * dtype.itemsize, flags), dtype=dtype)
+
+
+def scatter_far(code: Code) -> None:
+    """Scatter a tensor of more than 2^32 elements by some of the programs, which may access their parts alone."""
+    numel, block = FAR + 5001, code.constants["BLOCK"]
+    programs = [0, FAR // 2 // block - 1, FAR // 2 // block, FAR // block, FAR // block + 1]
+    source, target = vast(numel, FLOAT32), vast(numel, FLOAT32)
+    windows = [slice(program * block, min((program + 1) * block, numel)) for program in programs]
+    for number, window in enumerate(windows):
+        source[window] = torch.arange(float(window.stop - window.start)) + number
+    parts = [(one[window].data_ptr(), one[window].nbytes) for one in (source, target) for window in windows]
+    with noted_launches() as launches:
+        gpu.scatter_values([source], [target])
+    (launch,) = launches
+    assert launch.grid == (programs[-1] + 1,)
+    execute(launch, code, ptx.parse(code.ptx), parts, programs)
+    for window in windows:
+        assert torch.equal(source[window], target[window])
+
+
+def test_tensors_of_more_than_32_bits(compilers: Compilers) -> None:
+    scatter_far(compilers.code(ALIGNED[-1]))
+
+
+def test_offsets_of_32_bits_are_noticed(compilers: Compilers) -> None:
+    code = compilers.code(ALIGNED[-1])
+    cut = r"\1\ncvt.u32.u64 %r9999, \2;\ncvt.s64.s32 \2, %r9999;"
+    text, count = re.subn(r"(shl\.b64\s+(%rd\d+), %rd\d+, 1[24];)", cut, code.ptx)
+    assert count > 0
+    with pytest.raises(ptx.ExecutionError, match="threads access 16 bytes outside"):
+        scatter_far(replace(code, ptx=text))

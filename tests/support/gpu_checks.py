@@ -1,0 +1,173 @@
+"""What tests check of the kernels of superadam.gpu, whether these are interpreted, compiled, or executed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.gpu_arrays import DEVICE, TORCH_DTYPES, Array, Placed
+from support.gpu_variants import LAUNCHES, Request, stored_dtypes
+from support.kernel_arrays import STORAGE, Job, Segment, differing, differing_stored, narrow, widen
+from support.strategies import Magnitudes, random_array
+
+from superadam import gpu
+from superadam.gpu import Backend, backend
+from superadam.kernels import native
+from superadam.kernels.native import Dtype, Flag, Format, Pass
+from superadam.kernels.resident_step import ResidentStep
+from superadam.state.parameter import ARRAYS
+
+
+def dtypes_of(segment: Segment) -> dict[str, torch.dtype]:
+    """Return the dtype of each array that an update uses."""
+    real = torch.float64 if segment.gradient_dtype is Dtype.FLOAT64 else torch.float32
+    state = stored_dtypes(real, segment.format)
+    arrays = {"gradient": TORCH_DTYPES[segment.gradient_dtype], "out": TORCH_DTYPES[segment.out_dtype]}
+    return {**arrays, **state, "max_exp_avg_sq": state["exp_avg"]}
+
+
+def placed(segment: Segment, starts: Sequence[int]) -> dict[str, Placed]:
+    """Return the arrays of a segment that an update uses as tensors on the device."""
+    dtypes = dtypes_of(segment)
+    used = {name: array for name, array in segment.arrays.items() if name in dtypes}
+    return {
+        name: Placed(array.view.copy(), dtypes[name], starts[number % len(starts)])
+        for number, (name, array) in enumerate(used.items())
+    }
+
+
+def resident_step(arrays: dict[str, Placed], coefficients: int, phase: int = 0) -> ResidentStep:
+    tensors: dict[str, Any] = {name: array.tensor for name, array in arrays.items()}
+    tensors = {"gradient": tensors["gradient"], "parameter": tensors["out"], **dict.fromkeys(ARRAYS), **tensors}
+    del tensors["out"]
+    return ResidentStep(**tensors, coefficients=coefficients, phase=phase)
+
+
+def check_against_cpu(job: Job, starts: Sequence[int] = (0,)) -> None:
+    """Make the updates of a job on the device and on the CPU, and compare every byte."""
+    arrays = [placed(segment, starts) for segment in job.segments]
+    with np.errstate(all="ignore"):
+        pairs = zip(job.segments, arrays, strict=True)
+        steps = [resident_step(each, segment.coefficients, segment.phase) for segment, each in pairs]
+        gpu.update(steps, job.sets)
+    replace(job, which=Pass.UPDATE).run(native.active_isa())
+    for segment, each in zip(job.segments, arrays, strict=True):
+        for name, one in each.items():
+            assert one.outside_is_unchanged(), f"bytes around {name} were changed"
+        assert each["gradient"].is_unchanged(), "the gradient was changed"
+        expected = {name: segment.arrays[name].view.copy() for name in each}
+        actual = {name: one.read() for name, one in each.items()}
+        segment.compare(actual, expected)
+        if Format.MOMENTS_8BIT in segment.format:  # codes are bytes, also of blocks that are NaN
+            for name in ("exp_avg", "exp_avg_sq", "exp_avg_exponents", "exp_avg_sq_exponents"):
+                assert np.array_equal(actual[name], expected[name]), f"codes in {name} differ"
+
+
+def stored_gradient(seed: int, length: int, kind: Magnitudes, dtype: Dtype, sprinkle: bool) -> Array:
+    rng = np.random.default_rng(seed)
+    values = random_array(rng, length, kind, np.float64 if dtype is Dtype.FLOAT64 else np.float32)
+    if sprinkle and length:
+        values[rng.integers(0, length, 3)] = rng.choice([np.inf, -np.inf, np.nan], 3)
+    return narrow(values, dtype)
+
+
+def norms_of_cpu(stored: Sequence[Array], dtype: Dtype) -> tuple[Array, Array]:
+    """Return what the CPU's NORM pass says of arrays: sums and counts, one after another."""
+    chunks = [native.chunk_count(len(one)) for one in stored]
+    sums, nonfinite = np.full(sum(chunks), -1.0), np.full(sum(chunks), -1, np.int64)
+    table = np.zeros(len(stored), native.SEGMENT)
+    for number, one in enumerate(stored):
+        first = 8 * sum(chunks[:number])
+        table[number]["gradient"], table[number]["length"] = one.ctypes.data, len(one)
+        table[number]["sums"], table[number]["nonfinite"] = sums.ctypes.data + first, nonfinite.ctypes.data + first
+        table[number]["gradient_dtype"] = dtype
+    native.run(Pass.NORM, table)
+    return sums, nonfinite
+
+
+def check_pack(
+    stored: Sequence[Array],
+    dtypes: Sequence[Dtype],
+    link: Dtype,
+    places: Sequence[int],
+    numel: int,
+    starts: Sequence[int] = (0,),
+    with_norm: bool | None = None,
+) -> None:
+    """Pack arrays with what runs at present, and compare every byte with the CPU's kernels and the oracle's casts."""
+    gradients = [
+        Placed(one, dtype, starts[number % len(starts)])
+        for number, (one, dtype) in enumerate(zip(stored, dtypes, strict=True))
+    ]
+    blank = np.frombuffer(b"\x5a" * (numel * STORAGE[link]().itemsize), STORAGE[link])
+    destination = Placed(blank, link, starts[-1])
+    wanted, arrived = blank.copy(), []
+    for one, dtype, place in zip(stored, dtypes, places, strict=True):
+        arrived.append(one if dtype is link else narrow(widen(one, dtype), link))
+        wanted[place : place + len(one)] = arrived[-1]
+    sums, nonfinite = norms_of_cpu(arrived, link)
+    got_sums = Placed(np.full(len(sums) + 1, -1.0), torch.float64)
+    got_nonfinite = Placed(np.full(len(sums) + 1, -1, np.int64), torch.int64)
+
+    if with_norm is None:
+        with_norm = backend(DEVICE).backend is not Backend.TORCH
+    norm = (got_sums.tensor, got_nonfinite.tensor) if with_norm else ()
+    with np.errstate(all="ignore"):
+        gpu.pack_gradients([one.tensor for one in gradients], places, destination.tensor, *norm)
+
+    assert all(one.is_unchanged() for one in gradients)
+    assert destination.outside_is_unchanged()
+    assert differing_stored(destination.read(), wanted, link) == 0
+    if not with_norm:
+        assert got_sums.is_unchanged()
+        assert got_nonfinite.is_unchanged()
+        return
+    assert differing(got_sums.read(), np.append(sums, -1.0)) == 0
+    assert np.array_equal(got_nonfinite.read(), np.append(nonfinite, -1))
+
+
+def cases(targets: Iterable[str], names: str, variants: Iterable[tuple[Any, ...]]) -> pytest.MarkDecorator:
+    """Return the mark of a test that runs over variants for each target, or as few as hold all pairs of values."""
+
+    def word(name: str, value: Any) -> str:
+        if isinstance(value, bool):
+            return name if value else ""
+        if isinstance(value, Format):
+            return (value.name or "").lower() if value else ""
+        return "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+    parameters = [
+        pytest.param(target, *values, id="-".join([target, *filter(None, map(word, names.split(), values))]))
+        for values in variants
+        for target in targets
+    ]
+    return pytest.mark.parametrize(("target", *names.split()), parameters)
+
+
+def request_of(item: pytest.Function) -> Request:
+    """Return what a test of compiled code looks up."""
+    values = dict(item.callspec.params)
+    (name,) = (kernel for kernel in LAUNCHES if kernel in item.originalname)
+    target = values.pop("target")
+    if name == "adam_kernel":
+        flags = Flag(sum(flag for flag in Flag if values.pop(flag.name.lower())))
+        first = {key: values[key] for key in ("gradient", "parameter", "form")}
+        values = {**first, "flags": flags, **values}
+    return Request(target, name, tuple(values.values()))
+
+
+def requests_of(request: pytest.FixtureRequest) -> list[Request]:
+    """Return what the chosen tests of a fixture's module look up."""
+    return [
+        request_of(item)
+        for item in request.session.items
+        if isinstance(item, pytest.Function)
+        and item.module is request.module
+        and "compilers" in item.fixturenames
+        and hasattr(item, "callspec")
+        and "target" in item.callspec.params
+    ]
