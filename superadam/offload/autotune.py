@@ -226,7 +226,8 @@ class Autotuner:
                 "the model is; it takes a GPU with Triton, so leave gpu_buckets at 'auto' or 0"
             )
         now, then = (min(one.gpu_buckets * one.bucket_numel, self._total) for one in (self.placement, placement))
-        needed, free = self._bytes_of_state * (then - now), self._device.free_bytes() if then > now else None
+        needed = math.ceil(self._bytes_of_state * (then - now))
+        free = self._device.free_bytes() if then > now else None
         if free is not None and needed > free:
             raise MemoryError(
                 f"the state that is to stay on the device takes {gigabytes(needed)}, but {gigabytes(free)} are free "
