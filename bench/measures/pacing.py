@@ -26,7 +26,8 @@ from superadam.cli.bench.arrays import ADAMW_OPTIONS
 from superadam.cli.bench.pairs import Action, Spread
 from superadam.devices import Stream
 from superadam.kernels import native
-from superadam.offload.autotune import BYTES_PER_ELEMENT, FREE_SHARE
+from superadam.offload.autotune import FREE_SHARE
+from superadam.offload.needs import BYTES_OF_STATE
 from superadam.offload.placement import Placement
 from superadam.offload.trace import Trace
 from superadam.step.outcome import StepKind
@@ -324,7 +325,7 @@ def _row(
     rates, threads = settings.rates, settings.threads
     total = sum(gradients.numels)
     adam = _seconds_of(plain_steps[0])
-    free_bytes = int((settings.free_share * total / FREE_SHARE + 1) * BYTES_PER_ELEMENT)
+    free_bytes = int((settings.free_share * total / FREE_SHARE + 1) * (BYTES_OF_STATE + torch.bfloat16.itemsize))
     for model in models:
         model.device = PacedDevice(rates, free_bytes=free_bytes, constants=gradients.sets, norms=gradients.sums)
         model.backward_seconds, model.forward_seconds = ratio * adam, FORWARD_SHARE * ratio * adam

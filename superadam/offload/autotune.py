@@ -29,8 +29,6 @@ AGREEING_STEPS = 3  # in a row, before anything moves
 LEAST_GAIN = 0.05  # of the time from the first bucket to the last result: how late results must be
 REMEMBERED_STEPS = 4  # of which the one with the most parameters gives the order
 FREE_SHARE = 0.8  # of the device's free memory, what state may take: fragments and peaks need the rest
-BYTES_PER_ELEMENT = BYTES_OF_STATE + 2
-"""What stays on the device of an element in bf16, with the usual state: that, and its gradient."""
 
 
 class Work(NamedTuple):

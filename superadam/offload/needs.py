@@ -59,6 +59,12 @@ BYTES_OF_STATE = bytes_of_state()
 """Without an argument that says how to store it."""
 
 
+def bytes_of_resident(optimizer: SpeculativeCPUAdam) -> float:
+    """Return how many bytes the state of one element takes on the device, where it is resident."""
+    amsgrad = any(group["amsgrad"] for group in optimizer.param_groups)
+    return bytes_of_state(optimizer._binding.storage, amsgrad=amsgrad)
+
+
 def needs_of_run(optimizer: SpeculativeCPUAdam, device: Device, placement: Placement) -> HostNeeds:
     """Return what an optimizer with a scheduler takes on the host, for the parameters that are trained at present."""
     binding, groups = optimizer._binding, optimizer.param_groups
@@ -86,9 +92,8 @@ def needs_of_run(optimizer: SpeculativeCPUAdam, device: Device, placement: Place
     if not placement.num_threads:  # nothing is done during backward, so that nothing waits for a verdict
         return replace(run, gradients=run.gradients + run.pending, pending=0, shadows=0, lists=0, largest=0)
     if leaving and device.has_link:
-        amsgrad = any(group["amsgrad"] for group in groups)
-        each = bytes_of_state(storage, amsgrad=amsgrad)
-        resident = math.ceil(each * min(elements, placement.gpu_buckets * placement.bucket_numel))
+        resident = min(elements, placement.gpu_buckets * placement.bucket_numel)
+        resident = math.ceil(bytes_of_resident(optimizer) * resident)
         free = device.free_bytes()
         run = replace(run, shadows=run.shadows - (leaving if free is None else min(leaving, max(0, free - resident))))
     # A bucket holds less than bucket_numel before the piece that fills it.

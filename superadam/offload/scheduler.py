@@ -34,7 +34,7 @@ from superadam.offload.arguments import check_count, check_model, check_transfer
 from superadam.offload.autotune import Autotuner
 from superadam.offload.buckets import Bucket, Bucketer
 from superadam.offload.hooks import Hooks
-from superadam.offload.needs import bytes_of_state, needs_of_run
+from superadam.offload.needs import bytes_of_resident, needs_of_run
 from superadam.offload.pipeline import Pipeline
 from superadam.offload.placement import Placement, last_pieces
 from superadam.offload.prediction import Predictor
@@ -131,8 +131,7 @@ class OffloadScheduler(GradientHolder):
         owned_device = self._device if device is None else None
         self._resident = ResidentStates(self._device) if self._device.can_update else None
         total = sum(parameter.numel() for parameter in parameters)
-        amsgrad = any(group["amsgrad"] for group in optimizer.param_groups)
-        resident = bytes_of_state(self._binding.storage, amsgrad=amsgrad), max(one.itemsize for one in parameters)
+        resident = bytes_of_resident(optimizer), max((parameter.itemsize for parameter in parameters), default=0)
         self._autotuner = Autotuner(
             self._device, total, gpu_buckets, bucket_numel, transfer_dtype, num_threads, *resident
         )

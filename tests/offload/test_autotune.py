@@ -19,7 +19,6 @@ from superadam import OffloadScheduler, SpeculativeCPUAdamW
 from superadam.devices import Device, PlainDevice
 from superadam.offload.autotune import (
     AGREEING_STEPS,
-    BYTES_PER_ELEMENT,
     FREE_SHARE,
     REMEMBERED_STEPS,
     Autotuner,
@@ -32,6 +31,8 @@ from superadam.state.parameter import ParameterState
 from superadam.testing import SimulatedDevice
 
 CORES = 4
+BYTES_PER_ELEMENT = BYTES_OF_STATE + torch.bfloat16.itemsize
+"""Of a resident bucket: state and gradient."""
 AUTO = {"gpu_buckets": "auto", "bucket_numel": "auto", "transfer_dtype": "auto", "num_threads": "auto"}
 
 
@@ -273,6 +274,12 @@ def test_what_stays_takes_what_the_optimizer_stores(options: dict[str, Any], eac
         OffloadScheduler(optimizer, model, device=device, gpu_buckets=1)
     device.free += 1
     OffloadScheduler(optimizer, model, device=device, gpu_buckets=1).close()
+
+
+def test_a_scheduler_of_no_parameters_has_nothing_to_place() -> None:
+    optimizer = SpeculativeCPUAdamW([{"params": []}])
+    with OffloadScheduler(optimizer, nn.Linear(2, 2), device=Measured()):
+        optimizer.step()
 
 
 def test_memory_is_asked_for_only_where_a_decision_would_keep_more() -> None:

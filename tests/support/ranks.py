@@ -64,8 +64,7 @@ class _Worker:
 _workers: list[_Worker] = []
 
 MOST_THREADS = 24
-"""Of a process that stays: gloo's threads outlive their groups, and each looks a hundred times a second for something
-to do."""
+"""Of a process that stays: gloo's threads outlive their groups, and go on looking for something to do."""
 
 
 def end_workers() -> None:
