@@ -355,7 +355,10 @@ class Binding(GradientHolder):
 
     def _bind(self, parameters: Sequence[Tensor], names: Sequence[str]) -> Transaction:
         known = self._unbind()
-        written = set[int]() if self._transaction is None else {*map(id, self._transaction.table.written())}
+        before = None if self._transaction is None else self._transaction.table
+        written = set[int]() if before is None else {*map(id, before.written())}
+        arrays = {} if before is None else before.moved_arrays(before.all_rows)
+        moved = {} if before is None else {id(before.states[row]): names for row, names in arrays.items()}
         delivery = SynchronousDelivery() if self.overlap is None else self.overlap._delivery
         states = [
             known.get(parameter)
@@ -376,7 +379,7 @@ class Binding(GradientHolder):
             state.row, state.name = row, name
         table = ParameterTable(states, delivery, self.overlap._resident if self.overlap else None)
         for state in states:
-            self.published.read(state, table)
+            self.published.read(state, table, moved.get(id(state), ()))
             if id(state) in written:
                 table.fingerprints.distrust(state.row)
         if self._transaction is not None:

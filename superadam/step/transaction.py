@@ -576,7 +576,7 @@ class Transaction:
             state.adopt_outside_write()
             self.table.fingerprints.remember(state.row)
             self.table.refresh_pointers(state)
-            if "master" in state.encodings and state.has_state:  # of which another tensor may be shown
+            if state.has_state:  # another tensor may stand for the master
                 self.table.is_published[state.row] = False
 
     def adopt_sampled_writes(self) -> None:

@@ -422,6 +422,47 @@ def test_a_write_to_a_parameter_before_another_group_comes_counts() -> None:
     assert all(map(torch.equal, *shown))
 
 
+def test_an_adopted_write_is_shown_by_what_stands_for_the_master() -> None:
+    """A master of another dtype that a program has put there has the parameter's values, not those of before."""
+    shown = []
+    for is_put in (False, True):
+        optimizer = trained(make(torch.bfloat16))
+        one = parameters_of(optimizer)[0]
+        if is_put:
+            held = optimizer.state[one]["master"].double()
+            optimizer.state[one]["master"] = held
+        with torch.no_grad():
+            one.mul_(0.5)
+        optimizer.state_dict()
+        assert torch.equal(optimizer.state[one]["master"].bfloat16(), one)
+        train(optimizer, 3)
+        shown.append([one.detach().clone(), optimizer.state[one]["master"].float()])
+    assert all(map(torch.equal, *shown))
+
+
+BOUND_ANEW: dict[str, Callable[[Any], object]] = {
+    "group added": lambda optimizer: _add_group(optimizer, None),
+    "converted": lambda optimizer: setattr(parameters_of(optimizer)[0], "data", parameters_of(optimizer)[0].data.float()),
+}
+
+
+@pytest.mark.parametrize("change", BOUND_ANEW)
+@pytest.mark.parametrize("speculative", [False, True])
+def test_state_that_has_moved_is_looked_at_where_parameters_are_bound_anew(change: str, speculative: bool) -> None:
+    optimizer, twin = (trained(make(torch.bfloat16), speculative=speculative) for _ in range(2))
+    held, entry = (one.state[parameters_of(one)[1]] for one in (optimizer, twin))
+    entry["exp_avg"] = entry["exp_avg"].half()
+    for one in (optimizer, twin):
+        BOUND_ANEW[change](one)
+    held["exp_avg"].data = held["exp_avg"].half()  # of half the bytes
+    train_alike(optimizer, twin, 3, speculative=speculative)
+    _add_group(optimizer, None)
+    held["exp_avg_sq"].untyped_storage().resize_(0)
+    give_gradients(optimizer, 4)
+    with pytest.raises(ValueError, match="^exp_avg_sq of parameter 1 of group 0 .*, expected .* in memory"):
+        optimizer.step()
+
+
 @EACH_DTYPE
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("edit", EDITS)

@@ -215,6 +215,8 @@ def _replace_freed(tensor: Tensor) -> None:
 
 
 def _grow(tensor: Tensor) -> None:
+    if tensor.is_shared():  # torch ends the process
+        return
     tensor.untyped_storage().resize_(2 * tensor.untyped_storage().nbytes() + 64)
 
 
