@@ -1,4 +1,4 @@
-"""What all tests share: Hypothesis profiles, `slow` and `covering`, the rule for skips, the instruction sets."""
+"""What all tests share: Hypothesis profiles, `slow`, `deep` and `covering`, the rule for skips, the instruction sets."""
 
 from __future__ import annotations
 
@@ -78,7 +78,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.timeout(DEEPER * limit.args[0]), append=False)
     elsewhere = platform.machine() != "x86_64"
     left_out = {item for item in items if elsewhere and item.get_closest_marker("x86_64")}
-    for product in products_of(items):
+    left_out |= {item for item in items if not DEEP and item.get_closest_marker("deep")}
+    for product in products_of([item for item in items if item not in left_out]):
         marker = product[0].get_closest_marker("covering")
         strength = marker.args[0] if marker is not None and marker.args else 2
         if not DEEP:

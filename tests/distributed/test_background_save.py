@@ -48,6 +48,7 @@ def save_beside(rank: int, *, kind: Any, folder: str, **options: Any) -> None:
         scheduler.close()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, SpeculativeCPUAdamW])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("size", "replicas"), [(2, 1), (4, 2)])
@@ -179,6 +180,7 @@ def destroy(rank: int, *, folder: str, late: list[int], moment: str) -> None:
         wait()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("late", [[0], [1], [0, 1]])
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_save_outlives_the_process_group(moment: str, late: list[int], tmp_path: Path) -> None:

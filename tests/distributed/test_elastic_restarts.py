@@ -81,8 +81,11 @@ def start(command: list[str], port: int, program: list[str], output: Path) -> su
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("command", "nodes", "seed"),
-    [(ONE_NODE, 1, seed) for seed in range(16 if IS_DEEP else 1)]
-    + [(TWO_NODES, 2, seed) for seed in range(4 if IS_DEEP else 1)],
+    [
+        (ONE_NODE, 1, 0),
+        *(pytest.param(ONE_NODE, 1, seed, marks=pytest.mark.deep) for seed in range(1, 16)),
+        *(pytest.param(TWO_NODES, 2, seed, marks=pytest.mark.deep) for seed in range(4)),
+    ],
 )
 def test_run_ends_with_the_same_bits_and_no_step_is_made_over_a_newer_checkpoint(
     command: list[str], nodes: int, seed: int, uninterrupted: list[Note], tmp_path: Path

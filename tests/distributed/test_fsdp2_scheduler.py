@@ -75,6 +75,7 @@ def train(model: Any, optimizer: SpeculativeCPUAdamW, rank: int, micro_batches: 
     return kinds
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("micro_batches", "syncs"), [(1, True), (2, True), (3, False)])
 @pytest.mark.parametrize("where", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -329,7 +330,7 @@ def clipped_training(rank: int, how: str, device: Device | None) -> tuple[list[T
     return parts, optimizer.statistics.patched
 
 
-@pytest.mark.parametrize("how", ["own", "torch", "one by one"])
+@pytest.mark.parametrize("how", ["own", "torch", pytest.param("one by one", marks=pytest.mark.deep)])
 @on_ranks(2)
 def test_values_are_patched_where_every_step_is_clipped(rank: int, how: str) -> None:
     """Each rank predicts from its own parts: the others' are in the factor."""

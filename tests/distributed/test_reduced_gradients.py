@@ -135,7 +135,7 @@ class Run:
 
 @pytest.mark.parametrize(
     ("where", "micro_batches", "syncs"),
-    [(where, 3, True) for where in DEVICES] + [("no scheduler", 1, True), ("host", 1, True), ("simulated", 3, False)],
+    [("no scheduler", 1, True), ("host", 3, True), ("simulated", 3, False), ("kept", 3, True)],
 )
 @on_ranks(2)
 def test_training(rank: int, where: str, micro_batches: int, syncs: bool) -> None:
@@ -161,6 +161,7 @@ def test_training(rank: int, where: str, micro_batches: int, syncs: bool) -> Non
         assert run.scheduler.statistics.buckets <= (6 + 2 * micro_batches) * len(run.pairs)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mesh", ["replicate", "columns", "ignored", "host", "unsharded"])
 @ALONE_OR_NOT
 @on_ranks(2)
@@ -266,6 +267,7 @@ EDITS: dict[str, Callable[[Run], object]] = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("edit", EDITS)
 @ALONE_OR_NOT
 @on_ranks(2)

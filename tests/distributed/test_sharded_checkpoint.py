@@ -93,11 +93,12 @@ def resume(rank: int, *, kind: Any, folder: str, seed: int, **options: Any) -> t
 
 
 @pytest.mark.slow
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_state_is_the_same_on_any_number_of_ranks(kind: Any, dtype: torch.dtype, tmp_path: Path) -> None:
     saved: list[Any] = []
-    for seed, (size, replicas) in enumerate([(2, 1), (3, 1), (1, 1), (2, 2), (2, 1)]):
+    for seed, (size, replicas) in enumerate([(2, 1), (3, 1), (1, 1), (2, 2)]):
         options = {"replicas": replicas, "dtype": dtype}
         results = ranks.run(resume, size, kind=kind, folder=str(tmp_path), seed=seed, **options)
         for loaded, _, extra in results:
@@ -106,7 +107,7 @@ def test_state_is_the_same_on_any_number_of_ranks(kind: Any, dtype: torch.dtype,
         saved.append(results[0][1])
         assert all(result[1] == saved[-1] for result in results)
         assert seed == 0 or saved[-1] != saved[-2]
-    assert [path.name for path in sorted(tmp_path.glob("save-*"))] == ["save-00000004", "save-00000005"]
+    assert [path.name for path in sorted(tmp_path.glob("save-*"))] == ["save-00000003", "save-00000004"]
 
 
 def fail_together(rank: int, *, kind: Any, folder: str) -> list[str]:
@@ -185,6 +186,7 @@ def die(rank: int, *, kind: Any, folder: str, victim: int) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("victim", [0, 1])
 def test_rank_that_is_killed_leaves_the_older_one(kind: Any, victim: int, tmp_path: Path) -> None:

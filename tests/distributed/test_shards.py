@@ -88,6 +88,7 @@ MESHES: dict[str, Any] = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("mesh", MESHES)
 @on_ranks(2)

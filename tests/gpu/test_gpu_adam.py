@@ -25,7 +25,7 @@ HYPER = Hyperparameters(1e-3, 0.9, 0.999, 1e-8, 0.1, amsgrad=False, maximize=Fal
 
 
 @needs_triton
-@settings(max_examples=settings.default.max_examples // 2)
+@settings(max_examples=settings.default.max_examples // 5)
 @given(data=st.data())
 def test_updates_have_the_bits_of_the_cpu(data: st.DataObject) -> None:
     job = data.draw(jobs(Pass.SPECULATE), "job")  # whose segments all have an out

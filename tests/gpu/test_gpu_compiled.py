@@ -124,6 +124,7 @@ def check_single(code: Code) -> None:
 
 
 @needs_compilers
+@pytest.mark.covering(1)
 @cases(
     CHOSEN,
     "gradient parameter form scale maximize decoupled l2 amsgrad round aligned",
@@ -177,6 +178,7 @@ def test_adam_kernel(
 
 
 @needs_compilers
+@pytest.mark.covering(1)
 @cases(CHOSEN, "sources link sums aligned", PACK)
 def test_pack_kernel(
     code: Code, target: str, sources: tuple[torch.dtype, ...], link: torch.dtype, sums: bool, aligned: bool
@@ -195,6 +197,7 @@ def test_pack_kernel(
 
 
 @needs_compilers
+@pytest.mark.covering(1)
 @cases(CHOSEN, "dtype aligned", SCATTER)
 def test_scatter_kernel(code: Code, target: str, dtype: torch.dtype, aligned: bool) -> None:
     check_arithmetic(code, "f32")

@@ -51,7 +51,7 @@ def chunks_per_program(number: int) -> AbstractContextManager[object]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@settings(max_examples=settings.default.max_examples // 4)
+@settings(max_examples=settings.default.max_examples // 10)
 @given(st.data())
 def test_packing_has_the_bits_of_the_cpu(data: st.DataObject) -> None:
     link = data.draw(st.sampled_from([*HALVES_AND_FLOAT32, Dtype.FLOAT64]), "link")

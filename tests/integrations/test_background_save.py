@@ -715,34 +715,30 @@ def program(*arguments: object) -> subprocess.Popen[str]:
 
 
 @pytest.mark.slow
-def test_interpreter_ends_when_the_save_has(tmp_path: Path) -> None:
-    with program(tmp_path, "begin", 3) as process:
-        process.communicate()
-    assert process.returncode == 0
-    assert load(tmp_path, *make(SpeculativeCPUAdamW, torch.bfloat16)) == 2
-
-
-@pytest.mark.slow
-def test_save_that_is_killed_at_a_random_moment_leaves_a_whole_one(tmp_path: Path) -> None:
-    generator = torch.Generator().manual_seed(0)
+@pytest.mark.parametrize("delay", [0.01, *(pytest.param(ms / 1000, marks=pytest.mark.deep) for ms in range(0, 50, 3))])
+def test_save_that_is_killed_leaves_a_whole_one_and_the_interpreter_ends_when_the_save_has(
+    delay: float, tmp_path: Path
+) -> None:
     plain = make(SpeculativeCPUAdamW, torch.bfloat16)
     states = []
     for step in range(60):
         train(*plain, 1, seed=step)
         states.append(content(*plain))
-    for number in range(4):
-        folder = tmp_path / str(number)
-        with program(folder, "begin", 60) as process:
-            assert process.stdout is not None
-            for _ in range(3 + number):
-                line = process.stdout.readline()
-            time.sleep(0.05 * float(torch.rand((), generator=generator)))
-            process.send_signal(signal.SIGKILL)
-        least = int(line.split()[1]) - 1  # which was whole before the next save began
-        loaded = make(SpeculativeCPUAdamW, torch.bfloat16, seed=4)
-        step = load(folder, *loaded)
-        assert step >= least
-        assert content(*loaded) == states[step]
+    with program(tmp_path, "begin", 60) as process:
+        assert process.stdout is not None
+        for _ in range(4):
+            line = process.stdout.readline()
+        time.sleep(delay)
+        process.send_signal(signal.SIGKILL)
+    least = int(line.split()[1]) - 1  # which was whole before the next save began
+    loaded = make(SpeculativeCPUAdamW, torch.bfloat16, seed=4)
+    step = load(tmp_path, *loaded)
+    assert step >= least
+    assert content(*loaded) == states[step]
+    with program(tmp_path, "resume", 3) as process:
+        process.communicate()
+    assert process.returncode == 0
+    assert load(tmp_path, *loaded) == 2
 
 
 def test_arguments(tmp_path: Path) -> None:

@@ -477,7 +477,7 @@ def test_save_that_is_killed_at_any_moment_leaves_the_older_or_the_new_one(tmp_p
     train(model, optimizer, 1)
     states.append(content(model, optimizer))
     seen = []
-    for number in range(1000):
+    for number in range(0, 1000, 1 if os.environ.get("SUPERADAM_DEEP") == "1" else 3):
         folder = tmp_path / "folder"
         shutil.copytree(start, folder)
         code = exit_code_of_child(
@@ -495,7 +495,7 @@ def test_save_that_is_killed_at_any_moment_leaves_the_older_or_the_new_one(tmp_p
         assert code == -signal.SIGKILL
     assert seen == sorted(seen, reverse=True)  # "older", then "newer"
     assert set(seen) == {"older", "newer"}
-    assert len(seen) > 30
+    assert len(seen) > 10
 
 
 # ---- a folder is that of one run -------------------------------------------------------------------------------------

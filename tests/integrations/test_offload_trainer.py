@@ -484,7 +484,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 from superadam.integrations.transformers import offload
 
 torch.set_num_threads(1)
-sizes = {"vocab_size": 2000, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 50}
+sizes = {"vocab_size": 2000, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 25}
 config = LlamaConfig(**sizes, num_attention_heads=4)
 data = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 4
 options = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "max_steps": 1, "save_steps": 1}

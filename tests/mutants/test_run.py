@@ -56,6 +56,7 @@ def test_that_fails(): assert False
 LIST = 'equivalent = [{file = "%s", function = "%s", rule = "%s", hash = "%s", reason = "equal numbers are the same"}]'
 
 
+@pytest.mark.deep
 @pytest.mark.slow
 @pytest.mark.subprocess
 def test_a_run_tells_what_survives(tmp_path: Path) -> None:

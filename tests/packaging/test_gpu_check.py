@@ -591,6 +591,7 @@ def test_programs_end_with_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [process.returncode for process in started] == [-signal.SIGKILL] * 2
 
 
+@pytest.mark.deep
 @pytest.mark.subprocess
 def test_tests_are_shared_out_among_processes() -> None:
     context = Context(programs.run, "cpu", rehearses=True, trace="")

@@ -14,7 +14,7 @@ import check_wheel
 import pytest
 import wheels
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.deep]
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
