@@ -17,7 +17,7 @@ from superadam.kernels import native
 from superadam.kernels.hyperparameters import Hyperparameters
 from superadam.offload.autotune import Autotuner, Work
 from superadam.offload.buckets import Bucket
-from superadam.offload.prediction import Prediction, Predictor
+from superadam.offload.prediction import Predictor
 from superadam.offload.shadow import FlatShadow
 from superadam.offload.statistics import OverlapStatistics
 from superadam.offload.trace import Trace
@@ -128,9 +128,11 @@ class Pipeline:
         is_hidden = not is_awaited()
         with transaction.lock, torch.no_grad():
             transaction.speculate(pending, self._num_threads() if is_hidden else None)
-            listed = _lists(pending)
+            listed = {piece: record.listed for piece, record in pending.items() if record.listed is not None}
         if prediction is not None and prediction.interval is not None:
-            self._tell_of_lists(listed, prediction)
+            tell("learning how much is uncertain", self.predictor.add_lists, listed, prediction)
+            tell("counting uncertain elements", self._count_lists, listed)
+            tell("tracing", self._trace.add, "predicted factor", "worker", begin, begin, factor=prediction.factor)
         for shadow in written.values():
             assert isinstance(shadow, FlatShadow)
             shadow.send()
@@ -146,12 +148,6 @@ class Pipeline:
         self._statistics.resident_buckets += is_resident
         self._statistics.waiting_buckets += waits
 
-    def _tell_of_lists(self, listed: Mapping[Piece, Listed], prediction: Prediction) -> None:
-        tell("learning how much is uncertain", self.predictor.add_lists, listed, prediction)
-        tell("counting uncertain elements", self._count_lists, listed)
-        now = time.perf_counter()
-        tell("tracing", self._trace.add, "predicted factor", "worker", now, now, factor=prediction.factor)
-
     def _count_lists(self, listed: Mapping[Piece, Listed]) -> None:
         self._statistics.interval_elements += sum(piece.shape.numel() for piece in listed)
         self._statistics.uncertain_elements += sum(one.count for one in listed.values())
@@ -166,39 +162,14 @@ class Pipeline:
         return min(self._autotuner.placement.num_threads, native.get_num_threads())
 
     def _idle(self) -> bool:
-        """Commit a bucket's worth of accepted gradients, or mend a bucket; runs in the worker while no bucket waits."""
+        """Commit a bucket's worth of accepted gradients, in the worker while no bucket waits; return if any were."""
         transaction = self.transaction
-        if transaction is None:
+        if transaction is None or not transaction.in_phase(Phase.ACCEPTED):
             return False
-        if not transaction.in_phase(Phase.ACCEPTED):
-            return self._speculate_anew(transaction)
         begin = time.perf_counter()
         elements = transaction.commit(self._autotuner.placement.bucket_numel, self._num_threads())
         self._tell_of_work("commit", begin, elements)
         return elements > 0
-
-    def _speculate_anew(self, transaction: Transaction) -> bool:
-        """Speculate again on a bucket whose interval the norm so far has left; return whether there was one."""
-        if not transaction.is_open:
-            return False
-        with transaction.lock:  # or the verdict could come meanwhile
-            seen = transaction.norm_so_far()
-            prediction = self.predictor.revised(seen, transaction.expected_scale, self.limit)
-            if prediction is None:
-                return False
-            begin = time.perf_counter()
-            shadow, pending = _one_that_misses(transaction, prediction.factor)
-            if shadow is None or not shadow.recall():
-                return False
-            for record in pending.values():
-                record.expect(*prediction)
-            with torch.no_grad():
-                transaction.speculate(pending, self._num_threads())
-            shadow.send()
-            listed = _lists(pending)
-        self._tell_of_lists(listed, prediction)
-        self._tell_of_work("adam anew", begin, sum(piece.shape.numel() for piece in pending))
-        return True
 
     def _tell_of_work(self, name: str, begin: float, elements: int) -> None:
         end = time.perf_counter()
@@ -240,11 +211,6 @@ class Pipeline:
         self._worker.close()
 
 
-def _lists(pending: Mapping[Piece, Pending]) -> dict[Piece, Listed]:
-    """Return the lists of those that have one; a verdict takes them from the records, so this needs the lock."""
-    return {piece: record.listed for piece, record in pending.items() if record.listed is not None}
-
-
 def _records(
     transaction: Transaction,
     sent: Sequence[Sent],
@@ -262,19 +228,3 @@ def _records(
             fixed = hyper[piece.state.row], slots.get(piece)
             records[piece] = transaction.pending(piece, taken, gradient, version, *fixed, is_resident=are_resident)
     return records
-
-
-def _one_that_misses(transaction: Transaction, factor: float) -> tuple[FlatShadow | None, dict[Piece, Pending]]:
-    """Return a shadow that is right for other factors only, with the records of all whose new values are in it."""
-    of_shadow: dict[FlatShadow, dict[Piece, Pending]] = {}
-    for piece in transaction.in_phase(Phase.SPECULATED):
-        record = piece.pending
-        if record is not None and record.slot is not None:
-            assert isinstance(record.slot.shadow, FlatShadow)
-            of_shadow.setdefault(record.slot.shadow, {})[piece] = record
-    for shadow, pending in of_shadow.items():
-        intervals = [record.interval for record in pending.values() if record.interval is not None]
-        is_trusted = not any(record.is_stale for record in pending.values())
-        if is_trusted and any(not interval.holds(factor) for interval in intervals):
-            return shadow, pending
-    return None, {}

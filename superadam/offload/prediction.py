@@ -159,12 +159,6 @@ class Predictor:
         self._made.append(_Made(min(unscaling, _ratio(limit, norm)), before, seen))
         return self._prediction(norm, seen, unscaling, limit)
 
-    def revised(self, seen: float, unscaling: float, limit: float | None) -> Prediction | None:
-        """Return for what to speculate by all that has arrived, whose norm is `seen`; None where it says no more."""
-        if not self._elements or self._arrived < LEAST_SEEN * self._elements or not math.isfinite(seen):
-            return None
-        return self._prediction(self._norm(self._arrived, seen), seen, unscaling, self._limit(limit))
-
     def _prediction(self, norm: float, seen: float, unscaling: float, limit: float) -> Prediction | None:
         """Return for what to speculate where a norm is likely, of which `seen` has arrived; None for not at all."""
         if not 0.0 < unscaling < math.inf:

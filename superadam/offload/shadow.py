@@ -12,7 +12,6 @@ from torch import Tensor
 
 from superadam.devices import Device, Event, Stream
 from superadam.devices.flat import FlatLayout
-from superadam.kernels.torch_private import is_short_of_memory
 from superadam.state.parameter import Piece, Slot
 from superadam.state.uncertain import HostPatch, Patch
 
@@ -82,18 +81,6 @@ class FlatShadow:
             distant = self._memory.view(self._dtype)[: self._layout.numel]
             self._arrived = self._link.upload(self._host[0], distant)
             self._host, self._views = [], self._layout.views(distant)
-
-    def recall(self) -> bool:
-        """Let the values be written again, to follow those that were sent; return whether the host has memory."""
-        if self._arrived is not None:
-            try:
-                self._host = [self._link.device.host_empty(self._layout.numel, self._dtype)]
-            except Exception as error:
-                if not is_short_of_memory(error):
-                    raise
-                return False
-            self._views, self._arrived = self._layout.views(self._host[0]), None
-        return True
 
     def patch(self, positions: Sequence[int], counts: Sequence[int]) -> Patch:
         """Return what is put into the values, or follows them to the device."""

@@ -83,9 +83,8 @@ class Applied(NamedTuple):
 class Statistics:
     """Counts and times since the optimizer was made.
 
-    Each speculation on a parameter ends in one way: it is accepted, respeculated or dropped. One that is repeated for
-    another factor before the verdict goes on. A parameter that is cut into pieces may end in several ways, and counts
-    once in each.
+    Each speculation on a parameter ends in one way: it is accepted, respeculated or dropped. A parameter that is cut
+    into pieces may end in several ways, and counts once in each.
 
     Attributes:
         committed, clipped, skipped: steps by kind; their sum is `steps`.

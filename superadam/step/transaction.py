@@ -150,12 +150,10 @@ class Transaction:
     ) -> None:
         """Let gradients wait for the verdict, with their norm, and new values for those that have a slot for one.
 
-        Earlier speculation on these pieces is dropped, or repeated where it has the same record. `num_threads` is a
-        maximum; None for all. `norm` is that of gradients without a slot, in their order, where it was computed
-        elsewhere.
+        Earlier speculation on these pieces is dropped. `num_threads` is a maximum; None for all. `norm` is that of
+        gradients without a slot, in their order, where it was computed elsewhere.
         """
         with self._timed("speculate_seconds"):
-            self._drop([piece for piece, record in pending.items() if piece.pending is record], is_repeated=True)
             self._drop(pending)
             apart = [s for s, new in pending.items() if s.phase is Phase.ACCEPTED and _cannot_fuse(s, new)]
             self._commit(apart, num_threads)
@@ -210,14 +208,14 @@ class Transaction:
         with self._timed("resolve_seconds"):
             self._drop(self.in_phase(Phase.SPECULATED))
 
-    def _drop(self, pieces: Iterable[Piece], *, is_repeated: bool = False) -> None:
+    def _drop(self, pieces: Iterable[Piece]) -> None:
         for piece in pieces:
             if piece.phase is Phase.SPECULATED:
                 record = _pending_of(piece)
                 self.table.norm.clear(self.table.chunks_of(piece.row))
                 self._move(piece, Phase.CLEAN, None)
                 is_last = not any(_is_speculated(other, record.taken) for other in piece.state.pieces)
-                self.statistics.dropped += record.slot is not None and is_last and not is_repeated
+                self.statistics.dropped += record.slot is not None and is_last
 
     def distrust(self, state: ParameterState) -> None:
         """Make the verdict update a parameter in place, because what its speculation has read was changed."""
