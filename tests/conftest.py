@@ -1,4 +1,4 @@
-"""What all tests share: Hypothesis profiles, `slow`, `deep` and `covering`, the rule for skips, the instruction sets."""
+"""What all tests share: Hypothesis profiles, `slow`, `deep`, `covering`, the rule for skips, the instruction sets."""
 
 from __future__ import annotations
 

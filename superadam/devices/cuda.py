@@ -46,7 +46,7 @@ class CudaDevice(Device):
         self.device = torch.device("cuda", index)
         self.can_update = backend(self.device).backend is not Backend.TORCH
         self._host: Host = host or Host()
-        self._cpus = cores.near(self._host, _pci_address(self.device), _addresses_of_ranks(self.device, self._host))
+        self._cpus = cores.share(self._host, _pci_address(self.device))
         self.pinned = PinnedMemory(CudaRegistrar(self.device))
         self._streams = {
             stream: torch.cuda.Stream(device=self.device, priority=priority)  # type: ignore[no-untyped-call]
@@ -193,14 +193,6 @@ def _pci_address(device: torch.device) -> str:
         return ""
     domain, bus, slot = (int(number) for number in numbers if number is not None)
     return f"{domain:04x}:{bus:02x}:{slot:02x}.0"
-
-
-def _addresses_of_ranks(device: torch.device, host: Host) -> list[str]:
-    """Return the name in sysfs of the GPU of each rank on this node; empty unless each has the one of its number."""
-    rank = local_rank(host)
-    if device.index != rank.number or torch.cuda.device_count() < rank.count:
-        return []
-    return [_pci_address(torch.device("cuda", number)) for number in range(rank.count)]
 
 
 def _lies_as(tensor: Tensor, strides: tuple[int, ...]) -> bool:

@@ -32,7 +32,7 @@ ALL = frozenset(range(8))
 def test_cpus_near_a_device(
     tmp_path: Path, files: dict[str, str], affinity: frozenset[int], expected: set[int]
 ) -> None:
-    assert cores.near(machine(tmp_path, files, affinity=affinity), ADDRESS) == expected
+    assert cores.share(machine(tmp_path, files, affinity=affinity), ADDRESS) == expected
 
 
 def in_thread(work: threading.Thread) -> None:

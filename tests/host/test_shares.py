@@ -109,7 +109,7 @@ def test_what_a_launcher_gave_is_not_divided_again(tmp_path: Path) -> None:
     files = ranks(eight_gpus(), [listed(one) for one in own])
     assert [cores.share(one) for one in hosts(tmp_path / "own", 4, own, files)] == own
     for rank, host in enumerate(hosts(tmp_path / "own", 4, own)):
-        assert cores.near(host, GPUS[rank], GPUS[:4]) == cores.near(host, GPUS[rank]) == own[rank]
+        assert cores.share(host, GPUS[rank]) == own[rank]
     of_node = [NODES[rank // 2] for rank in range(4)]
     files = ranks(eight_gpus(), [listed(one) for one in of_node], script=True)
     seen = [cores.share(one) for one in hosts(tmp_path / "nodes", 4, of_node, files)]
@@ -117,11 +117,9 @@ def test_what_a_launcher_gave_is_not_divided_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("siblings", [1, 2])
-@pytest.mark.parametrize("sees_all", [True, False])
-def test_eight_ranks_on_two_nodes(siblings: int, sees_all: bool, tmp_path: Path) -> None:
+def test_eight_ranks_on_two_nodes(siblings: int, tmp_path: Path) -> None:
     here = hosts(tmp_path, 8, [frozenset(range(144))] * 8, eight_gpus(siblings=siblings))
-    addresses = GPUS if sees_all else []
-    found = [cores.near(host, GPUS[rank], addresses) for rank, host in enumerate(here)]
+    found = [cores.share(host, GPUS[rank]) for rank, host in enumerate(here)]
     assert are_disjoint(found)
     assert [len(one) for one in found] == [18] * 8
     for rank, one in enumerate(found):
@@ -131,31 +129,19 @@ def test_eight_ranks_on_two_nodes(siblings: int, sees_all: bool, tmp_path: Path)
     assert [len(cores.share(one)) for one in here] == [18] * 8
 
 
-def test_ranks_with_some_of_the_gpus(tmp_path: Path) -> None:
-    """Where it is unknown which GPUs the others have, each takes its part of the node as if all were there."""
-    mine = [GPUS[0], GPUS[1], GPUS[7]]
-    here = hosts(tmp_path / "known", 3, [frozenset(range(144))] * 3, eight_gpus())
-    found = [cores.near(host, mine[rank], mine) for rank, host in enumerate(here)]
-    assert found == [set(range(36)), set(range(36, 72)), NODES[1]]
-    here = hosts(tmp_path / "unknown", 3, [frozenset(range(144))] * 3, eight_gpus())
-    found = [cores.near(host, mine[rank]) for rank, host in enumerate(here)]
-    assert found == [set(range(24)), set(range(24, 48)), set(range(120, 144))]
+def test_ranks_with_some_of_the_gpus_take_cpus_near_them(tmp_path: Path) -> None:
+    """As if ranks were spread over the nodes as CPUs are."""
+    here = hosts(tmp_path, 3, [frozenset(range(144))] * 3, eight_gpus())
+    found = [cores.share(host, GPUS[gpu]) for host, gpu in zip(here, (0, 1, 7), strict=True)]
+    assert found == [set(range(36)), set(range(36, 72)), set(range(72, 108))]
 
 
 def test_a_cpuset_without_cpus_on_the_node_of_the_gpu(tmp_path: Path) -> None:
     here = hosts(tmp_path, 8, [frozenset(range(80, 90))] * 8, eight_gpus())
-    found = [cores.near(host, GPUS[rank], GPUS) for rank, host in enumerate(here)]
-    assert are_disjoint(found)
+    found = [cores.share(host, GPUS[rank]) for rank, host in enumerate(here)]
     assert all(found)
-
-
-@pytest.mark.parametrize("allowed", [["0-1", "0", "1-2"], ["0-3", "0-1", "0-1"], ["0-1", "1-2", "2-3", "0,3"]])
-def test_affinities_that_overlap_leave_each_a_cpu_of_its_own(allowed: list[str], tmp_path: Path) -> None:
-    files = ranks(eight_gpus(1, 4, 1), allowed)
-    shares = [cores.share(host) for host in hosts(tmp_path, len(allowed), [cpus_of(one) for one in allowed], files)]
-    assert all(shares)
-    assert are_disjoint(shares)
-    assert all(share <= cpus_of(one) for share, one in zip(shares, allowed, strict=True))
+    assert are_disjoint(found[:4])
+    assert are_disjoint(found[4:])
 
 
 def test_fewer_cpus_than_ranks(tmp_path: Path) -> None:
@@ -172,34 +158,30 @@ def test_fewer_cpus_than_ranks(tmp_path: Path) -> None:
     st.sampled_from([1, 2]),
     st.lists(st.integers(0, 7), min_size=12, max_size=12),
     st.booleans(),
-    st.booleans(),
 )
-def test_a_cpu_is_given_out_once(
+def test_every_rank_gets_cpus_that_it_may_use(
     tmp_path_factory: pytest.TempPathFactory,
     count: int,
     allowed: frozenset[int],
     siblings: int,
     nodes: int,
     gpus: list[int],
-    sees_all: bool,
     is_bound: bool,
 ) -> None:
-    """Whatever GPUs ranks have; near them where each knows those of the others."""
+    """Whatever GPUs ranks have, and wherever a launcher has bound them; without a GPU each CPU goes to one rank."""
     files = eight_gpus(nodes, 32, siblings)
     root = tmp_path_factory.mktemp("machine")
     numa = [cpus_of(files[f"/sys/devices/system/node/node{node}/cpulist"]) for node in range(nodes)]
     gpus = gpus[:count]
     affinities = [allowed & numa[gpu * nodes // 8] or allowed if is_bound else allowed for gpu in gpus]
-    addresses = [GPUS[gpu] for gpu in gpus]
     here = hosts(root, count, affinities, ranks(files, [listed(one) for one in affinities]))
     shares = [cores.share(one) for one in here]
-    by_gpu = [cores.near(one, own, addresses if sees_all else []) for one, own in zip(here, addresses, strict=True)]
-    for found, is_shared in ((shares, False), (by_gpu, not sees_all)):
+    for found in (shares, [cores.share(one, GPUS[gpu]) for one, gpu in zip(here, gpus, strict=True)]):
         assert all(found)
         assert all(one <= bound for one, bound in zip(found, affinities, strict=True))
-        if all(len(one) >= sum(not one.isdisjoint(other) for other in affinities) for one in affinities):
-            assert is_shared or are_disjoint(found)
+    assert cores.shares(here[0]) == shares
     if len(set(affinities)) == 1 and len(allowed) >= count:
+        assert are_disjoint(shares)
         assert frozenset.union(*shares) == affinities[0]
         assert max(map(len, shares)) - min(map(len, shares)) <= siblings
 
