@@ -13,6 +13,7 @@ import pickle
 import random
 import sys
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
@@ -250,12 +251,10 @@ def _reshape_parameter(change: Callable[[Tensor], Tensor]) -> Callable[[Run, Ten
 
 
 def _exchange(run: Run, parameter: Tensor, key: str) -> None:
-    state = run.optimizer.state
-    if parameter in state and "exp_avg" in state[parameter]:
-        state[parameter]["exp_avg"], state[parameter]["exp_avg_sq"] = (
-            state[parameter]["exp_avg_sq"].abs(),
-            state[parameter]["exp_avg"].abs(),
-        )
+    moments = run.tensor(parameter, "exp_avg"), run.tensor(parameter, "exp_avg_sq")
+    if moments[0] is not None and moments[1] is not None:
+        entry = run.optimizer.state[parameter]
+        entry["exp_avg"], entry["exp_avg_sq"] = moments[1].abs(), moments[0].abs()
 
 
 def _pickled(run: Run, parameter: Tensor, key: str) -> None:
@@ -276,6 +275,30 @@ def _put_count(run: Run, parameter: Tensor, key: str) -> None:
 
 def _load_own(run: Run, parameter: Tensor, key: str) -> None:
     run.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
+
+
+def _other_group(run: Run, parameter: Tensor, key: str) -> None:
+    run.optimizer.add_param_group({"params": [nn.Parameter(run.values(7))]})
+
+
+def _other_order(run: Run, parameter: Tensor, key: str) -> None:
+    run.optimizer.param_groups[0]["params"].reverse()
+
+
+def _group_of_its_own(run: Run, parameter: Tensor, key: str) -> None:
+    first = run.optimizer.param_groups[0]
+    if any(one is parameter for one in first["params"]):
+        first["params"] = [one for one in first["params"] if one is not parameter]
+        run.optimizer.param_groups.append({**first, "params": [parameter], "lr": 2e-2})
+
+
+def _freeze_or_thaw(run: Run, parameter: Tensor, key: str) -> None:
+    if parameter is not run.model["c"]:  # which has the hook
+        parameter.requires_grad_(not parameter.requires_grad)
+
+
+def _assign_state(run: Run, parameter: Tensor, key: str) -> None:
+    run.optimizer.state = defaultdict(dict, run.optimizer.state)
 
 
 def _rows(tensor: Tensor) -> Tensor:
@@ -341,6 +364,12 @@ ACTIONS = [
     Action("write the count", _set_count),
     Action("put a count", _put_count),
     Action("load", _load_own),
+    Action("another group", _other_group),
+    Action("groups in another order", _other_order),
+    Action("a group of its own", _group_of_its_own),
+    Action("frozen or thawed", _freeze_or_thaw),
+    Action("assign the state", _assign_state),
+    Action("copy of the optimizer", lambda run, p, key: run.held.append(copy.deepcopy(run.optimizer).state_dict())),
     Action("parameter: write", lambda run, p, key: p.mul_(0.5)),
     Action("parameter: write through .data", lambda run, p, key: p.data.mul_(0.5)),
     Action("parameter: .data = clone", lambda run, p, key: _set_data(p, p.data.clone())),
