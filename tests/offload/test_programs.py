@@ -1756,7 +1756,7 @@ def weights_gathered_in_one_storage(model: Any, optimizer: Any, step: int, run: 
 
 @between()
 def garbage_collected(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    gc.collect(2 if step == 3 else 1)
+    gc.collect(1)
 
 
 @between(torch=False)

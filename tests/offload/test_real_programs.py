@@ -12,24 +12,13 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
+from support import programs
 from support.overlap import ThreadDevice
-from support.programs import (
-    EAGER,
-    Setting,
-    Shown,
-    differs,
-    first_difference,
-    frozen,
-    in_settings,
-    plain_run,
-    state_of,
-)
+from support.programs import EAGER, Program, Setting, differences, frozen, in_settings, state_of
 from support.visible import parameters_of
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
@@ -41,7 +30,6 @@ from torch.utils.checkpoint import checkpoint
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
 from superadam.devices import Device
-from superadam.offload import accumulation as micro_batches
 from superadam.testing import SimulatedDevice
 
 pytestmark = [
@@ -51,47 +39,11 @@ pytestmark = [
 ]
 
 
-# ---- runs, and the table --------------------------------------------------------------------------------------------
+# ---- what a program is ----------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Run:
-    """One run of a program.
-
-    Attributes:
-        is_torch: whether the optimizer is torch's.
-        seen: what the program has shown, as bits.
-        optimizers: all that it has made.
-    """
-
-    setting: Setting
-    is_torch: bool = False
-    seen: list[Any] = field(default_factory=list)
-    optimizers: list[Any] = field(default_factory=list)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The models'."""
-        return self.setting.dtype
-
-    def adamw(self, params: Any, **options: Any) -> Any:
-        """Return an optimizer, whose parameters and state are compared at the end."""
-        options = {"lr": 0.01, "weight_decay": 0.1, **options}
-        made = (
-            torch.optim.AdamW(params, fused=True, **options)
-            if self.is_torch
-            else SpeculativeCPUAdamW(params, **options, **dict(self.setting.storage))
-        )
-        self.optimizers.append(made)
-        return made
-
-    def overlap(self, optimizer: Any, model: nn.Module) -> AbstractContextManager[OffloadScheduler | None]:
-        """Return a scheduler, where there is to be one."""
-        return self.setting.scheduled(optimizer, model)
-
-    def see(self, *values: Any) -> None:
-        """Show values, to be compared."""
-        self.seen.append(frozen(values))
+class Run(programs.Run):
+    """A run, with small models and data for them."""
 
     def mlp(self, *widths: int) -> Any:
         """Return the same small model at every call; every parameter has a multiple of 64 elements."""
@@ -111,36 +63,17 @@ class Run:
         return 10 * (model(self.data(seed)).float() - self.data(seed + 1000).float()).square().mean()
 
 
-Body = Callable[[Run], None]
-
-
-@dataclass(frozen=True)
-class Program:
-    """A program.
-
-    Attributes:
-        torch: whether it runs on `torch.optim.AdamW`, with the same bits.
-        speculates: whether some bf16 parameter's speculation is good as it is in some step.
-    """
-
-    body: Body
-    torch: bool = True
-    speculates: bool = True
-    admits_8bit: bool = True
-
-    def __str__(self) -> str:
-        return self.body.__name__
-
-
 PROGRAMS: list[Program] = []
 
 
-def program(**facts: Any) -> Callable[[Body], Body]:
+def program(**facts: Any) -> Callable[[Callable[[Run], None]], Callable[[Run], None]]:
     """Add a program to the table."""
 
-    def add(body: Body) -> Body:
-        PROGRAMS.append(Program(body, **facts))
-        return body
+    def add(train: Callable[[Run], None]) -> Callable[[Run], None]:
+        PROGRAMS.append(
+            Program(train.__name__, lambda run: train(Run(run.setting, run.limit, run.seen, run.optimizers)), **facts)
+        )
+        return train
 
     return add
 
@@ -1129,31 +1062,9 @@ def pretraining_saved_and_resumed(run: Run) -> None:
     assert frozen(state_of(second.optimizer)) == frozen(state_of(first.optimizer))
 
 
-# ---- settings -------------------------------------------------------------------------------------------------------
-
-Storage = tuple[tuple[str, str], ...]
-
-
-def run_in(one: Program, setting: Setting, *, is_torch: bool = False) -> Shown:
-    """Run a program; return what it has shown, and parameters and state of each of its optimizers, as bits."""
-    run = Run(setting, is_torch)
-    one.body(run)
-    if one.speculates and setting is EAGER:
-        assert sum(optimizer.statistics.accepted for optimizer in run.optimizers) > 0
-    ends = [{"parameters": parameters_of(optimizer), "state": state_of(optimizer)} for optimizer in run.optimizers]
-    return [{"seen": run.seen}, *map(frozen, ends)]
+# ---- the test -------------------------------------------------------------------------------------------------------
 
 
 @in_settings(PROGRAMS)
-def test_program_has_the_bits_of_the_plain_run(
-    program: Program, setting: Setting, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(micro_batches, "PAUSE_STEPS", 0)
-    assert not differs(run_in, program, setting)
-
-
-@pytest.mark.x86_64
-@pytest.mark.parametrize("one", [one for one in PROGRAMS if one.torch], ids=str)
-def test_plain_run_has_the_bits_of_torch(one: Program) -> None:
-    plain = Setting("plain", torch.float32, looks=True)
-    assert not first_difference(run_in(one, plain, is_torch=True), plain_run(run_in, one, plain))
+def test_program_has_the_bits_of_the_plain_run_and_of_torch(program: Program, settings: list[Setting]) -> None:
+    assert differences(program, settings) == []
