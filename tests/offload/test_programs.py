@@ -525,6 +525,11 @@ def copies_of_gradients_written(model: Any, optimizer: Any, step: int, run: Run)
             one.fill_(math.nan)
 
 
+@between(speculates=False)
+def addresses_of_gradients_read(model: Any, optimizer: Any, step: int, run: Run) -> bool:
+    return all(gradient.data_ptr() for gradient in gradients(model))
+
+
 @between()
 def gradients_compared_with_the_last(model: Any, optimizer: Any, step: int, run: Run) -> Any:
     last = run.kept.get("last")
@@ -1058,6 +1063,13 @@ def amsgrad_switched_on_for_backward_only(model: Any, optimizer: Any, step: int,
         run.scheduler.synchronize()
     optimizer.param_groups[0]["amsgrad"] = False
     optimizer.step()
+
+
+@between()
+def lr_changed_there_and_back(model: Any, optimizer: Any, step: int, run: Run) -> None:
+    group = optimizer.param_groups[0]
+    before, group["lr"] = group["lr"], 0.5
+    group["lr"] = before
 
 
 @between(torch=False, speculates=False)
@@ -1842,6 +1854,12 @@ def committed_by_hand(model: Any, optimizer: Any, step: int, run: Run) -> None:
     optimizer.commit()
 
 
+@between(torch=False, speculates=False)
+def rolled_back_and_speculated_again_by_hand(model: Any, optimizer: Any, step: int, run: Run) -> None:
+    optimizer.rollback()
+    optimizer.speculate()
+
+
 def scripted() -> nn.Module:
     torch.default_generator.manual_seed(7)
     return torch.jit.script(nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16, bias=False)))
@@ -1858,6 +1876,34 @@ def script_module(model: Any, optimizer: Any, step: int, run: Run) -> Any:
     loss = backward(model, step)
     optimizer.step()
     return loss
+
+
+# ---- after a step, before its state follows --------------------------------------------------------------------------
+
+
+def _add_after(name: str) -> None:
+    def iteration(model: Any, optimizer: Any, step: int, run: Run) -> Any:
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.step()
+        return ACTIONS[name](model, optimizer, step, run)
+
+    program(f"{name}_after_the_step", torch=False)(iteration)
+
+
+for _name in (
+    "checkpoint_saved",
+    "addresses_of_gradients_read",
+    "weights_decayed_by_hand",
+    "weights_decayed_through_data",
+    "moments_written",
+    "checkpoint_of_the_optimizer_loaded",
+    "betas_changed",
+    "step_that_raises_where_gradients_are_not_finite",
+    "storage_replaced",
+    "rolled_back_and_speculated_again_by_hand",
+):
+    _add_after(_name)
 
 
 # ---- the tests ------------------------------------------------------------------------------------------------------
