@@ -1898,6 +1898,7 @@ for _name in (
     "weights_decayed_through_data",
     "moments_written",
     "checkpoint_of_the_optimizer_loaded",
+    "both_checkpoints_loaded",
     "betas_changed",
     "step_that_raises_where_gradients_are_not_finite",
     "storage_replaced",
