@@ -19,6 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from superadam import OffloadScheduler, SpeculativeCPUAdam
 from superadam.integrations.reduced_gradients import take_reduced_gradients
 from superadam.offload.arguments import TRANSFER_DTYPES, check_count, check_model, check_transfer_dtype
+from superadam.testing import SimulatedDevice
 
 
 def refused(error: type[Exception], sentence: str, check: Any, *arguments: Any, **options: Any) -> None:
@@ -87,6 +88,25 @@ def test_scheduler_refuses_them_before_it_changes_anything(options: dict[str, An
     refused(ValueError, f"^{next(iter(options))} is ", OffloadScheduler, optimizer, model, **options)
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
     OffloadScheduler(optimizer, model).close()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"gpu_buckets": -1},
+        {"bucket_numel": 0},
+        {"num_threads": 0},
+        {"gpu_buckets": "auto"},
+        {"gpu_buckets": 1, "bucket_numel": 1.5},
+    ],
+    ids=str,
+)
+def test_placements_that_are_refused_change_nothing(wrong: dict[str, Any]) -> None:
+    model = mlp()
+    with OffloadScheduler(adam(model), model, device=SimulatedDevice(1), gpu_buckets=1, bucket_numel=1) as scheduler:
+        before = scheduler.placement
+        refused(ValueError, f"{[*wrong][-1]} is .*, expected an integer of at least ", scheduler.place, **wrong)
+        assert scheduler.placement == before
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import threading
-import weakref
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +12,6 @@ from torch import nn
 from superadam.devices import PlainDevice
 from superadam.handles.gradient_handle import taken_of
 from superadam.handles.taken_gradient import GradientHolder, TakenGradient
-from superadam.offload.accumulation import PAUSE_STEPS
 from superadam.offload.buckets import Bucket, Bucketer
 from superadam.state.parameter import ParameterState
 
@@ -115,103 +111,7 @@ def test_every_gradient_is_sent_once_in_order_and_no_bucket_but_the_last_is_shor
     assert len(line.sent) == count
 
 
-def test_second_gradient_gives_the_first_back_and_goes_into_a_bucket_again() -> None:
-    line = Line([3], 1, holds=False)
-    line.arrive(0)
-    line.arrive(0)
-    assert line.rows == [[0], [0]]
-    taken = taken_of(line.parameters[0].grad)
-    assert taken is not None
-    assert taken.pending.tolist() == [2.0] * 3
-    assert line.holder.given == [True]
-
-
-def test_sum_with_a_gradient_that_is_under_way_is_left_to_the_step() -> None:
-    line = Line([3], 1)
-    line.arrive(0)
-    line.arrive(0)
-    assert line.rows == [[0]]
-    assert line.sent[0].gradients[0].is_given
-    gradient = line.parameters[0].grad
-    assert type(gradient) is torch.Tensor
-    assert gradient.tolist() == [2.0] * 3
-
-
-def test_parameters_of_nobody_keep_their_gradients() -> None:
-    line = Line([3, 3], 1)
-    line.bucketer.take_from(line.states[:1])
-    line.arrive(1)
-    assert not line.sent
-    assert not line.is_taken(1)
-
-
-def test_gradient_that_others_hold_is_left_alone() -> None:
-    line = Line([3], 1)
-    line.parameters[0].grad = held = torch.ones(3)
-    assert not line.bucketer.add(line.parameters[0])
-    assert line.parameters[0].grad is held
-    assert not line.bucketer.rest()
-
-
-@pytest.mark.parametrize("gradient", ["sparse", "dtype"])
-def test_gradient_that_does_not_fit_is_left_to_the_step(gradient: str) -> None:
-    line = Line([3], 1)
-    if gradient == "sparse":
-        line.parameters[0].grad = torch.ones(3).to_sparse()
-    else:
-        line.parameters[0].data = torch.zeros(3, dtype=torch.float64)
-        line.parameters[0].grad = torch.ones(3, dtype=torch.float64)
-    assert not line.bucketer.add(line.parameters[0])
-    assert not line.is_taken(0)
-    assert not line.bucketer.rest()
-
-
-def test_backward_that_runs_again_over_the_same_handle_adds_nothing() -> None:
-    """The hook may be called without a new gradient."""
-    line = Line([3], 10)
-    line.arrive(0)
-    assert not line.bucketer.add(line.parameters[0])
-    line.flush()
-    assert line.rows == [[0]]
-
-
 # ---- sums on the host ------------------------------------------------------------------------------------------------
-
-
-def test_sums_take_in_every_gradient_up_to_the_last() -> None:
-    line = Line([2, 2], 100)
-    for _ in range(2):
-        with line.bucketer.accumulation.accumulate(torch.float32):
-            for row in range(2):
-                line.arrive(row, 1.0)
-    assert not line.bucketer.rest()
-    line.arrive(0, 2.0)  # the last micro-batch reaches only the first
-    line.flush()
-    assert line.rows == [[0]]
-    (sum_of_first,) = line.sent[0].gradients
-    assert sum_of_first.is_unrounded
-    assert sum_of_first.pending.tolist() == [4.0, 4.0]
-    left = taken_of(line.parameters[1].grad)
-    assert left is not None
-    assert left.is_unrounded
-    assert left.pending.tolist() == [2.0, 2.0]
-
-
-def test_sum_is_a_copy_in_the_dtype_of_the_master() -> None:
-    line = Line([2], 100)
-    parameter = line.parameters[0] = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
-    line.bucketer.take_from([ParameterState(parameter, 0, "p0")])
-    with line.bucketer.accumulation.accumulate(torch.float32):
-        address = line.arrive(0, 1.0)
-        for _ in range(3):
-            line.arrive(0, 2.0**-9)
-    taken = taken_of(parameter.grad)
-    assert taken is not None
-    assert (taken.dtype, taken.pending.dtype) == (torch.bfloat16, torch.float32)
-    assert taken.pending.untyped_storage()._cdata != address
-    assert taken.pending.tolist() == [1.0 + 3 * 2.0**-9] * 2
-    assert parameter.grad is not None
-    assert parameter.grad.tolist() == [1.0 + 2.0**-7] * 2  # rounded once
 
 
 def test_sum_that_is_being_read_is_not_sent_twice() -> None:
@@ -234,79 +134,6 @@ def test_sum_that_is_being_read_is_not_sent_twice() -> None:
 # ---- how many backwards make a step ----------------------------------------------------------------------------------
 
 
-def test_gradients_are_taken_at_the_last_backward_once_that_is_known() -> None:
-    line = Line([3, 3], 1, holds=False)
-    for step in range(4):
-        for micro in range(3):
-            line.arrive(0)
-            assert line.is_taken(0) == (micro == 2 or step == 0)
-            if micro == 1:
-                line.arrive(1)  # comes in one of them only
-                assert line.is_taken(1)
-        line.end_step()
-    assert line.rows == [[0], [0], [1], [0], *[[1], [0]] * 3]
-    assert line.holder.given == [True, True]
-
-
-def test_fewer_backwards_leave_one_step_alone_and_are_learned() -> None:
-    line = Line([3], 1, holds=False)
-    for _ in range(2):
-        for _ in range(3):
-            line.arrive(0)
-        line.end_step()
-    for step in range(3):
-        line.arrive(0)
-        assert line.is_taken(0) == (step > 0)
-        line.end_step()
-
-
-def test_gradient_that_is_set_anew_begins_a_step() -> None:
-    """As after `zero_grad()` without a step."""
-    line = Line([3], 1)
-    line.arrive(0)
-    line.parameters[0].grad = None
-    line.arrive(0)
-    line.end_step()
-    line.arrive(0)
-    assert line.is_taken(0)
-
-
-def test_edited_gradients_are_left_alone_for_a_while() -> None:
-    line = Line([6, 3], 1)
-
-    def step(*edited: int) -> list[bool]:
-        taken = []
-        for row in range(2):
-            line.arrive(row)
-            taken.append(line.is_taken(row))
-            if row in edited:
-                gradient = line.parameters[row].grad
-                assert gradient is not None
-                gradient.clamp_(-1.0, 1.0)
-        line.end_step()
-        return taken
-
-    assert step() == [True, True]
-    assert step(1) == [True, True]
-    assert step(0) == [True, True]  # most elements
-    for _ in range(PAUSE_STEPS):
-        assert step(0) == [False, False]
-    assert step(0) == [True, True]
-    for _ in range(PAUSE_STEPS):
-        assert step() == [False, False]
-    assert step() == step() == [True, True]
-
-
-def test_sums_with_gradients_that_are_under_way_are_no_edits() -> None:
-    """The next step takes at its last backward, and no step is left out."""
-    line = Line([3], 100)
-    for step in range(3):
-        for micro in range(2):
-            line.arrive(0)
-            assert line.is_taken(0) == (micro == min(step, 1))
-        line.end_step()
-
-
 def test_gradient_given_back_after_the_step_is_none_of_the_next_one() -> None:
     line = Line([3], 1)
     line.arrive(0)
@@ -319,15 +146,6 @@ def test_gradient_given_back_after_the_step_is_none_of_the_next_one() -> None:
     line.parameters[0].grad = None
     line.arrive(0)
     assert line.is_taken(0)
-
-
-def test_gradient_that_was_given_back_is_held_by_nobody_else() -> None:
-    line = Line([3], 1)
-    line.arrive(0)
-    taken = weakref.ref(line.sent.pop().gradients[0])
-    line.parameters[0].grad = None
-    gc.collect()
-    assert taken() is None
 
 
 # ---- buckets that stay -----------------------------------------------------------------------------------------------
@@ -347,13 +165,6 @@ def test_kept_parameters_fill_buckets_of_their_own() -> None:
         ([5], False),
         ([4], True),
     ]
-
-
-def test_gradients_on_the_host_never_stay() -> None:
-    line = Line([2, 2], 1)
-    line.bucketer.bucket_numel, line.bucketer.resident = 1, frozenset(line.states)
-    line.arrive(0)
-    assert not line.sent[0].is_resident
 
 
 def test_another_size_counts_from_the_next_gradient_on() -> None:

@@ -289,54 +289,6 @@ def test_nan_in_the_last_piece_undoes_all() -> None:
             assert optimizer.statistics.dropped - dropped == (6 if step == 2 else 0)
 
 
-def read(model: Text, optimizer: SpeculativeCPUAdam, step: int) -> list[float]:
-    return [float(parameter.grad.double().sum()) for parameter in model.parameters() if parameter.grad is not None]
-
-
-def edit(model: Text, optimizer: SpeculativeCPUAdam, step: int) -> None:
-    assert model.embedding.weight.grad is not None
-    model.embedding.weight.grad[-1] = 0.5
-
-
-def halve(model: Text, optimizer: SpeculativeCPUAdam, step: int) -> None:
-    torch._foreach_mul_([parameter.grad for parameter in model.parameters()], 0.3)
-
-
-def write(model: Text, optimizer: SpeculativeCPUAdam, step: int) -> None:
-    with torch.no_grad():
-        model.embedding.weight[-1, -1] += 1.0
-
-
-def write_past_versions(model: Text, optimizer: SpeculativeCPUAdam, step: int) -> None:
-    model.embedding.weight.data[100:] *= 0.5
-
-
-def take_back(model: Text, optimizer: SpeculativeCPUAdam, step: int) -> None:
-    optimizer.rollback()
-    optimizer.speculate()
-
-
-def another_layout(model: Text, optimizer: SpeculativeCPUAdam, step: int) -> None:
-    """The values are the same, in the same order, in memory with gaps."""
-    parameter = model.transposed
-    apart = torch.empty(100, 128, dtype=parameter.dtype)[:, :64].t()
-    parameter.data = apart.copy_(parameter.data)
-
-
-@pytest.mark.parametrize("limit", [None, 60.0])
-@pytest.mark.parametrize(
-    "program", [read, edit, halve, write, write_past_versions, take_back, another_layout], ids=lambda one: one.__name__
-)
-def test_programs_see_whole_parameters(program: BeforeStep, limit: float | None) -> None:
-    for gpu_buckets in (0, 2):
-        ours, _, _ = train(
-            program, limit=limit, bucket_numel=CHUNK, gpu_buckets=gpu_buckets, device=SimulatedDevice(gpu_buckets)
-        )
-        theirs = expected(program, limit=limit)
-        assert ours[1::2] == theirs[1::2]
-        assert ours[-1] == theirs[-1]
-
-
 def test_gradients_in_another_order_of_memory_are_cut_in_the_parameters() -> None:
     def turn(parameter: Tensor) -> None:
         assert parameter.grad is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +15,6 @@ from hypothesis import strategies as st
 from support.overlap import (
     DeferredDevice,
     ImmediateDevice,
-    PlantedError,
     ThreadDevice,
     adam,
     batch,
@@ -30,19 +28,11 @@ from torch import Tensor, nn
 from superadam import OffloadScheduler, SpeculativeCPUAdam
 from superadam.devices import Device
 from superadam.devices.flat import FlatLayout
-from superadam.devices.worker import WorkerError
 from superadam.offload.statistics import OverlapStatistics
 from superadam.state.parameter import ParameterState
 from superadam.step.outcome import StepOutcome
 from superadam.step.transaction import Transaction
 from superadam.testing import SimulatedDevice
-
-
-def fates(scheduler: OffloadScheduler) -> tuple[int, int, int, int]:
-    """Return buckets that waited, and parameters that were accepted, respeculated and dropped."""
-    counts = scheduler.optimizer.statistics
-    return scheduler.statistics.waiting_buckets, counts.accepted, counts.respeculated, counts.dropped
-
 
 SECONDS = st.one_of(st.just(0.0), st.floats(0, 1e6))
 
@@ -57,10 +47,6 @@ def test_hidden_share_is_that_of_all_work(worker: float, waited: float, hooks: f
     assert counts.hidden_share * counts.work_seconds == pytest.approx(counts.work_seconds - seen, abs=1e-9)
     if worker and not seen:
         assert counts.hidden_share == 1.0
-
-
-def test_hidden_share_before_any_work() -> None:
-    assert OverlapStatistics().hidden_share == 0.0
 
 
 # ---- of real schedulers ----------------------------------------------------------------------------------------------
@@ -130,43 +116,6 @@ def one_step(event: str, model: nn.Module, optimizer: SpeculativeCPUAdam, schedu
                 for parameter in model.parameters():
                     parameter.mul_(0.97)
     optimizer.step()
-
-
-@pytest.mark.slow
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("bucket_numel", [1, 100, 10**6])
-def test_speculation_has_the_fate_that_the_event_gives_it(bucket_numel: int, device: Device) -> None:
-    model = mlp(torch.bfloat16)
-    optimizer = adam(model, lr=1e-3)
-    events = EVENTS + random.Random(0).choices(EVENTS, k=30)
-    with eager(optimizer, model, device=device, bucket_numel=bucket_numel) as scheduler:
-        one_step("plain", model, optimizer, scheduler)
-        assert fates(scheduler) == (scheduler.statistics.buckets, 0, 0, 0)  # there was no state
-        assert scheduler.statistics.buckets == {1: 6, 100: 2, 10**6: 1}[bucket_numel]
-        for event in events + ["clipped"] * 12:
-            before = fates(scheduler)
-            one_step(event, model, optimizer, scheduler)
-            check(scheduler)
-            waiting, accepted, respeculated, dropped = (
-                now - then for now, then in zip(fates(scheduler), before, strict=True)
-            )
-            is_sent_by_the_step = bucket_numel == 10**6
-            if event in ("plain", "micro-batches", "forward") or (event == "lr" and is_sent_by_the_step):
-                assert accepted > 0 == waiting == respeculated == dropped, event
-            elif event == "skipped":  # after the first NaN nothing is worth speculating on
-                assert dropped + waiting > 0 == respeculated == accepted, event
-            elif event in ("rolled back", "zero_grad", "replaced"):
-                assert dropped > 0 == waiting == respeculated == accepted, event
-            elif event in ("lr", "limit", "written"):
-                assert respeculated > 0 == waiting == accepted == dropped, event
-            else:
-                assert waiting + accepted + respeculated > 0 == dropped, event
-        for _ in range(8):  # in which the policy forgets
-            one_step("plain", model, optimizer, scheduler)
-        before = fates(scheduler)
-        one_step("plain", model, optimizer, scheduler)
-        assert fates(scheduler)[0] == before[0] < scheduler.statistics.buckets
-        assert fates(scheduler)[1] > before[1]
 
 
 @contextmanager
@@ -278,77 +227,6 @@ def test_a_cut_parameter_whose_speculation_is_dropped_counts_once(gone: int) -> 
     assert optimizer.statistics.dropped == 1
 
 
-@pytest.mark.parametrize("device_class", [ImmediateDevice, ThreadDevice])
-def test_every_bucket_of_own_masters_waits(device_class: type[Device]) -> None:
-    """They are updated in one pass with the verdict."""
-    model = mlp()
-    optimizer = adam(model, lr=1e-3)
-    with eager(optimizer, model, device=device_class()) as scheduler:
-        train(model, optimizer, range(3))
-        check(scheduler)
-    assert scheduler.statistics.waiting_buckets == scheduler.statistics.buckets == 3 * 6
-
-
-def test_there_are_no_buckets_where_no_core_is_idle() -> None:
-    model = mlp(torch.bfloat16)
-    optimizer = adam(model, lr=1e-3)
-    with eager(optimizer, model, device=DeferredDevice()) as scheduler:
-        for event in EVENTS:
-            one_step(event, model, optimizer, scheduler)
-            check(scheduler)
-    assert scheduler.statistics.buckets == 0
-
-
-def test_after_the_first_nan_every_bucket_waits(device: Device) -> None:
-    model = mlp(torch.bfloat16)
-    optimizer = adam(model, max_grad_norm=1e-3)
-    with eager(optimizer, model, device=device) as scheduler:
-        for seed in range(13):
-            loss_of(model, seed).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            check(scheduler)
-        before = scheduler.statistics.waiting_buckets
-        (loss_of(model, 20) * math.nan).backward()
-        optimizer.step()
-        check(scheduler)
-        assert scheduler.statistics.waiting_buckets - before == 6
-
-
-@pytest.mark.parametrize("at", [1, 2, 4])
-def test_only_speculation_has_a_fate_after_the_worker_failed(
-    at: int, device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = mlp(torch.bfloat16)
-    optimizer = adam(model, max_grad_norm=math.inf)
-    speculate, calls = Transaction.speculate, []
-
-    def stumble(*arguments: object, **options: object) -> None:
-        calls.append(1)
-        if len(calls) == at:
-            raise PlantedError("planted")
-        speculate(*arguments, **options)  # type: ignore[arg-type]
-
-    def step() -> None:
-        loss_of(model, 0).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    with eager(optimizer, model, device=device) as scheduler:
-        step()
-        step()
-        with monkeypatch.context() as patch:
-            patch.setattr(Transaction, "speculate", stumble)
-            with pytest.raises(WorkerError):
-                step()
-        optimizer.step()  # without the worker
-        optimizer.zero_grad()
-        dropped = optimizer.statistics.dropped
-        assert dropped == at - 1  # the others were never speculated on
-        step()
-        assert fates(scheduler) == (6, 12, 0, dropped)
-
-
 def test_times_are_those_of_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     model = mlp()
     optimizer = adam(model, max_grad_norm=math.inf)
@@ -426,15 +304,3 @@ def test_bytes_are_those_of_flat_buffers(bucket_numel: int, link: torch.dtype | 
         assert up <= moved[1] <= flat_bytes(parameters) + up + patches
         optimizer.max_grad_norm = math.inf
         assert step(5, math.nan)[0] == down
-
-
-@pytest.mark.parametrize("make", [ImmediateDevice, ThreadDevice])
-def test_nothing_moves_in_host_memory(make: Callable[[], Device]) -> None:
-    model = mixed()
-    optimizer = adam(model)
-    with eager(optimizer, model, device=make(), transfer_dtype=torch.float32) as scheduler:
-        for step in range(3):
-            mixed_loss(model, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert scheduler.statistics.downloaded_bytes == scheduler.statistics.uploaded_bytes == 0
