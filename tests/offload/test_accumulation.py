@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from support.overlap import (
     DeferredDevice,
     ImmediateDevice,
@@ -34,8 +32,6 @@ from torch import Tensor, nn
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam, StepKind
 from superadam.devices import Device
-from superadam.devices.worker import WorkerError
-from superadam.handles.gradient_handle import taken_of
 from superadam.kernels.hyperparameters import Hyperparameters
 from superadam.offload.accumulation import Accumulation
 from superadam.offload.transfers import Transfers
@@ -58,52 +54,6 @@ def device(request: pytest.FixtureRequest) -> Device:
 
 
 # ---- counts by themselves --------------------------------------------------------------------------------------------
-
-
-def step(micro_batches: Accumulation, count: int, parameter: int = 1, *, is_edited: bool = False) -> list[bool]:
-    said = [micro_batches.is_last(parameter, is_first=micro == 0) for micro in range(count)]
-    micro_batches.end_step(is_edited=is_edited)
-    return said
-
-
-@given(st.lists(st.integers(1, 5), min_size=1, max_size=6))
-def test_each_step_is_expected_to_be_as_the_one_before(counts: list[int]) -> None:
-    micro_batches = Accumulation()
-    expected = 1
-    for count in counts:
-        assert step(micro_batches, count) == [micro + 1 >= expected for micro in range(count)]
-        expected = count
-
-
-def test_what_is_announced_is_not_learned() -> None:
-    micro_batches = Accumulation()
-    for _ in range(3):
-        with micro_batches.accumulate(None):
-            said = [micro_batches.is_last(1, is_first=micro == 0) for micro in range(2)]
-        assert said == [False, False]
-        assert micro_batches.is_last(1, is_first=False)
-        micro_batches.end_step(is_edited=False)
-    assert step(micro_batches, 1) == [True]
-
-
-def test_announcement_ends_with_the_step() -> None:
-    micro_batches = Accumulation()
-    assert step(micro_batches, 3) == [True] * 3
-    with micro_batches.accumulate(None):
-        assert not micro_batches.is_last(1, is_first=True)
-    assert micro_batches.is_last(1, is_first=False)  # although three were expected
-    micro_batches.end_step(is_edited=False)
-    assert step(micro_batches, 2) == [True, True]
-    assert step(micro_batches, 2) == [False, True]
-
-
-def test_gradient_that_was_added_to_one_of_before_counts_as_one() -> None:
-    """As after a backward before the hooks were there, which nobody has counted."""
-    micro_batches = Accumulation()
-    for micro in range(2):
-        micro_batches.is_last(1, is_first=micro == 0)
-    micro_batches.end_step(is_edited=False)
-    assert [micro_batches.is_last(1, is_first=False) for _ in range(2)] == [False, True]
 
 
 def test_blocks_nest_and_end_with_an_error() -> None:
@@ -527,39 +477,6 @@ def test_sums_in_fp32_equal_the_oracle(dtype: torch.dtype, bucket_numel: int, re
                 assert same_bits(flat(parameter, parameter), one.shown)
 
 
-def test_sums_take_no_memory_of_the_device(device: Device) -> None:
-    """They are handles over fp32 on the host."""
-    model = mlp(torch.bfloat16)
-    optimizer = adam(model)
-    with eager(optimizer, model, device=device) as scheduler:
-        with scheduler.accumulate(torch.float32):
-            loss_of(model, 0).backward()
-        taken = [taken_of(parameter.grad) for parameter in model.parameters()]
-        assert all(one is not None and one.is_unrounded and one.pending.dtype == torch.float32 for one in taken)
-        if isinstance(device, SimulatedDevice):
-            assert not device._blocks
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_norm_between_last_backward_and_step_is_that_of_the_step(dtype: torch.dtype, device: Device) -> None:
-    model = mlp(dtype)
-    optimizer = adam(model)
-    with eager(optimizer, model, device=device) as scheduler:
-        for seed in range(3):
-            with scheduler.accumulate(torch.float32):
-                loss_of(model, seed).backward()
-            with scheduler.accumulate():
-                loss_of(model[4:], seed).backward()
-            loss_of(model[2:], seed + 10).backward()
-            norm = optimizer.clip_grad_norm_(2.5)
-            optimizer.step()
-            optimizer.zero_grad()
-            assert optimizer.last_outcome is not None
-            assert optimizer.last_outcome.grad_norm == float(norm) > 2.5
-            assert optimizer.last_outcome.kind is StepKind.CLIPPED
-
-
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("is_announced", [False, True])
 @pytest.mark.parametrize("make", [ImmediateDevice, ThreadDevice, DeferredDevice])
@@ -593,29 +510,6 @@ def test_narrow_link_leaves_sums_on_the_host_as_they_are(make: Callable[[], Devi
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("then", ["step", "zero_grad"])
-def test_worker_that_fails_on_sums(then: str, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stories(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
-        train(model, optimizer, range(1))
-        with announced(scheduler):
-            loss_of(model, 7).backward()
-        with monkeypatch.context() as patch:
-            if scheduler is not None and scheduler._pipeline is not None:
-                patch.setattr(scheduler._pipeline, "_speculate", stumble)
-            loss_of(model[2:], 7).backward()
-            if scheduler is not None and scheduler.placement.num_threads:
-                with pytest.raises(WorkerError, match="planted"):
-                    optimizer.step()
-        if then == "zero_grad":
-            optimizer.zero_grad()
-        optimizer.step()
-        optimizer.zero_grad()
-        train(model, optimizer, range(1, 3))
-
-    both(stories, device)
-
-
-@pytest.mark.covering(1)
 @pytest.mark.parametrize("error", [MemoryError("planted"), torch.OutOfMemoryError("planted"), ValueError("planted")])
 def test_sums_that_cannot_be_sent_are_left_to_the_step(
     error: Exception, device: Device, monkeypatch: pytest.MonkeyPatch
@@ -626,10 +520,3 @@ def test_sums_that_cannot_be_sent_are_left_to_the_step(
     monkeypatch.setattr(Transfers, "download", cannot)
     scheduler = both(micro_batches(), device)
     assert scheduler.statistics.buckets == 0
-
-
-def stumble(*_: object, **__: object) -> None:
-    raise PlantedError("planted")
-
-
-# ---- sums and loss scaling -------------------------------------------------------------------------------------------

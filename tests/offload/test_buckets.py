@@ -111,70 +111,7 @@ def test_every_gradient_is_sent_once_in_order_and_no_bucket_but_the_last_is_shor
     assert len(line.sent) == count
 
 
-# ---- sums on the host ------------------------------------------------------------------------------------------------
-
-
-def test_sum_that_is_being_read_is_not_sent_twice() -> None:
-    line = Line([2], 1)
-    with line.bucketer.accumulation.accumulate(torch.float32):
-        line.arrive(0, 1.0)
-    line.arrive(0, 1.0)
-    (bucket,) = line.sent
-    taken = bucket.gradients[0]
-    taken.in_use = True  # as Transfers.download notes
-    assert not line.bucketer.add(line.parameters[0])
-    before = taken.pending
-    line.arrive(0, 1.0)  # another backward adds, and leaves what is read as it is
-    assert before.tolist() == [2.0, 2.0]
-    assert taken.pending.tolist() == [3.0, 3.0]
-    assert len(line.sent) == 2
-    assert line.sent[1].gradients == (taken,)
-
-
-# ---- how many backwards make a step ----------------------------------------------------------------------------------
-
-
-def test_gradient_given_back_after_the_step_is_none_of_the_next_one() -> None:
-    line = Line([3], 1)
-    line.arrive(0)
-    line.flush()
-    line.bucketer.end_step()
-    gradient = line.parameters[0].grad
-    assert gradient is not None
-    gradient.add_(1.0)
-    assert line.holder.given == [False]
-    line.parameters[0].grad = None
-    line.arrive(0)
-    assert line.is_taken(0)
-
-
 # ---- buckets that stay -----------------------------------------------------------------------------------------------
-
-
-def test_kept_parameters_fill_buckets_of_their_own() -> None:
-    device = DistantDevice()
-    line = Line([2] * 6, 4, device)
-    line.bucketer.bucket_numel = 4
-    line.bucketer.resident = frozenset(line.states[row] for row in (1, 3, 4))
-    for row in range(6):
-        line.arrive(row)
-    line.flush()
-    assert [(rows, bucket.is_resident) for rows, bucket in zip(line.rows, line.sent, strict=True)] == [
-        ([0, 2], False),
-        ([1, 3], True),
-        ([5], False),
-        ([4], True),
-    ]
-
-
-def test_another_size_counts_from_the_next_gradient_on() -> None:
-    line = Line([2] * 4, 100)
-    line.arrive(0)
-    line.bucketer.bucket_numel, line.bucketer.resident = 4, frozenset()
-    line.arrive(1)
-    line.arrive(2)
-    line.arrive(3)
-    assert line.rows == [[0, 1], [2, 3]]
 
 
 def test_backward_may_run_in_several_threads() -> None:
@@ -207,10 +144,3 @@ def test_last_bucket_that_travels_does_not_wait_for_more() -> None:
         ([0, 1, 2, 3], False),
         ([4, 5], True),
     ]
-
-
-def test_what_was_begun_is_not_sent_once_others_are_followed() -> None:
-    line = Line([3, 3], 100)
-    line.arrive(0)
-    line.bucketer.take_from(line.states[1:])
-    assert line.bucketer.rest() == []

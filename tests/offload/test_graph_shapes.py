@@ -7,7 +7,6 @@ keep their values until `step()`, so nothing that reads them in backward, in any
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -20,8 +19,8 @@ from support.programs import Program, Run, Setting, differences, in_settings
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.func import functional_call
-from torch.nn.utils import parametrizations, parametrize
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 
 pytestmark = [
     pytest.mark.timeout(240),  # a hang fails with the stack of every thread; compiling alone takes seconds
@@ -186,20 +185,6 @@ class MultiplyByData(Multiply):
         return x @ weight.t()
 
 
-class MultiplySaved(torch.autograd.Function):
-    """The same with a detached weight that is saved for backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight.detach())
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        return gradients[0] @ weight, gradients[0].t() @ x
-
-
 class ScaleByWeight(torch.autograd.Function):
     """The identity, whose backward scales by the present norm of any parameter."""
 
@@ -211,20 +196,6 @@ class ScaleByWeight(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return gradients[0] * ctx.weight.detach().norm(), None
-
-
-class Symmetric(nn.Module):
-    """A parametrization."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.triu() + x.triu(1).t()
-
-
-def parametrized() -> nn.Module:
-    model = mlp()
-    parametrize.register_parametrization(model[0], "weight", Symmetric())
-    parametrizations.orthogonal(model[2])
-    return model
 
 
 def trunk_and_heads(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -244,16 +215,6 @@ def plain(run: Graph) -> None:
 @shape(Tied)
 def tied_weights(run: Graph) -> None:
     loss(run.model(run.inputs())).backward()
-
-
-@shape(mlp)
-def module_used_twice(run: Graph) -> None:
-    loss(run.model(run.model(run.inputs()))).backward()
-
-
-@shape(lambda: nn.LSTM(8, 8, num_layers=2, batch_first=True))
-def lstm(run: Graph) -> None:
-    loss(run.model(run.inputs().reshape(2, 2, 8))[0]).backward()
 
 
 @shape(lambda: nn.LSTM(8, 8, batch_first=True))
@@ -291,12 +252,6 @@ def parameters_outside_any_forward(run: Graph) -> None:
 
 
 @shape(mlp)
-def several_losses_added(run: Graph) -> None:
-    _, first, second = trunk_and_heads(run.model, run.inputs())
-    (loss(first) + loss(second)).backward()
-
-
-@shape(mlp)
 def several_losses_in_one_call(run: Graph) -> None:
     _, first, second = trunk_and_heads(run.model, run.inputs())
     torch.autograd.backward([loss(first), loss(second)])
@@ -306,17 +261,6 @@ def several_losses_in_one_call(run: Graph) -> None:
 def unused_branch(run: Graph) -> None:
     chosen = run.model[:2] if run.seed % 2 else run.model[2:]
     loss(chosen(run.inputs())).backward()
-
-
-@shape(mlp)
-def expanded_and_transposed_gradients(run: Graph) -> None:
-    first, second = run.model[0].weight, run.model[2].weight
-    (loss(F.linear(run.inputs(), second.t())) + first.sum()).backward()
-
-
-@shape(mlp)
-def functional(run: Graph) -> None:
-    loss(functional_call(run.model, dict(run.model.named_parameters()), (run.inputs(),))).backward()
 
 
 @shape(mlp)
@@ -344,35 +288,6 @@ def spectral_norm(run: Graph) -> None:
     loss(run.model(run.inputs())).backward()
 
 
-class Halves(nn.Module):
-    """A parametrization with its own parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mask = nn.Parameter(torch.full((8, 8), 0.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.mask
-
-
-def masked() -> nn.Module:
-    model = mlp()
-    parametrize.register_parametrization(model[0], "weight", Symmetric())
-    parametrize.register_parametrization(model[2], "weight", Halves())
-    return model
-
-
-@shape(masked)
-def parametrizations_of_ones_own(run: Graph) -> None:
-    loss(run.model(run.inputs())).backward()
-
-
-@shape(masked)
-def parametrizations_computed_once(run: Graph) -> None:
-    with parametrize.cached():
-        loss(run.model(run.model(run.inputs()))).backward()
-
-
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
 
 
@@ -390,53 +305,10 @@ def checkpoint_reentrant(run: Graph) -> None:
 
 
 @shape(mlp)
-def checkpoint_selective(run: Graph) -> None:
-    contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.tanh.default])
-    loss(checkpoint(run.model, run.inputs(), use_reentrant=False, context_fn=contexts)).backward()
-
-
-@shape(mlp)
-def checkpoint_non_reentrant_with_shared_weights(run: Graph) -> None:
-    x = checkpoint(run.model, run.inputs(), use_reentrant=False)
-    loss(checkpoint(run.model, x, use_reentrant=False)).backward()
-
-
-@shape(mlp)
 def checkpoint_reentrant_with_shared_weights(run: Graph) -> None:
     """The gradients are complete twice: each reentrant backward is one of its own."""
     x = checkpoint(run.model, run.inputs().requires_grad_(), use_reentrant=True)
     loss(checkpoint(run.model, x, use_reentrant=True)).backward()
-
-
-@shape(Bare)
-def checkpoint_reentrant_with_shared_bare_weights(run: Graph) -> None:
-    def layer(x: Tensor) -> Tensor:
-        return F.linear(x, run.model.weights[0]).tanh()
-
-    x = checkpoint(layer, run.inputs().requires_grad_(), use_reentrant=True)
-    loss(checkpoint(layer, x, use_reentrant=True)).backward()
-
-
-@shape(mlp)
-def nested_checkpoints(run: Graph) -> None:
-    def inner(x: Tensor) -> Tensor:
-        y: Tensor = checkpoint(run.model[2:], x, use_reentrant=False)
-        return y
-
-    def outer(x: Tensor) -> Tensor:
-        y: Tensor = inner(run.model[:2](x)) + x
-        return y
-
-    loss(checkpoint(outer, run.inputs(), use_reentrant=False)).backward()
-
-
-@shape(mlp)
-def nested_reentrant_checkpoints(run: Graph) -> None:
-    def outer(x: Tensor) -> Tensor:
-        y: Tensor = checkpoint(run.model[2:], run.model[:2](x), use_reentrant=True)
-        return y + x
-
-    loss(checkpoint(outer, run.inputs().requires_grad_(), use_reentrant=True)).backward()
 
 
 @shape(mlp)
@@ -447,17 +319,6 @@ def no_grad_reuse_inside_a_checkpoint(run: Graph) -> None:
         return (x * target).square()
 
     x = checkpoint(target_and_loss, run.model[:4](run.inputs()), use_reentrant=False)
-    loss(run.model[4:](x)).backward()
-
-
-@shape(mlp)
-def no_grad_reuse_inside_a_reentrant_checkpoint(run: Graph) -> None:
-    def target_and_loss(x: Tensor) -> Tensor:
-        with torch.no_grad():
-            target = run.model[4:](x)
-        return (x * target).square()
-
-    x = checkpoint(target_and_loss, run.model[:4](run.inputs()), use_reentrant=True)
     loss(run.model[4:](x)).backward()
 
 
@@ -477,28 +338,12 @@ def bare_value_read_again_by_a_checkpoint(run: Graph) -> None:
     loss(F.linear(checkpoint(scaled, run.inputs(), use_reentrant=False), weight)).backward()
 
 
-@shape(Bare)
-def bare_value_read_again_by_a_reentrant_checkpoint(run: Graph) -> None:
-    weight = run.model.weights[0]
-
-    def scaled(x: Tensor) -> Tensor:
-        return x * weight.data.norm() * run.model.weights[1].sum()
-
-    loss(F.linear(checkpoint(scaled, run.inputs().requires_grad_(), use_reentrant=True), weight)).backward()
-
-
 # ---- values read past autograd --------------------------------------------------------------------------------------
 
 
 @shape(Detached)
 def detached_weight_in_the_graph(run: Graph) -> None:
     loss(run.model(run.inputs())).backward()
-
-
-@shape(lambda: nn.ModuleDict({"layers": mlp()}))
-def value_read_through_data(run: Graph) -> None:
-    layers = run.model["layers"]
-    loss(layers[4](F.linear(layers[0](run.inputs()), layers[4].weight.data))).backward()
 
 
 @shape(mlp)
@@ -514,14 +359,6 @@ def saved_as_data_by_a_custom_function(run: Graph) -> None:
     x = run.inputs()
     for layer in (run.model[0], run.model[2], run.model[0]):
         x = MultiplyByData.apply(x, layer.weight)
-    loss(x).backward()
-
-
-@shape(mlp)
-def saved_detached_by_a_custom_function(run: Graph) -> None:
-    x = run.inputs()
-    for layer in (run.model[0], run.model[2], run.model[0]):
-        x = MultiplySaved.apply(x, layer.weight)
     loss(x).backward()
 
 
@@ -542,15 +379,6 @@ def saved_tensors_hooks_that_do_nothing(run: Graph) -> None:
     with saved_tensors_hooks(pack_nothing, pack_nothing):
         y = run.model(run.model(run.inputs()))
     loss(y).backward()
-
-
-@shape(mlp)
-def saved_tensors_hooks_that_do_nothing_over_two_backwards(run: Graph) -> None:
-    with saved_tensors_hooks(pack_nothing, pack_nothing):
-        one = loss(run.model(run.inputs()))
-    with run.hint():
-        one.backward(retain_graph=True)
-    one.backward()
 
 
 @shape(mlp)
@@ -586,17 +414,6 @@ def hooks_that_change_gradients(run: Graph) -> None:
 
 
 @shape(mlp)
-def backward_hooks_that_read_weights_of_their_own(run: Graph) -> None:
-    def scale(module: nn.Module, gradients: tuple[Tensor, ...], _: Any) -> tuple[Tensor, ...]:
-        return tuple(gradient * module.weight.detach().norm() for gradient in gradients)
-
-    if run.once():
-        for layer in (run.model[2], run.model[4]):
-            layer.register_full_backward_hook(scale)
-    loss(run.model(run.inputs())).backward()
-
-
-@shape(mlp)
 def backward_hooks_that_read_weights_of_later_layers(run: Graph) -> None:
     later = run.model[4].weight
 
@@ -607,13 +424,6 @@ def backward_hooks_that_read_weights_of_later_layers(run: Graph) -> None:
         run.model[0].register_full_backward_pre_hook(scale)
         run.model[2].register_full_backward_pre_hook(scale)
     loss(run.model(run.inputs())).backward()
-
-
-@shape(mlp)
-def tensor_hooks_that_read_weights(run: Graph) -> None:
-    x = run.model[:2](run.inputs())
-    x.register_hook(lambda gradient: gradient + run.model[4].weight.detach()[0])
-    loss(run.model[2:](x)).backward()
 
 
 @shape(mlp)
@@ -668,19 +478,6 @@ def multi_grad_hook_that_reads_weights(run: Graph) -> None:
     assert first.grad is not None
 
 
-@shape(mlp)
-def node_hooks_that_read_weights(run: Graph) -> None:
-    y = run.model(run.inputs())
-    later = run.model[4].bias
-    node = y.grad_fn
-    for _ in range(3):
-        node = node.next_functions[-2 if len(node.next_functions) > 2 else 0][0] or node
-    node.register_prehook(
-        lambda gradients: tuple(g if g is None else g * later.detach().exp().mean() for g in gradients)
-    )
-    loss(y).backward()
-
-
 # ---- graphs of gradients --------------------------------------------------------------------------------------------
 
 
@@ -692,43 +489,11 @@ def gradient_penalty(run: Graph) -> None:
     (loss(y) + gradient.square().sum()).backward()
 
 
-@shape(mlp)
-def gradient_penalty_in_a_backward_of_its_own(run: Graph) -> None:
-    x = run.inputs().requires_grad_()
-    y = run.model(x)
-    with run.hint():
-        loss(y).backward(retain_graph=True)
-    (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-    gradient.float().square().sum().backward()
-
-
-@shape(mlp)
-def norm_of_the_gradients(run: Graph) -> None:
-    one = loss(run.model(run.inputs()))
-    gradients = torch.autograd.grad(one, list(run.model.parameters()), create_graph=True)
-    (one + torch.stack([gradient.square().sum() for gradient in gradients]).sum()).backward()
-
-
-@shape(mlp, speculates=False)
-def create_graph(run: Graph) -> None:
-    loss(run.model(run.inputs())).backward(create_graph=True)
-
-
 @shape(mlp, speculates=False)
 def create_graph_and_penalty_on_the_gradients(run: Graph) -> None:
     loss(run.model(run.inputs())).backward(create_graph=True)
     gradients = [parameter.grad for parameter in run.model.parameters()]
     torch.stack([gradient.float().square().sum() for gradient in gradients]).sum().backward()
-
-
-@shape(mlp)
-def hessian_vector_product(run: Graph) -> None:
-    """The product becomes part of the gradient, as in second-order regularisers."""
-    parameters = list(run.model.parameters())
-    one = loss(run.model(run.inputs()))
-    gradients = torch.autograd.grad(one, parameters, create_graph=True)
-    dots = [(gradient * parameter.detach()).sum() for gradient, parameter in zip(gradients, parameters, strict=True)]
-    (one + 0.01 * torch.stack(dots).sum()).backward()
 
 
 @shape(mlp)
@@ -754,26 +519,10 @@ def backward_twice(run: Graph) -> None:
 
 
 @shape(mlp)
-def two_forwards_before_two_backwards(run: Graph) -> None:
-    first, second = loss(run.model(run.inputs())), loss(run.model(run.inputs(1)))
-    with run.hint():
-        first.backward()
-    second.backward()
-
-
-@shape(mlp)
 def micro_batches(run: Graph) -> None:
     with run.hint():
         loss(run.model(run.inputs())).backward()
     loss(run.model(run.inputs(1))).backward()
-
-
-@shape(mlp)
-def losses_one_by_one_over_a_shared_trunk(run: Graph) -> None:
-    _, first, second = trunk_and_heads(run.model, run.inputs())
-    with run.hint():
-        loss(first).backward(retain_graph=True)
-    loss(second).backward()
 
 
 @shape(mlp)
@@ -802,14 +551,6 @@ def inputs_of_one_layer(run: Graph) -> None:
 
 
 @shape(Adversaries)
-def adversaries_in_one_optimizer(run: Graph) -> None:
-    """Backward through both, with gradients for one of them: `inputs=` leaves the others alone."""
-    fake = run.model.generator(run.inputs())
-    which = [run.model.generator, run.model.discriminator][run.seed % 2]
-    loss(run.model.discriminator(fake)).backward(inputs=list(which.parameters()))
-
-
-@shape(Adversaries)
 def adversaries_one_after_the_other(run: Graph) -> None:
     """The discriminator's gradients of the generator's turn are thrown away, as in the usual example."""
     fake = run.model.generator(run.inputs())
@@ -820,31 +561,6 @@ def adversaries_one_after_the_other(run: Graph) -> None:
     loss(run.model.discriminator(fake)).backward()
     run.optimizer.zero_grad()
     loss(run.model.discriminator(run.inputs(2))).backward()
-
-
-@shape(Adversaries)
-def adversaries_with_gradients_left_behind(run: Graph) -> None:
-    with run.hint():
-        loss(run.model.discriminator(run.model.generator(run.inputs()))).backward()
-    loss(run.model.discriminator(run.inputs(1))).backward()
-
-
-@shape(Adversaries)
-def adversaries_with_two_losses_on_one_graph(run: Graph) -> None:
-    """One forward; the discriminator's loss and the generator's go backward through the same graph."""
-    score = run.model.discriminator(run.model.generator(run.inputs()))
-    with run.hint():
-        loss(-score).backward(retain_graph=True, inputs=list(run.model.discriminator.parameters()))
-    loss(score).backward(inputs=list(run.model.generator.parameters()))
-
-
-@shape(Adversaries)
-def adversaries_with_two_losses_on_one_graph_that_add_up(run: Graph) -> None:
-    """The same without `inputs=`: the generator's loss adds to the discriminator's gradients."""
-    score = run.model.discriminator(run.model.generator(run.inputs()))
-    with run.hint():
-        loss(-score).backward(retain_graph=True)
-    loss(score).backward()
 
 
 @shape(Adversaries)
@@ -884,14 +600,6 @@ def backward_inside_backward(run: Graph) -> None:
 
     x.register_hook(train_the_other)
     loss(x).backward()
-
-
-@shape(mlp)
-def backward_in_another_thread(run: Graph) -> None:
-    one = loss(run.model(run.inputs()))
-    thread = threading.Thread(target=one.backward)
-    thread.start()
-    thread.join()
 
 
 @shape(mlp)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from superadam.kernels.hyperparameters import Interval
@@ -67,14 +67,6 @@ def test_clipped_steps_are_predicted_from_those_before(known: bool, unscaling: f
         assert prediction.interval.high < prediction.interval.low * 1.3  # as narrow as steady norms allow
 
 
-def test_no_interval_reaches_beyond_what_the_norm_so_far_allows() -> None:
-    predictor = trained(10.0)
-    for prediction, seen in zip(one_step(predictor, [9.5, 3.0, 3.0, 3.0])[1:], (9.5, 9.96, 10.4), strict=True):
-        assert prediction is not None
-        assert prediction.interval is not None
-        assert prediction.interval.high <= 1.001 / seen
-
-
 def test_near_the_limit_values_are_published_unclipped_and_hold_for_some_clipping() -> None:
     predictor = trained(0.95)
     for _ in range(3):
@@ -84,18 +76,6 @@ def test_near_the_limit_values_are_published_unclipped_and_hold_for_some_clippin
     assert prediction.factor == 1.0
     assert prediction.interval is not None
     assert prediction.interval.low < 1.0 == prediction.interval.high
-
-
-def test_norms_that_jump_widen_the_interval() -> None:
-    steady, jumping = trained(10.0), Predictor()
-    for step in range(40):
-        one_step(jumping, [10.0 * (1.6 if step % 4 == 0 else 1.0)])
-    narrow, wide = (one_step(one, [5.0] * 4)[0] for one in (steady, jumping))
-    assert narrow is not None
-    assert wide is not None
-    assert narrow.interval is not None
-    assert wide.interval is not None
-    assert wide.interval.high / wide.interval.low > narrow.interval.high / narrow.interval.low
 
 
 def test_norms_that_cannot_be_predicted_end_speculation_until_they_can() -> None:
@@ -125,13 +105,6 @@ def test_the_optimizers_own_limit_is_forgotten_at_once() -> None:
         predictor.add_verdict(Applied(10.0, 1e-4, 1.0, is_own=True))
     assert predictor.predict(100, 0.0, 1.0, math.inf) == Prediction(1.0)
     assert predictor.predict(100, 0.0, 1.0, None) is None
-
-
-def test_a_limit_that_is_lifted_is_forgotten() -> None:
-    predictor = trained(10.0, known=False)
-    for _ in range(REMEMBERED_STEPS // 2):
-        one_step(predictor, [10.0], None, known=False)
-    assert one_step(predictor, [10.0], None, known=False) == [Prediction(1.0)]
 
 
 def test_a_dropped_step_leaves_nothing_behind() -> None:
@@ -165,6 +138,7 @@ LIMITS = st.one_of(st.none(), st.just(math.inf), st.floats(0.0))
 
 
 @pytest.mark.filterwarnings("error")
+@settings(max_examples=settings().max_examples // 2)
 @given(
     before=st.integers(0, 10),
     steps=st.lists(
@@ -192,15 +166,6 @@ def test_any_number_may_be_a_norm_a_factor_or_a_limit(before: int, steps: list[A
     for _ in range(JUDGED_PREDICTIONS):
         one_step(predictor, [5.0] * 4)
     assert one_step(predictor, [5.0] * 4)[0] == one_step(trained(10.0, JUDGED_PREDICTIONS), [5.0] * 4)[0]
-
-
-@pytest.mark.parametrize("factor", [0.0, -1.0, math.nan, None])
-def test_one_step_that_is_not_clipped_by_one_factor_ends_nothing(factor: float | None) -> None:
-    predictor = trained(10.0)
-    usual = one_step(predictor, [5.0] * 4)
-    predictor.predict(100, 0.0, 1.0, 1.0)
-    predictor.add_verdict(Applied(10.0, factor, 1.0))
-    assert one_step(predictor, [5.0] * 4)[1:] == usual[1:]
 
 
 def listed(numel: int, count: int) -> tuple[Any, Any]:
@@ -240,17 +205,6 @@ def test_parameters_as_wide_as_their_masters_are_speculated_on_for_unclipped_ste
     assert Predictor().leaves_out(state, Prediction(0.3, interval), 0.5)
     assert not Predictor().leaves_out(state, Prediction(0.5, interval), 0.5)
     assert not Predictor().leaves_out(state, Prediction(0.5), 0.5)
-
-
-def test_lists_of_few_elements_weigh_little() -> None:
-    """A parameter without dimensions is uncertain wholly or not at all."""
-    predictor = trained(10.0)
-    before = one_step(predictor, [5.0] * 4)
-    large, scalar = listed(2048, 4), listed(1, 0)[0]
-    for _ in range(20):
-        predictor.add_lists(dict([large]), before[0])
-        predictor.add_lists({scalar: SimpleNamespace(count=1, is_complete=True)}, before[1])
-        assert one_step(predictor, [5.0] * 4) == before
 
 
 def test_speculation_is_tried_again_where_too_much_was_uncertain() -> None:

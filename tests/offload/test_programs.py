@@ -190,12 +190,6 @@ def nothing(model: Any, optimizer: Any, step: int, run: Run) -> None: ...
 
 
 @between()
-def all_gradients_dropped_by_the_model(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    if step in (1, 3):
-        model.zero_grad()
-
-
-@between()
 def all_gradients_dropped_by_the_optimizer(model: Any, optimizer: Any, step: int, run: Run) -> None:
     if step in (1, 3):
         optimizer.zero_grad()
@@ -308,14 +302,6 @@ def gradients_clipped_by_value(model: Any, optimizer: Any, step: int, run: Run) 
 
 
 @between()
-def gradients_scaled_per_layer(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    """Factors as for layer-wise learning rates; bf16 rounds after each."""
-    for number, parameter in enumerate(model.parameters()):
-        if number:
-            parameter.grad.mul_(0.9**number)
-
-
-@between()
 def gradients_multiplied_with_other_than_numbers_between_0_and_1(
     model: Any, optimizer: Any, step: int, run: Run
 ) -> None:
@@ -343,49 +329,10 @@ def gradients_scaled_by_a_tensor_that_changes_later(model: Any, optimizer: Any, 
     factor.fill_(100)
 
 
-@between(speculates=False)
-def gradients_scaled_by_a_list_of_factors(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    grads = gradients(model)
-    torch._foreach_mul_(grads, [0.1 * (i + 1) for i in range(len(grads))])
-    torch._foreach_add_(grads, 0.001)
-
-
-@between()
-def gradients_averaged_over_ranks(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    """As an all-reduce by hand over two ranks with the same gradients."""
-    if step % 2:
-        for gradient in gradients(model):
-            gradient.add_(gradient.clone())
-            gradient.div_(2)
-
-
 @between(ignores=("outcome",), speculates=False)
 def gradients_scaled_by_one_factor(model: Any, optimizer: Any, step: int, run: Run) -> None:
     if step != 2:
         torch._foreach_mul_(gradients(model), [0.37, 0.5][step % 2])
-
-
-@between(speculates=False)
-def gradients_written_as_out(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    for parameter in model.parameters():
-        torch.mul(parameter.grad, 0.5, out=parameter.grad)
-
-
-@between(speculates=False)
-def gradients_decayed_by_hand(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    for parameter in model.parameters():
-        parameter.grad.add_(parameter.detach(), alpha=0.1)
-
-
-@between(speculates=False)
-def gradients_cloned_and_copied_back(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    if step % 2:
-        for parameter in model.parameters():
-            parameter.grad = parameter.grad.clone()
-    else:
-        kept = [parameter.grad.clone() for parameter in model.parameters()]
-        for parameter, gradient in zip(model.parameters(), kept, strict=True):
-            parameter.grad.copy_(gradient)
 
 
 @between()
@@ -395,24 +342,6 @@ def faces_of_gradients_put_in_their_place(model: Any, optimizer: Any, step: int,
     model.first.weight.grad = model.first.weight.grad.data
 
 
-@between(speculates=False)
-def gradients_flattened_and_written_back(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    flat = torch.cat([gradient.flatten() for gradient in gradients(model)])
-    flat /= flat.float().norm()
-    offset = 0
-    for gradient in gradients(model):
-        gradient.copy_(flat[offset : offset + gradient.numel()].view_as(gradient))
-        offset += gradient.numel()
-
-
-@between(speculates=False)
-def momentum_of_ones_own(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    for name, parameter in model.named_parameters():
-        buffer = run.kept.setdefault(name, torch.zeros_like(parameter))
-        buffer.mul_(0.5).add_(parameter.grad)
-        parameter.grad.copy_(buffer)
-
-
 @between()
 def gradient_of_ones_own_written_after_another_backward(model: Any, optimizer: Any, step: int, run: Run) -> None:
     """What a backward adds to is held, and written to afterwards."""
@@ -420,19 +349,6 @@ def gradient_of_ones_own_written_after_another_backward(model: Any, optimizer: A
     held = weight.grad = noise(weight, step)
     (weight * noise(weight, step + 1)).sum().backward()
     held.mul_(0.5)
-
-
-@between(speculates=False)
-def gradients_projected_on_one_another(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    """Two tasks, whose conflicting gradients are projected (PCGrad)."""
-    first = [gradient.clone() for gradient in gradients(model)]
-    optimizer.zero_grad()
-    backward(model, step, 1)
-    second = [gradient.clone() for gradient in gradients(model)]
-    dot = sum((a.float() * b.float()).sum() for a, b in zip(first, second, strict=True))
-    size = sum(b.float().square().sum() for b in second)
-    for parameter, a, b in zip(model.parameters(), first, second, strict=True):
-        parameter.grad = (a + b - torch.clamp(dot / size, max=0) * b).to(a.dtype)
 
 
 @between(torch=False, speculates=False)
@@ -505,16 +421,6 @@ def gradients_read_for_logging(model: Any, optimizer: Any, step: int, run: Run) 
     return read
 
 
-@between(speculates=False)
-def gradients_read_through_views(model: Any, optimizer: Any, step: int, run: Run) -> Any:
-    read: list[Any] = []
-    for parameter in model.parameters():
-        g = parameter.grad
-        read += [g.view(-1)[1].item(), g[0].sum(), g.t().contiguous().norm(), [one.norm() for one in g.chunk(2)]]
-        read += [g.reshape(-1).float().numpy().tobytes(), g.float().histc(8)]
-    return read
-
-
 @between()
 def copies_of_gradients_written(model: Any, optimizer: Any, step: int, run: Run) -> None:
     for parameter in model.parameters():
@@ -528,35 +434,6 @@ def copies_of_gradients_written(model: Any, optimizer: Any, step: int, run: Run)
 @between(speculates=False)
 def addresses_of_gradients_read(model: Any, optimizer: Any, step: int, run: Run) -> bool:
     return all(gradient.data_ptr() for gradient in gradients(model))
-
-
-@between()
-def gradients_compared_with_the_last(model: Any, optimizer: Any, step: int, run: Run) -> Any:
-    last = run.kept.get("last")
-    run.kept["last"] = [gradient.detach().clone() for gradient in gradients(model)]
-    if last is None:
-        return None
-    pairs = list(zip(last, gradients(model), strict=True))
-    return [torch.cosine_similarity(a.flatten(), b.flatten(), dim=0) for a, b in pairs], [a.equal(b) for a, b in pairs]
-
-
-@between(speculates=False)
-def gradients_listed_copied_and_pickled(model: Any, optimizer: Any, step: int, run: Run) -> Any:
-    grads = gradients(model)
-    file = io.BytesIO()
-    torch.save(grads[0], file)
-    file.seek(0)
-    return [
-        grads[1].tolist(),
-        copy.deepcopy(grads),
-        copy.copy(grads[2]),
-        pickle.loads(pickle.dumps(grads[3])),
-        torch.load(file),
-        grads[4].cpu(),
-        grads[4].float().numpy().tobytes(),
-        grads[4][0, 0].item(),
-        [float(x) for x in grads[1][:3]],
-    ]
 
 
 @between()
@@ -733,19 +610,6 @@ def binary_connect(model: Any, optimizer: Any, step: int, run: Run) -> Any:
     return loss
 
 
-@program(speculates=False)
-def binary_connect_through_data(model: Any, optimizer: Any, step: int, run: Run) -> Any:
-    kept = [parameter.data for parameter in model.parameters()]
-    for parameter in model.parameters():
-        parameter.data = parameter.data.sign() * 0.1
-    optimizer.zero_grad()
-    loss = backward(model, step)
-    for parameter, value in zip(model.parameters(), kept, strict=True):
-        parameter.data = value
-    optimizer.step()
-    return loss
-
-
 def climb(model: Any, rho: float) -> list[Tensor]:
     """Go to the worst point nearby (SAM); return where it was."""
     kept = [parameter.detach().clone() for parameter in model.parameters()]
@@ -767,16 +631,6 @@ def sharpness_aware_through_data(model: Any, optimizer: Any, step: int, run: Run
 
 
 @between(speculates=False)
-def sharpness_aware_with_both_gradients(model: Any, optimizer: Any, step: int, run: Run) -> Tensor:
-    kept = climb(model, 0.5)
-    loss = backward(model, step)
-    with torch.no_grad():
-        for parameter, value in zip(model.parameters(), kept, strict=True):
-            parameter.copy_(value)
-    return loss
-
-
-@between(speculates=False)
 def weights_decayed_by_hand(model: Any, optimizer: Any, step: int, run: Run) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
@@ -788,13 +642,6 @@ def weights_decayed_through_data(model: Any, optimizer: Any, step: int, run: Run
     for parameter in model.parameters():
         parameter.data.mul_(0.9)
     reload(optimizer)
-
-
-@between(speculates=False)
-def weights_pruned(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.masked_fill_(parameter.abs() < 0.05, 0)
 
 
 @between()
@@ -842,14 +689,6 @@ def weights_loaded_by_assignment_of_data(model: Any, optimizer: Any, step: int, 
         reload(optimizer)
 
 
-@between(speculates=False)
-def weights_clipped_before_every_step(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    """As for a Wasserstein critic."""
-    for parameter in model.parameters():
-        parameter.data.clamp_(-0.1, 0.1)
-    reload(optimizer)
-
-
 @between()
 def weights_stepped_by_somebody_else_too(model: Any, optimizer: Any, step: int, run: Run) -> None:
     if run.once():
@@ -880,14 +719,6 @@ def both_checkpoints_loaded(model: Any, optimizer: Any, step: int, run: Run) -> 
 
 
 # ---- weights are read -----------------------------------------------------------------------------------------------
-
-
-@between()
-def weights_averaged(model: Any, optimizer: Any, step: int, run: Run) -> Any:
-    """An EMA that is updated before the step sees the weights from before the step."""
-    average = run.kept.setdefault("average", [parameter.detach().clone() for parameter in model.parameters()])
-    torch._foreach_lerp_(average, [parameter.detach() for parameter in model.parameters()], 0.5)
-    return [one.clone() for one in average]
 
 
 @between(speculates=False)
@@ -943,11 +774,6 @@ def checkpoint_saved(model: Any, optimizer: Any, step: int, run: Run) -> Any:
 
 
 @between()
-def norms_of_weights_read(model: Any, optimizer: Any, step: int, run: Run) -> Any:
-    return [(p.norm(), p.data.abs().max(), p.detach().float().numpy().sum().item()) for p in model.parameters()]
-
-
-@between()
 def model_evaluated(model: Any, optimizer: Any, step: int, run: Run) -> Any:
     model.eval()
     with torch.no_grad():
@@ -958,14 +784,6 @@ def model_evaluated(model: Any, optimizer: Any, step: int, run: Run) -> Any:
     return first, second, loss_of(model, 97).detach()
 
 
-@between()
-def part_of_the_model_evaluated(model: Any, optimizer: Any, step: int, run: Run) -> Any:
-    """Through a module that the scheduler was never given."""
-    other = nn.Sequential(model.first, nn.Tanh(), model.blocks[1])
-    x = batch(99, dtype_of(model), width=16)
-    return other(x).detach(), nn.functional.linear(x, model.first.weight, model.first.bias).detach()
-
-
 @program(given=lambda model: model.blocks[0])
 def scheduler_given_one_block(model: Any, optimizer: Any, step: int, run: Run) -> Any:
     optimizer.zero_grad()
@@ -973,16 +791,6 @@ def scheduler_given_one_block(model: Any, optimizer: Any, step: int, run: Run) -
     value = loss_of(model, 99).detach()
     optimizer.step()
     return loss, value
-
-
-@between()
-def gradients_for_a_second_model_with_the_same_weights(model: Any, optimizer: Any, step: int, run: Run) -> Any:
-    twin = Net().to(dtype_of(model))
-    twin.load_state_dict(model.state_dict())
-    for mine, theirs in zip(twin.parameters(), model.parameters(), strict=True):
-        mine.grad = theirs.grad
-    torch.optim.SGD(twin.parameters(), lr=0.1).step()
-    return [parameter.detach() for parameter in twin.parameters()]
 
 
 @between(speculates=False)
@@ -1150,24 +958,8 @@ def gradients_zeroed_in_place(model: Any, optimizer: Any, step: int, run: Run) -
     optimizer.step()
 
 
-@program()
-def layers_used_in_turns(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    optimizer.zero_grad()
-    model.uses = [(0, 1), (0,), (1,)][step % 3]
-    backward(model, step)
-    optimizer.step()
-
-
 @program(torch=True)
 def gradients_never_zeroed(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    backward(model, step)
-    optimizer.step()
-
-
-@program()
-def gradients_zeroed_in_every_second_step(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    if step % 2 == 0:
-        optimizer.zero_grad()
     backward(model, step)
     optimizer.step()
 
@@ -1314,37 +1106,6 @@ def _retry(model: Any, optimizer: Any, step: int, accumulate: Callable[[], Abstr
     optimizer.step()
 
 
-@program()
-def micro_batch_within_accumulate_retried(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    optimizer.zero_grad()
-    if step % 2:
-        model.fails_after = 0
-        with pytest.raises(PlantedError), run.accumulate():
-            backward(model, step)
-        model.fails_after = None
-    with run.accumulate():
-        backward(model, step)
-    backward(model, step, 1)
-    optimizer.step()
-
-
-@program()
-def gradients_restored_for_the_retry(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    """What the failed micro-batch has added is taken back by putting a copy in its place."""
-    optimizer.zero_grad()
-    backward(model, step)
-    kept = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-    if step % 2:
-        model.fails_after = 0
-        with pytest.raises(PlantedError):
-            backward(model, step, 1)
-        model.fails_after = None
-        for parameter, gradient in zip(model.parameters(), kept, strict=True):
-            parameter.grad = gradient
-    backward(model, step, 1)
-    optimizer.step()
-
-
 # ---- exceptions -----------------------------------------------------------------------------------------------------
 
 
@@ -1448,20 +1209,6 @@ def exception_in_a_hook_before_the_step(model: Any, optimizer: Any, step: int, r
     optimizer.step()
 
 
-@program(torch=False)
-def exception_where_gradients_are_not_finite(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    optimizer.on_nonfinite = "raise"
-    optimizer.zero_grad()
-    backward(model, step)
-    if step % 2:
-        (loss_of(model, step) * math.inf).backward()
-        with pytest.raises(FloatingPointError):
-            optimizer.step()
-        optimizer.zero_grad()
-        backward(model, step, 1)
-    optimizer.step()
-
-
 # ---- gradients in memory that others hold ---------------------------------------------------------------------------
 
 
@@ -1484,35 +1231,6 @@ def gradients_in_one_flat_buffer(model: Any, optimizer: Any, step: int, run: Run
     norm = flat.float().norm()
     optimizer.step()
     return norm, flat.clone()
-
-
-@program(speculates=False)
-def gradients_in_one_flat_buffer_made_in_every_step(model: Any, optimizer: Any, step: int, run: Run) -> Any:
-    _flat_buffer(model, run)
-    backward(model, step)
-    run.kept["flat"].clamp_(-0.1, 0.1)
-    optimizer.step()
-    optimizer.zero_grad()
-    return run.kept["flat"].sum()
-
-
-def _keep_gradients(model: Any, run: Run) -> None:
-    def keep(parameter: Tensor) -> None:
-        run.kept.setdefault("gradients", []).append(parameter.grad)
-
-    for block in model.blocks:
-        block.weight.register_post_accumulate_grad_hook(keep)
-
-
-@program(prepare=_keep_gradients)
-def gradients_kept_by_an_earlier_hook_and_edited(model: Any, optimizer: Any, step: int, run: Run) -> Any:
-    run.kept["gradients"] = []
-    optimizer.zero_grad()
-    backward(model, step)
-    for gradient in run.kept["gradients"]:
-        gradient.mul_(0.5)
-    optimizer.step()
-    return [gradient.sum() for gradient in run.kept["gradients"]]
 
 
 def _keep_views(model: Any, run: Run) -> None:
@@ -1584,35 +1302,6 @@ def layer_stepped_in_a_later_hook(model: Any, optimizer: Any, step: int, run: Ru
     optimizer.step()
 
 
-class KeepingLinear(torch.autograd.Function):
-    """A linear layer whose weight gradient lies in a buffer that the program keeps."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, buffer: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.buffer = buffer
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight = ctx.saved_tensors
-        gradient = ctx.buffer[: weight.numel()].view_as(weight)
-        torch.mm(outputs[0].t(), x, out=gradient)
-        return outputs[0] @ weight, gradient, None
-
-
-@program()
-def gradient_in_the_buffer_of_a_custom_function(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    """The buffer is written to after backward, and before the step: the gradient in it changes."""
-    buffer = run.kept.setdefault("buffer", torch.zeros(20000, dtype=dtype_of(model)))
-    optimizer.zero_grad()
-    x = model.first(batch(step, dtype_of(model), width=16)).tanh()
-    x = KeepingLinear.apply(x, model.blocks[0].weight, buffer)
-    model.last(x[:, :WIDTH]).float().square().mean().backward()
-    buffer.mul_(0.3)
-    optimizer.step()
-
-
 # ---- storage is replaced --------------------------------------------------------------------------------------------
 
 
@@ -1629,13 +1318,6 @@ def storage_replaced(model: Any, optimizer: Any, step: int, run: Run) -> None:
         if step % 2 and is_alone(old):
             old.untyped_storage().resize_(0)
     gc.collect(1)
-
-
-@between(speculates=False)
-def storage_replaced_after_the_gradients(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    for parameter in model.parameters():
-        parameter.grad = None if parameter is model.last.weight else parameter.grad
-        parameter.data = parameter.data.clone()
 
 
 @between(speculates=False)
@@ -1738,14 +1420,6 @@ def blocks_exchanged(model: Any, optimizer: Any, step: int, run: Run) -> None:
 
 
 @between()
-def blocks_exchanged_with_their_gradients(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    one, other = model.blocks
-    for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
-        mine.grad, theirs.grad = theirs.grad, mine.grad
-        mine.data, theirs.data = theirs.data, mine.data
-
-
-@between()
 def modules_exchanged(model: Any, optimizer: Any, step: int, run: Run) -> None:
     model.blocks[0], model.blocks[1] = model.blocks[1], model.blocks[0]
 
@@ -1754,16 +1428,6 @@ def modules_exchanged(model: Any, optimizer: Any, step: int, run: Run) -> None:
 def storage_moved_to_shared_memory(model: Any, optimizer: Any, step: int, run: Run) -> None:
     if step in (1, 3):
         model.share_memory()
-
-
-@between()
-def weights_gathered_in_one_storage(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    for layer in model.children() if step == 2 else ():
-        flat = torch.cat([parameter.data.flatten() for parameter in layer.parameters()])
-        offset = 0
-        for parameter in layer.parameters():
-            parameter.data = flat[offset : offset + parameter.numel()].view_as(parameter)
-            offset += parameter.numel()
 
 
 @between()
@@ -1814,22 +1478,6 @@ def stepped_by_hand(model: Any, optimizer: Any, step: int, run: Run) -> None:
         optimizer.resolve()
 
 
-@program(torch=False, speculates=False)
-def rolled_back_by_hand(model: Any, optimizer: Any, step: int, run: Run) -> Any:
-    """`rollback()` gives the gradients back, edited as they may be."""
-    optimizer.zero_grad()
-    backward(model, step)
-    for gradient in gradients(model):
-        gradient.mul_(0.3)
-    if run.scheduler is not None:
-        optimizer.speculate()
-        optimizer.rollback()
-    read = [gradient.clone() for gradient in gradients(model)]
-    if step != 3:
-        optimizer.step()
-    return read
-
-
 @between()
 def scheduler_placed_otherwise(model: Any, optimizer: Any, step: int, run: Run) -> None:
     if run.scheduler is not None:
@@ -1858,24 +1506,6 @@ def committed_by_hand(model: Any, optimizer: Any, step: int, run: Run) -> None:
 def rolled_back_and_speculated_again_by_hand(model: Any, optimizer: Any, step: int, run: Run) -> None:
     optimizer.rollback()
     optimizer.speculate()
-
-
-def scripted() -> nn.Module:
-    torch.default_generator.manual_seed(7)
-    return torch.jit.script(nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16, bias=False)))
-
-
-def _warm(model: Any, run: Run) -> None:
-    """The first script in a process computes its first gradient otherwise than all others."""
-    backward(scripted().to(dtype_of(model)), 0)
-
-
-@program(make=scripted, prepare=_warm)
-def script_module(model: Any, optimizer: Any, step: int, run: Run) -> Any:
-    optimizer.zero_grad()
-    loss = backward(model, step)
-    optimizer.step()
-    return loss
 
 
 # ---- after a step, before its state follows --------------------------------------------------------------------------

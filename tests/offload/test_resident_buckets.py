@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
-import logging
 import math
 import time
 import weakref
@@ -21,7 +19,7 @@ from support.visible import bits, parameters_of, shown, state_bits
 from torch import Tensor, nn
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam, StepKind
-from superadam.devices import Device, Stream
+from superadam.devices import Device
 from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import ChunkSums
 from superadam.devices.worker import WorkerError
@@ -207,24 +205,6 @@ def test_buckets_on_the_device_have_the_bits_of_none(dtype: torch.dtype, gpu_buc
     assert scheduler.statistics.resident_buckets == 5 * min(gpu_buckets, 3)
 
 
-def test_last_parameters_stay_from_the_second_step_on(device: Device) -> None:
-    model = mlp()
-    optimizer = adam(model, max_grad_norm=math.inf)
-    with kept(optimizer, model, device, gpu_buckets=1) as scheduler:
-        train(model, optimizer, range(1))
-        assert resident(scheduler) == 0
-        train(model, optimizer, range(1, 2))
-        assert set(map(id, (one.parameter for one in held(scheduler)))) == set(map(id, model[0].parameters()))
-        moved = scheduler.statistics.downloaded_bytes, scheduler.statistics.uploaded_bytes
-        scheduler.place(gpu_buckets=ALL)
-        train(model, optimizer, range(2, 4))
-        assert resident(scheduler) == 6
-        down, up = scheduler.statistics.downloaded_bytes - moved[0], scheduler.statistics.uploaded_bytes - moved[1]
-        assert (down, up) == (2 * 6 * 16, 0)  # nothing travels but a sum and a count for each gradient
-        scheduler.place(gpu_buckets=0)
-        assert resident(scheduler) == 0
-
-
 def test_reading_state_brings_it_home_and_the_next_step_takes_it_back(device: Device) -> None:
     def reading(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
         seen = []
@@ -348,37 +328,6 @@ def test_data_of_kept_parameters_replaced_between_backward_and_step(layout: str,
     pair(replacing, device)
 
 
-def test_parameters_replaced_by_new_ones_are_kept_again(device: Device) -> None:
-    model = mlp()
-    optimizer = adam(model)
-    with kept(optimizer, model, device) as scheduler:
-        train(model, optimizer, range(3))
-        old = [weakref.ref(parameter) for parameter in model.parameters()]
-        for layer in model[::2]:
-            layer.weight = nn.Parameter(layer.weight.detach().clone())
-            layer.bias = nn.Parameter(layer.bias.detach().clone())
-        optimizer.param_groups[0]["params"] = list(model.parameters())
-        train(model, optimizer, range(3, 7))
-        assert {id(state.parameter) for state in held(scheduler)} == set(map(id, model.parameters()))
-        optimizer.state.clear()
-        train(model, optimizer, range(1))
-        gc.collect()
-        assert not any(one() is not None for one in old)
-
-
-def test_group_that_joins_is_kept_too(device: Device) -> None:
-    def growing(model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None) -> None:
-        train(model, optimizer, range(3))
-        torch.manual_seed(0)
-        model.insert(0, nn.Linear(8, 8))
-        optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 0.01, "amsgrad": True})
-        train(model, optimizer, range(3, 6))
-        if scheduler is not None:
-            assert resident(scheduler) == 8
-
-    pair(growing, device)
-
-
 # ---- failures --------------------------------------------------------------------------------------------------------
 
 
@@ -457,43 +406,6 @@ def test_worker_that_fails_with_a_kept_bucket(
         train(model, optimizer, range(4, 5))
     assert everything(model, optimizer) == everything(twin, plain)
     assert not has_memory_in_use(device)
-
-
-# ---- room ------------------------------------------------------------------------------------------------------------
-
-
-class Tight(SimulatedDevice):
-    """Has memory for a number of tensors of fp32 state, ever."""
-
-    room = 7
-
-    def empty(self, numel: int, dtype: torch.dtype, stream: Stream) -> Tensor:
-        if stream is Stream.UPLOAD and dtype == torch.float32:
-            if self.room == 0:
-                raise torch.OutOfMemoryError("planted")
-            self.room -= 1
-        return super().empty(numel, dtype, stream)
-
-
-def test_a_step_that_the_device_has_no_room_for_is_made_on_the_host(caplog: pytest.LogCaptureFixture) -> None:
-    model, twin = mlp(torch.bfloat16), mlp(torch.bfloat16)
-    optimizer, plain = adam(model, max_grad_norm=1.0), adam(twin, max_grad_norm=1.0)
-    device = Tight(2)
-    with (
-        caplog.at_level(logging.WARNING, "superadam"),
-        OffloadScheduler(optimizer, model, device=device, gpu_buckets=5, bucket_numel=1, num_threads=1) as scheduler,
-    ):
-        for seed in range(6):
-            for one, other in ((model, optimizer), (twin, plain)):
-                loss_of(one, seed).backward()
-                other.step()
-                other.zero_grad()
-            if seed % 2:
-                assert everything(model, optimizer) == everything(twin, plain)
-        assert scheduler.placement.gpu_buckets < 5
-    messages = [record.getMessage() for record in caplog.records]
-    assert messages[0].startswith("the device has no memory left for the state of 5 buckets, so their step was made on")
-    assert everything(model, optimizer) == everything(twin, plain)
 
 
 # ---- choosing --------------------------------------------------------------------------------------------------------

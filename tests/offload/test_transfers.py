@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -16,13 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from superadam.devices import Device, Event, PlainDevice, Stream
-from superadam.devices.flat import ALIGNMENT, FlatLayout
+from superadam.devices.flat import FlatLayout
 from superadam.handles.taken_gradient import TakenGradient
-from superadam.kernels import native
 from superadam.offload.shadow import FlatShadow
 from superadam.offload.statistics import OverlapStatistics
 from superadam.offload.trace import Trace
-from superadam.offload.transfers import Transfers, norm_in
+from superadam.offload.transfers import Transfers
 from superadam.state.parameter import ParameterState, Slot
 from superadam.testing.simulated import Operation, SimulatedDevice, SimulatedEvent
 
@@ -74,36 +72,6 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-class Layouts(SimulatedDevice):
-    """Remembers the layouts that were packed."""
-
-    def __init__(self) -> None:
-        super().__init__(0)
-        self.packed: list[FlatLayout[Any]] = []
-
-    def pack(self, gradients: Any, layout: FlatLayout[Any], *arguments: Any) -> Tensor:
-        self.packed.append(layout)
-        return super().pack(gradients, layout, *arguments)
-
-
-def test_layout_of_a_bucket_is_made_once_until_other_parameters_are_followed() -> None:
-    """What a device keeps for a layout then serves every step, and nothing keeps parameters of earlier ones."""
-    device = Layouts()
-    transfers, _ = transfers_of(device)
-    states = states_of(random(5, 7), random(3), device=device)
-    for chosen in (states, states, states[:1], states[::-1], states):
-        download(transfers, chosen, [random(*one.shape) for one in chosen])
-    first, second, shorter, reversed_, last = device.packed
-    assert first is second is last
-    assert [list(one.states) for one in (first, shorter, reversed_)] == [states, states[:1], states[::-1]]
-    gone = weakref.ref(states[0])
-    device.packed.clear()
-    del states, chosen, first, second, shorter, reversed_, last  # type: ignore[name-defined]
-    transfers.forget_layouts()
-    gc.collect()
-    assert gone() is None
-
-
 # ---- downloads: what arrives -----------------------------------------------------------------------------------------
 
 
@@ -111,44 +79,6 @@ def test_layout_of_a_bucket_is_made_once_until_other_parameters_are_followed() -
 def device(request: pytest.FixtureRequest) -> Device:
     one: Device = request.param()
     return one
-
-
-def test_gradients_arrive_in_the_layout_of_the_states(device: Device) -> None:
-    parameters = [
-        random(5, 7),
-        random(),
-        random(0, 3),
-        random(6, 4).t(),
-        random(3, 4, 5, 6).contiguous(memory_format=torch.channels_last),
-        random(8, 6)[:, ::2],
-        random(9, dtype=torch.bfloat16),
-        random(9, dtype=torch.float64),
-    ]
-    states = states_of(*parameters, device=device)
-    gradients = [random(*state.shape, dtype=state.parameter_dtype, seed=9) for state in states]  # all contiguous
-    transfers, _ = transfers_of(device)
-    hosts, arrived = download(transfers, states, gradients)
-    arrived.synchronize()
-    for state, gradient, host in zip(states, gradients, hosts, strict=True):
-        assert torch.equal(host, gradient)
-        assert host.dtype == gradient.dtype
-        assert host.stride() == state.strides
-        assert not host.requires_grad
-
-
-@pytest.mark.parametrize("link", [None, *DTYPES[:3]], ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_dtype_in_which_gradients_arrive(device: Device, dtype: torch.dtype, link: torch.dtype | None) -> None:
-    states = states_of(random(70, dtype=dtype), device=device)
-    gradient = random(70, dtype=dtype, seed=1)
-    (host,), arrived = download(transfers_of(device, link)[0], states, [gradient])
-    arrived.synchronize()
-    stays = link is None or dtype == torch.float64 or (link == torch.float32 and not device.has_link)
-    expected = gradient if stays else gradient.to(link)
-    assert host.dtype == expected.dtype
-    assert torch.equal(host, expected)
-    if link == torch.float32:
-        assert torch.equal(host.to(dtype), gradient)  # nothing is lost
 
 
 # ---- downloads: whose memory -----------------------------------------------------------------------------------------
@@ -166,39 +96,6 @@ def test_host_memory_is_not_given_back_while_its_copy_is_under_way() -> None:
 
 
 # ---- downloads: what goes wrong --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("link", [None, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("fails", ["pack", "host_empty"])
-@pytest.mark.parametrize("how", ["download", "hold"])
-def test_gradients_stay_where_they_are_if_they_cannot_leave(
-    how: str, fails: str, link: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The second of two groups fails, or the second buffer on the host."""
-    device = lazy()
-    dtypes = [torch.float32, torch.float64] if link else [torch.float32, torch.bfloat16]
-    states = states_of(*[random(5, dtype=dtype) for dtype in dtypes], device=device)
-    gradients = [random(5, dtype=dtype, seed=row) for row, dtype in enumerate(dtypes)]
-    taken = [TakenGradient(gradient) for gradient in gradients]
-    transfers, statistics = transfers_of(device, link)
-    working, calls = getattr(device, fails), 0
-
-    def failing(*arguments: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 2:
-            raise torch.OutOfMemoryError("planted")
-        return working(*arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(device, fails, failing)
-        with pytest.raises(torch.OutOfMemoryError):
-            transfers.pack_resident(states, taken) if how == "hold" else transfers.download(states, taken, {*states})
-    assert calls == 2
-    assert all(one.pending is gradient for one, gradient in zip(taken, gradients, strict=True))
-    assert statistics.downloaded_bytes == 0
-    finish(device)
-    assert not device._blocks
 
 
 # ---- new values ------------------------------------------------------------------------------------------------------
@@ -286,30 +183,6 @@ def test_values_come_up_after_gradients_have_gone_down(seed: int) -> None:
     assert torch.equal(taken.pending, random(4))
     transfers.publish(states, places)
     assert torch.equal(states[0].parameter, torch.ones(4))
-
-
-@pytest.mark.parametrize("when", ["before the gradient", "before the values", "before they are published"])
-def test_values_wait_on_the_host_where_the_device_has_no_room(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    device = lazy()
-    states = states_of(torch.zeros(4), torch.zeros(4, dtype=torch.float64), device=device)
-    values = [torch.ones(4), torch.ones(4, dtype=torch.float64)]
-    transfers, statistics = transfers_of(device, torch.bfloat16)  # so that the first needs memory of its own
-
-    def full(*_: object) -> Tensor:
-        raise torch.OutOfMemoryError("planted")
-
-    with monkeypatch.context() as patch:
-        if when != "before they are published":
-            patch.setattr(device, "empty", full)
-        places, _ = sent(transfers, states, [random(4), random(4, dtype=torch.float64)], values)
-        if when == "before the values":  # there is room again
-            patch.undo()
-        patch.setattr(device, "empty", device.empty if when == "before the values" else full)
-        transfers.publish(states, places)
-        finish(device)
-    assert all(map(torch.equal, (state.parameter for state in states), values))
-    uploaded = statistics.uploaded_bytes
-    assert uploaded == ALIGNMENT * (8 if when == "before the gradient" else 8 + 4)
 
 
 class WatchingDevice(LateModel):
@@ -421,76 +294,7 @@ def test_settling_waits_for_steps_that_were_made_on_the_device() -> None:
     assert parameter.all()
 
 
-# ---- gradients that stay ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("link", [None, torch.bfloat16], ids=str)
-def test_norm_of_gradients_that_stay_comes_in_their_order(link: torch.dtype | None) -> None:
-    device = lazy()
-    states, gradients, _ = every_kind(device)
-    gradients[0][0, 0] = float("nan")
-    transfers, statistics = transfers_of(device, link)
-    taken = [TakenGradient(gradient) for gradient in gradients]
-    sent, arrived, norms = transfers.pack_resident(states, taken)
-    arrived.synchronize()
-    norm = norm_in(norms)
-    ordered = [
-        (state, reference()) for group in sent for state, reference in zip(group.pieces, group.taken, strict=True)
-    ]
-    assert dict(ordered) == dict(zip(states, taken, strict=True))
-    begin = 0
-    for state, one in ordered:
-        assert one is not None
-        gradient = gradients[state.row]
-        expected = gradient if link is None or gradient.dtype == torch.float64 else gradient.to(link)
-        assert torch.equal(one.pending, expected) or state.row == 0
-        assert one.pending.stride() == state.strides
-        chunks = native.chunk_count(gradient.numel())
-        assert norm.nonfinite[begin : begin + chunks].sum() == (state.row == 0)
-        if state.row:
-            assert norm.sums[begin : begin + chunks].sum() == pytest.approx(expected.double().square().sum().item())
-        begin += chunks
-    assert begin == len(norm.sums)
-    assert statistics.downloaded_bytes == 16 * begin
-
-
 # ---- gradients that do not travel ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("travels", [False, True])
-def test_event_passes_behind_copies_to_the_host_that_were_begun_before(travels: bool) -> None:
-    """Also where other gradients of the bucket travel."""
-    for seed in range(20):
-        device = lazy(seed)
-        states = states_of(random(70), random(70), device=device)
-        device.switch(1)
-        for _ in range(10):
-            device.late(random(1))  # before it, on its stream
-        taken = [TakenGradient(device.late(random(70), on_host=True)), TakenGradient(random(70))]
-        taken[0].arrived = device.mark_ready(states[0].parameter)
-        device.switch(0)
-        _, arrived = transfers_of(device)[0].download(states[: 1 + travels], taken[: 1 + travels], set())
-        assert not arrived.query()
-        arrived.synchronize()
-        assert arrived.query()
-        assert all(torch.equal(one.pending, random(70)) for one in taken)
-
-
-def test_upload_is_told_of_once_it_was_seen_to_arrive() -> None:
-    device, trace = lazy(), Trace()
-    transfers = Transfers(device, OverlapStatistics(), trace)
-    states = states_of(torch.zeros(5), torch.zeros(3), device=device)
-
-    def told() -> list[int]:
-        return [span.details["elements"] for span in trace.spans if span.track == "upload"]
-
-    for some in ([states[0]], states):
-        assert told() == []
-        sent(transfers, some, [random(state.shape.numel()) for state in some], [torch.ones(s.shape) for s in some])
-    finish(device)
-    transfers.settle()
-    assert told() == [ALIGNMENT, 2 * ALIGNMENT]
-    assert all(span.end >= span.begin for span in trace.spans)
 
 
 def test_values_come_up_while_backward_goes_on() -> None:

@@ -196,8 +196,9 @@ def in_settings(programs: Sequence[Program]) -> pytest.MarkDecorator:
     """Give a test each program with its settings: `EAGER` and one of the others in turn; all of them if `DEEP`."""
     cases = []
     for number, program in enumerate(programs):
-        others = [one for one in program.settings if program.admits_8bit or EIGHT_BITS not in one.storage]
-        chosen = others if DEEP else others[number % len(others) :][:1] if others else []
+        others = dict.fromkeys([*program.settings, *OTHERS] if DEEP and program.settings else program.settings)
+        admitted = [one for one in others if program.admits_8bit or EIGHT_BITS not in one.storage]
+        chosen = admitted if DEEP else admitted[number % len(admitted) :][:1] if admitted else []
         cases.append(pytest.param(program, [EAGER, *chosen], id=program.name))
     return pytest.mark.parametrize(("program", "settings"), cases)
 
