@@ -19,6 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from superadam import OffloadScheduler, SpeculativeCPUAdam
 from superadam.integrations.reduced_gradients import take_reduced_gradients
 from superadam.offload.arguments import TRANSFER_DTYPES, check_count, check_model, check_transfer_dtype
+from superadam.testing import SimulatedDevice
 
 
 def refused(error: type[Exception], sentence: str, check: Any, *arguments: Any, **options: Any) -> None:
@@ -30,40 +31,27 @@ def refused(error: type[Exception], sentence: str, check: Any, *arguments: Any, 
 # ---- arguments -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", ["auto", 1, 2, 10**12])
-def test_counts(value: Any) -> None:
-    check_count("num_threads", value)
-
-
-@pytest.mark.parametrize("value", [0, -1, 1.0, True, False, None, "Auto", "1", math.inf, torch.tensor(3)])
-def test_counts_that_are_refused(value: Any) -> None:
+def test_counts() -> None:
+    for value in ("auto", 1, 2, 10**12):
+        check_count("num_threads", value)
     told = "^num_threads is .*, expected 'auto' or an integer of at least 1$"
-    refused(ValueError, told, check_count, "num_threads", value)
-
-
-def test_least_count() -> None:
+    for wrong in (0, -1, 1.0, True, False, None, "Auto", "1", math.inf, torch.tensor(3)):
+        refused(ValueError, told, check_count, "num_threads", wrong)
     check_count("gpu_buckets", 0, least=0)
     told = "^gpu_buckets is -1, expected 'auto' or an integer of at least 0$"
     refused(ValueError, told, check_count, "gpu_buckets", -1, least=0)
-
-
-def test_counts_that_may_not_be_automatic() -> None:
     check_count("num_threads", 2, may_be_auto=False)
     told = "^num_threads is 'auto', expected an integer of at least 1$"
     refused(ValueError, told, check_count, "num_threads", "auto", may_be_auto=False)
 
 
-@pytest.mark.parametrize("value", ["auto", *TRANSFER_DTYPES], ids=str)
-def test_transfer_dtypes(value: Any) -> None:
-    check_transfer_dtype(value)
-
-
-@pytest.mark.parametrize(
-    "value", [torch.float64, torch.int8, torch.float8_e4m3fn, torch.complex64, "float32", "fp16", None, 16, float]
-)
-def test_transfer_dtypes_that_are_refused(value: Any) -> None:
+def test_transfer_dtypes() -> None:
+    for value in ("auto", *TRANSFER_DTYPES):
+        check_transfer_dtype(value)
     told = r"^transfer_dtype is .*, expected 'auto' or one of torch.float32, torch.bfloat16, torch.float16$"
-    refused(ValueError, told, check_transfer_dtype, value)
+    others: list[Any] = [torch.float64, torch.int8, torch.float8_e4m3fn, torch.complex64, "float32", "fp16", None, 16]
+    for wrong in (*others, float):
+        refused(ValueError, told, check_transfer_dtype, wrong)
 
 
 @pytest.mark.parametrize(
@@ -87,6 +75,25 @@ def test_scheduler_refuses_them_before_it_changes_anything(options: dict[str, An
     refused(ValueError, f"^{next(iter(options))} is ", OffloadScheduler, optimizer, model, **options)
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
     OffloadScheduler(optimizer, model).close()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"gpu_buckets": -1},
+        {"bucket_numel": 0},
+        {"num_threads": 0},
+        {"gpu_buckets": "auto"},
+        {"gpu_buckets": 1, "bucket_numel": 1.5},
+    ],
+    ids=str,
+)
+def test_placements_that_are_refused_change_nothing(wrong: dict[str, Any]) -> None:
+    model = mlp()
+    with OffloadScheduler(adam(model), model, device=SimulatedDevice(1), gpu_buckets=1, bucket_numel=1) as scheduler:
+        before = scheduler.placement
+        refused(ValueError, f"{[*wrong][-1]} is .*, expected an integer of at least ", scheduler.place, **wrong)
+        assert scheduler.placement == before
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 from collections.abc import Sequence
@@ -20,13 +19,12 @@ from superadam.devices import Device, PlainDevice
 from superadam.offload.autotune import (
     AGREEING_STEPS,
     FREE_SHARE,
-    REMEMBERED_STEPS,
     Autotuner,
     Work,
 )
-from superadam.offload.buckets import DEFAULT_NUMEL, Bucket
+from superadam.offload.buckets import Bucket
 from superadam.offload.needs import BYTES_OF_STATE
-from superadam.offload.placement import LEAST_NUMEL, Placement, last_pieces
+from superadam.offload.placement import Placement, last_pieces
 from superadam.state.parameter import ParameterState
 from superadam.testing import SimulatedDevice
 
@@ -132,12 +130,6 @@ def test_explicit_values_are_never_changed(names: set[str], kept: int, seconds: 
         assert all(getattr(steps.autotuner.placement, name) == value for name, value in options.items())
 
 
-@pytest.mark.slow
-def test_what_is_automatic_is_chosen_before_the_first_step() -> None:
-    assert Steps([10**9]).autotuner.placement == Placement(0, DEFAULT_NUMEL, None, CORES)
-    assert Steps(SIZES).autotuner.placement == Placement(0, LEAST_NUMEL, None, CORES)
-
-
 @pytest.mark.parametrize("device", [Measured(num_threads=0), PlainDevice()])
 def test_nothing_is_kept_without_cores_or_where_no_step_can_be_made(
     device: Device, caplog: pytest.LogCaptureFixture
@@ -150,23 +142,6 @@ def test_nothing_is_kept_without_cores_or_where_no_step_can_be_made(
 
 
 # ---- what counts -----------------------------------------------------------------------------------------------------
-
-
-NOT_COUNTED: dict[str, dict[str, Any]] = {
-    "without gradients": {"rows": []},
-    "left waiting, for an unknown time": {"waits": range(6), "is_free": True},
-    "made while the training thread waited": {"is_hidden": False},
-}
-
-
-@pytest.mark.parametrize("why", NOT_COUNTED)
-def test_steps_that_say_nothing_do_not_count(why: str, caplog: pytest.LogCaptureFixture) -> None:
-    steps = Steps(SIZES)
-    with caplog.at_level(logging.INFO, "superadam"):
-        for _ in range(3 * AGREEING_STEPS):
-            assert not steps.make(seconds_per_element=1.0, **NOT_COUNTED[why])
-    assert not caplog.records
-    assert steps.autotuner.placement.gpu_buckets == 0
 
 
 @pytest.mark.parametrize(("waits", "kept"), [(range(6), 6), (range(3, 6), 3), ([5], 1)], ids=str)
@@ -199,26 +174,6 @@ def test_nothing_moves_before_several_steps_agree(caplog: pytest.LogCaptureFixtu
     assert str(steps.autotuner.placement) in record.getMessage()
 
 
-def test_gain_below_the_least_moves_nothing() -> None:
-    steps = Steps(SIZES, bucket_numel=1000)
-    for _ in range(10):  # 6 buckets in 5 s of backward, and the last one ends 0.2 s after it
-        assert not steps.make(seconds_per_element=0.2e-3)
-    assert steps.autotuner.placement.gpu_buckets == 0
-
-
-def test_another_workload_is_another_choice() -> None:
-    """A larger batch leaves the CPU more time, a smaller one less; frozen layers need none."""
-    steps = Steps(SIZES, bucket_numel=1000)
-    usual = steps.choose(seconds_per_element=2e-3).gpu_buckets
-    large = steps.choose(seconds_per_element=2e-3, seconds_between=4.0).gpu_buckets
-    small = steps.choose(seconds_per_element=2e-3, seconds_between=0.25).gpu_buckets
-    again = steps.choose(seconds_per_element=2e-3).gpu_buckets
-    assert large == 1 < usual == again < small  # what came last always ends after backward
-    for _ in range(REMEMBERED_STEPS):
-        steps.make([0, 1, 2], kept=1)
-    assert set(steps.autotuner.order) == set(steps.states[:3])
-
-
 def test_a_full_device_bounds_the_choice() -> None:
     steps = Steps(SIZES, bucket_numel=1000)
     assert steps.choose(seconds_per_element=1.0).gpu_buckets == 6
@@ -248,17 +203,6 @@ def test_what_is_kept_fits(bucket_numel: int, sizes: list[int], free_elements: i
         assert kept >= sum(sizes) - bucket_numel
     if seconds == 1e-9 and len(sizes) > 1:
         assert kept == 0
-
-
-@pytest.mark.parametrize(("of_state", "of_gradient"), [(12, 2), (16, 2), (12, 4), (5.03125, 2)])
-def test_as_many_are_kept_as_there_is_room_for(of_state: float, of_gradient: int) -> None:
-    device = Measured()
-    device.bytes_of_state = of_state
-    for elements in (2000, 2000 - 1):
-        device.free = math.ceil(elements * (of_state + of_gradient) / FREE_SHARE) + 1
-        sizes = {"bytes_of_state": of_state, "bytes_of_gradient": of_gradient}
-        steps = Steps([1000] * 4, device, bucket_numel=1000, **sizes)
-        assert steps.choose(seconds_per_element=1.0).gpu_buckets == elements // 1000
 
 
 @pytest.mark.parametrize(
@@ -304,72 +248,7 @@ def test_memory_is_asked_for_only_where_a_decision_would_keep_more() -> None:
     assert (device.questions, steps.autotuner.placement.gpu_buckets) == (asked, 0)
 
 
-def test_less_than_nothing_may_be_free() -> None:
-    """As where the peak was higher than what torch holds now: then nothing is kept, and what is kept goes home."""
-    device = Measured(3000)
-    steps = Steps(SIZES, device, bucket_numel=1000)
-    assert steps.choose(seconds_per_element=1.0).gpu_buckets == 3
-    device.free = -(10**6)
-    assert steps.choose(seconds_per_element=1.0).gpu_buckets == 0
-
-
-# ---- order -----------------------------------------------------------------------------------------------------------
-
-
-def test_order_is_that_of_the_last_step_of_all_parameters() -> None:
-    steps = Steps(SIZES)
-
-    def order() -> list[int]:
-        return [steps.states.index(one) for one in steps.autotuner.order]
-
-    assert order() == []
-    steps.make([3, 1, 2])
-    assert order() == [3, 1, 2]
-    steps.make([5, 4, 3, 2, 1, 0])
-    assert order() == [5, 4, 3, 2, 1, 0]
-    steps.make([0, 1])  # some parameters take no part in some steps
-    assert order() == [5, 4, 3, 2, 1, 0]
-    steps.make([0, 1, 2, 3, 4, 5])
-    assert order() == [0, 1, 2, 3, 4, 5]
-
-
-def test_parameters_that_stay_come_last() -> None:
-    """They become ready among the others, but are the ones that are to stay again."""
-    steps = Steps([10] * 3, gpu_buckets=1, bucket_numel=1, transfer_dtype=torch.float32, num_threads=1)
-    for row in range(3):
-        steps.note(row, stays=row == 0)
-    assert steps.autotuner.choose()
-    assert steps.autotuner.order[-1] is steps.states[0]
-
-
-@given(st.lists(st.permutations(range(4)), min_size=1, max_size=4), st.booleans())
-def test_other_parameters_are_told_and_another_order_of_the_same_is_not(orders: list[list[int]], keeps: bool) -> None:
-    explicit = {**EXPLICIT, "gpu_buckets": 1 if keeps else 0}
-    steps = Steps([10] * 4, **explicit)
-    known: frozenset[int] = frozenset()
-    for order, count in itertools.product(orders, (2, 4)):
-        present = frozenset(steps.states[row] for row in order[:count])
-        is_new = steps.make(order[:count])
-        assert is_new == (keeps and len(present) >= len(known) and present != known)
-        known = present if len(present) >= len(known) else known
-    steps.states = Steps([10] * 4, **explicit).states  # as after replacing the model's
-    assert steps.make() is keeps
-
-
 # ---- explicit changes ------------------------------------------------------------------------------------------------
-
-
-def test_explicit_change_ends_the_measurement(caplog: pytest.LogCaptureFixture) -> None:
-    steps = Steps(SIZES)
-    steps.make()
-    steps.make()
-    wanted = Placement(1, 10, None, 2)
-    steps.autotuner.place(wanted)
-    with caplog.at_level(logging.INFO, "superadam"):
-        for _ in range(5):
-            assert not steps.make()
-    assert steps.autotuner.placement == wanted
-    assert not caplog.records
 
 
 @pytest.mark.parametrize("num_threads", [0, CORES])

@@ -25,8 +25,6 @@ from torch import Tensor, nn
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
 from superadam.devices import Device
-from superadam.handles.gradient_handle import GradientHandle
-from superadam.handles.taken_gradient import TakenGradient
 from superadam.kernels.torch_private import check_and_unscale
 from superadam.offload import accumulation
 from superadam.testing import SimulatedDevice
@@ -248,24 +246,3 @@ def test_only_products_in_another_mode_give_gradients_back(recorded: str, judged
     with OffloadScheduler(optimizer, model, device=ImmediateDevice(), bucket_numel=100) as scheduler:
         run(model, optimizer, [step] * 3, torch.bfloat16)
         assert scheduler.statistics.given_back_gradients == (0 if recorded == "usual" else 3 * len(SIZES))
-
-
-@pytest.mark.parametrize("mode", [flushed_denormals, rounded_upward])
-@pytest.mark.parametrize("factor", [1.0, 0.3])
-def test_products_of_unrounded_gradients_are_made_in_the_mode_of_the_program(
-    mode: Callable[[], AbstractContextManager[None]], factor: float
-) -> None:
-    """They stay unrounded."""
-    values = torch.ldexp(torch.rand(64), torch.full((64,), -125))
-    taken = TakenGradient(values.bfloat16())
-    taken.pending, taken.is_unrounded = values, True
-    with mode():
-        expected = [bits(values * factor), bits(values * factor * 0.5)]
-    handle = GradientHandle(taken)
-    with mode():
-        torch._foreach_mul_([handle], factor)
-    assert not taken.is_given
-    found = [bits(taken.exact())]
-    with mode():
-        handle.mul_(0.5)
-    assert [*found, bits(taken.exact())] == expected

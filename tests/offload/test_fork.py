@@ -9,7 +9,6 @@ import pytest
 import torch
 from support.children import exit_code_of_child
 from support.visible import are_taken, give_gradients, parameter, shown, state_bits
-from torch.utils.data import DataLoader, Dataset
 
 import superadam
 from superadam import SpeculativeCPUAdamW
@@ -39,48 +38,6 @@ def train(optimizer: SpeculativeCPUAdamW, seeds: range) -> None:
         else:
             optimizer.step()
         optimizer.zero_grad()
-
-
-class Gradients(Dataset[torch.Tensor]):
-    """Noise by index; a worker that `trains` runs kernels too, in a pool of its own."""
-
-    def __init__(self, *, trains: bool) -> None:
-        self.trains = trains
-
-    def __len__(self) -> int:
-        return 12
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        noise = torch.randn(LENGTH, generator=torch.Generator().manual_seed(index))
-        if self.trains:
-            one = make()
-            train(one, range(2))
-            noise[0] = float(one.state_dict()["state"][0]["step"])
-        return noise
-
-
-def fit(workers: int, *, trains: bool = False, persistent: bool = False) -> dict[str, object]:
-    optimizer = make()
-    train(optimizer, range(1))  # the pool's threads run before the fork
-    first, second = optimizer.param_groups[0]["params"]
-    context = {"multiprocessing_context": "fork", "timeout": 60, "persistent_workers": persistent} if workers else {}
-    loader = DataLoader(Gradients(trains=trains), batch_size=2, num_workers=workers, **context)
-    for epoch in range(2):
-        for batch in loader:
-            first.grad, second.grad = batch[0].bfloat16(), batch[1].clone()
-            if epoch:
-                optimizer.speculate()
-            optimizer.step()
-            optimizer.zero_grad()
-    return state_bits(optimizer)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("trains", [False, True], ids=["", "workers train"])
-def test_data_loader_with_forked_workers(trains: bool) -> None:
-    expected = fit(0, trains=trains)
-    assert fit(2, trains=trains) == expected
-    assert fit(2, trains=trains, persistent=True) == expected
 
 
 @pytest.mark.parametrize("phase", ["clean", "speculated", "accepted"])

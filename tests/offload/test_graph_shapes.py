@@ -7,26 +7,20 @@ keep their values until `step()`, so nothing that reads them in backward, in any
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from support.overlap import adam, batch, mlp
-from support.programs import EAGER, Setting, Shown, differs, first_difference, frozen, in_settings, plain_run, state_of
-from support.visible import shown
+from support.overlap import batch, mlp
+from support.programs import Program, Run, Setting, differences, in_settings
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.func import functional_call
-from torch.nn.utils import parametrizations, parametrize
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-
-from superadam import OffloadScheduler, SpeculativeCPUAdam
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 
 pytestmark = [
     pytest.mark.timeout(240),  # a hang fails with the stack of every thread; compiling alone takes seconds
@@ -34,61 +28,51 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True"),
 ]
 
-STEPS = 5
-LIMIT = 20.0
-"""Of the gradient norm, which clips some steps."""
+STEPS = 4
 
 
-@dataclass
-class Run:
-    """One training run: with a scheduler, or the twin without."""
+class Graph(Run):
+    """A run of one model, whose optimizer has a learning rate so large that a parameter of the wrong step is seen."""
 
-    model: nn.Module
-    optimizer: SpeculativeCPUAdam
-    scheduler: OffloadScheduler | None = None
-    hint: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
-    kept: dict[str, Any] = field(default_factory=dict)
-    seed: int = 0
+    model: Any
+    optimizer: Any
+    seed = 0
 
     def inputs(self, offset: int = 0) -> Tensor:
         """Return a batch; another one in each step."""
-        return batch(10 * self.seed + offset, next(self.model.parameters()).dtype)
+        return batch(10 * self.seed + offset, self.dtype)
+
+    def hint(self) -> contextlib.AbstractContextManager[None]:
+        """Enter `accumulate()` for a backward that is not the last, in some settings: it is only a hint."""
+        return contextlib.nullcontext() if self.setting.bucket_numel == 1 else self.accumulate()
 
 
-@dataclass(frozen=True)
-class Shape:
-    """A graph: its model, and one iteration of it.
+Backward = Callable[[Graph], None]
+"""Everything between `zero_grad()` and `optimizer.step()`."""
 
-    Attributes:
-        backward: everything between `zero_grad()` and `optimizer.step()`; enters `run.hint()` for backwards that are
-            not the last.
-        steps_itself: whether `backward` also makes the step.
-        speculates: whether gradients are taken and accepted: not where they are made by hand, or have a graph.
-        is_slow: whether it is run in `EAGER` alone, because it compiles.
-        has_hint: whether `run.hint()` is entered.
-    """
-
-    name: str
-    make: Callable[[], nn.Module]
-    backward: Callable[[Run], None]
-    steps_itself: bool = False
-    speculates: bool = True
-    is_slow: bool = False
-    has_hint: bool = False
-    admits_8bit: bool = True
-
-    def __str__(self) -> str:
-        return self.name
+SHAPES: list[Program] = []
 
 
-SHAPES: list[Shape] = []
+def shape(make: Callable[[], nn.Module], *, steps_itself: bool = False, **facts: Any) -> Callable[[Backward], Backward]:
+    """Add a graph: its model, and one iteration of it, which may make the step as well."""
 
+    def add(backward: Backward) -> Backward:
+        def train(run: Run) -> None:
+            torch.default_generator.manual_seed(3)
+            graph = Graph(run.setting, run.limit, run.seen, run.optimizers)
+            graph.model = make().to(run.dtype)
+            graph.optimizer = graph.adamw(graph.model.parameters(), lr=0.05, weight_decay=0.0)
+            with graph.overlap(graph.optimizer, graph.model):
+                for graph.seed in range(STEPS):
+                    torch.default_generator.manual_seed(graph.seed)  # dropout
+                    graph.optimizer.zero_grad()
+                    backward(graph)
+                    if not steps_itself:
+                        graph.optimizer.step()
+                    graph.see(parameters=list(graph.model.parameters()))
+            graph.see(products=graph.kept.get("products"), buffers=dict(graph.model.named_buffers()))
 
-def shape(make: Callable[[], nn.Module], **facts: bool) -> Callable[[Callable[[Run], None]], Callable[[Run], None]]:
-    """Add a shape to the table."""
-
-    def add(backward: Callable[[Run], None]) -> Callable[[Run], None]:
-        SHAPES.append(Shape(backward.__name__, make, backward, **facts))
+        SHAPES.append(Program(backward.__name__, train, torch=False, limit=20.0, **facts))
         return backward
 
     return add
@@ -201,20 +185,6 @@ class MultiplyByData(Multiply):
         return x @ weight.t()
 
 
-class MultiplySaved(torch.autograd.Function):
-    """The same with a detached weight that is saved for backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight.detach())
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        return gradients[0] @ weight, gradients[0].t() @ x
-
-
 class ScaleByWeight(torch.autograd.Function):
     """The identity, whose backward scales by the present norm of any parameter."""
 
@@ -228,20 +198,6 @@ class ScaleByWeight(torch.autograd.Function):
         return gradients[0] * ctx.weight.detach().norm(), None
 
 
-class Symmetric(nn.Module):
-    """A parametrization."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.triu() + x.triu(1).t()
-
-
-def parametrized() -> nn.Module:
-    model = mlp()
-    parametrize.register_parametrization(model[0], "weight", Symmetric())
-    parametrizations.orthogonal(model[2])
-    return model
-
-
 def trunk_and_heads(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output of the first layer, and of two heads on it."""
     trunk = model[:2](x)
@@ -252,27 +208,17 @@ def trunk_and_heads(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 
 @shape(mlp)
-def plain(run: Run) -> None:
+def plain(run: Graph) -> None:
     loss(run.model(run.inputs())).backward()
 
 
 @shape(Tied)
-def tied_weights(run: Run) -> None:
+def tied_weights(run: Graph) -> None:
     loss(run.model(run.inputs())).backward()
 
 
-@shape(mlp)
-def module_used_twice(run: Run) -> None:
-    loss(run.model(run.model(run.inputs()))).backward()
-
-
-@shape(lambda: nn.LSTM(8, 8, num_layers=2, batch_first=True))
-def lstm(run: Run) -> None:
-    loss(run.model(run.inputs().reshape(2, 2, 8))[0]).backward()
-
-
 @shape(lambda: nn.LSTM(8, 8, batch_first=True))
-def lstm_one_step_at_a_time(run: Run) -> None:
+def lstm_one_step_at_a_time(run: Graph) -> None:
     """Truncated backpropagation: the hidden state goes on, detached."""
     hidden = None
     for offset in range(2):
@@ -283,22 +229,22 @@ def lstm_one_step_at_a_time(run: Run) -> None:
 
 
 @shape(lambda: nn.Sequential(nn.Conv1d(1, 4, 3), nn.BatchNorm1d(4), nn.ReLU(), nn.Conv1d(4, 1, 3, stride=2)))
-def convolution_and_batch_norm(run: Run) -> None:
+def convolution_and_batch_norm(run: Graph) -> None:
     loss(run.model(run.inputs().unsqueeze(1))).backward()
 
 
 @shape(lambda: nn.Sequential(nn.Embedding(8, 8), nn.LayerNorm(8), nn.Dropout(0.3), nn.Linear(8, 8)))
-def embedding_layer_norm_dropout(run: Run) -> None:
+def embedding_layer_norm_dropout(run: Graph) -> None:
     loss(run.model(run.inputs().argmax(-1))).backward()
 
 
 @shape(Attention)
-def attention_whose_projection_is_never_called(run: Run) -> None:
+def attention_whose_projection_is_never_called(run: Graph) -> None:
     loss(run.model(run.inputs())).backward()
 
 
 @shape(Bare)
-def parameters_outside_any_forward(run: Run) -> None:
+def parameters_outside_any_forward(run: Graph) -> None:
     x = run.inputs()
     for weight in run.model.weights:
         x = F.linear(x, weight).tanh()
@@ -306,43 +252,26 @@ def parameters_outside_any_forward(run: Run) -> None:
 
 
 @shape(mlp)
-def several_losses_added(run: Run) -> None:
-    _, first, second = trunk_and_heads(run.model, run.inputs())
-    (loss(first) + loss(second)).backward()
-
-
-@shape(mlp)
-def several_losses_in_one_call(run: Run) -> None:
+def several_losses_in_one_call(run: Graph) -> None:
     _, first, second = trunk_and_heads(run.model, run.inputs())
     torch.autograd.backward([loss(first), loss(second)])
 
 
 @shape(mlp)
-def unused_branch(run: Run) -> None:
+def unused_branch(run: Graph) -> None:
     chosen = run.model[:2] if run.seed % 2 else run.model[2:]
     loss(chosen(run.inputs())).backward()
 
 
 @shape(mlp)
-def expanded_and_transposed_gradients(run: Run) -> None:
-    first, second = run.model[0].weight, run.model[2].weight
-    (loss(F.linear(run.inputs(), second.t())) + first.sum()).backward()
-
-
-@shape(mlp)
-def functional(run: Run) -> None:
-    loss(functional_call(run.model, dict(run.model.named_parameters()), (run.inputs(),))).backward()
-
-
-@shape(mlp)
-def functional_with_detached_weights_of_one_layer(run: Run) -> None:
+def functional_with_detached_weights_of_one_layer(run: Graph) -> None:
     weights = {name: p.detach() if name.startswith("2") else p for name, p in run.model.named_parameters()}
     y = functional_call(run.model, weights, (run.inputs(),))
     (loss(run.model[2](y)) + loss(y)).backward()
 
 
 @shape(mlp, speculates=False)
-def gradients_from_torch_func(run: Run) -> None:
+def gradients_from_torch_func(run: Graph) -> None:
     parameters = {name: parameter.detach() for name, parameter in run.model.named_parameters()}
     gradients = torch.func.grad(lambda p: loss(functional_call(run.model, p, (run.inputs(),))))(parameters)
     for name, parameter in run.model.named_parameters():
@@ -350,54 +279,25 @@ def gradients_from_torch_func(run: Run) -> None:
 
 
 @shape(lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(8, 8)), nn.Linear(8, 8)))
-def weight_norm(run: Run) -> None:
+def weight_norm(run: Graph) -> None:
     loss(run.model(run.inputs())).backward()
 
 
 @shape(lambda: nn.Sequential(nn.Linear(8, 8), parametrizations.spectral_norm(nn.Linear(8, 8))))
-def spectral_norm(run: Run) -> None:
+def spectral_norm(run: Graph) -> None:
     loss(run.model(run.inputs())).backward()
-
-
-class Halves(nn.Module):
-    """A parametrization with its own parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mask = nn.Parameter(torch.full((8, 8), 0.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.mask
-
-
-def masked() -> nn.Module:
-    model = mlp()
-    parametrize.register_parametrization(model[0], "weight", Symmetric())
-    parametrize.register_parametrization(model[2], "weight", Halves())
-    return model
-
-
-@shape(masked)
-def parametrizations_of_ones_own(run: Run) -> None:
-    loss(run.model(run.inputs())).backward()
-
-
-@shape(masked)
-def parametrizations_computed_once(run: Run) -> None:
-    with parametrize.cached():
-        loss(run.model(run.model(run.inputs()))).backward()
 
 
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
 
 
 @shape(mlp)
-def checkpoint_non_reentrant(run: Run) -> None:
+def checkpoint_non_reentrant(run: Graph) -> None:
     loss(checkpoint(run.model, run.inputs(), use_reentrant=False)).backward()
 
 
 @shape(mlp)
-def checkpoint_reentrant(run: Run) -> None:
+def checkpoint_reentrant(run: Graph) -> None:
     x = run.inputs().requires_grad_()
     for layer in run.model.children():
         x = checkpoint(layer, x, use_reentrant=True)
@@ -405,57 +305,14 @@ def checkpoint_reentrant(run: Run) -> None:
 
 
 @shape(mlp)
-def checkpoint_selective(run: Run) -> None:
-    contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.tanh.default])
-    loss(checkpoint(run.model, run.inputs(), use_reentrant=False, context_fn=contexts)).backward()
-
-
-@shape(mlp)
-def checkpoint_non_reentrant_with_shared_weights(run: Run) -> None:
-    x = checkpoint(run.model, run.inputs(), use_reentrant=False)
-    loss(checkpoint(run.model, x, use_reentrant=False)).backward()
-
-
-@shape(mlp)
-def checkpoint_reentrant_with_shared_weights(run: Run) -> None:
+def checkpoint_reentrant_with_shared_weights(run: Graph) -> None:
     """The gradients are complete twice: each reentrant backward is one of its own."""
     x = checkpoint(run.model, run.inputs().requires_grad_(), use_reentrant=True)
     loss(checkpoint(run.model, x, use_reentrant=True)).backward()
 
 
-@shape(Bare)
-def checkpoint_reentrant_with_shared_bare_weights(run: Run) -> None:
-    def layer(x: Tensor) -> Tensor:
-        return F.linear(x, run.model.weights[0]).tanh()
-
-    x = checkpoint(layer, run.inputs().requires_grad_(), use_reentrant=True)
-    loss(checkpoint(layer, x, use_reentrant=True)).backward()
-
-
 @shape(mlp)
-def nested_checkpoints(run: Run) -> None:
-    def inner(x: Tensor) -> Tensor:
-        y: Tensor = checkpoint(run.model[2:], x, use_reentrant=False)
-        return y
-
-    def outer(x: Tensor) -> Tensor:
-        y: Tensor = inner(run.model[:2](x)) + x
-        return y
-
-    loss(checkpoint(outer, run.inputs(), use_reentrant=False)).backward()
-
-
-@shape(mlp)
-def nested_reentrant_checkpoints(run: Run) -> None:
-    def outer(x: Tensor) -> Tensor:
-        y: Tensor = checkpoint(run.model[2:], run.model[:2](x), use_reentrant=True)
-        return y + x
-
-    loss(checkpoint(outer, run.inputs().requires_grad_(), use_reentrant=True)).backward()
-
-
-@shape(mlp)
-def no_grad_reuse_inside_a_checkpoint(run: Run) -> None:
+def no_grad_reuse_inside_a_checkpoint(run: Graph) -> None:
     def target_and_loss(x: Tensor) -> Tensor:
         with torch.no_grad():
             target = run.model[4:](x)
@@ -465,25 +322,14 @@ def no_grad_reuse_inside_a_checkpoint(run: Run) -> None:
     loss(run.model[4:](x)).backward()
 
 
-@shape(mlp)
-def no_grad_reuse_inside_a_reentrant_checkpoint(run: Run) -> None:
-    def target_and_loss(x: Tensor) -> Tensor:
-        with torch.no_grad():
-            target = run.model[4:](x)
-        return (x * target).square()
-
-    x = checkpoint(target_and_loss, run.model[:4](run.inputs()), use_reentrant=True)
-    loss(run.model[4:](x)).backward()
-
-
 @shape(lambda: nn.Sequential(nn.Linear(8, 8), Reuse()))
-def bare_reuse_inside_a_checkpointed_block(run: Run) -> None:
+def bare_reuse_inside_a_checkpointed_block(run: Graph) -> None:
     first, reuse = run.model
     loss(reuse.layer(checkpoint(reuse, first(run.inputs()), use_reentrant=False))).backward()
 
 
 @shape(Bare)
-def bare_value_read_again_by_a_checkpoint(run: Run) -> None:
+def bare_value_read_again_by_a_checkpoint(run: Graph) -> None:
     weight = run.model.weights[0]
 
     def scaled(x: Tensor) -> Tensor:
@@ -492,32 +338,16 @@ def bare_value_read_again_by_a_checkpoint(run: Run) -> None:
     loss(F.linear(checkpoint(scaled, run.inputs(), use_reentrant=False), weight)).backward()
 
 
-@shape(Bare)
-def bare_value_read_again_by_a_reentrant_checkpoint(run: Run) -> None:
-    weight = run.model.weights[0]
-
-    def scaled(x: Tensor) -> Tensor:
-        return x * weight.data.norm() * run.model.weights[1].sum()
-
-    loss(F.linear(checkpoint(scaled, run.inputs().requires_grad_(), use_reentrant=True), weight)).backward()
-
-
 # ---- values read past autograd --------------------------------------------------------------------------------------
 
 
 @shape(Detached)
-def detached_weight_in_the_graph(run: Run) -> None:
+def detached_weight_in_the_graph(run: Graph) -> None:
     loss(run.model(run.inputs())).backward()
 
 
-@shape(lambda: nn.ModuleDict({"layers": mlp()}))
-def value_read_through_data(run: Run) -> None:
-    layers = run.model["layers"]
-    loss(layers[4](F.linear(layers[0](run.inputs()), layers[4].weight.data))).backward()
-
-
 @shape(mlp)
-def saved_by_a_custom_function(run: Run) -> None:
+def saved_by_a_custom_function(run: Graph) -> None:
     x = run.inputs()
     for layer in (run.model[0], run.model[2]):
         x = Multiply.apply(x, layer.weight)
@@ -525,7 +355,7 @@ def saved_by_a_custom_function(run: Run) -> None:
 
 
 @shape(mlp)
-def saved_as_data_by_a_custom_function(run: Run) -> None:
+def saved_as_data_by_a_custom_function(run: Graph) -> None:
     x = run.inputs()
     for layer in (run.model[0], run.model[2], run.model[0]):
         x = MultiplyByData.apply(x, layer.weight)
@@ -533,15 +363,7 @@ def saved_as_data_by_a_custom_function(run: Run) -> None:
 
 
 @shape(mlp)
-def saved_detached_by_a_custom_function(run: Run) -> None:
-    x = run.inputs()
-    for layer in (run.model[0], run.model[2], run.model[0]):
-        x = MultiplySaved.apply(x, layer.weight)
-    loss(x).backward()
-
-
-@shape(mlp)
-def read_by_the_backward_of_a_custom_function(run: Run) -> None:
+def read_by_the_backward_of_a_custom_function(run: Graph) -> None:
     last = run.model[4].weight
     x = ScaleByWeight.apply(run.model[:2](run.inputs()), last)
     loss(run.model[4](ScaleByWeight.apply(run.model[2](x), last))).backward()
@@ -553,30 +375,21 @@ def pack_nothing(x: Tensor) -> Tensor:
 
 
 @shape(mlp)
-def saved_tensors_hooks_that_do_nothing(run: Run) -> None:
+def saved_tensors_hooks_that_do_nothing(run: Graph) -> None:
     with saved_tensors_hooks(pack_nothing, pack_nothing):
         y = run.model(run.model(run.inputs()))
     loss(y).backward()
 
 
 @shape(mlp)
-def saved_tensors_hooks_that_do_nothing_over_two_backwards(run: Run) -> None:
-    with saved_tensors_hooks(pack_nothing, pack_nothing):
-        one = loss(run.model(run.inputs()))
-    with run.hint():
-        one.backward(retain_graph=True)
-    one.backward()
-
-
-@shape(mlp)
-def saved_on_cpu(run: Run) -> None:
+def saved_on_cpu(run: Graph) -> None:
     with save_on_cpu():
         y = run.model(run.inputs())
     loss(y).backward()
 
 
 @shape(mlp)
-def saved_as_an_index(run: Run) -> None:
+def saved_as_an_index(run: Graph) -> None:
     """Weights are found again by name when backward needs them, as offloading engines do."""
     names = {id(parameter): name for name, parameter in run.model.named_parameters()}
 
@@ -596,64 +409,41 @@ def saved_as_an_index(run: Run) -> None:
 
 
 @shape(Hooked)
-def hooks_that_change_gradients(run: Run) -> None:
+def hooks_that_change_gradients(run: Graph) -> None:
     loss(run.model.layers(run.inputs())).backward()
 
 
-def once(run: Run) -> bool:
-    """Whether this is the first time that a run asks."""
-    return not run.kept.setdefault("began", False) and not run.kept.update(began=True)
-
-
 @shape(mlp)
-def backward_hooks_that_read_weights_of_their_own(run: Run) -> None:
-    def scale(module: nn.Module, gradients: tuple[Tensor, ...], _: Any) -> tuple[Tensor, ...]:
-        return tuple(gradient * module.weight.detach().norm() for gradient in gradients)
-
-    if once(run):
-        for layer in (run.model[2], run.model[4]):
-            layer.register_full_backward_hook(scale)
-    loss(run.model(run.inputs())).backward()
-
-
-@shape(mlp)
-def backward_hooks_that_read_weights_of_later_layers(run: Run) -> None:
+def backward_hooks_that_read_weights_of_later_layers(run: Graph) -> None:
     later = run.model[4].weight
 
     def scale(module: nn.Module, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return tuple(gradient * later.data.abs().mean() for gradient in gradients)
 
-    if once(run):
+    if run.once():
         run.model[0].register_full_backward_pre_hook(scale)
         run.model[2].register_full_backward_pre_hook(scale)
     loss(run.model(run.inputs())).backward()
 
 
 @shape(mlp)
-def tensor_hooks_that_read_weights(run: Run) -> None:
-    x = run.model[:2](run.inputs())
-    x.register_hook(lambda gradient: gradient + run.model[4].weight.detach()[0])
-    loss(run.model[2:](x)).backward()
-
-
-@shape(mlp)
-def gradient_hooks_that_decay_their_weights(run: Run) -> None:
+def gradient_hooks_that_decay_their_weights(run: Graph) -> None:
     """L2 regularisation as a hook on the gradient."""
-    if once(run):
+    if run.once():
         for parameter in run.model.parameters():
             parameter.register_hook(lambda gradient, parameter=parameter: gradient + 0.1 * parameter.detach())
     loss(run.model(run.inputs())).backward()
 
 
 @shape(mlp, speculates=False)
-def later_hooks_that_read_weights_into_gradients(run: Run) -> None:
+def later_hooks_that_read_weights_into_gradients(run: Graph) -> None:
     """Registered after the scheduler's, so that they find a gradient that was taken."""
 
     def add(parameter: Tensor) -> None:
         assert parameter.grad is not None
         parameter.grad.add_(run.model[4].weight.detach().mean())
 
-    if once(run):
+    if run.once():
         run.model[0].weight.register_post_accumulate_grad_hook(add)
         run.model[4].weight.register_post_accumulate_grad_hook(add)
     loss(run.model(run.inputs())).backward()
@@ -665,15 +455,15 @@ def shrink(parameter: Tensor) -> None:
 
 
 @shape(mlp, speculates=False)
-def later_hooks_that_scale_gradients(run: Run) -> None:
-    if once(run):
+def later_hooks_that_scale_gradients(run: Graph) -> None:
+    if run.once():
         for parameter in run.model.parameters():
             parameter.register_post_accumulate_grad_hook(shrink)
     loss(run.model(run.inputs())).backward()
 
 
 @shape(mlp)
-def multi_grad_hook_that_reads_weights(run: Run) -> None:
+def multi_grad_hook_that_reads_weights(run: Graph) -> None:
     """When the gradients of two layers are there, the third gets what their weights say."""
     x = run.model[:2](run.inputs())
     first, *others = run.model.parameters()
@@ -688,71 +478,26 @@ def multi_grad_hook_that_reads_weights(run: Run) -> None:
     assert first.grad is not None
 
 
-@shape(mlp)
-def node_hooks_that_read_weights(run: Run) -> None:
-    y = run.model(run.inputs())
-    later = run.model[4].bias
-    node = y.grad_fn
-    for _ in range(3):
-        node = node.next_functions[-2 if len(node.next_functions) > 2 else 0][0] or node
-    node.register_prehook(
-        lambda gradients: tuple(g if g is None else g * later.detach().exp().mean() for g in gradients)
-    )
-    loss(y).backward()
-
-
 # ---- graphs of gradients --------------------------------------------------------------------------------------------
 
 
 @shape(mlp)
-def gradient_penalty(run: Run) -> None:
+def gradient_penalty(run: Graph) -> None:
     x = run.inputs().requires_grad_()
     y = run.model(x)
     (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     (loss(y) + gradient.square().sum()).backward()
 
 
-@shape(mlp)
-def gradient_penalty_in_a_backward_of_its_own(run: Run) -> None:
-    x = run.inputs().requires_grad_()
-    y = run.model(x)
-    with run.hint():
-        loss(y).backward(retain_graph=True)
-    (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-    gradient.float().square().sum().backward()
-
-
-@shape(mlp)
-def norm_of_the_gradients(run: Run) -> None:
-    one = loss(run.model(run.inputs()))
-    gradients = torch.autograd.grad(one, list(run.model.parameters()), create_graph=True)
-    (one + torch.stack([gradient.square().sum() for gradient in gradients]).sum()).backward()
-
-
 @shape(mlp, speculates=False)
-def create_graph(run: Run) -> None:
-    loss(run.model(run.inputs())).backward(create_graph=True)
-
-
-@shape(mlp, speculates=False)
-def create_graph_and_penalty_on_the_gradients(run: Run) -> None:
+def create_graph_and_penalty_on_the_gradients(run: Graph) -> None:
     loss(run.model(run.inputs())).backward(create_graph=True)
     gradients = [parameter.grad for parameter in run.model.parameters()]
     torch.stack([gradient.float().square().sum() for gradient in gradients]).sum().backward()
 
 
 @shape(mlp)
-def hessian_vector_product(run: Run) -> None:
-    """The product becomes part of the gradient, as in second-order regularisers."""
-    parameters = list(run.model.parameters())
-    one = loss(run.model(run.inputs()))
-    gradients = torch.autograd.grad(one, parameters, create_graph=True)
-    dots = [(gradient * parameter.detach()).sum() for gradient, parameter in zip(gradients, parameters, strict=True)]
-    (one + 0.01 * torch.stack(dots).sum()).backward()
-
-
-@shape(mlp)
-def hessian_vector_product_after_backward(run: Run) -> None:
+def hessian_vector_product_after_backward(run: Graph) -> None:
     """As for AdaHessian or Sophia: the curvature is read between backward and step."""
     parameters = list(run.model.parameters())
     loss(run.model(run.inputs())).backward()
@@ -765,39 +510,23 @@ def hessian_vector_product_after_backward(run: Run) -> None:
 # ---- several backwards ----------------------------------------------------------------------------------------------
 
 
-@shape(mlp, has_hint=True)
-def backward_twice(run: Run) -> None:
+@shape(mlp)
+def backward_twice(run: Graph) -> None:
     one = loss(run.model(run.inputs()))
     with run.hint():
         one.backward(retain_graph=True)
     one.backward()
 
 
-@shape(mlp, has_hint=True)
-def two_forwards_before_two_backwards(run: Run) -> None:
-    first, second = loss(run.model(run.inputs())), loss(run.model(run.inputs(1)))
-    with run.hint():
-        first.backward()
-    second.backward()
-
-
-@shape(mlp, has_hint=True)
-def micro_batches(run: Run) -> None:
+@shape(mlp)
+def micro_batches(run: Graph) -> None:
     with run.hint():
         loss(run.model(run.inputs())).backward()
     loss(run.model(run.inputs(1))).backward()
 
 
-@shape(mlp, has_hint=True)
-def losses_one_by_one_over_a_shared_trunk(run: Run) -> None:
-    _, first, second = trunk_and_heads(run.model, run.inputs())
-    with run.hint():
-        loss(first).backward(retain_graph=True)
-    loss(second).backward()
-
-
 @shape(mlp)
-def losses_one_by_one_over_a_detached_trunk(run: Run) -> None:
+def losses_one_by_one_over_a_detached_trunk(run: Graph) -> None:
     """Memory-saving multi-task training: heads first, the trunk once, with the sum of their gradients."""
     trunk = run.model[:2](run.inputs())
     leaf = trunk.detach().requires_grad_()
@@ -806,8 +535,8 @@ def losses_one_by_one_over_a_detached_trunk(run: Run) -> None:
     trunk.backward(leaf.grad)
 
 
-@shape(mlp, has_hint=True)
-def half_of_the_inputs_at_a_time(run: Run) -> None:
+@shape(mlp)
+def half_of_the_inputs_at_a_time(run: Graph) -> None:
     parameters = list(run.model.parameters())
     one = loss(run.model(run.inputs()))
     with run.hint():
@@ -816,21 +545,13 @@ def half_of_the_inputs_at_a_time(run: Run) -> None:
 
 
 @shape(mlp)
-def inputs_of_one_layer(run: Run) -> None:
+def inputs_of_one_layer(run: Graph) -> None:
     layer = run.model[2 * (run.seed % 3)]
     loss(run.model(run.inputs())).backward(inputs=list(layer.parameters()))
 
 
 @shape(Adversaries)
-def adversaries_in_one_optimizer(run: Run) -> None:
-    """Backward through both, with gradients for one of them: `inputs=` leaves the others alone."""
-    fake = run.model.generator(run.inputs())
-    which = [run.model.generator, run.model.discriminator][run.seed % 2]
-    loss(run.model.discriminator(fake)).backward(inputs=list(which.parameters()))
-
-
-@shape(Adversaries, has_hint=True)
-def adversaries_one_after_the_other(run: Run) -> None:
+def adversaries_one_after_the_other(run: Graph) -> None:
     """The discriminator's gradients of the generator's turn are thrown away, as in the usual example."""
     fake = run.model.generator(run.inputs())
     with run.hint():
@@ -842,33 +563,8 @@ def adversaries_one_after_the_other(run: Run) -> None:
     loss(run.model.discriminator(run.inputs(2))).backward()
 
 
-@shape(Adversaries, has_hint=True)
-def adversaries_with_gradients_left_behind(run: Run) -> None:
-    with run.hint():
-        loss(run.model.discriminator(run.model.generator(run.inputs()))).backward()
-    loss(run.model.discriminator(run.inputs(1))).backward()
-
-
-@shape(Adversaries, has_hint=True)
-def adversaries_with_two_losses_on_one_graph(run: Run) -> None:
-    """One forward; the discriminator's loss and the generator's go backward through the same graph."""
-    score = run.model.discriminator(run.model.generator(run.inputs()))
-    with run.hint():
-        loss(-score).backward(retain_graph=True, inputs=list(run.model.discriminator.parameters()))
-    loss(score).backward(inputs=list(run.model.generator.parameters()))
-
-
-@shape(Adversaries, has_hint=True)
-def adversaries_with_two_losses_on_one_graph_that_add_up(run: Run) -> None:
-    """The same without `inputs=`: the generator's loss adds to the discriminator's gradients."""
-    score = run.model.discriminator(run.model.generator(run.inputs()))
-    with run.hint():
-        loss(-score).backward(retain_graph=True)
-    loss(score).backward()
-
-
 @shape(Adversaries)
-def adversaries_with_a_frozen_discriminator(run: Run) -> None:
+def adversaries_with_a_frozen_discriminator(run: Graph) -> None:
     fake = run.model.generator(run.inputs())
     loss(-run.model.discriminator(fake.detach())).backward()
     run.model.discriminator.requires_grad_(False)
@@ -877,9 +573,9 @@ def adversaries_with_a_frozen_discriminator(run: Run) -> None:
 
 
 @shape(Adversaries)
-def adversaries_with_an_optimizer_each(run: Run) -> None:
+def adversaries_with_an_optimizer_each(run: Graph) -> None:
     """The generator belongs to another optimizer, which steps between the discriminator's backward and step."""
-    if once(run):
+    if run.once():
         group = run.optimizer.param_groups[0]
         theirs = set(run.model.generator.parameters())
         group["params"] = [one for one in group["params"] if one not in theirs]
@@ -894,7 +590,7 @@ def adversaries_with_an_optimizer_each(run: Run) -> None:
 
 
 @shape(mlp)
-def backward_inside_backward(run: Run) -> None:
+def backward_inside_backward(run: Graph) -> None:
     """A hook of the outer graph runs a whole other backward."""
     x = run.model[4:](run.inputs())
     inner = loss(run.model[2:4](run.inputs(1)))
@@ -907,15 +603,7 @@ def backward_inside_backward(run: Run) -> None:
 
 
 @shape(mlp)
-def backward_in_another_thread(run: Run) -> None:
-    one = loss(run.model(run.inputs()))
-    thread = threading.Thread(target=one.backward)
-    thread.start()
-    thread.join()
-
-
-@shape(mlp)
-def forward_and_backward_in_another_thread(run: Run) -> None:
+def forward_and_backward_in_another_thread(run: Graph) -> None:
     def work(offset: int) -> None:
         loss(run.model(run.inputs(offset))).backward()
 
@@ -926,7 +614,7 @@ def forward_and_backward_in_another_thread(run: Run) -> None:
 
 
 @shape(mlp)
-def two_threads_with_a_layer_each(run: Run) -> None:
+def two_threads_with_a_layer_each(run: Graph) -> None:
     losses = [loss(layer(run.inputs())) for layer in (run.model[0], run.model[2])]
     threads = [threading.Thread(target=one.backward) for one in losses]
     for thread in threads:
@@ -938,41 +626,21 @@ def two_threads_with_a_layer_each(run: Run) -> None:
 # ---- compiled -------------------------------------------------------------------------------------------------------
 
 
-def compiled(run: Run, function: Callable[..., Any], backend: str, **options: Any) -> Callable[..., Any]:
+def compiled(run: Graph, function: Callable[..., Any], backend: str, **options: Any) -> Callable[..., Any]:
     """Return a function compiled once in a run."""
-    if "compiled" not in run.kept:
+    if run.once():
+        torch.compiler.reset()
         run.kept["compiled"] = torch.compile(function, backend=backend, **options)
     result: Callable[..., Any] = run.kept["compiled"]
     return result
 
 
-@shape(mlp, is_slow=True)
-def compiled_per_block(run: Run) -> None:
-    if once(run):
-        for layer in run.model.children():
-            layer.compile(backend="aot_eager")
-    loss(run.model(run.inputs())).backward()
-
-
-@shape(mlp, is_slow=True)
-def compiled_whole(run: Run) -> None:
+@shape(mlp, settings=())
+def compiled_whole(run: Graph) -> None:
     loss(compiled(run, run.model, "aot_eager", fullgraph=True)(run.inputs())).backward()
 
 
-@shape(mlp, is_slow=True)
-def compiled_whole_without_autograd(run: Run) -> None:
-    loss(compiled(run, run.model, "eager")(run.inputs())).backward()
-
-
-@shape(mlp, is_slow=True, has_hint=True)
-def compiled_micro_batches(run: Run) -> None:
-    model = compiled(run, run.model, "aot_eager")
-    with run.hint():
-        loss(model(run.inputs())).backward()
-    loss(model(run.inputs(1))).backward()
-
-
-def step_of(model: nn.Module, optimizer: SpeculativeCPUAdam, x: Tensor) -> Tensor:
+def step_of(model: nn.Module, optimizer: Any, x: Tensor) -> Tensor:
     """Make a whole step."""
     optimizer.zero_grad()
     one = loss(model(x))
@@ -981,18 +649,13 @@ def step_of(model: nn.Module, optimizer: SpeculativeCPUAdam, x: Tensor) -> Tenso
     return one.detach()
 
 
-@shape(mlp, is_slow=True, steps_itself=True)
-def compiled_over_backward_and_step(run: Run) -> None:
+@shape(mlp, settings=(), steps_itself=True)
+def compiled_over_backward_and_step(run: Graph) -> None:
     compiled(run, step_of, "aot_eager")(run.model, run.optimizer, run.inputs())
 
 
-@shape(mlp, is_slow=True, steps_itself=True)
-def compiled_over_backward_and_step_without_autograd(run: Run) -> None:
-    compiled(run, step_of, "eager")(run.model, run.optimizer, run.inputs())
-
-
-@shape(mlp, is_slow=True, speculates=False)
-def compiled_between_backward_and_step(run: Run) -> None:
+@shape(mlp, settings=(), speculates=False)
+def compiled_between_backward_and_step(run: Graph) -> None:
     """Clipping by value, compiled: it writes to gradients that were taken."""
 
     def clamp(model: nn.Module) -> None:
@@ -1004,63 +667,10 @@ def compiled_between_backward_and_step(run: Run) -> None:
     compiled(run, clamp, "eager")(run.model)
 
 
-# ---- the checks -----------------------------------------------------------------------------------------------------
-
-
-def go(one: Shape, run: Run) -> Shown:
-    """Train; return the parameters after every step, and everything after the last, as bits."""
-    seen: Shown = []
-    for run.seed in range(STEPS):
-        torch.default_generator.manual_seed(run.seed)  # dropout
-        run.optimizer.zero_grad()
-        one.backward(run)
-        if not one.steps_itself:
-            run.optimizer.step()
-        seen.append({"parameters": shown(run.optimizer)})
-    run.optimizer.zero_grad()
-    buffers = {name: buffer.tolist() for name, buffer in run.model.named_buffers()}
-    return [*seen, {"products": run.kept.get("products"), "state": frozen(state_of(run.optimizer)), "buffers": buffers}]
-
-
-@contextlib.contextmanager
-def started(one: Shape, setting: Setting) -> Iterator[Run]:
-    torch.compiler.reset()
-    torch.default_generator.manual_seed(3)
-    model = one.make().to(setting.dtype)
-    optimizer = adam(model, max_grad_norm=LIMIT if setting.clips else None, **dict(setting.storage))
-    with setting.scheduled(optimizer, model) as scheduler:
-        yield Run(model, optimizer, scheduler)
-
-
-def run_in(one: Shape, setting: Setting) -> Shown:
-    with started(one, setting) as run:
-        found = go(one, run)
-    if one.speculates and setting is EAGER:
-        assert run.optimizer.statistics.accepted > 0
-    return found
+# ---- the test -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-@in_settings([one for one in SHAPES if not one.is_slow])
-def test_trains_as_without_scheduler(program: Shape, setting: Setting) -> None:
-    assert not differs(run_in, program, setting)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("one", [one for one in SHAPES if one.is_slow], ids=str)
-def test_trains_compiled_as_without_scheduler(one: Shape) -> None:
-    assert not differs(run_in, one, EAGER)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("one", [one for one in SHAPES if one.has_hint], ids=str)
-def test_accumulate_is_only_a_hint(one: Shape) -> None:
-    """What it saves is work, not correctness."""
-    dropped = []
-    for is_hinted in (False, True):
-        with started(one, EAGER) as run:
-            assert run.scheduler is not None
-            run.hint = run.scheduler.accumulate if is_hinted else contextlib.nullcontext
-            assert not first_difference(go(one, run), plain_run(run_in, one, EAGER.plain))
-        dropped.append(run.optimizer.statistics.dropped)
-    assert dropped[1] <= dropped[0]
+@in_settings(SHAPES)
+def test_trains_as_without_scheduler(program: Program, settings: list[Setting]) -> None:
+    assert differences(program, settings) == []

@@ -56,26 +56,6 @@ def test_each_gradient_once_in_the_order_of_backward() -> None:
     assert id(recorder.ready[0]) in ids(model[4].parameters())
 
 
-def test_only_the_given_parameters() -> None:
-    model = mlp()
-    recorder, hooks = followed(model, [model[2].weight])
-    run(model)
-    assert ids(recorder.ready) == [id(model[2].weight)]
-    hooks.watch([model[0].weight])
-    run(model)
-    assert ids(recorder.ready) == [id(model[2].weight), id(model[0].weight)]
-
-
-def test_nothing_is_left_after_letting_go() -> None:
-    model = mlp()
-    recorder, hooks = followed(model)
-    hooks.remove()
-    run(model)
-    assert not recorder.ready
-    assert not any(map(hooks_of, model.parameters()))
-    hooks.remove()
-
-
 def test_parameters_are_hooked_once_they_are_trained() -> None:
     model = mlp()
     model[0].requires_grad_(False)
@@ -125,23 +105,3 @@ def test_copies_report_to_nobody(how: Any) -> None:
     assert type(inert) is GradientReady
     inert(nn.Parameter(torch.ones(2)))
     assert not recorder.ready
-
-
-@pytest.mark.parametrize("how", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_copies_of_the_model_report_to_nobody(how: Any) -> None:
-    model = mlp()
-    recorder, _ = followed(model)
-    run(how(model))
-    assert not recorder.ready
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled_modules_report_without_breaking_the_graph(backend: str) -> None:
-    model = mlp()
-    recorder, _ = followed(model)
-    compiled = torch.compile(model, backend=backend, fullgraph=True)
-    for _ in range(3):
-        compiled(batch(0)).sum().backward()
-    assert len(recorder.ready) == 3 * 6
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1

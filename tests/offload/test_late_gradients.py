@@ -112,6 +112,7 @@ def train(
 
 
 @pytest.mark.slow
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("micro_batches", MICRO_BATCHES)
 @pytest.mark.parametrize("body", BODIES)
 @pytest.mark.parametrize("where", WHERE)

@@ -140,6 +140,7 @@ def check_growth(work: Callable[[], object], warm_up: int, count: int, settle: C
 
 
 @pytest.mark.slow
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("make", [ordinary, one_of_each, without_steps])
 @pytest.mark.parametrize("device", DEVICES)
 def test_long_runs_do_not_grow(
@@ -158,29 +159,18 @@ def test_long_runs_do_not_grow(
 
 
 @pytest.mark.slow
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("stays", [False, True], ids=["with their optimizers", "of one optimizer"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_schedulers_and_optimizers_go(device: str) -> None:
-    threads = threading.active_count()
-
-    def train() -> None:
+def test_schedulers_go(device: str, stays: bool) -> None:
+    def make() -> tuple[nn.Module, SpeculativeCPUAdam]:
         model = mlp(torch.bfloat16, width=4, layers=2)
-        optimizer = adam(model)
-        with scheduler_for(device, optimizer, model) as scheduler:
-            for _ in range(2):
-                ordinary(model, optimizer, scheduler)
+        return model, adam(model)
 
-    check_growth(train, CREATED // 5, CREATED)
-    assert threading.active_count() == threads
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("device", DEVICES)
-def test_schedulers_of_one_optimizer_go(device: str) -> None:
-    threads = threading.active_count()
-    model = mlp(torch.bfloat16, width=4, layers=2)
-    optimizer = adam(model)
+    threads, kept = threading.active_count(), make()
 
     def train() -> None:
+        model, optimizer = kept if stays else make()
         with scheduler_for(device, optimizer, model) as scheduler:
             for _ in range(2):
                 ordinary(model, optimizer, scheduler)

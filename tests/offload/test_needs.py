@@ -14,7 +14,7 @@ from torch import nn
 from superadam import OffloadScheduler, SpeculativeCPUAdam
 from superadam.devices import Device, PlainDevice
 from superadam.devices.flat import aligned
-from superadam.host.memory import HostMemory, HostNeeds
+from superadam.host.memory import HostMemory
 from superadam.offload.needs import BYTES_OF_STATE, needs_of, needs_of_run
 from superadam.offload.placement import Placement
 from superadam.state.uncertain import list_bytes
@@ -182,11 +182,6 @@ def test_scheduler_refuses_what_the_host_can_never_hold(
         OffloadScheduler(optimizer, model, device=device(), bucket_numel=100),
     ):
         assert not caplog.records
-
-
-def test_needs_of_nothing() -> None:
-    parameter = nn.Parameter(torch.empty(0))
-    assert needs_of_run(SpeculativeCPUAdam([parameter]), PlainDevice(), PLACED) == HostNeeds()
 
 
 def test_buffers_are_bounded_by_a_bucket_however_large_a_parameter_is() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -16,17 +17,14 @@ from torch import Tensor, nn
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam, StepKind
 from superadam.devices import Device
-from superadam.devices.flat import ALIGNMENT, FlatTensors
 from superadam.devices.worker import WorkerError
-from superadam.handles.taken_gradient import TakenGradient
 from superadam.kernels.native import CHUNK
-from superadam.offload.transfers import Transfers
 from superadam.state.parameter import Phase, piece_length
-from superadam.step.transaction import Transaction
 from superadam.testing import SimulatedDevice
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
+DEEP = os.environ.get("SUPERADAM_DEEP") == "1"
 STEPS = 5
 PIECES = {"embedding.weight": 4, "transposed": 2, "image": 3}
 """Of parameters, where buckets are shorter than a chunk; all others are one."""
@@ -133,6 +131,7 @@ def test_dense_working_copies_are_cut_in_any_order_of_memory() -> None:
 # ---- the bits --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("limit", [None, 60.0])
 @pytest.mark.parametrize(
     ("dtype", "storage"),
@@ -193,70 +192,6 @@ def test_part_of_a_parameter_is_resident_while_the_rest_is_speculated_on() -> No
     assert optimizer.statistics.respeculated == 0
 
 
-def test_nothing_is_copied_in_buffers_longer_than_a_bucket_and_its_last_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: list[int] = []
-    for name in ("empty", "host_empty"):
-        original = getattr(SimulatedDevice, name)
-
-        def record(self: Any, numel: int, dtype: torch.dtype, *rest: Any, original: Any = original) -> Tensor:
-            sizes.append(numel * dtype.itemsize)
-            return original(self, numel, dtype, *rest)
-
-        monkeypatch.setattr(SimulatedDevice, name, record)
-
-    def hold(model: Text, optimizer: SpeculativeCPUAdam, step: int) -> None:
-        if step == 2:  # none is a handle, so that all are updated in place
-            for parameter in model.parameters():
-                parameter.grad = torch.ones_like(parameter)
-
-    train(hold, bucket_numel=CHUNK, device=SimulatedDevice(6))
-    assert max(sizes) <= 2 * (2 * CHUNK + 64 * 100 + 4 * ALIGNMENT)  # with the parameter that has gaps
-
-
-def test_the_gradient_of_a_cut_parameter_waits_for_no_other() -> None:
-    """Or it would keep its memory on the device, next to that of the pieces that were sent."""
-    model = Text()
-    with OffloadScheduler(adam(model), model, bucket_numel=3 * CHUNK, device=SimulatedDevice(7)) as scheduler:
-        model(0).backward()
-        assert pieces_of_each(scheduler, model) == {"embedding.weight": 2}
-        assert model.embedding.weight.grad is not None
-        assert "pending" not in model.embedding.weight.grad.taken.__dict__  # it has moved to the host
-
-
-class Arriving:
-    """An event, with which values arrive."""
-
-    def __init__(self, buffer: Tensor, values: Tensor) -> None:
-        self._buffer, self._values = buffer, values
-
-    def synchronize(self) -> None:
-        self._buffer.copy_(self._values)
-
-
-def test_a_gradient_is_joined_once_all_pieces_of_one_version_have_arrived() -> None:
-    values = torch.arange(12.0).view(3, 4).t()  # in memory from 0 to 11
-    buffer = torch.zeros(12)
-    taken = TakenGradient(torch.zeros(3, 4).t())
-    taken.is_unrounded = True
-    places = [(0, 8), (8, 4)]
-
-    def move(begin: int, numel: int) -> None:
-        flat = FlatTensors(buffer, [((numel,), (1,), begin)])
-        arrived = Arriving(buffer, torch.arange(12.0))
-        taken.move_piece_to(flat, 0, arrived, begin=begin, numel=numel, strides=(1, 4))
-
-    move(*places[0])
-    taken.absorb(torch.ones(4, 3))  # what was sent is none of it
-    move(*places[1])
-    assert torch.equal(taken.pending, torch.ones(4, 3))
-    move(*places[0])
-    assert taken.exact_dtype is torch.float32
-    assert "pending" not in taken.__dict__  # nothing was joined for that
-    assert torch.equal(taken.pending, values)
-    assert taken.pending.stride() == (1, 4)
-    assert taken.pending is taken.ready()
-
-
 # ---- what happens to some pieces -------------------------------------------------------------------------------------
 
 
@@ -287,54 +222,6 @@ def test_nan_in_the_last_piece_undoes_all() -> None:
             assert (optimizer.last_outcome.kind is StepKind.SKIPPED) is (step == 2)
             assert all(after) if step == 2 else not any(after)
             assert optimizer.statistics.dropped - dropped == (6 if step == 2 else 0)
-
-
-def read(model: Text, optimizer: SpeculativeCPUAdam, step: int) -> list[float]:
-    return [float(parameter.grad.double().sum()) for parameter in model.parameters() if parameter.grad is not None]
-
-
-def edit(model: Text, optimizer: SpeculativeCPUAdam, step: int) -> None:
-    assert model.embedding.weight.grad is not None
-    model.embedding.weight.grad[-1] = 0.5
-
-
-def halve(model: Text, optimizer: SpeculativeCPUAdam, step: int) -> None:
-    torch._foreach_mul_([parameter.grad for parameter in model.parameters()], 0.3)
-
-
-def write(model: Text, optimizer: SpeculativeCPUAdam, step: int) -> None:
-    with torch.no_grad():
-        model.embedding.weight[-1, -1] += 1.0
-
-
-def write_past_versions(model: Text, optimizer: SpeculativeCPUAdam, step: int) -> None:
-    model.embedding.weight.data[100:] *= 0.5
-
-
-def take_back(model: Text, optimizer: SpeculativeCPUAdam, step: int) -> None:
-    optimizer.rollback()
-    optimizer.speculate()
-
-
-def another_layout(model: Text, optimizer: SpeculativeCPUAdam, step: int) -> None:
-    """The values are the same, in the same order, in memory with gaps."""
-    parameter = model.transposed
-    apart = torch.empty(100, 128, dtype=parameter.dtype)[:, :64].t()
-    parameter.data = apart.copy_(parameter.data)
-
-
-@pytest.mark.parametrize("limit", [None, 60.0])
-@pytest.mark.parametrize(
-    "program", [read, edit, halve, write, write_past_versions, take_back, another_layout], ids=lambda one: one.__name__
-)
-def test_programs_see_whole_parameters(program: BeforeStep, limit: float | None) -> None:
-    for gpu_buckets in (0, 2):
-        ours, _, _ = train(
-            program, limit=limit, bucket_numel=CHUNK, gpu_buckets=gpu_buckets, device=SimulatedDevice(gpu_buckets)
-        )
-        theirs = expected(program, limit=limit)
-        assert ours[1::2] == theirs[1::2]
-        assert ours[-1] == theirs[-1]
 
 
 def test_gradients_in_another_order_of_memory_are_cut_in_the_parameters() -> None:
@@ -384,56 +271,6 @@ def test_a_piece_without_memory_is_left_to_the_step(method: str, link: torch.dty
     """Also where gradients are rounded on their way: what does not travel is rounded alike."""
     options = {"dtype": torch.float32, "transfer_dtype": link, "limit": 60.0, "bucket_numel": CHUNK}
     theirs, _, _ = train(**options, device=SimulatedDevice(0))
-    for number in range(14, 26):  # in the second step
+    for number in range(14, 26) if DEEP else (14, 19, 25):  # in the second step
         ours, _, _ = train(**options, device=Failing(method, number))
         assert ours == theirs, number
-
-
-@pytest.mark.parametrize("number", range(2, 9, 3))
-def test_a_worker_that_fails_at_a_piece_leaves_all_to_the_step(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    original, calls = Transaction.speculate, 0
-
-    def speculate(self: Transaction, *arguments: Any, **options: Any) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 12 + number:
-            raise RuntimeError("planted")
-        original(self, *arguments, **options)
-
-    monkeypatch.setattr(Transaction, "speculate", speculate)
-    ours, optimizer, _ = train(limit=60.0, bucket_numel=CHUNK, device=SimulatedDevice(number))
-    assert calls > 12 + number
-    assert ours[-1] == expected(limit=60.0)[-1]
-    assert optimizer.statistics.dropped
-
-
-@pytest.mark.parametrize("number", range(1, 12, 3))
-def test_an_interrupt_between_pieces_leaves_the_gradient_to_the_step(
-    number: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    original, calls = Transfers.download, 0
-
-    def download(self: Transfers, *arguments: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 12 + number:
-            raise KeyboardInterrupt
-        return original(self, *arguments)
-
-    monkeypatch.setattr(Transfers, "download", download)
-    model = Text()
-    optimizer = adam(model, lr=0.02, max_grad_norm=None)
-    with OffloadScheduler(optimizer, model, bucket_numel=CHUNK, device=SimulatedDevice(number)):
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            try:
-                model(step).backward()
-            except KeyboardInterrupt:
-                optimizer.zero_grad()
-                model(step).backward()
-            try:
-                optimizer.step()
-            except KeyboardInterrupt:
-                optimizer.step()
-        assert calls > 12 + number
-    assert state_bits(optimizer) == expected()[-1]

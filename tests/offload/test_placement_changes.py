@@ -22,15 +22,3 @@ def test_nothing_is_under_way_where_the_placement_is_changed(seed: int) -> None:
         assert scheduler._pipeline is not None
         assert scheduler._pipeline._worker.is_idle
         assert scheduler._bucketer.rest() == []
-
-
-def test_less_is_kept_once_the_device_has_no_room(caplog: pytest.LogCaptureFixture) -> None:
-    model = mlp(torch.bfloat16)
-    optimizer = adam(model)
-    device = SimulatedDevice(1)
-    with OffloadScheduler(optimizer, model, device=device, bucket_numel=64, gpu_buckets=2, num_threads=1) as scheduler:
-        train(model, optimizer, range(2))
-        before = scheduler._bucketer.resident
-        scheduler._make_room()
-        assert scheduler._bucketer.resident < before
-    assert "1 are resident from now on" in caplog.text

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from superadam.kernels.hyperparameters import Interval
@@ -67,26 +67,6 @@ def test_clipped_steps_are_predicted_from_those_before(known: bool, unscaling: f
         assert prediction.interval.high < prediction.interval.low * 1.3  # as narrow as steady norms allow
 
 
-def test_the_norm_of_what_has_arrived_corrects_the_prediction() -> None:
-    predictor = trained(10.0)
-    first, second, third, fourth = one_step(predictor, [50.0] * 4)
-    assert first is not None
-    assert first.interval is not None
-    assert not first.interval.holds(0.01)
-    for prediction in (second, third, fourth):
-        assert prediction is not None
-        assert prediction.interval is not None
-        assert prediction.interval.holds(0.01)
-
-
-def test_no_interval_reaches_beyond_what_the_norm_so_far_allows() -> None:
-    predictor = trained(10.0)
-    for prediction, seen in zip(one_step(predictor, [9.5, 3.0, 3.0, 3.0])[1:], (9.5, 9.96, 10.4), strict=True):
-        assert prediction is not None
-        assert prediction.interval is not None
-        assert prediction.interval.high <= 1.001 / seen
-
-
 def test_near_the_limit_values_are_published_unclipped_and_hold_for_some_clipping() -> None:
     predictor = trained(0.95)
     for _ in range(3):
@@ -96,18 +76,6 @@ def test_near_the_limit_values_are_published_unclipped_and_hold_for_some_clippin
     assert prediction.factor == 1.0
     assert prediction.interval is not None
     assert prediction.interval.low < 1.0 == prediction.interval.high
-
-
-def test_norms_that_jump_widen_the_interval() -> None:
-    steady, jumping = trained(10.0), Predictor()
-    for step in range(40):
-        one_step(jumping, [10.0 * (1.6 if step % 4 == 0 else 1.0)])
-    narrow, wide = (one_step(one, [5.0] * 4)[0] for one in (steady, jumping))
-    assert narrow is not None
-    assert wide is not None
-    assert narrow.interval is not None
-    assert wide.interval is not None
-    assert wide.interval.high / wide.interval.low > narrow.interval.high / narrow.interval.low
 
 
 def test_norms_that_cannot_be_predicted_end_speculation_until_they_can() -> None:
@@ -137,32 +105,6 @@ def test_the_optimizers_own_limit_is_forgotten_at_once() -> None:
         predictor.add_verdict(Applied(10.0, 1e-4, 1.0, is_own=True))
     assert predictor.predict(100, 0.0, 1.0, math.inf) == Prediction(1.0)
     assert predictor.predict(100, 0.0, 1.0, None) is None
-
-
-def test_what_arrives_again_is_not_remembered_for_ever() -> None:
-    predictor = Predictor()
-    predictor.total = 300
-    for number in range(30):
-        predictor.predict(100, float(number), 1.0, 1.0)
-    assert len(predictor._made) <= 3
-
-
-def test_one_clipped_step_changes_nothing() -> None:
-    predictor = trained(10.0, limit=None)
-    one_step(predictor, [10.0], 1e-4, known=False)
-    assert one_step(predictor, [10.0], None, known=False) == [Prediction(1.0)]
-
-
-def test_a_limit_that_is_lifted_is_forgotten() -> None:
-    predictor = trained(10.0, known=False)
-    for _ in range(REMEMBERED_STEPS // 2):
-        one_step(predictor, [10.0], None, known=False)
-    assert one_step(predictor, [10.0], None, known=False) == [Prediction(1.0)]
-
-
-@pytest.mark.parametrize("norm", [math.nan, math.inf])
-def test_a_norm_that_is_not_finite_is_no_reason_to_write(norm: float) -> None:
-    assert Predictor().predict(100, norm, 1.0, 1.0) is None
 
 
 def test_a_dropped_step_leaves_nothing_behind() -> None:
@@ -196,6 +138,7 @@ LIMITS = st.one_of(st.none(), st.just(math.inf), st.floats(0.0))
 
 
 @pytest.mark.filterwarnings("error")
+@settings(max_examples=settings().max_examples // 2)
 @given(
     before=st.integers(0, 10),
     steps=st.lists(
@@ -223,15 +166,6 @@ def test_any_number_may_be_a_norm_a_factor_or_a_limit(before: int, steps: list[A
     for _ in range(JUDGED_PREDICTIONS):
         one_step(predictor, [5.0] * 4)
     assert one_step(predictor, [5.0] * 4)[0] == one_step(trained(10.0, JUDGED_PREDICTIONS), [5.0] * 4)[0]
-
-
-@pytest.mark.parametrize("factor", [0.0, -1.0, math.nan, None])
-def test_one_step_that_is_not_clipped_by_one_factor_ends_nothing(factor: float | None) -> None:
-    predictor = trained(10.0)
-    usual = one_step(predictor, [5.0] * 4)
-    predictor.predict(100, 0.0, 1.0, 1.0)
-    predictor.add_verdict(Applied(10.0, factor, 1.0))
-    assert one_step(predictor, [5.0] * 4)[1:] == usual[1:]
 
 
 def listed(numel: int, count: int) -> tuple[Any, Any]:
@@ -273,17 +207,6 @@ def test_parameters_as_wide_as_their_masters_are_speculated_on_for_unclipped_ste
     assert not Predictor().leaves_out(state, Prediction(0.5), 0.5)
 
 
-def test_lists_of_few_elements_weigh_little() -> None:
-    """A parameter without dimensions is uncertain wholly or not at all."""
-    predictor = trained(10.0)
-    before = one_step(predictor, [5.0] * 4)
-    large, scalar = listed(2048, 4), listed(1, 0)[0]
-    for _ in range(20):
-        predictor.add_lists(dict([large]), before[0])
-        predictor.add_lists({scalar: SimpleNamespace(count=1, is_complete=True)}, before[1])
-        assert one_step(predictor, [5.0] * 4) == before
-
-
 def test_speculation_is_tried_again_where_too_much_was_uncertain() -> None:
     """The learning rate may have declined."""
     predictor = trained(10.0)
@@ -304,26 +227,6 @@ def test_speculation_is_tried_again_where_too_much_was_uncertain() -> None:
     assert predictions[0] is not None
 
 
-@pytest.mark.filterwarnings("error")
-def test_gradients_that_are_nearly_zero_overflow_nothing() -> None:
-    predictor = trained(10.0)
-    for seen in (5e-324, 1e-300, 1e-45):
-        prediction = predictor.predict(100, seen, 1.0, 1.0)
-        assert prediction is not None
-        assert prediction.interval is not None
-
-
-def test_the_share_that_has_arrived_is_of_all_elements() -> None:
-    """Also where the last bucket, which no prediction follows, has most of them."""
-    predictor = Predictor()
-    for _ in range(12):
-        predictor.predict(100, 0.0, 1.0, 1.0)
-        predictor.predict(9900, 1.0, 1.0, 1.0)
-        predictor.add_verdict(Applied(10.0, 0.1, 1.0))
-    first = predictor.predict(100, 0.0, 1.0, 1.0)
-    assert predictor.predict(9900, 3.0, 1.0, 1.0) == first  # of a hundredth, the norm tells nothing
-
-
 def test_many_uncertain_elements_narrow_the_interval_before_speculation_ends() -> None:
     predictor = Predictor()
     for step in range(40):
@@ -341,6 +244,14 @@ def test_many_uncertain_elements_narrow_the_interval_before_speculation_ends() -
         after.interval is not None
         and after.interval.high / after.interval.low < before.interval.high / before.interval.low
     )
+
+
+def test_what_arrives_again_is_not_remembered_for_ever() -> None:
+    predictor = Predictor()
+    predictor.total = 300
+    for number in range(30):
+        predictor.predict(100, float(number), 1.0, 1.0)
+    assert len(predictor._made) <= 3
 
 
 def test_widths_are_within_what_the_proof_covers() -> None:

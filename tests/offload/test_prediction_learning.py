@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
-from superadam.kernels.hyperparameters import Interval
-from superadam.offload.prediction import FIRST_LEFT_OUT, Prediction, Predictor
+from superadam.offload.prediction import Prediction, Predictor
 from superadam.step.outcome import Applied
 
 
@@ -48,18 +45,6 @@ def test_the_norm_is_no_less_than_what_has_arrived() -> None:
     assert prediction.factor <= 1.0 / 50.0
 
 
-def test_no_interval_reaches_beyond_the_factor_of_what_has_arrived() -> None:
-    predictor = Predictor()
-    for _ in range(12):
-        predictor.predict(100, 0.0, 1.0, 1.0)
-        last = predictor.predict(100, 9.9, 1.0, 1.0)
-        predictor.add_verdict(Applied(10.0, 0.1, 1.0))
-    assert last is not None
-    assert last.interval is not None
-    assert last.interval.high == pytest.approx(1.0 / 9.9, rel=1e-6)  # rounded to fp32
-    assert last.interval.low < 0.1
-
-
 def test_steps_whose_factors_differ_are_wrong_predictions() -> None:
     predictor = trained([10.0] * 12, limit=None)
     for _ in range(3):
@@ -74,38 +59,11 @@ def test_rare_jumps_are_not_worth_a_wide_interval() -> None:
     assert width(step(predictor, 10.0)) < 1.25
 
 
-def test_steps_within_the_limit_do_not_end_it() -> None:
-    predictor = trained([3.0] * 12 + [0.3] * 4 + [3.0] * 4, is_known=False)
-    assert step(predictor, 3.0, is_known=False) != Prediction(1.0)
-
-
 def test_a_step_of_which_nothing_was_predicted_teaches_nothing() -> None:
     predictor, other = trained([10.0] * 12), trained([10.0] * 12)
     for _ in range(12):
         predictor.add_verdict(Applied(500.0, 0.002, 1.0))
     assert step(predictor, 10.0) == step(other, 10.0)
-
-
-@pytest.mark.parametrize("norm", [math.inf, math.nan])
-def test_norms_that_are_not_finite_teach_nothing(norm: float) -> None:
-    predictor, other = trained([10.0] * 12), trained([10.0] * 12)
-    for _ in range(6):
-        predictor.predict(100, 0.0, 1.0, 1.0)
-        predictor.add_verdict(Applied(norm, 0.0, 1.0))
-    assert step(predictor, 10.0) == step(other, 10.0)
-
-
-def test_a_list_that_is_complete_ends_the_leaving_out() -> None:
-    predictor, prediction = trained([10.0] * 12), Prediction(0.1, Interval(0.08, 0.12))
-    state: Any = type("State", (), {"shape": torch.Size([3200]), "is_narrow": True})()
-    for count, steps in ((3000, FIRST_LEFT_OUT), (3000, 2 * FIRST_LEFT_OUT), (50, 0), (3000, FIRST_LEFT_OUT)):
-        record: Any = SimpleNamespace(count=count, is_complete=count <= 100)
-        predictor.add_lists({state: record}, prediction)
-        waited = 0
-        while predictor.leaves_out(state, prediction, 1.0) and waited < 100:
-            step(predictor, 10.0)
-            waited += 1
-        assert waited == steps
 
 
 def arrived(predictor: Predictor, *seen: float) -> None:
@@ -133,9 +91,3 @@ def test_a_prediction_is_revised_once_enough_has_arrived() -> None:
     known = predictor.revised(33.0, 1.0, 1.0)  # all is there
     assert known is not None
     assert known.factor == pytest.approx(1 / 33, rel=0.1)
-
-
-def test_nothing_is_revised_before_there_was_a_step() -> None:
-    predictor = Predictor()
-    arrived(predictor, 0.0, 1.0, 2.0)
-    assert predictor.revised(3.0, 1.0, 1.0) is None

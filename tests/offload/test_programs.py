@@ -1,7 +1,7 @@
-"""Whole training programs, as people write them: under a scheduler they end in the bits of the plain run.
+"""Iterations of training, as people write them: under a scheduler they end in the bits of the plain run.
 
-A program is one iteration. It may do anything between backward and `step()` that a program may do with torch.optim:
-drop, edit and read gradients, write and read weights, change hyper-parameters, replace storage, fail and go on.
+An iteration may do anything between backward and `step()` that a program may do with torch.optim: drop, edit and read
+gradients, write and read weights, change hyper-parameters, replace storage, fail and go on.
 """
 
 from __future__ import annotations
@@ -9,49 +9,37 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
-import functools
 import gc
 import io
-import itertools
 import math
 import pickle
-import signal
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from pathlib import Path
-from types import FrameType
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from support.overlap import ImmediateDevice, PlantedError, RaiseInBackward, ThreadDevice, batch
+from support.overlap import PlantedError, RaiseInBackward, ThreadDevice, batch
 from support.programs import (
-    EAGER,
     OTHERS,
+    PATCHED,
     Near,
+    Program,
+    Run,
     Setting,
-    Shown,
-    Storage,
-    differs,
-    first_difference,
-    frozen,
+    differences,
     in_settings,
-    plain_run,
+    run_in,
     state_of,
 )
-from support.visible import bits, parameters_of
+from support.visible import parameters_of
 from torch import Tensor, nn
 
-import superadam
-from superadam import OffloadScheduler, SpeculativeCPUAdam, SpeculativeCPUAdamW
-from superadam.devices import Device
-from superadam.offload import accumulation as micro_batches
+from superadam import SpeculativeCPUAdam
 from superadam.step.transaction import Transaction
-from superadam.testing import SimulatedDevice
 
 pytestmark = [
     pytest.mark.timeout(240),  # a hang fails with the stack of every thread
@@ -62,15 +50,12 @@ pytestmark = [
     pytest.mark.usefixtures("one_torch_thread"),
 ]
 
-STEPS = 5
-WIDTH = 128
-"""Of the model: its square is four chunks of the norm."""
+# ---- what a program is ----------------------------------------------------------------------------------------------
 
+STEPS = 5
+WIDTH = 64
 LIMIT = 24.0
 """Norm over which some steps of the model are clipped."""
-
-
-# ---- models, runs, and the table ------------------------------------------------------------------------------------
 
 
 class Net(nn.Module):
@@ -80,7 +65,7 @@ class Net(nn.Module):
         super().__init__()
         torch.default_generator.manual_seed(7)
         self.first = nn.Linear(16, WIDTH)
-        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)])
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, 2 * WIDTH)])
         self.last = nn.Linear(WIDTH, 16, bias=False)
         self.uses = (0, 1)
         self.fails_after: int | None = None
@@ -88,98 +73,83 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x).tanh()
         for i in self.uses:
-            x = x + self.blocks[i](x).tanh()
+            x = x + sum(self.blocks[i](x).tanh().chunk(2, -1))
             if self.fails_after == i:
                 x = RaiseInBackward.apply(x, PlantedError())
         return self.last(x)
 
 
-@dataclass
-class Run:
-    """One run of a program: with a scheduler, or without.
-
-    Attributes:
-        scheduler: None in the plain run.
-        kept: what a program remembers from step to step.
-    """
-
-    scheduler: OffloadScheduler | None = None
-    kept: dict[str, Any] = field(default_factory=dict)
-
-    def accumulate(self) -> AbstractContextManager[None]:
-        """Enter `accumulate()`, where there is a scheduler."""
-        return contextlib.nullcontext() if self.scheduler is None else self.scheduler.accumulate()
-
-    def once(self) -> bool:
-        """Whether this is the first time that a run asks."""
-        return self.kept.setdefault("once", 0) == 0 and not self.kept.update(once=1)
-
-
-Body = Callable[[Any, Any, int, Run], Any]
-"""A program: model, optimizer, number of the step, run; returns what it read or computed, to be compared."""
-
-
-@dataclass(frozen=True)
-class Program:
-    """One iteration of training.
-
-    Attributes:
-        body: the iteration.
-        make: the model.
-        prepare: called with model and run before the scheduler is made.
-        given: the module that the scheduler is given.
-        torch: whether it runs on `torch.optim.AdamW`, with the same bits.
-        speculates: whether some bf16 parameter's speculation is good as it is in some step.
-        admits_8bit: whether it runs with 8-bit moments, which amsgrad does not.
-        outcome: whether `last_outcome` is that of the plain run: not where all gradients are multiplied with one
-            factor, which counts as clipping where the optimizer had taken them.
-    """
-
-    name: str
-    body: Body
-    make: Callable[[], nn.Module] = Net
-    prepare: Callable[[Any, Run], None] = lambda model, run: None
-    given: Callable[[Any], nn.Module] = lambda model: model
-    torch: bool = True
-    speculates: bool = True
-    admits_8bit: bool = True
-    outcome: bool = True
-
-    def __str__(self) -> str:
-        return self.name
-
+Iteration = Callable[[Any, Any, int, Run], Any]
+"""What each step does, with model, optimizer, number of the step and run; returns what it read, to be shown."""
 
 PROGRAMS: list[Program] = []
-ACTIONS: list[Program] = []
-"""Programs that differ from the plainest only between backward and step."""
+ACTIONS: dict[str, Iteration] = {}
+"""What is done between backward and step in programs that are the plainest otherwise."""
 
 
-def program(name: str = "", **facts: Any) -> Callable[[Body], Body]:
-    """Add an iteration to the table."""
+def program(
+    name: str = "",
+    make: Callable[[], nn.Module] = Net,
+    prepare: Callable[[Any, Run], None] = lambda model, run: None,
+    given: Callable[[Any], nn.Module] = lambda model: model,
+    **facts: Any,
+) -> Callable[[Iteration], Iteration]:
+    """Add an iteration to the programs.
 
-    def add(body: Body) -> Body:
-        PROGRAMS.append(Program(name or body.__name__, body, **facts))
-        return body
+    Args:
+        make: returns the model.
+        prepare: called with model and run before the scheduler is made.
+        given: returns the module that the scheduler is given.
+    """
+
+    def add(iteration: Iteration) -> Iteration:
+        def train(run: Run) -> None:
+            model = make().to(run.dtype)
+            prepare(model, run)
+            optimizer = run.adamw(model.parameters())
+            with run.overlap(optimizer, given(model)):
+                for step in range(STEPS):
+                    value = iteration(model, optimizer, step, run)
+                    show(run, model, optimizer, value, looks=run.setting.looks or step == STEPS - 1)
+            show(run, model, optimizer, None, looks=True)
+
+        PROGRAMS.append(Program(name or iteration.__name__, train, limit=LIMIT, **facts))
+        return iteration
 
     return add
 
 
-def between(name: str = "", **facts: Any) -> Callable[[Body], Body]:
+def between(name: str = "", **facts: Any) -> Callable[[Iteration], Iteration]:
     """Add the plainest iteration with something done between backward and step."""
 
-    def add(action: Body) -> Body:
-        def body(model: Any, optimizer: Any, step: int, run: Run) -> Any:
+    def add(action: Iteration) -> Iteration:
+        def iteration(model: Any, optimizer: Any, step: int, run: Run) -> Any:
             optimizer.zero_grad()
             loss = backward(model, step)
             value = action(model, optimizer, step, run)
             optimizer.step()
             return loss, value
 
-        PROGRAMS.append(Program(name or action.__name__, body, **facts))
-        ACTIONS.append(Program(name or action.__name__, action, **facts))
+        ACTIONS[name or action.__name__] = action
+        program(name or action.__name__, settings=PATCHED, **facts)(iteration)
         return action
 
     return add
+
+
+def show(run: Run, model: nn.Module, optimizer: Any, value: Any, *, looks: bool) -> None:
+    """Show what can be seen after a step, with state and gradients if it `looks` at them."""
+    outcome = getattr(optimizer, "last_outcome", None)
+    norm = outcome and outcome.grad_norm
+    if norm and optimizer.max_grad_norm is None:
+        # Nothing is judged by it then: the norm of products that were recorded is computed from the norm before them,
+        # without reading the gradients again, and torch rounds each product by at most this share of itself.
+        norm = Near(norm, torch.finfo(dtype_of(model)).eps / 2)
+    seen = {"value": value, "outcome": outcome and [outcome.kind.value, norm, outcome.clip_coefficient]}
+    if looks:
+        seen["state"] = state_of(optimizer)
+        seen["gradients"] = [parameter.grad for parameter in model.parameters()]
+    run.see(parameters=list(model.parameters()), **seen)
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:
@@ -217,12 +187,6 @@ def reload(optimizer: Any) -> None:
 
 @between()
 def nothing(model: Any, optimizer: Any, step: int, run: Run) -> None: ...
-
-
-@between()
-def all_gradients_dropped_by_the_model(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    if step in (1, 3):
-        model.zero_grad()
 
 
 @between()
@@ -337,20 +301,6 @@ def gradients_clipped_by_value(model: Any, optimizer: Any, step: int, run: Run) 
     torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)
 
 
-@between(speculates=False)
-def gradients_clamped_one_by_one(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    for parameter in model.parameters():
-        parameter.grad.clamp_(-0.01 * (step + 1), 0.02)
-
-
-@between()
-def gradients_scaled_per_layer(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    """Factors as for layer-wise learning rates; bf16 rounds after each."""
-    for number, parameter in enumerate(model.parameters()):
-        if number:
-            parameter.grad.mul_(0.9**number)
-
-
 @between()
 def gradients_multiplied_with_other_than_numbers_between_0_and_1(
     model: Any, optimizer: Any, step: int, run: Run
@@ -379,62 +329,10 @@ def gradients_scaled_by_a_tensor_that_changes_later(model: Any, optimizer: Any, 
     factor.fill_(100)
 
 
-@between(speculates=False)
-def gradients_scaled_by_a_list_of_factors(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    grads = gradients(model)
-    torch._foreach_mul_(grads, [0.1 * (i + 1) for i in range(len(grads))])
-    torch._foreach_add_(grads, 0.001)
-
-
-@between()
-def gradients_averaged_over_ranks(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    """As an all-reduce by hand over two ranks with the same gradients."""
-    if step % 2:
-        for gradient in gradients(model):
-            gradient.add_(gradient.clone())
-            gradient.div_(2)
-
-
-@between(outcome=False, speculates=False)
+@between(ignores=("outcome",), speculates=False)
 def gradients_scaled_by_one_factor(model: Any, optimizer: Any, step: int, run: Run) -> None:
     if step != 2:
         torch._foreach_mul_(gradients(model), [0.37, 0.5][step % 2])
-
-
-@between(speculates=False)
-def noise_added_to_gradients(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    for number, parameter in enumerate(model.parameters()):
-        parameter.grad.add_(noise(parameter, 10 * step + number), alpha=0.01)
-
-
-@between()
-def gradients_centralised(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            parameter.grad.sub_(parameter.grad.mean(dim=1, keepdim=True))
-
-
-@between(speculates=False)
-def gradients_written_as_out(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    for parameter in model.parameters():
-        torch.mul(parameter.grad, 0.5, out=parameter.grad)
-
-
-@between(speculates=False)
-def gradients_decayed_by_hand(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    for parameter in model.parameters():
-        parameter.grad.add_(parameter.detach(), alpha=0.1)
-
-
-@between(speculates=False)
-def gradients_cloned_and_copied_back(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    if step % 2:
-        for parameter in model.parameters():
-            parameter.grad = parameter.grad.clone()
-    else:
-        kept = [parameter.grad.clone() for parameter in model.parameters()]
-        for parameter, gradient in zip(model.parameters(), kept, strict=True):
-            parameter.grad.copy_(gradient)
 
 
 @between()
@@ -444,24 +342,6 @@ def faces_of_gradients_put_in_their_place(model: Any, optimizer: Any, step: int,
     model.first.weight.grad = model.first.weight.grad.data
 
 
-@between(speculates=False)
-def gradients_flattened_and_written_back(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    flat = torch.cat([gradient.flatten() for gradient in gradients(model)])
-    flat /= flat.float().norm()
-    offset = 0
-    for gradient in gradients(model):
-        gradient.copy_(flat[offset : offset + gradient.numel()].view_as(gradient))
-        offset += gradient.numel()
-
-
-@between(speculates=False)
-def momentum_of_ones_own(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    for name, parameter in model.named_parameters():
-        buffer = run.kept.setdefault(name, torch.zeros_like(parameter))
-        buffer.mul_(0.5).add_(parameter.grad)
-        parameter.grad.copy_(buffer)
-
-
 @between()
 def gradient_of_ones_own_written_after_another_backward(model: Any, optimizer: Any, step: int, run: Run) -> None:
     """What a backward adds to is held, and written to afterwards."""
@@ -469,19 +349,6 @@ def gradient_of_ones_own_written_after_another_backward(model: Any, optimizer: A
     held = weight.grad = noise(weight, step)
     (weight * noise(weight, step + 1)).sum().backward()
     held.mul_(0.5)
-
-
-@between(speculates=False)
-def gradients_projected_on_one_another(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    """Two tasks, whose conflicting gradients are projected (PCGrad)."""
-    first = [gradient.clone() for gradient in gradients(model)]
-    optimizer.zero_grad()
-    backward(model, step, 1)
-    second = [gradient.clone() for gradient in gradients(model)]
-    dot = sum((a.float() * b.float()).sum() for a, b in zip(first, second, strict=True))
-    size = sum(b.float().square().sum() for b in second)
-    for parameter, a, b in zip(model.parameters(), first, second, strict=True):
-        parameter.grad = (a + b - torch.clamp(dot / size, max=0) * b).to(a.dtype)
 
 
 @between(torch=False, speculates=False)
@@ -554,16 +421,6 @@ def gradients_read_for_logging(model: Any, optimizer: Any, step: int, run: Run) 
     return read
 
 
-@between(speculates=False)
-def gradients_read_through_views(model: Any, optimizer: Any, step: int, run: Run) -> Any:
-    read: list[Any] = []
-    for parameter in model.parameters():
-        g = parameter.grad
-        read += [g.view(-1)[1].item(), g[0].sum(), g.t().contiguous().norm(), [one.norm() for one in g.chunk(2)]]
-        read += [g.reshape(-1).float().numpy().tobytes(), g.float().histc(8)]
-    return read
-
-
 @between()
 def copies_of_gradients_written(model: Any, optimizer: Any, step: int, run: Run) -> None:
     for parameter in model.parameters():
@@ -574,39 +431,9 @@ def copies_of_gradients_written(model: Any, optimizer: Any, step: int, run: Run)
             one.fill_(math.nan)
 
 
-@between()
-def deep_copies_of_gradients_written(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    twin = copy.deepcopy(model)
-    twin.zero_grad(set_to_none=False)
-
-
-@between()
-def gradients_compared_with_the_last(model: Any, optimizer: Any, step: int, run: Run) -> Any:
-    last = run.kept.get("last")
-    run.kept["last"] = [gradient.detach().clone() for gradient in gradients(model)]
-    if last is None:
-        return None
-    pairs = list(zip(last, gradients(model), strict=True))
-    return [torch.cosine_similarity(a.flatten(), b.flatten(), dim=0) for a, b in pairs], [a.equal(b) for a, b in pairs]
-
-
 @between(speculates=False)
-def gradients_listed_copied_and_pickled(model: Any, optimizer: Any, step: int, run: Run) -> Any:
-    grads = gradients(model)
-    file = io.BytesIO()
-    torch.save(grads[0], file)
-    file.seek(0)
-    return [
-        grads[1].tolist(),
-        copy.deepcopy(grads),
-        copy.copy(grads[2]),
-        pickle.loads(pickle.dumps(grads[3])),
-        torch.load(file),
-        grads[4].cpu(),
-        grads[4].float().numpy().tobytes(),
-        grads[4][0, 0].item(),
-        [float(x) for x in grads[1][:3]],
-    ]
+def addresses_of_gradients_read(model: Any, optimizer: Any, step: int, run: Run) -> bool:
+    return all(gradient.data_ptr() for gradient in gradients(model))
 
 
 @between()
@@ -627,21 +454,14 @@ def gradients_that_are_kept_are_written_later(model: Any, optimizer: Any, step: 
 
 
 @program()
-def norms_of_gradients_after_the_step(model: Any, optimizer: Any, step: int, run: Run) -> Any:
+def gradients_read_and_written_after_the_step(model: Any, optimizer: Any, step: int, run: Run) -> Any:
     optimizer.zero_grad()
     backward(model, step)
     optimizer.step()
-    return [gradient.norm() for gradient in gradients(model)], torch.nn.utils.get_total_norm(gradients(model))
-
-
-@program()
-def gradients_written_after_the_step(model: Any, optimizer: Any, step: int, run: Run) -> Any:
-    optimizer.zero_grad()
-    backward(model, step)
-    optimizer.step()
+    norms = [gradient.norm() for gradient in gradients(model)], torch.nn.utils.get_total_norm(gradients(model))
     for gradient in gradients(model):
         gradient.mul_(3)
-    return [gradient.sum() for gradient in gradients(model)]
+    return norms, [gradient.sum() for gradient in gradients(model)]
 
 
 # ---- torch's own clipping and scaling -------------------------------------------------------------------------------
@@ -694,13 +514,13 @@ def _add_clips() -> None:
         def action(model: Any, optimizer: Any, step: int, run: Run, clip: Any = clip) -> Any:
             return clip(model, step)
 
-        between(name, speculates=name == "clipped_by_torch_rarely", outcome=False)(action)
+        between(name, speculates=name == "clipped_by_torch_rarely", ignores=("outcome",))(action)
 
 
 _add_clips()
 
 
-@between(torch=False, speculates=False, outcome=False)
+@between(torch=False, speculates=False, ignores=("outcome",))
 def clipped_by_torch_and_by_the_optimizer(model: Any, optimizer: Any, step: int, run: Run) -> Tensor:
     optimizer.max_grad_norm = 0.5 + step
     return torch.nn.utils.clip_grad_norm_(model.parameters(), 2.0)
@@ -751,7 +571,7 @@ def grad_scaler_unscaled(model: Any, optimizer: Any, step: int, run: Run) -> Any
     return scaled_step(model, optimizer, step, run, unscales=True, clips=False)
 
 
-@program(speculates=False, outcome=False)
+@program(speculates=False, ignores=("outcome",))
 def grad_scaler_unscaled_and_clipped(model: Any, optimizer: Any, step: int, run: Run) -> Any:
     return scaled_step(model, optimizer, step, run, unscales=True, clips=True)
 
@@ -790,19 +610,6 @@ def binary_connect(model: Any, optimizer: Any, step: int, run: Run) -> Any:
     return loss
 
 
-@program(speculates=False)
-def binary_connect_through_data(model: Any, optimizer: Any, step: int, run: Run) -> Any:
-    kept = [parameter.data for parameter in model.parameters()]
-    for parameter in model.parameters():
-        parameter.data = parameter.data.sign() * 0.1
-    optimizer.zero_grad()
-    loss = backward(model, step)
-    for parameter, value in zip(model.parameters(), kept, strict=True):
-        parameter.data = value
-    optimizer.step()
-    return loss
-
-
 def climb(model: Any, rho: float) -> list[Tensor]:
     """Go to the worst point nearby (SAM); return where it was."""
     kept = [parameter.detach().clone() for parameter in model.parameters()]
@@ -814,48 +621,12 @@ def climb(model: Any, rho: float) -> list[Tensor]:
 
 
 @between(speculates=False)
-def sharpness_aware(model: Any, optimizer: Any, step: int, run: Run) -> Tensor:
-    """SAM: the second gradient, taken at another point, is applied to the first one's weights."""
-    kept = climb(model, 0.5)
-    optimizer.zero_grad()
-    loss = backward(model, step)
-    with torch.no_grad():
-        for parameter, value in zip(model.parameters(), kept, strict=True):
-            parameter.copy_(value)
-    return loss
-
-
-@between(speculates=False)
 def sharpness_aware_through_data(model: Any, optimizer: Any, step: int, run: Run) -> Tensor:
     kept = climb(model, 0.5)
     model.zero_grad()
     loss = backward(model, step)
     for parameter, value in zip(model.parameters(), kept, strict=True):
         parameter.data = value
-    return loss
-
-
-@between(speculates=False)
-def sharpness_aware_with_both_gradients(model: Any, optimizer: Any, step: int, run: Run) -> Tensor:
-    kept = climb(model, 0.5)
-    loss = backward(model, step)
-    with torch.no_grad():
-        for parameter, value in zip(model.parameters(), kept, strict=True):
-            parameter.copy_(value)
-    return loss
-
-
-@program(speculates=False)
-def adversarial_weight_perturbation(model: Any, optimizer: Any, step: int, run: Run) -> Tensor:
-    """AWP: forward and backward on perturbed weights, which are restored before the step."""
-    kept = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    with torch.no_grad():
-        for number, parameter in enumerate(model.parameters()):
-            parameter.add_(0.05 * noise(parameter, 10 * step + number))
-    optimizer.zero_grad()
-    loss = backward(model, step)
-    model.load_state_dict(kept)
-    optimizer.step()
     return loss
 
 
@@ -871,13 +642,6 @@ def weights_decayed_through_data(model: Any, optimizer: Any, step: int, run: Run
     for parameter in model.parameters():
         parameter.data.mul_(0.9)
     reload(optimizer)
-
-
-@between(speculates=False)
-def weights_pruned(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.masked_fill_(parameter.abs() < 0.05, 0)
 
 
 @between()
@@ -925,14 +689,6 @@ def weights_loaded_by_assignment_of_data(model: Any, optimizer: Any, step: int, 
         reload(optimizer)
 
 
-@between(speculates=False)
-def weights_clipped_before_every_step(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    """As for a Wasserstein critic."""
-    for parameter in model.parameters():
-        parameter.data.clamp_(-0.1, 0.1)
-    reload(optimizer)
-
-
 @between()
 def weights_stepped_by_somebody_else_too(model: Any, optimizer: Any, step: int, run: Run) -> None:
     if run.once():
@@ -963,22 +719,6 @@ def both_checkpoints_loaded(model: Any, optimizer: Any, step: int, run: Run) -> 
 
 
 # ---- weights are read -----------------------------------------------------------------------------------------------
-
-
-@between()
-def weights_averaged(model: Any, optimizer: Any, step: int, run: Run) -> Any:
-    """An EMA that is updated before the step sees the weights from before the step."""
-    average = run.kept.setdefault("average", [parameter.detach().clone() for parameter in model.parameters()])
-    torch._foreach_lerp_(average, [parameter.detach() for parameter in model.parameters()], 0.5)
-    return [one.clone() for one in average]
-
-
-@between()
-def weights_averaged_by_torch(model: Any, optimizer: Any, step: int, run: Run) -> Any:
-    if run.once():
-        run.kept["average"] = torch.optim.swa_utils.AveragedModel(copy.deepcopy(model))
-    run.kept["average"].update_parameters(model)
-    return [one.detach().clone() for one in run.kept["average"].parameters()]
 
 
 @between(speculates=False)
@@ -1034,11 +774,6 @@ def checkpoint_saved(model: Any, optimizer: Any, step: int, run: Run) -> Any:
 
 
 @between()
-def norms_of_weights_read(model: Any, optimizer: Any, step: int, run: Run) -> Any:
-    return [(p.norm(), p.data.abs().max(), p.detach().float().numpy().sum().item()) for p in model.parameters()]
-
-
-@between()
 def model_evaluated(model: Any, optimizer: Any, step: int, run: Run) -> Any:
     model.eval()
     with torch.no_grad():
@@ -1049,14 +784,6 @@ def model_evaluated(model: Any, optimizer: Any, step: int, run: Run) -> Any:
     return first, second, loss_of(model, 97).detach()
 
 
-@between()
-def part_of_the_model_evaluated(model: Any, optimizer: Any, step: int, run: Run) -> Any:
-    """Through a module that the scheduler was never given."""
-    other = nn.Sequential(model.first, nn.Tanh(), model.blocks[1], model.last)
-    x = batch(99, dtype_of(model), width=16)
-    return other(x).detach(), nn.functional.linear(x, model.first.weight, model.first.bias).detach()
-
-
 @program(given=lambda model: model.blocks[0])
 def scheduler_given_one_block(model: Any, optimizer: Any, step: int, run: Run) -> Any:
     optimizer.zero_grad()
@@ -1064,16 +791,6 @@ def scheduler_given_one_block(model: Any, optimizer: Any, step: int, run: Run) -
     value = loss_of(model, 99).detach()
     optimizer.step()
     return loss, value
-
-
-@between()
-def gradients_for_a_second_model_with_the_same_weights(model: Any, optimizer: Any, step: int, run: Run) -> Any:
-    twin = Net().to(dtype_of(model))
-    twin.load_state_dict(model.state_dict())
-    for mine, theirs in zip(twin.parameters(), model.parameters(), strict=True):
-        mine.grad = theirs.grad
-    torch.optim.SGD(twin.parameters(), lr=0.1).step()
-    return [parameter.detach() for parameter in twin.parameters()]
 
 
 @between(speculates=False)
@@ -1156,6 +873,13 @@ def amsgrad_switched_on_for_backward_only(model: Any, optimizer: Any, step: int,
     optimizer.step()
 
 
+@between()
+def lr_changed_there_and_back(model: Any, optimizer: Any, step: int, run: Run) -> None:
+    group = optimizer.param_groups[0]
+    before, group["lr"] = group["lr"], 0.5
+    group["lr"] = before
+
+
 @between(torch=False, speculates=False)
 def lr_filled_in_place(model: Any, optimizer: Any, step: int, run: Run) -> None:
     group = optimizer.param_groups[0]
@@ -1234,32 +958,8 @@ def gradients_zeroed_in_place(model: Any, optimizer: Any, step: int, run: Run) -
     optimizer.step()
 
 
-@program()
-def gradients_zeroed_by_the_model(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    model.zero_grad(set_to_none=False)
-    model.uses = [(0, 1), (0,)][step % 2]
-    backward(model, step)
-    optimizer.step()
-
-
-@program()
-def layers_used_in_turns(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    optimizer.zero_grad()
-    model.uses = [(0, 1), (0,), (1,)][step % 3]
-    backward(model, step)
-    optimizer.step()
-
-
 @program(torch=True)
 def gradients_never_zeroed(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    backward(model, step)
-    optimizer.step()
-
-
-@program()
-def gradients_zeroed_in_every_second_step(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    if step % 2 == 0:
-        optimizer.zero_grad()
     backward(model, step)
     optimizer.step()
 
@@ -1369,7 +1069,7 @@ def micro_batches_that_use_other_layers(model: Any, optimizer: Any, step: int, r
     optimizer.step()
 
 
-@program(speculates=False, outcome=False)
+@program(speculates=False, ignores=("outcome",))
 def micro_batches_with_a_look_in_between(model: Any, optimizer: Any, step: int, run: Run) -> Any:
     optimizer.zero_grad()
     read = []
@@ -1402,37 +1102,6 @@ def _retry(model: Any, optimizer: Any, step: int, accumulate: Callable[[], Abstr
         with pytest.raises(PlantedError):
             backward(model, step, 1)
         model.fails_after = None
-    backward(model, step, 1)
-    optimizer.step()
-
-
-@program()
-def micro_batch_within_accumulate_retried(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    optimizer.zero_grad()
-    if step % 2:
-        model.fails_after = 0
-        with pytest.raises(PlantedError), run.accumulate():
-            backward(model, step)
-        model.fails_after = None
-    with run.accumulate():
-        backward(model, step)
-    backward(model, step, 1)
-    optimizer.step()
-
-
-@program()
-def gradients_restored_for_the_retry(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    """What the failed micro-batch has added is taken back by putting a copy in its place."""
-    optimizer.zero_grad()
-    backward(model, step)
-    kept = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-    if step % 2:
-        model.fails_after = 0
-        with pytest.raises(PlantedError):
-            backward(model, step, 1)
-        model.fails_after = None
-        for parameter, gradient in zip(model.parameters(), kept, strict=True):
-            parameter.grad = gradient
     backward(model, step, 1)
     optimizer.step()
 
@@ -1540,20 +1209,6 @@ def exception_in_a_hook_before_the_step(model: Any, optimizer: Any, step: int, r
     optimizer.step()
 
 
-@program(torch=False)
-def exception_where_gradients_are_not_finite(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    optimizer.on_nonfinite = "raise"
-    optimizer.zero_grad()
-    backward(model, step)
-    if step % 2:
-        (loss_of(model, step) * math.inf).backward()
-        with pytest.raises(FloatingPointError):
-            optimizer.step()
-        optimizer.zero_grad()
-        backward(model, step, 1)
-    optimizer.step()
-
-
 # ---- gradients in memory that others hold ---------------------------------------------------------------------------
 
 
@@ -1576,35 +1231,6 @@ def gradients_in_one_flat_buffer(model: Any, optimizer: Any, step: int, run: Run
     norm = flat.float().norm()
     optimizer.step()
     return norm, flat.clone()
-
-
-@program(speculates=False)
-def gradients_in_one_flat_buffer_made_in_every_step(model: Any, optimizer: Any, step: int, run: Run) -> Any:
-    _flat_buffer(model, run)
-    backward(model, step)
-    run.kept["flat"].clamp_(-0.1, 0.1)
-    optimizer.step()
-    optimizer.zero_grad()
-    return run.kept["flat"].sum()
-
-
-def _keep_gradients(model: Any, run: Run) -> None:
-    def keep(parameter: Tensor) -> None:
-        run.kept.setdefault("gradients", []).append(parameter.grad)
-
-    for block in model.blocks:
-        block.weight.register_post_accumulate_grad_hook(keep)
-
-
-@program(prepare=_keep_gradients)
-def gradients_kept_by_an_earlier_hook_and_edited(model: Any, optimizer: Any, step: int, run: Run) -> Any:
-    run.kept["gradients"] = []
-    optimizer.zero_grad()
-    backward(model, step)
-    for gradient in run.kept["gradients"]:
-        gradient.mul_(0.5)
-    optimizer.step()
-    return [gradient.sum() for gradient in run.kept["gradients"]]
 
 
 def _keep_views(model: Any, run: Run) -> None:
@@ -1676,35 +1302,6 @@ def layer_stepped_in_a_later_hook(model: Any, optimizer: Any, step: int, run: Ru
     optimizer.step()
 
 
-class KeepingLinear(torch.autograd.Function):
-    """A linear layer whose weight gradient lies in a buffer that the program keeps."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, buffer: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.buffer = buffer
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight = ctx.saved_tensors
-        gradient = ctx.buffer[: weight.numel()].view_as(weight)
-        torch.mm(outputs[0].t(), x, out=gradient)
-        return outputs[0] @ weight, gradient, None
-
-
-@program()
-def gradient_in_the_buffer_of_a_custom_function(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    """The buffer is written to after backward, and before the step: the gradient in it changes."""
-    buffer = run.kept.setdefault("buffer", torch.zeros(20000, dtype=dtype_of(model)))
-    optimizer.zero_grad()
-    x = model.first(batch(step, dtype_of(model), width=16)).tanh()
-    x = KeepingLinear.apply(x, model.blocks[0].weight, buffer)
-    model.last(x).float().square().mean().backward()
-    buffer.mul_(0.3)
-    optimizer.step()
-
-
 # ---- storage is replaced --------------------------------------------------------------------------------------------
 
 
@@ -1721,13 +1318,6 @@ def storage_replaced(model: Any, optimizer: Any, step: int, run: Run) -> None:
         if step % 2 and is_alone(old):
             old.untyped_storage().resize_(0)
     gc.collect(1)
-
-
-@between(speculates=False)
-def storage_replaced_after_the_gradients(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    for parameter in model.parameters():
-        parameter.grad = None if parameter is model.last.weight else parameter.grad
-        parameter.data = parameter.data.clone()
 
 
 @between(speculates=False)
@@ -1830,14 +1420,6 @@ def blocks_exchanged(model: Any, optimizer: Any, step: int, run: Run) -> None:
 
 
 @between()
-def blocks_exchanged_with_their_gradients(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    one, other = model.blocks
-    for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
-        mine.grad, theirs.grad = theirs.grad, mine.grad
-        mine.data, theirs.data = theirs.data, mine.data
-
-
-@between()
 def modules_exchanged(model: Any, optimizer: Any, step: int, run: Run) -> None:
     model.blocks[0], model.blocks[1] = model.blocks[1], model.blocks[0]
 
@@ -1849,18 +1431,8 @@ def storage_moved_to_shared_memory(model: Any, optimizer: Any, step: int, run: R
 
 
 @between()
-def weights_gathered_in_one_storage(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    for layer in model.children() if step == 2 else ():
-        flat = torch.cat([parameter.data.flatten() for parameter in layer.parameters()])
-        offset = 0
-        for parameter in layer.parameters():
-            parameter.data = flat[offset : offset + parameter.numel()].view_as(parameter)
-            offset += parameter.numel()
-
-
-@between()
 def garbage_collected(model: Any, optimizer: Any, step: int, run: Run) -> None:
-    gc.collect(2 if step == 3 else 1)
+    gc.collect(1)
 
 
 @between(torch=False)
@@ -1906,22 +1478,6 @@ def stepped_by_hand(model: Any, optimizer: Any, step: int, run: Run) -> None:
         optimizer.resolve()
 
 
-@program(torch=False, speculates=False)
-def rolled_back_by_hand(model: Any, optimizer: Any, step: int, run: Run) -> Any:
-    """`rollback()` gives the gradients back, edited as they may be."""
-    optimizer.zero_grad()
-    backward(model, step)
-    for gradient in gradients(model):
-        gradient.mul_(0.3)
-    if run.scheduler is not None:
-        optimizer.speculate()
-        optimizer.rollback()
-    read = [gradient.clone() for gradient in gradients(model)]
-    if step != 3:
-        optimizer.step()
-    return read
-
-
 @between()
 def scheduler_placed_otherwise(model: Any, optimizer: Any, step: int, run: Run) -> None:
     if run.scheduler is not None:
@@ -1946,83 +1502,47 @@ def committed_by_hand(model: Any, optimizer: Any, step: int, run: Run) -> None:
     optimizer.commit()
 
 
-def scripted() -> nn.Module:
-    torch.default_generator.manual_seed(7)
-    return torch.jit.script(nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16, bias=False)))
+@between(torch=False, speculates=False)
+def rolled_back_and_speculated_again_by_hand(model: Any, optimizer: Any, step: int, run: Run) -> None:
+    optimizer.rollback()
+    optimizer.speculate()
 
 
-def _warm(model: Any, run: Run) -> None:
-    """The first script in a process computes its first gradient otherwise than all others."""
-    backward(scripted().to(dtype_of(model)), 0)
+# ---- after a step, before its state follows --------------------------------------------------------------------------
 
 
-@program(make=scripted, prepare=_warm)
-def script_module(model: Any, optimizer: Any, step: int, run: Run) -> Any:
-    optimizer.zero_grad()
-    loss = backward(model, step)
-    optimizer.step()
-    return loss
+def _add_after(name: str) -> None:
+    def iteration(model: Any, optimizer: Any, step: int, run: Run) -> Any:
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.step()
+        return ACTIONS[name](model, optimizer, step, run)
+
+    program(f"{name}_after_the_step", torch=False)(iteration)
 
 
-# ---- runs ----------------------------------------------------------------------------------------------------------
+for _name in (
+    "checkpoint_saved",
+    "addresses_of_gradients_read",
+    "weights_decayed_by_hand",
+    "weights_decayed_through_data",
+    "moments_written",
+    "checkpoint_of_the_optimizer_loaded",
+    "both_checkpoints_loaded",
+    "betas_changed",
+    "step_that_raises_where_gradients_are_not_finite",
+    "storage_replaced",
+    "rolled_back_and_speculated_again_by_hand",
+):
+    _add_after(_name)
 
 
-def record(model: nn.Module, optimizer: Any, value: Any, *, looks: bool) -> dict[str, Any]:
-    """Return what can be seen after a step, as bits."""
-    outcome = getattr(optimizer, "last_outcome", None)
-    norm = outcome and outcome.grad_norm
-    if norm and optimizer.max_grad_norm is None:
-        # Nothing is judged by it then: the norm of products that were recorded is computed from the norm before them,
-        # without reading the gradients again, and torch rounds each product by at most this share of itself.
-        norm = Near(norm, torch.finfo(dtype_of(model)).eps / 2)
-    seen = {
-        "parameters": [bits(parameter) for parameter in model.parameters()],
-        "value": frozen(value),
-        "outcome": outcome and frozen([outcome.kind.value, norm, outcome.clip_coefficient]),
-    }
-    if looks:
-        seen["state"] = frozen(state_of(optimizer))
-        seen["gradients"] = frozen([parameter.grad for parameter in model.parameters()])
-    return seen
-
-
-def adamw(model: nn.Module, limit: float | None = None, storage: Storage = ()) -> SpeculativeCPUAdamW:
-    options: dict[str, Any] = dict(storage)
-    return SpeculativeCPUAdamW(model.parameters(), lr=0.01, weight_decay=0.1, max_grad_norm=limit, **options)
-
-
-def go(one: Program, model: nn.Module, optimizer: Any, run: Run, *, looks: bool) -> Shown:
-    """Run a program; return a record of every step."""
-    records = []
-    for step in range(STEPS):
-        value = one.body(model, optimizer, step, run)
-        records.append(record(model, optimizer, value, looks=looks or step == STEPS - 1))
-    return records
-
-
-def run_in(one: Program, setting: Setting) -> Shown:
-    """Train in a setting; return a record of every step, and of the end, after the scheduler is closed."""
-    model, run = one.make().to(setting.dtype), Run()
-    one.prepare(model, run)
-    optimizer = adamw(model, LIMIT if setting.clips else None, setting.storage)
-    with setting.scheduled(optimizer, one.given(model)) as run.scheduler:
-        records = go(one, model, optimizer, run, looks=setting.looks)
-    if one.speculates and setting is EAGER:
-        assert optimizer.statistics.accepted > 0  # parameters; a bucket counts as redone if another one was
-    last = record(model, optimizer, records[-1]["value"], looks=True)
-    return [*records, {name: last[name] for name in ("parameters", "state", "gradients")}]
-
-
-EVERYTHING = ["parameters", "value", "outcome", "state", "gradients"]
+# ---- the tests ------------------------------------------------------------------------------------------------------
 
 
 @in_settings(PROGRAMS)
-def test_program_has_the_bits_of_the_plain_run(
-    program: Program, setting: Setting, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not setting.pauses:
-        monkeypatch.setattr(micro_batches, "PAUSE_STEPS", 0)
-    assert not differs(run_in, program, setting, [name for name in EVERYTHING if program.outcome or name != "outcome"])
+def test_program_has_the_bits_of_the_plain_run_and_of_torch(program: Program, settings: list[Setting]) -> None:
+    assert differences(program, settings) == []
 
 
 WHILE_THE_WORKER_WORKS = [
@@ -2032,9 +1552,8 @@ WHILE_THE_WORKER_WORKS = [
 
 
 @pytest.mark.parametrize("program", WHILE_THE_WORKER_WORKS, ids=str)
-@pytest.mark.parametrize("setting", [one for one in OTHERS if one.device is ThreadDevice], ids=str)
 def test_program_has_the_bits_of_the_plain_run_with_a_slow_worker(
-    program: Program, setting: Setting, monkeypatch: pytest.MonkeyPatch
+    program: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     speculate = Transaction.speculate
 
@@ -2043,180 +1562,17 @@ def test_program_has_the_bits_of_the_plain_run_with_a_slow_worker(
         speculate(*arguments, **options)
 
     monkeypatch.setattr(Transaction, "speculate", slow)
-    test_program_has_the_bits_of_the_plain_run(program, setting, monkeypatch)
+    threads = [one for one in OTHERS if one.device is ThreadDevice and one.dtype is torch.bfloat16]
+    assert differences(replace(program, torch=False), threads[:1]) == []
 
 
-@pytest.mark.x86_64
-@pytest.mark.parametrize("one", [one for one in PROGRAMS if one.torch], ids=str)
-def test_plain_run_has_the_bits_of_torch(one: Program) -> None:
-    model, run = one.make(), Run()
-    one.prepare(model, run)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, fused=True)
-    records = go(one, model, optimizer, run, looks=True)
-    theirs = plain_run(run_in, one, Setting("plain", torch.float32, looks=True))
-    assert not first_difference(records, theirs[:-1], ["parameters", "value", "state"])
-
-
-def test_limit_clips_some_steps() -> None:
-    """Or nothing was clipped in the settings that have a limit."""
-    for dtype in (torch.bfloat16, torch.float32):
-        plain = Setting("plain", dtype, clips=True, looks=True)
-        kinds = [one["outcome"][0] for one in plain_run(run_in, PROGRAMS[0], plain)[:-1]]
-        assert {"committed", "clipped"} <= set(kinds)
-
-
-# ---- what is saved --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("device", [ImmediateDevice, ThreadDevice, lambda: SimulatedDevice(0)])
-@pytest.mark.parametrize("count", [2, 3])
-def test_micro_batches_are_learned(count: int, device: Callable[[], Device]) -> None:
-    """From the second speculating step on, only the last of steady micro-batches is speculated on."""
-    model = Net().to(torch.bfloat16)
-    optimizer = adamw(model)
-    dropped, accepted = [], []
-    with OffloadScheduler(optimizer, model, device=device(), bucket_numel=1) as scheduler:
-        for step in range(8):
-            optimizer.zero_grad()
-            for micro in range(count):
-                backward(model, step, micro)
-            optimizer.step()
-            dropped.append(scheduler.optimizer.statistics.dropped)
-            accepted.append(scheduler.optimizer.statistics.accepted)
-    assert dropped[2:] == [dropped[1]] * 6
-    gained = [after - before for before, after in itertools.pairwise(accepted[1:])]
-    assert gained == [len(list(model.parameters()))] * 6
-
-
-# ---- Ctrl-C ---------------------------------------------------------------------------------------------------------
-
-PACKAGE = str(Path(superadam.__file__).parent)
-
-
-class Interruption:
-    """Sends this process SIGINT where it is about to run the n-th line of the package.
-
-    Lines of the worker and of the simulated device are left out, which on real machines other threads run.
-    """
-
-    def __init__(self, at: int | None) -> None:
-        self.at = at
-        self.count = 0
-
-    def __enter__(self) -> Interruption:
-        self._before = sys.gettrace()
-        sys.settrace(self._call)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(self._before)
-
-    def _call(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(PACKAGE):
-            return None
-        outer: FrameType | None = frame
-        while outer is not None:
-            if outer.f_code.co_filename.endswith("simulated.py"):
-                return None
-            outer = outer.f_back
-        return self._line
-
-    def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if event == "line":
-            self.count += 1
-            if self.count == self.at:
-                sys.settrace(None)
-                signal.raise_signal(signal.SIGINT)
-        return self._line
-
-
-POINTS = 16
-INTERRUPTED = 2
-
-
-def snapshot(model: nn.Module, optimizer: Any) -> Any:
-    """Return parameters and state as bits; commits."""
-    return [bits(parameter) for parameter in model.parameters()], frozen(state_of(optimizer))
-
-
-def ordinary(model: nn.Module, optimizer: Any, steps: Iterable[int]) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        backward(model, step)
-        optimizer.step()
-
-
-@functools.cache
-def interrupted_plainly(dtype: torch.dtype, made: int, then: int) -> list[Any]:
-    """Return what is seen if the interrupted step was made so often, then again with the same gradients, and later."""
-    model = Net().to(dtype)
-    optimizer = adamw(model)
-    ordinary(model, optimizer, range(INTERRUPTED))
-    optimizer.zero_grad()
-    backward(model, INTERRUPTED)
-    for _ in range(made):
-        optimizer.step()
-    seen = [snapshot(model, optimizer)]
-    for _ in range(then):
-        optimizer.step()
-    seen.append(snapshot(model, optimizer))
-    ordinary(model, optimizer, range(INTERRUPTED + 1, INTERRUPTED + 3))
-    return [*seen, snapshot(model, optimizer)]
-
-
-DEVICES: dict[str, Callable[[], Device] | None] = {
-    "plain": None,
-    "thread": ThreadDevice,
-    "simulated": lambda: SimulatedDevice(3),
-}
-
-
-def interrupted(
-    dtype: torch.dtype, device: Callable[[], Device] | None, phase: str, at: int | None, *, looks: bool, then: int
-) -> tuple[list[Any], int]:
-    """Interrupt one step, go on, and return what was seen at three moments, and how many lines there were."""
-    model = Net().to(dtype)
-    optimizer = adamw(model)
-    scheduler = contextlib.nullcontext()
-    if device is not None:
-        scheduler = OffloadScheduler(optimizer, model, device=device(), bucket_numel=3000)
-    with scheduler:
-        ordinary(model, optimizer, range(INTERRUPTED))
-        optimizer.zero_grad()
-        interruption = Interruption(at)
-        if phase == "backward":
-            loss = loss_of(model, INTERRUPTED)
-            with contextlib.suppress(KeyboardInterrupt), interruption:
-                loss.backward()
-            optimizer.zero_grad()
-        else:
-            backward(model, INTERRUPTED)
-            with contextlib.suppress(KeyboardInterrupt), interruption:
-                optimizer.step()
-        seen = [snapshot(model, optimizer) if looks else None]
-        for _ in range(then):
-            optimizer.step()
-        seen.append(snapshot(model, optimizer) if looks else None)
-        ordinary(model, optimizer, range(INTERRUPTED + 1, INTERRUPTED + 3))
-        seen.append(snapshot(model, optimizer))
-    return seen, interruption.count
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("phase", "then"), [("backward", 0), ("step", 0), ("step", 1)])
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-def test_interrupt_leaves_a_whole_step_or_none(dtype: torch.dtype, device: str, phase: str, then: int) -> None:
-    """After an interrupt in a backward there are no whole gradients to step with, after one in a step there are."""
-    make = DEVICES[device]
-    if phase == "backward" and make is None:
-        return  # nothing of ours runs
-    _, lines = interrupted(dtype, make, phase, None, looks=False, then=0)
-    assert lines > POINTS
-    whole = [interrupted_plainly(dtype, made, then) for made in ((0, 1) if phase == "step" else (0,))]
-    for number in range(POINTS):
-        at = 1 + number * (lines - 1) // (POINTS - 1)
-        looks = number % 2 == 0
-        seen, _ = interrupted(dtype, make, phase, at, looks=looks, then=then)
-        possible = whole if looks else [[None, None, last] for _, _, last in whole]
-        assert seen in possible, f"interrupted at line {at} of {lines}"
+def test_settings_do_what_they_are_for() -> None:
+    """Some steps are clipped where there is a limit, and all and patched where that is asked for."""
+    plainest = PROGRAMS[0]
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        shown = run_in(plainest, Setting("plain", dtype, clips=True, looks=True))
+        assert {one["outcome"][0] for one in shown[:STEPS]} == {"committed", "clipped"}
+    for setting in PATCHED:
+        run = Run(setting)
+        plainest.train(run)
+        assert run.optimizers[0].statistics.patched > STEPS, setting

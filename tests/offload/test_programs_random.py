@@ -22,9 +22,9 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
-from offload.test_programs import ACTIONS, STEPS, Program, Run, dtype_of, gradients, loss_of
+from offload.test_programs import ACTIONS, STEPS, dtype_of, gradients, loss_of
 from support.overlap import DeferredDevice, ImmediateDevice, PlantedError, RaiseInBackward, ThreadDevice
-from support.programs import difference, frozen, state_of
+from support.programs import EAGER, Run, difference, frozen, state_of
 from support.visible import bits, parameters_of
 from torch import Tensor, nn
 
@@ -52,7 +52,6 @@ MACHINE = settings(
     suppress_health_check=list(HealthCheck),
 )
 
-BY_NAME: dict[str, Program] = {action.name: action for action in ACTIONS}
 ERRORS = (
     *(AssertionError, AttributeError, IndexError, KeyError, RuntimeError),
     *(StopIteration, TypeError, ValueError, ZeroDivisionError),
@@ -172,10 +171,10 @@ class Twin:
 
     def act(self, name: str, step: int) -> Any:
         """Do something; return what it returned, or which error it raised."""
-        run = self.runs.setdefault(name, Run())
+        run = self.runs.setdefault(name, Run(EAGER))
         run.scheduler = self.scheduler
         try:
-            return frozen(BY_NAME[name].body(self.model, self.optimizer, step, run))
+            return frozen(ACTIONS[name](self.model, self.optimizer, step, run))
         except ERRORS as error:
             return type(error).__name__
 
@@ -242,7 +241,7 @@ def usually(value: Any, *others: Any) -> st.SearchStrategy[Any]:
 
 SEEDS = st.integers(0, 2**32 - 1)
 SCALES = st.sampled_from([1e-3, 1.0, 100.0])
-NAMES = st.sampled_from([name for name in BY_NAME if name != "scheduler_closed"])  # which has a rule of its own
+NAMES = st.sampled_from([name for name in ACTIONS if name != "scheduler_closed"])  # which has a rule of its own
 ITERATIONS = st.builds(
     Iteration,
     seed=SEEDS,

@@ -183,17 +183,6 @@ def test_optimizer_that_was_closed_trains_on_and_is_freed(overlapped: Any) -> No
     assert optimizer() is None
 
 
-def test_two_optimizers_with_schedulers_of_their_own_leave_each_other_open(overlapped: Any) -> None:
-    before = workers()
-    both = [overlapped.Framework(recipe_model(), overlapped.OverlappedAdamW, lr=3e-3) for _ in range(2)]
-    for framework in both:
-        framework.fit(range(2))
-    assert workers() == before + 2
-    for framework in both:
-        framework.optimizer.close()
-    assert workers() == before
-
-
 def recipe_model() -> nn.Module:
     torch.default_generator.manual_seed(3)
     return nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 1)).to(torch.bfloat16)

@@ -9,9 +9,8 @@ import pytest
 import torch
 from support.overlap import ImmediateDevice, adam, eager, loss_of, mlp
 from support.visible import shown, state_bits
-from torch import nn
 
-from superadam import OffloadScheduler, SpeculativeCPUAdam
+from superadam import SpeculativeCPUAdam
 from superadam.devices import Device
 from superadam.testing import SimulatedDevice
 
@@ -46,13 +45,3 @@ def test_two_optimizers_with_schedulers_over_the_same_parameters(
     overlapped, taken = trained(dtype, [device(), device()], is_alternating=is_alternating)
     assert overlapped == plain
     assert taken > 0
-
-
-def test_one_optimizer_has_one_scheduler() -> None:
-    model = mlp()
-    optimizer = adam(model)
-    with OffloadScheduler(optimizer, model):
-        hooks = [len(parameter._post_accumulate_grad_hooks or ()) for parameter in model.parameters()]
-        with pytest.raises(RuntimeError, match=r"^the optimizer has a scheduler already; close\(\) it before making"):
-            OffloadScheduler(optimizer, nn.Sequential(model))
-        assert [len(parameter._post_accumulate_grad_hooks or ()) for parameter in model.parameters()] == hooks

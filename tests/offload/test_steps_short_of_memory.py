@@ -15,7 +15,7 @@ import pytest
 
 TESTS = Path(__file__).parents[1]
 DEEP = os.environ.get("SUPERADAM_DEEP") == "1"
-STRIDE = 1 if DEEP else 40
+STRIDE = 1 if DEEP else 120
 """Of the allocations of a step, one of this many fails in each way of training."""
 
 

@@ -78,20 +78,6 @@ def test_the_oldest_spans_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None
     assert [span.name for span in one.spans] == ["2", "3", "4"]
 
 
-def test_spans_are_looked_at_while_others_come() -> None:
-    one = Trace()
-    for number in range(3):
-        one.add(str(number), "worker", number, number + 1)
-    seen = []
-    for span in one.spans:
-        one.add("another", "worker", 3, 4)  # as the worker does
-        seen.append(span.name)
-    assert seen == ["0", "1", "2"]
-    assert len(one.spans) == 6
-    one.spans.clear()
-    assert len(one.spans) == 6
-
-
 @pytest.mark.slow
 def test_trace_and_statistics_are_looked_at_from_other_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While backward, steps and the worker add to them, with a full trace, from which each span drops another."""
@@ -123,23 +109,6 @@ def test_trace_and_statistics_are_looked_at_from_other_threads(tmp_path: Path, m
         for reader in readers:
             reader.join()
     assert errors == []
-
-
-def test_written_beside_recording(tmp_path: Path) -> None:
-    one, stop = Trace(), threading.Event()
-
-    def record() -> None:
-        while not stop.is_set():
-            one.add("work", "worker", 0.0, 1.0)
-            stop.wait(0.0001)
-
-    thread = threading.Thread(target=record)
-    thread.start()
-    for _ in range(20):
-        one.write(tmp_path / "trace.json")
-        assert events_of(tmp_path / "trace.json")
-    stop.set()
-    thread.join()
 
 
 def test_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import gc
 import threading
-import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from superadam.devices import Device, Event, PlainDevice, Stream
-from superadam.devices.flat import ALIGNMENT, FlatLayout
+from superadam.devices.flat import FlatLayout
 from superadam.handles.taken_gradient import TakenGradient
-from superadam.kernels import native
 from superadam.offload.shadow import FlatShadow
 from superadam.offload.statistics import OverlapStatistics
 from superadam.offload.trace import Trace
-from superadam.offload.transfers import Transfers, norm_in
+from superadam.offload.transfers import Transfers
 from superadam.state.parameter import ParameterState, Slot
 from superadam.testing.simulated import Operation, SimulatedDevice, SimulatedEvent
 
@@ -37,19 +33,6 @@ class LateModel(SimulatedDevice):
     def wait(self, stream: Stream, event: SimulatedEvent) -> None:  # type: ignore[override]
         if event.is_recorded:
             self._waits[stream].append(event)
-
-
-class CountingDevice(SimulatedDevice):
-    """Remembers what was copied: elements and stream."""
-
-    def __init__(self) -> None:
-        super().__init__(0, 0.0)
-        self.copies: list[tuple[int, torch.dtype, Stream]] = []
-
-    def copy(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
-        assert destination.dtype == source.dtype
-        self.copies.append((source.numel(), source.dtype, stream))
-        super().copy(destination, source, stream)
 
 
 def lazy(seed: int = 0) -> SimulatedDevice:
@@ -89,36 +72,6 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-class Layouts(SimulatedDevice):
-    """Remembers the layouts that were packed."""
-
-    def __init__(self) -> None:
-        super().__init__(0)
-        self.packed: list[FlatLayout[Any]] = []
-
-    def pack(self, gradients: Any, layout: FlatLayout[Any], *arguments: Any) -> Tensor:
-        self.packed.append(layout)
-        return super().pack(gradients, layout, *arguments)
-
-
-def test_layout_of_a_bucket_is_made_once_until_other_parameters_are_followed() -> None:
-    """What a device keeps for a layout then serves every step, and nothing keeps parameters of earlier ones."""
-    device = Layouts()
-    transfers, _ = transfers_of(device)
-    states = states_of(random(5, 7), random(3), device=device)
-    for chosen in (states, states, states[:1], states[::-1], states):
-        download(transfers, chosen, [random(*one.shape) for one in chosen])
-    first, second, shorter, reversed_, last = device.packed
-    assert first is second is last
-    assert [list(one.states) for one in (first, shorter, reversed_)] == [states, states[:1], states[::-1]]
-    gone = weakref.ref(states[0])
-    device.packed.clear()
-    del states, chosen, first, second, shorter, reversed_, last  # type: ignore[name-defined]
-    transfers.forget_layouts()
-    gc.collect()
-    assert gone() is None
-
-
 # ---- downloads: what arrives -----------------------------------------------------------------------------------------
 
 
@@ -128,129 +81,7 @@ def device(request: pytest.FixtureRequest) -> Device:
     return one
 
 
-def test_gradients_arrive_in_the_layout_of_the_states(device: Device) -> None:
-    parameters = [
-        random(5, 7),
-        random(),
-        random(0, 3),
-        random(6, 4).t(),
-        random(3, 4, 5, 6).contiguous(memory_format=torch.channels_last),
-        random(8, 6)[:, ::2],
-        random(9, dtype=torch.bfloat16),
-        random(9, dtype=torch.float64),
-    ]
-    states = states_of(*parameters, device=device)
-    gradients = [random(*state.shape, dtype=state.parameter_dtype, seed=9) for state in states]  # all contiguous
-    transfers, _ = transfers_of(device)
-    hosts, arrived = download(transfers, states, gradients)
-    arrived.synchronize()
-    for state, gradient, host in zip(states, gradients, hosts, strict=True):
-        assert torch.equal(host, gradient)
-        assert host.dtype == gradient.dtype
-        assert host.stride() == state.strides
-        assert not host.requires_grad
-
-
-def test_nothing_is_there_before_the_event() -> None:
-    device = lazy()
-    transfers, _ = transfers_of(device)
-    (host,), arrived = download(transfers, states_of(random(3), device=device), [random(3)])
-    assert host.isnan().all()
-    assert device.is_host(host)
-    arrived.synchronize()
-    assert torch.equal(host, random(3))
-
-
-@pytest.mark.parametrize("link", [None, *DTYPES[:3]], ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_dtype_in_which_gradients_arrive(device: Device, dtype: torch.dtype, link: torch.dtype | None) -> None:
-    states = states_of(random(70, dtype=dtype), device=device)
-    gradient = random(70, dtype=dtype, seed=1)
-    (host,), arrived = download(transfers_of(device, link)[0], states, [gradient])
-    arrived.synchronize()
-    stays = link is None or dtype == torch.float64 or (link == torch.float32 and not device.has_link)
-    expected = gradient if stays else gradient.to(link)
-    assert host.dtype == expected.dtype
-    assert torch.equal(host, expected)
-    if link == torch.float32:
-        assert torch.equal(host.to(dtype), gradient)  # nothing is lost
-
-
-@given(st.lists(st.integers(0, 2**16 - 1), min_size=1, max_size=20), st.sampled_from([torch.bfloat16, torch.float16]))
-def test_widening_keeps_every_bit(patterns: list[int], dtype: torch.dtype) -> None:
-    gradient = torch.tensor(patterns, dtype=torch.uint16).view(torch.int16).view(dtype)
-    for device in (PlainDevice(), lazy()):
-        transfers, _ = transfers_of(device, torch.float32)
-        (host,), arrived = download(transfers, states_of(torch.zeros_like(gradient), device=device), [gradient])
-        arrived.synchronize()
-        back = host.to(dtype)
-        same = back.view(torch.int16) == gradient.view(torch.int16)
-        assert bool((same | (back.isnan() & gradient.isnan())).all())
-
-
-def test_one_copy_for_each_dtype() -> None:
-    device = CountingDevice()
-    dtypes = [torch.bfloat16, torch.float32, torch.bfloat16, torch.float32, torch.float64]
-    states = states_of(*[random(3, dtype=dtype) for dtype in dtypes], device=device)
-    gradients = [random(3, dtype=dtype, seed=row) for row, dtype in enumerate(dtypes)]
-    transfers, statistics = transfers_of(device)
-    hosts, arrived = download(transfers, states, gradients)
-    arrived.synchronize()
-    assert all(map(torch.equal, hosts, gradients))
-    assert device.copies == [
-        (2 * ALIGNMENT, torch.bfloat16, Stream.DOWNLOAD),
-        (2 * ALIGNMENT, torch.float32, Stream.DOWNLOAD),
-        (ALIGNMENT, torch.float64, Stream.DOWNLOAD),
-    ]
-    assert statistics.downloaded_bytes == ALIGNMENT * (2 * 2 + 2 * 4 + 8)
-
-
-def test_gradients_travel_in_the_dtype_of_the_link_with_those_of_their_kind() -> None:
-    device = CountingDevice()
-    states = states_of(random(3), random(3, dtype=torch.bfloat16), random(3, dtype=torch.float16), device=device)
-    transfers, statistics = transfers_of(device, torch.float32)
-    download(transfers, states, [state.parameter.detach() for state in states])[1].synchronize()
-    assert device.copies == [(ALIGNMENT, torch.float32, Stream.DOWNLOAD)] * 3  # new values go the same way back
-    assert statistics.downloaded_bytes == 3 * ALIGNMENT * 4
-
-
 # ---- downloads: whose memory -----------------------------------------------------------------------------------------
-
-
-def test_gradient_on_the_host_is_kept_without_a_copy() -> None:
-    gradient = random(5, 7)
-    transfers, statistics = transfers_of(PlainDevice())
-    (host,), _ = download(transfers, states_of(random(5, 7)), [gradient])
-    assert host.data_ptr() == gradient.data_ptr()
-    assert statistics.downloaded_bytes == 0
-
-
-@pytest.mark.parametrize("link", [None, torch.float32, torch.bfloat16], ids=str)
-def test_gradient_on_the_host_has_the_layout_of_the_state(link: torch.dtype | None) -> None:
-    gradient = random(7, 5).t()
-    (host,), _ = download(transfers_of(PlainDevice(), link)[0], states_of(random(5, 7)), [gradient])
-    assert host.is_contiguous()
-    assert torch.equal(host, gradient.to(link or torch.float32))
-
-
-def test_gradient_on_the_device_may_be_overwritten_at_once() -> None:
-    gradient, device = random(5), lazy()
-    (host,), arrived = download(transfers_of(device)[0], states_of(random(5), device=device), [gradient])
-    gradient.fill_(-1.0)
-    arrived.synchronize()
-    assert torch.equal(host, random(5))
-
-
-def test_device_memory_is_given_back_after_its_copy() -> None:
-    device = lazy()
-    transfers, _ = transfers_of(device)
-    hosts, arrived = download(transfers, states_of(random(5), device=device), [random(5)])
-    assert len(device._blocks) == 1  # what was packed is dropped, and kept by the stream alone
-    finish(device)
-    assert arrived.has_passed  # type: ignore[attr-defined]
-    assert torch.equal(hosts[0], random(5))
-    hosts.clear()
-    assert not device._blocks
 
 
 def test_host_memory_is_not_given_back_while_its_copy_is_under_way() -> None:
@@ -265,39 +96,6 @@ def test_host_memory_is_not_given_back_while_its_copy_is_under_way() -> None:
 
 
 # ---- downloads: what goes wrong --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("link", [None, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("fails", ["pack", "host_empty"])
-@pytest.mark.parametrize("how", ["download", "hold"])
-def test_gradients_stay_where_they_are_if_they_cannot_leave(
-    how: str, fails: str, link: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The second of two groups fails, or the second buffer on the host."""
-    device = lazy()
-    dtypes = [torch.float32, torch.float64] if link else [torch.float32, torch.bfloat16]
-    states = states_of(*[random(5, dtype=dtype) for dtype in dtypes], device=device)
-    gradients = [random(5, dtype=dtype, seed=row) for row, dtype in enumerate(dtypes)]
-    taken = [TakenGradient(gradient) for gradient in gradients]
-    transfers, statistics = transfers_of(device, link)
-    working, calls = getattr(device, fails), 0
-
-    def failing(*arguments: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 2:
-            raise torch.OutOfMemoryError("planted")
-        return working(*arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(device, fails, failing)
-        with pytest.raises(torch.OutOfMemoryError):
-            transfers.pack_resident(states, taken) if how == "hold" else transfers.download(states, taken, {*states})
-    assert calls == 2
-    assert all(one.pending is gradient for one, gradient in zip(taken, gradients, strict=True))
-    assert statistics.downloaded_bytes == 0
-    finish(device)
-    assert not device._blocks
 
 
 # ---- new values ------------------------------------------------------------------------------------------------------
@@ -374,49 +172,6 @@ def test_values_of_all_dtypes_and_layouts_reach_their_parameters(
     assert statistics.uploaded_bytes == (expected if device.has_link else 0)
 
 
-def test_publishing_takes_one_call_for_what_has_arrived_and_one_for_the_rest(
-    device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    states, gradients, values = every_kind(device)
-    transfers, _ = transfers_of(device)
-    places = [sent(transfers, [s], [g], [v])[0][0] for s, g, v in zip(states, gradients, values, strict=True)]
-    calls: list[int] = []
-    scatter = device.scatter
-    monkeypatch.setattr(device, "scatter", lambda s, t: (calls.append(len(s)), scatter(s, t))[1])
-    have_arrived = [cast(FlatShadow, place.shadow).has_arrived for place in places]
-    transfers.publish(states, places)
-    assert calls == [count for count in (have_arrived.count(True), have_arrived.count(False)) if count]
-    for state, value in zip(states, values, strict=True):
-        assert torch.equal(state.parameter, value)
-
-
-def test_values_of_some_of_a_shadow_can_be_published() -> None:
-    """The gradients of the others were edited."""
-    device = lazy()
-    states = states_of(*[torch.zeros(4) for _ in range(3)], device=device)
-    transfers, _ = transfers_of(device)
-    places, _ = sent(transfers, states, [random(4)] * 3, [torch.full((4,), 1.0 + row) for row in range(3)])
-    assert places[0].shadow is places[2].shadow
-    transfers.publish([states[2], states[0]], [places[2], places[0]])
-    assert [state.parameter.tolist() for state in states] == [[1.0] * 4, [0.0] * 4, [3.0] * 4]
-
-
-def test_values_take_the_memory_that_their_gradients_leave() -> None:
-    device = CountingDevice()
-    states = states_of(random(50, dtype=torch.bfloat16), device=device)
-    transfers, _ = transfers_of(device)
-    places, taken = sent(transfers, states, [random(50, dtype=torch.bfloat16)], [torch.ones(50, dtype=torch.bfloat16)])
-    finish(device)
-    assert len(device._blocks) == 2  # one on the device, and the gradient on the host
-    transfers.publish(states, places)
-    del places
-    finish(device)
-    assert len(device._blocks) == 1
-    del taken
-    finish(device)
-    assert not device._blocks
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_values_come_up_after_gradients_have_gone_down(seed: int) -> None:
     """They share memory."""
@@ -428,50 +183,6 @@ def test_values_come_up_after_gradients_have_gone_down(seed: int) -> None:
     assert torch.equal(taken.pending, random(4))
     transfers.publish(states, places)
     assert torch.equal(states[0].parameter, torch.ones(4))
-
-
-def test_values_come_up_while_backward_goes_on() -> None:
-    device = LateModel(0, 0.0)
-    states = states_of(torch.zeros(4), device=device)
-    transfers, _ = transfers_of(device)
-    taken = [TakenGradient(random(4))]
-    places, arrived = speculated(transfers, states, taken)
-    arrived.synchronize()
-    goes_on: list[Any] = []
-    device._waits[Stream.CURRENT].append(SimulatedEvent(device))  # never passes
-    device._enqueue(Stream.CURRENT, Operation(lambda: goes_on.append(1)))
-    places[states[0]].value.fill_(1.0)
-    shadow = places[states[0]].shadow
-    assert isinstance(shadow, FlatShadow)
-    shadow.send()
-    device.record(Stream.UPLOAD).synchronize()
-    assert shadow._arrived is not None
-    assert shadow._arrived.query()
-    assert not goes_on
-
-
-@pytest.mark.parametrize("when", ["before the gradient", "before the values", "before they are published"])
-def test_values_wait_on_the_host_where_the_device_has_no_room(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    device = lazy()
-    states = states_of(torch.zeros(4), torch.zeros(4, dtype=torch.float64), device=device)
-    values = [torch.ones(4), torch.ones(4, dtype=torch.float64)]
-    transfers, statistics = transfers_of(device, torch.bfloat16)  # so that the first needs memory of its own
-
-    def full(*_: object) -> Tensor:
-        raise torch.OutOfMemoryError("planted")
-
-    with monkeypatch.context() as patch:
-        if when != "before they are published":
-            patch.setattr(device, "empty", full)
-        places, _ = sent(transfers, states, [random(4), random(4, dtype=torch.float64)], values)
-        if when == "before the values":  # there is room again
-            patch.undo()
-        patch.setattr(device, "empty", device.empty if when == "before the values" else full)
-        transfers.publish(states, places)
-        finish(device)
-    assert all(map(torch.equal, (state.parameter for state in states), values))
-    uploaded = statistics.uploaded_bytes
-    assert uploaded == ALIGNMENT * (8 if when == "before the gradient" else 8 + 4)
 
 
 class WatchingDevice(LateModel):
@@ -557,36 +268,6 @@ def test_nothing_is_counted_of_a_bucket_that_does_not_travel() -> None:
     assert transfers._most_packed == 0
 
 
-def test_memory_of_values_is_counted_until_it_is_free() -> None:
-    device = lazy()
-    states = states_of(torch.zeros(4), torch.zeros(4, dtype=torch.bfloat16), device=device)
-    transfers, statistics = transfers_of(device)
-    size = ALIGNMENT * (4 + 2)
-    for _ in range(3):
-        places = transfers.shadows(states)
-        assert transfers._shadows.size == size
-        places = places[1:]
-        assert transfers._shadows.size == ALIGNMENT * 2
-        del places
-        assert transfers._shadows.size == 0
-    two = [transfers.shadows(states) for _ in range(2)]
-    assert statistics.shadow_bytes == transfers._shadows.size == 2 * size
-    del two
-    assert (transfers._shadows.size, statistics.shadow_bytes) == (0, 2 * size)
-
-
-def test_values_of_a_step_that_is_dropped_are_free_once_they_have_arrived() -> None:
-    device = lazy()
-    states = states_of(torch.zeros(4), device=device)
-    transfers, _ = transfers_of(device)
-    places, taken = sent(transfers, states, [random(4)], [torch.ones(4)])
-    del places, taken
-    assert device._blocks or any(device._streams.values())
-    finish(device)
-    assert not device._blocks
-    assert torch.equal(states[0].parameter, torch.zeros(4))
-
-
 def test_settling_waits_for_what_was_published_on_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread has a current stream of its own, on which nothing is under way."""
     device = lazy()
@@ -613,118 +294,27 @@ def test_settling_waits_for_steps_that_were_made_on_the_device() -> None:
     assert parameter.all()
 
 
-def test_own_masters_and_what_is_not_speculated_on_get_no_memory(device: Device) -> None:
-    states = states_of(*[torch.zeros(4, dtype=torch.bfloat16) for _ in range(3)], device=device)
-    transfers, _ = transfers_of(device)
-    taken = [TakenGradient(random(4, dtype=torch.bfloat16)) for _ in states]
-    places, arrived = speculated(transfers, states, taken, states[1])
-    arrived.synchronize()
-    assert list(places) == [states[1]]
-
-
-def test_what_was_published_has_arrived_after_settling() -> None:
-    device = LateModel(0, eagerness=0.0)
-    states = states_of(torch.zeros(4), device=device)
-    transfers, _ = transfers_of(device)
-    places, _ = sent(transfers, states, [random(4)], [torch.ones(4)])
-    transfers.publish(states, places)
-    transfers.settle()
-    assert torch.equal(states[0].parameter, torch.ones(4))
-
-
-# ---- gradients that stay ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("link", [None, torch.bfloat16], ids=str)
-def test_norm_of_gradients_that_stay_comes_in_their_order(link: torch.dtype | None) -> None:
-    device = lazy()
-    states, gradients, _ = every_kind(device)
-    gradients[0][0, 0] = float("nan")
-    transfers, statistics = transfers_of(device, link)
-    taken = [TakenGradient(gradient) for gradient in gradients]
-    sent, arrived, norms = transfers.pack_resident(states, taken)
-    arrived.synchronize()
-    norm = norm_in(norms)
-    ordered = [
-        (state, reference()) for group in sent for state, reference in zip(group.pieces, group.taken, strict=True)
-    ]
-    assert dict(ordered) == dict(zip(states, taken, strict=True))
-    begin = 0
-    for state, one in ordered:
-        assert one is not None
-        gradient = gradients[state.row]
-        expected = gradient if link is None or gradient.dtype == torch.float64 else gradient.to(link)
-        assert torch.equal(one.pending, expected) or state.row == 0
-        assert one.pending.stride() == state.strides
-        chunks = native.chunk_count(gradient.numel())
-        assert norm.nonfinite[begin : begin + chunks].sum() == (state.row == 0)
-        if state.row:
-            assert norm.sums[begin : begin + chunks].sum() == pytest.approx(expected.double().square().sum().item())
-        begin += chunks
-    assert begin == len(norm.sums)
-    assert statistics.downloaded_bytes == 16 * begin
-
-
-@pytest.mark.parametrize("how", ["download", "hold"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_norms_for_torch_are_torchs_own_and_of_what_arrived(how: str, dtype: torch.dtype) -> None:
-    device = lazy()
-    states = states_of(*[random(50 + row, dtype=dtype) for row in range(3)], device=device)
-    gradients = [random(50 + row, dtype=dtype, seed=row) for row in range(3)]
-    expected = torch._foreach_norm(gradients)
-    for asks in (False, True):
-        transfers, _ = transfers_of(device, torch.bfloat16)
-        transfers.computes_norms = asks
-        taken = [TakenGradient(gradient) for gradient in gradients]
-        transfers.pack_resident(states, taken) if how == "hold" else transfers.download(states, taken, set())
-        finish(device)
-        assert all((one.norm is not None) == asks for one in taken)
-        assert not asks or all(map(torch.equal, (one.norm for one in taken), expected))
-
-
 # ---- gradients that do not travel ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("link", [None, *DTYPES[:3]], ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_narrowed_gradient_has_the_values_of_one_that_travelled(dtype: torch.dtype, link: torch.dtype | None) -> None:
-    transfers, _ = transfers_of(PlainDevice(), link)
-    gradient = random(70, dtype=dtype)
-    (travelled,), arrived = download(transfers, states_of(gradient), [gradient])
+def test_values_come_up_while_backward_goes_on() -> None:
+    device = LateModel(0, 0.0)
+    states = states_of(torch.zeros(4), device=device)
+    transfers, _ = transfers_of(device)
+    taken = [TakenGradient(random(4))]
+    places, arrived = speculated(transfers, states, taken)
     arrived.synchronize()
-    assert transfers.narrows == (link in (torch.bfloat16, torch.float16))
-    narrowed = transfers.narrowed(gradient)
-    assert narrowed.dtype == dtype
-    assert torch.equal(narrowed.double(), travelled.double())
-    assert transfers.narrows or narrowed is gradient
-
-
-@pytest.mark.parametrize("link", [torch.bfloat16, torch.float16], ids=str)
-def test_sums_that_were_made_on_the_host_are_not_narrowed(link: torch.dtype) -> None:
-    transfers, _ = transfers_of(PlainDevice(), link)
-    taken = TakenGradient(random(70))
-    taken.is_unrounded = True
-    transfers.download(states_of(random(70)), [taken], set())
-    assert torch.equal(taken.pending, random(70))
-
-
-@pytest.mark.parametrize("travels", [False, True])
-def test_event_passes_behind_copies_to_the_host_that_were_begun_before(travels: bool) -> None:
-    """Also where other gradients of the bucket travel."""
-    for seed in range(20):
-        device = lazy(seed)
-        states = states_of(random(70), random(70), device=device)
-        device.switch(1)
-        for _ in range(10):
-            device.late(random(1))  # before it, on its stream
-        taken = [TakenGradient(device.late(random(70), on_host=True)), TakenGradient(random(70))]
-        taken[0].arrived = device.mark_ready(states[0].parameter)
-        device.switch(0)
-        _, arrived = transfers_of(device)[0].download(states[: 1 + travels], taken[: 1 + travels], set())
-        assert not arrived.query()
-        arrived.synchronize()
-        assert arrived.query()
-        assert all(torch.equal(one.pending, random(70)) for one in taken)
+    goes_on: list[Any] = []
+    device._waits[Stream.CURRENT].append(SimulatedEvent(device))  # never passes
+    device._enqueue(Stream.CURRENT, Operation(lambda: goes_on.append(1)))
+    places[states[0]].value.fill_(1.0)
+    shadow = places[states[0]].shadow
+    assert isinstance(shadow, FlatShadow)
+    shadow.send()
+    device.record(Stream.UPLOAD).synchronize()
+    assert shadow._arrived is not None
+    assert shadow._arrived.query()
+    assert not goes_on
 
 
 class MeetingStatistics(OverlapStatistics):
@@ -753,35 +343,3 @@ def test_uploads_of_two_threads_at_once_are_both_counted() -> None:
         for upload in [threads.submit(transfers.upload, torch.ones(3), torch.zeros(3)) for _ in range(2)]:
             upload.result()
     assert statistics._bytes == 2 * 3 * 4
-
-
-def test_upload_is_told_of_once_it_was_seen_to_arrive() -> None:
-    device, trace = lazy(), Trace()
-    transfers = Transfers(device, OverlapStatistics(), trace)
-    states = states_of(torch.zeros(5), torch.zeros(3), device=device)
-
-    def told() -> list[int]:
-        return [span.details["elements"] for span in trace.spans if span.track == "upload"]
-
-    for some in ([states[0]], states):
-        assert told() == []
-        sent(transfers, some, [random(state.shape.numel()) for state in some], [torch.ones(s.shape) for s in some])
-    finish(device)
-    transfers.settle()
-    assert told() == [ALIGNMENT, 2 * ALIGNMENT]
-    assert all(span.end >= span.begin for span in trace.spans)
-
-
-@pytest.mark.parametrize("how", ["download", "hold"])
-def test_gradients_that_count_unrounded_travel_so_and_have_rounded_norms(how: str) -> None:
-    device = lazy()
-    states = states_of(random(70, dtype=torch.bfloat16), device=device)
-    transfers, _ = transfers_of(device, torch.float16)
-    transfers.computes_norms = True
-    taken = TakenGradient(random(70, dtype=torch.bfloat16))
-    taken.pending, taken.is_unrounded = random(70), True
-    transfers.pack_resident(states, [taken]) if how == "hold" else transfers.download(states, [taken], set())
-    assert taken.norm is not None
-    assert torch.equal(taken.norm, random(70).norm().to(torch.bfloat16))
-    finish(device)
-    assert torch.equal(taken.ready(), random(70))

@@ -1,19 +1,20 @@
 """Programs that train in many settings: each ends in the bits of its run without a scheduler.
 
-A program is whatever a test file makes of one; it shows what it has at hand as a list of values, step by step. Here is
-where and how they train, and where two runs of one differ first.
+A program makes its optimizers with `Run.adamw`, trains within `Run.overlap`, and shows what it has at hand with
+`Run.see`. Here is where and how programs train, and where two runs of one differ first.
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import math
 import os
+import platform
 import struct
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,8 +23,9 @@ from support.overlap import ImmediateDevice, ThreadDevice
 from support.visible import bits, parameters_of
 from torch import Tensor, nn
 
-from superadam import OffloadScheduler
+from superadam import OffloadScheduler, SpeculativeCPUAdamW
 from superadam.devices import Device
+from superadam.offload import accumulation as micro_batches
 from superadam.testing import SimulatedDevice
 
 DEEP = os.environ.get("SUPERADAM_DEEP") == "1"
@@ -44,8 +46,10 @@ class Setting:
         device: makes the scheduler's device; None without a scheduler.
         bucket_numel: 1 speculates on every gradient alone.
         clips: whether the gradient norm has a limit, over which some steps are.
+        patches: whether all steps are clipped, and so small that values of an interval of factors are patched.
         looks: whether state and gradients are read after every step, which commits it; else after the last only.
         pauses: whether nothing is taken for some steps after one whose gradients were edited, as usual.
+        is_torch: whether the optimizer is torch's.
     """
 
     name: str
@@ -54,9 +58,11 @@ class Setting:
     bucket_numel: int = 1
     gpu_buckets: int | None = None
     clips: bool = False
+    patches: bool = False
     looks: bool = False
     pauses: bool = False
     storage: Storage = ()
+    is_torch: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -64,18 +70,16 @@ class Setting:
     @property
     def plain(self) -> Setting:
         """The same without a scheduler."""
-        return Setting("plain", self.dtype, clips=self.clips, looks=True, storage=self.storage)
-
-    def scheduled(self, optimizer: Any, model: nn.Module) -> AbstractContextManager[OffloadScheduler | None]:
-        """Return a scheduler, if there is to be one."""
-        if self.device is None:
-            return nullcontext()
-        options = {} if self.gpu_buckets is None else {"gpu_buckets": self.gpu_buckets}
-        return OffloadScheduler(optimizer, model, device=self.device(), bucket_numel=self.bucket_numel, **options)
+        return Setting("plain", self.dtype, clips=self.clips, patches=self.patches, looks=True, storage=self.storage)
 
 
 EAGER = Setting("bf16-immediate", torch.bfloat16, ImmediateDevice, looks=True)
 """Speculates on every gradient the moment that it is complete."""
+
+PATCHED = [
+    Setting("patched-immediate", torch.bfloat16, ImmediateDevice, 3000, patches=True),
+    Setting("patched-simulated", torch.bfloat16, lambda: SimulatedDevice(2), 3000, gpu_buckets=0, patches=True),
+]
 
 OTHERS = [
     Setting("bf16-thread", torch.bfloat16, ThreadDevice, 3000),
@@ -88,34 +92,152 @@ OTHERS = [
     Setting("bf16moments-thread", torch.bfloat16, ThreadDevice, 3000, clips=True, storage=(HALF_MOMENTS,)),
     Setting("8bit-kept", torch.bfloat16, lambda: SimulatedDevice(2), 5000, gpu_buckets=1, storage=(EIGHT_BITS,)),
     Setting("fp32-8bit-simulated", torch.float32, lambda: SimulatedDevice(0), 3000, storage=(EIGHT_BITS,)),
+    Setting("fp64-kept", torch.float64, lambda: SimulatedDevice(1), 3000, gpu_buckets=1, clips=True),
 ]
 
+TORCH = Setting("torch", torch.float32, looks=True, is_torch=True)
 
-class Named(Protocol):
-    """A program, as far as it matters here."""
+
+# ---- programs --------------------------------------------------------------------------------------------------------
+
+Shown = list[dict[str, Any]]
+"""What a program shows, in order: values by name, as `frozen` returns them."""
+
+
+@dataclass
+class Run:
+    """One run of a program.
+
+    Attributes:
+        limit: of the gradient norm, in settings that clip.
+        seen: what the program has shown.
+        optimizers: all that it has made, whose parameters and state are compared at the end.
+        scheduler: of the present step; None without one.
+        kept: what a program remembers from step to step.
+    """
+
+    setting: Setting
+    limit: float | None = None
+    seen: Shown = field(default_factory=list)
+    optimizers: list[Any] = field(default_factory=list)
+    scheduler: OffloadScheduler | None = None
+    kept: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def admits_8bit(self) -> bool:
-        """Whether it trains with 8-bit moments, which amsgrad does not."""
+    def dtype(self) -> torch.dtype:
+        """The models'."""
+        return self.setting.dtype
+
+    def adamw(self, params: Any, **options: Any) -> Any:
+        """Return an optimizer."""
+        options = {"lr": 1e-5 if self.setting.patches else 0.01, "weight_decay": 0.1, **options}
+        if self.setting.is_torch:
+            self.optimizers.append(torch.optim.AdamW(params, fused=True, **options))
+        else:
+            limit = self.limit if self.setting.clips else 1.0 if self.setting.patches else None
+            options = {"max_grad_norm": limit, **dict(self.setting.storage), **options}
+            self.optimizers.append(SpeculativeCPUAdamW(params, **options))
+        return self.optimizers[-1]
+
+    @contextlib.contextmanager
+    def overlap(self, optimizer: Any, model: nn.Module) -> Iterator[OffloadScheduler | None]:
+        """Open a scheduler, where there is to be one."""
+        setting, before = self.setting, self.scheduler
+        if setting.device is None:
+            yield None
+            return
+        options = {} if setting.gpu_buckets is None else {"gpu_buckets": setting.gpu_buckets}
+        device, bucket_numel = setting.device(), setting.bucket_numel
+        with OffloadScheduler(optimizer, model, device=device, bucket_numel=bucket_numel, **options) as self.scheduler:
+            yield self.scheduler
+        self.scheduler = before
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Enter `accumulate()`, where there is a scheduler."""
+        return contextlib.nullcontext() if self.scheduler is None else self.scheduler.accumulate()
+
+    def once(self) -> bool:
+        """Whether this is the first time that a run asks."""
+        return self.kept.setdefault("once", 0) == 0 and not self.kept.update(once=1)
+
+    def see(self, *values: Any, **named: Any) -> None:
+        """Show values, to be compared."""
+        self.seen.append(frozen({**({"values": values} if values else {}), **named}))
 
 
-Program = TypeVar("Program", bound=Named)
+@dataclass(frozen=True)
+class Program:
+    """A whole training.
+
+    Attributes:
+        train: makes a model and its optimizer, and trains them.
+        torch: whether it runs on `torch.optim.AdamW`, with the same bits.
+        speculates: whether some bf16 parameter's speculation is good as it is in some step.
+        admits_8bit: whether it runs with 8-bit moments, which amsgrad does not.
+        ignores: names of shown values that need not be those of the plain run.
+        settings: `EAGER` and one of these in turn; `EAGER` alone if there are none.
+        limit: of the gradient norm, over which some steps are, in settings that clip.
+    """
+
+    name: str
+    train: Callable[[Run], object]
+    torch: bool = True
+    speculates: bool = True
+    admits_8bit: bool = True
+    ignores: tuple[str, ...] = ()
+    settings: Sequence[Setting] = tuple(OTHERS)
+    limit: float | None = None
+
+    def __str__(self) -> str:
+        return self.name
 
 
 def in_settings(programs: Sequence[Program]) -> pytest.MarkDecorator:
-    """Give a test each program in `EAGER` and in one of the others in turn; in all of them if `DEEP`."""
+    """Give a test each program with its settings: `EAGER` and one of the others in turn; all of them if `DEEP`."""
     cases = []
     for number, program in enumerate(programs):
-        others = [one for one in OTHERS if program.admits_8bit or EIGHT_BITS not in one.storage]
-        for setting in [EAGER, *(others if DEEP else [others[number % len(others)]])]:
-            cases.append(pytest.param(program, setting, id=f"{program}-{setting}"))
-    return pytest.mark.parametrize(("program", "setting"), cases)
+        others = dict.fromkeys([*program.settings, *OTHERS] if DEEP and program.settings else program.settings)
+        admitted = [one for one in others if program.admits_8bit or EIGHT_BITS not in one.storage]
+        chosen = admitted if DEEP else admitted[number % len(admitted) :][:1] if admitted else []
+        cases.append(pytest.param(program, [EAGER, *chosen], id=program.name))
+    return pytest.mark.parametrize(("program", "settings"), cases)
+
+
+def run_in(program: Program, setting: Setting) -> Shown:
+    """Train; return what was shown, and parameters and state of each optimizer at the end."""
+    run = Run(setting, program.limit)
+    with pytest.MonkeyPatch.context() as patch:
+        if not setting.pauses:
+            patch.setattr(micro_batches, "PAUSE_STEPS", 0)
+        program.train(run)
+    if program.speculates and setting is EAGER:
+        # Of parameters: a bucket counts as redone if another one was.
+        assert sum(one.statistics.accepted for one in run.optimizers) > 0, "nothing was speculated on"
+    for one in run.optimizers:
+        run.see(parameters=parameters_of(one), state=state_of(one))
+    return run.seen
+
+
+def differences(program: Program, settings: Iterable[Setting]) -> list[str]:
+    """Return where a program differs first in each setting from its plain run, and that from its run with torch."""
+    plain: dict[Setting, Shown] = {}
+    found = []
+
+    def compare(setting: Setting, other: Setting, ignored: Iterable[str]) -> None:
+        if other not in plain:
+            plain[other] = run_in(program, other)
+        difference = first_difference(run_in(program, setting), plain[other], ignored)
+        if difference is not None:
+            found.append(f"{program} in {setting}, {difference}")
+
+    for setting in settings:
+        compare(setting, setting.plain, program.ignores)
+    if program.torch and platform.machine() == "x86_64":  # elsewhere torch's fused kernel rounds differently
+        compare(TORCH, Setting("plain", torch.float32, looks=True), ("outcome", "gradients"))
+    return found
 
 
 # ---- what is compared ------------------------------------------------------------------------------------------------
-
-Shown = list[dict[str, Any]]
-"""What a program shows: after each step, values by name."""
 
 
 def frozen(value: Any) -> Any:
@@ -175,30 +297,10 @@ def difference(ours: Any, theirs: Any, where: str = "") -> str | None:
     return next((found for key, *pair in pairs if (found := difference(*pair, f"{where}[{key}]"))), None)
 
 
-def first_difference(ours: Shown, theirs: Shown, names: Iterable[str] | None = None) -> str | None:
+def first_difference(ours: Shown, theirs: Shown, ignored: Iterable[str] = ()) -> str | None:
     """Return where two runs differ first, in what both have shown: which step, value and element."""
     for step, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
-        for name in mine.keys() & other.keys() if names is None else mine.keys() & other.keys() & {*names}:
+        for name in sorted((mine.keys() & other.keys()) - {*ignored}):
             if found := difference(mine[name], other[name], f"step {step}: {name}"):
                 return found
     return None
-
-
-Run = Callable[[Program, Setting], Shown]
-
-
-@functools.cache
-def plain_run(run: Run[Program], program: Program, plain: Setting) -> Shown:
-    """Return what a program shows without a scheduler."""
-    return run(program, plain)
-
-
-def differs(run: Run[Program], program: Program, setting: Setting, names: Iterable[str] | None = None) -> str | None:
-    """Return how a program differs in this setting from its plain run; None if it does not.
-
-    Args:
-        run: trains, and returns what was shown.
-        names: of the values that are compared; None for all.
-    """
-    found = first_difference(run(program, setting), plain_run(run, program, setting.plain), names)
-    return None if found is None else f"{program} in {setting}, {found}"
