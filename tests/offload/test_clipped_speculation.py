@@ -12,7 +12,6 @@ import math
 import os
 import random
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,14 +19,13 @@ import numpy as np
 import pytest
 import torch
 from support.overlap import DeferredDevice, FullDevice, ImmediateDevice, ThreadDevice
-from support.visible import bits, state_bits
+from support.visible import state_bits
 from torch import Tensor, nn
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam, SpeculativeCPUAdamW
 from superadam.devices import Device
 from superadam.kernels.hyperparameters import Interval
 from superadam.offload.prediction import Prediction, Predictor
-from superadam.offload.shadow import FlatShadow
 from superadam.state import uncertain
 from superadam.testing import SimulatedDevice
 
@@ -390,7 +388,6 @@ def test_factors_at_the_ends_of_intervals(device: str, which: str, monkeypatch: 
         ours.run(range(4))
         before = copy.copy(ours.optimizer.statistics)
         monkeypatch.setattr(Predictor, "predict", lambda *_: prediction)
-        monkeypatch.setattr(Predictor, "revised", lambda *_: None)
         monkeypatch.setattr(Predictor, "add_lists", lambda *_: None)
         ours.run(range(4, 5))
         now = ours.optimizer.statistics
@@ -452,81 +449,9 @@ def test_amsgrad_that_is_switched_off_after_an_accepted_step() -> None:
     assert seen[0] == seen[1]
 
 
-# ---- speculation that is made anew ----------------------------------------------------------------------------------
-
-JUMP = 5
-"""A step whose gradients are three times as large as those before it, or so small that it is not clipped."""
-
-
-class Jumping(Training):
-    """Training in which one norm is another than those before it."""
-
-    jump = 12.0
-
-    def backward(self, step: int) -> None:
-        self.model(step, self.jump if step == JUMP else 4.0).backward()
-
-
-@functools.cache
-def expected_after_a_jump(dtype: torch.dtype, jump: float = Jumping.jump) -> Any:
-    plain = Jumping(RECIPES["always" if dtype == torch.bfloat16 else "always, fp16"], None)
-    plain.jump = jump
-    plain.run(range(JUMP + 3))
-    return plain.seen()
-
-
-def jumping(device: str, dtype: torch.dtype = torch.bfloat16) -> Jumping:
-    made = DEVICES[device]()
-    return Jumping(RECIPES["always" if dtype == torch.bfloat16 else "always, fp16"], made, bucket_numel=1)
-
-
-def idle(training: Training) -> None:
-    """Let the worker do whatever it can without a bucket."""
-    assert training.scheduler is not None
-    assert training.scheduler._pipeline is not None
-    training.scheduler._catch_up()
-    while training.scheduler._pipeline._idle():
-        pass
-
-
-def repetitions(training: Training) -> int:
-    """Return how often the worker has speculated on a bucket anew."""
-    assert training.scheduler is not None
-    return sum(span.name == "adam anew" for span in training.scheduler.trace.spans)
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("device", ["immediate", "lazy", "usual", "hasty", "short of memory"])
-@pytest.mark.parametrize("jump", [Jumping.jump, 0.1])
-def test_what_the_norm_so_far_has_left_is_speculated_anew(device: str, dtype: torch.dtype, jump: float) -> None:
-    """Once all gradients are there, the factor is known, and nothing is updated again."""
-    ours = jumping(device, dtype)
-    ours.jump = jump
-    with ours.scheduler or contextlib.nullcontext():
-        if isinstance(ours.device, FullDevice):
-            ours.device.has_no_room = ours.scheduler._transfers.is_short = True  # type: ignore[union-attr]
-        ours.run(range(JUMP))
-        before, repeated = copy.copy(ours.optimizer.statistics), repetitions(ours)
-        shown = [bits(one) for one in ours.model.parameters()]
-        ours.backward(JUMP)
-        idle(ours)
-        assert [bits(one) for one in ours.model.parameters()] == shown
-        assert repetitions(ours) > repeated
-        ours.step()
-        assert ours.optimizer.statistics.dropped == before.dropped
-        assert ours.optimizer.statistics.respeculated == before.respeculated
-        is_clipped = jump > 1.0
-        assert ours.optimizer.statistics.patched - before.patched == PATCHED * is_clipped
-        assert ours.optimizer.statistics.accepted - before.accepted >= PATCHED
-        ours.optimizer.zero_grad()
-        ours.run(range(JUMP + 1, JUMP + 3))
-        assert ours.seen() == expected_after_a_jump(dtype, jump)
-
-
 @pytest.mark.parametrize("device", ["thread", "usual", "short of memory"])
 def test_training_with_norms_that_jump(device: str) -> None:
-    """Speculation is made anew whenever the worker is idle, also while backward still runs."""
+    """Of which no prediction holds."""
     seen = []
     for training in (Training(RECIPES["always"], None), Training(RECIPES["always"], DEVICES[device](), bucket_numel=1)):
         draws = random.Random(9)
@@ -534,62 +459,12 @@ def test_training_with_norms_that_jump(device: str) -> None:
             norm = 4.0 * draws.choice([1.0, 1.0, 1.0, 1.3, 3.0])
             training.optimizer.zero_grad()
             training.model(step, norm).backward()
-            if training.scheduler is not None and step % 3:
-                idle(training)
             training.step()
         seen.append(training.seen())
         if training.scheduler is not None:
             training.scheduler.close()
-            assert repetitions(training) > 0
+            assert training.optimizer.statistics.respeculated > 0
     assert seen[0] == seen[1]
-
-
-def test_no_verdict_comes_while_speculation_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the recall of old values and the new ones, a step would publish neither."""
-    ours = jumping("immediate")
-    with ours.scheduler or contextlib.nullcontext():
-        ours.run(range(JUMP))
-        ours.backward(JUMP)
-        transaction, is_free = ours.optimizer._binding._transaction, []
-        assert transaction is not None
-        recall, send = FlatShadow.recall, FlatShadow.send
-
-        def look() -> None:
-            with ThreadPoolExecutor(1) as pool:
-                is_free.append(pool.submit(transaction.lock.acquire, blocking=False).result())
-
-        def looking(method: Callable[[FlatShadow], Any]) -> Callable[[FlatShadow], Any]:
-            return lambda shadow: (look(), method(shadow))[1]
-
-        with monkeypatch.context() as patch:
-            patch.setattr(FlatShadow, "recall", looking(recall))
-            patch.setattr(FlatShadow, "send", looking(send))
-            idle(ours)
-        assert is_free
-        assert not any(is_free)
-        ours.step()
-        ours.optimizer.zero_grad()
-        ours.run(range(JUMP + 1, JUMP + 3))
-        assert ours.seen() == expected_after_a_jump(torch.bfloat16)
-
-
-def test_speculation_is_not_made_anew_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours = jumping("usual")
-    with ours.scheduler or contextlib.nullcontext():
-        ours.run(range(JUMP))
-        ours.backward(JUMP)
-        ours.scheduler._catch_up()  # type: ignore[union-attr]
-        before, repeated = copy.copy(ours.optimizer.statistics), repetitions(ours)
-        with monkeypatch.context() as patch:
-            calls = fail(patch, ours.device, "host_empty", 0, MemoryError("planted"))
-            assert not ours.scheduler._pipeline._idle()  # type: ignore[union-attr]
-            assert len(calls) == 1
-        ours.step()
-        assert repetitions(ours) == repeated
-        assert ours.optimizer.statistics.respeculated > before.respeculated
-        ours.optimizer.zero_grad()
-        ours.run(range(JUMP + 1, JUMP + 3))
-        assert ours.seen() == expected_after_a_jump(torch.bfloat16)
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------
@@ -618,7 +493,6 @@ def test_a_value_whose_patch_failed_is_not_that_of_the_predicted_factor(
     sent = (uncertain.HostPatch, "send") if device == "immediate" else (made, "put")
     with ours.scheduler or contextlib.nullcontext():
         monkeypatch.setattr(Predictor, "predict", lambda *_: Prediction(1.0, Interval(0.75, 1.0)))
-        monkeypatch.setattr(Predictor, "revised", lambda *_: None)
         monkeypatch.setattr(Predictor, "add_lists", lambda *_: None)
         for one in (plain, ours):
             one.run(range(3))

@@ -154,7 +154,6 @@ def test_any_number_may_be_a_norm_a_factor_or_a_limit(before: int, steps: list[A
     predictor.total = 400
     for seen, norm, unscaling, factor, limit in steps:
         made = [predictor.predict(100, one, unscaling, limit) for one in (0.0, *seen)]
-        made.append(predictor.revised(max(seen, default=0.0), unscaling, limit))
         for prediction in made:
             if prediction is not None:
                 interval = prediction.interval

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import pytest
-
 from superadam.offload.prediction import Prediction, Predictor
 from superadam.step.outcome import Applied
 
@@ -70,24 +68,3 @@ def arrived(predictor: Predictor, *seen: float) -> None:
     """Let buckets of 100 elements arrive, with the norm of what was there before each."""
     for norm in seen:
         predictor.predict(100, norm, 1.0, 1.0)
-
-
-def test_a_prediction_is_revised_once_enough_has_arrived() -> None:
-    predictor = Predictor()
-    predictor.total = 1000
-    for _ in range(12):
-        arrived(predictor, 0.0, *(math.sqrt(10.0 * bucket) for bucket in range(1, 10)))
-        predictor.add_verdict(Applied(10.0, 0.1, 1.0))
-    arrived(predictor, 0.0)
-    assert predictor.revised(3 * math.sqrt(10.0), 1.0, 1.0) is None  # a tenth of the elements
-    arrived(predictor, 3 * math.sqrt(10.0))
-    revised = predictor.revised(3 * math.sqrt(20.0), 1.0, 1.0)
-    assert revised is not None
-    assert revised.interval is not None
-    assert revised.interval.holds(1 / 30)
-    assert not revised.interval.holds(1 / 20)
-    assert predictor.revised(math.inf, 1.0, 1.0) is None
-    arrived(predictor, *(3 * math.sqrt(10.0 * bucket) for bucket in range(2, 10)))
-    known = predictor.revised(33.0, 1.0, 1.0)  # all is there
-    assert known is not None
-    assert known.factor == pytest.approx(1 / 33, rel=0.1)

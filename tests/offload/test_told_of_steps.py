@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -31,7 +30,6 @@ from superadam.offload.prediction import Predictor
 from superadam.offload.trace import Trace
 from superadam.offload.transfers import Transfers
 from superadam.optim.published_state import PublishedState
-from superadam.state.parameter import Phase
 from superadam.step.transaction import Transaction
 from superadam.testing import SimulatedDevice
 
@@ -381,38 +379,3 @@ def test_the_outcome_has_the_factor_of_others(factor: float) -> None:
             optimizer.zero_grad()
     assert isinstance(optimizer.last_outcome, StepOutcome)
     assert (optimizer.last_outcome.kind, optimizer.last_outcome.clip_coefficient) == (StepKind.CLIPPED, factor)
-
-
-# ---- the verdict may come at any time --------------------------------------------------------------------------------
-
-
-def test_lists_are_counted_as_they_were_when_a_verdict_comes_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes the lists from the records, while the worker counts what it has speculated on anew."""
-    model = Net()
-    optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-5, max_grad_norm=1.0)
-    with OffloadScheduler(optimizer, model, device=ImmediateDevice(), bucket_numel=300, num_threads=1) as scheduler:
-        pipeline: Any = scheduler._pipeline
-        for _ in range(8):
-            model.backward(1)
-            optimizer.step()
-            optimizer.zero_grad()
-            while pipeline._idle():
-                pass
-        for one, gradient in zip(model.all, [3.0] * 4, strict=True):  # a norm that nothing predicts
-            (one * gradient).sum().backward()
-        transaction: Any = pipeline.transaction
-        assert transaction.in_phase(Phase.SPECULATED)
-        add_lists, steps = Predictor.add_lists, []
-
-        def judged(*arguments: Any) -> None:
-            if not steps:
-                steps.append(threading.get_ident())
-                optimizer.step()
-            add_lists(*arguments)
-
-        monkeypatch.setattr(Predictor, "add_lists", judged)
-        before = scheduler.statistics.interval_elements
-        assert pipeline._idle()
-        assert steps
-        assert scheduler.statistics.interval_elements > before
-        assert optimizer.statistics.steps == 9
