@@ -24,7 +24,7 @@ from superadam.optim import adam as adam_module
 from superadam.testing import SimulatedDevice
 
 DEEP = os.environ.get("SUPERADAM_DEEP") == "1"
-INTERRUPTIONS = 1000 if DEEP else 25
+INTERRUPTIONS = 1000 if DEEP else 15
 STEPS = 40
 LATEST_SECONDS = 0.004
 """After the beginning of an iteration, which takes about as long; decides where interruptions fall, and no result."""

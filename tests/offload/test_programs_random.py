@@ -47,7 +47,7 @@ pytestmark = [
 
 DEEP = os.environ.get("SUPERADAM_DEEP") == "1"
 MACHINE = settings(
-    max_examples=10_000 if DEEP else 80,
+    max_examples=10_000 if DEEP else 60,
     stateful_step_count=8,
     suppress_health_check=list(HealthCheck),
 )

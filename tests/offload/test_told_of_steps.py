@@ -314,7 +314,7 @@ def _owners(gradients: list[Tensor]) -> list[nn.Parameter]:
 
 
 @pytest.mark.slow
-@settings(max_examples=settings().max_examples // 2)
+@settings(max_examples=settings().max_examples // 4)
 @given(
     program=st.lists(st.tuples(st.sampled_from(sorted(CHANGES)), st.sampled_from(FACTORS)), min_size=4, max_size=10),
     clips=st.integers(0, 3),
