@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.float_modes import flushed_denormals, rounded_upward
 from support.kernel_arrays import Job, jobs, make_segment
@@ -54,6 +54,7 @@ def check_under(setting: Setting, job: Job, isa: str, threads: int) -> None:
 
 @pytest.mark.slow
 @SETTINGS
+@settings(max_examples=settings.default.max_examples // 2)
 @given(data=st.data())
 def test_bits_do_not_depend_on_the_callers_setting(isa: str, setting: Setting, data: st.DataObject) -> None:
     job = data.draw(st.sampled_from(Pass).flatmap(jobs))

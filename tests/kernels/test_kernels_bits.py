@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import formula
 from support.compact import BLOCK
@@ -38,6 +38,7 @@ def check_against_oracle(job: Job, isa: str, threads: int = 1) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("which", Pass, ids=lambda which: which.name)
+@settings(max_examples=settings.default.max_examples // 2)
 @given(data=st.data())
 def test_bits_of_the_oracle(isa: str, which: Pass, data: st.DataObject) -> None:
     check_against_oracle(data.draw(jobs(which)), isa)

@@ -496,6 +496,7 @@ def run_of(program: Program, where: str, write: Write, *, reloads: bool = False)
     return everything(model, optimizer), run
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("where", [*DEVICES, "kept"])
 @pytest.mark.parametrize("program", PROGRAMS, ids=str)
 def test_uncounted_writes_are_found_or_need_reload_masters(program: Program, where: str) -> None:
