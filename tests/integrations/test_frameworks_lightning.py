@@ -1,9 +1,9 @@
-"""Lightning's Trainer with its own loop: the bits with a scheduler are those without."""
+"""Lightning's Trainer with its own loop and `Offload`: the bits with a scheduler are those without."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,10 @@ import torch
 from lightning.pytorch.callbacks import BaseFinetuning, EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.utilities import grad_norm
 from support.frameworks import Predictor, Run, Sentences, Training, adamw, assert_same, compare, dtypes, everything_in
-from support.visible import bits, state_bits
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from superadam import SpeculativeCPUAdamW
 from superadam.integrations.lightning import Offload
 
 pytestmark = [
@@ -44,13 +42,11 @@ class Module(lightning.LightningModule):
     def __init__(self, dtype: torch.dtype, *, norms: bool = False, moments: str = "fp32") -> None:
         super().__init__()
         self.model = Predictor(dtype)
-        self.optimizer: SpeculativeCPUAdamW | None = adamw(self.model, moments=moments)
-        self.norms = norms
+        self.moments, self.norms = moments, norms
         self.logged: list[dict[str, Any]] = []
 
     def configure_optimizers(self) -> Optimizer:
-        assert self.optimizer is not None
-        return self.optimizer
+        return adamw(self.model, moments=self.moments)
 
     def training_step(self, batch: Tensor, index: int) -> Tensor:
         loss: Tensor = self.model(batch)
@@ -98,80 +94,90 @@ class Limiting(Manual):
         self.manual_backward(loss)
         if self.way == "attribute":
             optimizer.max_grad_norm = 0.1
-            assert optimizer.max_grad_norm == self.optimizer.max_grad_norm == 0.1
+            assert optimizer.max_grad_norm == optimizer.optimizer.max_grad_norm == 0.1
         else:
             self.logged[-1]["norm"] = optimizer.clip_grad_norm_(0.1)
         optimizer.step()
-        outcome = self.optimizer.last_outcome
+        outcome = optimizer.optimizer.last_outcome
         assert outcome is not None
         assert optimizer.last_outcome is outcome
         self.logged[-1].update(kind=outcome.kind, outcome=outcome.grad_norm)
         return loss
 
 
-def fitted(module: Module, run: Run, *, resume: str | None = None, **options: Any) -> None:
-    """Train with a scheduler open around all that Lightning does, before training and after it."""
-    if module.optimizer is not None:
-        run.open(module.optimizer, module)
+class Watched(Offload):
+    """Shows a run the schedulers, which are closed when training ends."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(num_threads=1, bucket_numel=500)
+        self.run = run
+
+    def on_train_start(self, *arguments: Any) -> None:
+        super().on_train_start(*arguments)
+        self.run.schedulers += self.schedulers
+
+
+def fitted(module: Any, run: Run, *, resume: str | None = None, callbacks: Any = (), **options: Any) -> None:
+    """Train, with `Offload` if there are to be schedulers."""
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     chosen = {"max_epochs": 2, "enable_checkpointing": False, "num_sanity_val_steps": 0, **quiet, **options}
     batches = DataLoader(Sentences(), batch_size=2)
-    lightning.Trainer(accelerator="cpu", **chosen).fit(module, batches, batches, ckpt_path=resume)
+    own = [Watched(run)] if run.scheduled else []
+    trainer = lightning.Trainer(accelerator="cpu", callbacks=[*own, *callbacks], **chosen)
+    trainer.fit(module, batches, batches, ckpt_path=resume)
+    assert all(callback.schedulers == [] for callback in own)
+    run.optimizers += trainer.optimizers
     run.logged += module.logged
 
 
-def automatic(
-    dtype: torch.dtype, *, norms: bool = False, callback: Callable[[], lightning.Callback] | None = None, **options: Any
-) -> Training:
-    def train(run: Run) -> None:
-        callbacks = [callback()] if callback else []
-        fitted(Module(dtype, norms=norms), run, callbacks=callbacks, **options)
-
-    return train
+def automatic(dtype: torch.dtype, **options: Any) -> Training:
+    return lambda run: fitted(Module(dtype), run, **options)
 
 
-@pytest.mark.covering(1)
-@dtypes
-@pytest.mark.parametrize("size", [1.2, 0.1])
-def test_clipping_by_norm(dtype: torch.dtype, size: float) -> None:
-    compare(automatic(dtype, gradient_clip_val=size), dtype, accepts=size > 0.1)
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "no limit": {},
+    "a limit that clips some steps": {"gradient_clip_val": 1.2},
+    "a limit that clips every step": {"gradient_clip_val": 0.1},
+    "clipped values": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    "two micro-batches, of which the last step of an epoch has fewer": {"accumulate_grad_batches": 2},
+    "three micro-batches, clipped": {"accumulate_grad_batches": 3, "gradient_clip_val": 0.69},
+}
 
 
 @dtypes
-def test_clipping_by_value(dtype: torch.dtype) -> None:
-    compare(automatic(dtype, gradient_clip_val=0.01, gradient_clip_algorithm="value"), dtype, accepts=None)
-
-
 @pytest.mark.covering(1)
-@dtypes
-@pytest.mark.parametrize("steps", [1, 2, 3])
-def test_accumulation(dtype: torch.dtype, steps: int) -> None:
-    """The last step of an epoch has fewer micro-batches."""
-    compare(automatic(dtype, accumulate_grad_batches=steps), dtype)
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_training(dtype: torch.dtype, name: str) -> None:
+    accepts = {"a limit that clips every step": False, "clipped values": None}.get(name, True)
+    compare(automatic(dtype, **CONFIGURATIONS[name]), dtype, accepts=accepts)
 
 
-def test_accumulation_with_clipping() -> None:
-    compare(automatic(torch.bfloat16, accumulate_grad_batches=3, gradient_clip_val=0.69))
-
-
-def test_model_in_bf16_by_precision() -> None:
-    compare(automatic(torch.bfloat16, precision="bf16-true", gradient_clip_val=1.2))
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("size", [None, 0.5])
-@pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
-def test_precision(precision: str, size: float | None) -> None:
-    compare(automatic(torch.float32, precision=precision, gradient_clip_val=size), torch.float32)
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed", "32-true"])
+def test_precision(precision: str) -> None:
+    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float32
+    compare(automatic(dtype, precision=precision, gradient_clip_val=1.2), dtype)
 
 
 def test_detection_of_anomalies() -> None:
     compare(automatic(torch.bfloat16, detect_anomaly=True, gradient_clip_val=1.2))
 
 
+def test_weights_that_are_averaged() -> None:
+    """They take the place of those that are trained while these are validated, and at the end.
+
+    They are written through `.data`, which masters show after the next step at the latest.
+    """
+    seen = []
+    for scheduled in (False, True):
+        averaging = [EMAWeightAveraging(decay=0.5)]
+        found = everything_in(automatic(torch.bfloat16, callbacks=averaging), scheduled=scheduled, accepts=True)
+        seen.append({name: value for name, value in found.items() if not name.endswith("master")})
+    assert_same(*seen)
+
+
 @dtypes
 def test_norms_of_all_parameters(dtype: torch.dtype) -> None:
-    seen = compare(automatic(dtype, norms=True), dtype)
+    seen = compare(lambda run: fitted(Module(dtype, norms=True), run), dtype)
     assert sum("grad_" in name for name in seen) == 14 * 3 * 16  # one of each parameter, and one of all
 
 
@@ -183,26 +189,15 @@ def test_manual_optimization(dtype: torch.dtype, algorithm: str, size: float) ->
     compare(lambda run: fitted(Manual(dtype, clip), run), dtype, accepts=True if algorithm == "norm" else None)
 
 
-@pytest.mark.covering(1)
 @dtypes
-@pytest.mark.parametrize("way", ["attribute", "method"])
-def test_our_own_limit_through_what_lightning_hands_out(dtype: torch.dtype, way: str) -> None:
+def test_our_own_limit_through_what_lightning_hands_out(dtype: torch.dtype) -> None:
     """`self.optimizers()` is an object of another class, which Lightning makes and keeps with the optimizer."""
-    seen = compare(lambda run: fitted(Limiting(dtype, way), run), dtype, accepts=False)
-    assert {value for name, value in seen.items() if name.endswith("kind")} == {"<StepKind.CLIPPED: 'clipped'>"}
-
-
-def test_both_ways_of_setting_our_limit_are_one() -> None:
-    ways: list[dict[str, Any]] = [
-        everything_in(lambda run, way=way: fitted(Limiting(torch.bfloat16, way), run), scheduled=True)
+    ways = [
+        compare(lambda run, way=way: fitted(Limiting(dtype, way), run), dtype, accepts=False)
         for way in ("attribute", "method")
     ]
-    assert ways[0].items() <= ways[1].items()
-
-
-def test_weights_that_are_averaged() -> None:
-    """They take the place of those that are trained while these are validated, and at the end."""
-    compare(automatic(torch.bfloat16, callback=lambda: EMAWeightAveraging(decay=0.5)))
+    assert {value for name, value in ways[0].items() if name.endswith("kind")} == {"<StepKind.CLIPPED: 'clipped'>"}
+    assert ways[0].items() <= ways[1].items()  # which has norms, too
 
 
 class Unfreezing(BaseFinetuning):
@@ -216,26 +211,9 @@ class Unfreezing(BaseFinetuning):
             self.unfreeze_and_add_param_group([module.model.embedding, module.model.blocks[0]], optimizer)
 
 
-class Late(Module):
-    """Makes its optimizer when Lightning asks for one, and opens the scheduler when training begins."""
-
-    def __init__(self, dtype: torch.dtype, run: Run) -> None:
-        super().__init__(dtype)
-        self.optimizer = None
-        self.run = run
-
-    def configure_optimizers(self) -> Optimizer:
-        self.optimizer = adamw(self.model)
-        return self.optimizer
-
-    def on_train_start(self) -> None:
-        assert self.optimizer is not None
-        self.run.open(self.optimizer, self)
-
-
 @dtypes
 def test_layers_that_are_trained_later(dtype: torch.dtype) -> None:
-    seen = compare(lambda run: fitted(Late(dtype, run), run, callbacks=[Unfreezing()]), dtype)
+    seen = compare(lambda run: fitted(Module(dtype), run, callbacks=[Unfreezing()]), dtype)
     assert sum(name.startswith("parameter") for name in seen) == 15
 
 
@@ -267,22 +245,15 @@ def test_resumption(moments: str, tmp_path: Path) -> None:
 class Rivals(lightning.LightningModule):
     """Two models with an optimizer each; the second is trained on what the first one makes of a batch."""
 
-    optimizer = None  # there are two, which are made late
-
-    def __init__(self, dtype: torch.dtype, run: Run) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.run = run
         self.models = torch.nn.ModuleList([Predictor(dtype), Predictor(dtype)])
         self.logged: list[dict[str, Any]] = []
 
     def configure_optimizers(self) -> tuple[Optimizer, Optimizer]:
         first, second = map(adamw, self.models)
         return first, second
-
-    def on_train_start(self) -> None:
-        for optimizer, model in zip(self.optimizers(use_pl_optimizer=False), self.models, strict=True):
-            self.run.open(optimizer, model)
 
     def training_step(self, batch: Tensor, index: int) -> None:
         first, second = self.optimizers()
@@ -302,74 +273,28 @@ class Rivals(lightning.LightningModule):
 @dtypes
 def test_two_optimizers(dtype: torch.dtype) -> None:
     """Each has a scheduler, and freezes the other's parameters while it is at work."""
-    seen = compare(lambda run: fitted(Rivals(dtype, run), run), dtype)
+    seen = compare(lambda run: fitted(Rivals(dtype), run), dtype)
     assert sum(name.startswith("parameter 1") for name in seen) == 15
 
 
-# ---- superadam.integrations.lightning.Offload ---------------------------------------------------------------------
-
-
-def fit(module: Module, folder: Path, callbacks: list[Any], **options: Any) -> None:
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
-    trainer = lightning.Trainer(
-        default_root_dir=folder, max_epochs=2, callbacks=callbacks, enable_model_summary=False, **{**quiet, **options}
-    )
-    trainer.fit(module, DataLoader(Sentences(), batch_size=2))
-
-
-WAYS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "clipped": {"gradient_clip_val": 1.0},
-    "micro-batches": {"accumulate_grad_batches": 2},
-}
-
-
-@dtypes
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("way", WAYS)
-def test_training_has_the_bits_of_training_without_the_callback(tmp_path: Path, way: str, dtype: torch.dtype) -> None:
-    seen = []
-    for callbacks in ([], [Offload(num_threads=1, bucket_numel=500)]):
-        module = Module(dtype)
-        fit(module, tmp_path, callbacks, **WAYS[way])
-        assert module.optimizer is not None
-        logged = [bits(value) for one in module.logged for value in one.values()]
-        seen.append((state_bits(module.optimizer), logged))
-    assert seen[0] == seen[1]
-    assert callbacks[0].schedulers == []
-    assert (module.optimizer.statistics.accepted > 0) is (dtype == torch.bfloat16)
-
-
-def test_a_loop_of_its_own(tmp_path: Path) -> None:
-    seen = []
-    for callbacks in ([], [Offload(num_threads=1, bucket_numel=500)]):
-        module = Manual(torch.bfloat16, {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "norm"})
-        fit(module, tmp_path, callbacks)
-        assert module.optimizer is not None
-        seen.append(state_bits(module.optimizer))
-    assert seen[0] == seen[1]
-    assert module.optimizer.statistics.accepted > 0
-
-
-def test_an_error_closes_the_scheduler(tmp_path: Path) -> None:
+def test_an_error_closes_the_scheduler() -> None:
     class Failing(Module):
-        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        def training_step(self, batch: Tensor, index: int) -> Tensor:
             if index == 3:
-                assert offload.schedulers
+                assert run.schedulers[0].statistics.buckets > 0
                 raise KeyError("planted")
             return super().training_step(batch, index)
 
-    module, offload = Failing(torch.bfloat16), Offload(num_threads=1)
+    module, run = Failing(torch.bfloat16), Run(scheduled=True)
     with pytest.raises(KeyError, match="planted"):
-        fit(module, tmp_path, [offload])
-    assert offload.schedulers == []
+        fitted(module, run)
     assert not any(one._post_accumulate_grad_hooks for one in module.parameters())
 
 
-def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
+def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(TypeError, match="bucket_size"):
         Offload(bucket_size=3)
     module = Module(torch.bfloat16)
-    module.optimizer = torch.optim.AdamW(module.parameters())  # type: ignore[assignment]
+    module.configure_optimizers = lambda: torch.optim.AdamW(module.parameters())  # type: ignore[method-assign]
     with pytest.raises(TypeError, match="expected a SpeculativeCPUAdam"):
-        fit(module, tmp_path, [Offload()])
+        fitted(module, Run(scheduled=True))

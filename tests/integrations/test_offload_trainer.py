@@ -8,21 +8,20 @@ import io
 import logging
 import math
 import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from integrations.test_frameworks_transformers import Examples, llama, norms
-from support.frameworks import assert_same, dtypes, history
+from support.children import exit_code_of_child
+from support.frameworks import VOCABULARY, Sentences, assert_same, dtypes, history
 from support.visible import bits, state_bits
-from torch import nn
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainerState, TrainingArguments
 
-from superadam import SpeculativeCPUAdam, SpeculativeCPUAdamW
+from superadam import OffloadScheduler, SpeculativeCPUAdam, SpeculativeCPUAdamW
 from superadam.integrations import transformers as integration
 from superadam.integrations.transformers import offload
 
@@ -33,7 +32,30 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
 ]
 
+DEEP = os.environ.get("SUPERADAM_DEEP") == "1"
 SCHEDULER = {"num_threads": 1, "bucket_numel": 500}
+
+
+class Examples(Dataset[dict[str, Tensor]]):
+    """Seven batches of two sentences, as language models of transformers take them."""
+
+    def __init__(self, count: int = 14) -> None:
+        self.sentences = Sentences(count, 20)
+
+    def __len__(self) -> int:
+        return len(self.sentences)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = self.sentences[index]
+        return {"input_ids": tokens, "labels": tokens, "attention_mask": torch.ones_like(tokens)}
+
+
+def llama(dtype: torch.dtype, **options: Any) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "max_position_embeddings": 32}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    config = LlamaConfig(**{"num_hidden_layers": 2, **sizes, **heads, **options})
+    return LlamaForCausalLM(config).to(dtype)
 
 
 def trainer_in(folder: Path, dtype: torch.dtype, *, model: dict[str, Any] | None = None, **options: Any) -> Trainer:
@@ -65,23 +87,40 @@ def without(trainer: Trainer) -> Trainer:
     return trainer
 
 
-REENTRANT = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+def checkpointing(*, reentrant: bool) -> dict[str, Any]:
+    return {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
 
-DEEP = os.environ.get("SUPERADAM_DEEP") == "1"
+
+class Poison(TrainerCallback):
+    """Spoils the gradients of the fourth step."""
+
+    def on_pre_optimizer_step(self, _: Any, state: TrainerState, *__: Any, model: nn.Module, **___: Any) -> None:
+        if state.global_step == 3:
+            next(model.parameters()).grad.view(-1)[0] = math.nan  # type: ignore[union-attr]
+
+
+class Editing(TrainerCallback):
+    """Edits some gradients before some of the steps."""
+
+    def on_pre_optimizer_step(self, _: Any, state: TrainerState, *__: Any, model: nn.Module, **___: Any) -> None:
+        if state.global_step % 4 == 2:
+            first, second, third = list(model.parameters())[1:4]
+            first.grad *= 3  # type: ignore[operator]
+            second.grad[0] = 0.5  # type: ignore[index]
+            third.grad = None
+
+
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
-    "default limit": {},
+    "a limit that clips some steps": {},
     "a limit that clips every step": {"max_grad_norm": 0.1},
     "no limit": {"max_grad_norm": 0.0},
-    "a large limit": {"max_grad_norm": 1e6},
-    "two micro-batches": {"gradient_accumulation_steps": 2},
-    "three micro-batches": {"gradient_accumulation_steps": 3},
+    "two micro-batches, of which the last step of an epoch has fewer": {"gradient_accumulation_steps": 2},
+    "three micro-batches": {"gradient_accumulation_steps": 3, "max_grad_norm": 2.0},
     "tied weights": {"model": {"tie_word_embeddings": True}},
-    "checkpointing": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
-    "reentrant checkpointing": {
-        "gradient_checkpointing": True,
-        "gradient_checkpointing_kwargs": {"use_reentrant": True},
-    },
-    "best model": {
+    "checkpointing": checkpointing(reentrant=False),
+    "reentrant checkpointing": {"gradient_accumulation_steps": 2, **checkpointing(reentrant=True)},
+    "autocast": {"bf16": True},
+    "best weights are loaded at the end": {
         "eval_strategy": "steps",
         "eval_steps": 2,
         "save_strategy": "steps",
@@ -89,16 +128,29 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "load_best_model_at_end": True,
     },
     "rare logs": {"logging_steps": 4},
+    "NaN": {"callbacks": [Poison()], "max_grad_norm": 0.0},
+    "edited gradients": {"callbacks": [Editing()], "max_grad_norm": 0.0},
 }
 
 
-# test_frameworks_transformers.py trains in the other ways.
-OFTEN = ["default limit", "a limit that clips every step", "three micro-batches", "tied weights", "best model"]
+def norms(logged: list[dict[str, Any]]) -> list[float]:
+    """Return what the Trainer logged as gradient norms."""
+    return [entry["grad_norm"] for entry in logged if "grad_norm" in entry]
+
+
+def test_limits_clip_some_steps_or_every_one(tmp_path: Path) -> None:
+    for name, size in (("a limit that clips some steps", 1.0), ("a limit that clips every step", 0.1)):
+        trainer = without(trainer_in(tmp_path, torch.bfloat16, **CONFIGURATIONS[name]))
+        trainer.train()
+        found = norms(trainer.state.log_history)
+        assert len(found) == 14
+        assert max(found) > size
+        assert (min(found) < size) is ("some" in name)
 
 
 @dtypes
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("name", CONFIGURATIONS if DEEP else OFTEN)
+@pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_training_has_the_bits_of_the_same_optimizer_without_a_scheduler(
     tmp_path: Path, name: str, dtype: torch.dtype
 ) -> None:
@@ -110,9 +162,36 @@ def test_training_has_the_bits_of_the_same_optimizer_without_a_scheduler(
     assert_same(everything(plain), everything(trainer))
     if dtype == torch.bfloat16 and name != "a limit that clips every step":
         assert trainer.state.log_history[-1]["superadam_accepted"] > 0
+    assert trainer.state.log_history[-1]["superadam_skipped"] == (name == "NaN")
 
 
-@pytest.mark.parametrize("name", CONFIGURATIONS if DEEP else ["three micro-batches"])
+def test_training_whose_every_step_the_default_limit_clips_is_speculated_on(tmp_path: Path) -> None:
+    """With a learning rate as in fine-tuning, most values are published as they were speculated on."""
+    fine_tuning = {"per_device_train_batch_size": 7, "learning_rate": 1e-5, "num_train_epochs": 20}
+    trainer = trainer_in(tmp_path, torch.bfloat16, **fine_tuning)
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter.mul_(3.0)
+    offload(trainer, **SCHEDULER)
+    trainer.train()
+    assert min(norms(trainer.state.log_history)) > 1.0
+    accepted = sum(entry["superadam_accepted"] for entry in trainer.state.log_history[20:-1])
+    assert accepted >= 0.8 * 20 * len([*trainer.model.parameters()])
+
+
+def test_scheduler_that_is_open_around_all_that_the_trainer_does(tmp_path: Path) -> None:
+    seen = []
+    for is_scheduled in (False, True):
+        trainer = trainer_in(tmp_path, torch.bfloat16)
+        optimizer = trainer.optimizer = SpeculativeCPUAdamW(trainer.model.parameters(), lr=1e-2)
+        with OffloadScheduler(optimizer, trainer.model, **SCHEDULER) if is_scheduled else contextlib.nullcontext():
+            trainer.train()
+            seen.append(everything(trainer))
+    assert_same(*seen)
+    assert optimizer.statistics.accepted > 0
+
+
+@pytest.mark.parametrize("name", [*CONFIGURATIONS][4:5] if not DEEP else [*CONFIGURATIONS][:-2])
 def test_fp32_has_the_bits_of_the_stock_trainer(tmp_path: Path, name: str) -> None:
     stock = trainer_in(tmp_path / "stock", torch.float32, optim="adamw_torch_fused", **CONFIGURATIONS[name])
     stock.train()
@@ -274,26 +353,6 @@ def test_reporters_and_the_history_have_the_counts(tmp_path: Path) -> None:
     assert 0.0 <= last["superadam_hidden_share"] <= 1.0
 
 
-@dtypes
-def test_a_step_with_nan_is_skipped_and_told(tmp_path: Path, dtype: torch.dtype) -> None:
-    class Poison(TrainerCallback):
-        def on_pre_optimizer_step(self, _: Any, state: Any, *__: Any, model: nn.Module, **___: Any) -> None:
-            if state.global_step == 3:
-                next(model.parameters()).grad.view(-1)[0] = math.nan  # type: ignore[union-attr]
-
-    seen = []
-    for is_plain in (True, False):
-        trainer = trainer_in(tmp_path, dtype, callbacks=[Poison()], max_grad_norm=0.0)
-        if is_plain:
-            without(trainer)
-        else:
-            offload(trainer, **SCHEDULER)
-        trainer.train()
-        seen.append(everything(trainer))
-    assert repr(seen[0]) == repr(seen[1])
-    assert trainer.state.log_history[-1]["superadam_skipped"] == 1
-
-
 class Stop(TrainerCallback):
     def __init__(self, error: BaseException) -> None:
         self.error: BaseException | None = error
@@ -339,17 +398,22 @@ def test_a_smaller_batch_after_memory_ran_out(tmp_path: Path) -> None:
 
 
 @dtypes
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("moments", [None, "bf16"])
 def test_resumed_training_is_that_which_never_stopped(tmp_path: Path, moments: str | None, dtype: torch.dtype) -> None:
+    """With a scheduler or without one."""
     whole = trainer_in(tmp_path, dtype, save_strategy="steps", save_steps=5)
     offload(whole, moments=moments, **SCHEDULER)
     whole.train()
     saved = torch.load(tmp_path / "checkpoint-5" / "optimizer.pt", weights_only=True)["state"].values()
     assert {entry["exp_avg"].dtype for entry in saved} == {torch.bfloat16 if moments else torch.float32}
-    resumed = trainer_in(tmp_path, dtype)
-    offload(resumed, moments=moments, **SCHEDULER)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
-    assert_same(everything(whole), everything(resumed))
+    for is_scheduled in (False, True):
+        resumed = trainer_in(tmp_path, dtype)
+        callback = offload(resumed, moments=moments, **SCHEDULER)
+        if not is_scheduled:
+            resumed.callback_handler.callbacks.remove(callback)
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+        assert_same(everything(whole), everything(resumed))
     if dtype == torch.float32 and moments is None:
         stock = trainer_in(tmp_path, dtype)
         stock.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
@@ -467,48 +531,37 @@ def test_clipping_that_keeps_speculation_from_use_is_told_once(
         trainer.train()
     (told,) = [message for message in caplog.messages if "were clipped" in message]
     assert told.startswith("10 of 10 steps were clipped, ")
-    assert min(norms({f"{i} grad_norm": e["grad_norm"] for i, e in enumerate(trainer.state.log_history[:-1])})) > 0.01
+    assert min(norms(trainer.state.log_history)) > 0.01
 
 
 # ---- memory ------------------------------------------------------------------------------------------------------
 
-RESUMING = """
-import os, re, sys
-from pathlib import Path
 
-def memory(name):  # bytes
-    return int(re.search(rf"{name}:\\s+(\\d+) kB", Path("/proc/self/status").read_text()).group(1)) << 10
-
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
-from superadam.integrations.transformers import offload
-
-torch.set_num_threads(1)
-sizes = {"vocab_size": 2000, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 25}
-config = LlamaConfig(**sizes, num_attention_heads=4)
-data = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 4
-options = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "max_steps": 1, "save_steps": 1}
-
-class Peak(TrainerCallback):
-    def on_train_begin(self, *_, model, **__):  # everything is loaded
-        print((memory("VmHWM") - before) / sum(p.numel() for p in model.parameters()), flush=True)
-
-for is_resumed in (None, True):
-    if not os.fork():  # peaks are those of a process
-        before = memory("VmRSS")
-        arguments = TrainingArguments(sys.argv[1], per_device_train_batch_size=1, **options)
-        trainer = Trainer(LlamaForCausalLM(config).to(torch.bfloat16), arguments, None, data, callbacks=[Peak()])
-        offload(trainer, num_threads=1)
-        trainer.train(resume_from_checkpoint=is_resumed)
-        os._exit(0)
-    assert os.wait()[1] == 0
-"""
+def memory_of_process(name: str) -> int:
+    """Return an entry of /proc/self/status in bytes."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:"))
+    return 1024 * int(line.split()[1])
 
 
 def test_resuming_takes_the_memory_of_training(tmp_path: Path) -> None:
     """Peak resident memory, in bytes for each parameter: 2 of the model, 12 of the state, and what comes and goes."""
-    command = [sys.executable, "-c", RESUMING, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    fresh, resumed = (float(line) for line in done.stdout.splitlines() if not line.startswith("{"))
-    assert 12.0 < resumed <= 16.0, f"{resumed:.1f} bytes, {fresh:.1f} without a checkpoint"
+    sizes = {"vocab_size": 2000, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 12}
+    found: dict[bool, float] = {}
+
+    def train(*, is_resumed: bool) -> None:
+        class Peak(TrainerCallback):
+            def on_train_begin(self, *_: Any, model: nn.Module, **__: Any) -> None:  # everything is loaded
+                taken = (memory_of_process("VmHWM") - before) / sum(one.numel() for one in model.parameters())
+                (tmp_path / str(is_resumed)).write_text(str(taken))
+
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        before = memory_of_process("VmRSS")
+        once = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
+        trainer = trainer_in(tmp_path, torch.bfloat16, model=sizes, callbacks=[Peak()], **once)
+        offload(trainer, num_threads=1)
+        trainer.train(resume_from_checkpoint=is_resumed or None)
+
+    for is_resumed in (False, True):
+        assert exit_code_of_child(lambda: train(is_resumed=is_resumed)) == 0  # noqa: B023
+        found[is_resumed] = float((tmp_path / str(is_resumed)).read_text())
+    assert 12.0 < found[True] <= 16.0, f"{found[True]:.1f} bytes, {found[False]:.1f} without a checkpoint"
