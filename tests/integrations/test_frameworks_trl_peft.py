@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import runpy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ import torch
 import transformers
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DistributedType
-from integrations.test_offload_trainer import SCHEDULER, everything, without
+from integrations.test_offload_trainer import SCHEDULER, everything, norms, without, without_state
 from peft import LoraConfig, get_peft_model
-from support.frameworks import Run, Training, adamw, assert_same, compare, dtypes, history
+from support.frameworks import assert_same, dtypes
 from support.presets import PRESETS
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
@@ -24,7 +25,6 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
     Trainer,
-    TrainerCallback,
     TrainingArguments,
 )
 from trl import ModelConfig, ScriptArguments, SFTConfig, SFTTrainer, TrlParser
@@ -43,14 +43,6 @@ FineTuning = runpy.run_path(str(EXAMPLES / "finetune.py"), run_name="finetune")[
 
 WORDS = 60
 ADAPTERS = ["q_proj", "v_proj", "down_proj"]
-
-
-class Opening(TrainerCallback):
-    def __init__(self, run: Run) -> None:
-        self.run = run
-
-    def on_train_begin(self, *_: Any, model: nn.Module, optimizer: Any, **__: Any) -> None:
-        self.run.open(optimizer.optimizer, model)
 
 
 def llama(dtype: torch.dtype) -> LlamaForCausalLM:
@@ -81,41 +73,37 @@ def adapted(base: torch.dtype, adapters: torch.dtype) -> nn.Module:
     return model
 
 
-def trained(trainer: Trainer, run: Run) -> None:
-    """Train with a scheduler that is opened when training begins."""
-    trainer.add_callback(Opening(run))
-    trainer.train()
-    run.logged += history(trainer.state.log_history)
-
-
 QUIET = {"report_to": [], "disable_tqdm": True, "use_cpu": True, "save_strategy": "no"}
-OFTEN = {"per_device_train_batch_size": 2, "num_train_epochs": 2, "logging_steps": 1}
+OFTEN = {"per_device_train_batch_size": 2, "num_train_epochs": 1, "logging_steps": 1}
 
 
-def fine_tuned(folder: Path, make: Any, **arguments: Any) -> Training:
-    """Return supervised fine-tuning as TRL does it, of what `make` returns."""
+def chosen(folder: Path, **options: Any) -> dict[str, Any]:
+    """Return arguments; limits are such that some steps are clipped, but for adapters."""
+    return {"output_dir": str(folder), "bf16": False, "learning_rate": 1e-2, **QUIET, **OFTEN, **options}
+
+
+def compare(make: Callable[[], Trainer], dtype: torch.dtype) -> Trainer:
+    """Check that `offload` changes no bit of what a Trainer makes, in fp32 none of the stock Trainer's; return one."""
+    plain = without(make())
+    plain.train()
+    ours = make()
+    offload(ours, **SCHEDULER)
+    ours.train()
+    assert_same(everything(plain), everything(ours))
+    if dtype == torch.float32:
+        stock = make()
+        stock.train()
+        assert_same(everything(stock), without_state(ours))
+    else:
+        assert ours.state.log_history[-1]["superadam_accepted"] > 0
+    return ours
+
+
+def sft_trainer(model: nn.Module, folder: Path, **options: Any) -> Trainer:
     from datasets import Dataset  # it looks at the environment, which `frameworks` prepares
 
-    def train(run: Run) -> None:
-        model = make()
-        chosen = SFTConfig(str(folder), **{"bf16": False, "max_grad_norm": 2.5, **QUIET, **OFTEN, **arguments})
-        data = Dataset.from_dict({"text": texts()})
-        optimizers = (adamw(model), None)
-        trained(SFTTrainer(model, chosen, None, data, processing_class=tokenizer(), optimizers=optimizers), run)
-
-    return train
-
-
-@pytest.mark.covering(1)
-@dtypes
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_sft(tmp_path: Path, dtype: torch.dtype, accumulation: int) -> None:
-    compare(fine_tuned(tmp_path, lambda: llama(dtype), gradient_accumulation_steps=accumulation), dtype)
-
-
-def test_sft_as_configured_by_default(tmp_path: Path) -> None:
-    """With autocast to bf16 and checkpointing."""
-    compare(fine_tuned(tmp_path, lambda: llama(torch.float32), bf16=True), torch.float32)
+    data = Dataset.from_dict({"text": texts()})
+    return SFTTrainer(model, SFTConfig(**chosen(folder, **options)), None, data, processing_class=tokenizer())
 
 
 SIZES = {
@@ -162,10 +150,10 @@ def spoiled(config: type[transformers.PreTrainedConfig]) -> nn.Module:
 @pytest.mark.parametrize("config", ARCHITECTURES)
 def test_architectures_of_presets(tmp_path: Path, config: type[transformers.PreTrainedConfig]) -> None:
     """With frozen parameters, experts in one tensor, dropout and losses of routers; some steps clipped, one skipped."""
-    seen = compare(fine_tuned(tmp_path, lambda: spoiled(config), max_grad_norm=2.2, num_train_epochs=1))
-    norms = [float(value) for name, value in seen.items() if name.endswith("grad_norm")]
-    assert min(norms) < 2.2 < max(norms), norms
-    assert [math.isnan(norm) for norm in norms] == [i == 3 for i in range(len(norms))]
+    trainer = compare(lambda: sft_trainer(spoiled(config), tmp_path, max_grad_norm=2.2), torch.bfloat16)
+    found = norms(trainer.state.log_history)
+    assert min(found) < 2.2 < max(found), found
+    assert [math.isnan(norm) for norm in found] == [i == 3 for i in range(len(found))]
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -193,15 +181,6 @@ def test_presets_are_launched_with_fsdp2() -> None:
     assert {path.stem for path in (EXAMPLES / "presets").iterdir()} == {*PRESETS, "fsdp2"}
 
 
-PAIRS = [(torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float32, torch.float32)]
-pairs = pytest.mark.parametrize(("base", "adapters"), PAIRS, ids=["bf16", "bf16-fp32", "fp32"])
-
-
-@pairs
-def test_sft_of_adapters(tmp_path: Path, base: torch.dtype, adapters: torch.dtype) -> None:
-    compare(fine_tuned(tmp_path, lambda: adapted(base, adapters)), adapters)
-
-
 class Examples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     def __init__(self) -> None:
         self.tokens = torch.tensor([tokenizer()(text)["input_ids"] for text in texts()])
@@ -211,30 +190,6 @@ class Examples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
-
-
-@pairs
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_trainer_with_adapters(
-    tmp_path: Path, base: torch.dtype, adapters: torch.dtype, accumulation: int, checkpointing: bool
-) -> None:
-    def train(run: Run) -> None:
-        model = adapted(base, adapters)
-        steps = {"gradient_accumulation_steps": accumulation, "gradient_checkpointing": checkpointing}
-        arguments = TrainingArguments(str(tmp_path), **{**QUIET, **OFTEN, **steps})
-        trained(Trainer(model, arguments, train_dataset=Examples(), optimizers=(adamw(model), None)), run)
-
-    compare(train, adapters)
-
-
-# ---- with one line -----------------------------------------------------------------------------------------------
-
-
-def chosen(folder: Path, **options: Any) -> dict[str, Any]:
-    """Return arguments; limits are such that some steps are clipped, but for adapters."""
-    fixed = {"output_dir": str(folder), "bf16": False, "learning_rate": 1e-2}
-    return {**fixed, **QUIET, **OFTEN, "num_train_epochs": 1, **options}
 
 
 def pieces(first: int, last: int) -> list[str]:
@@ -247,12 +202,19 @@ TEMPLATE = (
 )
 
 
-def sft_trainer_with_adapters(dtype: torch.dtype, folder: Path) -> Trainer:
-    from datasets import Dataset
+def sft_trainer_as_configured_by_default(dtype: torch.dtype, folder: Path) -> Trainer:
+    """With checkpointing; of a model in fp32, with autocast to bf16."""
+    return sft_trainer(llama(dtype), folder, bf16=dtype == torch.float32, max_grad_norm=2.5)
 
-    arguments = SFTConfig(**chosen(folder))
-    data = Dataset.from_dict({"text": texts()})
-    return SFTTrainer(adapted(dtype, dtype), arguments, None, data, processing_class=tokenizer())
+
+def trainer_with_adapters(dtype: torch.dtype, folder: Path) -> Trainer:
+    """Adapters in fp32, also of a model in bf16."""
+    arguments = TrainingArguments(**chosen(folder, gradient_accumulation_steps=2))
+    return Trainer(adapted(dtype, torch.float32), arguments, train_dataset=Examples())
+
+
+def sft_trainer_with_adapters(dtype: torch.dtype, folder: Path) -> Trainer:
+    return sft_trainer(adapted(dtype, dtype), folder, gradient_accumulation_steps=2)
 
 
 def sft_trainer_that_packs(dtype: torch.dtype, folder: Path) -> Trainer:
@@ -300,22 +262,18 @@ def grpo_trainer(dtype: torch.dtype, folder: Path) -> Trainer:
     )
 
 
+MAKERS = [
+    sft_trainer_as_configured_by_default,
+    trainer_with_adapters,
+    sft_trainer_with_adapters,
+    sft_trainer_that_packs,
+    dpo_trainer,
+    grpo_trainer,
+]
+
+
 @dtypes
-@pytest.mark.parametrize("make", [sft_trainer_with_adapters, sft_trainer_that_packs, dpo_trainer, grpo_trainer])
+@pytest.mark.parametrize("make", MAKERS)
 def test_offload(tmp_path: Path, make: Any, dtype: torch.dtype) -> None:
     """The bits are those of the same optimizer without a scheduler; in fp32 also those of torch's."""
-    seen, accepted = [], 0
-    for is_scheduled, is_stock in ((False, False), (True, False), (False, True))[: 3 if dtype == torch.float32 else 2]:
-        trainer = make(dtype, tmp_path)
-        if is_scheduled:
-            offload(trainer, **SCHEDULER)
-        elif not is_stock:
-            without(trainer)
-        trainer.train()
-        seen.append(everything(trainer))
-        accepted += trainer.state.log_history[-1].get("superadam_accepted", 0)
-    assert_same(*seen[:2])
-    if dtype == torch.float32:
-        assert_same(seen[2], {name: value for name, value in seen[1].items() if name != "state"})
-    else:
-        assert accepted > 0
+    compare(lambda: make(dtype, tmp_path), torch.float32 if make is trainer_with_adapters else dtype)

@@ -101,7 +101,6 @@ class Run:
         schedulers: those that were opened.
         optimizers: whose parameters and state are compared.
         logged: per step, or whatever is logged at once, names and values.
-        kept: what a test remembers.
     """
 
     def __init__(self, *, scheduled: bool) -> None:
@@ -109,7 +108,6 @@ class Run:
         self.schedulers: list[OffloadScheduler] = []
         self.optimizers: list[Optimizer] = []
         self.logged: list[dict[str, Any]] = []
-        self.kept: dict[Any, Any] = {}
 
     def open(self, optimizer: Optimizer, model: nn.Module) -> None:
         """Let an optimizer train a model: with a scheduler, if there is to be one, and buckets of a few parameters."""
