@@ -7,6 +7,7 @@ import operator
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from support.ranks import on_ranks
 from support.shards import Oracle, local, wrap
 from support.visible import bits
 from torch import Tensor, nn
+from torch.distributed.checkpoint import load, save
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -141,6 +143,7 @@ OPTIONS: dict[str, Any] = {
 
 
 @BOTH
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("options", OPTIONS)
 @on_ranks(2)
 def test_the_next_forward_sees_new_values(rank: int, options: str, dtype: torch.dtype) -> None:
@@ -293,6 +296,7 @@ def test_parts_that_are_replaced(rank: int) -> None:
 
 
 @BOTH
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("way", ["dict", "file"])
 @on_ranks(2)
 def test_state_dicts_go_round(rank: int, dtype: torch.dtype, way: str) -> None:
@@ -346,19 +350,34 @@ def test_copies_and_pickles(rank: int) -> None:
 
 
 @BOTH
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("is_full", [False, True])
+@pytest.mark.parametrize("moments", ["fp32", "bf16"])
 @on_ranks(2)
-def test_functions_of_distributed_checkpoint(rank: int, dtype: torch.dtype, is_full: bool) -> None:
-    """Where every parameter that is trained has state, which they need of every optimizer."""
+def test_functions_of_distributed_checkpoint(
+    rank: int, dtype: torch.dtype, is_full: bool, moments: str, tmp_path: Path
+) -> None:
+    """Where every parameter that is trained has state, which they need of every optimizer; shards go through files."""
     options = StateDictOptions(full_state_dict=is_full)
     models = [model_of(dtype), model_of(dtype)]
-    optimizer, loaded = (SpeculativeCPUAdamW(m.parameters(), lr=1e-2) for m in models)
-    for parameter in filter(operator.attrgetter("requires_grad"), models[0].parameters()):
-        parameter.grad = torch.ones_like(parameter)
+    optimizer, loaded = (SpeculativeCPUAdamW(m.parameters(), lr=1e-2, moments=moments) for m in models)
+    for model in models[: 1 if is_full else 2]:
+        for parameter in filter(operator.attrgetter("requires_grad"), model.parameters()):
+            parameter.grad = torch.ones_like(parameter)
     optimizer.step()
+    optimizer.zero_grad()
     state_dict = get_optimizer_state_dict(models[0], optimizer, options=options)
+    if not is_full:
+        save({"optimizer": state_dict}, checkpoint_id=tmp_path)
+        loaded.step()
+        loaded.zero_grad()
+        state_dict = get_optimizer_state_dict(models[1], loaded, options=options)
+        load({"optimizer": state_dict}, checkpoint_id=tmp_path)
     set_optimizer_state_dict(models[1], loaded, state_dict, options=options)
     models[1].load_state_dict(models[0].state_dict())
+    assert state_of(optimizer) == state_of(loaded)
+    for model, one in zip(models, (optimizer, loaded), strict=True):
+        train(model, one, rank, range(2))
     assert state_of(optimizer) == state_of(loaded)
 
 
