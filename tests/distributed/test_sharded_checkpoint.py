@@ -1,10 +1,14 @@
-"""Checkpoints of `fully_shard` on several ranks: the same state on any number of ranks, and one fate for all."""
+"""Checkpoints of `fully_shard` on several ranks: the same state on any number of ranks, and one fate for all.
+
+Also of saves beside training.
+"""
 
 from __future__ import annotations
 
 import os
 import resource
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +16,14 @@ import pytest
 import torch
 from support import ranks
 from torch import distributed, nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from superadam import SpeculativeCPUAdamW
-from superadam.integrations import checkpoint_folder
-from superadam.integrations.distributed_checkpoint import CheckpointError, load, save
+from superadam import OffloadScheduler, SpeculativeCPUAdamW
+from superadam.host.memory import Claim
+from superadam.integrations import background_save, checkpoint_folder
+from superadam.integrations.distributed_checkpoint import CheckpointError, load, save, wait
 
 pytestmark = pytest.mark.slow
 
@@ -80,26 +86,43 @@ def content(model: nn.Module, optimizer: Any) -> dict[str, Any]:
     }
 
 
-def resume(rank: int, *, kind: Any, folder: str, seed: int, **options: Any) -> tuple[Any, Any, list[Any]]:
-    """Load a checkpoint, train, and save; return what was loaded, what was saved, and `extra`."""
+def resume(rank: int, *, kind: Any, folder: str, seed: int, waits: bool = True, **options: Any) -> tuple[Any, ...]:
+    """Load a checkpoint, train, and save; return what was loaded, what was saved, and `extra`.
+
+    Where it does not wait, training goes on meanwhile, and has the bits of training alone.
+    """
     model, optimizer = make(kind, seed, **options)
     extra = load(folder, model, optimizer) if seed else []
     loaded = content(model, optimizer)
     train(model, optimizer, seed)
     names = {name for name, _ in model.named_parameters() if name not in ("frozen", "unused")}
     assert len(optimizer.state) == len(names)
-    save(folder, model, optimizer, extra=[*extra, {"seed": seed, "rank": rank}])
-    return loaded, content(model, optimizer), extra
+    saved = content(model, optimizer)
+    path = save(folder, model, optimizer, extra=[*extra, {"seed": seed, "rank": rank}], wait=waits)
+    if not waits:
+        scheduler = OffloadScheduler(optimizer, model, num_threads=1) if kind is SpeculativeCPUAdamW else None
+        for one in (7, 8):
+            train(model, optimizer, one)
+        wait()
+        assert path.exists()
+        assert len(background_save._groups) == 1
+        plain = make(kind, 5, **options)
+        load(path, *plain)
+        for one in (7, 8):
+            train(*plain, one)
+        assert content(model, optimizer) == content(*plain)
+        if scheduler is not None:
+            scheduler.close()
+    return loaded, saved, extra
 
 
-@pytest.mark.slow
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_state_is_the_same_on_any_number_of_ranks(kind: Any, dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("dtype", "waits"), [(torch.float32, True), (torch.bfloat16, False)])
+def test_state_is_the_same_on_any_number_of_ranks(kind: Any, dtype: torch.dtype, waits: bool, tmp_path: Path) -> None:
     saved: list[Any] = []
-    for seed, (size, replicas) in enumerate([(2, 1), (3, 1), (1, 1), (2, 2)]):
-        options = {"replicas": replicas, "dtype": dtype}
+    for seed, (size, replicas) in enumerate([(2, 1), (3, 1), (1, 1), (4, 2)]):
+        options = {"replicas": replicas, "dtype": dtype, "waits": waits}
         results = ranks.run(resume, size, kind=kind, folder=str(tmp_path), seed=seed, **options)
         for loaded, _, extra in results:
             assert extra == [{"seed": before, "rank": 0} for before in range(seed)]
@@ -108,6 +131,11 @@ def test_state_is_the_same_on_any_number_of_ranks(kind: Any, dtype: torch.dtype,
         assert all(result[1] == saved[-1] for result in results)
         assert seed == 0 or saved[-1] != saved[-2]
     assert [path.name for path in sorted(tmp_path.glob("save-*"))] == ["save-00000003", "save-00000004"]
+
+
+def save_beside_training(folder: str, model: Any, optimizer: Any) -> None:
+    save(folder, model, optimizer, wait=False)
+    wait()
 
 
 def fail_together(rank: int, *, kind: Any, folder: str) -> list[str]:
@@ -141,6 +169,7 @@ def fail_together(rank: int, *, kind: Any, folder: str) -> list[str]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     refused(save, optimizer, "state_dict", lambda: 1 / 0)
     refused(save, checkpoint_folder, "sha256", lambda path: path.read_text("ascii"))
+    refused(save_beside_training, checkpoint_folder, "sha256", lambda path: path.read_text("ascii"))
     refused(load, checkpoint_folder, "sha256", lambda path: path.read_text("ascii"))
     for damaged in sorted(newest.iterdir()):
         distributed.barrier()
@@ -157,15 +186,14 @@ def fail_together(rank: int, *, kind: Any, folder: str) -> list[str]:
     return words
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_failure_on_one_rank_is_one_sentence_on_all_and_changes_nothing(kind: Any, tmp_path: Path) -> None:
     first, second = ranks.run(fail_together, 2, kind=kind, folder=str(tmp_path))
     assert first == second
     assert not [sentence for sentence in first if "\n" in sentence]
-    saves, loads = first[:4], first[4:]
+    saves, loads = first[:5], first[5:]
     assert all(sentence.startswith(f"cannot save a checkpoint to {tmp_path}: ") for sentence in saves)
-    assert ["on rank 0" in saves[0], *("on rank 1" in sentence for sentence in saves[1:])] == [True] * 4
+    assert ["on rank 0" in saves[0], *("on rank 1" in sentence for sentence in saves[1:])] == [True] * 5
     assert "ZeroDivisionError: division by zero (on rank 1)" in saves[2]
     assert "UnicodeDecodeError" in loads[0]
     assert "no other one in it is intact" in loads[0]  # nor can rank 1 read the older one
@@ -174,28 +202,30 @@ def test_failure_on_one_rank_is_one_sentence_on_all_and_changes_nothing(kind: An
     assert all(sentence.endswith(intact) for sentence in loads[1:])
 
 
-def die(rank: int, *, kind: Any, folder: str, victim: int) -> str:
+def die(rank: int, *, folder: str, victim: int, waits: bool) -> str:
     """Kill one rank in the middle of a save; return what the other one raises."""
-    model, optimizer = make(kind, 3)
+    model, optimizer = make(SpeculativeCPUAdamW, 3)
     load(folder, model, optimizer)
     if rank == victim:
         checkpoint_folder.sha256 = lambda path: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,return-value]
     with pytest.raises(RuntimeError) as error:
-        save(folder, model, optimizer)
-    return type(error.value).__name__
+        (save if waits else save_beside_training)(folder, model, optimizer)
+    return str(error.value)
 
 
-@pytest.mark.slow
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("waits", [True, False])
 @pytest.mark.parametrize("victim", [0, 1])
-def test_rank_that_is_killed_leaves_the_older_one(kind: Any, victim: int, tmp_path: Path) -> None:
-    _, saved, _ = ranks.run(resume, 2, kind=kind, folder=str(tmp_path), seed=0)[0]
-    results = ranks.run(die, 2, kind=kind, folder=str(tmp_path), victim=victim)
+def test_rank_that_is_killed_leaves_the_older_one(victim: int, waits: bool, tmp_path: Path) -> None:
+    _, saved, _ = ranks.run(resume, 2, kind=SpeculativeCPUAdamW, folder=str(tmp_path), seed=0)[0]
+    results = ranks.run(die, 2, folder=str(tmp_path), victim=victim, waits=waits)
     assert results[victim] == ranks.ENDED
-    assert results[1 - victim] != ranks.ENDED
+    words = results[1 - victim]
+    if not waits:
+        assert words.startswith("cannot end a save beside training: ")
+        assert "see whether a rank has ended" in words
+        assert "\n" not in words
     assert len(list(tmp_path.glob(".save-*"))) == (victim == 0)  # rank 0 tidies up; without it, the next save does
-    loaded, _, _ = ranks.run(resume, 2, kind=kind, folder=str(tmp_path), seed=1)[0]
+    loaded, _, _ = ranks.run(resume, 2, kind=SpeculativeCPUAdamW, folder=str(tmp_path), seed=1)[0]
     assert loaded == saved
     assert sorted(os.listdir(tmp_path)) == [".lock", "latest", "save-00000001", "save-00000002"]
 
@@ -208,12 +238,104 @@ def use_group(rank: int, *, folder: str) -> None:
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
-    assert save(folder, model, optimizer, extra=rank, process_group=group) == Path(folder, "save-00000001")
-    saved = model.weight.detach().clone()
-    nn.init.zeros_(model.weight)
-    assert load(folder, model, optimizer, process_group=group) == 1
-    assert torch.equal(model.weight, saved)
+    for number, waits in enumerate((True, False), 1):
+        path = save(folder, model, optimizer, extra=rank, process_group=group, wait=waits)
+        assert path == Path(folder, f"save-0000000{number}")
+        saved = model.weight.detach().clone()
+        nn.init.zeros_(model.weight)
+        assert load(folder, model, optimizer, process_group=group) == 1
+        assert torch.equal(model.weight, saved)
 
 
 def test_process_group_may_be_a_part_of_the_ranks(tmp_path: Path) -> None:
     ranks.run(use_group, 3, folder=str(tmp_path))
+
+
+# ---- beside training -------------------------------------------------------------------------------------------------
+
+
+def lack_memory(rank: int, *, folder: str, left: list[dict[str, int]]) -> str | None:
+    """Save where each rank takes 10 GB of what is left; return what that was refused with."""
+    model, optimizer = make(SpeculativeCPUAdamW, 1)
+    train(model, optimizer, 1)
+    save(folder, model, optimizer)
+    before, files = content(model, optimizer), sorted(os.listdir(folder))
+    words = None
+    with pytest.MonkeyPatch.context() as context:
+        context.setattr(Claim, "of", lambda host, size: Claim(10 * 10**9, left[rank]))
+        try:
+            save(folder, model, optimizer, wait=False)
+        except CheckpointError as error:
+            words = str(error)
+            distributed.barrier()
+            assert sorted(os.listdir(folder)) == files
+    wait()
+    assert content(model, optimizer) == before
+    other = make(SpeculativeCPUAdamW, 5)
+    load(folder, *other)
+    assert content(*other) == before
+    return words
+
+
+GB = 10**9
+
+
+@pytest.mark.parametrize(
+    ("left", "words"),
+    [
+        ([{"a": 11 * GB}, {"b": 11 * GB}], None),
+        ([{"a": 21 * GB}, {"a": 21 * GB}], None),
+        ([{"a": 11 * GB}, {"b": 9 * GB}], "10.00 GB of host memory, of which 9.00 GB are left"),
+        (
+            [{"a": 11 * GB}, {"a": 11 * GB, "a group": 11 * GB}],
+            "10.00 GB of host memory, with those of other ranks 20.00 GB, of which 11.00 GB are left",
+        ),
+    ],
+    ids=["on two machines", "enough", "one has less", "on one machine"],
+)
+def test_ranks_without_memory_for_copies_are_one_sentence_on_all(
+    left: list[dict[str, int]], words: str | None, tmp_path: Path
+) -> None:
+    first, second = ranks.run(lack_memory, 2, folder=str(tmp_path), left=left)
+    assert first == second
+    if words is None:
+        assert first is None
+    else:
+        assert f"copies of what it writes take {words}: pass wait=True" in first
+
+
+MOMENTS: dict[str, Any] = {
+    "_run": background_save._Save,
+    "write_data": FileSystemWriter,
+    "sha256": checkpoint_folder,
+}
+
+
+def destroy(rank: int, *, folder: str, late: list[int], moment: str) -> None:
+    """End the process group while some ranks are before a moment of a save."""
+    model, optimizer = make(SpeculativeCPUAdamW, 1)
+    save(folder, model, optimizer)
+    goes_on = threading.Event()
+    with pytest.MonkeyPatch.context() as context:
+        if rank in late:
+            owner = MOMENTS[moment]
+            reach = getattr(owner, moment)
+            context.setattr(owner, moment, lambda *given: (goes_on.wait(), reach(*given))[1])
+        save(folder, model, optimizer, wait=False)
+        distributed.destroy_process_group()
+        goes_on.set()
+        wait()
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("late", [[0], [1], [0, 1]])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_save_outlives_the_process_group(moment: str, late: list[int], tmp_path: Path) -> None:
+    """gloo's lives for as long as the save refers to it."""
+    ranks.run(destroy, 2, folder=str(tmp_path), late=late, moment=moment)
+    assert (tmp_path / "save-00000002").exists()
+    ranks.run(load_newest, 2, folder=str(tmp_path))
+
+
+def load_newest(rank: int, *, folder: str) -> None:
+    load(folder, *make(SpeculativeCPUAdamW, 2))
