@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -76,7 +75,13 @@ def train_so(way: str, model: Model, optimizer: Any, steps: int, *, seed: int = 
         optimizer.zero_grad()
 
 
-WAYS = [(torch.optim.AdamW, "plain"), *((SpeculativeCPUAdamW, way) for way in ("plain", "speculate", "overlap"))]
+SCHEDULERS: dict[str, Callable[[], dict[str, Any]]] = {
+    "overlap": dict,
+    "resident": lambda: {"device": SimulatedDevice(5), "bucket_numel": 40, "gpu_buckets": 1000},
+}
+"""Options of schedulers; resident state comes to the host for a save, goes back, and comes home again over it."""
+
+WAYS = [(torch.optim.AdamW, "plain"), *((SpeculativeCPUAdamW, way) for way in ("plain", "speculate", *SCHEDULERS))]
 
 
 @pytest.mark.parametrize(("kind", "way"), WAYS)
@@ -94,9 +99,12 @@ def test_content_is_that_of_its_step_and_training_has_the_same_bits(
 ) -> None:
     """After any number of tensors was written when training goes on."""
     gate = Gate(monkeypatch, count)
+    dtype = torch.bfloat16 if way == "resident" else dtype  # fp32 has masters there
     model, optimizer = make(kind, dtype)
     plain, plain_optimizer = make(kind, dtype)
-    scheduler = OffloadScheduler(optimizer, model, num_threads=1) if way == "overlap" else None
+    scheduler = None
+    if way in SCHEDULERS:
+        scheduler = OffloadScheduler(optimizer, model, num_threads=1, **SCHEDULERS[way]())
     for one in ((model, optimizer), (plain, plain_optimizer)):
         train_so(way, *one, steps)
     before = content(plain, plain_optimizer)
@@ -114,6 +122,7 @@ def test_content_is_that_of_its_step_and_training_has_the_same_bits(
     assert load(tmp_path, loaded, loaded_optimizer) == {"losses": [1.0]}
     assert content(loaded, loaded_optimizer) == before
     if scheduler is not None:
+        assert (scheduler.statistics.resident_buckets > 0) is (way == "resident")
         scheduler.close()
 
 
@@ -175,8 +184,6 @@ REACHES: dict[str, Callable[[Model, Any], object]] = {
     ("kind", "way", "options"),
     [
         (torch.optim.AdamW, "plain", {}),
-        (SpeculativeCPUAdamW, "plain", {}),
-        (SpeculativeCPUAdamW, "overlap", {}),
         (SpeculativeCPUAdamW, "overlap", {"moments": "8bit", "master": "24bit"}),
     ],
 )
@@ -224,16 +231,20 @@ def test_memory_that_was_freed_before_is_refused(kind: Any, waits: bool, tmp_pat
     wait()
 
 
-def test_write_before_the_save_is_saved(tmp_path: Path) -> None:
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("smaller", [{}, {"moments": "8bit"}, {"master": "24bit"}], ids=str)
+def test_write_past_version_counters_before_the_save_is_saved(smaller: Any, waits: bool, tmp_path: Path) -> None:
     """Although a working copy is saved as its rounded master, and only samples tell of the write."""
-    model, optimizer = make(SpeculativeCPUAdamW, torch.bfloat16)
-    train(model, optimizer)
-    model.second.weight.data.clamp_(max=0.1)
-    before = content(model, optimizer)["model"]
-    save(tmp_path, model, optimizer, wait=False)
-    other = make(SpeculativeCPUAdamW, torch.bfloat16, seed=3)
-    load(tmp_path, *other)
-    assert content(*other)["model"] == before
+    model = torch.nn.Linear(64, 64).bfloat16()
+    optimizer = SpeculativeCPUAdamW(model.parameters(), **smaller)
+    for _ in range(2):
+        model.weight.grad = torch.ones_like(model.weight)
+        optimizer.step()
+    model.weight.data.zero_()
+    save(tmp_path, model, optimizer, wait=waits)
+    other = torch.nn.Linear(64, 64).bfloat16()
+    load(tmp_path, other, SpeculativeCPUAdamW(other.parameters(), **smaller))
+    assert not other.weight.any()
 
 
 class Tagged(Tensor):
@@ -247,11 +258,14 @@ class Odd(torch.nn.Module):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.randn(6, 4).bfloat16())
         self.across = torch.nn.Parameter(torch.randn(4, 6).bfloat16().t())
+        self.wide = torch.nn.Parameter(torch.randn(4, 4))
+        self.same, self.wide_same = (torch.nn.Parameter(one.data) for one in (self.weight, self.wide))
         values, complex_values = torch.randn(4, 6), torch.randn(3, 5, dtype=torch.complex64)
         with torch.inference_mode():
             inferred = torch.randn(5)
         buffers = {
             "bits": self.weight.detach().view(torch.int16),
+            "transposed": self.wide.detach().t(),
             "part": values[1:, ::2],
             "other_part": values[:3, ::2],
             "expanded": values[:1].expand(3, 6),
@@ -287,16 +301,23 @@ def tensors_in(path: Path) -> dict[str, Tensor]:
 def test_content_is_that_of_a_save_that_waits(
     kind: Any, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also where parameters that are not trained, and buffers, lie on the memory of those that are."""
     model = Odd()
-    optimizer = kind([model.weight, model.across], **options)
-    for _ in range(2):
-        for parameter in model.parameters():
+    trained = [model.weight, model.across, model.wide]
+    optimizer = kind(trained, **options)
+
+    def step() -> None:
+        for parameter in trained:
             parameter.grad = torch.randn_like(parameter)
         optimizer.step()
+
+    for _ in range(2):
+        step()
         paths = [save(tmp_path / "waits", model, optimizer)]
         with monkeypatch.context() as context:
             gate = Gate(context)
             paths.append(save(tmp_path / "does not", model, optimizer, wait=False))
+            step()
             write(buffer for name, buffer in model.named_buffers() if name not in ("expanded", "inferred"))
             gate.open()
             wait()
@@ -350,17 +371,6 @@ def test_forked_process_saves_beside_a_save(tmp_path: Path, monkeypatch: pytest.
     assert content(*other) == before
     load(tmp_path / "forked", *other)
     assert all(parameter.eq(7).all() for parameter in other[0].parameters())
-
-
-@pytest.mark.parametrize("smaller", [{"moments": "8bit"}, {"master": "24bit"}])
-def test_save_of_encoded_state_that_waits_adopts_writes_past_version_counters(smaller: Any, tmp_path: Path) -> None:
-    model = torch.nn.Linear(64, 64).bfloat16()
-    optimizer = SpeculativeCPUAdamW(model.parameters(), **smaller)
-    model.weight.data.zero_()
-    save(tmp_path, model, optimizer)
-    other = torch.nn.Linear(64, 64).bfloat16()
-    load(tmp_path, other, SpeculativeCPUAdamW(other.parameters(), **smaller))
-    assert not other.weight.any()
 
 
 def test_first_save_that_ended_before_it_was_named_can_be_tried_again(
@@ -428,39 +438,6 @@ def test_step_of_another_thread_fails_a_save_whose_tensors_are_being_read(
             save(tmp_path, model, optimizer, wait=waits)
     save(tmp_path, model, optimizer)
     load(tmp_path, model, optimizer)
-
-
-class OneMemory(torch.nn.Module):
-    """A buffer and a parameter without gradients, on the memory of one that is trained."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.trained = torch.nn.Parameter(torch.randn(4, 4).to(dtype))
-        self.same = torch.nn.Parameter(self.trained.data)
-        self.register_buffer("transposed", self.trained.detach().t())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", [SpeculativeCPUAdamW, torch.optim.AdamW])
-def test_tensors_on_one_memory(kind: Any, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = Gate(monkeypatch)
-    model = OneMemory(dtype)
-    optimizer = kind([model.trained], lr=0.1)
-
-    def step() -> None:
-        model.trained.grad = torch.ones_like(model.trained)
-        optimizer.step()
-
-    step()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    save(tmp_path, model, optimizer, wait=False)
-    step()
-    gate.open()
-    other = OneMemory(dtype)
-    other.same, other.transposed = torch.nn.Parameter(torch.ones(4, 4).to(dtype)), torch.ones(4, 4).to(dtype)
-    load(tmp_path, other, kind([other.trained]))
-    for name, value in other.state_dict().items():
-        assert value.equal(before[name]), name
 
 
 def in_a_while(work: Callable[[], object], seconds: float = 0.05) -> None:
@@ -538,30 +515,6 @@ def test_thread_that_cannot_start_leaves_training_as_it_was(tmp_path: Path, monk
     assert save(tmp_path, model, optimizer).exists()
 
 
-def test_state_that_is_resident_on_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes to the host for the save, goes back, and comes home again over what is being saved."""
-    gate = Gate(monkeypatch)
-    model, optimizer = make(SpeculativeCPUAdamW, torch.bfloat16)
-    plain = make(SpeculativeCPUAdamW, torch.bfloat16)
-    scheduler = OffloadScheduler(
-        optimizer, model, device=SimulatedDevice(5), bucket_numel=40, gpu_buckets=1000, num_threads=1
-    )
-    for one in ((model, optimizer), plain):
-        train(*one, 3)
-    assert scheduler.statistics.resident_buckets > 0
-    before = content(*plain)
-    path = save(tmp_path, model, optimizer, wait=False)
-    for one in ((model, optimizer), plain):
-        train(*one, 2, seed=4)
-    assert content(model, optimizer) == content(*plain)  # brings the state home
-    gate.open()
-    wait()
-    scheduler.close()
-    other = make(SpeculativeCPUAdamW, torch.bfloat16, seed=9)
-    load(path, *other)
-    assert content(*other) == before
-
-
 def memory_of_process(name: str) -> int:
     """Return an entry of /proc/self/status in bytes."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:"))
@@ -622,9 +575,8 @@ def test_no_memory_for_the_copies_is_one_sentence(
     kind: Any, lack: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, optimizer = make(kind)
-    plain = make(kind)
     train(model, optimizer)
-    train(*plain)
+    before = content(model, optimizer)
     folder = tmp_path / "run"
     save(folder, model, optimizer)
     files = sorted(folder.rglob("*"))
@@ -653,14 +605,9 @@ def test_no_memory_for_the_copies_is_one_sentence(
         wait()
         assert sorted(folder.rglob("*")) == files
         save(folder, model, optimizer)  # as the sentence says
-    for one in ((model, optimizer), plain):
-        train(*one, 1, seed=4)
-    assert content(model, optimizer) == content(*plain)
     save(folder, model, optimizer, wait=False)
     wait()
-    other = make(kind, seed=9)
-    load(folder, *other)
-    assert content(*other) == content(*plain)
+    assert content(model, optimizer) == before
 
 
 def test_failure_is_raised_at_the_next_call_and_training_goes_on(tmp_path: Path) -> None:
@@ -698,47 +645,39 @@ from integrations.test_distributed_checkpoint import make, train
 from superadam import SpeculativeCPUAdamW
 from superadam.integrations.distributed_checkpoint import load, save
 model, optimizer = make(SpeculativeCPUAdamW, torch.bfloat16)
-if sys.argv[2] == "resume":
-    print(load(sys.argv[1], model, optimizer))
-for step in range(int(sys.argv[3])):
-    train(model, optimizer, 1, seed=step)
-    save(sys.argv[1], model, optimizer, extra=step, wait=False)
-    print("saved", step, flush=True)
+load(sys.argv[1], model, optimizer)
+train(model, optimizer, 1)
+save(sys.argv[1], model, optimizer, extra="the last", wait=False)
 """
 
 
-def program(*arguments: object) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", PROGRAM, *map(str, arguments)]
-    tests = str(Path(__file__).parents[1])
-    environment = {**os.environ, "PYTHONPATH": tests, "PYTHONSAFEPATH": "1"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-
-
 @pytest.mark.slow
+@pytest.mark.subprocess
 @pytest.mark.parametrize("delay", [0.01, *(pytest.param(ms / 1000, marks=pytest.mark.deep) for ms in range(0, 50, 3))])
 def test_save_that_is_killed_leaves_a_whole_one_and_the_interpreter_ends_when_the_save_has(
     delay: float, tmp_path: Path
 ) -> None:
-    plain = make(SpeculativeCPUAdamW, torch.bfloat16)
-    states = []
-    for step in range(60):
-        train(*plain, 1, seed=step)
-        states.append(content(*plain))
-    with program(tmp_path, "begin", 60) as process:
-        assert process.stdout is not None
-        for _ in range(4):
-            line = process.stdout.readline()
-        time.sleep(delay)
-        process.send_signal(signal.SIGKILL)
-    least = int(line.split()[1]) - 1  # which was whole before the next save began
+    pair = make(SpeculativeCPUAdamW, torch.bfloat16)
+    folder, begun = tmp_path / "run", tmp_path / "begun"
+
+    def save_until_killed() -> None:
+        for step in range(100):
+            train(*pair, 1, seed=step)
+            save(folder, *pair, extra=step, wait=False)
+            begun.write_text(str(step))
+            if step == 3:
+                threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+    assert exit_code_of_child(save_until_killed) == -signal.SIGKILL
     loaded = make(SpeculativeCPUAdamW, torch.bfloat16, seed=4)
-    step = load(tmp_path, *loaded)
-    assert step >= least
-    assert content(*loaded) == states[step]
-    with program(tmp_path, "resume", 3) as process:
-        process.communicate()
-    assert process.returncode == 0
-    assert load(tmp_path, *loaded) == 2
+    step = load(folder, *loaded)
+    assert step >= int(begun.read_text() or 0) - 1  # which was whole before the next save began
+    for seed in range(step + 1):
+        train(*pair, 1, seed=seed)
+    assert content(*loaded) == content(*pair)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "PYTHONSAFEPATH": "1"}
+    subprocess.run([sys.executable, "-c", PROGRAM, folder], check=True, env=environment)
+    assert load(folder, *loaded) == "the last"
 
 
 def test_arguments(tmp_path: Path) -> None:
