@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +16,6 @@ from support.ranks import preload, run
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from transformers import (
     Gemma2ForCausalLM,
     GptOssForCausalLM,
@@ -27,13 +26,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from superadam import SpeculativeCPUAdamW
-
-preload("transformers")
-
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "long_sequences.py"
 ROWS, SEQUENCE, VOCABULARY = 2, 32, 64
-STEPS = 3
 
 Tensors = Mapping[str, Tensor]
 Arguments = dict[str, Any]
@@ -50,6 +44,9 @@ def load_example() -> ModuleType:
 
 
 example = load_example()
+
+for model in (*example.MODELS, Gemma2ForCausalLM):
+    preload(model.__module__)
 
 
 @dataclass(frozen=True)
@@ -101,11 +98,11 @@ class Case:
         ids = torch.randint(VOCABULARY, (self.shape[0] * ROWS, SEQUENCE), generator=generator)
         return ids, ids.masked_fill(torch.arange(SEQUENCE) % 5 < torch.arange(len(ids)).unsqueeze(1), -100)
 
-    def whole_gradients(self) -> Tensors:
+    def whole_gradients(self, **arguments: Any) -> Tensors:
         """Return the gradients of whole sequences, computed in one process by transformers alone."""
         model = self.make_model()
         ids, labels = self.batches()
-        model(ids, labels=labels).loss.backward()
+        model(ids, labels=labels, **arguments).loss.backward()
         return {name: parameter.grad for name, parameter in model.named_parameters()}
 
     def distributed_model(self) -> tuple[PreTrainedModel, dist.ProcessGroup, int]:
@@ -170,12 +167,6 @@ CASES = [
     ),
 ]
 
-STEPPED = [Case("replicated steps", sharding="none"), Case("sharded steps")]
-"""Trained by superadam."""
-
-MISSING = Case("without positions")
-"""Trained with the check of positions turned off."""
-
 
 @dataclass(frozen=True)
 class Refusal:
@@ -231,9 +222,6 @@ REFUSALS = {
     "attention to later tokens": Refusal("no masks", change=_set(is_causal=False)),
     "a model that looks at later tokens": Refusal("no masks", {"is_causal": False}),
     "loss of a router": Refusal("output_router_logits", {"output_router_logits": True}, model=MixtralForCausalLM),
-    "loss of a router, with sinks": Refusal(
-        "output_router_logits", {"output_router_logits": True}, model=GptOssForCausalLM
-    ),
     "loss of a router in the call": Refusal(
         "output_router_logits", change=_set(output_router_logits=True), model=MixtralForCausalLM
     ),
@@ -248,62 +236,6 @@ REFUSALS = {
     "another model": Refusal("Gemma2ForCausalLM was not checked", model=Gemma2ForCausalLM),
     "another head": Refusal("LlamaForSequenceClassification was not checked", model=LlamaForSequenceClassification),
 }
-
-
-def make_optimizer(model: PreTrainedModel) -> SpeculativeCPUAdamW:
-    """Return an optimizer that clips some of the steps."""
-    return SpeculativeCPUAdamW(model.parameters(), lr=1e-2, weight_decay=0.1, max_grad_norm=2.0)
-
-
-def parameters_of(model: PreTrainedModel) -> Tensors:
-    """Return copies of whole parameters."""
-    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    return {
-        name: each.full_tensor() if isinstance(each, DTensor) else each.clone() for name, each in parameters.items()
-    }
-
-
-def steps_of_rank(case: Case) -> list[tuple[Tensors, Tensors]]:
-    """Return gradients, and parameters after superadam's step with them, of each step of this rank."""
-    model, group, batch = case.distributed_model()
-    optimizer = make_optimizer(model)
-    steps = []
-    for _ in range(STEPS):
-        gradients = case.gradients(model, case.arguments(group, batch))
-        optimizer.step()
-        optimizer.zero_grad()
-        steps.append((gradients, parameters_of(model)))
-    return steps
-
-
-def steps_with(case: Case, gradients: Sequence[Tensors]) -> list[Tensors]:
-    """Return the parameters after each of superadam's steps in one process, with given gradients."""
-    model = case.make_model()
-    optimizer = make_optimizer(model)
-    steps = []
-    for given in gradients:
-        for name, parameter in model.named_parameters():
-            parameter.grad = given[name].clone()
-        optimizer.step()
-        steps.append(parameters_of(model))
-    return steps
-
-
-def gradients_without_positions() -> Tensors:
-    """Return what comes of positions that start again in every slice."""
-    check, example.check_positions = example.check_positions, lambda *_: None
-    try:
-        model, group, batch = MISSING.distributed_model()
-        arguments = MISSING.arguments(group, batch)
-        del arguments["position_ids"]
-        return MISSING.gradients(model, arguments)
-    finally:
-        example.check_positions = check
-
-
-def losses_of_example() -> list[float]:
-    """Return what the example prints."""
-    return list(example.train(steps=3, sequence=64, sequence_ranks=2))
 
 
 def report_of_ranks(folder: Path) -> dict[int, list[dict[str, Any]]]:
@@ -321,7 +253,5 @@ def _report(rank: int, folder: str) -> None:
     }
     if ranks == 2:
         report["refusals"] = {name: refusal.sentence() for name, refusal in REFUSALS.items()}
-        report |= {case.name: steps_of_rank(case) for case in STEPPED}
-        report["example"] = losses_of_example()
-        report[MISSING.name] = gradients_without_positions()
+        report["example"] = list(example.train(steps=3, sequence=64, sequence_ranks=2))
     torch.save(report, f"{folder}/{ranks}-{rank}")
