@@ -39,12 +39,12 @@ def device(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     distributed.destroy_process_group()
 
 
-def sharded(device: str, dtype: torch.dtype, *, offloads: bool = False) -> Any:
+def sharded(device: str, dtype: torch.dtype, *, offloads: bool = False, **policy: torch.dtype) -> Any:
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 32), nn.Linear(32, 8)).to(torch.bfloat16).to(dtype)
     options: dict[str, Any] = {"offload_policy": CPUOffloadPolicy(pin_memory=device == "cuda")} if offloads else {}
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    wrap([*model, model], mesh=init_device_mesh(device, (1,)), mp_policy=policy, **options)
+    mixed = MixedPrecisionPolicy(**{"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32, **policy})
+    wrap([*model, model], mesh=init_device_mesh(device, (1,)), mp_policy=mixed, **options)
     return model
 
 
@@ -77,19 +77,27 @@ def trained(
     return parts_of(model, optimizer)
 
 
-@pytest.mark.parametrize("offloads", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_overlap_changes_no_bit(device: str, dtype: torch.dtype, offloads: bool) -> None:
-    assert_same(*(trained(device, dtype, overlaps=overlaps, offloads=offloads) for overlaps in (False, True)))
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        *((dtype, {"offloads": offloads}) for dtype in (torch.float32, torch.bfloat16) for offloads in (False, True)),
+        (torch.bfloat16, {"is_reduced": True}),
+    ],
+    ids=str,
+)
+def test_overlap_changes_no_bit(device: str, dtype: torch.dtype, options: dict[str, bool]) -> None:
+    assert_same(*(trained(device, dtype, overlaps=overlaps, **options) for overlaps in (False, True)))
 
 
-def test_overlap_changes_no_bit_of_reduced_gradients(device: str) -> None:
-    assert_same(*(trained(device, torch.bfloat16, overlaps=overlaps, is_reduced=True) for overlaps in (0, 1)))
-
-
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("overlaps", [False, True])
-def test_reduced_gradients_are_those_of_fp32_shards(device: str, overlaps: bool) -> None:
-    model, twin = (sharded(device, dtype) for dtype in (torch.bfloat16, torch.float32))
+@pytest.mark.parametrize(
+    ("dtype", "reduced"), [(torch.bfloat16, torch.float32), (torch.float16, torch.float64)], ids=str
+)
+def test_reduced_gradients_are_those_of_fp32_shards(
+    device: str, dtype: torch.dtype, reduced: torch.dtype, overlaps: bool
+) -> None:
+    model, twin = (sharded(device, shard, param_dtype=dtype, reduce_dtype=reduced) for shard in (dtype, torch.float32))
     optimizer = SpeculativeCPUAdamW(model.parameters(), lr=0.0, weight_decay=0.0)
     take_reduced_gradients(optimizer, model)
     with OffloadScheduler(optimizer, model, num_threads=1, bucket_numel=300) if overlaps else nullcontext():
@@ -97,11 +105,12 @@ def test_reduced_gradients_are_those_of_fp32_shards(device: str, overlaps: bool)
             for micro in range(1 + step % 2):
                 for one in (model, twin):
                     inputs = torch.randn(4, 16, generator=torch.Generator().manual_seed(10 * step + micro))
-                    (one(inputs.to(device, torch.bfloat16)) - 1).float().square().sum().backward()
+                    (one(inputs.to(device, dtype)) - 1).float().square().sum().backward()
             for parameter, other in zip(model.parameters(), twin.parameters(), strict=True):
                 taken = taken_of(parameter.grad)
                 assert taken is not None
                 assert torch.equal(taken.exact(), local(other.grad))
+                assert torch.equal(local(parameter.grad) + 0, taken.exact().to(dtype))
             optimizer.step()
             optimizer.zero_grad()
             twin.zero_grad()
@@ -153,6 +162,3 @@ def test_state_that_was_cleared_is_shown_as_it_is_made_again(device: str) -> Non
     for p, entry in optimizer.state.items():
         assert entry["step"] == 1
         assert entry["exp_avg"] is not before[p]
-        assert torch.equal(
-            local(entry["exp_avg"]), optimizer._binding.bound(optimizer.param_groups).table.state_of(p).exp_avg
-        )

@@ -20,7 +20,6 @@ from superadam import OffloadScheduler, SpeculativeCPUAdamW, StepKind
 from superadam.devices import Device
 from superadam.handles.gradient_handle import taken_of
 from superadam.integrations.reduced_gradients import take_reduced_gradients
-from superadam.state.parameter import Phase
 from superadam.testing import SimulatedDevice
 
 pytestmark = pytest.mark.slow
@@ -158,7 +157,6 @@ def test_training(rank: int, where: str, micro_batches: int, syncs: bool) -> Non
         assert run.scheduler.statistics.given_back_gradients == 0
         assert run.scheduler.optimizer.statistics.accepted > 0 or where == "kept"
         assert (run.scheduler.statistics.resident_buckets > 0) is (where == "kept")
-        assert run.scheduler.statistics.buckets <= (6 + 2 * micro_batches) * len(run.pairs)
 
 
 @pytest.mark.covering(1)
@@ -226,8 +224,6 @@ def scale(run: Run) -> None:
 
 def roll_back(run: Run) -> None:
     run.optimizer.speculate()
-    transaction = run.optimizer._binding.bound(run.optimizer.param_groups)
-    assert len(transaction.in_phase(Phase.SPECULATED)) == len(run.pairs)
     run.optimizer.rollback()
     run.check_gradients()
 
@@ -264,6 +260,8 @@ EDITS: dict[str, Callable[[Run], object]] = {
     "zero": zero_one,
     "drop": lambda run: on_both(run, lambda p: setattr(p, "grad", None) if p.dim() > 1 else None),
     "state_dict": lambda run: run.optimizer.state_dict(),
+    "failed backward": lambda run: run.backward(96, fails_at=1),
+    "close the scheduler": lambda run: run.scheduler and run.scheduler.close(),
 }
 
 
@@ -279,18 +277,6 @@ def test_edited_gradients_have_the_bits_of_the_plain_run(rank: int, where: str, 
             if step % 2:
                 EDITS[edit](run)
             run.step(LIMIT if step == 3 and edit not in ("clip_grad_norm_", "unscale_") else None)
-    run.oracle.check()
-
-
-@ALONE_OR_NOT
-@on_ranks(2)
-def test_scheduler_closed_before_the_step(rank: int, where: str) -> None:
-    run = Run(rank)
-    for step in range(3):
-        with run.at(where):
-            run.backward(step)
-        run.check_gradients()
-        run.step()
     run.oracle.check()
 
 
@@ -400,45 +386,25 @@ def test_optimizers_of_parts_of_a_model(rank: int, where: str) -> None:
     oracle.check()
 
 
-@ALONE_OR_NOT
-@on_ranks(2)
-def test_failed_backward(rank: int, where: str) -> None:
-    """Gradients of the groups that were reached are there, as without the option; then it is tried again."""
-    run = Run(rank)
-    with run.at(where):
-        for step in range(4):
-            run.backward(step)
-            run.step()
-            run.backward(step, 1, fails_at=1)
-            assert [tensor.grad is None for tensor in run.oracle.tensors] == [True] * 4 + [False] * 4
-            if step % 2:
-                run.optimizer.zero_grad()
-                run.twin.zero_grad()
-    run.oracle.check()
-
-
 # -- what cannot be right ----------------------------------------------------------------------------------------------
 
 
-@ALONE_OR_NOT
 @on_ranks(2)
-def test_hook_that_fails_is_told_by_step_on_every_rank(rank: int, where: str) -> None:
+def test_hook_that_fails_is_told_by_step_on_every_rank(rank: int) -> None:
     run = Run(rank)
-    with run.at(where):
-        for step in range(2):
-            run.backward(step)
-            run.step()
-        with pytest.MonkeyPatch.context() as patch:
-            if rank == 0:
-                patch.setattr("superadam.integrations.reduced_gradients.take_reduced", planted)
-            run.backward(2)
-            with pytest.raises(RuntimeError, match="planted" if rank == 0 else r"step\(\) failed on ranks \[0\]"):
-                run.optimizer.step()
-        run.oracle.check()
-        run.optimizer.zero_grad()
-        run.twin.zero_grad()
-        run.backward(3)
-        run.step()
+    run.backward(0)
+    run.step()
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            patch.setattr("superadam.integrations.reduced_gradients.take_reduced", planted)
+        run.backward(1)
+        with pytest.raises(RuntimeError, match="planted" if rank == 0 else r"step\(\) failed on ranks \[0\]"):
+            run.optimizer.step()
+    run.oracle.check()
+    run.optimizer.zero_grad()
+    run.twin.zero_grad()
+    run.backward(2)
+    run.step()
     run.oracle.check()
 
 
