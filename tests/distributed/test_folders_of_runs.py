@@ -66,7 +66,7 @@ def be_a_job(rank: int, folder: str, job: str, other: str, saves: int) -> tuple[
     return extra, saved, ""
 
 
-@pytest.mark.parametrize("begins", ["fresh", "continued"])
+@pytest.mark.parametrize("begins", ["fresh", pytest.param("continued", marks=pytest.mark.deep)])
 def test_of_two_jobs_in_one_folder_one_is_refused_and_nothing_of_the_other_deleted(begins: str, tmp_path: Path) -> None:
     earlier = None
     if begins == "continued":
