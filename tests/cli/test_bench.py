@@ -62,9 +62,6 @@ def test_a_ratio_is_of_the_same_pair() -> None:
     found = compare(ours, theirs, len(drift), clock=clock)
     assert found.ratio == Spread(0.5, 0.5, 0.5)
     assert (found.first.median, found.second.median, found.pairs) == (4.0, 8.0, 5)
-
-
-def test_at_least_one_pair_is_needed() -> None:
     with pytest.raises(ValueError, match="at least 1"):
         compare(lambda: None, lambda: None, 0)
 
@@ -112,6 +109,7 @@ FORMATS = [Storage(moments, master).format for moments in Moments for master in 
 KINDS = [*((dtype, Format.PLAIN) for dtype in SETTINGS), *((Dtype.BFLOAT16, form) for form in FORMATS[1:])]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("dtype", "form"), KINDS)
 @pytest.mark.parametrize("which", READ_ONLY)
 def test_traffic_reads_everything_and_leaves_the_state_alone(which: Pass, dtype: Dtype, form: Format) -> None:
@@ -144,71 +142,64 @@ def test_traffic_ends_where_the_arrays_end(threads: int) -> None:
     np.testing.assert_array_equal(arrays["out"][end:], before[end:])
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "burst", "message"),
-    [
-        ("length", NUMEL - 1, 32, "multiple of 4096"),
-        ("length", NUMEL, 48, "burst that divides"),
-        ("length", NUMEL, 16, "burst that divides"),
-        ("gradient", 0, 32, "aligned to 64"),
-        ("gradient", 68, 32, "aligned to 64"),
-        ("gradient_dtype", 9, 32, "dtypes"),
-        ("format", int(Format.MOMENTS_8BIT), 32, "burst that divides"),
-        ("format", int(Format.MASTER_24BIT), 32, "burst that divides"),
-        ("format", int(Format.MOMENTS_8BIT), 64, "aligned to 64"),
-        ("format", int(Format.MASTER_24BIT), 64, "aligned to 64"),
-        ("format", int(Format.MOMENTS_8BIT | Format.MOMENTS_BFLOAT16), 64, "format"),
-        ("format", int(Format.LISTED_24BIT), 64, "format"),
-        ("format", -1, 64, "format"),
-    ],
-)
-def test_traffic_that_does_not_fit_is_refused(field: str, value: int, burst: int, message: str) -> None:
+MISFITS = [
+    ("length", NUMEL - 1, 32, "multiple of 4096"),
+    ("length", NUMEL, 48, "burst that divides"),
+    ("length", NUMEL, 16, "burst that divides"),
+    ("gradient", 0, 32, "aligned to 64"),
+    ("gradient", 68, 32, "aligned to 64"),
+    ("gradient_dtype", 9, 32, "dtypes"),
+    ("format", int(Format.MOMENTS_8BIT), 32, "burst that divides"),
+    ("format", int(Format.MASTER_24BIT), 32, "burst that divides"),
+    ("format", int(Format.MOMENTS_8BIT), 64, "aligned to 64"),
+    ("format", int(Format.MASTER_24BIT), 64, "aligned to 64"),
+    ("format", int(Format.MOMENTS_8BIT | Format.MOMENTS_BFLOAT16), 64, "format"),
+    ("format", int(Format.LISTED_24BIT), 64, "format"),
+    ("format", -1, 64, "format"),
+]
+
+
+def test_traffic_that_does_not_fit_is_refused() -> None:
     arrays = PassArrays(NUMEL, Dtype.FLOAT32, Dtype.BFLOAT16)
     before = arrays["out"].copy()
-    table = arrays.segments(with_norm=False)
-    table[field] = value
-    with pytest.raises(ValueError, match=message):
-        native.move_like(Pass.UPDATE, table, burst=burst, prefetch=0, stream_out=False, stream_state=False)
-    np.testing.assert_array_equal(arrays["out"], before)
-
-
-def test_traffic_of_two_segments_is_refused() -> None:
-    table = PassArrays(NUMEL, Dtype.FLOAT32, Dtype.BFLOAT16).segments(with_norm=False)
+    how = {"prefetch": 0, "stream_out": False, "stream_state": False}
+    for field, value, burst, message in MISFITS:
+        table = arrays.segments(with_norm=False)
+        table[field] = value
+        with pytest.raises(ValueError, match=message):
+            native.move_like(Pass.UPDATE, table, burst=burst, **how)
+        np.testing.assert_array_equal(arrays["out"], before)
     with pytest.raises(ValueError, match="exactly one entry"):
-        native.move_like(Pass.NORM, table.repeat(2), burst=32, prefetch=0, stream_out=False, stream_state=False)
+        native.move_like(Pass.NORM, arrays.segments(with_norm=False).repeat(2), burst=32, **how)
 
 
-@pytest.mark.parametrize(
-    ("which", "gradient", "out", "expected"),
-    [  # the bytes of the design's table, and its fp32 gradients
-        (Pass.NORM, Dtype.FLOAT32, Dtype.BFLOAT16, 4),
-        (Pass.SPECULATE, Dtype.FLOAT32, Dtype.BFLOAT16, 18),
-        (Pass.COMMIT, Dtype.FLOAT32, Dtype.BFLOAT16, 28),
-        (Pass.COMMIT_AND_SPECULATE, Dtype.FLOAT32, Dtype.BFLOAT16, 34),
-        (Pass.UPDATE, Dtype.FLOAT32, Dtype.BFLOAT16, 30),
-        (Pass.UPDATE, Dtype.BFLOAT16, Dtype.NONE, 26),
-        (Pass.UPDATE, Dtype.FLOAT64, Dtype.FLOAT64, 64),
-    ],
-)
-def test_bytes_per_element(which: Pass, gradient: Dtype, out: Dtype, expected: int) -> None:
-    assert bytes_per_element(which, gradient, out) == expected
+BYTES = [  # the design's table, and its fp32 gradients
+    (Pass.NORM, Dtype.FLOAT32, Dtype.BFLOAT16, 4),
+    (Pass.SPECULATE, Dtype.FLOAT32, Dtype.BFLOAT16, 18),
+    (Pass.COMMIT, Dtype.FLOAT32, Dtype.BFLOAT16, 28),
+    (Pass.COMMIT_AND_SPECULATE, Dtype.FLOAT32, Dtype.BFLOAT16, 34),
+    (Pass.UPDATE, Dtype.FLOAT32, Dtype.BFLOAT16, 30),
+    (Pass.UPDATE, Dtype.BFLOAT16, Dtype.NONE, 26),
+    (Pass.UPDATE, Dtype.FLOAT64, Dtype.FLOAT64, 64),
+]
 
 
-@pytest.mark.parametrize("form", FORMATS)
-def test_bytes_per_element_of_smaller_state(form: Format) -> None:
-    arrays = PassArrays(NUMEL, Dtype.BFLOAT16, Dtype.BFLOAT16, form)
-    gradients = ("gradient", "accepted_gradient")
-    state = sum(array.nbytes for name, array in arrays.items() if name not in (*gradients, "out")) / NUMEL
-    table = {
+def test_bytes_per_element() -> None:
+    assert [bytes_per_element(which, gradient, out) for which, gradient, out, _ in BYTES] == [row[3] for row in BYTES]
+    others = {  # than the state, and how often that is read or written
         Pass.NORM: (2, 0),
         Pass.SPECULATE: (4, 1),
         Pass.COMMIT: (2, 2),
         Pass.COMMIT_AND_SPECULATE: (6, 2),
         Pass.UPDATE: (4, 2),
     }
-    for which, (others, times) in table.items():
-        assert bytes_per_element(which, Dtype.BFLOAT16, Dtype.BFLOAT16, form) == others + times * state
-    assert (arrays.coefficients["turn"] != 0) == (form is not Format.PLAIN)
+    for form in FORMATS:
+        arrays = PassArrays(NUMEL, Dtype.BFLOAT16, Dtype.BFLOAT16, form)
+        named = {name: array.nbytes / NUMEL for name, array in arrays.items()}
+        state = sum(size for name, size in named.items() if name not in ("gradient", "accepted_gradient", "out"))
+        for which, (other, times) in others.items():
+            assert bytes_per_element(which, Dtype.BFLOAT16, Dtype.BFLOAT16, form) == other + times * state
+        assert (arrays.coefficients["turn"] != 0) == (form is not Format.PLAIN)
 
 
 def test_variants_differ_in_what_a_pass_does() -> None:
@@ -227,6 +218,7 @@ def test_variants_differ_in_what_a_pass_does() -> None:
 # -- passes -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("dtype", "form"), KINDS)
 def test_every_pass_is_measured_in_every_setting(dtype: Dtype, form: Format, isa: str) -> None:
     setting = Setting(isa, 2, dtype, SETTINGS[dtype], form)

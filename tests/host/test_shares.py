@@ -68,23 +68,20 @@ def test_what_launchers_tell(environment: dict[str, str], expected: LocalRank, t
     assert local_rank(machine(tmp_path, environment=environment)) == expected
 
 
-@pytest.mark.parametrize(
-    ("number", "count"), [("8", "8"), ("-1", "8"), ("0", "0"), ("", "8"), ("0", ""), ("1", "two"), ("\u0661", "8")]
-)
-def test_nonsense_is_refused(number: str, count: str, tmp_path: Path) -> None:
-    host = machine(tmp_path, environment={"LOCAL_RANK": number, "LOCAL_WORLD_SIZE": count})
-    with pytest.raises(
-        ValueError, match=r"^LOCAL_RANK is '.*' and LOCAL_WORLD_SIZE is '.*', expected the number"
-    ) as told:
-        cores.share(host)
-    assert "\n" not in str(told.value)
+SLURM = {"SLURM_LOCALID": "0", "SLURM_NODEID": "1"}
 
 
-@pytest.mark.parametrize("tasks", ["", "x", "2(x", "3(x1)"])
-def test_tasks_of_another_node_are_refused(tasks: str, tmp_path: Path) -> None:
-    environment = {"SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_NODEID": "1"}
-    with pytest.raises(ValueError, match="SLURM_LOCALID is '0' and SLURM_STEP_TASKS_PER_NODE is "):
-        local_rank(machine(tmp_path, environment=environment))
+def test_nonsense_is_refused(tmp_path: Path) -> None:
+    numbers = [("8", "8"), ("-1", "8"), ("0", "0"), ("", "8"), ("0", ""), ("1", "two"), ("\u0661", "8")]
+    told = "^LOCAL_RANK is '.*' and LOCAL_WORLD_SIZE is '.*', expected the number"
+    cases = [({"LOCAL_RANK": number, "LOCAL_WORLD_SIZE": count}, told) for number, count in numbers]
+    tasks_of_another_node = "SLURM_LOCALID is '0' and SLURM_STEP_TASKS_PER_NODE is "
+    for tasks in ("", "x", "2(x", "3(x1)"):
+        cases.append((SLURM | {"SLURM_STEP_TASKS_PER_NODE": tasks}, tasks_of_another_node))
+    for environment, words in cases:
+        with pytest.raises(ValueError, match=words) as error:
+            cores.share(machine(tmp_path, environment=environment))
+        assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("script", [False, True])
@@ -186,45 +183,45 @@ def test_every_rank_gets_cpus_that_it_may_use(
         assert max(map(len, shares)) - min(map(len, shares)) <= siblings
 
 
-def of_two_processes(affinities: Sequence[set[int] | None]) -> list[list[int]]:
-    code = (
-        "import json, sys\n"
-        "sys.stdin.readline()\n"
-        "from superadam.kernels import native\n"
-        "from superadam.host import cores\n"
-        "from superadam.host.machine import Host\n"
-        "print(json.dumps([native.get_num_threads(), *cores.share(Host())]), flush=True)\n"
-        "sys.stdin.readline()\n"
-    )
-    started = []
-    for rank, cpus in enumerate(affinities):
-        environment = {key: value for key, value in os.environ.items() if key != "SUPERADAM_THREADS"}
-        environment |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(len(affinities))}
-        one = subprocess.Popen(
-            [sys.executable, "-c", code], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        if cpus:
-            os.sched_setaffinity(one.pid, cpus)
-        started.append(one)
-    told = []
-    for one in started:
-        assert one.stdin is not None
-        one.stdin.write("\n")
-        one.stdin.flush()
-    for one in started:
-        assert one.stdout is not None
-        told.append(json.loads(one.stdout.readline()))
-    for one in started:
-        one.communicate("\n")
-    return told
+PROGRAM = """
+import json, sys
+from superadam.kernels import native
+from superadam.host import cores
+from superadam.host.machine import Host
+for _ in sys.stdin:
+    native._num_threads = None  # as in a new process
+    print(json.dumps([native.get_num_threads(), *cores.share(Host())]), flush=True)
+"""
 
 
 @pytest.mark.slow
+@pytest.mark.subprocess
 def test_two_processes() -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "SUPERADAM_THREADS"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM],
+            env=environment | {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+
+    def told() -> list[list[int]]:
+        for one in ranks:
+            one.stdin.write("\n")  # type: ignore[union-attr]
+            one.stdin.flush()  # type: ignore[union-attr]
+        return [json.loads(one.stdout.readline()) for one in ranks]  # type: ignore[union-attr]
+
     allowed = sorted(os.sched_getaffinity(0))
-    (first, *here), (second, *there) = of_two_processes([None, None])
-    assert first == len(here)
-    assert second == len(there)
+    (first, *here), (second, *there) = told()
+    assert (first, second) == (len(here), len(there))
     if len(allowed) > 1:
         assert sorted([*here, *there]) == allowed
-        assert of_two_processes([{allowed[0]}, {allowed[1]}]) == [[1, allowed[0]], [1, allowed[1]]]
+        for one, cpu in zip(ranks, allowed, strict=False):
+            os.sched_setaffinity(one.pid, {cpu})
+        assert told() == [[1, allowed[0]], [1, allowed[1]]]
+    for one in ranks:
+        one.communicate()
