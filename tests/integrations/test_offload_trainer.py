@@ -545,7 +545,7 @@ def memory_of_process(name: str) -> int:
 
 def test_resuming_takes_the_memory_of_training(tmp_path: Path) -> None:
     """Peak resident memory, in bytes for each parameter: 2 of the model, 12 of the state, and what comes and goes."""
-    sizes = {"vocab_size": 2000, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 12}
+    sizes = {"vocab_size": 2000, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 40}
     found: dict[bool, float] = {}
 
     def train(*, is_resumed: bool) -> None:

@@ -162,15 +162,19 @@ class Twin:
     Attributes:
         scheduler: None for the plain twin.
         runs: what each action remembers.
+        admits_amsgrad: which moments of 8 bits do not.
     """
 
     model: Any
     optimizer: SpeculativeCPUAdam
+    admits_amsgrad: bool
     scheduler: OffloadScheduler | None = None
     runs: dict[str, Run] = field(default_factory=dict)
 
     def act(self, name: str, step: int) -> Any:
         """Do something; return what it returned, or which error it raised."""
+        if "amsgrad" in name and not self.admits_amsgrad:
+            return None
         run = self.runs.setdefault(name, Run(EAGER))
         run.scheduler = self.scheduler
         try:
@@ -191,7 +195,8 @@ def build(
         {"params": matrices, "weight_decay": 0.1},
         {"params": others, "lr": 0.3 * lr, "amsgrad": storage["moments"] != "8bit"},
     ]
-    return Twin(model, kind(groups, lr=lr, weight_decay=0.0, max_grad_norm=limit, **storage))
+    optimizer = kind(groups, lr=lr, weight_decay=0.0, max_grad_norm=limit, **storage)
+    return Twin(model, optimizer, storage["moments"] != "8bit")
 
 
 def has_gradients(optimizer: SpeculativeCPUAdam) -> bool:
@@ -484,7 +489,7 @@ class OverlappedRun(RuleBasedStateMachine):
         groups = [{"params": [fresh[one] for one in group["params"]]} for group in old.optimizer.param_groups]
         limit = old.optimizer.max_grad_norm
         optimizer = type(old.optimizer)(groups, lr=self.lr, weight_decay=0.0, max_grad_norm=limit, **self.storage)
-        self.ours = Twin(model, optimizer)
+        self.ours = Twin(model, optimizer, self.ours.admits_amsgrad)
         if before:
             self.open_scheduler()
         model.load_state_dict(saved["model"])
