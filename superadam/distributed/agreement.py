@@ -18,8 +18,8 @@ _MAGIC = float(0x5A_DA_51)  # marks our numbers, should they ever meet those of 
 
 
 _ROOM = 16
-"""Ranks send sums of copies in a multiple of so many words: one that is bound anew, and knows of no copies yet, sends as
-many as the others."""
+"""Ranks send sums of copies in a multiple of so many words: one that is bound anew, and knows of no copies yet, sends
+as many as the others."""
 
 
 class Question(enum.IntEnum):
