@@ -223,57 +223,28 @@ NOTICED = re.compile(
 """What a rank raises once another one has ended or does not answer: our sentence, or gloo's within torch."""
 
 
-# ---- killed ----------------------------------------------------------------------------------------------------------
+# ---- what becomes of the others --------------------------------------------------------------------------------------
 
+TOLD = r"RuntimeError: step\(\) failed on ranks \[{}\], so nothing was changed; see the error that was raised there\n"
+UNSAVED = r".*CheckpointError: cannot save a checkpoint to .* \(on rank {}\).*\n"
 draws = random.Random(5)
-KILLED: list[tuple[bool, Any, tuple[int, ...]]] = [
-    (True, "taking", (0,)),
-    (True, "worker", (0, 1)),
-    (True, "hook", (1,)),
-    (True, "before the verdict", (0,)),
-    (True, "in the verdict", (1,)),
-    (True, "after the verdict", (0,)),
-    (True, "publishing", (1,)),
-    (True, "committing", (0,)),
-    (True, "saving", (0, 1)),
-    (False, "own hook", (0,)),
-    (False, "before the verdict", (1,)),
-    (False, "after the verdict", (1,)),
-    (False, "updating", (0,)),
-    *((overlaps, draws.random(), victims) for overlaps in (True, False) for victims in ((int(overlaps),), (0, 1))),
+
+KILLED = [
+    (True, "taking", 0),
+    (True, "worker", 0, 1),
+    (True, "hook", 1),
+    (True, "before the verdict", 0),
+    (True, "in the verdict", 1),
+    (True, "after the verdict", 0),
+    (True, "publishing", 1),
+    (True, "committing", 0),
+    (True, "saving", 0, 1),
+    (False, "own hook", 0),
+    (False, "before the verdict", 1),
+    (False, "after the verdict", 1),
+    (False, "updating", 0),
+    *((overlaps, draws.random(), *victims) for overlaps in (True, False) for victims in ((int(overlaps),), (0, 1))),
 ]
-KILLED = KILLED if IS_DEEP else KILLED[1::3]
-
-
-def test_killed_ranks_are_noticed_and_training_resumes_with_the_same_bits(
-    uninterrupted: tuple[list[Bits], dict[bool, int]], tmp_path: Path
-) -> None:
-    bits, calls = uninterrupted
-    folders = [str(tmp_path / str(number)) for number in range(len(KILLED))]
-    cases = [
-        {
-            "folder": folder,
-            "overlaps": overlaps,
-            "place": place if isinstance(place, str) else 1 + int(place * calls[overlaps]),
-            "act": "kill",
-            "victims": victims,
-        }
-        for folder, (overlaps, place, victims) in zip(folders, KILLED, strict=True)
-    ]
-    for case, endings in zip(cases, run_apart(train, 2, cases), strict=True):
-        for rank, ending in enumerate(endings):
-            if rank in case["victims"]:
-                assert ending == Ending(ENDED, -signal.SIGKILL), case
-            else:
-                assert ending.status == 1, case
-                assert NOTICED.fullmatch(ending.result), (case, ending)
-    again = [(folder, overlaps) for folder, (overlaps, _, _) in zip(folders, KILLED, strict=True)]
-    for rank, found in enumerate(run(train_each, 2, cases=again)):
-        assert [resumed for resumed, _ in found] == [bits[rank]] * len(KILLED)
-
-
-# ---- stopped ---------------------------------------------------------------------------------------------------------
-
 STOPPED = [
     (True, "sending", 0),
     (True, "worker", 1),
@@ -286,59 +257,55 @@ STOPPED = [
     (False, "updating", 0),
     (False, "saving", 1),
 ]
-STOPPED = STOPPED if IS_DEEP else STOPPED[2::3]
-
-
-def test_stopped_ranks_are_noticed_within_the_timeout_and_end_once_they_go_on(tmp_path: Path) -> None:
-    cases = [
-        {
-            "folder": str(tmp_path / str(number)),
-            "overlaps": overlaps,
-            "place": place,
-            "act": "stop",
-            "victims": (victim,),
-        }
-        for number, (overlaps, place, victim) in enumerate(STOPPED)
-    ]
-    for case, endings in zip(cases, run_apart(train, 2, cases), strict=True):
-        assert [ending.status for ending in endings] == [1, 1], (case, endings)
-        assert all(NOTICED.fullmatch(ending.result) for ending in endings), (case, endings)
-
-
-# ---- failed ----------------------------------------------------------------------------------------------------------
-
-TOLD = r"RuntimeError: step\(\) failed on ranks \[{}\], so nothing was changed; see the error that was raised there\n"
-FAILED: list[tuple[bool, str, Any, str]] = [
-    (True, "own hook", run_out, ""),
-    (True, "hook", fail, ""),
-    (True, "taking", fail, TOLD),
-    (True, "worker", run_out, TOLD),
-    (True, "before the verdict", fail, ""),
-    (True, "after the verdict", run_out, ""),
-    (True, "publishing", fail, ""),
-    (False, "own code", fail, ""),
-    (False, "in the verdict", fail, ""),
-    (False, "updating", run_out, ""),
-    (False, "saving", run_out, r".*CheckpointError: cannot save a checkpoint to .* \(on rank {}\).*\n"),
+FAILED: list[tuple[bool, str, int, Any, str]] = [
+    (True, "own hook", 0, run_out, ""),
+    (True, "hook", 1, fail, ""),
+    (True, "taking", 0, fail, TOLD),
+    (True, "worker", 1, run_out, TOLD),
+    (True, "before the verdict", 0, fail, ""),
+    (True, "after the verdict", 1, run_out, ""),
+    (True, "publishing", 0, fail, ""),
+    (False, "own code", 1, fail, ""),
+    (False, "in the verdict", 0, fail, ""),
+    (False, "updating", 1, run_out, ""),
+    (False, "saving", 0, run_out, UNSAVED),
 ]
-FAILED = FAILED if IS_DEEP else FAILED[::2]
+"""Whether there is a scheduler, where ranks are lost, and which; of those that fail also how, and what others tell."""
 
 
-def test_ranks_that_fail_are_noticed(tmp_path: Path) -> None:
-    cases = [
-        {
-            "folder": str(tmp_path / str(number)),
-            "overlaps": overlaps,
-            "place": place,
-            "act": act.__name__,
-            "victims": (number % 2,),
-        }
-        for number, (overlaps, place, act, _) in enumerate(FAILED)
-    ]
-    every = run_apart(train, 2, cases)
-    for number, (case, (_, _, _, told), endings) in enumerate(zip(cases, FAILED, every, strict=True)):
-        victim = number % 2
-        assert [ending.status for ending in endings] == [1, 1], (case, endings)
-        assert "planted" in endings[victim].result
-        pattern = re.compile(told.format(victim)) if told else NOTICED
-        assert pattern.fullmatch(endings[1 - victim].result), (case, endings)
+def test_lost_ranks_are_noticed_and_training_resumes_with_the_same_bits(
+    uninterrupted: tuple[list[Bits], dict[bool, int]], tmp_path: Path
+) -> None:
+    """Those that were stopped end once they go on; of those that failed, the others tell that, or that they end."""
+    bits, calls = uninterrupted
+    cases: list[dict[str, Any]] = []
+    told: list[str] = []
+
+    def add(overlaps: bool, place: Any, victims: tuple[int, ...], act: str, words: str) -> None:
+        where = place if isinstance(place, str) else 1 + int(place * calls[overlaps])
+        folder = str(tmp_path / str(len(cases)))
+        cases.append({"folder": folder, "overlaps": overlaps, "place": where, "act": act, "victims": victims})
+        told.append(words)
+
+    for overlaps, place, *victims in KILLED if IS_DEEP else KILLED[1::3]:
+        add(overlaps, place, tuple(victims), "kill", "")
+    for overlaps, place, victim in STOPPED if IS_DEEP else STOPPED[2::3]:
+        add(overlaps, place, (victim,), "stop", "")
+    for overlaps, place, victim, act, words in FAILED if IS_DEEP else FAILED[::2]:
+        add(overlaps, place, (victim,), act.__name__, words.format(victim))
+    for case, words, endings in zip(cases, told, run_apart(train, 2, cases), strict=True):
+        for rank, ending in enumerate(endings):
+            is_victim = rank in case["victims"]
+            if is_victim and case["act"] == "kill":
+                assert ending == Ending(ENDED, -signal.SIGKILL), case
+                continue
+            assert ending.status == 1, (case, ending)
+            if is_victim and case["act"] != "stop":
+                assert "planted" in ending.result, (case, ending)
+            else:
+                pattern = re.compile(words) if words else NOTICED
+                assert pattern.fullmatch(ending.result), (case, ending)
+    killed = [case for case in cases if case["act"] == "kill"]
+    again = [(case["folder"], case["overlaps"]) for case in killed]
+    for rank, found in enumerate(run(train_each, 2, cases=again)):
+        assert [resumed for resumed, _ in found] == [bits[rank]] * len(killed)

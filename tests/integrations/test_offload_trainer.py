@@ -8,6 +8,7 @@ import io
 import logging
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -87,6 +88,31 @@ def without(trainer: Trainer) -> Trainer:
     return trainer
 
 
+def without_state(trainer: Trainer) -> dict[str, Any]:
+    """Return what ours and the stock Trainer have in common."""
+    return {name: value for name, value in everything(trainer).items() if name != "state"}
+
+
+def compare(
+    make: Callable[[], Trainer], *, is_stock: bool = False, drive: Callable[[Trainer], object] = lambda one: one.train()
+) -> Trainer:
+    """Check that `offload` changes no bit of what a Trainer, made anew each time, comes to; return the one with it.
+
+    Args:
+        make: returns a Trainer.
+        is_stock: whether to compare with the stock Trainer, and not with our optimizer without a scheduler.
+        drive: trains with it.
+    """
+    plain = make() if is_stock else without(make())
+    drive(plain)
+    ours = make()
+    offload(ours, **SCHEDULER)
+    drive(ours)
+    seen = without_state if is_stock else everything
+    assert_same(seen(plain), seen(ours))
+    return ours
+
+
 def checkpointing(*, reentrant: bool) -> dict[str, Any]:
     return {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
 
@@ -154,12 +180,7 @@ def test_limits_clip_some_steps_or_every_one(tmp_path: Path) -> None:
 def test_training_has_the_bits_of_the_same_optimizer_without_a_scheduler(
     tmp_path: Path, name: str, dtype: torch.dtype
 ) -> None:
-    plain = without(trainer_in(tmp_path / "plain", dtype, **CONFIGURATIONS[name]))
-    plain.train()
-    trainer = trainer_in(tmp_path / "ours", dtype, **CONFIGURATIONS[name])
-    offload(trainer, **SCHEDULER)
-    trainer.train()
-    assert_same(everything(plain), everything(trainer))
+    trainer = compare(lambda: trainer_in(tmp_path, dtype, **CONFIGURATIONS[name]))
     if dtype == torch.bfloat16 and name != "a limit that clips every step":
         assert trainer.state.log_history[-1]["superadam_accepted"] > 0
     assert trainer.state.log_history[-1]["superadam_skipped"] == (name == "NaN")
@@ -193,12 +214,8 @@ def test_scheduler_that_is_open_around_all_that_the_trainer_does(tmp_path: Path)
 
 @pytest.mark.parametrize("name", [*CONFIGURATIONS][4:5] if not DEEP else [*CONFIGURATIONS][:-2])
 def test_fp32_has_the_bits_of_the_stock_trainer(tmp_path: Path, name: str) -> None:
-    stock = trainer_in(tmp_path / "stock", torch.float32, optim="adamw_torch_fused", **CONFIGURATIONS[name])
-    stock.train()
-    trainer = trainer_in(tmp_path / "ours", torch.float32, optim="adamw_torch_fused", **CONFIGURATIONS[name])
-    offload(trainer, **SCHEDULER)
-    trainer.train()
-    assert_same(everything(stock), without_state(trainer))
+    options = {"optim": "adamw_torch_fused", **CONFIGURATIONS[name]}
+    compare(lambda: trainer_in(tmp_path, torch.float32, **options), is_stock=True)
 
 
 def test_hyper_parameters_are_those_of_the_arguments(tmp_path: Path) -> None:
@@ -209,11 +226,6 @@ def test_hyper_parameters_are_those_of_the_arguments(tmp_path: Path) -> None:
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
     for group in optimizer.param_groups:
         assert (group["lr"], group["betas"], group["eps"]) == (1e-2, (0.8, 0.95), 1e-6)
-
-
-def without_state(trainer: Trainer) -> dict[str, Any]:
-    """Return what ours and the stock Trainer have in common."""
-    return {name: value for name, value in everything(trainer).items() if name != "state"}
 
 
 class Grouped(Trainer):
@@ -232,31 +244,24 @@ class Grouped(Trainer):
 
 
 def test_a_trainer_that_makes_its_own_adam_has_its_bits(tmp_path: Path) -> None:
-    seen = []
-    for is_stock in (True, False):
+    def make() -> Trainer:
         trainer = trainer_in(tmp_path, torch.float32)
         trainer.__class__ = Grouped
-        if not is_stock:
-            offload(trainer, **SCHEDULER)
-        trainer.train()
-        seen.append(without_state(trainer))
-    assert_same(*seen)
-    assert type(trainer.optimizer.optimizer) is SpeculativeCPUAdam
+        return trainer
+
+    assert type(compare(make, is_stock=True).optimizer.optimizer) is SpeculativeCPUAdam
 
 
 def test_each_new_model_has_the_arguments_of_its_time(tmp_path: Path) -> None:
     """As in a search for hyper-parameters, which changes `args` and makes a new model and optimizer."""
-    seen = []
-    for is_stock in (True, False):
-        trainer = trainer_in(tmp_path, torch.float32)
+
+    def search(trainer: Trainer) -> None:
         trainer.model_init = lambda: llama(torch.float32)
-        if not is_stock:
-            offload(trainer, **SCHEDULER)
         for trainer.args.learning_rate, trainer.args.adam_beta1 in ((1e-2, 0.9), (2e-3, 0.8)):
             trainer.train()
             trainer.evaluate()
-        seen.append(without_state(trainer))
-    assert_same(*seen)
+
+    compare(lambda: trainer_in(tmp_path, torch.float32, num_train_epochs=1), is_stock=True, drive=search)
 
 
 def test_an_optimizer_of_ours_that_was_passed_is_used(tmp_path: Path) -> None:
@@ -303,27 +308,23 @@ def test_moments_that_contradict_an_optimizer_of_ours_are_refused(tmp_path: Path
 
 
 def test_a_copy_of_a_trainer_trains_its_own_model(tmp_path: Path) -> None:
-    original = trainer_in(tmp_path, torch.bfloat16)
-    offload(original, **SCHEDULER)
-    copied = copy.deepcopy(original)
-    copied.train()
-    assert copied.state.log_history[-1]["superadam_accepted"] > 0
-    assert original.optimizer is None
-    original.train()
-    assert_same(everything(original), everything(copied))
+    """One that is made in training has no scheduler."""
 
-
-def test_a_copy_that_is_made_in_training_has_no_scheduler(tmp_path: Path) -> None:
     class Copying(TrainerCallback):
         def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
             if state.global_step == 3:
                 made.append(copy.deepcopy(callback))
 
     made: list[Any] = []
-    trainer = trainer_in(tmp_path, torch.bfloat16, callbacks=[Copying()], num_train_epochs=1)
-    callback = offload(trainer, **SCHEDULER)
-    trainer.train()
-    assert made[0].scheduler is None
+    original = trainer_in(tmp_path, torch.bfloat16, callbacks=[Copying()], num_train_epochs=1)
+    callback = offload(original, **SCHEDULER)
+    copied = copy.deepcopy(original)
+    copied.train()
+    assert copied.state.log_history[-1]["superadam_accepted"] > 0
+    assert original.optimizer is None
+    original.train()
+    assert_same(everything(original), everything(copied))
+    assert [one.scheduler for one in made] == [None, None]
 
 
 class Reporter(TrainerCallback):
@@ -365,22 +366,15 @@ class Stop(TrainerCallback):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("planted")], ids=["ctrl-c", "error"])
 def test_an_error_closes_the_scheduler_and_training_can_begin_again(tmp_path: Path, error: BaseException) -> None:
-    seen = []
-    for is_plain in (True, False):
-        trainer = trainer_in(tmp_path, torch.bfloat16, callbacks=[Stop(error)])
-        callback = None
-        if is_plain:
-            without(trainer)
-        else:
-            callback = offload(trainer, **SCHEDULER)
+    def train_twice(trainer: Trainer) -> None:
         with pytest.raises(type(error)):
             trainer.train()
-        if callback is not None:
-            assert callback.scheduler is None
-            assert not any(one._post_accumulate_grad_hooks for one in trainer.model.parameters())
+        for callback in trainer.callback_handler.callbacks:
+            assert getattr(callback, "scheduler", None) is None
+        assert not any(one._post_accumulate_grad_hooks for one in trainer.model.parameters())
         trainer.train()
-        seen.append(everything(trainer))
-    assert_same(*seen)
+
+    trainer = compare(lambda: trainer_in(tmp_path, torch.bfloat16, callbacks=[Stop(error)]), drive=train_twice)
     assert trainer.state.log_history[-1]["superadam_accepted"] > 0
 
 
@@ -454,16 +448,13 @@ def refused(kind: type[Exception], told: str, trainer: Trainer, **options: Any) 
     assert (trainer.create_optimizer, trainer.create_scheduler) == before[2:]
 
 
-def test_an_optimizer_that_is_there_already_is_refused(tmp_path: Path) -> None:
-    told = "^the Trainer has an optimizer already, AdamW, expected none or a SpeculativeCPUAdam; call "
-    trainer = trainer_in(tmp_path, torch.bfloat16)
-    trainer.create_optimizer()
-    refused(RuntimeError, told, trainer)
-
-
-def test_a_second_call_and_unknown_options_are_refused(tmp_path: Path) -> None:
+def test_second_calls_unknown_options_and_other_optimizers_are_refused(tmp_path: Path) -> None:
     trainer = trainer_in(tmp_path, torch.bfloat16)
     refused(TypeError, "bucket_size", trainer, bucket_size=3)
+    trainer.create_optimizer()
+    told = "^the Trainer has an optimizer already, AdamW, expected none or a SpeculativeCPUAdam; call "
+    refused(RuntimeError, told, trainer)
+    trainer.optimizer = None
     offload(trainer)
     refused(RuntimeError, "^offload\\(\\) was called for this Trainer already, expected one call; ", trainer)
 
@@ -479,23 +470,15 @@ def test_other_optimizers_are_refused_before_training(tmp_path: Path) -> None:
     assert trainer.state.log_history[-1]["superadam_committed"] > 0
 
 
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({"is_deepspeed_enabled": True}, "^the Trainer uses DeepSpeed, which .*; train on several GPUs with FSDP2: "),
-        ({"is_fsdp_enabled": True}, "^the Trainer uses FSDP1, whose shards .* fsdp_version: 2$"),
-    ],
-)
-def test_other_ways_to_shard_are_refused(tmp_path: Path, changes: dict[str, Any], told: str) -> None:
+def test_other_ways_to_train_on_several_gpus_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = trainer_in(tmp_path, torch.bfloat16)
-    for name, value in changes.items():
-        setattr(trainer, name, value)
     trainer.accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=1)))
-    refused(RuntimeError, told, trainer)
-
-
-def test_distributed_data_parallel_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = trainer_in(tmp_path, torch.bfloat16)
+    deepspeed = "^the Trainer uses DeepSpeed, which .*; train on several GPUs with FSDP2: "
+    fsdp1 = "^the Trainer uses FSDP1, whose shards .* fsdp_version: 2$"
+    for name, told in (("is_deepspeed_enabled", deepspeed), ("is_fsdp_enabled", fsdp1)):
+        setattr(trainer, name, True)
+        refused(RuntimeError, told, trainer)
+        setattr(trainer, name, False)
     arguments = SimpleNamespace(**vars(trainer.args), parallel_mode=integration.ParallelMode.DISTRIBUTED, world_size=2)
     monkeypatch.setattr(trainer, "args", arguments)
     refused(RuntimeError, "^the Trainer would use DistributedDataParallel, .* fsdp_version: 2$", trainer)

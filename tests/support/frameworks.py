@@ -148,7 +148,7 @@ def history(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 Training = Callable[[Run], None]
-"""Makes model and optimizer, calls `run.open`, trains, and adds to `run.logged`."""
+"""Makes model and optimizer, trains, and adds to the lists of the run."""
 
 
 def everything_in(training: Training, *, scheduled: bool, accepts: bool | None = None) -> dict[str, Any]:
