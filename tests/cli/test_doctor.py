@@ -33,6 +33,11 @@ SMALL_BANDWIDTH = ("memory bandwidth", lambda host: memory.bandwidth(host, 4 << 
 QUICK_PROBES = tuple(SMALL_BANDWIDTH if name == "memory bandwidth" else (name, probe) for name, probe in PROBES)
 
 
+@pytest.fixture(autouse=True)
+def _one_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory.measure_bandwidth, "__defaults__", (0.0,))
+
+
 @pytest.fixture
 def fresh_native(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Make the choice of instruction set and threads be read from the environment again, as in a new process."""
@@ -353,7 +358,6 @@ def test_json_holds_every_finding() -> None:
 def test_the_command_reports_this_machine(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], as_json: bool
 ) -> None:
-    monkeypatch.setattr(memory, "MEASURED_SECONDS", 0.0)
     monkeypatch.setattr(memory.bandwidth, "__defaults__", (4 << 20,))
     assert cli.main(words) == 0
     printed = capsys.readouterr().out

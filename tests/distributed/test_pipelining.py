@@ -47,6 +47,7 @@ def step(optimizer: SpeculativeCPUAdamW) -> Any:
     return outcome
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("overlaps", "scales"), [(False, True), (True, True), (True, False)])
 @pytest.mark.parametrize("kind", SCHEDULES)
 @on_ranks(2)

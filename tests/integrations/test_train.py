@@ -66,9 +66,13 @@ def test_verified_run(device: str, dtype: str, overlap: bool, capsys: pytest.Cap
     assert Path("trace.json").exists() is overlap
 
 
-def test_report_adds_up() -> None:
-    _, found = run()
-    assert 0.0 <= found["hidden_share"] <= 1.0
+def test_reports_add_up_and_runs_of_the_same_seed_alone_have_the_same_losses() -> None:
+    found, plain, other = (
+        run("--seed", seed, *words, out=f"run{number}")[1]
+        for number, (seed, *words) in enumerate([("3",), ("3", "--no-overlap"), ("4",)])
+    )
+    assert found["losses"] == plain["losses"] != other["losses"]
+    assert all(loss < found["losses"][0] for loss in found["losses"][3:])  # it learns
     assert 0.0 <= found["hidden_seconds"] <= found["work_seconds"]
     assert found["hidden_share"] == pytest.approx(found["hidden_seconds"] / found["work_seconds"])
     waited = found["hook_seconds"] + found["waited_seconds"] + found["step_seconds"]
@@ -77,20 +81,12 @@ def test_report_adds_up() -> None:
     assert found["accepted"] > 0
     assert found["peak_host_bytes"] > 1 << 20
     assert "elements" not in found  # nothing was compared
+    assert (plain["hidden_share"], plain["buckets"]) == (0.0, 0)
 
 
-def test_run_without_overlap_hides_nothing() -> None:
-    _, found = run("--no-overlap", "--max-grad-norm", "inf")
-    assert (found["hidden_share"], found["buckets"], found["clipped"], found["max_grad_norm"]) == (0.0, 0, 0, "inf")
-
-
-def test_runs_have_the_same_losses_for_the_same_seed_only() -> None:
-    losses = [
-        run(*words, out=f"run{number}")[1]["losses"]
-        for number, words in enumerate([["--seed", "3"], ["--seed", "3", "--no-overlap"], ["--seed", "4"]])
-    ]
-    assert losses[0] == losses[1] != losses[2]
-    assert all(loss < losses[0][0] for loss in losses[0][3:])  # it learns
+def test_a_run_without_a_limit_clips_nothing() -> None:
+    _, found = run("--max-grad-norm", "inf", "--steps", "2")
+    assert (found["clipped"], found["max_grad_norm"]) == (0, "inf")
 
 
 def test_nan_changes_nothing_but_the_batch() -> None:
