@@ -214,6 +214,7 @@ def die(rank: int, *, folder: str, victim: int, waits: bool) -> str:
     return str(error.value)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("waits", [True, False])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_rank_that_is_killed_leaves_the_older_one(victim: int, waits: bool, tmp_path: Path) -> None:
