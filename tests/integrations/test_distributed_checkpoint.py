@@ -339,7 +339,6 @@ NO_COUNT = r"keep is .*, expected a whole number of at least 1"
         *(({"keep": keep}, NO_COUNT) for keep in (0, -1, True, 1.5, None)),
         ({"optimizer": make(torch.optim.AdamW)[1]}, "the optimizer has parameters that the model lacks"),
     ],
-    ids=str,
 )
 def test_what_cannot_be_saved_is_one_sentence(
     options: dict[str, Any], words: str, wait: bool, pair: tuple[Model, Any], tmp_path: Path
