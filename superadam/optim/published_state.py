@@ -92,7 +92,7 @@ class PublishedState:
             return True
         entry = self.entries.get(state.parameter)
         if not isinstance(entry, dict) or "step" not in entry:
-            return not state.has_state and not entry
+            return not entry and all(getattr(state, key) is None for key in TENSORS)  # moments may lack a master
         values = raw(entry)
         for key in TENSORS:
             value, had = values.get(key), getattr(state, key)

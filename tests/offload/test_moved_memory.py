@@ -6,6 +6,7 @@ memory that is not there.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import pickle
@@ -341,3 +342,24 @@ def test_a_stand_in_gets_its_values_whatever_autograd_knows_of_it(in_inference_m
         optimizer.step()
     assert bits(stand_ins[0]) == bits(optimizers[1].state[parameters[1]]["exp_avg"].double())
     assert stand_ins[0].grad_fn is None
+
+
+def test_state_that_is_cleared_in_a_hook_is_gone_also_where_its_master_was() -> None:
+    seen = []
+    for has_scheduler in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)).bfloat16()
+        optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-2)
+        scheduler = OffloadScheduler(optimizer, model, num_threads=1, bucket_numel=8) if has_scheduler else None
+        with scheduler or contextlib.nullcontext():
+            for step in range(4):
+                if step == 2:
+                    del optimizer.state[model[0].weight]["master"]
+                    optimizer.state_dict()
+                    model[1].bias.register_post_accumulate_grad_hook(lambda _: optimizer.state.clear())  # noqa: B023
+                model(torch.ones(2, 8, dtype=torch.bfloat16)).float().square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            seen.append([bits(one) for one in model.parameters()])
+            seen[-1] += [entry["step"].item() for entry in optimizer.state.values()]
+    assert seen[0] == seen[1]
