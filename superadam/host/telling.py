@@ -14,14 +14,13 @@ _logger = logging.getLogger("superadam")
 _failed: set[str] = set()  # whose errors were logged
 
 
-def tell(what: str, listener: Callable[..., object], *arguments: Any, **options: Any) -> bool:
-    """Call a listener, and return whether it raised no `Exception`; `what` names it in the log."""
+def tell(what: str, listener: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Call a listener, and return what it returns, None where it raised an `Exception`; `what` names it in the log."""
     try:
-        listener(*arguments, **options)
+        return listener(*arguments, **options)
     except Exception:
         with suppress(Exception):  # of a handler of the log's
             if what not in _failed:
                 _failed.add(what)
                 _logger.error("%s failed, which changes no step; training goes on without", what, exc_info=True)
-        return False
-    return True
+        return None

@@ -106,7 +106,7 @@ class Autotuner:
     def add_bucket(self, bucket: Bucket) -> None:
         """Record a bucket of this step that is ready; programs may make any number of backwards before a step."""
         ready = self._ready[bucket.is_resident]
-        for piece in bucket.pieces:
+        for piece in bucket.gradients:
             if piece in ready:
                 del ready[piece]
                 self._step = []  # its buckets are still counted, so that nothing is chosen by some of them

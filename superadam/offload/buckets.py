@@ -7,7 +7,7 @@ cold caches, so it does as little as possible for each gradient.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -23,14 +23,13 @@ DEFAULT_NUMEL = 16 * 1024 * 1024  # 32 MiB of bf16 or 64 MiB of fp32, as in Supe
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Gradients that are sent together, one for each of `pieces`; `numel` counts the elements of all.
+    """Gradients that are sent together, by the pieces they are of; `numel` counts the elements of all.
 
     A stream that reads those on the device first waits for every event in `made`.
     """
 
     is_resident: bool
-    pieces: tuple[Piece, ...]
-    gradients: tuple[TakenGradient, ...]
+    gradients: Mapping[Piece, TakenGradient]
     numel: int
     made: tuple[Event, ...] = ()
 
@@ -49,7 +48,7 @@ class _Filling:
         numel = sum([piece.shape.numel() for piece in members])
         if not members:
             return None
-        return Bucket(is_resident, tuple(members), tuple(members.values()), numel, tuple(self.made))
+        return Bucket(is_resident, members, numel, tuple(self.made))
 
 
 class Bucketer:

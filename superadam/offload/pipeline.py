@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 import torch
@@ -18,12 +18,12 @@ from superadam.kernels.hyperparameters import Hyperparameters
 from superadam.offload.autotune import Autotuner, Work
 from superadam.offload.buckets import Bucket
 from superadam.offload.prediction import Predictor
-from superadam.offload.shadow import FlatShadow
 from superadam.offload.statistics import OverlapStatistics
 from superadam.offload.trace import Trace
-from superadam.offload.transfers import Sent, Transfers, norm_in
+from superadam.offload.transfers import Transfers, norm_in
 from superadam.state.parameter import Pending, Phase, Piece
 from superadam.state.uncertain import Listed
+from superadam.step.outcome import Applied
 from superadam.step.transaction import Transaction
 
 
@@ -65,34 +65,32 @@ class Pipeline:
         """
         transaction = self.transaction
         assert transaction is not None
-        begin, pieces = time.perf_counter(), bucket.pieces
+        begin, gradients = time.perf_counter(), bucket.gradients
         for event in bucket.made:
             self._device.wait(Stream.CURRENT, event)
         if self._device.can_update:
             tell("counting buckets for the placement", self._autotuner.add_bucket, bucket)
         if bucket.is_resident:
-            sent, arrived, norms = self._transfers.pack_resident(pieces, bucket.gradients)
-            job = functools.partial(self._add_resident, transaction, sent, hyper, arrived, norms, begin)
+            pending, arrived, norms = self._transfers.pack_resident(gradients, hyper)
+            job = functools.partial(self._add_resident, transaction, pending, arrived, norms, begin)
         else:
-            transaction.table.bring_home(pieces)
-            able = {piece for piece in pieces if transaction.can_speculate(one := piece.state, hyper[one.row])}
-            sent, arrived = self._transfers.download(pieces, bucket.gradients, able)
-            job = functools.partial(self._speculate, transaction, sent, hyper, able, bucket.numel, arrived, begin)
+            transaction.table.bring_home(gradients)
+            able = {piece for piece in gradients if transaction.can_speculate(one := piece.state, hyper[one.row])}
+            pending, arrived = self._transfers.download(gradients, hyper, able)
+            job = functools.partial(self._speculate, transaction, pending, bucket.numel, arrived, begin)
         self._statistics.buckets += 1
         self._worker.submit(job)
 
     def _add_resident(
         self,
         transaction: Transaction,
-        sent: Sequence[Sent],
-        hyper: Sequence[Hyperparameters],
+        pending: Mapping[Piece, Pending],
         arrived: Event,
         norms: list[torch.Tensor],
         sent_at: float,
         is_awaited: Callable[[], bool],
     ) -> None:
         self._wait_for(arrived, is_awaited)
-        pending = _records(transaction, sent, hyper, are_resident=True)
         seen = transaction.norm_so_far()
         transaction.speculate(pending, norm=norm_in(norms))
         elements, end = sum(piece.shape.numel() for piece in pending), time.perf_counter()
@@ -105,41 +103,35 @@ class Pipeline:
     def _speculate(
         self,
         transaction: Transaction,
-        sent: Sequence[Sent],
-        hyper: Sequence[Hyperparameters],
-        able: Set[Piece],
+        pending: Mapping[Piece, Pending],
         elements: int,
         arrived: Event,
         sent_at: float,
         is_awaited: Callable[[], bool],
     ) -> None:
         """Speculate on a bucket, which starts the upload of its new values; runs in the worker."""
-        pending = _records(transaction, sent, hyper, able)
         self._wait_for(arrived, is_awaited)
-        begin = time.perf_counter()
+        begin, is_able = time.perf_counter(), any(record.slot for record in pending.values())
         self.predictor.total = transaction.table.numel
         prediction = self.predictor.predict(elements, transaction.norm_so_far(), transaction.expected_scale, self.limit)
         for piece, record in pending.items():
             if prediction is None or self.predictor.leaves_out(piece, prediction, transaction.expected_scale):
                 record.slot = None
-            else:
-                record.expect(*prediction)
         written = {id(one.slot.shadow): one.slot.shadow for one in pending.values() if one.slot is not None}
         is_hidden = not is_awaited()
         with transaction.lock, torch.no_grad():
-            transaction.speculate(pending, self._num_threads() if is_hidden else None)
+            transaction.speculate(pending, self._num_threads() if is_hidden else None, prediction=prediction)
             listed = {piece: record.listed for piece, record in pending.items() if record.listed is not None}
         if prediction is not None and prediction.interval is not None:
             tell("learning how much is uncertain", self.predictor.add_lists, listed, prediction)
             tell("counting uncertain elements", self._count_lists, listed)
             tell("tracing", self._trace.add, "predicted factor", "worker", begin, begin, factor=prediction.factor)
         for shadow in written.values():
-            assert isinstance(shadow, FlatShadow)
             shadow.send()
         tell("counting buckets", self._count_bucket, waits=not written)
         tell("tracing", self._trace.add, "gradients to host", "download", sent_at, begin, elements=elements)
         self._tell_of_work("adam" if written else "norm", begin, elements)
-        if able and self._device.can_update:  # else the step will create state, which says little of later ones
+        if is_able and self._device.can_update:  # else the step will create state, which says little of later ones
             end = time.perf_counter()
             work = Work(elements, end, end - begin, is_hidden, waits=not written)
             tell("timing work for the placement", self._autotuner.add_work, work)
@@ -179,6 +171,12 @@ class Pipeline:
     def _count_work(self, seconds: float) -> None:
         self._statistics.worker_seconds += seconds
 
+    def learn(self, applied: Applied | None) -> None:
+        """Learn from a step what to do in the next; a predictor that fails begins anew."""
+        predictor, self.predictor = self.predictor, Predictor()
+        predictor.add_verdict(applied)
+        self.predictor = predictor
+
     def drain(self) -> None:
         """Return when the worker is done with every bucket.
 
@@ -209,22 +207,3 @@ class Pipeline:
     def close(self) -> None:
         """Finish what is under way, and end the worker."""
         self._worker.close()
-
-
-def _records(
-    transaction: Transaction,
-    sent: Sequence[Sent],
-    hyper: Sequence[Hyperparameters],
-    speculated: Set[Piece] = frozenset(),
-    *,
-    are_resident: bool = False,
-) -> dict[Piece, Pending]:
-    """Return the records of gradients that were sent, with slots for those that are to be speculated on."""
-    records: dict[Piece, Pending] = {}
-    for one in sent:
-        slots = one.slots(speculated)
-        captured = zip(one.pieces, one.taken, one.gradients.tensors, one.versions, strict=True)
-        for piece, taken, gradient, version in captured:
-            fixed = hyper[piece.state.row], slots.get(piece)
-            records[piece] = transaction.pending(piece, taken, gradient, version, *fixed, is_resident=are_resident)
-    return records

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from superadam.kernels.hyperparameters import Interval
-from superadam.state.parameter import Piece
+from superadam.state.parameter import Piece, Prediction
 from superadam.state.uncertain import LISTED_SHARE, Listed
 from superadam.step.outcome import Applied
 
@@ -28,13 +28,6 @@ PATCH_COST = 6.0  # of one element, in passes over one element: it is found, cop
 FIRST_UNCERTAIN = 0.05  # uncertain share of the elements for a spread as large as the factor, before it is measured
 FADING = 0.02  # weight of that at the end of each step in which nothing was listed
 FIRST_LEFT_OUT, MOST_LEFT_OUT = 8, 128  # steps in which a parameter that has too many uncertain elements is left out
-
-
-class Prediction(NamedTuple):
-    """For which factor new values are computed, and for which others they are to hold; None for no others."""
-
-    factor: float
-    interval: Interval | None = None
 
 
 class _Made(NamedTuple):

@@ -37,7 +37,6 @@ from superadam.offload.hooks import Hooks
 from superadam.offload.needs import bytes_of_resident, needs_of_run
 from superadam.offload.pipeline import Pipeline
 from superadam.offload.placement import Placement, last_pieces
-from superadam.offload.prediction import Predictor
 from superadam.offload.reduction import Marked, ReducedGroups
 from superadam.offload.statistics import OverlapStatistics
 from superadam.offload.trace import Trace
@@ -46,7 +45,7 @@ from superadam.optim.adam import SpeculativeCPUAdam
 from superadam.optim.binding import hyper_by_row
 from superadam.state.parameter import ParameterState, pieces_of
 from superadam.state.resident import ResidentStates
-from superadam.step.outcome import StepOutcome
+from superadam.step.outcome import Applied, StepOutcome
 from superadam.step.transaction import Transaction
 
 _logger = logging.getLogger("superadam")
@@ -135,9 +134,7 @@ class OffloadScheduler(GradientHolder):
         self._autotuner = Autotuner(
             self._device, total, gpu_buckets, bucket_numel, transfer_dtype, num_threads, *resident
         )
-        self._transfers = self._delivery = Transfers(
-            self._device, self.statistics, self.trace, self.placement.transfer_dtype
-        )
+        self._transfers = Transfers(self._device, self.statistics, self.trace, self.placement.transfer_dtype)
         self._transfers.staged_numel = self.placement.bucket_numel
         self._transfers.piece_numel = self.placement.bucket_numel if self.placement.num_threads else None
         self._bucketer = Bucketer(self._device, self, self.placement.bucket_numel)
@@ -243,7 +240,7 @@ class OffloadScheduler(GradientHolder):
                 raise
         self._caught_up = time.perf_counter()
 
-    def _conclude(self, outcome: StepOutcome) -> None:
+    def _conclude(self, outcome: StepOutcome, applied: Applied | None) -> None:
         """Tell of a step: each listener by itself, once nothing of the step is left to be read by the next."""
         now, began, before = time.perf_counter(), self._backward_began, self._before
         self._hyper, self._backward_began, self._before = [], None, self._counted
@@ -258,7 +255,8 @@ class OffloadScheduler(GradientHolder):
             tell("looking for the device's memory", self._look_for_room)
         tell("looking for parameters that are no longer frozen", self._hooks.look_for_unfrozen)
         if self._pipeline is not None:
-            self._learn(self._pipeline)
+            if self._transaction is not None:
+                tell("learning from the verdict", self._pipeline.learn, applied)
             if self._device.can_update:
                 update_seconds = self._before.resolve_seconds - before.resolve_seconds
                 tell("choosing the placement", self._choose_placement, awaited_at, update_seconds)
@@ -271,13 +269,6 @@ class OffloadScheduler(GradientHolder):
     def _counted(self) -> _Counted:
         counts = self.optimizer.statistics
         return _Counted(counts.displaced, counts.resolve_seconds)
-
-    def _learn(self, pipeline: Pipeline) -> None:
-        """Learn from a step what to do in the next; who fails begins anew."""
-        if self._transaction is None:
-            return
-        if not tell("learning from the verdict", pipeline.predictor.add_verdict, self._transaction.applied):
-            pipeline.predictor = Predictor()
 
     def _trace_step(self, outcome: StepOutcome | None, began: float | None, now: float) -> None:
         """Trace a step whose backward began then, if that is known; without an outcome where it was dropped."""

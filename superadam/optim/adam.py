@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -31,7 +30,7 @@ from superadam.optim.arguments import (
 )
 from superadam.optim.binding import Binding, hyper_by_row, names_of, runs_of, untracked
 from superadam.optim.entry import raw
-from superadam.state.parameter import ParameterState, Storage, check_parameter, pieces_of
+from superadam.state.parameter import ParameterState, Pending, Storage, check_parameter, pieces_of
 from superadam.step.gradients import gather
 from superadam.step.outcome import Statistics, StepKind, StepOutcome
 
@@ -280,10 +279,10 @@ class SpeculativeCPUAdam(Optimizer):
             refuse_limit_of_shard(limit)
         gradients = gather(transaction.table, runs_of(self.param_groups))
         with deferred_signals():  # a step is made wholly or not at all
-            outcome = transaction.step(gradients, limit)
+            outcome, applied = transaction.step(gradients, limit)
             verdicts.last_outcome, verdicts.limit_of_next_step = outcome, None
             setattr(self, torch_private.STEP_MARK, True)  # resolve() counts as step() for learning-rate schedulers
-            self._binding.conclude(outcome)
+            self._binding.conclude(outcome, applied)
         return outcome
 
     @_whole
@@ -313,7 +312,7 @@ class SpeculativeCPUAdam(Optimizer):
                 state.check_gradient(state.local_gradient(parameter.grad))
             asked.append(state)
         shared = shared_memory(table.parameters) if table.is_distributed else ()
-        received = table.delivery.received
+        received = table.new_values.received
         gradients: dict[ParameterState, TakenGradient] = {}
         for state in asked:
             taken = None if state.row in shared else take_gradient(state.parameter, state, self._binding)
@@ -322,13 +321,13 @@ class SpeculativeCPUAdam(Optimizer):
                 taken.pending, taken.in_use = state.host_gradient(gradient), True
                 gradients[state] = taken
         able = pieces_of(state for state in gradients if transaction.can_speculate(state, hyper[state.row]))
-        slots = dict(zip(able, table.delivery.shadows(able), strict=True))
+        slots = dict(zip(able, table.new_values.shadows(able), strict=True))
         table.bring_home(pieces_of(gradients))
-        captured = [(piece, one, hyper[state.row]) for state, one in gradients.items() for piece in state.pieces]
         transaction.speculate(
             {
-                p: transaction.pending(p, weakref.ref(one), p.of(one.pending), one.version, now, slots.get(p))
-                for p, one, now in captured
+                piece: Pending.of(taken, hyper[state.row], piece.of(taken.pending), slot=slots.get(piece))
+                for state, taken in gradients.items()
+                for piece in state.pieces
             }
         )
 

@@ -31,11 +31,11 @@ from superadam.kernels.hyperparameters import Hyperparameters
 from superadam.optim.arguments import is_flattened
 from superadam.optim.published_state import PublishedState
 from superadam.state import compact
-from superadam.state.delivery import Delivery, SynchronousDelivery
+from superadam.state.new_values import NewValues
 from superadam.state.parameter import ParameterState, Storage, pieces_of
 from superadam.state.resident import ResidentStates
 from superadam.state.table import ParameterTable
-from superadam.step.outcome import Statistics, StepOutcome
+from superadam.step.outcome import Applied, Statistics, StepOutcome
 from superadam.step.transaction import Transaction
 
 _logger = logging.getLogger("superadam")
@@ -83,7 +83,7 @@ class Overlap(Protocol):
     """The scheduler that runs the optimizer during backward, as seen by the optimizer."""
 
     @property
-    def _delivery(self) -> Delivery:
+    def _transfers(self) -> NewValues:
         """Brings new values to parameters."""
 
     @property
@@ -96,8 +96,8 @@ class Overlap(Protocol):
     def _catch_up(self) -> None:
         """Return when everything that was taken is speculated on; raise what failed there."""
 
-    def _conclude(self, outcome: StepOutcome) -> None:
-        """Handle the outcome of a step."""
+    def _conclude(self, outcome: StepOutcome, applied: Applied | None) -> None:
+        """Handle the outcome of a step, and what it did to gradients that were taken."""
 
 
 class GradientSource(Protocol):
@@ -296,13 +296,13 @@ class Binding(GradientHolder):
                 table.is_published[state.row] = False
         self._refresh_entries()
 
-    def conclude(self, outcome: StepOutcome) -> None:
+    def conclude(self, outcome: StepOutcome, applied: Applied | None) -> None:
         """Tell of a step, which raises nothing: to the statistics, exposed entries and the scheduler."""
         tell("counting steps", self._statistics.count, outcome.kind)
         if self._transaction is not None and self._transaction.table.is_any_held:  # else with the next, or when read
             tell("updating optimizer.state at once", self._refresh_held_entries, self._transaction)
         if self.overlap is not None:
-            tell("the scheduler's part after a step", self.overlap._conclude, outcome)
+            tell("the scheduler's part after a step", self.overlap._conclude, outcome, applied)
 
     def _catch_up(self) -> None:
         if self.overlap is not None:
@@ -359,15 +359,15 @@ class Binding(GradientHolder):
         written = set[int]() if before is None else {*map(id, before.written())}
         arrays = {} if before is None else before.moved_arrays(before.all_rows)
         moved = {} if before is None else {id(before.states[row]): names for row, names in arrays.items()}
-        delivery = SynchronousDelivery() if self.overlap is None else self.overlap._delivery
+        new_values = NewValues() if self.overlap is None else self.overlap._transfers
         states = [
             known.get(parameter)
             or ParameterState(
                 parameter,
                 row,
                 name,
-                is_on_host=delivery.is_host(shards.local_of(parameter)),
-                piece_numel=delivery.piece_numel,
+                is_on_host=new_values.device.is_host(shards.local_of(parameter)),
+                piece_numel=new_values.piece_numel,
                 storage=self.storage,
             )
             for row, (parameter, name) in enumerate(zip(parameters, names, strict=True))
@@ -377,7 +377,7 @@ class Binding(GradientHolder):
         ranks = ranks_of(parameters, names, self.ranks, self.process_group)
         for row, (state, name) in enumerate(zip(states, names, strict=True)):  # nothing raises from here on
             state.row, state.name = row, name
-        table = ParameterTable(states, delivery, self.overlap._resident if self.overlap else None)
+        table = ParameterTable(states, new_values, self.overlap._resident if self.overlap else None)
         for state in states:
             self.published.read(state, table, moved.get(id(state), ()))
             if id(state) in written:

@@ -10,13 +10,14 @@ import abc
 import enum
 import operator
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from superadam.devices.flat import FlatTensors
 from superadam.distributed import shards
 from superadam.handles.taken_gradient import TakenGradient
 from superadam.kernels import native, torch_private
@@ -25,7 +26,10 @@ from superadam.kernels.hyperparameters import Hyperparameters, Interval, Scale
 from superadam.kernels.native import Format
 from superadam.kernels.torch_private import dtensor_like, version_of
 from superadam.state import compact
-from superadam.state.uncertain import NARROWER, Listed, Patch
+from superadam.state.uncertain import NARROWER, Listed
+
+if TYPE_CHECKING:
+    from superadam.state.new_values import Shadow
 
 TENSORS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master")
 """What the state of a parameter consists of; checkpoints, kernels and `ParameterState` have the same names."""
@@ -137,15 +141,11 @@ class Phase(enum.Enum):
     """The verdict was good, and the parameter has its new value; the commit that updates the state is still to come."""
 
 
-class Shadow(Protocol):
-    """New values of some pieces, in separate memory until a verdict publishes them."""
+class Prediction(NamedTuple):
+    """For which factor new values are computed, and for which others they are to hold; None for no others."""
 
-    @property
-    def values(self) -> list[Tensor]:
-        """One host tensor for each piece, of its parameter's dtype and in its layout, for kernels to write."""
-
-    def patch(self, positions: Sequence[int], counts: Sequence[int]) -> Patch:
-        """Return memory for new values of so many elements of the pieces at these positions."""
+    factor: float
+    interval: Interval | None = None
 
 
 class Slot(NamedTuple):
@@ -162,38 +162,57 @@ class Slot(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Pending:
-    """A gradient that waits for its verdict or its commit, with everything that its step depends on, captured by value.
+    """One piece's gradient from when it is sent until its commit, with all that its step depends on, by value.
 
     Attributes:
         taken: the record of the gradient; weak, so that nothing here keeps a gradient that was given back.
-        gradient: of one piece, as kernels read it: on the host in its layout, or on the device where `is_resident`.
         version: of `taken`, whose gradient this is.
-        step: the step that this gradient makes, counted from 1.
+        source: the gradient, or the buffer that it arrives in, there at `position`.
+        slot: of the speculated value; None where only the norm is computed, and once the value is not needed.
+        is_resident: whether the gradient is on the device, where its step is made.
+        step: the step that this gradient makes, counted from 1; of this and all below, speculation says what they are.
         scale: factor on the gradient in the speculated value.
-        slot: of the speculated value; None where only the norm was computed, and once the value is not needed.
-        is_stale: whether what speculation has read may have been written to since.
         interval: factors for which all elements that are not listed have the same speculated value; None for `scale`
             alone.
         listed: the others.
+        is_stale: whether what speculation has read may have been written to since.
     """
 
     taken: weakref.ref[TakenGradient]
-    gradient: Tensor
     version: int
     hyper: Hyperparameters
-    step: int
-    scale: Scale
+    source: Tensor | FlatTensors
+    position: int = 0
     slot: Slot | None = None
     is_resident: bool = False
-    is_stale: bool = False
+    step: int = 0
+    scale: Scale = Scale()  # noqa: RUF009 (immutable)
     interval: Interval | None = None
     listed: Listed | None = None
+    is_stale: bool = False
 
-    def expect(self, factor: float, interval: Interval | None) -> None:
-        """Let speculation be for another factor than that of the last step's unscaling, and for an interval."""
-        if factor != self.scale.factor:
-            self.scale = Scale(factor)
-        self.interval = interval
+    @staticmethod
+    def of(
+        taken: TakenGradient, hyper: Hyperparameters, source: Tensor | FlatTensors, position: int = 0, **known: Any
+    ) -> Pending:
+        """Return the record of a gradient as it is now."""
+        return Pending(weakref.ref(taken), taken.version, hyper, source, position, **known)
+
+    @property
+    def gradient(self) -> Tensor:
+        """The gradient as kernels read it, once it has arrived: on the host in the piece's layout, or on the device."""
+        source = self.source
+        return source if isinstance(source, Tensor) else source.tensors[self.position]
+
+    def expect(self, step: int, unscaling: float, prediction: Prediction | None) -> None:
+        """Let speculation be for a step, and for the predicted factor, or else that of the last step's unscaling."""
+        self.step, taken = step, self.taken()
+        dtype = self.gradient.dtype if taken is None or taken.is_unrounded else taken.dtype
+        self.scale = Scale.recorded(unscaling, dtype)
+        if prediction is not None:
+            if prediction.factor != unscaling:
+                self.scale = Scale(prediction.factor)
+            self.interval = prediction.interval
 
     def can_be_patched(self, scale: Scale) -> bool:
         """Whether new values of the listed elements alone make the speculated value that of another factor."""

@@ -15,8 +15,8 @@ from superadam.kernels.dtypes import DTYPES
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters, Interval, Scale
 from superadam.kernels.native import Dtype, Format, Pass
 from superadam.kernels.places import ADDRESS, NOWHERE, moved, places_of
-from superadam.state.delivery import Delivery
 from superadam.state.fingerprints import Fingerprints
+from superadam.state.new_values import NewValues, Patch, Shadow
 from superadam.state.norm import GradientNorm
 from superadam.state.parameter import (
     ARRAYS,
@@ -26,12 +26,11 @@ from superadam.state.parameter import (
     ParameterState,
     Pending,
     Piece,
-    Shadow,
     part_of,
     pieces_of,
 )
 from superadam.state.resident import ResidentStates
-from superadam.state.uncertain import Listed, Patch
+from superadam.state.uncertain import Listed
 
 Rows = npt.NDArray[np.int64]  # of a `ParameterTable`, in the order in which a job visits them
 _STRIDED = torch.strided
@@ -102,7 +101,7 @@ class ParameterTable:
     """
 
     def __init__(
-        self, states: Sequence[ParameterState], delivery: Delivery, resident: ResidentStates | None = None
+        self, states: Sequence[ParameterState], new_values: NewValues, resident: ResidentStates | None = None
     ) -> None:
         self.states = list(states)
         self.parameters = [state.parameter for state in self.states]
@@ -114,7 +113,7 @@ class ParameterTable:
         self.steps = np.zeros(len(self.states), np.int64)
         self.is_published = np.ones(len(self.states), bool)
         self.is_held, self.is_any_held, self.is_exposed = np.ones(len(self.states), bool), True, True
-        self.delivery = delivery
+        self.new_values = new_values
         self._resident = resident
         self._is_ready = np.zeros(len(self.states), bool)
         self._has_max = np.zeros(len(self.states), bool)
@@ -376,7 +375,7 @@ class ParameterTable:
         for shadow, numbers in by_shadow.items():
             listed = [record.listed for record in (pending[number] for number in numbers) if record.listed is not None]
             positions = [record.slot.position for record in (pending[number] for number in numbers) if record.slot]
-            patch = shadow.patch(positions, [one.count for one in listed])
+            patch = Patch(shadow, positions, [one.count for one in listed])
             patches.append((patch, listed))
             for number, one, values, target in zip(numbers, listed, patch.values, patch.targets, strict=True):
                 row, source = segments[number], one.record
@@ -414,9 +413,9 @@ class ParameterTable:
         direct = segments[~is_staged] if is_staged.any() else segments  # usual: no copy of perhaps very many
         in_turn = [
             ([self.pieces[row] for row in rows[some]], segments[some])
-            for some in _cut(np.flatnonzero(is_staged), segments["length"], self.delivery.staged_numel)
+            for some in _cut(np.flatnonzero(is_staged), segments["length"], self.new_values.staged_numel)
         ]
-        stage = self.delivery.stage([pieces for pieces, _ in in_turn]) if in_turn else iter(())
+        stage = self.new_values.stage([pieces for pieces, _ in in_turn]) if in_turn else iter(())
 
         def run() -> None:
             if len(direct):
@@ -424,7 +423,7 @@ class ParameterTable:
             for slots, (pieces, job) in zip(stage, in_turn, strict=True):
                 job["out"] = [slot.value.data_ptr() for slot in slots]
                 native.run(Pass.UPDATE, job, table)
-                self.delivery.publish(pieces, slots)
+                self.new_values.publish(pieces, slots)
 
         return run
 

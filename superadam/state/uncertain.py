@@ -1,10 +1,9 @@
-"""Lists of the elements whose rounded new value depends on the verdict's factor, and what replaces these values."""
+"""Lists of the elements whose rounded new value depends on the verdict's factor."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -84,31 +83,3 @@ def empty_lists(numels: Sequence[int], with_max: Sequence[bool]) -> list[Listed]
         records[name] = begins + np.uint64(number * _ENTRY_BYTES) * records["capacity"].astype(np.uint64)
     records[_ARRAYS[-1]][~np.array(with_max, bool)] = 0
     return [Listed(memory, records[position : position + 1]) for position in range(len(numels))]
-
-
-class Patch(Protocol):
-    """New values for the uncertain elements of some parameters of one shadow, with memory for them.
-
-    Attributes:
-        values: one flat tensor of the parameters' dtype for each, which kernels fill.
-        targets: speculated values into which kernels put each value as well; None where they have left the host.
-    """
-
-    values: Sequence[Tensor]
-    targets: Sequence[Tensor | None]
-
-    def send(self, indices: Sequence[npt.NDArray[np.uint32]]) -> None:
-        """Let the values follow where speculated ones have gone; `indices` are their positions in each parameter."""
-
-
-class HostPatch:
-    """A patch of speculated values that are still on the host."""
-
-    def __init__(self, targets: Sequence[Tensor], counts: Sequence[int]) -> None:
-        self.targets: Sequence[Tensor | None] = targets
-        self.values: Sequence[Tensor] = [
-            torch.empty(count, dtype=target.dtype, device="cpu") for target, count in zip(targets, counts, strict=True)
-        ]
-
-    def send(self, indices: Sequence[npt.NDArray[np.uint32]]) -> None:
-        """Return at once: kernels have put them where they belong."""

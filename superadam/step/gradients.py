@@ -48,7 +48,7 @@ def gather(table: ParameterTable, runs: list[tuple[Hyperparameters, int]]) -> St
     `runs` is as in `StepGradients`, for all rows. Raises TypeError or ValueError where a gradient does not fit its
     parameter.
     """
-    received = table.delivery.received
+    received = table.new_values.received
     every: list[Any] = [parameter.grad for parameter in table.parameters]
     kinds = set(map(type, every))
     if table.is_distributed or not kinds <= _ORDINARY:

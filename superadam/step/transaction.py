@@ -27,7 +27,7 @@ from superadam.kernels.hyperparameters import Hyperparameters, Scale
 from superadam.kernels.places import has_memory
 from superadam.kernels.torch_private import is_short_of_memory
 from superadam.state.norm import GradientNorm
-from superadam.state.parameter import ParameterState, Pending, Phase, Piece, Slot, pieces_of
+from superadam.state.parameter import ParameterState, Pending, Phase, Piece, Prediction, pieces_of
 from superadam.state.samples import Samples
 from superadam.state.table import CoefficientTable, ParameterTable, Rows, Segments
 from superadam.state.uncertain import empty_lists
@@ -76,7 +76,6 @@ class Transaction:
 
     Attributes:
         expected_scale: the factor by which the last step's gradients were unscaled; speculation multiplies by it.
-        applied: what the last step did to gradients that were taken; None where none was, or it was skipped.
         lock: held by the thread that runs a pass or gives a verdict.
         ranks: those that make each step together; None for this one alone.
     """
@@ -86,7 +85,6 @@ class Transaction:
         self.statistics = statistics
         self.expected_scale = 1.0
         self.ranks = ranks
-        self.applied: Applied | None = None
         self._samples = Samples(table)
         self.lock = threading.RLock()
         self._members: dict[Phase, dict[Piece, None]] = {phase: {} for phase in Phase}
@@ -126,35 +124,23 @@ class Transaction:
                 _pending_of(piece).is_stale = True
             self.table.is_held[:] = self.table.is_any_held = self.table.is_exposed = True
 
-    def pending(
-        self,
-        piece: Piece,
-        taken: weakref.ref[TakenGradient],
-        gradient: Tensor,
-        version: int,
-        hyper: Hyperparameters,
-        slot: Slot | None = None,
-        *,
-        is_resident: bool = False,
-    ) -> Pending:
-        """Return the record of a gradient that was taken, for `speculate`; arguments as its fields."""
-        step, one = int(self.table.steps[piece.state.row]) + 1, taken()
-        scale = Scale.recorded(self.expected_scale, gradient.dtype if one is None or one.is_unrounded else one.dtype)
-        return Pending(taken, gradient, version, hyper, step, scale, slot, is_resident)
-
     def speculate(
         self,
         pending: Mapping[Piece, Pending],
         num_threads: int | None = None,
         norm: GradientNorm | None = None,
+        prediction: Prediction | None = None,
     ) -> None:
         """Let gradients wait for the verdict, with their norm, and new values for those that have a slot for one.
 
         Earlier speculation on these pieces is dropped. `num_threads` is a maximum; None for all. `norm` is that of
-        gradients without a slot, in their order, where it was computed elsewhere.
+        gradients without a slot, in their order, where it was computed elsewhere. Without a `prediction`, values are
+        for the factor that unscaled the last step's gradients.
         """
         with self._timed("speculate_seconds"):
             self._drop(pending)
+            for piece, record in pending.items():
+                record.expect(int(self.table.steps[piece.state.row]) + 1, self.expected_scale, prediction)
             apart = [s for s, new in pending.items() if s.phase is Phase.ACCEPTED and _cannot_fuse(s, new)]
             self._commit(apart, num_threads)
             waiting = [piece for piece, record in pending.items() if record.slot is None]
@@ -225,13 +211,14 @@ class Transaction:
 
     # ---- the verdict -------------------------------------------------------------------------------------------------
 
-    def step(self, gradients: StepGradients, max_norm: float | None) -> StepOutcome:
+    def step(self, gradients: StepGradients, max_norm: float | None) -> tuple[StepOutcome, Applied | None]:
         """Make a step with these gradients if all are finite; drop everything else that waits for a verdict.
 
-        A `max_norm` of None or inf is no limit.
+        A `max_norm` of None or inf is no limit. Also returns what was done to gradients that were taken; None where
+        none was, or the step was skipped.
         """
         with deferred_signals(), self.lock, native.usual_float_mode():
-            begin, self.applied = time.perf_counter(), None
+            begin = time.perf_counter()
             if self._members[Phase.ACCEPTED]:
                 self._commit_of(gradients.states)
             if hinted := self.table.fingerprints.seen_hints(gradients.rows):  # bound() has just looked
@@ -240,22 +227,22 @@ class Transaction:
                 self._adopt([self.table.states[row] for row in written])
             begin = self._spent("commit_seconds", begin)
             if gradients.segments is not None:
-                return self._step_in_place(gradients, gradients.segments, max_norm, begin)
+                return self._step_in_place(gradients, gradients.segments, max_norm, begin), None
             contributions, others = self._contributions(gradients)
             self._drop(others)
             outcome = self._judge(Question.STEP, contributions, self.table.norm.copy(), max_norm)
             told, arrived = self._told(contributions, outcome), self.table.norm.total
             begin = self._spent("norm_seconds", begin)
-            accepted = list[_Contribution]()
+            accepted, applied = list[_Contribution](), None
             if outcome.kind is StepKind.SKIPPED:
                 self._drop(self.in_phase(Phase.SPECULATED))
             else:
                 accepted = self._apply(contributions, outcome.clip_coefficient)
                 is_own = outcome.kind is StepKind.CLIPPED
-                tell("learning the factor of a step", self._learn, contributions, arrived, is_own=is_own)
+                applied = tell("learning the factor of a step", self._applied, contributions, arrived, is_own=is_own)
             self.table.norm.clear()
             tell("counting what became of speculation", self._count, accepted, begin)
-            return told
+            return told, applied
 
     def _step_in_place(
         self, gradients: StepGradients, segments: Segments, max_norm: float | None, begin: float
@@ -378,8 +365,8 @@ class Transaction:
         self._spent("resolve_seconds", begin)
         self.statistics.accepted += len({one.piece.state for one in accepted})
 
-    def _learn(self, contributions: Sequence[_Contribution], arrived: float, *, is_own: bool) -> None:
-        """Find out what a step did to those gradients that waited for it, whose norm was `arrived`.
+    def _applied(self, contributions: Sequence[_Contribution], arrived: float, *, is_own: bool) -> Applied | None:
+        """Return what a step did to those gradients that waited for it, whose norm was `arrived`; None without any.
 
         Where less than four fifths of the elements are multiplied alike, some are likely to be left as they are.
         """
@@ -388,11 +375,11 @@ class Transaction:
             if one.waits:
                 elements[None if one.pending is None else one.scale.factor] += one.piece.shape.numel()
         if not elements:
-            return
+            return None
         factor, count = elements.most_common(1)[0]
         if count < 0.8 * elements.total():
             factor = self.expected_scale
-        self.applied = Applied(arrived, factor, self.expected_scale, is_own)
+        return Applied(arrived, factor, self.expected_scale, is_own)
 
     def _patch(self, contributions: Sequence[_Contribution]) -> bool:
         """Make speculated values those of this step's factor; return whether there was memory for that."""
@@ -414,7 +401,7 @@ class Transaction:
     def _publish(self, contributions: Sequence[_Contribution]) -> None:
         pieces = [one.piece for one in contributions]
         records = [_pending_of(piece) for piece in pieces]
-        self.table.delivery.publish(pieces, [record.slot for record in records if record.slot])
+        self.table.new_values.publish(pieces, [record.slot for record in records if record.slot])
         for piece, record in zip(pieces, records, strict=True):
             record.slot = record.interval = record.listed = None
             self._move(piece, Phase.ACCEPTED, record)
@@ -568,7 +555,7 @@ class Transaction:
                 )
         self._commit_of(states)
         self.table.bring_home(pieces_of(states))
-        self.table.delivery.settle()
+        self.table.new_values.settle()
         for state in states:
             self.distrust(state)
             state.adopt_outside_write()

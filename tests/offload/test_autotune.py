@@ -102,7 +102,7 @@ class Steps:
 
     def note(self, row: int, *, stays: bool) -> None:
         """Let a parameter's bucket be ready."""
-        self.autotuner.add_bucket(Bucket(stays, (self.states[row],), (), self.parameters[row].numel()))
+        self.autotuner.add_bucket(Bucket(stays, dict.fromkeys([self.states[row]]), self.parameters[row].numel()))
 
     def choose(self, **options: Any) -> Placement:
         """Make steps until the choice stays the same, and return it."""

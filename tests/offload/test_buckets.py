@@ -74,7 +74,7 @@ class Line:
         return address
 
     def note(self, buckets: list[Bucket]) -> None:
-        self.rows += [[piece.state.row for piece in bucket.pieces] for bucket in buckets]
+        self.rows += [[piece.state.row for piece in bucket.gradients] for bucket in buckets]
         if self.holds:
             self.sent += buckets
 
@@ -100,7 +100,7 @@ def test_every_gradient_is_sent_once_in_order_and_no_bucket_but_the_last_is_shor
     before = len(line.sent)
     line.flush()
     assert [row for rows in line.rows for row in rows] == list(range(len(sizes)))
-    sent = [taken for bucket in line.sent for taken in bucket.gradients]
+    sent = [taken for bucket in line.sent for taken in bucket.gradients.values()]
     assert [taken.pending.untyped_storage()._cdata for taken in sent] == addresses
     assert [taken_of(parameter.grad) for parameter in line.parameters] == sent
     assert all(bucket.numel >= bucket_numel for bucket in line.sent[:-1])

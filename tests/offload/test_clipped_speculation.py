@@ -25,8 +25,12 @@ from torch import Tensor, nn
 from superadam import OffloadScheduler, SpeculativeCPUAdam, SpeculativeCPUAdamW
 from superadam.devices import Device
 from superadam.kernels.hyperparameters import Interval
-from superadam.offload.prediction import Prediction, Predictor
+from superadam.offload.pipeline import Pipeline
+from superadam.offload.prediction import Predictor
 from superadam.state import uncertain
+from superadam.state.new_values import Patch
+from superadam.state.parameter import Prediction
+from superadam.step.outcome import Applied
 from superadam.testing import SimulatedDevice
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("one_torch_thread")]
@@ -399,20 +403,18 @@ def test_factors_at_the_ends_of_intervals(device: str, which: str, monkeypatch: 
 
 def test_a_product_that_torch_rounds_is_not_that_of_the_predicted_factor(monkeypatch: pytest.MonkeyPatch) -> None:
     """Although the factor is the same number."""
-    found = []
+    found, learned = list[float](), list[Applied]()
+    learn = Pipeline.learn
     for is_exact in (False, True):
         ours = Training(RECIPES["by torch"], DEVICES["immediate"](), bucket_numel=1000)
         with ours.scheduler or contextlib.nullcontext(), monkeypatch.context() as patch:
+            patch.setattr(Pipeline, "learn", lambda self, applied: (learned.append(applied), learn(self, applied)))
             ours.run(range(4))
             if is_exact:
                 patch.setattr(Predictor, "predict", lambda *_: Prediction(found[0]))
             accepted = ours.optimizer.statistics.accepted
             ours.run(range(4, 5))
-            transaction = ours.optimizer._binding._transaction
-            assert transaction is not None
-            assert transaction.applied is not None
-            assert isinstance(transaction.applied.factor, float)
-            found.append(transaction.applied.factor)
+            found.append(learned[-1].factor)
             assert (ours.optimizer.statistics.accepted == accepted) == is_exact
         assert found[0] == found[-1] < 1.0
         assert ours.optimizer.statistics.patched_elements > 0
@@ -490,7 +492,7 @@ def test_a_value_whose_patch_failed_is_not_that_of_the_predicted_factor(
 ) -> None:
     plain, made = Training(RECIPES["always"], None), DEVICES[device]()
     ours = Training(RECIPES["always"], made, bucket_numel=1)
-    sent = (uncertain.HostPatch, "send") if device == "immediate" else (made, "put")
+    sent = (Patch, "send") if device == "immediate" else (made, "put")
     with ours.scheduler or contextlib.nullcontext():
         monkeypatch.setattr(Predictor, "predict", lambda *_: Prediction(1.0, Interval(0.75, 1.0)))
         monkeypatch.setattr(Predictor, "add_lists", lambda *_: None)

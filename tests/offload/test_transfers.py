@@ -17,14 +17,15 @@ from torch import Tensor, nn
 from superadam.devices import Device, Event, PlainDevice, Stream
 from superadam.devices.flat import FlatLayout
 from superadam.handles.taken_gradient import TakenGradient
-from superadam.offload.shadow import FlatShadow
+from superadam.kernels.hyperparameters import Hyperparameters
 from superadam.offload.statistics import OverlapStatistics
 from superadam.offload.trace import Trace
 from superadam.offload.transfers import Transfers
+from superadam.state.new_values import Patch
 from superadam.state.parameter import ParameterState, Slot
 from superadam.testing.simulated import Operation, SimulatedDevice, SimulatedEvent
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+HYPER = [Hyperparameters.of_group(torch.optim.AdamW([torch.zeros(1)]).param_groups[0])] * 8
 
 
 class LateModel(SimulatedDevice):
@@ -62,8 +63,8 @@ def download(
 ) -> tuple[list[Tensor], Event]:
     """Return the gradients on the host, and the event after which they are there."""
     taken = [TakenGradient(gradient) for gradient in gradients]
-    sent, arrived = transfers.download(states, taken, set(), **options)
-    assert all(one.shadow is None for one in sent)
+    records, arrived = transfers.download(dict(zip(states, taken, strict=True)), HYPER, set(), **options)
+    assert all(one.slot is None for one in records.values())
     assert all(one.in_use for one in taken)
     return [one.pending for one in taken], arrived
 
@@ -72,16 +73,10 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-# ---- downloads: what arrives -----------------------------------------------------------------------------------------
-
-
 @pytest.fixture(params=[PlainDevice, lazy, lambda: SimulatedDevice(7, 0.9)], ids=["plain", "lazy", "hasty"])
 def device(request: pytest.FixtureRequest) -> Device:
     one: Device = request.param()
     return one
-
-
-# ---- downloads: whose memory -----------------------------------------------------------------------------------------
 
 
 def test_host_memory_is_not_given_back_while_its_copy_is_under_way() -> None:
@@ -95,9 +90,6 @@ def test_host_memory_is_not_given_back_while_its_copy_is_under_way() -> None:
     assert memory.isnan().all()  # free, and nothing was written afterwards
 
 
-# ---- downloads: what goes wrong --------------------------------------------------------------------------------------
-
-
 # ---- new values ------------------------------------------------------------------------------------------------------
 
 
@@ -106,8 +98,8 @@ def speculated(
 ) -> tuple[dict[ParameterState, Slot], Event]:
     """Bring gradients down; return the slots of all new values, or of some."""
     chosen = {*(only or states)}
-    every, arrived = transfers.download(states, taken, chosen)
-    return {state: slot for one in every for state, slot in one.slots(chosen).items()}, arrived
+    records, arrived = transfers.download(dict(zip(states, taken, strict=True)), HYPER, chosen)
+    return {state: records[state].slot for state in chosen}, arrived
 
 
 def sent(
@@ -122,7 +114,6 @@ def sent(
         assert (target.dtype, target.stride()) == (state.parameter_dtype, state.strides)
         target.copy_(value)
     for shadow in {id(place.shadow): place.shadow for place in places.values()}.values():
-        assert isinstance(shadow, FlatShadow)
         shadow.send()
     return [places[state] for state in states], taken
 
@@ -221,12 +212,12 @@ def test_upload_of_a_patch_waits_for_what_may_use_its_memory() -> None:
     transfers, _ = transfers_of(device)
     layout = FlatLayout(states)
     memory = device.empty(layout.numel, torch.bfloat16, Stream.UPLOAD)
-    shadow = FlatShadow(transfers, layout, memory)
+    shadow = transfers.shadow(layout, memory)
     shadow.values[0].fill_(1.0)
     shadow.send()
     finish(device)
     device._enqueue(Stream.CURRENT, Operation(lambda: None))  # the model's
-    patch = shadow.patch([0], [1])
+    patch = Patch(shadow, [0], [1])
     patch.values[0].fill_(2.0)
     patch.send([np.array([3], np.uint32)])
     assert device.runnable == [Stream.CURRENT]
@@ -262,7 +253,7 @@ def test_nothing_is_counted_of_a_bucket_that_does_not_travel() -> None:
     transfers, _ = transfers_of(device)
     for chosen in (set(), {states[0]}, {*states}):
         with pytest.raises(MemoryError):
-            transfers.download(states, [TakenGradient(random(5, dtype=one.dtype)) for one in states], chosen)
+            transfers.download({s: TakenGradient(random(5, dtype=s.dtype)) for s in states}, HYPER, chosen)
         gc.collect()
         assert transfers._reused.size == transfers._leaving.size == transfers._shadows.size == 0
     assert transfers._most_packed == 0
@@ -294,9 +285,6 @@ def test_settling_waits_for_steps_that_were_made_on_the_device() -> None:
     assert parameter.all()
 
 
-# ---- gradients that do not travel ------------------------------------------------------------------------------------
-
-
 def test_values_come_up_while_backward_goes_on() -> None:
     device = LateModel(0, 0.0)
     states = states_of(torch.zeros(4), device=device)
@@ -309,7 +297,6 @@ def test_values_come_up_while_backward_goes_on() -> None:
     device._enqueue(Stream.CURRENT, Operation(lambda: goes_on.append(1)))
     places[states[0]].value.fill_(1.0)
     shadow = places[states[0]].shadow
-    assert isinstance(shadow, FlatShadow)
     shadow.send()
     device.record(Stream.UPLOAD).synchronize()
     assert shadow._arrived is not None

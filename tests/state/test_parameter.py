@@ -12,7 +12,7 @@ from support.visible import are_taken, bits, give_gradients, parameter, paramete
 from torch import Tensor
 
 from superadam import SpeculativeCPUAdam, SpeculativeCPUAdamW
-from superadam.state.delivery import SynchronousDelivery
+from superadam.devices import PlainDevice
 from superadam.state.parameter import ParameterState
 
 # -- parameters --------------------------------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ def test_lazily_negated_gradient() -> None:
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Treat every parameter as one on another device: a working copy behind a staging tensor, even in fp32."""
-    monkeypatch.setattr(SynchronousDelivery, "is_host", lambda self, parameter: False)
+    monkeypatch.setattr(PlainDevice, "is_host", lambda self, parameter: False)
 
 
 def _run(dtype: torch.dtype) -> list[object]:

@@ -10,7 +10,7 @@ from support.visible import parameter, train
 
 from superadam import SpeculativeCPUAdam
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters, Scale
-from superadam.state.delivery import SynchronousDelivery
+from superadam.state.new_values import NewValues
 from superadam.state.parameter import ParameterState
 from superadam.state.table import CoefficientTable, ParameterTable
 
@@ -22,7 +22,7 @@ ROWS = st.lists(st.tuples(st.integers(0, 2), st.sampled_from([torch.float32, tor
 def test_each_row_has_the_coefficients_of_its_own_step(groups: tuple[list[tuple[int, torch.dtype]], ...]) -> None:
     kinds = [kind for group in groups for kind in group]
     states = [ParameterState(torch.zeros(2, dtype=dtype), row, f"p{row}") for row, (_, dtype) in enumerate(kinds)]
-    table, coefficients = ParameterTable(states, SynchronousDelivery()), CoefficientTable()
+    table, coefficients = ParameterTable(states, NewValues()), CoefficientTable()
     table.steps[:] = [step for step, _ in kinds]
     runs = [(hyper, len(group)) for hyper, group in zip(HYPERS, groups, strict=True)]
     indices = table.indices_of_next_step(table.all_rows, runs, Scale(0.5, rounds=True), coefficients)
@@ -48,7 +48,7 @@ def test_memory_that_has_moved_is_used_no_longer(name: str) -> None:
     """Which users may replace by `.data`; whatever still reads it is an error, until the row is bound again."""
     state = ParameterState(torch.zeros(2, dtype=torch.bfloat16), 0, "weight")
     state.create_state(with_max=True)
-    table = ParameterTable([state], SynchronousDelivery())
+    table = ParameterTable([state], NewValues())
     table.refresh_pointers(state)
     assert table.moved_arrays(table.all_rows) == {}
     before = getattr(state, name).data

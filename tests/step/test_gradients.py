@@ -13,22 +13,22 @@ from torch import Tensor
 
 from superadam.handles.gradient_handle import GradientHandle, take_gradient
 from superadam.kernels.hyperparameters import Hyperparameters
-from superadam.state.delivery import SynchronousDelivery
+from superadam.state.new_values import NewValues
 from superadam.state.parameter import ParameterState
 from superadam.state.table import ParameterTable
 from superadam.step.gradients import gather
 
 
-class Received(SynchronousDelivery):
+class Received(NewValues):
     """Lets something count of a gradient that was not taken."""
 
     def __init__(self, received: Callable[[Tensor], Tensor] | None) -> None:
         self.received = received  # type: ignore[assignment]
 
 
-def make(lengths: list[int], delivery: SynchronousDelivery | None = None) -> ParameterTable:
+def make(lengths: list[int], delivery: NewValues | None = None) -> ParameterTable:
     states = [ParameterState(torch.nn.Parameter(torch.zeros(n)), row, f"p{row}") for row, n in enumerate(lengths)]
-    return ParameterTable(states, delivery or SynchronousDelivery())
+    return ParameterTable(states, delivery or NewValues())
 
 
 def hyper(lr: float) -> Hyperparameters:
@@ -95,7 +95,7 @@ def test_a_gradient_in_another_form_among_plain_ones(odd: object, count: int) ->
     """Each is as `host_gradient` makes it, and the job tells its own dtype."""
     assert callable(odd)
     states = [ParameterState(torch.nn.Parameter(torch.zeros(3, 4)), row, f"p{row}") for row in range(count)]
-    table = ParameterTable(states, SynchronousDelivery())
+    table = ParameterTable(states, NewValues())
     for parameter in table.parameters:
         parameter.grad = torch.ones_like(parameter)
     gradient = odd()

@@ -210,7 +210,7 @@ class Training:
                 OffloadScheduler(self.optimizer, self.model, device=case.device(), **options)
             )
         else:
-            self.optimizer._binding.bound(self.optimizer.param_groups).table.delivery.staged_numel = 200
+            self.optimizer._binding.bound(self.optimizer.param_groups).table.new_values.staged_numel = 200
         self.held = self.optimizer.state if case.holds_state else None
 
     def backward(self, number: int, factor: float) -> None:

@@ -1,0 +1,296 @@
+"""New values of parameters that kernels on the host cannot write where they lie: in memory of their own until then."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from superadam.devices import Device, Event, PlainDevice, Stream
+from superadam.devices.flat import FlatLayout
+from superadam.kernels.torch_private import is_short_of_memory
+from superadam.state.parameter import Piece, Slot
+
+STAGED_NUMEL = 16 * 1024 * 1024
+"""Elements of new values in one part, so that their memory does not grow with the model."""
+
+LAYOUTS_KEPT = 8192  # from step to step: more than a model has buckets, unless their composition keeps changing
+
+_Layouts = Sequence[FlatLayout[Piece]]  # of new values, one for each dtype
+
+
+class NewValues:
+    """Memory for new values, and their copies to the parameters; without a device, in the calling thread.
+
+    Attributes:
+        device: that holds the parameters.
+        staged_numel: about how many elements of new values a part for `stage` has.
+        piece_numel: elements beyond which parameters are cut when they are bound; None for no limit.
+        is_short: whether the device has no memory for the new values of a step, so that they wait on the host.
+        received: rounds a gradient that was not taken as if it had travelled to the host; None where that rounds
+            nothing.
+    """
+
+    received: Callable[[Tensor], Tensor] | None = None
+
+    def __init__(self, device: Device | None = None) -> None:
+        self.device = device or PlainDevice()
+        self.staged_numel = STAGED_NUMEL
+        self.piece_numel: int | None = None
+        self.is_short = False
+        self._staged: Event | None = None  # after which what was staged last has left the host
+        self._published: Event | None = None  # after which all new values have arrived
+        self._layout_of = functools.lru_cache(LAYOUTS_KEPT)(FlatLayout[Piece])
+
+    def forget_layouts(self) -> None:
+        """Forget the layouts of earlier buckets, which keep their parameters alive."""
+        self._layout_of.cache_clear()
+
+    def shadow(self, layout: FlatLayout[Piece], memory: Tensor | None = None, host: Sequence[Tensor] = ()) -> Shadow:
+        """Return memory for the new values of a layout; see `Shadow`."""
+        return Shadow(self, layout, memory, host)
+
+    def shadows(self, pieces: Sequence[Piece]) -> list[Slot]:
+        """Return host memory for one new value of each of these pieces."""
+        return _slots(pieces, [self.shadow(layout) for layout in self._layouts(pieces)])
+
+    def _layouts(self, pieces: Sequence[Piece]) -> _Layouts:
+        """Return the layouts of the pieces of each dtype, whose new values lie in one flat buffer."""
+        groups: dict[torch.dtype, list[Piece]] = {}
+        for piece in pieces:
+            groups.setdefault(piece.parameter_dtype, []).append(piece)
+        return [self._layout_of(tuple(group)) for group in groups.values()]
+
+    def stage(self, parts: Sequence[Sequence[Piece]]) -> Iterator[list[Slot]]:
+        """Return host memory for the new values of one part after another; there is at least one.
+
+        All of it is allocated when this returns: two buffers in turn, or always the same one if memory is short or
+        nothing overlaps. Publish each part before asking for the next.
+        """
+        if self._staged is not None:
+            self._staged.synchronize()
+        layouts = [self._layouts(pieces) for pieces in parts]
+        size = max(map(_size_of, layouts))
+        buffers = [self.device.host_empty(size, torch.uint8)]
+        if len(parts) > 1 and self.device.has_link:
+            try:
+                buffers.append(self.device.host_empty(size, torch.uint8))
+            except Exception as error:
+                if not is_short_of_memory(error):
+                    raise
+        return self._slots_in_turn(parts, layouts, buffers)
+
+    def _slots_in_turn(
+        self, parts: Sequence[Sequence[Piece]], layouts: Sequence[_Layouts], buffers: Sequence[Tensor]
+    ) -> Iterator[list[Slot]]:
+        """Yield slots in the next buffer, once what was published from there before has left it."""
+        published: collections.deque[Event] = collections.deque()
+        for pieces, some, buffer in zip(parts, layouts, itertools.cycle(buffers), strict=False):
+            if len(published) == len(buffers):
+                published.popleft().synchronize()
+            hosts = _buffers_in(buffer, some)
+            shadows = [self.shadow(layout, None, [host, buffer]) for layout, host in zip(some, hosts, strict=True)]
+            yield _slots(pieces, shadows)
+            del shadows
+            self._staged = self.device.record(Stream.CURRENT)
+            published.append(self._staged)
+
+    def publish(self, pieces: Sequence[Piece], slots: Sequence[Slot]) -> None:
+        """Copy new values into their parameters, past version counters, before anything later on the current stream.
+
+        Those that have arrived come first. Does not fail for want of memory, because the state has changed by then.
+        """
+        chosen: dict[Shadow, tuple[list[int], list[Tensor]]] = {}
+        for piece, (shadow, position) in zip(pieces, slots, strict=True):
+            some = chosen.get(shadow)
+            if some is None:
+                some = chosen[shadow] = [], []
+            some[0].append(position)
+            some[1].append(piece.working_copy)
+        late = [shadow for shadow in chosen if not shadow.has_arrived]
+        for shadows in ([shadow for shadow in chosen if shadow not in late], late):
+            sources: list[Tensor] = []
+            parameters: list[Tensor] = []
+            for shadow in shadows:
+                values, (positions, targets) = shadow.sources(), chosen[shadow]
+                sources += [values[position] for position in positions]
+                parameters += targets
+            if sources:
+                self.device.scatter(sources, parameters)
+            for shadow in shadows:
+                shadow.keep_published()
+        self._published = self.device.record(Stream.CURRENT)
+
+    def settle(self) -> None:
+        """Return when everything that was published has arrived, so that the host can read parameters."""
+        self.device.record(Stream.CURRENT).synchronize()
+        if self._published is not None:  # perhaps on the current stream of another thread
+            self._published.synchronize()
+
+    def room_on_device(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        """Return memory on the device, or None where it has none."""
+        try:
+            return self.device.empty(numel, dtype, Stream.CURRENT)
+        except Exception as error:
+            if not is_short_of_memory(error):
+                raise
+            return None
+
+    def upload(self, host: Tensor, distant: Tensor) -> Event:
+        """Start the upload of new values; return the event after which they may be read on the device."""
+        device = self.device
+        device.copy(distant, host, Stream.UPLOAD)
+        device.record_stream(host, Stream.UPLOAD)
+        device.record_stream(distant, Stream.UPLOAD)
+        return device.record(Stream.UPLOAD)
+
+
+class Shadow:
+    """New values of pieces of one dtype in one flat buffer, until a verdict publishes them.
+
+    Args:
+        memory: on the device, where the values go as soon as they are written; None to wait on the host.
+        host: a flat buffer for them, and what it is a part of; without, one is allocated when it is first needed.
+    """
+
+    def __init__(
+        self, new_values: NewValues, layout: FlatLayout[Piece], memory: Tensor | None, host: Sequence[Tensor]
+    ) -> None:
+        self.new_values = new_values
+        self.dtype = layout.states[0].parameter_dtype
+        device = new_values.device
+        self._travels = device.has_link and not device.is_host(layout.states[0].state.local)
+        self._layout, self._memory, self._host = layout, memory, [*host]
+        self._views: list[Tensor] = []
+        self._arrived: Event | None = None
+
+    @property
+    def values(self) -> list[Tensor]:
+        """One host tensor for each piece, of its parameter's dtype and in its layout, for kernels to write."""
+        if not self._views:
+            self._host = self._host or [self.new_values.device.host_empty(self._layout.numel, self.dtype)]
+            self._views = self._layout.views(self._host[0])
+        return self._views
+
+    @property
+    def size(self) -> int:
+        """The bytes of the buffer."""
+        return _size_of([self._layout])
+
+    def slots(self) -> dict[Piece, Slot]:
+        """Return where the value of each piece lies."""
+        return {piece: Slot(self, position) for position, piece in enumerate(self._layout.states)}
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether the values have left the host."""
+        return self._arrived is not None
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether publishing it would wait for no copy."""
+        return not self._travels or (self._arrived is not None and self._arrived.query())
+
+    def send(self) -> None:
+        """Start the upload of the values, if they have memory on the device."""
+        if self._memory is not None and self._arrived is None:
+            distant = self._memory.view(self.dtype)[: self._layout.numel]
+            self._arrived = self.new_values.upload(self._host[0], distant)
+            self._host, self._views = [], self._layout.views(distant)
+
+    def put(self, index: Tensor, values: Tensor, arrived: Event) -> None:
+        """Replace values on the device by others, behind the event and everything that writes them."""
+        device = self.new_values.device
+        assert self._memory is not None
+        assert self._arrived is not None
+        for event in (self._arrived, arrived):
+            device.wait(Stream.CURRENT, event)
+        device.record_stream(self._memory, Stream.CURRENT)
+        device.put(self._memory.view(self.dtype)[: self._layout.numel], index, values)
+
+    def begins(self, positions: Sequence[int]) -> list[int]:
+        """Return where in the buffer the pieces at these positions begin."""
+        return [self._layout.offsets[position] for position in positions]
+
+    def sources(self) -> list[Tensor]:
+        """Return what to publish, which the current stream may read: on the device where that has room for it."""
+        device = self.new_values.device
+        if self._travels and self._memory is None and not self.new_values.is_short:
+            self._memory = self.new_values.room_on_device(self._layout.numel, self.dtype)
+            if self._memory is not None:  # it may be used by what the current stream has still to do
+                device.wait(Stream.UPLOAD, device.record(Stream.CURRENT))
+        self.send()
+        if self._arrived is not None:
+            device.wait(Stream.CURRENT, self._arrived)
+            assert self._memory is not None
+            device.record_stream(self._memory, Stream.CURRENT)
+        return self._views
+
+    def keep_published(self) -> None:
+        """Keep memory of the host, which a copy under way may read, until the current stream has passed that."""
+        if self._travels and self._arrived is None:
+            self.new_values.device.record_stream(self._host[0], Stream.CURRENT)
+
+
+class Patch:
+    """New values for the uncertain elements of some pieces of one shadow, with memory for them.
+
+    Args:
+        positions: of the pieces in the shadow.
+        counts: uncertain elements of each.
+
+    Attributes:
+        values: one flat tensor of the parameters' dtype for each, which kernels fill.
+        targets: speculated values into which kernels put each value as well; None where they have left the host.
+    """
+
+    def __init__(self, shadow: Shadow, positions: Sequence[int], counts: Sequence[int]) -> None:
+        device, total = shadow.new_values.device, sum(counts)
+        self._shadow, self._begins = shadow, shadow.begins(positions)
+        self.targets: list[Tensor | None] = [None] * len(counts)
+        self._distant: list[Tensor] = []
+        if shadow.is_sent:
+            self._host = [device.host_empty(total, one) for one in (torch.int64, shadow.dtype)]
+            self._distant = [device.empty(total, one, Stream.CURRENT) for one in (torch.int64, shadow.dtype)]
+        else:
+            self._host = [torch.empty(total, dtype=shadow.dtype, device="cpu")]
+            self.targets = [shadow.values[position] for position in positions]
+        self.values: Sequence[Tensor] = torch.split(self._host[-1], [*counts])
+
+    def send(self, indices: Sequence[npt.NDArray[np.uint32]]) -> None:
+        """Let the values follow where speculated ones have gone; `indices` are their positions in each parameter."""
+        if not self._distant:  # kernels have put them where they belong
+            return
+        np.concatenate(
+            [index.astype(np.int64) + begin for index, begin in zip(indices, self._begins, strict=True)],
+            out=self._host[0].numpy(),
+        )
+        new_values, device = self._shadow.new_values, self._shadow.new_values.device
+        device.wait(Stream.UPLOAD, device.record(Stream.CURRENT))  # which may use this memory until then
+        arrived = [new_values.upload(*pair) for pair in zip(self._host, self._distant, strict=True)][-1]
+        self._shadow.put(self._distant[0], self._distant[1], arrived)
+
+
+def _slots(pieces: Sequence[Piece], shadows: Sequence[Shadow]) -> list[Slot]:
+    slots = {piece: slot for shadow in shadows for piece, slot in shadow.slots().items()}
+    return [slots[piece] for piece in pieces]
+
+
+def _size_of(layouts: _Layouts) -> int:
+    """Return the bytes of the buffers of these layouts."""
+    return sum(layout.numel * layout.states[0].parameter_dtype.itemsize for layout in layouts)
+
+
+def _buffers_in(memory: Tensor, layouts: _Layouts) -> Iterator[Tensor]:
+    """Yield the buffer of each layout, one after another in memory of at least `_size_of` bytes."""
+    begin = 0
+    for layout in layouts:
+        end = begin + _size_of([layout])
+        yield memory[begin:end].view(layout.states[0].parameter_dtype)
+        begin = end
