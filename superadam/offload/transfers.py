@@ -287,7 +287,7 @@ class Transfers(NewValues):
         return shadow
 
     def _count_shadow(self, shadow: Shadow) -> None:
-        self._shadows.add(weakref.ref(shadow), shadow.size)
+        self._shadows.add(weakref.ref(shadow), shadow.nbytes)
         self._statistics.shadow_bytes = max(self._statistics.shadow_bytes, self._shadows.size)
 
     def upload(self, host: Tensor, distant: Tensor) -> Event:

@@ -291,9 +291,7 @@ class Binding(GradientHolder):
         table = self.bound(groups).table
         for state, hyper in zip(table.states, hyper_by_row(groups), strict=True):
             if state.parameter.grad is not None:
-                state.create_state(with_max=hyper.amsgrad)
-                table.refresh_pointers(state)
-                table.is_published[state.row] = False
+                table.create_state(state, with_max=hyper.amsgrad)
         self._refresh_entries()
 
     def conclude(self, outcome: StepOutcome, applied: Applied | None) -> None:
@@ -375,13 +373,17 @@ class Binding(GradientHolder):
         _refuse_shared_memory(states, names)
         self._tell_of_others(states)
         ranks = ranks_of(parameters, names, self.ranks, self.process_group)
-        for row, (state, name) in enumerate(zip(states, names, strict=True)):  # nothing raises from here on
-            state.row, state.name = row, name
-        table = ParameterTable(states, new_values, self.overlap._resident if self.overlap else None)
-        for state in states:
-            self.published.read(state, table, moved.get(id(state), ()))
-            if id(state) in written:
-                table.fingerprints.distrust(state.row)
+        try:
+            for row, (state, name) in enumerate(zip(states, names, strict=True)):
+                state.row, state.name = row, name
+            table = ParameterTable(states, new_values, self.overlap._resident if self.overlap else None)
+            for state in states:
+                self.published.read(state, table, moved.get(id(state), ()))
+                if id(state) in written:
+                    table.fingerprints.distrust(state.row)
+        except BaseException:  # the table before has rows of these states no longer; what they hold is in the entries
+            self._forget_binding()
+            raise
         if self._transaction is not None:
             self._transaction.table.forget_all_but(states)
         self.is_flattened, self.ranks = is_flattened(parameters), ranks

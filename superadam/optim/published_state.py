@@ -136,7 +136,7 @@ class PublishedState:
         if state.has_state and not table.is_published[state.row]:
             if moved:
                 checkpoint.check_arrays(state)
-                table.refresh_pointers(state)
+                state.put({name: getattr(state, name) for name in moved})
             return bool(moved)
         entry = self.entries.get(state.parameter)
         if not entry or checkpoint.is_of_others(entry):
@@ -145,11 +145,10 @@ class PublishedState:
             for key in TENSORS:
                 state.forget(key)
             table.steps[state.row] = 0
-            table.refresh_pointers(state)
             return True
         if not isinstance(entry, dict) or "step" not in entry:
             checkpoint.check_entry(entry, state)
-        is_new = False
+        is_new, master = False, state.master
         if isinstance(entry, Entry):
             entry.lock = self._lock  # from loading, or of another optimizer
         for key, value in raw(entry).items():
@@ -173,8 +172,8 @@ class PublishedState:
             if state.is_distributed:
                 plain = [key for key in TENSORS if kept.get(key) is not None and kept[key] is getattr(state, key)]
                 state.wholes = {key: entry[key] for key in plain}
-            table.refresh_pointers(state)
-            table.fingerprints.distrust(state.row)
+            if state.master is not master or "master" in moved:
+                table.fingerprints.distrust(state.row)
         if is_stale and "master" in entry:
             del entry["master"]  # from when the parameter had another dtype, device, layout or shape
         step = checkpoint.read_step(entry["step"], state.name)
@@ -210,8 +209,8 @@ class _Present:
             state.forget(key)
             return True
         elif checkpoint.is_fitted(value, state, key):
-            state.forget(key)
-            setattr(state, key, value)
+            state.shown[key] = Shown()
+            state.put({key: value})
             return True
         else:
             is_changed = state.store(key, value)

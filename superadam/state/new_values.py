@@ -152,7 +152,7 @@ class NewValues:
 
 
 class Shadow:
-    """New values of pieces of one dtype in one flat buffer, until a verdict publishes them.
+    """New values of pieces of one dtype in one flat buffer of `nbytes`, until a verdict publishes them.
 
     Args:
         memory: on the device, where the values go as soon as they are written; None to wait on the host.
@@ -164,6 +164,7 @@ class Shadow:
     ) -> None:
         self.new_values = new_values
         self.dtype = layout.states[0].parameter_dtype
+        self.nbytes = layout.numel * self.dtype.itemsize
         device = new_values.device
         self._travels = device.has_link and not device.is_host(layout.states[0].state.local)
         self._layout, self._memory, self._host = layout, memory, [*host]
@@ -177,11 +178,6 @@ class Shadow:
             self._host = self._host or [self.new_values.device.host_empty(self._layout.numel, self.dtype)]
             self._views = self._layout.views(self._host[0])
         return self._views
-
-    @property
-    def size(self) -> int:
-        """The bytes of the buffer."""
-        return _size_of([self._layout])
 
     def slots(self) -> dict[Piece, Slot]:
         """Return where the value of each piece lies."""

@@ -10,7 +10,7 @@ import abc
 import enum
 import operator
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -394,6 +394,7 @@ class ParameterState(Piece):
         self.exp_avg_sq_exponents: Tensor | None = None
         self.master_low: Tensor | None = None
         self.wholes: dict[str, Tensor] = {}
+        self._changed: weakref.WeakMethod[Callable[[ParameterState, Collection[str]], None]] | None = None
         self.reference = weakref.ref(self)
         self.cuts: tuple[Piece, ...] = ()
         length, numel = piece_length(local, None if self.is_own_master else piece_numel), local.numel()
@@ -465,9 +466,17 @@ class ParameterState(Piece):
             arrays[SECONDS[key]] = torch.zeros(numel, dtype=encoding.dtypes[1], device="cpu")
         return arrays
 
-    def _put(self, arrays: Mapping[str, Tensor]) -> None:
+    def watch(self, changed: Callable[[ParameterState, Collection[str]], None] | None) -> None:
+        """Call a method, which this does not keep alive, with the names of arrays whenever they become other ones."""
+        self._changed = None if changed is None else weakref.WeakMethod(changed)
+
+    def put(self, arrays: Mapping[str, Tensor | None]) -> None:
+        """Have these arrays from now on, by name; nothing else changes what the state consists of."""
         for name, tensor in arrays.items():
             setattr(self, name, tensor)
+        changed = None if self._changed is None else self._changed()
+        if changed is not None:
+            changed(self, arrays.keys())
 
     def values_of(self, key: str) -> Tensor | None:
         """Return one of its `TENSORS` in the dtype in which users see it: itself, or a copy of what is encoded."""
@@ -488,14 +497,15 @@ class ParameterState(Piece):
         first: Tensor | None = getattr(self, key)
         arrays = self.zeros(key) if first is None else {name: getattr(self, name) for name in (key, SECONDS[key])}
         is_changed = compact.encode(self.encodings[key], values, *map(flat, arrays.values()))
-        self._put(arrays)
+        if first is None:
+            self.put(arrays)
         return is_changed or first is None
 
     def store(self, key: str, values: Tensor) -> bool:
         """Store a copy of values in the dtype and layout of the state, to nearest; return whether a bit changed."""
         if key in self.encodings:
             return self.encode(key, values)
-        self._put({key: self.host_copy(values, self.dtype_of(key))})
+        self.put({key: self.host_copy(values, self.dtype_of(key))})
         return True
 
     @torch.no_grad()
@@ -530,8 +540,8 @@ class ParameterState(Piece):
         first, second = arrays
         if self.encodings.get(key) is not encoding or (first.shape, first.stride()) != (self.shape, self.strides):
             return False
-        self.forget(key)
-        self._put({key: first, SECONDS[key]: second})
+        self.shown[key] = Shown()
+        self.put({key: first, SECONDS[key]: second})
         return True
 
     def has_layout(self, tensor: Tensor) -> bool:
@@ -540,10 +550,8 @@ class ParameterState(Piece):
 
     def forget(self, key: str) -> None:
         """Have none of one of its `TENSORS`; what stood for it does so no longer."""
-        setattr(self, key, None)
         self.shown[key] = Shown()
-        if key in SECONDS:
-            setattr(self, SECONDS[key], None)
+        self.put(dict.fromkeys((key, SECONDS[key]) if key in SECONDS else (key,)))
 
     def check_gradient(self, gradient: Tensor) -> None:
         """Raise TypeError or ValueError if a gradient does not fit."""
@@ -617,14 +625,14 @@ class ParameterState(Piece):
         """Create what a step reads and writes: zero moments, and the master from the parameter's present value."""
         self.check_largest(is_wanted=with_max)
         if self.exp_avg is None:
-            self._put(self.zeros("exp_avg") | self.zeros("exp_avg_sq"))
+            self.put(self.zeros("exp_avg") | self.zeros("exp_avg_sq"))
         if not self.is_own_master and self.master is None:  # also after loading moments that came without masters
             if "master" in self.encodings:
                 self.encode("master", self.local)
             else:
-                self.master = self.host_copy(self.local, self.dtype)
+                self.put({"master": self.host_copy(self.local, self.dtype)})
         if with_max and self.max_exp_avg_sq is None:
-            self._put(self.zeros("max_exp_avg_sq"))
+            self.put(self.zeros("max_exp_avg_sq"))
 
     def adopt_outside_write(self) -> None:
         """Adopt in the master what others wrote to the working copy; nothing must be pending on it.

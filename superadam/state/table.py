@@ -145,33 +145,58 @@ class ParameterTable:
         self._places = places_of(self._arrays)  # when they were last bound
         self._known_masters = [(0, 0)] * len(self.states)  # version, and the step count from which it is as rounded
         for state in self.states:
-            self.refresh_pointers(state)
+            self._point_at(state, ARRAYS)
+            self._point_at_parameter(state)
+            state.watch(self._point_at)
 
     @property
     def numel(self) -> int:
         """Elements of all parameters."""
         return int(self._rows["length"][: len(self.states)].sum())
 
-    def refresh_pointers(self, state: ParameterState) -> None:
-        """Refresh a state's pointers, after its tensors were created, moved, replaced or dropped."""
-        tensors = {name: getattr(state, name) for name in ARRAYS}
-        arrays = [*tensors.values()]
-        here = slice(len(ARRAYS) * state.row, len(ARRAYS) * (state.row + 1))
-        self._arrays[here], self._places[here] = arrays, places_of(arrays)
-        if state.is_own_master:
-            tensors["master"] = state.local
-        for piece in (state, *state.cuts):
-            for name, tensor in tensors.items():
+    def _point_at(self, state: ParameterState, names: Collection[str]) -> None:
+        """Let the rows of a state point at these arrays, which were created, moved, replaced or dropped."""
+        tensors = [getattr(state, name) for name in names]
+        places = places_of(tensors)
+        for name, tensor, place in zip(names, tensors, places, strict=True):
+            position = len(ARRAYS) * state.row + ARRAYS.index(name)
+            self._arrays[position], self._places[position] = tensor, place
+            for piece in (state, *state.cuts):
                 self._rows[piece.row][name] = 0 if tensor is None else _address(tensor, piece)
-            self._parameter_pointers[piece.row] = 0 if state.is_staged else _address(state.local, piece)
         self._is_ready[state.row] = state.has_state
         self._has_max[state.row] = state.max_exp_avg_sq is not None
+        if "master" in names:
+            self.remember_master(state)
+            if state.is_own_master:
+                self._point_at_parameter(state)
+
+    def _point_at_parameter(self, state: ParameterState) -> None:
+        for piece in (state, *state.cuts):
+            self._parameter_pointers[piece.row] = 0 if state.is_staged else _address(state.local, piece)
+            if state.is_own_master:
+                self._rows[piece.row]["master"] = self._parameter_pointers[piece.row]
+
+    def create_state(self, state: ParameterState, *, with_max: bool) -> None:
+        """Create what a step of a parameter reads and writes, where it lacks any of it."""
+        if not state.has_state or (with_max and state.max_exp_avg_sq is None):
+            self.bring_home(state.pieces)
+            state.create_state(with_max=with_max)
+            self.is_published[state.row] = False
+
+    def adopt_outside_write(self, state: ParameterState) -> None:
+        """Adopt in the master what others wrote to a parameter, on which nothing is pending, and know it as it is."""
+        state.adopt_outside_write()
+        self.fingerprints.remember(state.row)
+        self._point_at_parameter(state)
         self.remember_master(state)
+        if state.has_state:  # another tensor may stand for the master
+            self.is_published[state.row] = False
 
     def forget_all_but(self, states: Collection[ParameterState]) -> None:
         """Let go of the tensors of all other states, to which much may refer still; the table is used no more."""
         self._arrays = []
         for state in {*self.states}.difference(states):
+            state.watch(None)
             for key in TENSORS:
                 state.forget(key)
 

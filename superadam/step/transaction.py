@@ -558,11 +558,7 @@ class Transaction:
         self.table.new_values.settle()
         for state in states:
             self.distrust(state)
-            state.adopt_outside_write()
-            self.table.fingerprints.remember(state.row)
-            self.table.refresh_pointers(state)
-            if state.has_state:  # another tensor may stand for the master
-                self.table.is_published[state.row] = False
+            self.table.adopt_outside_write(state)
 
     def adopt_sampled_writes(self) -> None:
         """Adopt outside writes that left no hint, as far as a step would find them; nothing may be accepted."""
@@ -579,12 +575,7 @@ class Transaction:
         for state, hyper in zip(states, each, strict=True):
             state.check_largest(is_wanted=hyper.amsgrad)
         for state, hyper in zip(states, each, strict=True):
-            if not state.has_state or (hyper.amsgrad and state.max_exp_avg_sq is None):
-                self.table.bring_home(state.pieces)
-                try:
-                    state.create_state(with_max=hyper.amsgrad)
-                finally:
-                    self.table.refresh_pointers(state)  # of what was created before memory ran out
+            self.table.create_state(state, with_max=hyper.amsgrad)
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:

@@ -1,0 +1,58 @@
+"""Parameters, groups and entries of `state` that change together, between steps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.visible import bits
+from torch import nn
+
+from superadam import SpeculativeCPUAdam
+
+
+def give_gradients(parameters: list[nn.Parameter], number: int) -> None:
+    for row, parameter in enumerate(parameters):
+        generator = torch.Generator().manual_seed(10 * number + row)
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+
+
+@pytest.mark.parametrize("is_speculative", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_groups_that_could_not_be_bound_and_are_as_before_go_on(dtype: torch.dtype, is_speculative: bool) -> None:
+    def train(*, is_spoiled: bool) -> list[bytes]:
+        parameters = [nn.Parameter(torch.linspace(-1, 1, length).to(dtype)) for length in (3, 5, 7)]
+        optimizer = SpeculativeCPUAdam([{"params": [one]} for one in parameters], lr=0.1, max_grad_norm=1.0)
+        for number in range(6):
+            if number == 3 and is_spoiled:
+                entry = optimizer.state[parameters[1]]
+                right, entry["exp_avg"] = entry["exp_avg"], "nothing"
+                optimizer.param_groups.reverse()
+                with pytest.raises(ValueError, match=r"exp_avg of .* is a str"):
+                    optimizer.step()
+                entry["exp_avg"] = right
+                optimizer.param_groups.reverse()
+            give_gradients(parameters, number)
+            if is_speculative:
+                optimizer.speculate()
+            optimizer.step()
+        return [bits(one) for one in parameters]
+
+    assert train(is_spoiled=True) == train(is_spoiled=False)
+
+
+@pytest.mark.parametrize("edits", ["master", "master, moment", "moment, master", "moment, save, master"])
+def test_a_master_that_was_written_to_counts_whatever_else_was_replaced(edits: str) -> None:
+    parameter = nn.Parameter(torch.zeros(16, dtype=torch.bfloat16))
+    optimizer = SpeculativeCPUAdam([parameter], lr=1e-3)
+    give_gradients([parameter], 0)
+    optimizer.step()
+    entry = optimizer.state[parameter]
+    for edit in edits.split(", "):
+        if edit == "master":
+            entry["master"].add_(1.0)
+        elif edit == "moment":
+            entry["exp_avg"] = entry["exp_avg"].clone()
+        else:
+            optimizer.state_dict()
+    optimizer.step()
+    assert ((parameter > 0.9) & (parameter < 1.1)).all()
