@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from superadam.kernels.native import Flag
+from superadam.kernels.places import has_memory
 
 _POWER_CONTEXT = decimal.Context(prec=60)
 _SMALLEST_NORMAL_FLOAT32 = 2.0**-126
@@ -75,7 +76,7 @@ def number_of(value: object) -> float | None:
     with suppress(OverflowError, RuntimeError):  # beyond every double; on the meta device
         if isinstance(value, numbers.Real):
             return float(value)
-        if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+        if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex() and has_memory(value):
             return float(value.item())
     return None
 
@@ -85,7 +86,7 @@ def described(value: object) -> str:
     with suppress(Exception):  # of nested tensors, or of numbers with thousands of digits
         if not isinstance(value, Tensor):
             text = reprlib.repr(value)
-        elif value.numel() == 1 and value.is_cpu:
+        elif value.numel() == 1 and value.is_cpu and has_memory(value):
             text = repr(value.detach())
         else:
             text = f"{value.dtype} of shape {reprlib.repr(tuple(value.shape))}"

@@ -56,3 +56,18 @@ def test_a_master_that_was_written_to_counts_whatever_else_was_replaced(edits: s
             optimizer.state_dict()
     optimizer.step()
     assert ((parameter > 0.9) & (parameter < 1.1)).all()
+
+
+@pytest.mark.parametrize("freed", ["lr", "step", "exp_avg", "exp_avg_sq"])
+def test_one_element_without_memory_is_refused_and_not_read(freed: str) -> None:
+    """Not even for the sentence that refuses it."""
+    parameter, lr = nn.Parameter(torch.zeros(1)), torch.tensor(0.1)
+    optimizer = SpeculativeCPUAdam([parameter], lr=lr)
+    give_gradients([parameter], 0)
+    optimizer.step()
+    value = lr if freed == "lr" else optimizer.state[parameter][freed]
+    before = bits(parameter)
+    value.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match=f"{freed}.* torch.float32 of shape"):
+        optimizer.step()
+    assert bits(parameter) == before

@@ -73,12 +73,20 @@ class Run:
 
     def act(self, step: int, moment: str) -> None:
         for at, when, action, name, key in self.actions:
-            if (at, when) == (step, moment) and all(map(has_memory, self.model.values())):  # which torch would read
+            if (at, when) == (step, moment) and all(map(has_memory, self.read_by_torch)):
                 try:
                     with torch.no_grad():
                         action.do(self, self.model[name], key)
                 except Exception as error:  # torch's own, as where shared memory is to be resized
                     self.errors.append(f"{type(error).__name__}: {error}")
+
+    @property
+    def read_by_torch(self) -> list[Tensor]:
+        """What torch reads in the midst of actions, whether it has memory or not."""
+        if all(action.do is not _free_count for _, _, action, _, _ in self.actions):  # then `state` is not looked at
+            return [*self.model.values()]
+        counts = [entry["step"] for entry in self.optimizer.state.values() if "step" in entry]
+        return [*self.model.values(), *counts]
 
     def tensor(self, parameter: Tensor, key: str) -> Tensor | None:
         """Return one tensor of a parameter's state, if it has that."""
@@ -267,6 +275,11 @@ def _set_count(run: Run, parameter: Tensor, key: str) -> None:
         run.optimizer.state[parameter]["step"].fill_(7)
 
 
+def _free_count(run: Run, parameter: Tensor, key: str) -> None:
+    if parameter in run.optimizer.state:
+        run.optimizer.state[parameter]["step"].untyped_storage().resize_(0)
+
+
 def _put_count(run: Run, parameter: Tensor, key: str) -> None:
     if parameter in run.optimizer.state:
         run.held.append(torch.tensor(3))
@@ -363,6 +376,7 @@ ACTIONS = [
     Action("pickled", _pickled),
     Action("write the count", _set_count),
     Action("put a count", _put_count),
+    Action("free the count", _free_count),
     Action("load", _load_own),
     Action("another group", _other_group),
     Action("groups in another order", _other_order),
