@@ -623,7 +623,6 @@ def test_a_narrow_link_rounds_gradients(device: CudaDevice) -> None:
     plain, ours = (SpeculativeCPUAdam(model.parameters(), lr=0.05, max_grad_norm=20.0) for model in models)
     models[0](1, 1.0).backward()
     for parameter in models[0].parameters():
-        assert parameter.grad is not None
         parameter.grad = parameter.grad.bfloat16().float()
     plain.step()
     plain.zero_grad()
@@ -754,7 +753,6 @@ def test_gradient_that_is_copied_to_the_host_is_there_once_it_was_waited_for(kin
         torch.cuda._sleep(200_000_000)
         gradient.copy_(source, non_blocking=True)
         made = device.mark_ready(parameter)
-    assert made is not None
     assert not made.query()
     made.synchronize()
     assert (gradient == 1).all()

@@ -71,7 +71,7 @@ def test_tensors_lie_apart_and_aligned(drawn: list[tuple[list[int], object]]) ->
     tensors = []
     for shape, choices in drawn:
         order = list(range(len(shape)))
-        choices.shuffle(order)  # type: ignore[attr-defined]
+        choices.shuffle(order)
         tensors.append(torch.randn(shape).permute(order))
     layout = FlatLayout(states_of(*tensors))
     check(layout)

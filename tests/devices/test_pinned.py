@@ -289,7 +289,6 @@ def test_as_much_as_the_driver_allows_is_pinned(caplog: pytest.LogCaptureFixture
     assert memory.size == 10 * PAGE_BYTES
     (record,) = caplog.records
     assert "no more" in record.getMessage()
-    assert record.args is not None
     assert tuple(record.args)[:3] == tuple(f"{n * PAGE_BYTES / 1e9:.2f} GB" for n in (10, 16, 6))
 
 

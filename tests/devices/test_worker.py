@@ -64,7 +64,7 @@ def worker(idle: Idle) -> Iterator[ThreadWorker]:
 def test_jobs_run_in_order_beside_the_caller(worker: ThreadWorker) -> None:
     seen: list[tuple[int, int]] = []
     for i in range(100):
-        worker.submit(lambda _, i=i: seen.append((i, threading.get_ident())))  # type: ignore[misc]
+        worker.submit(lambda _, i=i: seen.append((i, threading.get_ident())))
     worker.drain()
     assert [i for i, _ in seen] == list(range(100))
     assert {thread for _, thread in seen} != {threading.get_ident()}
@@ -141,7 +141,7 @@ def test_thread_that_has_ended_is_noticed_instead_of_waited_for(worker: ThreadWo
     ran: list[int] = []
     held = Idle()
     is_held = weakref.ref(held)
-    worker.submit(lambda _, held=held: ran.append(held.asked))  # type: ignore[misc]
+    worker.submit(lambda _, held=held: ran.append(held.asked))
     del held
     for _ in range(2):
         worker.submit(lambda _: ran.append(1))
@@ -241,7 +241,7 @@ def test_close_finishes_the_jobs_and_refuses_others() -> None:
     ran: list[int] = []
     worker = ThreadWorker(lambda: False)
     for i in range(10):
-        worker.submit(lambda _, i=i: (time.sleep(0.002), ran.append(i)))  # type: ignore[misc]
+        worker.submit(lambda _, i=i: (time.sleep(0.002), ran.append(i)))
     worker.close()
     worker.close()
     assert ran == list(range(10))
@@ -284,7 +284,7 @@ class FailingQueue:
 
 
 def fail_in_queue(worker: ThreadWorker, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
-    queue, worker._calls = worker._calls, FailingQueue(worker._calls, error)  # type: ignore[assignment]
+    queue, worker._calls = worker._calls, FailingQueue(worker._calls, error)
     queue.put(bool)
 
 
@@ -292,7 +292,7 @@ def fail_at_finish(worker: ThreadWorker, error: BaseException, monkeypatch: pyte
     def finish(job: object) -> None:
         raise error
 
-    worker._finish = finish  # type: ignore[method-assign]
+    worker._finish = finish
 
 
 def fail_in_logging(worker: ThreadWorker, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,13 +301,12 @@ def fail_in_logging(worker: ThreadWorker, error: BaseException, monkeypatch: pyt
             raise error
 
     monkeypatch.setattr(worker_module._logger, "debug", debug)
-    worker._idle = lambda: 1 / 0  # type: ignore[assignment,return-value]
+    worker._idle = lambda: 1 / 0
     worker.wake()
 
 
 def fail_anywhere(worker: ThreadWorker, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
     thread = worker._thread.ident
-    assert thread is not None
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(type(error)))
     worker.wake()
 
