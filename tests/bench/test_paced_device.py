@@ -74,7 +74,7 @@ def test_own_time_is_that_of_the_main_thread_in_methods_and_counted_once(monkeyp
     device.record_stream(device.host_empty(3, torch.float32), Stream.CURRENT)  # each calls another one of them
     assert device.own_seconds == 3.0
     with pytest.raises(AssertionError):
-        device.wait(Stream.CURRENT, None)  # type: ignore[arg-type]
+        device.wait(Stream.CURRENT, None)
     assert device.own_seconds == 4.0
     thread = threading.Thread(target=device.record, args=(Stream.CURRENT,))
     thread.start()

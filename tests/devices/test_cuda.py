@@ -55,20 +55,18 @@ def cuda() -> Iterator[FakeCuda]:
         yield fake
 
 
+def reserved(device: CudaDevice) -> Any:
+    """Return a device with some pinned memory."""
+    device.reserve(HostNeeds(pending=ROOM, largest=1 << 16))
+    return device
+
+
 @pytest.fixture(params=["made-up", *GPUS])
 def device(request: pytest.FixtureRequest) -> Iterator[CudaDevice]:
-    """Return a device with some pinned memory."""
-    if request.param != "made-up":
-        real = CudaDevice(request.param)
-        real.reserve(HostNeeds(pending=ROOM, largest=1 << 16))
-        yield real
-        real.close()
-        return
-    with fake_cuda() as fake:
-        made_up = FakeDevice(fake)
-        made_up.reserve(HostNeeds(pending=ROOM, largest=1 << 16))
-        yield made_up
-        made_up.close()
+    with fake_cuda() if request.param == "made-up" else nullcontext() as fake:
+        one = reserved(CudaDevice(request.param) if fake is None else FakeDevice(fake))
+        yield one
+        one.close()
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -187,10 +185,6 @@ def test_steps_of_kept_state_have_the_bits_of_the_cpu(implementation: str) -> No
             assert bits(getattr(one, name)) == bits(getattr(other, name)), name
 
 
-def test_without_triton_no_state_is_kept(cuda: FakeCuda) -> None:
-    assert not FakeDevice(cuda).can_update
-
-
 def test_free_memory_counts_what_torch_holds_and_has_not_handed_out(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,36 +194,11 @@ def test_free_memory_counts_what_torch_holds_and_has_not_handed_out(
     assert FakeDevice(cuda).free_bytes() == 1200
 
 
-def test_calls_work_from_any_thread(device: CudaDevice) -> None:
-    layout = layout_of([torch.zeros(9, device=device.device)], device)
-    errors: list[BaseException] = []
-
-    def upload() -> None:
-        try:
-            host = device.host_empty(layout.numel, torch.float32)
-            host.fill_(3.0)
-            there = device.empty(layout.numel, torch.float32, Stream.UPLOAD)
-            device.copy(there, host, Stream.UPLOAD)
-            device.record_stream(host, Stream.UPLOAD)
-            device.wait(Stream.CURRENT, device.record(Stream.UPLOAD))
-            device.scatter(layout.views(there), [state.parameter.data for state in layout.states])
-            device.record(Stream.CURRENT).synchronize()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=upload)
-    thread.start()
-    thread.join()
-    assert errors == []
-    assert layout.states[0].parameter.tolist() == [3.0] * 9
-
-
 # ---- what is asked of torch ------------------------------------------------------------------------------------------
 
 
 def test_order_of_a_download(cuda: FakeCuda) -> None:
-    device = FakeDevice(cuda)
-    device.reserve(HostNeeds(pending=ROOM, largest=1 << 16))
+    device = reserved(FakeDevice(cuda))
     layout = layout_of([torch.zeros(70), torch.zeros(6, 4).t()], device)
     with OperationsOnStreams(cuda):
         packed = device.pack([random(70), random(4, 6)], layout, torch.float32)
@@ -256,8 +225,7 @@ def test_order_of_a_download(cuda: FakeCuda) -> None:
 
 
 def test_order_of_an_upload(cuda: FakeCuda) -> None:
-    device = FakeDevice(cuda)
-    device.reserve(HostNeeds(pending=ROOM, largest=1 << 16))
+    device = reserved(FakeDevice(cuda))
     layout = layout_of([torch.zeros(70), torch.zeros(8, 6)[:, ::2], torch.zeros(6, 4).t()], device)
     host = device.host_empty(layout.numel, torch.float32)
     with OperationsOnStreams(cuda):
@@ -323,14 +291,6 @@ def test_kernels_are_given_no_pageable_memory(cuda: FakeCuda, monkeypatch: pytes
     monkeypatch.setattr(Tensor, "is_pinned", lambda _: is_pinned)
     device.scatter([torch.ones(3)], [torch.empty(3, device="meta")])
     assert len(given) == is_pinned
-
-
-def test_host_memory_does_not_follow_the_default_device(cuda: FakeCuda) -> None:
-    device = FakeDevice(cuda)
-    device.reserve(HostNeeds(pending=1 << 16, largest=1 << 12))
-    with torch.device("meta"):
-        for numel in (0, 8, ROOM):  # in a slab, and beyond
-            assert device.host_empty(numel, torch.float32).is_cpu
 
 
 def test_only_cuda_devices_are_taken() -> None:
@@ -417,18 +377,12 @@ def meminfo(available: int) -> dict[str, str]:
 
 def test_gradients_of_a_step_and_two_buckets_each_way_are_pinned_once(cuda: FakeCuda, tmp_path: Path) -> None:
     device = FakeDevice(cuda, machine(tmp_path, meminfo(3 << 20)))
-    for _ in range(2):
-        device.reserve(HostNeeds(pending=1 << 20, largest=1 << 16))
-        assert list(cuda.registered.values()) == [(1 << 20) + 4 * (1 << 16)]
-    device.reserve(
-        HostNeeds(pending=(1 << 20) + 4096, largest=1 << 16)
-    )  # more than before: no less than one bucket more
-    assert list(cuda.registered.values())[1:] == [1 << 16]
-    assert device.pinned.pageable_bytes == 0
-    device.host_empty(1 << 18, torch.float32)
-    assert device.pinned.pageable_bytes == 0
-    device.host_empty(1 << 20, torch.float32)
-    assert device.pinned.pageable_bytes == 4 << 20
+    for pending in (1 << 20, 1 << 20, (1 << 20) + 4096):  # more than before: no less than one bucket more
+        device.reserve(HostNeeds(pending=pending, largest=1 << 16))
+    assert list(cuda.registered.values()) == [(1 << 20) + 4 * (1 << 16), 1 << 16]
+    for numel, pageable in ((1 << 18, 0), (1 << 20, 4 << 20)):
+        device.host_empty(numel, torch.float32)
+        assert device.pinned.pageable_bytes == pageable
     device.close()
     assert cuda.registered == {}
 
@@ -461,17 +415,6 @@ def test_what_the_host_can_never_hold_is_refused_before_anything_is_pinned(cuda:
     with pytest.raises(MemoryError, match=sentence):
         device.reserve(HostNeeds(state=1 << 20, pending=1 << 20, shadows=1))
     assert cuda.registered == pinned
-
-
-def test_what_the_host_only_seems_to_lack_is_pinned_with_a_warning(
-    cuda: FakeCuda, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    device = FakeDevice(cuda, machine(tmp_path, meminfo(1 << 20)))  # of 2 MiB
-    with caplog.at_level(logging.WARNING, "superadam"):
-        device.reserve(HostNeeds(state=1 << 20, pending=4096, largest=1))
-    (record,) = caplog.records
-    assert "more host memory, but by the system's estimate 0.00 GB are available, beyond" in record.getMessage()
-    assert sum(cuda.registered.values()) == 8192
 
 
 def test_memory_that_cannot_be_pinned_is_pageable_with_a_warning(
@@ -517,35 +460,24 @@ def test_refusal_is_forgotten_before_torch_meets_it(cuda: FakeCuda) -> None:
     assert kept == []
 
 
-def test_cores_near_the_device_but_two_are_idle(cuda: FakeCuda, tmp_path: Path) -> None:
-    assert FakeDevice(cuda, machine(tmp_path, TWO_NODES)).idle_cores() == 4
-
-
-def test_ranks_divide_the_cores_near_their_devices(cuda: FakeCuda, tmp_path: Path) -> None:
+def test_cores_near_the_device_but_two_are_idle_and_ranks_divide_them(cuda: FakeCuda, tmp_path: Path) -> None:
     """Of these, all but two CPUs lie near this one's, so that most of the ranks are likely to be here."""
-    device = FakeDevice(cuda, machine(tmp_path, TWO_NODES, {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}))
+    assert FakeDevice(cuda, machine(tmp_path, TWO_NODES)).idle_cores() == 4
+    ranks = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    device = FakeDevice(cuda, machine(tmp_path, TWO_NODES, ranks))
     assert device._cpus == {2, 3, 4}
     assert device.idle_cores() == 1
 
 
 def test_worker_stays_near_the_device(cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The affinity of the training thread is left alone."""
     bound: dict[str, frozenset[int]] = {}
-    monkeypatch.setattr(
-        os, "sched_setaffinity", lambda pid, cpus: bound.update({threading.current_thread().name: cpus})
-    )
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _, cpus: bound.update({threading.current_thread().name: cpus}))
     worker = FakeDevice(cuda, machine(tmp_path, TWO_NODES)).start_worker(lambda: False)
     worker.drain()
     worker.close()
     assert bound == {"superadam-worker": frozenset(range(2, 8))}
     assert cuda.log == [("set_device", "superadam-worker")]
-
-
-def test_affinity_of_the_training_thread_is_left_alone(device: CudaDevice) -> None:
-    before = os.sched_getaffinity(0)
-    worker = device.start_worker(lambda: False)
-    worker.drain()
-    worker.close()
-    assert os.sched_getaffinity(0) == before
 
 
 def test_torch_may_not_tell_where_the_device_is(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -556,83 +488,49 @@ def test_torch_may_not_tell_where_the_device_is(cuda: FakeCuda, monkeypatch: pyt
 # ---- training over it ------------------------------------------------------------------------------------------------
 
 
-class OddModel(nn.Module):
-    """Parameters of any layout, whose gradients are known exactly: each is its factor times a scale."""
-
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.tensors = nn.ParameterList([nn.Parameter(tensor) for tensor in oddly_laid_out(device, dtype)])
-
-    def forward(self, seed: int, scale: float) -> Tensor:
-        total = torch.zeros((), device=self.tensors[0].device)
-        for row, parameter in enumerate(self.tensors):
-            factor = random(*parameter.shape, dtype=parameter.dtype, seed=100 * seed + row).to(parameter.device)
-            total = total + (parameter * factor).sum().float() * scale
-        return total
-
-
-def train(model: OddModel, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None, sums: Any) -> list[Any]:
-    """Make steps that are accepted, clipped and skipped, some of several micro-batches; return what became of them."""
-    kinds = []
-    for step, (scale, micro_batches) in enumerate([(1.0, 1), (0.01, 2), (math.nan, 1), (50.0, 3), (0.01, 1), (1.0, 2)]):
-        for micro_batch in range(micro_batches):
-            accumulates = scheduler is not None and micro_batch < micro_batches - 1
-            with scheduler.accumulate(sums) if scheduler is not None and accumulates else nullcontext():
-                model(3 * step + micro_batch, scale).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        kinds.append(optimizer.last_outcome)
-    return kinds
-
-
 @pytest.mark.parametrize("bucket_numel", [1, 100, 10**6])
 @pytest.mark.parametrize(
     ("dtype", "link", "sums"),
     [
         (torch.float32, "auto", None),
         (torch.float32, "auto", torch.float32),
+        (torch.float32, torch.bfloat16, None),
         (torch.bfloat16, "auto", None),
         (torch.bfloat16, torch.float32, None),
     ],
-    ids=["fp32", "fp32, sums on the host", "bf16", "bf16, widened"],
+    ids=["fp32", "fp32, sums on the host", "fp32, narrowed", "bf16", "bf16, widened"],
 )
 def test_training_has_the_bits_of_the_synchronous_optimizer(
     device: CudaDevice, dtype: torch.dtype, link: Any, sums: torch.dtype | None, bucket_numel: int
 ) -> None:
-    models = [OddModel(device.device, dtype) for _ in range(2)]
+    """Parameters of any layout get known gradients, in one or several micro-batches; those narrowed only in one."""
+    models = [nn.ParameterList(map(nn.Parameter, oddly_laid_out(device.device, dtype))) for _ in range(2)]
     plain, ours = (SpeculativeCPUAdam(model.parameters(), lr=0.05, max_grad_norm=20.0) for model in models)
-    expected = train(models[0], plain, None, None)
+    is_narrowed, kinds = link == torch.bfloat16, set()
+    batches = [(1.0, 1), (0.01, 2), (math.nan, 1), (50.0, 3), (0.01, 1), (1.0, 2)]
     with OffloadScheduler(
         ours, models[1], device=device, bucket_numel=bucket_numel, transfer_dtype=link, num_threads=1
     ) as scheduler:
-        outcomes = train(models[1], ours, scheduler, sums)
-        assert [outcome.kind for outcome in outcomes] == [outcome.kind for outcome in expected]
-        assert {outcome.kind for outcome in outcomes} == set(StepKind)
+        for step, (scale, count) in enumerate(batches):
+            for micro in range(1 if is_narrowed else count):
+                for model in models:
+                    factors = [random(*one.shape, dtype=dtype, seed=9 * step + micro).to(one.device) for one in model]
+                    products = [(one * factor).sum().float() for one, factor in zip(model, factors, strict=True)]
+                    is_last = model is models[0] or is_narrowed or micro == count - 1
+                    with nullcontext() if is_last else scheduler.accumulate(sums):
+                        (torch.stack(products).sum() * scale).backward()
+            for one in models[0] if is_narrowed else ():
+                one.grad = one.grad.bfloat16().float()
+            for optimizer in (plain, ours):
+                optimizer.step()
+                optimizer.zero_grad()
+            kinds.add(ours.last_outcome.kind)
+            assert ours.last_outcome.kind == plain.last_outcome.kind
+        assert kinds == set(StepKind)
         assert scheduler.statistics.downloaded_bytes > 0
-        scheduler.synchronize()
-        for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
-            assert bits(one) == bits(other)
         without = ["master"]  # where the host is the device, one of the twins is its own master
         assert state_bits(plain, without=without) == state_bits(ours, without=without)
     assert device.pinned.pageable_bytes == 0
-
-
-def test_a_narrow_link_rounds_gradients(device: CudaDevice) -> None:
-    """As if they had been bf16 from the beginning."""
-    models = [OddModel(device.device, torch.float32) for _ in range(2)]
-    plain, ours = (SpeculativeCPUAdam(model.parameters(), lr=0.05, max_grad_norm=20.0) for model in models)
-    models[0](1, 1.0).backward()
-    for parameter in models[0].parameters():
-        assert parameter.grad is not None
-        parameter.grad = parameter.grad.bfloat16().float()
-    plain.step()
-    plain.zero_grad()
-    with OffloadScheduler(ours, models[1], device=device, transfer_dtype=torch.bfloat16, num_threads=1):
-        models[1](1, 1.0).backward()
-        ours.step()
-        ours.zero_grad()
-        for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
-            assert bits(one) == bits(other)
 
 
 @pytest.mark.slow
@@ -754,7 +652,6 @@ def test_gradient_that_is_copied_to_the_host_is_there_once_it_was_waited_for(kin
         torch.cuda._sleep(200_000_000)
         gradient.copy_(source, non_blocking=True)
         made = device.mark_ready(parameter)
-    assert made is not None
     assert not made.query()
     made.synchronize()
     assert (gradient == 1).all()

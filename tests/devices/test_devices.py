@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from measures.paced_device import PRESETS, PacedDevice
 from support.optimizers import DTYPES
 from torch import Tensor, nn
@@ -16,7 +14,7 @@ from torch import Tensor, nn
 from superadam.devices import Device, PlainDevice, Stream
 from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import ChunkSums
-from superadam.devices.worker import ThreadWorker, WorkerError
+from superadam.devices.worker import WorkerError
 from superadam.host.memory import HostNeeds
 from superadam.state.parameter import ParameterState
 from superadam.testing.simulated import Operation, SeededWorker, SimulatedDevice, SimulatedEvent
@@ -29,11 +27,6 @@ def lazy(seed: int = 0) -> SimulatedDevice:
 
 def layout_of(*tensors: Tensor) -> FlatLayout:
     return FlatLayout([ParameterState(nn.Parameter(tensor), row, f"p{row}") for row, tensor in enumerate(tensors)])
-
-
-def finish(device: Device) -> None:
-    for stream in Stream:
-        device.record(stream).synchronize()
 
 
 def memory_of(tensor: Tensor) -> Tensor:
@@ -61,9 +54,7 @@ def test_plain_device_is_the_host() -> None:
     device = PlainDevice()
     assert device.is_host(torch.ones(2))
     assert not device.is_host(torch.ones(2, device="meta"))
-    worker = device.start_worker(lambda: False)
-    assert isinstance(worker, ThreadWorker)
-    worker.close()
+    assert not device.can_update
 
 
 # ---- order on the simulated device -----------------------------------------------------------------------------------
@@ -92,7 +83,6 @@ def test_late_values_come_when_their_own_stream_has_passed(on_host: bool) -> Non
     assert late.isnan().all()
     assert late.stride() == values.stride()
     assert device.is_host(late) is on_host
-    assert mark is not None
     device.wait(Stream.CURRENT, mark)
     assert torch.equal(late, values)
     del late
@@ -144,51 +134,57 @@ def test_scatter_reads_what_was_freed_as_nan() -> None:
     assert layout.states[0].parameter.isnan().all()
 
 
-def test_event_waits_for_what_was_enqueued_before_it_only() -> None:
+Enqueue = Callable[[Stream, str], None]
+ORDERS: dict[str, tuple[Callable[[SimulatedDevice, Enqueue], object], set[str]]] = {
+    "streams by themselves": (
+        lambda device, enqueue: [enqueue(stream, name) for stream, name in zip(Stream, "abc", strict=True)],
+        set(map("".join, itertools.permutations("abc"))),
+    ),
+    "one that waits for another": (
+        lambda device, enqueue: [
+            enqueue(Stream.CURRENT, "a"),
+            device.wait(Stream.DOWNLOAD, device.record(Stream.CURRENT)),
+            enqueue(Stream.DOWNLOAD, "b"),
+        ],
+        {"ab"},
+    ),
+    "one that waits for an event that was never recorded": (
+        lambda device, enqueue: [
+            enqueue(Stream.UPLOAD, "a"),
+            device.wait(Stream.DOWNLOAD, SimulatedEvent(device)),
+            enqueue(Stream.DOWNLOAD, "b"),
+        ],
+        {"ab", "ba"},
+    ),
+}
+
+
+@pytest.mark.parametrize("eagerness", [0.0, 0.5])
+@pytest.mark.parametrize("name", ORDERS)
+def test_every_order_that_events_allow_comes_with_some_seed_and_the_same_with_one_seed(
+    name: str, eagerness: float
+) -> None:
+    program, expected = ORDERS[name]
+
+    def run(seed: int) -> str:
+        device, order = SimulatedDevice(seed, eagerness), []
+        program(device, lambda stream, name: device._enqueue(stream, Operation(lambda: order.append(name))))
+        device.finish()
+        return "".join(order)
+
+    runs = [run(seed) for seed in range(60)]
+    assert set(runs) == expected
+    assert runs == [run(seed) for seed in range(60)]
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_an_event_waits_for_what_was_enqueued_before_it_only(is_recorded: bool) -> None:
     device, order = lazy(), []
     device._enqueue(Stream.UPLOAD, Operation(lambda: order.append("before")))
-    event = device.record(Stream.UPLOAD)
+    event = device.record(Stream.UPLOAD) if is_recorded else SimulatedEvent(device)
     device._enqueue(Stream.UPLOAD, Operation(lambda: order.append("after")))
     event.synchronize()
-    assert order == ["before"]
-    assert event.has_passed
-
-
-def test_stream_that_waits_for_an_event_of_another() -> None:
-    for seed in range(20):
-        device, order = SimulatedDevice(seed, 0.5), []
-        device._enqueue(Stream.CURRENT, Operation(lambda order=order: order.append("packed")))
-        device.wait(Stream.DOWNLOAD, device.record(Stream.CURRENT))
-        device._enqueue(Stream.DOWNLOAD, Operation(lambda order=order: order.append("downloaded")))
-        device.record(Stream.DOWNLOAD).synchronize()
-        assert order == ["packed", "downloaded"]
-
-
-def test_streams_are_not_ordered_by_themselves() -> None:
-    orders = set()
-    for seed in range(40):
-        device, order = lazy(seed), []
-        for stream in Stream:
-            device._enqueue(stream, Operation(lambda order=order, stream=stream: order.append(stream)))
-        finish(device)
-        orders.add(tuple(order))
-    assert len(orders) == 6
-
-
-def test_waiting_for_an_event_that_was_never_recorded_orders_nothing() -> None:
-    orders = set()
-    for seed in range(20):
-        device, order = lazy(seed), []
-        device._enqueue(Stream.UPLOAD, Operation(lambda order=order: order.append("upload")))
-        forgotten = SimulatedEvent(device)
-        device.wait(Stream.DOWNLOAD, forgotten)
-        device.wait(Stream.CURRENT, forgotten)
-        forgotten.synchronize()
-        assert order == []
-        device._enqueue(Stream.DOWNLOAD, Operation(lambda order=order: order.append("download")))
-        finish(device)
-        orders.add(tuple(order))
-    assert len(orders) == 2
+    assert order == ["before"] * is_recorded
 
 
 def test_streams_that_wait_in_a_circle_are_told() -> None:
@@ -199,20 +195,6 @@ def test_streams_that_wait_in_a_circle_are_told() -> None:
     device._enqueue(Stream.DOWNLOAD, Operation(lambda: None, (first,), second))
     with pytest.raises(RuntimeError, match="wait for one another in a circle"):
         first.synchronize()
-
-
-@given(st.integers(0, 2**32), st.sampled_from([0.0, 0.3, 0.9]))
-def test_one_seed_gives_one_run(seed: int, eagerness: float) -> None:
-    def run() -> list[Any]:
-        device, order = SimulatedDevice(seed, eagerness), []
-        for i in range(6):
-            stream = list(Stream)[i % 3]
-            device._enqueue(stream, Operation(lambda i=i: order.append(i)))
-            device.record(stream)
-        finish(device)
-        return order
-
-    assert run() == run()
 
 
 # ---- memory of the simulated device ----------------------------------------------------------------------------------
@@ -238,44 +220,36 @@ def test_only_its_own_host_memory_is_on_the_host() -> None:
     assert not device.is_host(device.empty(3, torch.float32, Stream.UPLOAD))
 
 
-def test_freed_memory_is_poisoned_at_once() -> None:
-    device = lazy()
-    buffer = device.empty(16, torch.float32, Stream.UPLOAD)
-    buffer.zero_()
-    memory = memory_of(buffer)
-    assert not is_poisoned(memory)
-    del buffer
-    assert is_poisoned(memory)
-
-
-def test_kept_memory_is_poisoned_when_its_stream_has_passed() -> None:
-    device = lazy()
-    buffer = device.empty(16, torch.float32, Stream.UPLOAD)
-    buffer.zero_()
-    seen = []
-    memory = memory_of(buffer)
-    device._enqueue(Stream.UPLOAD, Operation(lambda: seen.append(is_poisoned(memory))))
-    device.record_stream(buffer, Stream.UPLOAD)
-    del buffer
-    assert not is_poisoned(memory)
-    finish(device)
-    assert seen == [False]
-    assert is_poisoned(memory)
-
-
-def test_memory_kept_for_two_streams_waits_for_both() -> None:
+@pytest.mark.parametrize("streams", [[], [Stream.UPLOAD], [Stream.DOWNLOAD, Stream.UPLOAD]], ids=len)
+@pytest.mark.parametrize("on_host", [False, True])
+def test_freed_memory_is_poisoned_once_the_streams_that_it_was_recorded_on_have_passed(
+    streams: list[Stream], on_host: bool
+) -> None:
     for seed in range(20):
         device, seen = lazy(seed), []
-        buffer = device.host_empty(16, torch.float32)
+        buffer = device.host_empty(16, torch.float32) if on_host else device.empty(16, torch.float32, Stream.UPLOAD)
         buffer.zero_()
         memory = memory_of(buffer)
-        for stream in (Stream.DOWNLOAD, Stream.UPLOAD):
+        for stream in streams:
             device._enqueue(stream, Operation(lambda seen=seen, memory=memory: seen.append(is_poisoned(memory))))
             device.record_stream(buffer, stream)
+        assert not is_poisoned(memory)
         del buffer
-        finish(device)
-        assert seen == [False, False]
+        assert is_poisoned(memory) is not bool(streams)
+        device.finish()
+        assert seen == [False] * len(streams)
         assert is_poisoned(memory)
+
+
+def test_empty_buffers_are_freed_like_others() -> None:
+    device = lazy()
+    first, second = device.host_empty(0, torch.float32), device.host_empty(0, torch.float32)
+    assert device.is_host(first)
+    assert not device.is_host(torch.ones(0))
+    device.record_stream(second, Stream.UPLOAD)
+    del first, second
+    device.finish()
+    assert not device._blocks
 
 
 def test_views_keep_a_flat_buffer_alive() -> None:
@@ -301,7 +275,7 @@ def test_source_that_is_dropped_before_its_copy_runs_shows_in_the_copy() -> None
     source.fill_(1.0)
     device.copy(target, source, Stream.UPLOAD)
     del source
-    finish(device)
+    device.finish()
     assert target.isnan().all()
 
 
@@ -311,7 +285,7 @@ def test_storages_that_others_drop_before_a_copy_runs_are_kept() -> None:
     source.fill_(1.0)
     device.copy(parameter.data, source, Stream.UPLOAD)
     parameter.data = torch.zeros(4)
-    finish(device)
+    device.finish()
     assert torch.equal(before, torch.ones(4))
     assert torch.equal(parameter, torch.zeros(4))
 
@@ -329,7 +303,7 @@ def test_storages_that_others_resize_before_a_copy_runs_crash_nothing(which: str
     if back:
         storage.resize_(4 * numel)
         source.fill_(2.0)
-    finish(device)
+    device.finish()
     if which == "source":
         assert torch.allclose(target, torch.full((numel,), 2.0 if back else torch.nan), equal_nan=True)
     elif back:
@@ -346,7 +320,7 @@ def test_storages_that_others_resize_before_packing_crash_nothing(which: str) ->
     room = torch.full((6,), -1.0, dtype=torch.float64)
     packed = device.pack([torch.ones(9000)], layout, torch.float32, ChunkSums.over(room))
     (packed if which == "packed" else room).untyped_storage().resize_(0)
-    finish(device)
+    device.finish()
     if which == "packed":
         assert (room == -1.0).all()
     else:
@@ -401,24 +375,3 @@ def test_seeded_worker_does_idle_work_as_long_as_there_is_some() -> None:
         SimulatedDevice(seed).start_worker(work).wake()
         amounts.add(left[0])
     assert amounts == {3, 2, 1, 0}
-
-
-def test_empty_buffers_are_freed_like_others() -> None:
-    device = lazy()
-    layout = layout_of(torch.ones(0))
-    for _ in range(3):
-        first, second = device.host_empty(0, torch.float32), device.host_empty(0, torch.float32)
-        assert device.is_host(first)
-        assert not device.is_host(torch.ones(0))
-        packed = device.pack([torch.ones(0)], layout, torch.float32)
-        device.copy(first, packed, Stream.DOWNLOAD)
-        device.record_stream(packed, Stream.DOWNLOAD)
-        device.record_stream(second, Stream.UPLOAD)
-        del first, second, packed
-        finish(device)
-    assert not device._blocks
-
-
-def test_host_memory_keeps_no_state() -> None:
-    assert not PlainDevice().can_update
-    assert lazy().can_update

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import threading
 import weakref
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from support.children import exit_code_of_child
+from support.optimizers import DTYPES
 from torch import Tensor
 
 from superadam.devices import pinned as pinned_module
@@ -66,10 +68,10 @@ class Point:
         self.has_passed = True
 
 
-def pinned(pages: int = PAGES, largest: int = 1, limit: int = 1 << 62) -> tuple[PinnedMemory, RecordingRegistrar]:
+def pinned(pages: int = PAGES, largest: float = 1, limit: int = 1 << 62) -> tuple[PinnedMemory, RecordingRegistrar]:
     registrar = RecordingRegistrar(limit)
     memory = PinnedMemory(registrar)
-    memory.grow(pages * PAGE_BYTES, largest * PAGE_BYTES)
+    memory.grow(pages * PAGE_BYTES, int(largest * PAGE_BYTES))
     return memory, registrar
 
 
@@ -185,22 +187,17 @@ def test_traffic() -> None:
     run_state_machine_as_test(Traffic, settings=settings(stateful_step_count=40))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_tensors_begin_at_pages_and_have_the_length_that_was_asked_for(dtype: torch.dtype) -> None:
-    memory, registrar = pinned()
-    for numel in (1, 63, PAGE_BYTES // dtype.itemsize, PAGE_BYTES // dtype.itemsize + 1):
+    memory, registrar = pinned(7)
+    held = []
+    for numel in (0, 1, 63, PAGE_BYTES // dtype.itemsize, 0, PAGE_BYTES // dtype.itemsize + 1):
         tensor = memory.empty(numel, dtype)
         assert (tensor.shape, tensor.dtype) == ((numel,), dtype)
         assert tensor.data_ptr() % PAGE_BYTES == 0
-        assert page_of(tensor, registrar) is not None
         assert tensor.fill_(1.0).sum() == numel
-
-
-def test_an_empty_tensor_takes_nothing() -> None:
-    memory, registrar = pinned(1)
-    empty = memory.empty(0, torch.float32)
-    assert empty.shape == (0,)
-    assert page_of(take(memory, 1), registrar) == 0
+        held.append(tensor)
+    assert page_of(take(memory, 2), registrar) == 5  # those without elements take nothing
 
 
 def test_memory_in_a_cycle_comes_back_while_memory_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,7 +286,6 @@ def test_as_much_as_the_driver_allows_is_pinned(caplog: pytest.LogCaptureFixture
     assert memory.size == 10 * PAGE_BYTES
     (record,) = caplog.records
     assert "no more" in record.getMessage()
-    assert record.args is not None
     assert tuple(record.args)[:3] == tuple(f"{n * PAGE_BYTES / 1e9:.2f} GB" for n in (10, 16, 6))
 
 
@@ -301,27 +297,23 @@ def test_slab_that_cannot_be_mapped_is_refused_in_a_sentence(caplog: pytest.LogC
     assert "could not be mapped" in caplog.text
 
 
-def test_much_memory_is_pinned_in_several_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With as much more as their ends are too short for the largest buffer, so that all buffers find room."""
-    monkeypatch.setattr(pinned_module, "SLAB_BYTES", 4 * PAGE_BYTES)
-    memory, registrar = pinned(9, largest=3)
-    assert sorted(registrar.registered.values()) == [3 * PAGE_BYTES] + [4 * PAGE_BYTES] * 3
-    buffers = [take(memory, 3) for _ in range(3)]
+@pytest.mark.parametrize(
+    ("slab", "pages", "largest", "expected"),
+    [
+        (4, 9, 3, [4, 4, 4, 3]),  # as much more as ends are too short for the largest, so that all buffers find room
+        (1.5, 3, 1 / PAGE_BYTES, [2, 2]),  # slabs count as the whole pages that they are
+        (1 << 20, 1, 5, [5]),  # at least one buffer
+    ],
+)
+def test_much_memory_is_pinned_in_several_slabs(
+    slab: float, pages: int, largest: float, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pinned_module, "SLAB_BYTES", int(slab * PAGE_BYTES))
+    memory, registrar = pinned(pages, largest)
+    assert sorted(registrar.registered.values(), reverse=True) == [count * PAGE_BYTES for count in expected]
+    buffers = [take(memory, math.ceil(largest)) for _ in range(max(1, pages // math.ceil(largest)))]
     assert memory.pageable_bytes == 0
     del buffers
-
-
-def test_slabs_count_as_the_whole_pages_that_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pinned_module, "SLAB_BYTES", 3 * PAGE_BYTES // 2)
-    registrar = RecordingRegistrar()
-    memory = PinnedMemory(registrar)
-    memory.grow(3 * PAGE_BYTES, 1)
-    assert list(registrar.registered.values()) == [2 * PAGE_BYTES] * 2
-
-
-def test_memory_is_at_least_one_buffer() -> None:
-    memory, registrar = pinned(1, largest=5)
-    assert page_of(take(memory, 5), registrar) == 0
 
 
 # ---- the end of a slab -----------------------------------------------------------------------------------------------

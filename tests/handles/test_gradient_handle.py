@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import itertools
 import math
+import operator
 import pickle
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,6 +25,7 @@ from support.handles import NotingHolder, Owner
 from support.optimizers import DTYPES, through_disk
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from superadam.handles.gradient_handle import GradientHandle, is_exclusive, take_gradient, taken_of
 from superadam.handles.taken_gradient import TakenGradient
@@ -38,13 +38,15 @@ def bits(value: Any) -> Any:
     return visible.bits(value) if isinstance(value, Tensor) else repr(value)
 
 
-def handle_for(gradient: Tensor, keeper: NotingHolder | None = None) -> tuple[nn.Parameter, Owner, TakenGradient]:
+def handle_for(
+    gradient: Tensor, keeper: NotingHolder | None = None, dtype: torch.dtype | None = None
+) -> tuple[Any, Owner, TakenGradient]:
     """Return a parameter in whose `.grad` is a handle of a copy of `gradient`."""
-    parameter = nn.Parameter(torch.zeros_like(gradient))
+    parameter: Any = nn.Parameter(torch.zeros_like(gradient, dtype=dtype))
+    parameter.grad_dtype = gradient.dtype
     parameter.grad = gradient.clone()
     owner = Owner(parameter)
     taken = take_gradient(parameter, owner, keeper)
-    assert taken is not None
     assert type(parameter.grad) is GradientHandle
     return parameter, owner, taken
 
@@ -56,9 +58,9 @@ def move_elsewhere(taken: TakenGradient, dtype: torch.dtype | None = None) -> No
     taken.pending = elsewhere.to(dtype or taken.dtype)
 
 
-def model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+def model() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)).to(dtype)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
 
 
 INPUTS = torch.linspace(-1, 1, 24).view(4, 6)
@@ -69,62 +71,41 @@ def backward(module: nn.Module, factor: float = 1.0) -> None:
     (module((INPUTS * factor).to(dtype)).pow(2).sum() * 5).backward()
 
 
-class Taking:
-    """Takes the gradients of a model as they arrive."""
+def take_as_they_arrive(module: nn.Module, holder: NotingHolder | None = None) -> list[Owner]:
+    """Take the gradients of a model in hooks, as long as what is returned is referenced."""
 
-    def __init__(self, module: nn.Module, keeper: NotingHolder | None = None) -> None:
-        self.owners = [Owner(parameter) for parameter in module.parameters()]
-        self.holder = keeper
-        self.count = 0
-        self.hooks = [
-            owner.parameter.register_post_accumulate_grad_hook(self.hook(owner))  # type: ignore[attr-defined]
-            for owner in self.owners
-        ]
+    def take(owner: Callable[[], Owner | None], parameter: Tensor) -> None:
+        take_gradient(parameter, owner(), holder)
 
-    def hook(self, owner: Owner) -> Callable[[Tensor], None]:
-        place = self.owners.index(owner)
-        me = weakref.ref(self)
-
-        def taking(parameter: Tensor) -> None:
-            self = me()
-            if self is not None and take_gradient(parameter, self.owners[place], self.holder) is not None:
-                self.count += 1
-
-        return taking
+    owners = [Owner(parameter) for parameter in module.parameters()]
+    for owner in owners:
+        hook = functools.partial(take, weakref.ref(owner))
+        owner.parameter.register_post_accumulate_grad_hook(hook)
+    return owners
 
 
-@dataclass
 class Pair:
-    """Two equal models; the gradients of one are taken."""
+    """Two equal models after backward; the gradients of one are taken as they arrive."""
 
-    taking: nn.Sequential
-    plain: nn.Sequential
-    takes: Taking
+    def __init__(self, holder: NotingHolder | None = None) -> None:
+        self.taking, self.plain = model(), model()
+        self.owners = take_as_they_arrive(self.taking, holder)
+        for module in self:
+            backward(module)
+        assert self.handles() == 4
 
     def __iter__(self) -> Iterator[nn.Sequential]:
-        yield self.taking  # a generator, which keeps `takes`
-        yield self.plain
+        return iter((self.taking, self.plain))
 
     def check(self) -> None:
         ours, theirs = list(self.taking.parameters()), list(self.plain.parameters())
-        assert [bits(p) for p in ours] == [bits(p) for p in theirs]
-        assert [bits(p.grad) for p in ours] == [bits(p.grad) for p in theirs]
-        assert [p.grad is not None and p.grad.stride() for p in ours] == [
-            p.grad is not None and p.grad.stride() for p in theirs
-        ]
+        assert bits(ours) == bits(theirs)
+        assert bits([p.grad for p in ours]) == bits([p.grad for p in theirs])
+        strides = [[p.grad is not None and p.grad.stride() for p in parameters] for parameters in (ours, theirs)]
+        assert strides[0] == strides[1]
 
     def handles(self) -> int:
         return sum(taken_of(p.grad) is not None for p in self.taking.parameters())
-
-
-def pair(dtype: torch.dtype = torch.float32, *, with_gradients: bool = True) -> Pair:
-    ours, theirs = model(dtype), model(dtype)
-    result = Pair(ours, theirs, Taking(ours))
-    if with_gradients:
-        for module in result:
-            backward(module)
-        assert result.handles() == 4
-    return result
 
 
 def weight(module: nn.Module) -> Any:
@@ -152,17 +133,8 @@ def _replace(parameter: Any, gradient: Any) -> None:
     parameter.grad = gradient
 
 
-def _inplace(parameter: Any, operator: str, value: Any) -> None:
-    if operator == "+=":
-        parameter.grad += value
-    elif operator == "-=":
-        parameter.grad -= value
-    elif operator == "*=":
-        parameter.grad *= value
-    elif operator == "/=":
-        parameter.grad /= value
-    else:
-        parameter.grad **= value
+def _inplace(parameter: Any, operation: Callable[[Any, Any], Any], value: Any) -> None:
+    parameter.grad = operation(parameter.grad, value)
 
 
 def _changed_later(parameter: Any) -> None:
@@ -172,7 +144,7 @@ def _changed_later(parameter: Any) -> None:
 
 
 def _step(parameter: Any, kind: type[torch.optim.Optimizer], **options: Any) -> Tensor:
-    kind([parameter], lr=0.25, **options).step()  # type: ignore[call-arg]
+    kind([parameter], lr=0.25, **options).step()
     return parameter.detach().clone()
 
 
@@ -199,6 +171,105 @@ def _own(parameter: Any, value: float) -> Tensor:
     return torch.tensor(value, dtype=parameter.dtype)
 
 
+def _in_a_mode(parameter: Any) -> None:
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return operation(*args, **(kwargs or {}))
+
+    with Mode():
+        clip_grad_norm_([parameter], 0.5)
+
+
+def _in_inference_mode(parameter: Any) -> None:
+    with torch.inference_mode():
+        parameter.grad.mul_(0.5)
+        (parameter.grad * 2).sum().item()
+        parameter.grad.add_(0.5)
+
+
+def _copies_edited(parameter: Any) -> list[Tensor]:
+    """Return deep copies and what was loaded, which are written to; a shallow copy shares its memory."""
+    gradient = parameter.grad
+    copies = [copy.deepcopy(gradient), pickle.loads(pickle.dumps(gradient)), through_disk([gradient])[0]]
+    for duplicate in copies:
+        assert type(duplicate) is Tensor
+        duplicate.add_(1)
+    shallow = copy.copy(gradient)
+    assert type(shallow) is Tensor
+    return [*copies, shallow.add_(1)]
+
+
+def _graph_of_before(parameter: Any) -> None:
+    graph = (parameter * parameter.grad).sum()
+    parameter.grad = None
+    graph.backward()
+
+
+def _graph_of_edited(parameter: Any) -> None:
+    graph = (parameter * parameter.grad).sum()
+    parameter.grad.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        graph.backward()
+
+
+def _requiring_grad(parameter: Any) -> list[Tensor]:
+    held = parameter.grad
+    held.requires_grad_(True)
+    assert held.requires_grad
+    assert parameter.grad.requires_grad
+    derivatives = [torch.autograd.grad((one**2).sum(), one)[0] for one in (parameter.grad, held)]
+    parameter.grad.requires_grad = held.requires_grad = False
+    return derivatives
+
+
+def _in_another_parameter(parameter: Any) -> list[Tensor]:
+    other = nn.Parameter(torch.zeros_like(parameter))
+    other.grad = parameter.grad
+    for one in (other, other, parameter):
+        one.grad.mul_(0.3)
+        one.grad.add_(2)
+    return [other.grad, parameter.grad]
+
+
+def _in_a_parameter_that_differs(parameter: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    nn.Parameter(torch.zeros(shape, dtype=dtype)).grad = parameter.grad
+
+
+def _moved_and_back(parameter: Any) -> Any:
+    other = nn.Parameter(torch.ones_like(parameter))
+    other.grad, parameter.grad = parameter.grad, None
+    for _ in range(2):
+        other.grad.mul_(0.3)
+        other.grad.add_(1)
+    parameter.grad = other.grad
+
+
+def _alias_with_data(parameter: Any) -> Tensor:
+    alias = parameter.grad.detach()
+    alias.data = torch.ones_like(parameter).detach()
+    return alias.add_(1)
+
+
+def _aliases_of_replaced_data(parameter: Any) -> list[Tensor]:
+    same, alias, kept = parameter.grad, parameter.grad.detach(), parameter.grad.data
+    parameter.grad.add_(1)
+    parameter.grad.data = torch.ones_like(parameter).detach()
+    alias.mul_(2)
+    return [same, alias, kept]
+
+
+def _by_another(parameter: Any) -> None:
+    scalar, _owner, taken = handle_for(_own(parameter, 0.75))
+    parameter.grad.mul_(scalar.grad)
+    parameter.grad.mul_(scalar.grad.norm())
+    assert not taken.is_given
+
+
+_hidden = torch.library.Library("superadam_hides", "DEF")
+_hidden.define("write(Tensor x) -> Tensor")
+_hidden.impl("write", lambda x: x.add_(1).sum(), "CPU")
+
+
 RECORDED: dict[str, Operation] = {
     "mul": lambda p, held: _returns(p.grad, lambda g: g.mul_(0.37)),
     "mul integer": lambda p, held: _returns(p.grad, lambda g: g.mul_(-2)),
@@ -211,8 +282,8 @@ RECORDED: dict[str, Operation] = {
     "div": lambda p, held: _returns(p.grad, lambda g: g.div_(3.0)),
     "div power of two": lambda p, held: _returns(p.grad, lambda g: g.div_(4)),
     "div tensor": lambda p, held: _returns(p.grad, lambda g: g.div_(torch.tensor(2.7))),
-    "*=": lambda p, held: _inplace(p, "*=", 0.6),
-    "/=": lambda p, held: _inplace(p, "/=", 7),
+    "*=": lambda p, held: _inplace(p, operator.imul, 0.6),
+    "/=": lambda p, held: _inplace(p, operator.itruediv, 7),
     "foreach mul": lambda p, held: torch._foreach_mul_([p.grad], 0.37),
     "foreach mul tensor": lambda p, held: torch._foreach_mul_([p.grad], torch.tensor(0.61)),
     "foreach mul mixed": lambda p, held: torch._foreach_mul_([_own(p, 3.0), p.grad, p.grad], 0.5),
@@ -230,6 +301,10 @@ RECORDED: dict[str, Operation] = {
     "mul view": lambda p, held: p.grad.view_as(p).mul_(0.8) is not p.grad,
     "zero_grad's check": lambda p, held: _returns(p.grad, lambda g: g.requires_grad_(False)),
     "data of its own": lambda p, held: _set_data(p, p.grad),
+    "clip in lists": lambda p, held: clip_grad_norm_([p], 0.5, foreach=True),
+    "clip if finite": lambda p, held: clip_grad_norm_([p], 0.5, error_if_nonfinite=True),
+    "clip in two parts": lambda p, held: clip_grads_with_norm_([p], 0.5, get_total_norm([p.grad])),
+    "clip in a mode": lambda p, held: _in_a_mode(p),
 }
 """What a handle records."""
 
@@ -261,16 +336,20 @@ READ: dict[str, Operation] = {
     "AdamW": lambda p, held: _step(p, torch.optim.AdamW, foreach=False),
     "AdamW foreach": lambda p, held: _step(p, torch.optim.AdamW, foreach=True),
     "grads out of place": lambda p, held: torch.autograd.grad((p * 2).sum(), p),
+    "hash": lambda p, held: (hash(p.grad) == id(p.grad), {p.grad: 1}[p.grad]),
+    "equality": lambda p, held: (p.grad == p, p.grad == 0.5, p.grad != p.grad),
+    "vmap": lambda p, held: torch.vmap(lambda row: row.sum())(p.grad.detach().clone()),
+    "in a transform": lambda p, held: torch.func.grad(lambda t: (t * p.grad).sum())(torch.ones_like(p)),
     "shape": lambda p, held: (p.grad.shape, p.grad.stride(), p.grad.is_contiguous(), p.grad.numel(), p.grad.is_leaf),
 }
 """What is computed from the gradient."""
 
 WRITTEN: dict[str, Operation] = {
     "add": lambda p, held: _returns(p.grad, lambda g: g.add_(0.25)),
-    "+=": lambda p, held: _inplace(p, "+=", p.detach() + 1),
-    "-=": lambda p, held: _inplace(p, "-=", 0.125),
-    "**=": lambda p, held: _inplace(p, "**=", 2),
-    "+= in place of itself": lambda p, held: _inplace(p, "+=", p.grad),
+    "+=": lambda p, held: _inplace(p, operator.iadd, p.detach() + 1),
+    "-=": lambda p, held: _inplace(p, operator.isub, 0.125),
+    "**=": lambda p, held: _inplace(p, operator.ipow, 2),
+    "+= in place of itself": lambda p, held: _inplace(p, operator.iadd, p.grad),
     "mul itself": lambda p, held: _returns(p.grad, lambda g: g.mul_(g)),
     "mul full": lambda p, held: _returns(p.grad, lambda g: g.mul_(torch.ones_like(p))),
     "mul one element": lambda p, held: _returns(p.grad, lambda g: g.mul_(_own(p, 0.5).view(1))),
@@ -295,6 +374,26 @@ WRITTEN: dict[str, Operation] = {
     "nan to num": lambda p, held: _returns(p.grad, torch.nan_to_num_),
     "accumulate": lambda p, held: _accumulate(p),
     "accumulate twice": lambda p, held: (_accumulate(p), _accumulate(p)),
+    "SGD with momentum": lambda p, held: _step(p, torch.optim.SGD, momentum=0.9),
+    "apply": lambda p, held: p.grad.apply_(lambda a: a + 1),
+    "map": lambda p, held: p.grad.map_(p.detach(), lambda a, b: a + b),
+    "map2": lambda p, held: p.grad.map2_(p.detach(), p.detach() + 1, lambda a, b, c: a + b + c),
+    "mul complex": lambda p, held: p.grad.mul_(1j),
+    "mul with a graph": lambda p, held: p.grad.mul_(p.grad.norm().requires_grad_()),
+    "mul another": lambda p, held: _by_another(p),
+    "unscale by fp64": lambda p, held: torch._amp_foreach_non_finite_check_and_unscale_(
+        [p.grad], torch.zeros(()), torch.tensor(1.0, dtype=torch.float64)
+    ),
+    "in inference mode": lambda p, held: _in_inference_mode(p),
+    "copies": lambda p, held: _copies_edited(p),
+    "saved by a graph": lambda p, held: _graph_of_edited(p),
+    "requires grad": lambda p, held: _requiring_grad(p),
+    "in another parameter": lambda p, held: _in_another_parameter(p),
+    "in one of another shape": lambda p, held: _in_a_parameter_that_differs(p, (99,), p.dtype),
+    "in one of another dtype": lambda p, held: _in_a_parameter_that_differs(p, p.shape, torch.float8_e5m2),
+    "alias with other data": lambda p, held: _alias_with_data(p),
+    "aliases of replaced data": lambda p, held: _aliases_of_replaced_data(p),
+    "write that no schema tells": lambda p, held: torch.ops.superadam_hides.write(p.grad),
     "AdamW fused": lambda p, held: _step(p, torch.optim.AdamW, fused=True),
 }
 """What gives the gradient back."""
@@ -307,6 +406,8 @@ REPLACED: dict[str, Operation] = {
     "set data": lambda p, held: _set_data(p, torch.full_like(p, 0.5).detach()),
     "set data to an alias": lambda p, held: _set_data(p, p.grad.detach()),
     "set itself": lambda p, held: _replace(p, p.grad),
+    "graph of before": lambda p, held: _graph_of_before(p),
+    "moved and back": lambda p, held: _moved_and_back(p),
 }
 """What puts something else into `.grad`."""
 
@@ -329,8 +430,8 @@ Values = Callable[[int], Tensor]
 """Returns as many values."""
 
 
-def run(operations: list[str], dtype: torch.dtype, shape: tuple[int, ...], place: str, values: Values) -> None:
-    """Do the same to a taken and to an ordinary gradient."""
+def run(operations: list[str], dtype: torch.dtype, shape: tuple[int, ...], place: str, values: Values) -> Any:
+    """Do the same to a taken and to an ordinary gradient; return what the first has become."""
     start = values(int(np.prod(shape))).view(shape).to(dtype)
     ours, owner, taken = handle_for(start)
     theirs = nn.Parameter(torch.zeros_like(start))
@@ -352,12 +453,11 @@ def run(operations: list[str], dtype: torch.dtype, shape: tuple[int, ...], place
                 results.append(str(error))
         assert results[0] == results[1], name
         assert bits(ours.grad) == bits(theirs.grad), name
-        assert ours.grad is not None
-        assert theirs.grad is not None
         assert ours.grad.stride() == theirs.grad.stride(), name
         assert bits(held_ours) == bits(held_theirs), name
     assert bits(pending) == bits(arrived)
     assert bits(ours) == bits(theirs)
+    return ours.grad
 
 
 def irregular(count: int) -> Tensor:
@@ -387,52 +487,14 @@ def test_any_sequence_is_as_on_an_ordinary_gradient(
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_each_operation_is_as_on_an_ordinary_gradient(name: str) -> None:
     for dtype in DTYPES:
-        run([name], dtype, (5, 7), "other strides", irregular)
+        gradient = run([name], dtype, (5, 7), "other strides", irregular)
+        assert taken_of(gradient) is not None or name not in RECORDED.keys() | READ.keys()
     run(["div", name, "norm"], torch.bfloat16, (5, 7), "here", irregular)
-    run(["hold", name, "hold detached", "add", "norm"], torch.float32, (9,), "here", irregular)
+    held = ["hold", "hold detached", name, "add", "edit held", "scale held", "norm"]
+    run(held, torch.float32, (9,), "here", irregular)
 
 
 # -- training loops ----------------------------------------------------------------------------------------------------
-
-Clip = Callable[[nn.Module], Any]
-CLIPS: dict[str, Clip] = {
-    "none": lambda m: None,
-    "norm": lambda m: clip_grad_norm_(m.parameters(), 0.5),
-    "norm for each": lambda m: clip_grad_norm_(m.parameters(), 0.5, foreach=False),
-    "norm in lists": lambda m: clip_grad_norm_(m.parameters(), 0.5, foreach=True),
-    "norm and error": lambda m: clip_grad_norm_(m.parameters(), 0.5, error_if_nonfinite=True),
-    "largest": lambda m: clip_grad_norm_(m.parameters(), 0.5, norm_type=float("inf")),
-    "value": lambda m: clip_grad_value_(m.parameters(), 0.01),
-    "in two parts": lambda m: clip_grads_with_norm_(
-        m.parameters(), 0.5, get_total_norm([p.grad for p in m.parameters() if p.grad is not None])
-    ),
-    "flat norm": lambda m: torch.cat([p.grad.flatten() for p in m.parameters() if p.grad is not None]).norm(),
-}
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
-    "AdamW foreach": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, foreach=True),
-    "AdamW fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=True),
-}
-
-
-@pytest.mark.parametrize("clip", CLIPS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_torch_optimizers_step_on_handles(optimizer: str, clip: str) -> None:
-    both = pair(with_gradients=False)
-    optimizers = [OPTIMIZERS[optimizer](module.parameters()) for module in both]
-    for step in range(3):
-        norms = []
-        for module, each in zip(both, optimizers, strict=True):
-            backward(module, step + 1)
-            backward(module, step - 1)
-            norms.append(bits(CLIPS[clip](module)))
-            each.step()
-        assert norms[0] == norms[1]
-        both.check()
-        for each in optimizers:
-            each.zero_grad(set_to_none=step == 0)
-    assert both.takes.count == 24
 
 
 @pytest.mark.parametrize("count", [None, 0, 2])
@@ -449,16 +511,14 @@ def test_finite_check_takes_the_count_of_the_keeper(count: int | None) -> None:
 
 
 def test_clipping_does_not_give_back_and_asks_for_norms() -> None:
-    both = pair(with_gradients=False)
-    keeper = both.takes.holder = NotingHolder()
+    keeper = NotingHolder()
+    both = Pair(keeper)
     for module in both:
-        backward(module)
         clip_grad_norm_(module.parameters(), 0.5)
     assert len(keeper.norms) == both.handles() == 4
     assert keeper.given == []
-    scales = {taken.scale() for taken in keeper.norms}
-    assert len(scales) == 1
-    assert 0 < scales.pop() < 1  # type: ignore[operator]
+    (scale,) = {taken.scale() for taken in keeper.norms}
+    assert 0 < scale < 1
     both.check()
 
 
@@ -475,7 +535,6 @@ def test_norm_that_was_taken_before_is_used_and_kept_apart() -> None:
     assert torch._foreach_norm([parameter.grad])[0].item() == 6.0
     assert torch._foreach_norm([parameter.grad], 1)[0].item() == 7.0
     assert torch.linalg.vector_norm(parameter.grad).item() == 5.0  # may be another kernel
-    assert parameter.grad is not None
     parameter.grad.mul_(2)
     assert torch._foreach_norm([parameter.grad])[0].item() == 10.0
 
@@ -522,23 +581,6 @@ def test_shared_gradient_is_not_taken(holder: str) -> None:
     assert take_gradient(parameter) is not None
 
 
-def test_slices_of_one_buffer_are_not_taken() -> None:
-    both = pair(with_gradients=False)
-    buffers = []
-    for module in both:
-        buffer = torch.zeros(sum(parameter.numel() for parameter in module.parameters()))
-        start = 0
-        for parameter in module.parameters():
-            parameter.grad = buffer[start : start + parameter.numel()].view_as(parameter)
-            start += parameter.numel()
-        buffers.append(buffer)
-        backward(module)
-        buffer.mul_(0.5)
-    both.check()
-    assert both.takes.count == 0
-    assert torch.equal(*buffers)
-
-
 UNFIT: dict[str, Callable[[], Tensor]] = {
     "sparse": lambda: torch.eye(3).to_sparse(),
     "with graph": lambda: torch.ones(3, requires_grad=True) * 1,
@@ -547,6 +589,7 @@ UNFIT: dict[str, Callable[[], Tensor]] = {
     "of inference mode": lambda: torch.inference_mode()(torch.ones)(3),
     "expanded": lambda: torch.ones(1).expand(3).detach(),
     "negated lazily": lambda: torch.zeros(3, dtype=torch.complex64).conj().imag,
+    "negated lazily, as it was loaded": lambda: through_disk(torch.tensor([1j]).conj().imag),
 }
 
 
@@ -559,6 +602,14 @@ def test_unfit_gradient_is_not_taken(kind: str) -> None:
     before = type(parameter.grad)
     assert take_gradient(parameter) is None
     assert type(parameter.grad) is before
+
+
+def test_a_sum_that_is_being_read_is_not_taken_again() -> None:
+    parameter, owner, taken = _sum_of(torch.ones(3, dtype=torch.bfloat16))
+    assert take_gradient(parameter, owner) is taken
+    taken.in_use = True
+    assert take_gradient(parameter, owner) is None
+    assert taken_of(parameter.grad) is taken
 
 
 def test_nothing_to_take() -> None:
@@ -582,15 +633,16 @@ def test_gradient_that_no_longer_fits_the_parameter_stays() -> None:
     assert bits(parameter.grad) == bits(torch.ones(3))
 
 
-def test_layouts_are_kept() -> None:
-    for gradient in (
-        torch.arange(24.0).view(2, 3, 2, 2).to(memory_format=torch.channels_last),
-        torch.arange(6.0).view(2, 3).t(),
-        torch.tensor(2.0),
-        torch.empty(0, 3),
+def test_layouts_and_dtypes_are_kept() -> None:
+    for gradient, dtype in (
+        (torch.arange(24.0).view(2, 3, 2, 2).to(memory_format=torch.channels_last), torch.float32),
+        (torch.arange(6.0).view(2, 3).t(), torch.float32),
+        (torch.tensor(2.0), torch.float32),
+        (torch.empty(0, 3), torch.float32),
+        (torch.tensor([1.0, 1.0 + 2**-20]), torch.bfloat16),
     ):
-        parameter, _owner, taken = handle_for(gradient)
-        assert parameter.grad is not None
+        parameter, _owner, taken = handle_for(gradient, dtype=dtype)
+        assert taken.dtype == gradient.dtype
         assert (parameter.grad.stride(), taken.strides) == (gradient.stride(), gradient.stride())
         assert bits(parameter.grad) == bits(gradient)
         move_elsewhere(taken)
@@ -600,44 +652,7 @@ def test_layouts_are_kept() -> None:
         assert bits(parameter.grad) == bits(gradient + 1)
 
 
-def test_gradient_of_another_dtype_than_the_parameter() -> None:
-    parameter = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
-    parameter.grad_dtype = torch.float32  # type: ignore[attr-defined]
-    owner = Owner(parameter)
-    parameter.grad = torch.tensor([1.0, 1.0 + 2**-20, 2.0])
-    taken = take_gradient(parameter, owner)
-    assert taken is not None
-    assert taken.dtype == torch.float32
-    parameter.grad.add_(0)
-    assert bits(parameter.grad) == bits(torch.tensor([1.0, 1.0 + 2**-20, 2.0]))
-    assert type(parameter.grad) is Tensor
-
-
 # -- giving back -------------------------------------------------------------------------------------------------------
-
-
-def test_handles_held_elsewhere_forward_to_the_gradient() -> None:
-    parameter, _owner, taken = handle_for(torch.tensor([1.0, 2.0]))
-    gradient: Any = parameter.grad
-    alias = gradient.detach()
-    assert type(alias) is GradientHandle
-    alias.mul_(2)
-    assert gradient.tolist() == [2.0, 4.0]
-    gradient.add_(1)
-    real: Any = parameter.grad
-    assert type(real) is Tensor
-    assert taken.given is real
-    for held in (gradient, alias):
-        assert taken_of(held) is None
-        assert held.tolist() == [3.0, 5.0]
-        assert held.data_ptr() == real.data_ptr() == held.untyped_storage().data_ptr()
-        held.mul_(2)
-        assert real.tolist() == [6.0, 10.0]
-        real.div_(2)
-        assert torch.equal(held, real)
-        assert held.data.data_ptr() == real.data_ptr()
-        assert torch._foreach_norm([held, real])[0].item() == pytest.approx(34**0.5)
-        assert held.numpy().tolist() == [3.0, 5.0]
 
 
 def test_lists_may_mix_everything() -> None:
@@ -661,23 +676,8 @@ def test_lists_may_mix_everything() -> None:
     assert taken_of(fresh.grad) is not None
 
 
-def test_old_references_do_not_show_the_next_gradient() -> None:
-    both = pair()
-    held = [[(p.grad, p.grad.detach()) for p in module.parameters() if p.grad is not None] for module in both]
-    graphs = [(weight(module) * weight(module).grad).sum() for module in both]
-    for module in both:
-        module.zero_grad()
-        backward(module, 0.5)
-    assert both.handles() == 4
-    assert bits(held[0]) == bits(held[1])
-    for graph, module in zip(graphs, both, strict=True):
-        module.zero_grad()
-        graph.backward()
-    both.check()
-
-
 def test_versions_do_not_run_backwards() -> None:
-    both = pair()
+    both = Pair()
     versions: list[list[int]] = [[], []]
     for module, seen in zip(both, versions, strict=True):
         parameter = weight(module)
@@ -687,6 +687,7 @@ def test_versions_do_not_run_backwards() -> None:
             lambda g: g.mul_(2),
             lambda g: g.numpy(),
             lambda g: g.div_(2),
+            lambda g: setattr(g, "data", torch.ones(8, 6)),
         ):
             change(parameter.grad)
             seen.append(parameter.grad._version)
@@ -696,117 +697,6 @@ def test_versions_do_not_run_backwards() -> None:
         seen.append(parameter.grad._version)
     assert all((b > a) is (d > c) for (a, b), (c, d) in zip(*map(itertools.pairwise, versions), strict=True)), versions
     assert all(ours >= theirs for ours, theirs in zip(*versions, strict=True)), versions
-
-
-def test_edit_of_a_gradient_that_a_graph_saved_is_an_error_as_in_torch() -> None:
-    for module in pair():
-        parameter = weight(module)
-        graph = (parameter * parameter.grad).sum()
-        parameter.grad.add_(1)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            graph.backward()
-
-
-def test_gradient_is_given_back_within_inference_mode() -> None:
-    both = pair()
-    for module in both:
-        gradient = weight(module).grad
-        with torch.inference_mode():
-            gradient.mul_(0.5)
-            (gradient * 2).sum().item()
-            gradient.add_(0.5)
-        weight(module).grad.add_(1)
-    both.check()
-
-
-def test_requires_grad_gives_back() -> None:
-    results = []
-    for module in pair():
-        gradient = weight(module).grad
-        gradient.requires_grad_(True)
-        assert weight(module).grad.requires_grad
-        assert gradient.requires_grad
-        results.append(torch.autograd.grad((weight(module).grad ** 2).sum(), weight(module).grad)[0])
-        results.append(torch.autograd.grad((gradient**2).sum(), gradient)[0])
-    assert bits(results[:2]) == bits(results[2:])
-    for module in pair():
-        weight(module).grad.requires_grad = True
-        assert weight(module).grad.requires_grad
-        weight(module).grad.requires_grad = False
-        assert type(weight(module).grad) is Tensor
-
-
-def test_handle_in_the_grad_of_another_parameter() -> None:
-    results = []
-    for module in pair():
-        other = nn.Parameter(torch.zeros(8, 6))
-        other.grad = weight(module).grad
-        other.grad.mul_(0.3)
-        other.grad.add_(2)
-        other.grad.add_(1)
-        weight(module).grad.add_(1)
-        results.append(bits([other.grad, weight(module).grad]))
-    assert results[0] == results[1]
-
-
-def test_setter_of_grad_checks_as_in_torch() -> None:
-    for shape, dtype in (((8, 5), torch.float32), ((8, 6), torch.float64)):
-        messages = []
-        for module in pair():
-            with pytest.raises(RuntimeError) as caught:
-                nn.Parameter(torch.zeros(shape, dtype=dtype)).grad = weight(module).grad
-            messages.append(str(caught.value))
-        assert messages[0] == messages[1]
-
-
-def test_gradient_outlives_owner_and_keeper() -> None:
-    both = pair()
-    del both.takes
-    gc.collect()
-    gradients = []
-    for module in both:
-        weight(module).grad.mul_(0.3)
-        weight(module).grad.add_(1)
-        backward(module)
-        gradients.append(bits([p.grad for p in module.parameters()]))
-    assert gradients[0] == gradients[1]
-
-
-def test_data_of_an_alias_is_its_own() -> None:
-    results = []
-    for module in pair():
-        alias = weight(module).grad.detach()
-        alias.data = torch.ones(8, 6)
-        alias.add_(1)
-        weight(module).grad.mul_(0.5)
-        results.append(bits([alias, weight(module).grad]))
-    assert results[0] == results[1]
-
-
-def test_aliases_keep_the_memory_that_data_replaces() -> None:
-    results = []
-    for module in pair():
-        parameter = weight(module)
-        same, alias, kept = parameter.grad, parameter.grad.detach(), parameter.grad.data
-        parameter.grad.add_(1)
-        parameter.grad.data = torch.ones(8, 6)
-        alias.mul_(2)
-        results.append(bits([same, alias, kept, parameter.grad]))
-    assert results[0] == results[1]
-
-
-def test_operands_are_only_read() -> None:
-    both = pair()
-    for module in both:
-        bias, last = module.get_parameter("0.bias"), module.get_parameter("2.weight")
-        assert bias.grad is not None
-        assert last.grad is not None
-        bias.grad.add_(last.grad.sum(0))
-        torch._foreach_mul_([bias.grad], [last.grad.sum(0)])
-        torch._foreach_addcmul_([bias.grad], [bias.grad], [module.get_parameter("0.bias").grad], 2.0)
-        weight(module).grad.mul_(last.grad.norm())
-    both.check()
-    assert both.handles() == 3
 
 
 # -- traps -------------------------------------------------------------------------------------------------------------
@@ -827,7 +717,7 @@ CONVERSIONS: dict[str, Callable[[nn.Module], nn.Module]] = {
 @pytest.mark.parametrize("swap", [False, True])
 @pytest.mark.parametrize("conversion", CONVERSIONS)
 def test_modules_are_converted_as_with_ordinary_gradients(conversion: str, swap: bool) -> None:
-    both = pair()
+    both = Pair()
     for module in both:
         weight(module).grad.mul_(0.3)
     torch.__future__.set_swap_module_params_on_conversion(swap)
@@ -844,23 +734,6 @@ def test_modules_are_converted_as_with_ordinary_gradients(conversion: str, swap:
     for module in both:
         backward(module)
     both.check()
-
-
-@pytest.mark.parametrize("swap", [False, True])
-def test_gradient_moves_with_a_swapped_parameter(swap: bool) -> None:
-    results = []
-    for module in pair():
-        parameter, other = weight(module), nn.Parameter(torch.ones(8, 6))
-        if swap:
-            torch.utils.swap_tensors(parameter, other)
-        else:
-            other.grad, parameter.grad = parameter.grad, None
-        assert parameter.grad is None
-        other.grad.mul_(0.3)  # type: ignore[union-attr]
-        other.grad.add_(1)  # type: ignore[union-attr]
-        other.grad.add_(1)  # type: ignore[union-attr]
-        results.append(bits(other.grad))
-    assert results[0] == results[1]
 
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
@@ -884,23 +757,9 @@ def test_memory_is_the_gradient_itself() -> None:
         parameter, _owner, _taken = handle_for(torch.tensor([1.0, 2.0]))
         handle: Any = parameter.grad
         address = use(handle)
-        assert parameter.grad is not None
         assert address == parameter.grad.data_ptr() != 0
         assert address == parameter.grad.data_ptr() == handle.data_ptr()
         assert parameter.grad.tolist() == [1.0, 2.0]
-
-
-def test_functions_of_python_write_to_the_gradient() -> None:
-    other = torch.tensor([3.0, 4.0])
-    for use in (
-        lambda g: g.apply_(lambda a: a + 1),
-        lambda g: g.map_(other, lambda a, b: a + b),
-        lambda g: g.map2_(other, other, lambda a, b, c: a + b + c),
-    ):
-        parameter, _owner, _taken = handle_for(torch.tensor([1.0, 2.0]))
-        handle: Any = parameter.grad
-        expected = use(torch.tensor([1.0, 2.0]))
-        assert bits(use(handle)) == bits(parameter.grad) == bits(handle) == bits(expected)
 
 
 def test_processes_share_the_gradient_itself() -> None:
@@ -908,7 +767,6 @@ def test_processes_share_the_gradient_itself() -> None:
     received = pickle.loads(ForkingPickler.dumps(parameter.grad))
     assert type(received) is Tensor
     received.add_(1)
-    assert parameter.grad is not None
     assert parameter.grad.tolist() == [2.0, 3.0]
 
 
@@ -922,92 +780,18 @@ def test_dlpack_of_other_tensors_is_that_of_torch() -> None:
 def test_code_in_cpp_that_wants_memory_gets_an_error() -> None:
     parameter, _owner, _taken = handle_for(torch.tensor([1.0, 2.0]))
     with pytest.raises(RuntimeError, match=r"data pointer|storage"):
-        torch.Tensor.data_ptr(parameter.grad)  # type: ignore[arg-type]
+        torch.Tensor.data_ptr(parameter.grad)
     assert taken_of(parameter.grad) is not None
 
 
-def test_storage_gives_back_unless_a_compiler_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_storage_gives_back_unless_a_compiler_looks() -> None:
     parameter, _owner, _taken = handle_for(torch.tensor([1.0, 2.0]))
     gradient: Any = parameter.grad
     with torch._guards.tracing(torch._guards.TracingContext(None)):
         gradient.untyped_storage()
         assert taken_of(gradient) is not None
-    with monkeypatch.context() as patch:
-        collecting = SimpleNamespace(compiled_autograd_enabled=True)
-        patch.setitem(sys.modules, "torch._dynamo.compiled_autograd", collecting)
-        gradient.untyped_storage()
-        assert taken_of(gradient) is not None
     gradient.untyped_storage()
     assert taken_of(gradient) is None
-
-
-def test_copies_are_plain_and_apart() -> None:
-    both = pair()
-    for module in both:
-        weight(module).grad.mul_(0.3)
-    gradient = weight(both.taking).grad
-    for duplicate in (
-        copy.deepcopy(gradient),
-        pickle.loads(pickle.dumps(gradient)),
-        through_disk([gradient])[0],
-        copy.deepcopy(both.taking)[0].weight.grad,
-    ):
-        if duplicate is None:  # torch does not copy the gradients of parameters
-            continue
-        assert type(duplicate) is Tensor
-        assert bits(duplicate) == bits(gradient)
-        duplicate.add_(1)
-    assert taken_of(gradient) is not None
-    both.check()
-    shallow = copy.copy(gradient)
-    assert type(shallow) is Tensor
-    shallow.add_(1)
-    assert bits(shallow) == bits(weight(both.taking).grad)
-
-
-def test_hash_and_equality_are_those_of_tensors() -> None:
-    parameter, _owner, _taken = handle_for(torch.tensor([1.0, 2.0]))
-    gradient: Any = parameter.grad
-    assert hash(gradient) == id(gradient)
-    assert {gradient: 1}[gradient] == 1
-    assert (gradient == torch.tensor([1.0, 3.0])).tolist() == [True, False]
-    assert (gradient != gradient).tolist() == [False, False]
-    assert taken_of(gradient) is not None
-
-
-NOT_RECORDED: dict[str, Callable[[Any], Any]] = {
-    "complex": lambda g: g.mul_(1j),
-    "gradient": lambda g: g.mul_(g.norm().requires_grad_()),
-    "itself": lambda g: g.mul_(g),
-    "element": lambda g: g.mul_(torch.ones(1)),
-    "inverse of another dtype": lambda g: torch._amp_foreach_non_finite_check_and_unscale_(
-        [g], torch.zeros(()), torch.tensor(1.0, dtype=torch.float64)
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", NOT_RECORDED)
-def test_only_products_with_plain_scalars_are_recorded(kind: str) -> None:
-    results: list[Any] = []
-    for module in pair():
-        gradient = weight(module).grad
-        try:
-            NOT_RECORDED[kind](gradient)
-            results.append(bits(weight(module).grad))
-        except RuntimeError as error:
-            results.append(str(error).split("\n")[0])
-        assert type(weight(module).grad) is Tensor
-    assert results[0] == results[1]
-
-
-def test_product_with_another_handle_is_not_recorded() -> None:
-    parameter, _owner, _taken = handle_for(torch.tensor([1.0, 2.0]))
-    scalar, _other, _record = handle_for(torch.tensor(3.0))
-    assert parameter.grad is not None
-    parameter.grad.mul_(scalar.grad)  # type: ignore[arg-type]
-    assert parameter.grad.tolist() == [3.0, 6.0]
-    assert type(parameter.grad) is Tensor
-    assert taken_of(scalar.grad) is not None
 
 
 def test_sparse_gradient_after_a_dense_one() -> None:
@@ -1015,66 +799,16 @@ def test_sparse_gradient_after_a_dense_one() -> None:
     for takes in (True, False):
         torch.manual_seed(0)
         embedding = nn.Embedding(10, 4, sparse=True)
-        hooks = Taking(embedding) if takes else None
+        owners = take_as_they_arrive(embedding) if takes else []
         embedding.weight.sum().backward()
+        assert (taken_of(embedding.weight.grad) is not None) is bool(owners) is takes
         embedding(torch.tensor([1, 1, 3])).pow(2).sum().backward()
         results.append(bits(embedding.weight.grad))
-        assert hooks is None or hooks.count > 0
     assert results[0] == results[1]
 
 
-def test_hooks_of_others_may_edit_after_the_gradient_was_taken() -> None:
-    def edit(parameter: Any) -> None:
-        parameter.grad.clamp_(-0.1, 0.1)
-
-    both = pair(with_gradients=False)
-    for module in both:
-        for parameter in module.parameters():
-            parameter.register_post_accumulate_grad_hook(edit)  # type: ignore[attr-defined]
-    for turn in range(3):
-        for module in both:
-            backward(module, turn)
-        both.check()
-    assert both.takes.count == 12
-
-
-def test_hooks_of_others_may_keep_the_gradient_before_it_is_taken() -> None:
-    kept: list[list[Any]] = [[], []]
-    modules = [model(), model()]
-    for module, list_of in zip(modules, kept, strict=True):
-        for parameter in module.parameters():
-            hook = (lambda to: lambda p: to.append(p.grad))(list_of)
-            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[attr-defined]
-    both = Pair(modules[0], modules[1], Taking(modules[0]))
-    for module, list_of in zip(both, kept, strict=True):
-        backward(module)
-        torch._foreach_mul_(list_of, 0.5)
-    assert both.takes.count == 0
-    both.check()
-
-
-def test_transforms_and_modes() -> None:
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Mode(TorchDispatchMode):
-        def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return operation(*args, **(kwargs or {}))
-
-    both = pair()
-    results = []
-    for module in both:
-        gradient = weight(module).grad
-        results.append(bits(torch.vmap(lambda row: row.sum())(gradient.detach().clone())))
-        results.append(bits(torch.func.grad(lambda t, g=gradient: (t * g).sum())(torch.ones(8, 6))))
-        with Mode():
-            clip_grad_norm_(module.parameters(), 0.5)
-    assert results[:2] == results[2:]
-    both.check()
-    assert both.handles() == 4
-
-
 def test_reads_from_many_threads() -> None:
-    both = pair()
+    both = Pair()
     results: list[Any] = []
 
     def read() -> None:
@@ -1090,7 +824,7 @@ def test_reads_from_many_threads() -> None:
 
 
 def test_nothing_is_kept_alive() -> None:
-    both = pair()
+    both = Pair()
     gradient: Any = weight(both.taking).grad
     gradient.detach()
     parameters = [weakref.ref(parameter) for parameter in both.taking.parameters()]
@@ -1112,27 +846,6 @@ def test_nothing_is_kept_alive_after_giving_back() -> None:
         assert [reference() for reference in references] == [None] * 4  # without the collector
     finally:
         gc.enable()
-
-
-def test_tensors_do_not_grow_in_number() -> None:
-    module = model()
-    takes = Taking(module)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    counts = []
-    gc.collect()
-    gc.disable()
-    try:
-        for _ in range(8):
-            backward(module)
-            clip_grad_norm_(module.parameters(), 0.5)
-            weight(module).grad.add_(1)
-            optimizer.step()
-            optimizer.zero_grad()
-            counts.append(sum(issubclass(type(it), Tensor) for it in gc.get_objects()) if len(counts) > 1 else 0)
-    finally:
-        gc.enable()
-    assert counts[-1] == counts[2]
-    assert takes.count == 32
 
 
 # -- sums of micro-batches ---------------------------------------------------------------------------------------------
@@ -1200,7 +913,6 @@ def test_unscaling_and_products_come_before_rounding(counted: int | None) -> Non
     parameter, _owner, taken = handle_for(torch.tensor([6e4], dtype=torch.float16), NotingHolder(counted))
     taken.pending = torch.tensor([7e4])
     taken.is_unrounded = True
-    assert parameter.grad is not None
     assert parameter.grad.isinf().all()
     found = torch.zeros(())
     torch._amp_foreach_non_finite_check_and_unscale_([parameter.grad], found, torch.tensor(0.5))
@@ -1217,7 +929,7 @@ def test_what_arrived_unrounded_stays_so_when_it_is_zeroed(is_list: bool) -> Non
     taken.is_reduced = taken.in_use = True
     read, version = taken.pending, taken.version
     other, _other_owner, ordinary = handle_for(first)
-    parameter.grad.mul_(3)
+    parameter.grad.mul_(math.inf)
     if is_list:
         torch._foreach_zero_([parameter.grad, other.grad])
     else:
@@ -1244,7 +956,6 @@ def test_norms_come_before_rounding(order: float) -> None:
     assert expected[0] < expected[1] or order != 2
     assert bits(torch.stack(norms)) == bits(torch.stack(expected))
     for gradient, norm in zip((other.grad, parameter.grad), expected, strict=False):
-        assert gradient is not None
         assert torch.equal(torch.linalg.vector_norm(gradient, order), norm)
     assert taken_of(parameter.grad) is taken
 

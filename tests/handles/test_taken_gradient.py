@@ -203,17 +203,6 @@ def test_unscaling_is_told_apart() -> None:
     assert same_bits(taken.value(), expected)
 
 
-def test_identities_are_not_stored() -> None:
-    taken = TakenGradient(irregular(3))
-    for value in (1, 1.0, True):
-        taken.record(Factor(MULTIPLY, value))
-        taken.record(Factor(DIVIDE, value))
-    assert taken.factors == ()
-    taken.record(Factor(MULTIPLY, torch.tensor(1.0)))  # is not read before it is needed
-    assert len(taken.factors) == 1
-    assert taken.scale() == 1.0
-
-
 def test_factor_is_read_once_for_all_gradients_of_a_list() -> None:
     factor = Factor(MULTIPLY, torch.tensor(0.5))
     assert factor.number == 0.5

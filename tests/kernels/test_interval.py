@@ -33,7 +33,6 @@ def check_certain(case: Case, dtype: Dtype, seed: int, *, is_cut: bool = False) 
     moved = partial(compact.moved_24bit, turn=case.k.turn) if is_cut else None
     for publishes_rounded in {False, case.is_bfloat16}:
         k = at_factor(case.k, case.k.s, rounds=publishes_rounded).over(case.interval)
-        assert k is not None
         certain = formula.is_certain(k, dtype, *case.elements, moved=moved)
         published = widen(rounded_at(case, case.k.s, dtype, rounds=publishes_rounded, is_cut=is_cut), dtype)[certain]
         for factor in factors(case.interval, np.random.default_rng(seed), 4):
@@ -65,7 +64,6 @@ def test_sums_with_decay_are_rounded_for_every_factor(seed: int, lr: float) -> N
     """The gradient changes the last bits of a sum that decides about both moments."""
     hyper = dataclasses.replace(ORDINARY, lr=lr, eps=0.0, beta2=0.95, decoupled_weight_decay=False)
     k, rng = Coefficients.at_step(hyper, 1, 0.5).over(Interval(0.25, 0.75)), np.random.default_rng(seed)
-    assert k is not None
     case = Case(k, Interval(0.25, 0.75), elements(rng, 4096, k, every=[decayed]))
     case = dataclasses.replace(case, elements=beside_midpoints(rng, case, Dtype.BFLOAT16))
     check_certain(case, Dtype.BFLOAT16, seed)
@@ -106,8 +104,7 @@ def training_case(count: int, factor: float = 0.5) -> Case:
     v, p = scale**2, rng.normal(0, 0.02, count)
     interval = Interval(factor / 1.25, factor * 1.25)
     k = Coefficients.at_step(ORDINARY, 500, factor, compact=True).over(interval)
-    assert k is not None
-    return Case(k, interval, tuple(one.astype(np.float32) for one in (g, m, v, v, p)))  # type: ignore[arg-type]
+    return Case(k, interval, tuple(one.astype(np.float32) for one in (g, m, v, v, p)))
 
 
 @EACH_PASS
@@ -175,14 +172,13 @@ def test_with_decay_a_denominator_may_not_shrink_to_less_than_a_quarter(isa: str
     """Where decay cancels most of the gradient; without it, such a denominator is certain."""
     hyper = dataclasses.replace(ORDINARY, lr=1e-9, eps=0.0, weight_decay=weight_decay, decoupled_weight_decay=False)
     k = Coefficients.at_step(hyper, 10**6, 1.0).over(Interval(0.5, 1.25))
-    assert k is not None
     count = 64
     x = np.linspace(0.9, 1.1, count) * 0.08  # of the gradient after decay of 0.1 times a weight of -1
     kappa_t = np.linspace(0.76, 0.99, count) * x  # nearly the denominator, which is kappa x where v is 0
     g = kappa_t / k.interval.spread
     p = (x - g) / (weight_decay or 0.1)
     v = np.zeros(count) if weight_decay else (1.0 * x) ** 2
-    case = Case(k, Interval(0.5, 1.25), tuple(one.astype(np.float32) for one in (g, 0 * x, v, v, p)))  # type: ignore[arg-type]
+    case = Case(k, Interval(0.5, 1.25), tuple(one.astype(np.float32) for one in (g, 0 * x, v, v, p)))
     listing = Listing(Pass.SPECULATE, case, Dtype.FLOAT32, Dtype.BFLOAT16, count, capacity=count)
     expected = listing.run(isa)
     assert listing.count == len(expected["index"])
@@ -271,7 +267,6 @@ def test_scalars_of_the_test_are_rounded_up(lr: float, step: int, factor: float,
     for width in (1.0, 1.01, 1.5, 3.9):
         low, high = float(np.float32(k.s / width)), float(np.float32(k.s * width))
         over = k.over(Interval(low, high))
-        assert over is not None
         products = high + k.s if Flag.ROUND in k.flags else high
         assert over.interval.spread > max(high - k.s, k.s - low) + 2.0**-8 * products
         assert over.interval.spread > 2.0**-6 * high

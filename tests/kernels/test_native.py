@@ -233,7 +233,7 @@ def test_a_bad_number_of_threads_in_the_environment_raises(text: str, monkeypatc
 def test_a_bad_number_of_threads_raises(count: object) -> None:
     before = native.get_num_threads()
     with pytest.raises(ValueError, match="expected an integer of at least 1"):
-        native.set_num_threads(count)  # type: ignore[arg-type]
+        native.set_num_threads(count)
     assert native.get_num_threads() == before
 
 

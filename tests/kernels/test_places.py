@@ -29,7 +29,7 @@ CHANGES: dict[str, Callable[[Tensor], object]] = {
     "the same bytes as another dtype": lambda t: _set_data(t, t.data.view(torch.int32)),
     "other strides": lambda t: _set_data(t, t.data.t()),
     "another shape": lambda t: _set_data(t, t.data.reshape(2, 18)),
-    "set_": lambda t: t.set_(t.detach().clone()),  # type: ignore[call-overload]
+    "set_": lambda t: t.set_(t.detach().clone()),
     "swapped": lambda t: torch.utils.swap_tensors(t, t.detach().clone()),
     "shared": torch.Tensor.share_memory_,
     "freed": lambda t: _resize(t, 0),
@@ -81,7 +81,7 @@ def test_an_array_of_another_length_is_refused() -> None:
 
 def test_another_version_of_dlpack_is_refused() -> None:
     with pytest.raises(ValueError, match="incorrect name"):
-        _places.use(torch._C._to_dlpack(torch.ones(3)), None, None, "", "")  # type: ignore[attr-defined]
+        _places.use(torch._C._to_dlpack(torch.ones(3)), None, None, "", "")
 
 
 @pytest.mark.parametrize(

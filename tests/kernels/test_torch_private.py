@@ -349,7 +349,7 @@ def _() -> bool:
     torch_private.forbid_memory(one)
     version = torch_private.version_of(one)
     with torch.inference_mode(False):
-        torch.Tensor.data.__set__(one, memory)  # type: ignore[attr-defined]
+        torch.Tensor.data.__set__(one, memory)
     return bool(one.data_ptr() == memory.data_ptr()) and torch_private.version_of(one) == version
 
 

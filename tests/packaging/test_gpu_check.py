@@ -517,7 +517,7 @@ def test_shares_are_all_tests_and_none_twice(tests: int, count: int) -> None:
             hook=SimpleNamespace(pytest_deselected=lambda items: left_out.extend(items)),  # noqa: B023
         )
         items = list(range(tests))
-        share.pytest_collection_modifyitems(config, items)  # type: ignore[arg-type]
+        share.pytest_collection_modifyitems(config, items)
         assert sorted(items + left_out) == list(range(tests))
         ran += items
     assert sorted(ran) == list(range(tests))
