@@ -542,8 +542,9 @@ if platform.machine() == "x86_64":  # elsewhere torch's fused kernel rounds diff
 
 @EACH_PAIR
 @EACH_DTYPE
-def test_torch_loads_ours(ours: type, theirs: type, dtype: torch.dtype) -> None:
-    optimizer = trained(make(dtype, ours, **OPTIONS))
+@pytest.mark.parametrize("moments", ["fp32", "bf16"])
+def test_torch_loads_ours(ours: type, theirs: type, dtype: torch.dtype, moments: str) -> None:
+    optimizer = trained(make(dtype, ours, moments=moments, **OPTIONS))
     saved = optimizer.torch_state_dict()
     assert all("master" not in entry for entry in saved["state"].values())
     other = make(dtype, theirs)
