@@ -30,8 +30,6 @@ from support.visible import (
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from superadam import OffloadScheduler, SpeculativeCPUAdamW
-from superadam.optim import checkpoint
-from superadam.state.parameter import ParameterState
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
@@ -39,15 +37,23 @@ pytestmark = pytest.mark.usefixtures("one_torch_thread")
 def make(
     dtype: torch.dtype = torch.float32, cls: type[torch.optim.Optimizer] = SpeculativeCPUAdamW, **options: Any
 ) -> Any:
-    return cls([parameter(64, dtype=dtype), parameter(8, 16, dtype=dtype, seed=1)], **{"lr": 0.1, **options})
+    return cls([parameter(64, dtype=dtype), parameter(2, 64, dtype=dtype, seed=1)], **{"lr": 0.1, **options})
 
 
 # -- damaged and foreign -----------------------------------------------------------------------------------------------
 
 
+SPOILED_ENTRIES: list[Callable[[dict], Any]] = []
+
+
 def _entry(**changes: Any) -> Callable[[dict], Any]:
     """Change the entry of the second parameter; None takes a key away."""
-    return lambda saved: _changed(saved, saved["state"][1], changes)
+
+    def spoil(saved: dict) -> dict:
+        return _changed(saved, saved["state"][1], changes)
+
+    SPOILED_ENTRIES.append(spoil)
+    return spoil
 
 
 def _group(**changes: Any) -> Callable[[dict], Any]:
@@ -62,9 +68,10 @@ def _changed(saved: dict, part: dict, changes: dict[str, Any]) -> dict:
     return saved
 
 
-def _freed(saved: dict) -> dict:
-    saved["state"][1]["exp_avg"].untyped_storage().resize_(0)
-    return saved
+def _freed() -> torch.Tensor:
+    freed = torch.ones(2, 64)
+    freed.untyped_storage().resize_(0)
+    return freed
 
 
 def _of(cls: type[torch.optim.Optimizer], **options: Any) -> Callable[[dict], Any]:
@@ -120,19 +127,19 @@ DAMAGED: dict[str, tuple[Callable[[dict], Any], str]] = {
     "flag in words": (_group(amsgrad="no"), "Invalid amsgrad: 'no'; expected True or False"),
     "eps in words": (_group(eps="1e-8"), "Invalid eps: '1e-8'; expected a number"),
     "entry of nobody": (lambda saved: {**saved, "state": {7: saved["state"][0]}}, "state for parameter 7, which none"),
-    "swapped": (lambda saved: {**saved, "state": {0: saved["state"][1]}}, r"shape \(8, 16\), expected .*\(64,\)"),
+    "swapped": (lambda saved: {**saved, "state": {0: saved["state"][1]}}, r"shape \(2, 64\), expected .*\(64,\)"),
     "no exp_avg": (_entry(exp_avg=None), "lacks exp_avg, expected"),
     "no step": (_entry(step=None), "lacks step, expected"),
-    "foreign key alone": (_entry(exp_avg=None, exp_avg_sq=None, slow=torch.ones(8, 16)), "lacks exp_avg, exp_avg_sq"),
-    "flat exp_avg_sq": (_entry(exp_avg_sq=torch.ones(128)), r"exp_avg_sq .* of shape \(128,\), expected .*\(8, 16\)"),
-    "integer exp_avg": (_entry(exp_avg=torch.ones(8, 16).int()), "exp_avg .* is torch.int32 .*, expected floats"),
-    "complex exp_avg": (_entry(exp_avg=torch.ones(8, 16) * 1j), "exp_avg .* is torch.complex64 .*, expected floats"),
+    "foreign key alone": (_entry(exp_avg=None, exp_avg_sq=None, slow=torch.ones(2, 64)), "lacks exp_avg, exp_avg_sq"),
+    "flat exp_avg_sq": (_entry(exp_avg_sq=torch.ones(128)), r"exp_avg_sq .* of shape \(128,\), expected .*\(2, 64\)"),
+    "integer exp_avg": (_entry(exp_avg=torch.ones(2, 64).int()), "exp_avg .* is torch.int32 .*, expected floats"),
+    "complex exp_avg": (_entry(exp_avg=torch.ones(2, 64) * 1j), "exp_avg .* is torch.complex64 .*, expected floats"),
     "number for exp_avg": (_entry(exp_avg=0.5), "exp_avg .* is a float, expected floats of shape"),
-    "sparse exp_avg": (_entry(exp_avg=torch.ones(8, 16).to_sparse()), "exp_avg .*, dense and in memory"),
-    "meta exp_avg": (_entry(exp_avg=torch.ones(8, 16, device="meta")), "exp_avg .*, dense and in memory"),
+    "sparse exp_avg": (_entry(exp_avg=torch.ones(2, 64).to_sparse()), "exp_avg .*, dense and in memory"),
+    "meta exp_avg": (_entry(exp_avg=torch.ones(2, 64, device="meta")), "exp_avg .*, dense and in memory"),
     "nested exp_avg": (_entry(exp_avg=torch.nested.nested_tensor([torch.ones(8)])), "exp_avg .* is a Tensor, expected"),
-    "freed exp_avg": (_freed, "exp_avg .*, dense and in memory"),
-    "fp8 exp_avg": (_entry(exp_avg=torch.ones(8, 16).to(torch.float8_e4m3fn)), "exp_avg .* is torch.float8_e4m3fn"),
+    "freed exp_avg": (_entry(exp_avg=_freed()), "exp_avg .*, dense and in memory"),
+    "fp8 exp_avg": (_entry(exp_avg=torch.ones(2, 64).to(torch.float8_e4m3fn)), "exp_avg .* is torch.float8_e4m3fn"),
     "flat maximum": (_entry(max_exp_avg_sq=torch.ones(3)), r"max_exp_avg_sq .* of shape \(3,\)"),
     "flat master": (_entry(master=torch.ones(3)), r"master .* of shape \(3,\)"),
     "NaN step": (_entry(step=torch.tensor(math.nan)), "step tensor.nan.*expected a whole number"),
@@ -153,7 +160,7 @@ DAMAGED: dict[str, tuple[Callable[[dict], Any], str]] = {
 def test_damaged_or_foreign_state_dict_is_refused(damage: str, is_open: bool) -> None:
     spoil, sentence = DAMAGED[damage]
     saved = copy.deepcopy(trained(make()).state_dict())
-    for optimizer in (make(), trained(make(torch.bfloat16), range(5, 7))):
+    for optimizer in (make(), trained(make(torch.bfloat16, moments="bf16", master="24bit"), range(5, 7))):
         if is_open:
             speculate(optimizer, 9)
         with refused(optimizer, ValueError, sentence):
@@ -162,6 +169,40 @@ def test_damaged_or_foreign_state_dict_is_refused(damage: str, is_open: bool) ->
         assert optimizer.statistics.dropped == 0
         optimizer.rollback()
         trained(optimizer, range(9, 10))
+
+
+EDITS = {key: damage for key, damage in DAMAGED.items() if damage[0] in SPOILED_ENTRIES and key != "flat master"}
+EDITS |= {
+    "entry as number": (lambda saved: saved["state"].update({1: 5}), "the state of parameter 1 of group 0 is a int"),
+    "text for exp_avg": (_entry(exp_avg="zeros"), "exp_avg of parameter 1 of group 0 is a str, expected floats"),
+    "array for exp_avg": (_entry(exp_avg=np.ones((2, 64))), "exp_avg of parameter 1 of group 0 is a ndarray"),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("storage", [{}, {"moments": "8bit", "master": "24bit"}], ids=["fp32", "8 bits"])
+def test_what_is_refused_of_a_state_dict_is_refused_of_the_state_itself(edit: str, storage: dict[str, str]) -> None:
+    """By whatever needs it next, until it is mended."""
+    spoil, sentence = EDITS[edit]
+    optimizer, twin = (trained(make(torch.bfloat16, **storage)) for _ in range(2))
+    p = parameters_of(optimizer)[1]
+    if edit == "flat maximum" and storage:
+        sentence = "max_exp_avg_sq .*, expected none, as moments are '8bit'"
+    good = {key: value.clone() for key, value in optimizer.state[p].items()}
+    changed = {"state": {1: dict(optimizer.state[p])}}
+    spoil(changed)
+    optimizer.state[p] = changed["state"][1]
+    give_gradients(optimizer, 2)
+    before = shown(optimizer)
+    for use in (optimizer.step, optimizer.speculate, optimizer.commit):
+        with pytest.raises(ValueError, match=sentence):
+            use()
+    assert shown(optimizer) == before
+    optimizer.state[p] = good
+    optimizer.step()
+    optimizer.zero_grad()
+    trained(twin, range(2, 3))
+    assert visible(optimizer) == visible(twin)
 
 
 @pytest.mark.parametrize("key", ["capturable", "differentiable"])
@@ -223,30 +264,6 @@ def test_hook_that_returns_no_state_dict() -> None:
 # -- there and back ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("order", ["optimizer, model", "model, optimizer", "optimizer, optimizer, model"])
-def test_masters_survive_every_order_of_loading(dtype: torch.dtype, order: str) -> None:
-    def build(seed: int) -> tuple[torch.nn.Module, SpeculativeCPUAdamW]:
-        torch.manual_seed(seed)
-        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)).to(dtype)
-        return model, SpeculativeCPUAdamW(model.named_parameters(), lr=1e-4)  # so small that bf16 mostly cannot show it
-
-    model, optimizer = build(0)
-    trained(optimizer, range(3))
-    saved = through_disk({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-    fresh_model, fresh = build(1)
-    trained(fresh, range(7, 8))
-    for part in order.split(", "):
-        if part == "model":
-            fresh_model.load_state_dict(saved["model"])
-        else:
-            fresh.load_state_dict(saved["optimizer"])
-    assert visible(fresh) == visible(optimizer)
-    for one in (optimizer, fresh):
-        trained(one, range(3, 6))
-    assert visible(fresh) == visible(optimizer)
-
-
 def test_other_weights_loaded_after_the_optimizer_win() -> None:
     """Where they differ: a master that an element of the model still shows is kept."""
     optimizer, fresh = trained(make(torch.bfloat16)), make(torch.bfloat16)
@@ -258,6 +275,48 @@ def test_other_weights_loaded_after_the_optimizer_win() -> None:
         trained(one, range(2, 3))
     assert state_bits(fresh) == state_bits(optimizer)
     assert (parameters_of(fresh)[0][:30] - 7.0).abs().max() < 1.0
+
+
+def _with_scheduler(optimizer: Any, saved: Any) -> None:
+    with OffloadScheduler(optimizer, torch.nn.ParameterList(parameters_of(optimizer)), num_threads=1):
+        pass
+    optimizer.rollback()
+
+
+def _with_frozen(optimizer: Any, saved: Any = None) -> None:
+    optimizer.add_param_group({"params": parameter(5, dtype=torch.bfloat16).requires_grad_(False)})
+    optimizer.speculate()
+
+
+BETWEEN: dict[str, Callable[[Any, Any], Any]] = {
+    "nothing": lambda optimizer, saved: None,
+    "a scheduler": _with_scheduler,
+    "a group": _with_frozen,
+    "a conversion and back": lambda optimizer, saved: (
+        torch.nn.ParameterList(parameters_of(optimizer)).half().bfloat16()  # in place
+    ),
+    "a step of none": lambda optimizer, saved: (optimizer.zero_grad(), optimizer.step()),
+    "the same once more": lambda optimizer, saved: optimizer.load_state_dict(saved),
+}
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_weights_that_are_loaded_late_meet_the_loaded_masters(between: str, steps_before: int) -> None:
+    """Only a step, or a read of the state, needs the masters. With a learning rate that bf16 mostly cannot show."""
+    source, fresh = trained(make(torch.bfloat16, lr=1e-4), range(4)), make(torch.bfloat16, lr=1e-4)
+    for one in (source, fresh):
+        one.add_param_group({"params": parameter(3, dtype=torch.bfloat16).requires_grad_(False)})
+    trained(fresh, range(7, 7 + steps_before))
+    saved = through_disk(source.state_dict())
+    fresh.load_state_dict(saved)
+    BETWEEN[between](fresh, saved)
+    if between == "a group":
+        _with_frozen(source)
+    copy_weights(fresh, source)
+    for one in (source, fresh):
+        trained(one, range(4, 6))
+    assert visible(fresh) == visible(source)
 
 
 class Loading:
@@ -319,50 +378,18 @@ def test_loading_never_writes_parameters(how: str, dtype: torch.dtype, has_stepp
     assert shown(loaded) == [bits(weight.to(dtype)) for weight in reference]
 
 
-@pytest.mark.parametrize("between", ["nothing", "a scheduler", "a group", "a conversion and back", "a step of none"])
-def test_weights_that_are_loaded_late_meet_the_loaded_masters(between: str) -> None:
-    """Only a step, or a read of the state, needs the masters."""
-    source, fresh = trained(make(torch.bfloat16, lr=1e-3), range(4)), make(torch.bfloat16, lr=1e-3)
-    if between == "a group":
-        for one in (source, fresh):
-            late = parameter(3, dtype=torch.bfloat16)
-            late.requires_grad = False
-            one.add_param_group({"params": late})
-    saved = through_disk(source.state_dict())
-    if between == "a group":
-        trained(fresh, range(7, 8))
-    fresh.load_state_dict(saved)
-    model = torch.nn.ParameterList(parameters_of(fresh))
-    if between == "a scheduler":
-        with OffloadScheduler(fresh, model, num_threads=1):
-            pass
-        fresh.rollback()
-    elif between == "a group":
-        for one in (source, fresh):
-            late = parameter(5, dtype=torch.bfloat16)
-            late.requires_grad = False
-            one.add_param_group({"params": late})
-        fresh.speculate()
-    elif between == "a conversion and back":
-        model.to(torch.float16).to(torch.bfloat16)
-    elif between == "a step of none":
-        fresh.zero_grad()
-        fresh.step()
-    copy_weights(fresh, source)
-    for one in (source, fresh):
-        trained(one, range(4, 6))
-    assert visible(fresh) == visible(source)
-
-
 # -- what others keep in the state -------------------------------------------------------------------------------------
+
+
+OTHERS = ("slow", "mean", "history", "name")
 
 
 def _with_foreign_state(optimizer: Any) -> Any:
     """Keep tensors and other things in the state of each parameter, as wrappers of optimizers do."""
     for p in parameters_of(optimizer):
-        optimizer.state[p]["lookahead_slow_buff"] = p.detach() + 1
-        optimizer.state[p]["grad_norm_exp_avg"] = torch.tensor(0.1)
-        optimizer.state[p]["history"] = [torch.ones(2), {"best": torch.zeros(1, dtype=torch.int64)}, "text", 3.0]
+        one = torch.ones(2, dtype=p.dtype)
+        history = [one, {"best": one + 1}, 3.0]
+        optimizer.state[p] |= {"slow": p.detach() + 1, "mean": one[0] / 10, "history": history, "name": "text"}
     optimizer.state["of the wrapper"] = {"k": 5}
     return optimizer
 
@@ -375,16 +402,15 @@ def _seen(value: Any) -> Any:
     return bits(value) if isinstance(value, torch.Tensor) else value
 
 
-def _foreign_state(optimizer: Any, dtype: torch.dtype | None = None) -> list[Any]:
-    """Return what others keep, for the two parameters and in all; cast to `dtype` where there is one."""
-    others = [optimizer.state[p] for p in parameters_of(optimizer)[:2]] + [optimizer.state["of the wrapper"]]
-    kept = [{k: v for k, v in entry.items() if k not in ("step", *checkpoint.MOMENTS, "master")} for entry in others]
-    for entry in kept[:2] if dtype is not None else ():
-        entry["lookahead_slow_buff"] = entry["lookahead_slow_buff"].to(dtype)
-        entry["grad_norm_exp_avg"] = entry["grad_norm_exp_avg"].to(dtype)
-        first, best, *rest = entry["history"]
-        entry["history"] = [first.to(dtype), {"best": best["best"].to(dtype)}, *rest]
-    return [_seen(entry) for entry in kept]
+def _foreign_state(optimizer: Any) -> list[Any]:
+    """Return what others keep, for the two parameters and in all."""
+    entries = [optimizer.state[p] for p in parameters_of(optimizer)[:2]]
+    return _seen([*({key: entry[key] for key in OTHERS} for entry in entries), optimizer.state["of the wrapper"]])
+
+
+def _grown(optimizer: Any) -> Any:
+    optimizer.add_param_group({"params": parameter(3).requires_grad_(False)})
+    return optimizer
 
 
 def _loaded(optimizer: Any) -> Any:
@@ -392,12 +418,6 @@ def _loaded(optimizer: Any) -> Any:
     copy_weights(fresh, optimizer)
     fresh.load_state_dict(through_disk(optimizer.state_dict()))
     return fresh
-
-
-def _grown(optimizer: Any) -> Any:
-    optimizer.add_param_group({"params": [frozen := parameter(3)]})
-    frozen.requires_grad = False
-    return optimizer
 
 
 TRAVELS: dict[str, Callable[[Any], Any]] = {
@@ -413,9 +433,8 @@ TRAVELS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("steps", [0, 2])
 def test_what_others_keep_in_the_state_travels_along(dtype: torch.dtype, travels: str, steps: int) -> None:
     optimizer, twin = trained(make(dtype), range(steps)), trained(make(dtype), range(steps))
-    optimizer = _with_foreign_state(optimizer)
-    other = TRAVELS[travels](optimizer)
-    expected = _foreign_state(optimizer, dtype if travels == "loading" else None)
+    other = TRAVELS[travels](_with_foreign_state(optimizer))
+    expected = _foreign_state(optimizer)
     assert _foreign_state(other) == expected
     for one in (other, twin):
         trained(one, range(2, 4))
@@ -424,15 +443,18 @@ def test_what_others_keep_in_the_state_travels_along(dtype: torch.dtype, travels
 
 
 @EACH_DTYPE
-def test_what_others_keep_is_cast_as_by_torch(dtype: torch.dtype) -> None:
-    source = make(torch.float32, torch.optim.AdamW)
-    for p in parameters_of(trained(source)):
-        source.state[p] |= {"slow": p.detach() + 1, "mean": torch.tensor(0.1), "count": [torch.tensor(3), {"k": 1}]}
-    loaded = [make(dtype, cls) for cls in (SpeculativeCPUAdamW, torch.optim.AdamW)]
-    for one in loaded:
+@pytest.mark.parametrize("cls", [SpeculativeCPUAdamW, torch.optim.AdamW])
+def test_what_others_keep_is_cast_as_by_torch(dtype: torch.dtype, cls: type) -> None:
+    source = _with_foreign_state(trained(make(cls=cls)))
+    source.state[parameters_of(source)[0]]["mean"] = torch.tensor(3)
+    ours, theirs = (make(dtype, one) for one in (SpeculativeCPUAdamW, torch.optim.AdamW))
+    for one in (ours, theirs):
         one.load_state_dict(through_disk(source.state_dict()))
-    ours, theirs = ([{k: e[k] for k in ("slow", "mean", "count")} for e in one.state.values()] for one in loaded)
-    assert _seen(ours) == _seen(theirs)
+    for p in parameters_of(theirs):
+        theirs.state[p]["name"] = "text"  # of which torch makes another
+    expected = _foreign_state(theirs)
+    assert _foreign_state(ours) == expected
+    assert _foreign_state(trained(ours, range(2, 4))) == expected
 
 
 @EACH_DTYPE
@@ -457,25 +479,6 @@ def test_loading_while_speculation_is_open(dtype: torch.dtype, what: str) -> Non
     for one in (optimizer, twin):
         one.step()
         trained(one, range(5, 7))
-    assert visible(optimizer) == visible(twin)
-
-
-@EACH_DTYPE
-def test_saving_while_speculation_is_open(dtype: torch.dtype) -> None:
-    """What is saved is the last accepted step, with the parameters of that step; the step is then made anew."""
-    optimizer, twin = trained(make(dtype)), trained(make(dtype))
-    saved_without = through_disk({"model": parameters_of(twin), "optimizer": twin.state_dict()})
-    speculate(optimizer, 2)
-    saved = through_disk({"model": parameters_of(optimizer), "optimizer": optimizer.state_dict()})
-    assert [bits(p) for p in saved["model"]] == [bits(p) for p in saved_without["model"]]
-    fresh = make(dtype)
-    copy_weights(fresh, twin)
-    fresh.load_state_dict(saved["optimizer"])
-    assert visible(fresh)["state"] == visible(twin)["state"]
-    optimizer.resolve()
-    optimizer.zero_grad()
-    assert optimizer.statistics.respeculated == (2 if dtype in (torch.bfloat16, torch.float16) else 0)
-    trained(twin, range(2, 3))
     assert visible(optimizer) == visible(twin)
 
 
@@ -542,8 +545,9 @@ if platform.machine() == "x86_64":  # elsewhere torch's fused kernel rounds diff
 
 @EACH_PAIR
 @EACH_DTYPE
-def test_torch_loads_ours(ours: type, theirs: type, dtype: torch.dtype) -> None:
-    optimizer = trained(make(dtype, ours, **OPTIONS))
+@pytest.mark.parametrize("moments", ["fp32", "bf16"])
+def test_torch_loads_ours(ours: type, theirs: type, dtype: torch.dtype, moments: str) -> None:
+    optimizer = trained(make(dtype, ours, moments=moments, **OPTIONS))
     saved = optimizer.torch_state_dict()
     assert all("master" not in entry for entry in saved["state"].values())
     other = make(dtype, theirs)
@@ -589,16 +593,3 @@ def test_limits_are_no_group_keys_and_survive_foreign_checkpoints() -> None:
     assert not {"max_grad_norm", "on_nonfinite"} & set(optimizer.param_groups[0])
     optimizer.load_state_dict(trained(make(cls=torch.optim.AdamW)).state_dict())
     assert (optimizer.max_grad_norm, optimizer.on_nonfinite) == (2.0, "raise")
-
-
-@pytest.mark.parametrize(
-    "value", [torch.arange(12.0).view(3, 4).t(), torch.zeros(4, 3).double(), torch._neg_view(torch.zeros(4, 3))]
-)
-def test_kernels_do_not_work_on_tensors_of_other_strides_or_dtypes(value: torch.Tensor) -> None:
-    state = ParameterState(parameter(4, 3), 0, "p", is_on_host=True)
-    assert checkpoint.is_fitted(torch.zeros(4, 3), state, "exp_avg")
-    assert not checkpoint.is_fitted(value, state, "exp_avg")
-    state.store("exp_avg", value)
-    assert state.exp_avg is not None
-    assert (state.exp_avg.stride(), state.exp_avg.dtype) == (state.strides, torch.float32)
-    assert torch.equal(state.exp_avg, value.float())

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import copy
-import math
-import pickle
 from typing import Any
 
 import pytest
 import torch
 from support.optimizers import EACH_DTYPE, EACH_PAIR, copy_weights, make, through_disk, train_alike, trained
-from support.visible import bits, give_gradients, parameters_of, refused, state_bits, train
+from support.visible import bits, parameters_of, train
 from torch import Tensor, nn
-from torch.distributed.checkpoint import load as load_distributed
-from torch.distributed.checkpoint import save as save_distributed
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-from superadam import OffloadScheduler, SpeculativeCPUAdam, SpeculativeCPUAdamW
-from superadam.testing import SimulatedDevice, round_by_thresholds
+from superadam import SpeculativeCPUAdam, SpeculativeCPUAdamW
+from superadam.testing import round_by_thresholds
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 OPTIONS = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
@@ -64,76 +58,6 @@ def test_fp64_parameters_have_the_bits_of_fp64_moments(amsgrad: bool) -> None:
     train_alike(ours, plain, 0, 1, 2)
 
 
-class Reference:
-    """torch's Adam or AdamW over flat fp32 copies, whose moments are rounded after each step."""
-
-    def __init__(self, optimizer: Any, cls: type[torch.optim.Optimizer], **options: Any) -> None:
-        self.optimizer = optimizer
-        self.copies = [nn.Parameter(one.detach().clone().float().flatten()) for one in parameters_of(optimizer)]
-        self.theirs = cls(self.copies, fused=True, **options)  # type: ignore[call-arg]
-
-    def copy_gradients(self) -> None:
-        """Take those that the optimizer's parameters have."""
-        for one, parameter in zip(self.copies, parameters_of(self.optimizer), strict=True):
-            assert parameter.grad is not None
-            one.grad = parameter.grad.detach().clone().float().flatten()
-
-    def step(self) -> None:
-        """Make a step, and let the next one continue from what is stored."""
-        self.theirs.step()
-        for state in self.theirs.state.values():
-            for key in MOMENTS:
-                state[key].copy_(round_by_thresholds(state[key], int(state["step"]), 16))
-            if "max_exp_avg_sq" in state:
-                state["max_exp_avg_sq"].copy_(state["max_exp_avg_sq"].bfloat16())
-
-    def check(self) -> None:
-        """Compare every bit."""
-        for copied, parameter in zip(self.copies, parameters_of(self.optimizer), strict=True):
-            ours, theirs = self.optimizer.state[parameter], self.theirs.state[copied]
-            assert bits(ours.get("master", parameter).flatten()) == bits(copied)
-            for key in theirs.keys() - {"step"}:
-                assert ours[key].dtype == torch.bfloat16
-                assert bits(ours[key].float().flatten()) == bits(theirs[key]), key
-
-
-@EACH_PAIR
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"maximize": True, "eps": 0.0}], ids=str)
-@pytest.mark.usefixtures("one_torch_thread")
-def test_steps_are_those_of_torch_whose_moments_are_rounded(
-    ours: type, theirs: type, dtype: torch.dtype, options: dict[str, Any]
-) -> None:
-    torch.manual_seed(0)
-    parameters = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in ((64,), (5, 128), (4, 4, 8))]
-    optimizer = ours(parameters, moments="bf16", **{**OPTIONS, **options})
-    reference = Reference(optimizer, theirs, **{**OPTIONS, **options})
-    for seed in range(12):
-        give_gradients(optimizer, seed, 10.0 ** (seed % 4 - 2))
-        reference.copy_gradients()
-        if seed % 3:
-            optimizer.speculate()
-        optimizer.step()
-        reference.step()
-        if seed % 4 == 3:  # otherwise commits come later
-            reference.check()
-
-
-def test_positions_are_those_in_memory() -> None:
-    """Of a transposed parameter, the order of memory is not that of its elements."""
-    base = torch.randn(6, 70, generator=torch.Generator().manual_seed(0)).bfloat16()
-    gradient = torch.randn(6, 70, generator=torch.Generator().manual_seed(1)).bfloat16()
-    ours = [nn.Parameter(base.clone()), nn.Parameter(base.clone().t())]
-    optimizer = SpeculativeCPUAdam(ours, moments="bf16")
-    for _ in range(3):
-        ours[0].grad, ours[1].grad = gradient.clone(), gradient.clone().t()
-        optimizer.step()
-    first, second = (optimizer.state[one] for one in ours)
-    for key in MOMENTS:
-        assert second[key].stride() == (1, 70)
-        assert bits(first[key]) == bits(second[key].t())
-
-
 # -- numbers at the edge -----------------------------------------------------------------------------------------------
 
 
@@ -164,23 +88,6 @@ def test_moments_are_no_longer_followed_when_rounded_to_nearest() -> None:
     for _ in range(3000):
         v = (v * 0.999 + 0.001).bfloat16().float()
     assert v.tolist() == [0.25] * 64
-
-
-def test_nan_and_infinity_in_the_state_stay() -> None:
-    parameter = nn.Parameter(torch.zeros(70))
-    optimizer = SpeculativeCPUAdam([parameter], moments="bf16")
-    for _ in range(3):
-        parameter.grad = torch.ones(70)
-        optimizer.step()
-        state = optimizer.state[parameter]
-        if state["step"] == 1:
-            state["exp_avg"][3] = math.nan
-            state["exp_avg_sq"].view(torch.int16)[4] = 0x7F81  # a NaN whose upper bits are few
-            state["exp_avg_sq"][5] = math.inf
-    state = optimizer.state[parameter]
-    assert state["exp_avg"].isnan().nonzero().flatten().tolist() == [3]
-    assert state["exp_avg_sq"].isnan().nonzero().flatten().tolist() == [4]
-    assert state["exp_avg_sq"].isinf().nonzero().flatten().tolist() == [5]
 
 
 @pytest.mark.parametrize("bits_of_nan", [0x7FFFFFFF, 0x7F800001, -1])
@@ -241,166 +148,3 @@ def test_fp32_moments_are_rounded_to_nearest_when_loaded(ours: type, theirs: typ
         assert optimizer.moments == "bf16"
         trained(optimizer, [2])
         assert {one.dtype for pair in stored(optimizer) for one in pair} == {torch.bfloat16}
-
-
-@pytest.mark.parametrize("how", ["fp32", "bf16"])
-def test_tensors_of_another_dtype_that_are_put_into_the_state_are_converted(how: str) -> None:
-    optimizer, other = (make(torch.bfloat16, moments=moments, **OPTIONS) for moments in (how, "fp32"))
-    trained(optimizer)
-    trained(other)
-    for parameter, theirs in zip(parameters_of(optimizer), parameters_of(other), strict=True):
-        for key in MOMENTS:
-            value = other.state[theirs][key] * 1.01
-            optimizer.state[parameter][key] = value if how == "bf16" else value.bfloat16()
-    del value  # what a program has stays in the state as it is
-    saved = copy.deepcopy(optimizer.state_dict())
-    assert {entry[key].dtype for entry in saved["state"].values() for key in MOMENTS} == {
-        torch.bfloat16 if how == "bf16" else torch.float32
-    }
-    loaded = make(torch.bfloat16, moments=how)
-    copy_weights(loaded, optimizer)
-    loaded.load_state_dict(saved)
-    train_alike(loaded, optimizer, 2, 3)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("amsgrad", [False, True])
-def test_bf16_moments_are_widened_and_come_back(dtype: torch.dtype, amsgrad: bool) -> None:
-    source = trained(make(dtype, moments="bf16", amsgrad=amsgrad, **OPTIONS))
-    wide, back = make(dtype), make(dtype, moments="bf16")
-    for optimizer, saved in ((wide, source), (back, wide)):
-        copy_weights(optimizer, source)
-        optimizer.load_state_dict(saved.state_dict())
-    assert wide.moments == "fp32"
-    for mine, entry in zip(entries(wide), entries(source), strict=True):
-        keys = set(mine) - {"step", "master"}
-        assert all(mine[key].dtype == torch.float32 for key in keys)
-        assert all(bits(mine[key]) == bits(entry[key].float()) for key in keys)
-    assert state_bits(back) == state_bits(source)
-    train_alike(back, source, 2, 3)
-
-
-@EACH_PAIR
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_torch_loads_them(ours: type, theirs: type, dtype: torch.dtype) -> None:
-    """And goes on with the moments in the parameter's dtype, which are the same numbers."""
-    source = trained(make(dtype, ours, moments="bf16", **OPTIONS))
-    other = make(dtype, theirs)
-    other.load_state_dict(source.torch_state_dict())
-    for entry, mine in zip(entries(other), entries(source), strict=True):
-        assert all(bits(entry[key].float()) == bits(mine[key].float()) for key in MOMENTS)
-        assert all(entry[key].dtype == dtype for key in MOMENTS)
-    trained(other, [2])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save", "state dict"])
-def test_copies_train_on_with_the_same_bits(dtype: torch.dtype, way: str) -> None:
-    source = trained(make(dtype, moments="bf16", amsgrad=True, **OPTIONS))
-    if way == "state dict":
-        copied = make(dtype, moments="bf16")
-        copy_weights(copied, source)
-        copied.load_state_dict(through_disk(source.state_dict()))
-    elif way == "torch.save":
-        copied = through_disk(source, weights_only=False)
-    else:
-        copied = copy.deepcopy(source) if way == "deepcopy" else pickle.loads(pickle.dumps(source))
-    assert copied.moments == "bf16"
-    assert state_bits(copied) == state_bits(source)
-    train_alike(copied, source, 2, 3, 4)
-
-
-def test_pickles_that_say_nothing_of_moments_have_fp32() -> None:
-    source = trained(make(torch.bfloat16))
-    older_keys = ("defaults", "param_groups", "statistics", "_verdicts", "state")
-    state = {key: value for key, value in source.__getstate__().items() if key in older_keys}
-    older = SpeculativeCPUAdamW.__new__(SpeculativeCPUAdamW)
-    older.__setstate__(pickle.loads(pickle.dumps(state)))
-    assert older.moments == "fp32"
-    train_alike(older, source, 2)
-
-
-def test_moments_of_a_wrong_shape_are_refused() -> None:
-    optimizer = trained(make(torch.bfloat16, moments="bf16"))
-    saved = copy.deepcopy(optimizer.state_dict())
-    saved["state"][0]["exp_avg"] = saved["state"][0]["exp_avg"].byte()
-    with refused(optimizer, ValueError, "exp_avg of .* is .*, expected floats of shape"):
-        optimizer.load_state_dict(saved)
-
-
-class Model(nn.Sequential):
-    """Three layers, whose lengths are no multiples of 64."""
-
-    def __init__(self, dtype: torch.dtype, seed: int) -> None:
-        torch.manual_seed(seed)
-        super().__init__(nn.Linear(5, 33), nn.Tanh(), nn.Linear(33, 3))
-        self.to(dtype)
-
-
-def steps(model: nn.Module, optimizer: Any, seeds: range) -> None:
-    for seed in seeds:
-        values = torch.randn(4, 5, generator=torch.Generator().manual_seed(seed)).to(next(model.parameters()).dtype)
-        model(values).float().square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("amsgrad", [False, True])
-def test_torch_distributed_checkpoint_keeps_the_bits_of_training(
-    dtype: torch.dtype, amsgrad: bool, tmp_path: Any
-) -> None:
-    model, other = Model(dtype, 0), Model(dtype, 1)
-    optimizer = SpeculativeCPUAdamW(model.parameters(), amsgrad=amsgrad, moments="bf16")
-    steps(model, optimizer, range(3))
-    state = get_optimizer_state_dict(model, optimizer)
-    save_distributed({"model": model.state_dict(), "optimizer": state}, checkpoint_id=tmp_path)
-    loaded = SpeculativeCPUAdamW(other.parameters(), amsgrad=amsgrad, moments="bf16")
-    template = {"model": other.state_dict(), "optimizer": get_optimizer_state_dict(other, loaded)}
-    load_distributed(template, checkpoint_id=tmp_path)
-    other.load_state_dict(template["model"])
-    set_optimizer_state_dict(other, loaded, template["optimizer"])
-    assert state_bits(loaded) == state_bits(optimizer)
-    for one, two in ((model, optimizer), (other, loaded)):
-        steps(one, two, range(3, 6))
-    assert state_bits(loaded) == state_bits(optimizer)
-
-
-# -- in training -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("resident", [0, 2])
-def test_a_run_that_is_saved_and_resumed_is_the_run_that_never_stopped(resident: int) -> None:
-    whole, parts = Model(torch.bfloat16, 0), Model(torch.bfloat16, 0)
-    optimizer = SpeculativeCPUAdamW(whole.parameters(), lr=0.01, max_grad_norm=1.0, moments="bf16")
-    steps(whole, optimizer, range(8))
-    saved: dict[str, Any] = {}
-    for seeds in (range(3), range(3, 8)):
-        model = Model(torch.bfloat16, 7) if saved else parts
-        ours = SpeculativeCPUAdamW(model.parameters(), lr=0.01, max_grad_norm=1.0, moments="bf16")
-        if saved:
-            model.load_state_dict(saved["model"])
-            ours.load_state_dict(saved["optimizer"])
-        device = SimulatedDevice(3)
-        with OffloadScheduler(ours, model, device=device, bucket_numel=70, gpu_buckets=resident, num_threads=1):
-            steps(model, ours, seeds)
-            saved = through_disk({"model": model.state_dict(), "optimizer": ours.state_dict()})
-    assert state_bits(ours) == state_bits(optimizer)
-
-
-def test_results_are_others_than_with_fp32_from_the_second_step_on() -> None:
-    plain, ours = (make(torch.float32, moments=moments, lr=0.01) for moments in ("fp32", "bf16"))
-    for seed in range(2):
-        trained(plain, [seed])
-        trained(ours, [seed])
-        same = [bits(one) == bits(two) for one, two in zip(parameters_of(plain), parameters_of(ours), strict=True)]
-        assert same == [seed == 0] * 2
-
-
-def test_half_of_the_moments_memory_is_saved() -> None:
-    sizes = []
-    for moments in ("fp32", "bf16"):
-        optimizer = trained(make(torch.bfloat16, moments=moments))
-        sizes.append(sum(entries(optimizer)[0][key].untyped_storage().nbytes() for key in (*MOMENTS, "master")))
-    assert sizes == [70 * 12, 70 * 8]

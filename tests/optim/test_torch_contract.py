@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections.abc import Callable
@@ -11,21 +12,16 @@ import pytest
 import torch
 from support.optimizers import EACH_DTYPE, EACH_PAIR, make, trained
 from support.visible import (
-    are_taken,
     bits,
     give_gradients,
     parameter,
     parameters_of,
     refused,
-    shown,
     speculate,
-    state_bits,
     train,
     visible,
 )
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-
-from superadam import SpeculativeCPUAdamW
 
 # -- the object --------------------------------------------------------------------------------------------------------
 
@@ -55,22 +51,6 @@ def test_named_parameters(ours: type, theirs: type) -> None:
     fresh.add_param_group({"params": [("other", parameter(3))]})
     fresh.load_state_dict(optimizer.state_dict())
     assert fresh.param_groups[1]["param_names"] == ["late"]
-
-
-def test_groups_with_options_of_their_own() -> None:
-    groups = [{"params": [parameter(70)], "lr": 0.1}, {"params": parameter(4, 5), "weight_decay": 0.0, "amsgrad": True}]
-    optimizer = SpeculativeCPUAdamW(copy.deepcopy(groups), betas=(0.5, 0.9))
-    apart = [SpeculativeCPUAdamW([group], betas=(0.5, 0.9)) for group in copy.deepcopy(groups)]
-    for seed in range(3):
-        train(optimizer, seed, speculative=bool(seed % 2))
-        give_gradients(optimizer, seed)
-        for one, p in zip(apart, parameters_of(optimizer), strict=True):
-            parameters_of(one)[0].grad = p.grad
-            one.step()
-        optimizer.zero_grad()
-    for index, one in enumerate(apart):
-        assert shown(optimizer)[index] == shown(one)[0]
-        assert state_bits(optimizer)["state"][index] == state_bits(one)["state"][0]
 
 
 REFUSED_BY_TORCH: dict[str, tuple[Callable[[type], Any], type[Exception]]] = {
@@ -243,16 +223,27 @@ def test_zero_grad(ours: type, theirs: type) -> None:
 @EACH_DTYPE
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=lambda mode: mode.__name__)
 @pytest.mark.parametrize("speculative", [False, True])
-def test_modes_without_autograd(dtype: torch.dtype, mode: Callable[[], Any], speculative: bool) -> None:
-    """State made inside inference mode, from gradients made there too, can be used outside."""
+@pytest.mark.parametrize("is_stepped_there", [False, True])
+def test_modes_without_autograd(
+    dtype: torch.dtype, mode: Callable[[], Any], speculative: bool, is_stepped_there: bool
+) -> None:
+    """State made inside inference mode, or from gradients made there, can be used outside."""
     optimizer, twin = make(dtype=dtype), make(dtype=dtype)
+
+    def step() -> None:
+        if speculative:
+            optimizer.speculate()
+        optimizer.step()
+        assert len(optimizer.state) == 2
+
     for seed in range(3):
-        if seed == 1:
-            train(optimizer, seed, speculative=speculative)
-        else:
-            with mode():
-                train(optimizer, seed, speculative=speculative)
-                assert len(optimizer.state) == 2
+        with mode() if seed != 1 else contextlib.nullcontext():
+            give_gradients(optimizer, seed)
+            if is_stepped_there:
+                step()
+        if not is_stepped_there:
+            step()
+        optimizer.zero_grad()
         train(twin, seed)
         for one in (optimizer, twin):
             with torch.no_grad():
@@ -297,55 +288,6 @@ def test_graphs_made_before_and_during_speculation_stay_valid(dtype: torch.dtype
 
 
 # -- other parts of torch ----------------------------------------------------------------------------------------------
-
-
-def _two_layers(dtype: torch.dtype = torch.float32) -> torch.nn.Module:
-    torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(8, 8, dtype=dtype), torch.nn.Linear(8, 8, dtype=dtype))
-
-
-def test_optimizers_that_step_in_backward() -> None:
-    """One optimizer for each parameter, stepped as soon as its gradient is there."""
-    model, twin = _two_layers(), _two_layers()
-    optimizers = {p: SpeculativeCPUAdamW([p]) for p in model.parameters()}
-    whole = SpeculativeCPUAdamW(twin.parameters())
-
-    def step(p: torch.Tensor) -> None:
-        optimizers[p].step()
-        optimizers[p].zero_grad()
-
-    for p in model.parameters():
-        p.register_post_accumulate_grad_hook(step)
-    for seed in range(3):
-        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
-        model(x).square().sum().backward()
-        twin(x).square().sum().backward()
-        whole.step()
-        whole.zero_grad()
-    assert [bits(p) for p in model.parameters()] == shown(whole)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("micro_batches", [1, 3])
-@pytest.mark.parametrize("zeroes", [False, True])
-def test_speculation_in_backward(dtype: torch.dtype, micro_batches: int, zeroes: bool) -> None:
-    """Autograd adds to a gradient that was taken as to any other."""
-    model, twin = _two_layers(dtype), _two_layers(dtype)
-    optimizer, whole = (SpeculativeCPUAdamW(one.parameters(), max_grad_norm=8.0) for one in (model, twin))
-    for p in model.parameters():
-        p.register_post_accumulate_grad_hook(lambda p: optimizer.speculate([p]))
-    for seed in range(6):
-        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)).to(dtype)
-        for one in (model, twin):
-            one(x).square().sum().backward()
-        assert all(are_taken(optimizer)) or seed >= micro_batches
-        assert visible(optimizer) == visible(whole)
-        if (seed + 1) % micro_batches == 0:
-            for one in (optimizer, whole):
-                one.step()
-                one.zero_grad(set_to_none=not zeroes)
-            assert optimizer.last_outcome == whole.last_outcome
-    assert visible(optimizer) == visible(whole)
 
 
 def test_compiled_step() -> None:

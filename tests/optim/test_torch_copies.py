@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 from support.optimizers import EACH_DTYPE, make, through_disk, trained
-from support.visible import are_taken, bits, give_gradients, parameters_of, speculate, train, visible
+from support.visible import are_taken, bits, give_gradients, parameter, parameters_of, speculate, train, visible
 from torch.optim import lr_scheduler
 
 from superadam import SpeculativeCPUAdamW
@@ -20,11 +20,20 @@ COPIES = {
 }
 
 
+STORAGES = {
+    "fp32": {"amsgrad": True},
+    "bf16": {"moments": "bf16", "master": "24bit", "amsgrad": True},
+    "8 bits": {"moments": "8bit", "master": "24bit"},
+}
+
+
 @EACH_DTYPE
 @pytest.mark.parametrize("how", COPIES)
 @pytest.mark.parametrize("history", ["new", "stepped", "accepted", "exposed", "scheduled"])
-def test_copies_continue_alike(dtype: torch.dtype, how: str, history: str) -> None:
-    optimizer = make(dtype=dtype, max_grad_norm=2.0, on_nonfinite="raise")
+@pytest.mark.parametrize("storage", STORAGES)
+def test_copies_continue_alike(dtype: torch.dtype, how: str, history: str, storage: str) -> None:
+    made = [parameter(70, dtype=dtype), parameter(2, 64, dtype=dtype, seed=1)]
+    optimizer = SpeculativeCPUAdamW(made, max_grad_norm=2.0, on_nonfinite="raise", **STORAGES[storage])
     optimizer.register_step_pre_hook(lambda *ignored: None)  # hooks stay behind, as in torch
     if history == "scheduled":
         lr_scheduler.StepLR(optimizer, 1)
@@ -35,6 +44,7 @@ def test_copies_continue_alike(dtype: torch.dtype, how: str, history: str) -> No
     other = COPIES[how](optimizer)
     assert type(other) is type(optimizer)
     assert (other.max_grad_norm, other.on_nonfinite) == (2.0, "raise")
+    assert (other.moments, other.master) == (optimizer.moments, optimizer.master)
     assert (other.statistics, other.last_outcome) == (optimizer.statistics, optimizer.last_outcome)
     assert visible(other) == visible(optimizer)
     train(other, 2)
@@ -80,18 +90,6 @@ def test_copies_while_speculation_is_open(dtype: torch.dtype, how: str, steps_be
     assert optimizer.statistics.dropped == 0
 
 
-def test_deepcopy_of_parameters_with_the_optimizer_while_speculation_is_open() -> None:
-    """Whatever torch copies of a plain gradient, it copies of one that was taken."""
-    optimizer, twin = make(dtype=torch.bfloat16), make(dtype=torch.bfloat16)
-    speculate(optimizer, 1)
-    give_gradients(twin, 1)
-    for one in (optimizer, twin):
-        copies = copy.deepcopy([p.grad for p in parameters_of(one)])
-        assert [bits(gradient) for gradient in copies] == visible(twin)["gradients"]
-        assert all(type(gradient) is torch.Tensor for gradient in copies)
-    assert all(are_taken(optimizer))
-
-
 def test_limits_and_outcomes_are_shared_by_copies_of_the_attributes_alone() -> None:
     """As Lightning makes them: an object of a subclass, with the optimizer's `__dict__`."""
     optimizer = make(max_grad_norm=1e9)
@@ -111,11 +109,14 @@ def test_limits_and_outcomes_are_shared_by_copies_of_the_attributes_alone() -> N
 
 
 def test_setstate_of_an_older_pickle() -> None:
-    optimizer = trained(make(), [1])
-    values = copy.deepcopy(optimizer).__getstate__()
+    """It says nothing of formats, nor of how weights decay."""
+    optimizer = trained(make(torch.bfloat16), [1])
+    older_keys = ("defaults", "param_groups", "statistics", "_verdicts", "state")
+    values = {key: value for key, value in copy.deepcopy(optimizer).__getstate__().items() if key in older_keys}
     del values["param_groups"][0]["decoupled_weight_decay"]
     other = SpeculativeCPUAdamW.__new__(SpeculativeCPUAdamW)
-    other.__setstate__(values)
+    other.__setstate__(pickle.loads(pickle.dumps(values)))
+    assert (other.moments, other.master) == ("fp32", "fp32")
     for one in (optimizer, other):
         train(one, 2)
     assert visible(other) == visible(optimizer)

@@ -13,13 +13,10 @@ import torch
 from optim.test_torch_cases import CASES, CONFIGURATIONS, REFUSED, options_of
 from support.optimizers import EACH_DTYPE, copy_weights, through_disk, trained
 from support.visible import (
-    bits,
     entry_bits,
     give_gradients,
     parameter,
     parameters_of,
-    refused,
-    shown,
     state_bits,
     train,
     visible,
@@ -96,40 +93,6 @@ def test_tensor_lr_of_any_shape(name: str, description: str, dimensions: int) ->
 
 @CONFIGURED
 @BOTH_WAYS
-def test_dtypes_side_by_side(name: str, description: str, speculative: bool) -> None:
-    """And parameters without elements, also first: each as alone."""
-    dtypes = [torch.float16, torch.float64, torch.bfloat16, torch.float32]
-    made = [parameter(0), *[parameter(5, 7, dtype=dtype) for dtype in dtypes], parameter(3, 0, 2, dtype=torch.bfloat16)]
-    cls, options = CASES[name][0], options_of(name)[description]
-    optimizer = cls(copy.deepcopy(made), **options)
-    alone = [cls([one], **options) for one in copy.deepcopy(made)]
-    for seed in range(3):
-        give_gradients(optimizer, seed)
-        for one, p in zip(alone, parameters_of(optimizer), strict=True):
-            parameters_of(one)[0].grad = p.grad.clone()
-            one.step()
-        if speculative:
-            optimizer.speculate()
-        optimizer.step()
-    together = state_bits(optimizer)
-    for row, one in enumerate(alone):
-        assert state_bits(one) == {"parameters": [together["parameters"][row]], "state": {0: together["state"][row]}}
-
-
-@CONFIGURED
-@BOTH_WAYS
-def test_gradients_are_never_written(name: str, description: str, speculative: bool) -> None:
-    optimizer = trained(make(name, description))
-    give_gradients(optimizer, 5)
-    before = [bits(p.grad) for p in parameters_of(optimizer)]
-    if speculative:
-        optimizer.speculate()
-    optimizer.step()
-    assert [bits(p.grad) for p in parameters_of(optimizer)] == before
-
-
-@CONFIGURED
-@BOTH_WAYS
 @pytest.mark.parametrize("has_state", [False, True])
 def test_nothing_happens_without_gradients(name: str, description: str, speculative: bool, has_state: bool) -> None:
     optimizer = make(name, description)
@@ -141,22 +104,6 @@ def test_nothing_happens_without_gradients(name: str, description: str, speculat
     optimizer.step()
     assert optimizer.step(lambda: 1) == 1
     assert visible(optimizer) == before
-
-
-@CONFIGURED
-@BOTH_WAYS
-def test_zero_gradients_move_nothing_from_the_start(name: str, description: str, speculative: bool) -> None:
-    """Where nothing decays."""
-    optimizer = make(name, description, weight_decay=0.0)
-    before = shown(optimizer)
-    for step in range(1, 4):
-        for p in parameters_of(optimizer):
-            p.grad = torch.zeros_like(p)
-        if speculative:
-            optimizer.speculate()
-        optimizer.step()
-        assert shown(optimizer) == before
-        assert [int(entry["step"]) for entry in optimizer.state.values()] == [step] * len(SHAPES)
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -174,26 +121,6 @@ def test_meta_gradients_are_refused(name: str, description: str) -> None:
             use()
     p.grad = None
     assert optimizer.state_dict()["state"] == {}
-
-
-@EACH
-def test_sparse_gradients_are_refused(name: str) -> None:
-    optimizer = trained(make(name))
-    parameters_of(optimizer)[1].grad = torch.ones(16, 12).to_sparse()
-    for use in (optimizer.step, optimizer.speculate):
-        with pytest.raises(TypeError, match="the gradient of parameter 1 of group 0 is sparse, expected a dense one"):
-            use()
-
-
-@EACH
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128, torch.int32, torch.float8_e4m3fn], ids=str)
-def test_parameters_of_other_dtypes_are_refused(name: str, dtype: torch.dtype) -> None:
-    odd = torch.nn.Parameter(torch.ones(3).to(dtype), requires_grad=False)
-    with pytest.raises(TypeError, match=f"parameter 0 of group 0 is .*{dtype}"):
-        CASES[name][0]([odd])
-    optimizer = trained(make(name))
-    with refused(optimizer, TypeError, f"parameter 0 of group 1 is .*{dtype}"):
-        optimizer.add_param_group({"params": [odd]})
 
 
 # -- state dicts and copies --------------------------------------------------------------------------------------------

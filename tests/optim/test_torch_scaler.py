@@ -13,8 +13,6 @@ from support.optimizers import make, trained
 from support.visible import are_taken, give_gradients, parameter, parameters_of, speculate, state_bits, train, visible
 
 from superadam import SpeculativeCPUAdam, SpeculativeCPUAdamW, StepKind
-from superadam.handles.gradient_handle import taken_of
-from superadam.kernels import torch_private
 
 WHEN = pytest.mark.parametrize("when", ["before unscale_", "after unscale_"])
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]  # torch itself refuses to unscale fp16 gradients
@@ -195,34 +193,3 @@ def test_fp16_gradients_are_refused_as_by_torch() -> None:
             scaler.step(optimizer)
         assert visible(optimizer) == before
         assert are_taken(optimizer) == [speculative] * 2
-
-
-def test_unscaling_is_recorded_and_not_done() -> None:
-    optimizer = make(dtype=torch.bfloat16)
-    scaler = scaler_of(2.0**10)
-    speculate(optimizer, 1, 2.0**10)
-    scaler.scale(torch.ones(()))
-    scaler.unscale_(optimizer)
-    twin = make(dtype=torch.bfloat16)
-    give_gradients(twin, 1)
-    assert visible(optimizer)["gradients"] == visible(twin)["gradients"]
-    for one in parameters_of(optimizer):
-        taken = taken_of(one.grad)
-        assert taken is not None
-        assert taken.unscale_factor() == 2.0**-10
-
-
-def test_the_inverse_of_the_scale_may_change_after_unscaling() -> None:
-    optimizer, twin = make(), make()
-    inverse = torch.tensor(2.0**-10)
-    for one in (optimizer, twin):
-        give_gradients(one, 1, 2.0**10)
-    optimizer.speculate()
-    for one in (optimizer, twin):
-        gradients = [parameter.grad for parameter in parameters_of(one)]
-        torch_private.check_and_unscale(gradients, torch.zeros(()), inverse)
-    inverse.fill_(3.0)
-    assert all(are_taken(optimizer))
-    for one in (optimizer, twin):
-        one.step()
-    assert visible(optimizer) == visible(twin)

@@ -285,7 +285,9 @@ def replace_parameter(pair: Pair, seed: int) -> None:
     new = torch.nn.Parameter(values)
     master = pair.master_for(new)
     for state, before, after in zip(pair.states, (old, old_master), (new, master), strict=True):
-        entry = state.pop(before, None)
+        entry = state.get(before)
+        if seed % 2:  # else its entry is edited before it is taken out, as Gaussian splatting does
+            state.pop(before, None)
         if entry and seed // 4 % 4:
             for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
                 if entry.get(key) is not None:
@@ -297,6 +299,7 @@ def replace_parameter(pair: Pair, seed: int) -> None:
             if after is master and master.shape == old_master.shape:
                 with torch.no_grad():
                     master.copy_(old_master)
+        state.pop(before, None)
     pair.ours.param_groups[group]["params"][index] = new
     pair.theirs.param_groups[group]["params"][index] = master
     if pair.copies[master] is not master:
@@ -444,7 +447,7 @@ def assign_state(pair: Pair, seed: int) -> None:
             entries = {p: copy.deepcopy(entry) for p, entry in before[side].items()}
             optimizer.state = defaultdict(dict, entries)
         elif kind == 2:
-            optimizer.state = defaultdict(dict)
+            optimizer.state = {} if seed % 8 == 2 and optimizer is pair.ours else defaultdict(dict)
         else:
             optimizer.state = kept[side]
     if kind >= 2:

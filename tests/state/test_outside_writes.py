@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 
@@ -11,10 +10,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.optimizers import DTYPES, EACH_DTYPE, train_alike, trained
+from support.optimizers import DTYPES, EACH_DTYPE, trained
 from support.reference import same_bits
 from support.strategies import Magnitudes, random_array
-from support.visible import are_taken, bits, give_gradients, parameter, parameters_of, shown, state_bits, train, visible
+from support.visible import bits, give_gradients, parameter, parameters_of, shown, state_bits, train, visible
 
 from superadam import SpeculativeCPUAdam
 from superadam.state.parameter import differing
@@ -77,146 +76,46 @@ def test_write_over_open_speculation(
     assert state_bits(optimizer) == state_bits(twin)
 
 
-BACKWARDS: dict[str, Callable[[torch.nn.Linear, torch.Tensor], None]] = {
-    "in place": lambda model, value: model.weight.copy_(value),
-    "through data": lambda model, value: model.weight.data.copy_(value),
-    "another storage": lambda model, value: setattr(model.weight, "data", value.clone()),
-}
-
-
-@EACH_DTYPE
-@pytest.mark.parametrize("how", BACKWARDS)
-@pytest.mark.parametrize("when", ["before speculation", "around speculation", "after speculation"])
-def test_binary_weights_during_backward(dtype: torch.dtype, how: str, when: str) -> None:
-    """BinaryConnect computes gradients with the signs of weights; masters keep their low bits."""
-
-    def run(*, speculative: bool) -> tuple[object, object]:
-        torch.manual_seed(0)
-        model = torch.nn.Linear(8, 8, bias=False, dtype=dtype)
-        optimizer = SpeculativeCPUAdam(model.parameters(), lr=1e-4)
-        for seed in range(5):
-            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)).to(dtype)
-            optimizer.zero_grad()
-            if when == "after speculation":
-                model(x).square().sum().backward()
-                if speculative:
-                    optimizer.speculate()
-            kept = model.weight.detach().clone()
-            with torch.no_grad():
-                BACKWARDS[how](model, kept.sign())
-            if when != "after speculation":
-                model(x).square().sum().backward()
-                if when == "around speculation" and speculative:
-                    optimizer.speculate()
-            with torch.no_grad():
-                BACKWARDS[how](model, kept)
-            if when == "before speculation" and speculative:
-                optimizer.speculate()
-            assert are_taken(optimizer) == [speculative]
-            optimizer.step()
-        if dtype in (torch.bfloat16, torch.float16):
-            assert (optimizer.state[model.weight]["master"] != model.weight).any()
-        return visible(optimizer), optimizer.last_outcome
-
-    assert run(speculative=True) == run(speculative=False)
-
-
-@WORKING_COPIES
-@pytest.mark.parametrize("how", BACKWARDS)
-def test_write_that_is_taken_back_keeps_masters(dtype: torch.dtype, how: str) -> None:
-    """As if it had never been."""
-    optimizer, twin = make(dtype), make(dtype)
-    for seed in range(4):
-        give_gradients(optimizer, seed, speculative=True)
-        (p,) = parameters_of(optimizer)
-        holder = torch.nn.Linear(1, 1, dtype=dtype)
-        holder.weight = p
-        kept = p.detach().clone()
-        with torch.no_grad():
-            BACKWARDS[how](holder, kept.sign())
-            BACKWARDS[how](holder, kept)
-        optimizer.resolve()
-        optimizer.zero_grad()
-        train(twin, seed)
-        assert visible(optimizer) == visible(twin)
-    assert (optimizer.state[p]["master"] != p.float()).any()
-
-
-@EACH_DTYPE
-def test_sharpness_aware_steps(dtype: torch.dtype) -> None:
-    """SAM climbs with the first gradient and steps with that of the place it came to."""
-
-    def run(*, speculative: bool) -> dict[str, object]:
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(8, 8, dtype=dtype), torch.nn.Linear(8, 8, dtype=dtype))
-        optimizer = SpeculativeCPUAdam(model.parameters(), lr=1e-3)
-        for seed in range(4):
-            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)).to(dtype)
-            model(x).square().sum().backward()
-            if speculative:
-                optimizer.speculate()
-            climbs = [0.05 * p.grad / (p.grad.norm() + 1e-6) for p in model.parameters()]
-            with torch.no_grad():
-                for p, climb in zip(model.parameters(), climbs, strict=True):
-                    p.add_(climb)
-            optimizer.zero_grad()
-            model(x).square().sum().backward()
-            if speculative:
-                optimizer.speculate()
-                assert all(are_taken(optimizer))
-            with torch.no_grad():
-                for p, climb in zip(model.parameters(), climbs, strict=True):
-                    p.sub_(climb)
-            optimizer.step()
-            optimizer.zero_grad()
-        return visible(optimizer)
-
-    assert run(speculative=True) == run(speculative=False)
-
-
-@EACH_DTYPE
-@pytest.mark.parametrize("speculative", [False, True])
-@pytest.mark.parametrize("is_committed", [False, True])
-def test_write_between_steps(dtype: torch.dtype, speculative: bool, is_committed: bool) -> None:
-    optimizer, twin = make(dtype), make(dtype)
-    for one in (optimizer, twin):
-        train(one, 1, speculative=one is optimizer)
-    if is_committed:
-        optimizer.commit()
-    for one in (optimizer, twin):
-        write(one)
-        train(one, 2, speculative=speculative and one is optimizer)
-    assert state_bits(optimizer) == state_bits(twin)
-    (p,) = parameters_of(optimizer)
-    assert (p.flatten()[::3].float() - 7.0).abs().max() < 0.1  # one step of lr 0.01 away from 7
-    assert (p.flatten()[1::3].float() - 7.0).abs().min() > 1.0
-
-
-def _swapped(p: torch.Tensor) -> None:
-    """Evaluate with other weights, from a backup of the rounded ones."""
+def _there_and_back(p: torch.Tensor) -> None:
     backup = p.clone()
-    p.fill_(0.5)
+    p.copy_(p.sign())
     p.copy_(backup)
 
 
-RELOADS: dict[str, Callable[[torch.Tensor], object]] = {
+def _there_and_back_through_data(p: torch.Tensor) -> None:
+    backup = p.data.clone()
+    p.data.copy_(p.data.sign())
+    p.data.copy_(backup)
+
+
+REWRITES: dict[str, Callable[[torch.Tensor], object]] = {
     "copy_": lambda p: p.copy_(p.clone()),
     "set .data": lambda p: setattr(p, "data", p.data.clone()),
-    "there and back": lambda p: (p.neg_(), p.neg_()),
-    "averages in and out": _swapped,
+    "other data in between": lambda p: (
+        backup := p.data,
+        setattr(p, "data", p.data.sign()),
+        setattr(p, "data", backup),
+    ),
+    "there and back": _there_and_back,
+    "there and back through data": _there_and_back_through_data,
 }
 
 
 @WORKING_COPIES
-@pytest.mark.parametrize("reload", RELOADS)
-@pytest.mark.parametrize("is_committed", [False, True])
-def test_loading_the_same_weights_keeps_masters(dtype: torch.dtype, reload: str, is_committed: bool) -> None:
+@pytest.mark.parametrize("rewrite", REWRITES)
+@pytest.mark.parametrize("when", ["committed", "accepted", "open"])
+def test_the_same_values_written_again_keep_masters(dtype: torch.dtype, rewrite: str, when: str) -> None:
+    """As weights that are loaded again, BinaryConnect around a backward pass, averages swapped in for evaluation."""
     optimizer, twin = (trained(make(dtype), [1], speculative=True) for _ in range(2))
-    if is_committed:
+    if when == "committed":
         optimizer.commit()
+    give_gradients(optimizer, 2, speculative=when == "open")
     with torch.no_grad():
-        RELOADS[reload](parameters_of(optimizer)[0])
-    train_alike(optimizer, twin, 2)
+        REWRITES[rewrite](parameters_of(optimizer)[0])
+    optimizer.step()
+    optimizer.zero_grad()
+    train(twin, 2)
+    assert visible(optimizer) == visible(twin)
     (p,) = parameters_of(optimizer)
     assert (optimizer.state[p]["master"] != p.float()).any()  # there is something that could have been lost
 
@@ -252,65 +151,39 @@ def test_commit_looks_at_parameters_also_after_a_state_was_loaded(dtype: torch.d
 
 
 @EACH_DTYPE
-@pytest.mark.parametrize("speculative", [False, True])
-def test_reload_masters_after_writes_through_data(dtype: torch.dtype, speculative: bool) -> None:
-    optimizer, twin = make(dtype), make(dtype)
+@pytest.mark.parametrize("steps_before", [0, 1])
+@pytest.mark.parametrize("is_open", [False, True])
+@pytest.mark.parametrize("is_chosen", [False, True])
+def test_reload_masters_after_writes_through_data(
+    dtype: torch.dtype, steps_before: int, is_open: bool, is_chosen: bool
+) -> None:
+    """As if these had been counted; masters of other parameters stay as they are."""
+    optimizer, twin = (SpeculativeCPUAdam([parameter(80, dtype=dtype, seed=i) for i in range(2)]) for _ in range(2))
     for one in (optimizer, twin):
-        train(one, 1, speculative=speculative)
-        (p,) = parameters_of(one)
+        trained(one, range(steps_before), speculative=one is optimizer)
+        give_gradients(one, 5, speculative=is_open and one is optimizer)
+        written = parameters_of(one)[1]
         if one is optimizer:
-            p.data[::2] = 7.0
-            one.reload_masters()
+            written.data[1::2] = 7.0
+            one.reload_masters([written] if is_chosen else None)
         else:
             with torch.no_grad():
-                p[::2] = 7.0
-        train(one, 2, speculative=speculative)
-    assert state_bits(optimizer) == state_bits(twin)
+                written[1::2] = 7.0
+        one.step()
+        one.zero_grad()
+        assert (written[1::2].float() - 7.0).abs().max() < 0.1  # one step of lr 0.001 away from 7
+    assert visible(optimizer) == visible(twin)
 
 
-def test_reload_masters_of_chosen_parameters() -> None:
-    optimizer = SpeculativeCPUAdam([parameter(8, dtype=torch.bfloat16, seed=seed) for seed in range(2)])
-    train(optimizer, 1)
-    first, second = parameters_of(optimizer)
+def test_reload_masters_leaves_parameters_alone_that_were_not_chosen() -> None:
+    optimizer = trained(SpeculativeCPUAdam([parameter(8, dtype=torch.bfloat16, seed=seed) for seed in range(2)]), [1])
     masters = [entry["master"].clone() for entry in optimizer.state_dict()["state"].values()]
-    first.data.fill_(7.0)
-    second.data.fill_(7.0)
-    optimizer.reload_masters([second])
+    for one in parameters_of(optimizer):
+        one.data.fill_(7.0)
+    optimizer.reload_masters(parameters_of(optimizer)[1:])
     now = optimizer.state_dict()["state"]
     assert bits(now[0]["master"]) == bits(masters[0])
     assert bits(now[1]["master"]) == bits(torch.full((8,), 7.0))
-
-
-@EACH_DTYPE
-@pytest.mark.parametrize("steps_before", [0, 1])
-def test_reload_masters_while_speculation_is_open(dtype: torch.dtype, steps_before: int) -> None:
-    optimizer, twin = make(dtype), make(dtype)
-    for one in (optimizer, twin):
-        for seed in range(steps_before):
-            train(one, seed)
-        give_gradients(one, 5, speculative=one is optimizer)
-        (p,) = parameters_of(one)
-        p.data[::2] = 7.0
-        one.reload_masters()
-        one.step()
-        one.zero_grad()
-    assert visible(optimizer) == visible(twin)
-    assert optimizer.statistics.accepted == 0
-    (p,) = parameters_of(optimizer)
-    assert (p[::2].float() - 7.0).abs().max() < 0.1  # one step of lr 0.01 away from 7
-
-
-def test_weights_loaded_after_construction_and_after_published() -> None:
-    model, other = (torch.nn.Linear(8, 8, dtype=torch.bfloat16) for _ in range(2))
-    optimizer = SpeculativeCPUAdam(model.parameters(), lr=0.1)
-    model.load_state_dict(other.state_dict())
-    train(optimizer, 1)
-    twin = SpeculativeCPUAdam(copy.deepcopy(other).parameters(), lr=0.1)
-    train(twin, 1)
-    assert visible(optimizer) == visible(twin)
-    model.load_state_dict(other.state_dict())
-    for p, theirs in zip(model.parameters(), other.parameters(), strict=True):
-        assert bits(optimizer.state[p]["master"]) == bits(theirs.float())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -324,27 +197,6 @@ def test_differing_compares_bits(dtype: torch.dtype, seed: int, length: int) -> 
     wide = torch.float64 if dtype == torch.float64 else torch.float32  # every value of the halves is one of these
     for i in range(length):
         assert bool(same[i]) is same_bits(first[i : i + 1].to(wide).numpy(), second[i : i + 1].to(wide).numpy())
-
-
-def test_state_that_was_made_in_inference_mode_counts_as_it_is_at_the_step() -> None:
-    """It counts no versions, so that nobody can tell whether it was written to in an open step."""
-
-    def moments(*, speculative: bool) -> tuple[list[float], int]:
-        one = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
-        optimizer = SpeculativeCPUAdam([one], lr=0.1)
-        one.grad = torch.ones_like(one)
-        optimizer.step()
-        with torch.inference_mode():
-            mine = optimizer.state[one]["exp_avg"] = torch.ones(3)
-        one.grad = torch.ones_like(one)
-        if speculative:
-            optimizer.speculate()
-        with torch.inference_mode():
-            mine.fill_(-5.0)
-        optimizer.step()
-        return one.tolist(), optimizer.statistics.accepted
-
-    assert moments(speculative=True) == moments(speculative=False)
 
 
 def test_a_write_is_adopted_in_a_master_that_was_made_in_inference_mode() -> None:
