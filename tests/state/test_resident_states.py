@@ -231,16 +231,7 @@ def test_any_steps_and_journeys_give_the_bits_of_the_oracle(
 
 
 def test_every_dtype_and_layout(device: Device) -> None:
-    house = Household(tensors(), device)
-    for _ in range(3):
-        house.step()
-        house.check_parameters()
-    house.resident.bring_home(house.states)
-    house.check_home()
-
-
-def test_amsgrad_that_is_switched_on_and_off(device: Device) -> None:
-    """The largest second moment joins the others later, and stays with them."""
+    """With amsgrad switched on and off: the largest second moment joins the others later, and stays with them."""
     house = Household(tensors(), device)
     some = [0, 4, 5, 11]
     for rows, amsgrad in ((None, False), (some, True), (None, False), (None, True), (some, True), (None, False)):
@@ -248,7 +239,6 @@ def test_amsgrad_that_is_switched_on_and_off(device: Device) -> None:
         house.check_parameters()
     house.resident.bring_home(house.states)
     house.check_home()
-    assert all(state.max_exp_avg_sq is not None for state in house.states)
 
 
 def test_tensors_on_the_host_stay_the_same(device: Device) -> None:
@@ -262,21 +252,6 @@ def test_tensors_on_the_host_stay_the_same(device: Device) -> None:
         assert all(
             one is other for one, other in zip(own, (state.master, state.exp_avg, state.exp_avg_sq), strict=True)
         )
-
-
-def test_host_is_not_written_before_state_comes_home(device: Device) -> None:
-    house = Household(tensors(), device)
-    house.step()
-    house.resident.bring_home(house.states[:3])
-    before = [state.exp_avg.clone() for state in house.states if state.exp_avg is not None]
-    house.step(range(3, len(house.states)))
-    assert all(
-        torch.equal(one, state.exp_avg)
-        for one, state in zip(before, house.states, strict=True)
-        if state.exp_avg is not None
-    )
-    house.resident.bring_home(house.states)
-    house.check_home()
 
 
 def test_state_comes_home_after_a_step_on_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,23 +313,15 @@ def test_parameters_whose_data_was_replaced(device: Device) -> None:
 def test_memory_is_given_back(device: Device) -> None:
     house = Household(tensors(), device)
     for _ in range(3):
-        house.step(hyper=replace(HYPER, amsgrad=True))
-        assert len(house.on_device) == 4 * len(house.states)
+        for _ in range(2):
+            house.step(hyper=replace(HYPER, amsgrad=True))
+            assert len(house.on_device) == 4 * len(house.states)
         house.resident.bring_home(house.states[:3])
         assert len(house.on_device) == 4 * (len(house.states) - 3)
         house.resident.bring_home(house.states)
         assert not house.on_device
     if isinstance(device, SimulatedDevice):
         assert not device._blocks
-
-
-def test_memory_does_not_grow_with_steps(device: Device) -> None:
-    house = Household([laid_out(torch.randn(4, 6), layout) for layout in LAYOUTS], device)
-    house.step()
-    alive = len(house.on_device)
-    for _ in range(4):
-        house.step()
-    assert len(house.on_device) == alive == 3 * 4
 
 
 # ---- what goes wrong -------------------------------------------------------------------------------------------------
