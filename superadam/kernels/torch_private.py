@@ -56,6 +56,9 @@ inference_mode: Callable[[bool], AbstractContextManager[Any]] = _find("_C._Infer
 """Sets inference mode, and restores the gradient mode as well, in one call into C, between whose parts no signal
 handler runs. Of the public managers, a handler that raises between them could leave gradients disabled."""
 
+is_profiling: Callable[[], bool] = _find("autograd._profiler_enabled", bool)
+"""Whether a profiler looks at this thread; `bool()` is False."""
+
 _without_transforms: Any = _find("_C._DisableFuncTorch", contextlib.nullcontext)
 _without_modes: Any = _find("utils._python_dispatch._disable_current_modes", contextlib.nullcontext)
 

@@ -6,6 +6,7 @@ cold caches, so it does as little as possible for each gradient.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -15,9 +16,13 @@ from torch import Tensor
 from superadam.devices import Device, Event, Stream
 from superadam.handles.gradient_handle import take_gradient, taken_of
 from superadam.handles.taken_gradient import GradientHolder, TakenGradient
+from superadam.kernels.torch_private import missing
 from superadam.offload.accumulation import Accumulation
 from superadam.state.parameter import ParameterState, Piece
 
+_logger = logging.getLogger("superadam")
+
+EMPTY_STEPS = 3  # of whose gradients none could be taken, before the program is told
 DEFAULT_NUMEL = 16 * 1024 * 1024  # 32 MiB of bf16 or 64 MiB of fp32, as in SuperOffload; saturates a link
 
 
@@ -66,6 +71,7 @@ class Bucketer:
 
     def __init__(self, device: Device, holder: GradientHolder, bucket_numel: int) -> None:
         self.accumulation = Accumulation()
+        self._is_refused, self._empty_steps = False, 0  # a gradient of this step; steps on end of which all were
         self.resident: frozenset[Piece] = frozenset()
         self.last: Piece | None = None
         self._device = device
@@ -138,7 +144,9 @@ class Bucketer:
         except (TypeError, ValueError):
             return None  # step() raises it
         del gradient  # a second reference, with which it could not be taken
-        return take_gradient(parameter, state, self._holder)
+        taken = take_gradient(parameter, state, self._holder)
+        self._is_refused |= taken is None
+        return taken
 
     def rest(self) -> list[Bucket]:
         """Return the buckets that have begun, full or not."""
@@ -160,6 +168,14 @@ class Bucketer:
     def end_step(self) -> None:
         """End a step: the next gradient of each parameter is its first one."""
         ended, self._taken = self._taken, {}
+        is_refused, self._is_refused = self._is_refused, False
+        self._empty_steps = 0 if ended else self._empty_steps + is_refused
+        if is_refused and self._empty_steps == EMPTY_STEPS and not missing:
+            _logger.warning(
+                "no gradient of %d steps could be taken, so nothing overlaps: something else refers to their memory, "
+                "as CUDA graphs of torch.compile(mode='reduce-overhead') do; see docs/tuning.md",
+                EMPTY_STEPS,
+            )
         edited = self._numel_of([key for key, taken in ended.items() if taken is None])
         self.accumulation.end_step(is_edited=edited > 0 and 2 * edited >= self._numel_of(ended))
 

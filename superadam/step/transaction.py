@@ -12,11 +12,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
+from torch.autograd.profiler import record_function
 
 from superadam.distributed.agreement import Question, Ranks, RanksNorm
 from superadam.handles.taken_gradient import FactorKind, TakenGradient
@@ -25,7 +26,7 @@ from superadam.host.telling import tell
 from superadam.kernels import native
 from superadam.kernels.hyperparameters import Hyperparameters, Scale
 from superadam.kernels.places import has_memory
-from superadam.kernels.torch_private import is_short_of_memory
+from superadam.kernels.torch_private import is_profiling, is_short_of_memory
 from superadam.state.norm import GradientNorm
 from superadam.state.parameter import ParameterState, Pending, Phase, Piece, Prediction, pieces_of
 from superadam.state.samples import Samples
@@ -34,6 +35,7 @@ from superadam.state.uncertain import empty_lists
 from superadam.step.gradients import StepGradients
 from superadam.step.outcome import Applied, Statistics, StepKind, StepOutcome, judge
 
+_NOTHING = nullcontext()
 _Products = dict[TakenGradient, Tensor]  # of gradients with their factors, which their pieces share
 
 
@@ -217,7 +219,12 @@ class Transaction:
         A `max_norm` of None or inf is no limit. Also returns what was done to gradients that were taken; None where
         none was, or the step was skipped.
         """
-        with deferred_signals(), self.lock, native.usual_float_mode():
+        with (
+            deferred_signals(),
+            self.lock,
+            native.usual_float_mode(),
+            record_function("superadam: step") if is_profiling() else _NOTHING,
+        ):
             begin = time.perf_counter()
             if self._members[Phase.ACCEPTED]:
                 self._commit_of(gradients.states)
@@ -586,7 +593,8 @@ class Transaction:
         with deferred_signals(), self.lock, native.usual_float_mode():
             begin = time.perf_counter()
             try:
-                yield
+                with record_function(f"superadam: {phase.partition('_')[0]}") if is_profiling() else _NOTHING:
+                    yield
             finally:
                 self._spent(phase, begin)
 

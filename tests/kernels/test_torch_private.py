@@ -157,6 +157,13 @@ def relied_on(sentence: str, *paths: str) -> Callable[[Check], Check]:
     return register
 
 
+@relied_on("says whether a profiler looks at this thread", "autograd._profiler_enabled")
+def _() -> bool:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        is_seen = torch_private.is_profiling()
+    return is_seen and not torch_private.is_profiling()
+
+
 @relied_on("ends inference mode and restores both modes", "_C._InferenceMode")
 def _() -> bool:
     with torch.inference_mode():

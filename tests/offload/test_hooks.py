@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.overlap import batch, mlp
+from support.overlap import ThreadDevice, adam, batch, loss_of, mlp
 from torch import Tensor, nn
 
+from superadam import OffloadScheduler
 from superadam.offload.hooks import GradientReady, Hooks
 
 
@@ -105,3 +106,21 @@ def test_copies_report_to_nobody(how: Any) -> None:
     assert type(inert) is GradientReady
     inert(nn.Parameter(torch.ones(2)))
     assert not recorder.ready
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_program_is_told_once_where_no_gradient_can_be_taken(keeps: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """As those of CUDA graphs, to whose memory the graph refers; of steps without gradients nothing is said."""
+    model, kept = mlp(), list[Tensor]()
+    optimizer = adam(model)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda one: kept.append(one.grad) if keeps else None)
+    with OffloadScheduler(optimizer, model, device=ThreadDevice()) as scheduler:
+        for seed in range(6):
+            loss_of(model, seed).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.step()
+            assert len(caplog.records) == (keeps and seed >= 2)
+        assert (scheduler.statistics.buckets == 0) == keeps
+    assert all("no gradient of 3 steps could be taken" in record.message for record in caplog.records)

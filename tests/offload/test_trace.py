@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.overlap import ThreadDevice, adam, mlp, train
@@ -132,3 +133,15 @@ def test_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
     Trace().write(path)
     assert [event["ph"] for event in events_of(path)] == ["M"] * len(TRACKS)
+
+
+def test_a_profiler_shows_the_parts_of_the_optimizer() -> None:
+    model = mlp()
+    optimizer = adam(model, max_grad_norm=1.0)
+    with OffloadScheduler(optimizer, model, device=ThreadDevice()):
+        train(model, optimizer, range(2))
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            train(model, optimizer, range(2, 4))
+            optimizer.state_dict()
+    names = {event.name for event in profiler.events()}
+    assert {"superadam: step", "superadam: commit"} <= names

@@ -31,6 +31,7 @@ NEEDED_ALONE = (
     "Tensor._version",
     "_foreach_copy_",
     "utils._pytree.register_pytree_node",
+    "autograd._profiler_enabled",
 )
 """Names that are not needed to take gradients, but by the optimizer itself, which does without each."""
 
