@@ -241,10 +241,13 @@ class Transfers(NewValues):
 
     def _compute_norms(self, gradients: Sequence[TakenGradient]) -> None:
         is_asked = self.computes_norms and not needs_present_mode(gradients)
-        unknown = [taken for taken in gradients if taken.norm is None] if is_asked else []
-        if unknown:
-            norms = norms_of((taken.pending, taken.norm_dtype) for taken in unknown)
-            for taken, norm in zip(unknown, norms, strict=True):
+        unknown: dict[torch.dtype, list[TakenGradient]] = {}  # by dtype, as clip_grad_norm_ makes lists for torch
+        for taken in gradients if is_asked else ():
+            if taken.norm is None:
+                unknown.setdefault(taken.pending.dtype, []).append(taken)
+        for group in unknown.values():
+            norms = norms_of((taken.pending, taken.norm_dtype) for taken in group)
+            for taken, norm in zip(group, norms, strict=True):
                 taken.norm = norm
 
     def _send_to_host(self, sources: Sequence[Tensor]) -> tuple[list[Tensor], Event]:

@@ -50,7 +50,7 @@ from superadam.devices import Device, PlainDevice, Stream
 from superadam.devices.worker import WorkerError
 from superadam.handles.gradient_handle import taken_of
 from superadam.host.memory import HostNeeds
-from superadam.kernels import native
+from superadam.kernels import native, torch_private
 from superadam.offload.accumulation import PAUSE_STEPS
 from superadam.offload.hooks import Hooks
 from superadam.offload.pipeline import Pipeline
@@ -746,6 +746,30 @@ def test_norms_that_others_ask_for_are_taken_before_gradients_travel(dtype: torc
                 its.zero_grad()
             assert shown(optimizer) == shown(plain)
     assert everything(model, optimizer) == everything(twin, plain)
+
+
+def test_norms_of_a_mixed_model_are_those_of_lists_of_one_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `clip_grad_norm_` makes them: a GPU sums a list of several dtypes in another order."""
+    foreach_norm = torch_private.foreach_norm
+
+    def rounds_otherwise(tensors: list[Tensor], order: float) -> list[Tensor]:
+        is_mixed = len({tensor.dtype for tensor in tensors}) > 1
+        return [norm * (0.5 if is_mixed else 1.0) for norm in foreach_norm(tensors, order)]
+
+    monkeypatch.setattr(torch_private, "foreach_norm", rounds_otherwise)
+    models = [mlp(), mlp()]
+    for model in models:
+        model[0].bfloat16()
+    optimizers = [adam(model, max_grad_norm=None) for model in models]
+    with eager(optimizers[0], models[0], device=SimulatedDevice(0), bucket_numel=200):
+        for seed in range(3):
+            for model in models:
+                model[1:](model[0](batch(seed).bfloat16()).float()).square().sum().backward()
+            norms = [torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5) for model in models]
+            assert bits(norms[0]) == bits(norms[1])
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
 
 
 # ---- uploads ---------------------------------------------------------------------------------------------------------
