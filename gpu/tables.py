@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -73,8 +74,11 @@ def _kept_upload(entries: bytes, device: torch.device, stream: int) -> Tensor:
 def upload(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
     """Return a copy of an array on the device, enqueued to the current stream."""
     host = torch.from_numpy(array)
-    # From pageable memory the copy would wait for the stream, and the calling thread with it.
-    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+    if device.type == "cpu":
+        return host
+    with suppress(RuntimeError):  # where the driver refuses, the calling thread waits for the stream: no step may fail
+        host = host.pin_memory()
+    return host.to(device, non_blocking=True)
 
 
 def addresses_of(tensors: Sequence[Tensor | None]) -> Integers:

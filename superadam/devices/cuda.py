@@ -5,6 +5,7 @@ Everything names the device, so that calls work from threads whose current devic
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -26,6 +27,8 @@ from superadam.kernels.copies import copy_one
 from superadam.kernels.hyperparameters import Coefficients
 from superadam.kernels.resident_step import ResidentStep
 
+_logger = logging.getLogger("superadam")
+
 LEFT_TO_TRAINING = 2
 """CPUs for the training process: one for the thread that launches kernels, and one for all else, as data loading."""
 
@@ -44,6 +47,12 @@ class CudaDevice(Device):
             raise ValueError(f"CudaDevice got {device}, expected a CUDA or HIP device; use PlainDevice for others")
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
+        if getattr(torch.cuda.get_device_properties(self.device), "is_integrated", False):
+            _logger.warning(
+                "%s computes in the host's memory, where offloading saves none: take torch.optim.AdamW(fused=True), or "
+                "SpeculativeCPUAdamW for its smaller state alone",
+                self.device,
+            )
         self.can_update = backend(self.device).backend is not Backend.TORCH
         self._host: Host = host or Host()
         self._cpus = cores.share(self._host, _pci_address(self.device))

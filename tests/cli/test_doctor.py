@@ -303,6 +303,10 @@ def test_devices_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Properties)
     finding = accelerator.gpus(machine(tmp_path))
     assert finding.detail == "2 x NVIDIA H200, 141 GiB, capability 9.0"
+    monkeypatch.setattr(Properties, "is_integrated", 1, raising=False)
+    finding = accelerator.gpus(machine(tmp_path))
+    assert finding.status is Status.BETTER
+    assert finding.detail.endswith("its memory is the host's, where offloading saves none")
 
 
 # -- software --------------------------------------------------------------------------------------------------------

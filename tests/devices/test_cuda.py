@@ -485,6 +485,17 @@ def test_torch_may_not_tell_where_the_device_is(cuda: FakeCuda, monkeypatch: pyt
     assert FakeDevice(cuda)._cpus == frozenset(os.sched_getaffinity(0))
 
 
+def test_offloading_within_one_memory_is_told(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for is_integrated in (0, 1):
+        properties = SimpleNamespace(is_integrated=is_integrated)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, properties=properties: properties)
+        FakeDevice(cuda)
+        assert len(caplog.records) == is_integrated
+    assert "computes in the host's memory, where offloading saves none" in caplog.text
+
+
 # ---- training over it ------------------------------------------------------------------------------------------------
 
 

@@ -120,3 +120,14 @@ def test_table_of_another_stream_is_another_upload(monkeypatch: pytest.MonkeyPat
     assert table([[65, 0, 129]]).entries.tolist() == [0, 1, 5, 3000, 65, 129]
     assert len(uploads) == 3
     tables._kept_upload.cache_clear()
+
+
+def test_a_table_is_uploaded_also_where_no_memory_can_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New values are published when a step is made already."""
+
+    def refuse(tensor: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("CUDA error: operation not permitted")
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", refuse)
+    uploaded = tables.upload(np.arange(3), torch.device("meta"))
+    assert (uploaded.dtype, uploaded.shape, uploaded.device.type) == (torch.int64, (3,), "meta")

@@ -44,6 +44,9 @@ def gpus(host: Host) -> Finding:
             text = f"{device.name}, {device.total_memory / (1 << 30):.0f} GiB, capability {device.major}.{device.minor}"
             names[text] = names.get(text, 0) + 1
         detail = "; ".join(f"{count} x {text}" if count > 1 else text for text, count in names.items())
+        if any(getattr(device, "is_integrated", False) for device in devices):  # GB10, MI300A
+            detail += "; its memory is the host's, where offloading saves none"
+            return Finding("GPU", Status.BETTER, detail, "train with torch.optim.AdamW(fused=True)", values)
         return Finding("GPU", Status.OK, detail, values=values)
     if host.path("/proc/driver/nvidia/version").exists():
         if torch.version.cuda is None:
