@@ -30,13 +30,8 @@ enum { ADDRESS, STORAGE, BYTES, LAYOUT, VERSION, WORDS };
 static const dl_exchange *exchange;
 static PyObject *storage_of, *bytes_of, *key_name, *version_name;
 
-static uint64_t mixed(uint64_t hash, uint64_t value)
-{
-    hash ^= value + 0x9E3779B97F4A7C15u;
-    hash = (hash ^ hash >> 30) * 0xBF58476D1CE4E5B9u;
-    hash = (hash ^ hash >> 27) * 0x94D049BB133111EBu;
-    return hash ^ hash >> 31;
-}
+/* One to one in either argument, so that layouts which differ in a single number have different hashes. */
+static uint64_t mixed(uint64_t hash, uint64_t value) { return (hash ^ value) * 0x9E3779B97F4A7C15u; }
 
 /* Returns the number that a call or an attribute gave, and releases it; `otherwise` where it gave none. */
 static int64_t number_of(PyObject *result, int64_t otherwise)
