@@ -30,6 +30,7 @@ from superadam.state.new_values import NewValues, Shadow
 from superadam.state.norm import GradientNorm
 from superadam.state.parameter import Pending, Piece, Slot
 
+USED_SHARE = 0.9  # of the room on a device that is short of memory
 PACKED_UNDER_WAY = 2  # packed buckets that may wait for the link where the device is short of memory
 
 
@@ -75,8 +76,8 @@ class Transfers(NewValues):
         transfer_dtype: in which gradients travel, and so are seen by norm and step; None for their own. fp64 gradients,
             and those that count unrounded, stay as they are.
         computes_norms: whether torch computes the norms of gradients before they travel, for programs that ask.
-        is_short: whether the device has no memory for the new values of a step. They then wait on the host, and the
-            host waits for the link instead of packing far ahead.
+        is_short: whether the device has no memory for all new values of a step. Those of the first buckets then wait
+            on the host, and the host waits for the link instead of packing far ahead.
     """
 
     def __init__(
@@ -87,8 +88,9 @@ class Transfers(NewValues):
         self.computes_norms = False
         # Packed gradients, by the events with which they have left, or by references to the values that replace them.
         self._leaving, self._reused = _HeldBytes(operator.methodcaller("query")), _HeldBytes(_is_gone)
-        self._most_packed = 0  # on the device at once
+        self._most_packed = self._largest = 0  # on the device at once; one bucket
         self._travelled = self._most_travelled = 0  # packed in a step
+        self._room = 0  # for new values on the device, where it is short
         self._statistics, self._trace = statistics, trace
         self._lock = threading.Lock()  # the worker uploads while the training thread publishes
         self._untold: collections.deque[tuple[Event, float, int]] = collections.deque()  # uploads not seen to arrive
@@ -164,12 +166,13 @@ class Transfers(NewValues):
         try:
             packed = self.device.pack(self._present(group), layout, dtype)
         except Exception as error:
-            self.is_short = self.is_short or is_short_of_memory(error)
+            if is_short_of_memory(error):
+                self.is_short, self._room = True, 0
             if not is_short_of_memory(error) or not self._leaving.size:
                 raise
             self._let_leave(0)
             packed = self.device.pack(self._present(group), layout, dtype)
-        self._travelled += packed.nbytes
+        self._travelled, self._largest = self._travelled + packed.nbytes, max(self._largest, packed.nbytes)
         return packed
 
     def _present(self, group: Mapping[Piece, TakenGradient]) -> list[Tensor]:
@@ -198,13 +201,14 @@ class Transfers(NewValues):
         free = self.device.free_bytes() if missing > 0 else None
         if free is None or free >= missing or self.is_short:
             return 0
-        self.is_short = True
-        return travelled
+        under_way = (PACKED_UNDER_WAY + 2) * self._largest  # with one that is packed, and one that is being freed
+        self.is_short, self._room = True, max(0, int(USED_SHARE * (free + self._most_packed - under_way)))
+        return max(0, travelled - self._room)
 
     def _shadow_on_device(self, packed: Tensor, numel: int, dtype: torch.dtype) -> Tensor | None:
         """Return memory on the device for new values, that of the packed gradients if it is large enough, or None."""
-        if self.is_short:
-            return None
+        if self.is_short and self._most_travelled - self._travelled + packed.nbytes > self._room:
+            return None  # the last buckets of a step have the room: the step waits for them
         if packed.dtype.itemsize >= dtype.itemsize:
             return packed
         return self.room_on_device(numel, dtype)

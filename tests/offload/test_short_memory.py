@@ -134,3 +134,27 @@ def test_bucket_that_finds_no_memory_is_packed_once_others_have_left() -> None:
     assert bits == trained(None)[0]
     assert device.refused > 0
     assert max(most) <= 2 * LARGEST
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.75, 1.0])
+def test_as_many_new_values_as_there_is_room_for_go_to_the_device_the_last_ones_first(share: float) -> None:
+    """The step waits for those of the last buckets; the others are read from the host when it publishes."""
+    _, roomy = trained(CountingDevice(0, None))
+    device = CountingDevice(0, int(share * max(roomy)))
+    bits, most = trained(device)
+    assert bits == trained(None)[0]
+    assert max(most[1:]) <= (BOUND if share < 1.0 else max(roomy))
+
+    model, device = mlp(torch.bfloat16, layers=24), CountingDevice(0, device.free)
+    optimizer = adam(model, max_grad_norm=0.4)
+    with OffloadScheduler(optimizer, model, device=device, bucket_numel=BUCKET, gpu_buckets=0) as scheduler:
+        for seed in range(4):
+            optimizer.step()
+            optimizer.zero_grad()
+            device._eagerness = 0.0 if seed > 1 else 0.95
+            model(batch(seed, torch.bfloat16)).float().square().mean().backward()
+        scheduler._catch_up()
+        states = scheduler._transaction.table.states  # type: ignore[union-attr]
+        sent = [state.pending.slot.shadow.is_sent for state in states if state.pending.slot]
+    count = {0.0: 0, 0.5: 0, 0.75: 6, 1.0: 48}[share]
+    assert sent == [True] * count + [False] * (48 - count)
