@@ -506,3 +506,37 @@ def test_bad_hyperparameter_is_refused(key: str, value: object, is_open: bool) -
     optimizer.step()
     twin = trained(make(torch.bfloat16), [1, 2])
     assert state_bits(optimizer) == state_bits(twin)
+
+
+def test_tensor_learning_rate_is_captured_by_value() -> None:
+    optimizer, twin = (make(torch.bfloat16, lr=torch.tensor(0.01)) for _ in range(2))
+    trained(optimizer, range(2), speculative=True)
+    trained(twin, range(2))
+    for one in (optimizer, twin):
+        one.param_groups[0]["lr"].fill_(0.5)  # as schedulers do
+    speculate(optimizer, 2)  # commits the second step in the same pass
+    for one in (optimizer, twin):
+        one.param_groups[0]["lr"].fill_(0.25)
+    optimizer.resolve()
+    optimizer.zero_grad()
+    train(twin, 2)
+    assert (optimizer.statistics.accepted, optimizer.statistics.respeculated) == (2, 2)
+    assert visible(optimizer) == visible(twin)
+
+
+def test_bad_hyperparameter_leaves_speculation_open() -> None:
+    optimizer, twin = trained(make(torch.bfloat16), [1]), trained(make(torch.bfloat16), [1])
+    speculate(optimizer, 2)
+    optimizer.param_groups[0]["lr"] = math.nan
+    for conclude in (optimizer.resolve, optimizer.step, optimizer.speculate, lambda: optimizer.clip_grad_norm_(1.0)):
+        before = state_bits(optimizer)
+        with pytest.raises(ValueError, match="lr is nan"):
+            conclude()
+        assert state_bits(optimizer) == before
+        assert all(are_taken(optimizer))
+    optimizer.param_groups[0]["lr"] = 1e-3
+    optimizer.resolve()
+    assert optimizer.statistics.respeculated == 2  # because the state was looked at
+    optimizer.zero_grad()
+    train(twin, 2)
+    assert visible(optimizer) == visible(twin)

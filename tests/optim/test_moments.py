@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -148,3 +149,20 @@ def test_fp32_moments_are_rounded_to_nearest_when_loaded(ours: type, theirs: typ
         assert optimizer.moments == "bf16"
         trained(optimizer, [2])
         assert {one.dtype for pair in stored(optimizer) for one in pair} == {torch.bfloat16}
+
+
+def test_nan_and_infinity_in_the_state_stay() -> None:
+    parameter = nn.Parameter(torch.zeros(70))
+    optimizer = SpeculativeCPUAdam([parameter], moments="bf16")
+    for _ in range(3):
+        parameter.grad = torch.ones(70)
+        optimizer.step()
+        state = optimizer.state[parameter]
+        if state["step"] == 1:
+            state["exp_avg"][3] = math.nan
+            state["exp_avg_sq"].view(torch.int16)[4] = 0x7F81  # a NaN whose upper bits are few
+            state["exp_avg_sq"][5] = math.inf
+    state = optimizer.state[parameter]
+    assert state["exp_avg"].isnan().nonzero().flatten().tolist() == [3]
+    assert state["exp_avg_sq"].isnan().nonzero().flatten().tolist() == [4]
+    assert state["exp_avg_sq"].isinf().nonzero().flatten().tolist() == [5]

@@ -394,3 +394,39 @@ def test_state_goes_up_on_the_stream_whose_memory_it_takes(monkeypatch: pytest.M
     house.step()
     assert set(streams) == {Stream.UPLOAD}
     assert {id(tensor) for tensor, stream in recorded if stream is Stream.CURRENT} == set(map(id, house.on_device))
+
+
+def test_amsgrad_that_is_switched_on_and_off(device: Device) -> None:
+    """The largest second moment joins the others later, and stays with them."""
+    house = Household(tensors(), device)
+    some = [0, 4, 5, 11]
+    for rows, amsgrad in ((None, False), (some, True), (None, False), (None, True), (some, True), (None, False)):
+        house.step(rows, replace(HYPER, amsgrad=amsgrad))
+        house.check_parameters()
+    house.resident.bring_home(house.states)
+    house.check_home()
+    assert all(state.max_exp_avg_sq is not None for state in house.states)
+
+
+def test_memory_does_not_grow_with_steps(device: Device) -> None:
+    house = Household([laid_out(torch.randn(4, 6), layout) for layout in LAYOUTS], device)
+    house.step()
+    alive = len(house.on_device)
+    for _ in range(4):
+        house.step()
+    assert len(house.on_device) == alive == 3 * 4
+
+
+def test_host_is_not_written_before_state_comes_home(device: Device) -> None:
+    house = Household(tensors(), device)
+    house.step()
+    house.resident.bring_home(house.states[:3])
+    before = [state.exp_avg.clone() for state in house.states if state.exp_avg is not None]
+    house.step(range(3, len(house.states)))
+    assert all(
+        torch.equal(one, state.exp_avg)
+        for one, state in zip(before, house.states, strict=True)
+        if state.exp_avg is not None
+    )
+    house.resident.bring_home(house.states)
+    house.check_home()
