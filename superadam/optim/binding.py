@@ -28,6 +28,7 @@ from superadam.host.signals import deferred_signals
 from superadam.host.telling import tell
 from superadam.kernels import torch_private
 from superadam.kernels.hyperparameters import Hyperparameters
+from superadam.kernels.places import has_memory
 from superadam.optim.arguments import is_flattened
 from superadam.optim.published_state import PublishedState
 from superadam.state import compact
@@ -379,7 +380,7 @@ class Binding(GradientHolder):
             table = ParameterTable(states, new_values, self.overlap._resident if self.overlap else None)
             for state in states:
                 self.published.read(state, table, moved.get(id(state), ()))
-                if id(state) in written:
+                if id(state) in written or not has_memory(state.local):  # which the next step refuses
                     table.fingerprints.distrust(state.row)
         except BaseException:  # the table before has rows of these states no longer; what they hold is in the entries
             self._forget_binding()

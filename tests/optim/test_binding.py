@@ -71,3 +71,26 @@ def test_one_element_without_memory_is_refused_and_not_read(freed: str) -> None:
     with pytest.raises(ValueError, match=f"{freed}.* torch.float32 of shape"):
         optimizer.step()
     assert bits(parameter) == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("when", ["at first", "in a new group", "before speculation"])
+def test_a_parameter_without_memory_is_refused_from_the_first_step_on(when: str, dtype: torch.dtype) -> None:
+    freed, other = (nn.Parameter(torch.ones(5, dtype=dtype)) for _ in range(2))
+    optimizer = SpeculativeCPUAdam([other] if when == "in a new group" else [freed, other], lr=0.1)
+    if when == "in a new group":
+        give_gradients([other], 0)
+        optimizer.step()
+        optimizer.add_param_group({"params": [freed]})
+    freed.untyped_storage().resize_(0)
+    for parameter in (freed, other):
+        parameter.grad = torch.ones(5, dtype=dtype)
+    before = bits(other)
+    if when == "before speculation":
+        optimizer.speculate()
+    with pytest.raises(ValueError, match="has no data, because its storage was freed"):
+        optimizer.step()
+    assert bits(other) == before
+    freed.grad = None
+    optimizer.step()
+    assert bits(other) != before
