@@ -143,22 +143,31 @@ class Transaction:
             self._drop(pending)
             for piece, record in pending.items():
                 record.expect(int(self.table.steps[piece.state.row]) + 1, self.expected_scale, prediction)
-            apart = [s for s, new in pending.items() if s.phase is Phase.ACCEPTED and _cannot_fuse(s, new)]
-            self._commit(apart, num_threads)
-            waiting = [piece for piece, record in pending.items() if record.slot is None]
-            alone = [s for s, record in pending.items() if record.slot and s.phase is Phase.CLEAN]
-            fused = [s for s, record in pending.items() if record.slot and s.phase is Phase.ACCEPTED]
-            if norm is not None:
-                self.table.put_norm(self.table.rows_of(waiting), norm)
-            elif waiting:
-                gradients = [pending[piece].gradient for piece in waiting]
-                segments = self.table.segments(self.table.rows_of(waiting), gradients)
-                self.table.compute_norm(segments, num_threads=num_threads)
-            for chosen in (alone, fused):
-                if chosen:
-                    self._speculate(chosen, [pending[piece] for piece in chosen], chosen is fused, num_threads)
+            try:
+                self._compute(pending, num_threads, norm)
+            except BaseException:  # the next verdict is not over what was summed before
+                for piece in pending:
+                    self.table.norm.clear(self.table.chunks_of(piece.row))
+                raise
             for piece, record in pending.items():
                 self._move(piece, Phase.SPECULATED, record)
+
+    def _compute(self, pending: Mapping[Piece, Pending], num_threads: int | None, norm: GradientNorm | None) -> None:
+        """Sum gradients, or take the `norm` of those without a slot, and compute new values for the others."""
+        apart = [s for s, new in pending.items() if s.phase is Phase.ACCEPTED and _cannot_fuse(s, new)]
+        self._commit(apart, num_threads)
+        waiting = [piece for piece, record in pending.items() if record.slot is None]
+        alone = [s for s, record in pending.items() if record.slot and s.phase is Phase.CLEAN]
+        fused = [s for s, record in pending.items() if record.slot and s.phase is Phase.ACCEPTED]
+        if norm is not None:
+            self.table.put_norm(self.table.rows_of(waiting), norm)
+        elif waiting:
+            gradients = [pending[piece].gradient for piece in waiting]
+            segments = self.table.segments(self.table.rows_of(waiting), gradients)
+            self.table.compute_norm(segments, num_threads=num_threads)
+        for chosen in (alone, fused):
+            if chosen:
+                self._speculate(chosen, [pending[piece] for piece in chosen], chosen is fused, num_threads)
 
     def _speculate(
         self, pieces: Sequence[Piece], pending: Sequence[Pending], fuses: bool, num_threads: int | None
@@ -256,8 +265,8 @@ class Transaction:
     ) -> StepOutcome:
         """Make a step of gradients none of which was taken, in one job whatever their number."""
         self._drop(self.in_phase(Phase.SPECULATED))
-        self.table.compute_norm(segments)
         try:
+            self.table.compute_norm(segments)
             outcome = judge(self._over_ranks(Question.STEP, self.table.norm, max_norm), max_norm)
         finally:
             self.table.norm.clear()
