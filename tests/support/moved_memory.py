@@ -210,11 +210,11 @@ def _set_data(tensor: Tensor, new: Tensor) -> None:
 def _refill(tensor: Tensor) -> None:
     if tensor.is_shared():  # of which torch makes no more room
         return
-    kept, storage = tensor.detach().clone(), tensor.untyped_storage()
-    size = storage.nbytes()
+    storage = tensor.untyped_storage()
+    kept = storage.clone()  # all of it: others may have views
     storage.resize_(0)
-    storage.resize_(size)
-    tensor.detach().copy_(kept)
+    storage.resize_(kept.nbytes())
+    storage.copy_(kept)
 
 
 def _replace_freed(tensor: Tensor) -> None:
