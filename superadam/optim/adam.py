@@ -405,6 +405,9 @@ class SpeculativeCPUAdam(Optimizer):
 
         Accepted steps are committed first. While a program refers to the dict or to anything in it, that shows each
         step when `step()` returns, and the step of those parameters is not made during backward.
+
+        A master that is written to in place counts. One that is put in its place counts, as a loaded one, where it
+        rounds to the parameter's value: elsewhere the parameter does, so write to that, or to both.
         """
         entries = self._binding.entries(self.param_groups)
         self._binding.expose()
