@@ -82,6 +82,12 @@ class Pair:
         """`state` of both; perhaps an earlier one."""
         return self.held or (self.ours.state, self.theirs.state)
 
+    @property
+    def can_be_saved(self) -> bool:
+        """Whether all state is that of parameters in the groups; torch raises KeyError for any other."""
+        own = {*map(id, parameters_of(self.ours))}
+        return not self.kept.get("parked") and all(id(one) in own for one in self.ours.state)
+
     @torch.no_grad()
     def adopt(self) -> None:
         """Let what was written to working copies be the masters'."""
@@ -487,7 +493,7 @@ def assign_state(pair: Pair, seed: int) -> None:
 
 @action
 def save(pair: Pair, seed: int) -> None:
-    if not pair.kept.get("parked"):  # whose state torch cannot save
+    if pair.can_be_saved:
         pair.adopt()
         ours = (pair.ours.state_dict if seed % 3 else pair.ours.torch_state_dict)()
         masters = [master.detach().clone() for _, _, master in pair.rows] if seed % 3 else None
@@ -526,7 +532,7 @@ def load(pair: Pair, seed: int) -> None:
 @action
 def go_on_with_copies(pair: Pair, seed: int) -> None:
     """Gradients stay behind, as torch leaves them."""
-    if pair.kept.get("parked"):
+    if not pair.can_be_saved:
         return
     both = (pair.ours, pair.theirs, pair.copies)
     pair.held, pair.kept = None, {}
@@ -541,7 +547,7 @@ def go_on_with_copies(pair: Pair, seed: int) -> None:
 def step_others(pair: Pair, seed: int) -> None:
     """In torch's own context, which puts everything back."""
     stateless = pytest.importorskip("torch.optim._stateless")
-    if pair.kept.get("parked") or not pair.theirs.state or not pair.rows:
+    if not pair.can_be_saved or not pair.theirs.state or not pair.rows:
         return
     pair.adopt()
     pair.held = None
