@@ -532,7 +532,7 @@ def load(pair: Pair, seed: int) -> None:
 @action
 def go_on_with_copies(pair: Pair, seed: int) -> None:
     """Gradients stay behind, as torch leaves them."""
-    if not pair.can_be_saved:
+    if pair.kept.get("parked"):
         return
     both = (pair.ours, pair.theirs, pair.copies)
     pair.held, pair.kept = None, {}
