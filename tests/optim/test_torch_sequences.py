@@ -502,7 +502,7 @@ def save(pair: Pair, seed: int) -> None:
 
 @action
 def load(pair: Pair, seed: int) -> None:
-    """If it fits; a master that is not there is read from its parameter, and others are written to theirs."""
+    """If it fits. No parameter is written: a loaded master counts where it rounds to its parameter."""
     if "saved" not in pair.kept:
         return
     ours, theirs, masters = copy.deepcopy(pair.kept["saved"])
@@ -524,7 +524,6 @@ def load(pair: Pair, seed: int) -> None:
         for master, own in pair.copies.items():
             if own is not master and masters is not None and theirs["state"].get(places.get(master)):
                 master.copy_(masters[places[master]])
-                own.copy_(master)
             elif own is not master:
                 master.copy_(own)
 
