@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from superadam.kernels.memory import has_memory
 from superadam.kernels.native import Flag
 
 _POWER_CONTEXT = decimal.Context(prec=60)
@@ -75,17 +76,9 @@ def number_of(value: object) -> float | None:
     with suppress(OverflowError, RuntimeError):  # beyond every double; on the meta device
         if isinstance(value, numbers.Real):
             return float(value)
-        if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex() and _is_there(value):
+        if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex() and has_memory(value):
             return float(value.item())
     return None
-
-
-def _is_there(value: Tensor) -> bool:
-    """Whether the storage of a tensor of one element, which torch would read, was not freed."""
-    try:
-        return value.untyped_storage().nbytes() >= (value.storage_offset() + 1) * value.element_size()
-    except RuntimeError:  # of a transform of torch.func
-        return True
 
 
 def described(value: object) -> str:
@@ -93,7 +86,7 @@ def described(value: object) -> str:
     with suppress(Exception):  # of nested tensors, or of numbers with thousands of digits
         if not isinstance(value, Tensor):
             text = reprlib.repr(value)
-        elif value.numel() == 1 and value.is_cpu and _is_there(value):
+        elif value.numel() == 1 and value.is_cpu and has_memory(value):
             text = repr(value.detach())
         else:
             text = f"{value.dtype} of shape {reprlib.repr(tuple(value.shape))}"

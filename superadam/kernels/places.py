@@ -69,12 +69,3 @@ def places_of(tensors: list[Tensor] | list[Tensor | None]) -> Places:
 def moved(now: Places, before: Places) -> npt.NDArray[np.int64]:
     """Return the rows whose memory is another, or is seen in another layout."""
     return np.flatnonzero((now[:, :VERSION] != before[:, :VERSION]).any(axis=1))
-
-
-def has_memory(tensor: Tensor) -> bool:
-    """Whether a strided tensor's storage holds its elements; it may have been freed or, on meta, never allocated."""
-    if not tensor.numel():
-        return True
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    needed = (tensor.storage_offset() + last + 1) * tensor.element_size()
-    return not tensor.is_meta and tensor.untyped_storage().nbytes() >= needed

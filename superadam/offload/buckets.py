@@ -71,7 +71,8 @@ class Bucketer:
 
     def __init__(self, device: Device, holder: GradientHolder, bucket_numel: int) -> None:
         self.accumulation = Accumulation()
-        self._is_refused, self._empty_steps = False, 0  # a gradient of this step; steps on end of which all were
+        self._is_refused = False  # whether a gradient of this step could not be taken
+        self._empty_steps = 0  # steps in a row in which none could be
         self.resident: frozenset[Piece] = frozenset()
         self.last: Piece | None = None
         self._device = device

@@ -161,14 +161,14 @@ class ParameterTable:
         for name, tensor, place in zip(names, tensors, places, strict=True):
             position = len(ARRAYS) * state.row + ARRAYS.index(name)
             self._arrays[position], self._places[position] = tensor, place
+            if name == "master" and state.is_own_master:  # which the parameter is
+                continue
             for piece in (state, *state.cuts):
                 self._rows[piece.row][name] = 0 if tensor is None else _address(tensor, piece)
         self._is_ready[state.row] = state.has_state
         self._has_max[state.row] = state.max_exp_avg_sq is not None
         if "master" in names:
             self.remember_master(state)
-            if state.is_own_master:
-                self._point_at_parameter(state)
 
     def _point_at_parameter(self, state: ParameterState) -> None:
         for piece in (state, *state.cuts):

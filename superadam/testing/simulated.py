@@ -30,7 +30,7 @@ from superadam.devices.interface import ChunkSums, Device, Event, Stream
 from superadam.devices.worker import Job, Work, Worker
 from superadam.host.signals import deferred_signals
 from superadam.kernels.hyperparameters import Coefficients
-from superadam.kernels.places import has_memory
+from superadam.kernels.memory import has_memory
 from superadam.kernels.resident_step import ResidentStep
 from superadam.kernels.torch_private import storage_key
 from superadam.testing import stand_in

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from superadam.kernels import _places, places
-from superadam.kernels.places import ADDRESS, BYTES, LAYOUT, STORAGE, VERSION, has_memory, moved, places_of
+from superadam.kernels.memory import has_memory
+from superadam.kernels.places import ADDRESS, BYTES, LAYOUT, STORAGE, VERSION, moved, places_of
 
 
 def _set_data(tensor: Tensor, new: Tensor) -> None:

@@ -26,9 +26,9 @@ class Received(NewValues):
         self.received = received  # type: ignore[assignment]
 
 
-def make(lengths: list[int], delivery: NewValues | None = None) -> ParameterTable:
+def make(lengths: list[int], new_values: NewValues | None = None) -> ParameterTable:
     states = [ParameterState(torch.nn.Parameter(torch.zeros(n)), row, f"p{row}") for row, n in enumerate(lengths)]
-    return ParameterTable(states, delivery or NewValues())
+    return ParameterTable(states, new_values or NewValues())
 
 
 def hyper(lr: float) -> Hyperparameters:
