@@ -33,15 +33,16 @@ static PyObject *storage_of, *bytes_of, *key_name, *version_name;
 /* One to one in either argument, so that layouts which differ in a single number have different hashes. */
 static uint64_t mixed(uint64_t hash, uint64_t value) { return (hash ^ value) * 0x9E3779B97F4A7C15u; }
 
-/* Returns the number that a call or an attribute gave, and releases it; `otherwise` where it gave none. */
-static int64_t number_of(PyObject *result, int64_t otherwise)
+/* Returns the number that a call or an attribute gave, and releases it; -1 where it gave none. */
+static int64_t number_of(PyObject *result)
 {
-    const long long number = result ? PyLong_AsLongLong(result) : -1;
-    Py_XDECREF(result);
-    if (!PyErr_Occurred())
-        return number;
+    int64_t number = -1;
+    if (result) {
+        number = PyLong_AsLongLong(result);
+        Py_DECREF(result);
+    }
     PyErr_Clear();
-    return otherwise;
+    return number;
 }
 
 static void describe(PyObject *tensor, int64_t *place)
@@ -52,8 +53,7 @@ static void describe(PyObject *tensor, int64_t *place)
     if (tensor == Py_None)
         return;
     if (exchange->view(tensor, &view) == 0) {
-        uint64_t layout = mixed((uint64_t)view.code << 32 | (uint64_t)view.bits << 16 | view.lanes,
-                                (uint64_t)view.device_type << 32 | (uint32_t)view.device_id);
+        uint64_t layout = mixed(mixed(mixed(view.code, view.bits), view.device_type), view.device_id);
         for (int32_t dim = 0; dim < view.ndim; dim++)
             layout = mixed(mixed(layout, (uint64_t)view.shape[dim]), (uint64_t)view.strides[dim]);
         place[ADDRESS] = (int64_t)((uintptr_t)view.data + view.byte_offset);
@@ -63,13 +63,13 @@ static void describe(PyObject *tensor, int64_t *place)
     }
     PyObject *storage = PyObject_CallFunctionObjArgs(storage_of, tensor, NULL);
     if (storage) {
-        place[STORAGE] = number_of(PyObject_GetAttr(storage, key_name), 0);
-        place[BYTES] = number_of(PyObject_CallFunctionObjArgs(bytes_of, storage, NULL), 0);
+        place[STORAGE] = number_of(PyObject_GetAttr(storage, key_name));
+        place[BYTES] = number_of(PyObject_CallFunctionObjArgs(bytes_of, storage, NULL));
         Py_DECREF(storage);
     } else {
         PyErr_Clear();
     }
-    place[VERSION] = number_of(PyObject_GetAttr(tensor, version_name), -1);
+    place[VERSION] = number_of(PyObject_GetAttr(tensor, version_name));
 }
 
 static PyObject *use(PyObject *self, PyObject *arguments)
@@ -106,13 +106,16 @@ static PyObject *look(PyObject *self, PyObject *arguments)
     if (!exchange || buffer.len != count * (Py_ssize_t)(WORDS * sizeof *places)) {
         PyErr_SetString(PyExc_ValueError, "the array does not have one place for each tensor");
     } else {
-        /* A list that other code shortens meanwhile, in a tensor's own methods, ends the loop. */
-        for (Py_ssize_t i = 0; i < count && i < PyList_Size(tensors); i++) {
-            PyObject *tensor = Py_NewRef(PyList_GetItem(tensors, i));
+        result = Py_NewRef(Py_None);
+        for (Py_ssize_t i = 0; i < count; i++) {
+            PyObject *tensor = Py_XNewRef(PyList_GetItem(tensors, i));
+            if (!tensor) { /* a tensor's own methods have shortened the list meanwhile */
+                Py_CLEAR(result);
+                break;
+            }
             describe(tensor, places + WORDS * i);
             Py_DECREF(tensor);
         }
-        result = Py_NewRef(Py_None);
     }
     PyBuffer_Release(&buffer);
     return result;

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from superadam import gpu
 from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import ChunkSums, Device, Event, Stream
 from superadam.devices.pinned import PinnedMemory
 from superadam.devices.slab import CudaRegistrar
 from superadam.devices.worker import ThreadWorker, Work, Worker
-from superadam.gpu import Backend, backend, pack_gradients, scatter_values, update
 from superadam.host import cores
 from superadam.host.local_ranks import local_rank
 from superadam.host.machine import Host
@@ -41,29 +41,33 @@ class CudaDevice(Device):
         host: the machine, for the CPUs near the device and the free memory.
     """
 
+    _cuda: Any = torch.cuda
+    _kernels: Any = gpu
+
     def __init__(self, device: torch.device | str, host: Host | None = None) -> None:
         device = torch.device(device)
         if device.type != "cuda":
             raise ValueError(f"CudaDevice got {device}, expected a CUDA or HIP device; use PlainDevice for others")
-        index = torch.cuda.current_device() if device.index is None else device.index
+        index = self._cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
-        if getattr(torch.cuda.get_device_properties(self.device), "is_integrated", False):
+        properties = self._cuda.get_device_properties(self.device)
+        if getattr(properties, "is_integrated", False):
             _logger.warning(
                 "%s computes in the host's memory, where offloading saves none: take torch.optim.AdamW(fused=True), or "
                 "SpeculativeCPUAdamW for its smaller state alone",
                 self.device,
             )
-        self.can_update = backend(self.device).backend is not Backend.TORCH
+        self.can_update = self._kernels.backend(self.device).backend is not gpu.Backend.TORCH
         self._host: Host = host or Host()
-        self._cpus = cores.share(self._host, _pci_address(self.device))
-        self.pinned = PinnedMemory(CudaRegistrar(self.device))
+        self._cpus = cores.share(self._host, _pci_address(properties))
+        self.pinned = PinnedMemory(CudaRegistrar(self.device, self._cuda))
         self._streams = {
-            stream: torch.cuda.Stream(device=self.device, priority=priority)  # type: ignore[no-untyped-call]
+            stream: self._cuda.Stream(device=self.device, priority=priority)
             for stream, priority in ((Stream.DOWNLOAD, 0), (Stream.UPLOAD, -1))  # new values are waited for
         }
 
     def _stream(self, stream: Stream) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(self.device) if stream is Stream.CURRENT else self._streams[stream]
+        return self._cuda.current_stream(self.device) if stream is Stream.CURRENT else self._streams[stream]
 
     def is_host(self, tensor: Tensor) -> bool:
         return tensor.is_cpu
@@ -73,13 +77,16 @@ class CudaDevice(Device):
 
         Most models compute on one stream, where that costs nothing.
         """
-        return self.record(Stream.CURRENT) if self.is_host(parameter) else torch.cuda.current_stream(self.device)
+        return self.record(Stream.CURRENT) if self.is_host(parameter) else self._cuda.current_stream(self.device)
 
     def _keep(self, gradients: Iterable[Tensor]) -> None:
         """Keep memory of gradients, which may belong to any stream, until the current one has read it."""
-        current = torch.cuda.current_stream(self.device)
+        current = self._cuda.current_stream(self.device)
         for gradient in gradients:
-            gradient.record_stream(current)  # does nothing where it is that stream's
+            self._keep_for(gradient, current)
+
+    def _keep_for(self, tensor: Tensor, stream: torch.cuda.Stream) -> None:
+        tensor.record_stream(stream)  # does nothing where it is that stream's
 
     @torch.no_grad()
     def pack(
@@ -103,17 +110,17 @@ class CudaDevice(Device):
             for state, gradient in zip(layout.states, gradients, strict=True)
         ]
         sums, nonfinite = (None, None) if norm is None else (norm.sums, norm.nonfinite)
-        pack_gradients(ordered, layout.offsets, buffer, sums, nonfinite)
+        self._kernels.pack_gradients(ordered, layout.offsets, buffer, sums, nonfinite)
         return buffer
 
     def update(self, steps: Sequence[ResidentStep], sets: Sequence[Coefficients]) -> None:
         self._keep(one.gradient for one in steps)
-        update(steps, sets)
+        self._kernels.update(steps, sets)
 
     def free_bytes(self) -> int:
         """Return what the driver has free, and what torch's allocator has reserved beyond its peak allocation."""
-        free, _ = torch.cuda.mem_get_info(self.device)
-        return free + torch.cuda.memory_reserved(self.device) - torch.cuda.max_memory_allocated(self.device)
+        free, _ = self._cuda.mem_get_info(self.device)
+        return free + self._cuda.memory_reserved(self.device) - self._cuda.max_memory_allocated(self.device)
 
     @torch.no_grad()
     def scatter(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
@@ -125,7 +132,7 @@ class CudaDevice(Device):
             is_alike = target.shape == source.shape
             is_alike &= target.dtype == source.dtype and _lies_as(target, source.stride())
             (alike if is_alike and self._reaches(source, target) else others).append((source, target))
-        scatter_values([source for source, _ in alike], [target for _, target in alike])
+        self._kernels.scatter_values([source for source, _ in alike], [target for _, target in alike])
         for source, target in others:
             copy_one(target, source, non_blocking=not self.is_host(target))
 
@@ -137,23 +144,23 @@ class CudaDevice(Device):
         return self.pinned.empty(numel, dtype)
 
     def empty(self, numel: int, dtype: torch.dtype, stream: Stream) -> Tensor:
-        with torch.cuda.stream(self._stream(stream)):
+        with self._cuda.stream(self._stream(stream)):
             return torch.empty(numel, dtype=dtype, device=self.device)
 
     @torch.no_grad()
     def copy(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
-        with torch.cuda.stream(self._stream(stream)):
+        with self._cuda.stream(self._stream(stream)):
             destination.copy_(source, non_blocking=True)
 
     def record(self, stream: Stream) -> torch.cuda.Event:
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call] # waiting for it sleeps
+        event = self._cuda.Event(blocking=True)  # waiting for it sleeps
         event.record(self._stream(stream))
         return event
 
     def wait(self, stream: Stream, event: Event) -> None:
         waiting = self._stream(stream)
-        if isinstance(event, torch.cuda.Event):
-            waiting.wait_event(event)
+        if not hasattr(event, "wait_event"):
+            waiting.wait_event(event)  # type: ignore[arg-type]
         elif event != waiting:  # a stream, from `mark_ready`
             waiting.wait_stream(event)  # type: ignore[arg-type]
 
@@ -161,7 +168,7 @@ class CudaDevice(Device):
         if self.is_host(buffer):
             self.pinned.hold_until(buffer, self.record(stream), stream)
         else:
-            buffer.record_stream(self._stream(stream))
+            self._keep_for(buffer, self._stream(stream))
 
     def reserve(self, needs: HostNeeds) -> None:
         """Pin what is not pinned yet, near the device; what cannot be pinned is pageable, with a warning."""
@@ -186,7 +193,7 @@ class CudaDevice(Device):
         """Return a thread on CPUs near the device, where threads that its kernels start stay as well."""
 
         def settle_in(is_awaited: object) -> None:
-            torch.cuda.set_device(self.device)  # else it would create a context on device 0 to return to
+            self._cuda.set_device(self.device)  # else it would create a context on device 0 to return to
             cores.bind_thread(self._cpus)
 
         worker = ThreadWorker(idle)
@@ -194,9 +201,8 @@ class CudaDevice(Device):
         return worker
 
 
-def _pci_address(device: torch.device) -> str:
+def _pci_address(properties: Any) -> str:
     """Return a device's name in sysfs, or an empty string where torch does not report it."""
-    properties = torch.cuda.get_device_properties(device)
     numbers = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
     if None in numbers:
         return ""

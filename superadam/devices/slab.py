@@ -45,14 +45,14 @@ class Registrar(Protocol):
 
 
 class CudaRegistrar:
-    """Pins host memory with the driver of CUDA or HIP, in the context of `device`."""
+    """Pins host memory with the driver of CUDA or HIP, in the context of `device`; `cuda` is `torch.cuda`."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
+        self._device, self._cuda = device, cuda
 
     def register(self, address: int, size: int) -> None:
-        with torch.cuda.device(self._device):
-            cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        with self._cuda.device(self._device):
+            cudart: Any = self._cuda.cudart()
             code = cudart.cudaHostRegister(address, size, PORTABLE)
             if int(code) != 0:
                 reason = self._reason(cudart, code)
@@ -64,8 +64,8 @@ class CudaRegistrar:
                 )
 
     def unregister(self, address: int) -> None:
-        with torch.cuda.device(self._device):
-            cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        with self._cuda.device(self._device):
+            cudart: Any = self._cuda.cudart()
             code = cudart.cudaHostUnregister(address)
             if int(code) != 0:
                 raise PinningError(f"the driver refused to unpin host memory ({self._reason(cudart, code)})")

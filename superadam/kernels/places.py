@@ -7,6 +7,7 @@ another shape, and the tensor stays the same object.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
@@ -32,22 +33,15 @@ def _place_of(tensor: Tensor | None) -> tuple[int, ...]:
     """Return what `cpu/places.c` finds, by public names."""
     if tensor is None:
         return _NOTHING
-    address = layout = key = size = 0
-    if not tensor.is_meta:
-        try:
-            address = tensor.data_ptr()
-            layout = hash((tensor.dtype, tensor.device, tensor.shape, tensor.stride()))
-        except Exception:  # of other classes
-            address = layout = 0
-    try:
+    address, layout, key, size, version = 0, 0, 0, 0, -1
+    with suppress(Exception):  # of other classes
+        if not tensor.is_meta:
+            address, layout = tensor.data_ptr(), hash((tensor.dtype, tensor.device, tensor.shape, tensor.stride()))
+    with suppress(Exception):
         storage = tensor.untyped_storage()
         key, size = storage_key(storage), storage.nbytes()
-    except Exception:
-        key = size = 0
-    try:
+    with suppress(RuntimeError):  # made in inference mode
         version = version_of(tensor)
-    except RuntimeError:  # made in inference mode
-        version = -1
     return address, key, size, layout, version
 
 

@@ -1,308 +1,502 @@
-"""A simulated asynchronous device in host memory, which behaves as badly as a real device may.
+"""A simulated accelerator in host memory, on which `CudaDevice` runs as it is, and which behaves as badly as one may.
 
 A schedule that lacks a wait computes wrong values here, which plain host execution would hide:
 
-- Copies happen late, in any order that streams and events allow, drawn from a seed.
+- Streams work late, in any order that events allow, drawn from a seed.
 - Waiting on an event that was not recorded orders nothing.
-- Dropped memory is filled with NaN at once, or when the stream that it was recorded for has passed.
+- Memory is filled with NaN when it is allocated. That of the device is filled again when it is dropped, in the order of
+  its stream and once the streams have passed that it was recorded for; that of the host at once.
+- Only registered memory of the host is pinned: copies from and to other memory wait.
 
-The model computes on the current stream, at once; only what the scheduler enqueues there is late, and what `late`
-returns. The model may have several streams, one of which is the current one (`switch`).
+A model computes at once, and only what the scheduler enqueues is late, and what `late` returns. Inside `computing()`
+the model computes late as well: its tensors are those that `there` returns, and what is computed from them.
 """
 
 from __future__ import annotations
 
 import collections
-import math
+import ctypes
+import functools
 import random
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map_only
 
+from superadam.devices.cuda import CudaDevice
 from superadam.devices.flat import FlatLayout
-from superadam.devices.interface import ChunkSums, Device, Event, Stream
+from superadam.devices.interface import ChunkSums
+from superadam.devices.pinned import PinnedMemory
 from superadam.devices.worker import Job, Work, Worker
+from superadam.gpu import Backend
 from superadam.host.signals import deferred_signals
+from superadam.kernels.copies import copy_each
 from superadam.kernels.hyperparameters import Coefficients
-from superadam.kernels.memory import has_memory
 from superadam.kernels.resident_step import ResidentStep
-from superadam.kernels.torch_private import storage_key
+from superadam.kernels.torch_private import ordinary_tensors
 from superadam.testing import stand_in
 
-_Queue = Stream | int
-"""A stream of the device, or another one of the model, by its number."""
 
-
+@dataclass(eq=False, slots=True)
 class SimulatedEvent:
-    """A point in a simulated stream."""
+    """A point in a stream."""
 
-    def __init__(self, device: SimulatedDevice) -> None:
-        self._device = device
-        self.is_recorded = False
-        self.has_passed = False
+    accelerator: SimulatedAccelerator
+    is_recorded: bool = False
+    has_passed: bool = False
+
+    def record(self, stream: SimulatedStream) -> None:
+        """Let this be the present end of a stream."""
+        self.is_recorded = True
+        stream.enqueue(functools.partial(setattr, self, "has_passed", True))
 
     def query(self) -> bool:
         return self.has_passed
 
     def synchronize(self) -> None:
-        """Run the device until the point has passed; return at once if it was never recorded."""
-        self._device.run_until(self)
+        """Run the accelerator until the point has passed; return at once if it was never recorded."""
+        self.accelerator.run_until(self)
 
 
-@dataclass(slots=True)
-class Operation:
-    """Something enqueued to a stream: runs once the events in `after` have passed, then lets `event` pass."""
+@dataclass(eq=False, slots=True)
+class SimulatedStream:
+    """A queue of what runs once the events before it have passed."""
 
-    run: Callable[[], None]
-    after: tuple[SimulatedEvent, ...] = ()
-    event: SimulatedEvent | None = None
-
-
-@dataclass(slots=True)
-class Block:
-    """Allocated memory, and the points that must pass before it may be reused."""
-
-    storage: torch.UntypedStorage
-    kept_for: list[tuple[_Queue, SimulatedEvent]] = field(default_factory=list)
-
-
-def _poison(storage: torch.UntypedStorage) -> None:
-    torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).fill_(0xFF)
-
-
-def _alias(tensor: Tensor) -> Tensor:
-    """Return a tensor over the same storage whose lifetime and version counter are its own."""
-    return torch.empty(0, dtype=tensor.dtype, device="cpu").set_(
-        tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
+    accelerator: SimulatedAccelerator
+    operations: collections.deque[tuple[Callable[[], object], tuple[SimulatedEvent, ...]]] = field(
+        default_factory=collections.deque
     )
 
+    def enqueue(self, run: Callable[[], object], *after: SimulatedEvent) -> None:
+        """Run something behind all that is here, and behind these events."""
+        with deferred_signals(), self.accelerator.lock:
+            self.accelerator.collect()
+            self.operations.append((run, after))
+        self.accelerator.progress()
 
-class SimulatedDevice(Device):
-    """Streams that run when the seed says so; it does not report its free memory, so that runs repeat.
+    def end(self) -> SimulatedEvent:
+        """Return the present end."""
+        event = SimulatedEvent(self.accelerator)
+        event.record(self)
+        return event
+
+    def wait_event(self, event: SimulatedEvent) -> None:
+        if event.is_recorded:
+            self.enqueue(bool, event)
+
+    def wait_stream(self, other: SimulatedStream) -> None:
+        self.wait_event(other.end())
+
+    def query(self) -> bool:
+        return not self.operations
+
+    def synchronize(self) -> None:
+        self.end().synchronize()
+
+
+@dataclass(eq=False, slots=True)
+class Block:
+    """Memory of a stream, for as long as a tensor refers to its lease."""
+
+    memory: np.ndarray[Any, Any]
+    stream: SimulatedStream
+    is_on_host: bool
+    lease: weakref.ref[Any]
+    used_by: set[SimulatedStream] = field(default_factory=set)
+
+
+class SimulatedAccelerator:
+    """The part of `torch.cuda` that `CudaDevice` uses.
+
+    Args:
+        seed, eagerness: as for `SimulatedDevice`.
+    """
+
+    def __init__(self, seed: int, eagerness: float) -> None:
+        self.random, self.eagerness = random.Random(seed), eagerness
+        self.lock = threading.RLock()  # backwards may run in several threads
+        self.is_late = False
+        self.blocks: dict[int, Block] = {}  # by address
+        self.registered: dict[int, int] = {}  # sizes of pinned memory, by address
+        self.streams: list[SimulatedStream] = []
+        self.first = self.Stream()  # of the model
+        self._freed: collections.deque[int] = collections.deque()  # appended to in any thread, at any moment
+        self._local = threading.local()
+
+    # ---- as torch.cuda -----------------------------------------------------------------------------------------------
+
+    def Stream(self, device: object = None, priority: int = 0) -> SimulatedStream:  # noqa: N802
+        self.streams.append(SimulatedStream(self))
+        return self.streams[-1]
+
+    def Event(self, blocking: bool = False) -> SimulatedEvent:  # noqa: N802
+        return SimulatedEvent(self)
+
+    def current_stream(self, device: object = None) -> SimulatedStream:
+        stream: SimulatedStream = getattr(self._local, "stream", self.first)
+        return stream
+
+    def set_stream(self, stream: SimulatedStream) -> None:
+        self._local.stream = stream
+
+    @contextmanager
+    def stream(self, stream: SimulatedStream) -> Iterator[None]:
+        before = self.current_stream()
+        self.set_stream(stream)
+        try:
+            yield
+        finally:
+            self.set_stream(before)
+
+    def get_device_properties(self, device: object) -> SimpleNamespace:
+        return SimpleNamespace()
+
+    def device(self, device: object) -> nullcontext[None]:
+        return nullcontext()
+
+    def cudart(self) -> SimulatedAccelerator:
+        return self
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+        self.registered[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        self.finish()
+        del self.registered[address]
+        return 0
+
+    # ---- what runs when ----------------------------------------------------------------------------------------------
+
+    def run_one(self) -> bool:
+        """Run something that may run; return whether there was anything."""
+        with deferred_signals(), self.lock:  # signals do not interrupt a device
+            able = [
+                stream.operations
+                for stream in self.streams
+                if stream.operations and all(event.has_passed for event in stream.operations[0][1])
+            ]
+            if able:
+                with ordinary_tensors():
+                    self.random.choice(able).popleft()[0]()
+        return bool(able)
+
+    def progress(self) -> None:
+        """Run operations for as long as the seed says."""
+        while self.random.random() < self.eagerness and self.run_one():
+            pass
+
+    def finish(self) -> None:
+        """Run everything that was enqueued."""
+        while self.run_one():
+            pass
+
+    def run_until(self, event: SimulatedEvent) -> None:
+        """Run operations until the event has passed."""
+        with self.lock:
+            while event.is_recorded and not event.has_passed:
+                if not self.run_one():
+                    raise RuntimeError("the simulated device is stuck: streams wait for one another in a circle")
+
+    # ---- memory ------------------------------------------------------------------------------------------------------
+
+    def allocate(self, like: Tensor, *, is_on_host: bool = False) -> Tensor:
+        """Return a tensor as this one in memory of the current stream, or of the host, that holds NaN."""
+        span = 1 + sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
+        memory = np.full(max(span, 1) * like.itemsize, 0xFF, np.uint8)
+        address, lease = memory.ctypes.data, memory.view()
+        end = weakref.ref(lease, lambda _: self._freed.append(address))
+        self.blocks[address] = Block(memory, self.current_stream(), is_on_host, end)
+        with ordinary_tensors():
+            return _in_storage(_storage_of(lease), like)
+
+    def collect(self) -> None:
+        """Fill what was dropped, each block when its stream and those that have used it have come that far."""
+        while self._freed:
+            block = self.blocks.pop(self._freed.popleft())
+            ends = [stream.end() for stream in block.used_by]
+            block.stream.operations.append((functools.partial(block.memory.fill, 0xFF), tuple(ends)))
+
+    def block_of(self, tensor: Tensor) -> Block | None:
+        """Return the memory of a tensor that was allocated here."""
+        return self.blocks.get(tensor.untyped_storage().data_ptr())
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        address = tensor.untyped_storage().data_ptr()
+        return any(begin <= address < begin + size for begin, size in self.registered.items())
+
+    def is_host(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in memory of the host; if the model computes at once, its tensors do not."""
+        block = self.block_of(tensor)
+        return self.is_late or self.is_pinned(tensor) if block is None else block.is_on_host
+
+    def alias(self, tensor: Tensor) -> Tensor:
+        """Return a tensor over the same memory, which does not keep that from being dropped if it is ours."""
+        block, storage = self.block_of(tensor), tensor.untyped_storage()
+        with ordinary_tensors():
+            if block is not None:
+                storage = _storage_of(block.memory)
+            elif self.is_pinned(tensor):
+                storage = _storage_of((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr()))
+            return _in_storage(storage, tensor, tensor.storage_offset())
+
+    # ---- operations --------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def dispatching(self, *, allocates: bool) -> Iterator[None]:
+        """Enqueue operations on the device's tensors inside; new tensors are there where it `allocates`."""
+        before = getattr(self._local, "allocates", None)
+        self._local.allocates = allocates
+        try:
+            with nullcontext() if before is not None else _Dispatch(self):
+                yield
+        finally:
+            self._local.allocates = before
+
+    def dispatch(self, operation: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Enqueue an operation to the current stream where it is the device's; return what it will have computed."""
+        schema = operation._schema
+        tensors = [one for one in tree_iter((arguments, options)) if isinstance(one, Tensor)]
+        aliases = [one.alias_info for one in schema.returns]
+        is_there = any(not self.is_host(one) for one in tensors) if tensors else self._local.allocates
+        is_there &= self._local.allocates or not (schema.name in _MAKERS and options.get("device") is not None)
+        if not is_there or any(one is not None and not one.is_write for one in aliases):  # a view
+            return operation(*arguments, **options)
+        stream = self.current_stream()
+        written = [one.name for one in schema.arguments if one.alias_info is not None and one.alias_info.is_write]
+        if any("Tensor" not in str(one.type) for one in schema.returns):  # the host is told a number
+            stream.synchronize()
+            return operation(*map(self.alias, arguments) if tensors else arguments, **options)
+        those = tree_map_only(Tensor, self.alias, (arguments, options))
+        if written:
+            named = {**dict(zip([one.name for one in schema.arguments], arguments, strict=False)), **options}
+            stream.enqueue(lambda: operation(*those[0], **those[1]))
+            if self._waits(operation, named):
+                stream.synchronize()
+            results = [named[name] for name in written][: len(aliases)]
+            return results[0] if len(results) == 1 else tuple(results) or None
+        if not _AT_ONCE.isdisjoint(operation.tags):
+            stream.synchronize()
+            return tree_map_only(Tensor, self.there, operation(*those[0], **those[1]))
+        sample = tree_map_only(Tensor, _zeros_like, (arguments, options))
+        made = tree_map_only(Tensor, self.allocate, operation(*sample[0], **sample[1]))
+        targets = tree_map_only(Tensor, self.alias, made)
+        if tensors:
+            stream.enqueue(lambda: _copy([*tree_iter(targets)], [*tree_iter(operation(*those[0], **those[1]))]))
+        return made
+
+    def _waits(self, operation: Any, named: dict[str, Any]) -> bool:
+        """Whether a copy between device and host lets the calling thread wait."""
+        if operation is not torch.ops.aten.copy_.default:
+            return False
+        on_host = [one for one in (named["self"], named["src"]) if self.is_host(one)]
+        return bool(on_host) and not (named.get("non_blocking") and all(map(self.is_pinned, on_host)))
+
+    def there(self, tensor: Tensor) -> Tensor:
+        """Return a copy of a tensor in memory of the device."""
+        made = self.allocate(tensor)
+        with ordinary_tensors():
+            return made.copy_(tensor)
+
+    # ---- kernels, as superadam.gpu -----------------------------------------------------------------------------------
+
+    def backend(self, device: object) -> SimpleNamespace:
+        return SimpleNamespace(backend=Backend.INTERPRETER)
+
+    def pack_gradients(
+        self,
+        gradients: Sequence[Tensor],
+        offsets: Sequence[int],
+        destination: Tensor,
+        sums: Tensor | None,
+        nonfinite: Tensor | None,
+    ) -> None:
+        places = [
+            destination.as_strided(one.shape, one.stride(), begin)
+            for one, begin in zip(gradients, offsets, strict=True)
+        ]
+        copy_each(places, gradients, non_blocking=True)
+        if sums is not None and nonfinite is not None:
+            packed, norm = [*map(self.alias, places)], ChunkSums(self.alias(sums), self.alias(nonfinite))
+            self.current_stream().enqueue(lambda: stand_in.take_norm(packed, norm))
+
+    def scatter_values(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+        copy_each(targets, sources, non_blocking=True)
+
+    def update(self, steps: Sequence[ResidentStep], sets: Sequence[Coefficients]) -> None:
+        names = ResidentStep.__dataclass_fields__
+        those = [
+            ResidentStep(**{name: tree_map_only(Tensor, self.alias, getattr(one, name)) for name in names})
+            for one in steps
+        ]
+        self.current_stream().enqueue(lambda: stand_in.update(those, sets))
+
+
+class _Dispatch(TorchDispatchMode):
+    def __init__(self, accelerator: SimulatedAccelerator) -> None:
+        super().__init__()
+        self._accelerator = accelerator
+
+    def __torch_dispatch__(self, operation: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        if any(one not in (Tensor, nn.Parameter) for one in types):  # they dispatch to ordinary ones
+            return NotImplemented
+        return self._accelerator.dispatch(operation, arguments, options or {})
+
+
+class SimulatedDevice(CudaDevice):
+    """A `CudaDevice` on a simulated accelerator; it does not report its free memory, so that runs repeat.
 
     Args:
         seed: decides every choice; the same seed gives the same run.
         eagerness: chance that one more operation runs whenever the device is used; 0 leaves everything to waits.
     """
 
-    can_update = True
-
     def __init__(self, seed: int, eagerness: float = 0.3) -> None:
-        self._random = random.Random(seed)
-        self._lock = threading.RLock()  # backwards may run in several threads
-        self._eagerness = eagerness
-        self._streams: dict[_Queue, collections.deque[Operation]] = {stream: collections.deque() for stream in Stream}
-        self._waits: dict[_Queue, list[SimulatedEvent]] = {stream: [] for stream in Stream}
-        self._current: _Queue = Stream.CURRENT
-        self._late: dict[_Queue, SimulatedEvent] = {}  # the last of what each stream fills late
-        self._host_blocks: set[int] = set()
-        self._blocks: dict[int, Block] = {}
+        self._cuda = self._kernels = self.accelerator = SimulatedAccelerator(seed, eagerness)
+        super().__init__("cuda:0")
+        self.device = torch.device("cpu")
+        self.pinned.grow(PINNED_BYTES, 0)
+
+    def free_bytes(self) -> int | None:  # type: ignore[override]
+        return None
+
+    def is_host(self, tensor: Tensor) -> bool:
+        return self.accelerator.is_host(tensor)
+
+    @property
+    def has_memory_in_use(self) -> bool:
+        """Whether a tensor lies in memory of the device."""
+        self.accelerator.collect()
+        return any(not block.is_on_host for block in self.accelerator.blocks.values())
+
+    # ---- the model ---------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Enqueue the model's operations, too."""
+        self.accelerator.is_late = True
+        with self.accelerator.dispatching(allocates=False):
+            yield
+
+    def there(self, tensor: Tensor) -> Tensor:
+        """Return a copy of a tensor of the host on the device."""
+        return self.accelerator.there(tensor.detach())
 
     def switch(self, number: int) -> None:
         """Make another one of the model's streams the current one; 0 is the one at the beginning."""
-        with self._lock:  # another thread may look which stream has something to do
-            self._current = number or Stream.CURRENT
-            self._streams.setdefault(self._current, collections.deque())
-            self._waits.setdefault(self._current, [])
+        streams = self.__dict__.setdefault("_models", {0: self.accelerator.first})
+        self.accelerator.set_stream(streams.get(number) or streams.setdefault(number, self.accelerator.Stream()))
 
     def late(self, values: Tensor, *, on_host: bool = False) -> Tensor:
         """Return a dense tensor that the current stream fills with these values late; until then it holds NaN.
 
         So are gradients when hooks see them, and where `on_host`, those that are being copied to host memory.
         """
-        memory = np.full(max(values.nbytes, 1), 0xFF, np.uint8)
-        held = memory.view()  # while the storage of the tensor lives
-        tensor, target = (_over(one, values) for one in (held, memory))
-        source = values.detach().clone()
-        if on_host:
-            key = storage_key(tensor.untyped_storage())
-            self._host_blocks.add(key)
-            weakref.finalize(held, self._host_blocks.discard, key)
-        filled = self._late[self._current] = SimulatedEvent(self)
-        filled.is_recorded = True
-        self._enqueue(Stream.CURRENT, Operation(lambda: _copy([target], [source]), event=filled))
+        tensor = self.accelerator.allocate(values, is_on_host=on_host)
+        target, source = self.accelerator.alias(tensor), values.detach().clone()
+        self.accelerator.current_stream().enqueue(lambda: _copy([target], [source]))
         return tensor
-
-    def mark_ready(self, parameter: Tensor) -> Event | None:
-        """Return an event where the current stream still has to fill something; gradients are there otherwise."""
-        filled = self._late.get(self._current)
-        return None if filled is None or filled.has_passed else super().mark_ready(parameter)
 
     def finish(self) -> None:
         """Run everything that was enqueued."""
-        while self._run_one():
-            pass
+        self.accelerator.finish()
 
-    def _runnable(self) -> list[_Queue]:
-        return [
-            stream
-            for stream, operations in self._streams.items()
-            if operations and all(event.has_passed for event in operations[0].after)
-        ]
-
-    def _run_one(self) -> bool:
-        with deferred_signals(), self._lock:  # signals do not interrupt a device
-            streams = self._runnable()
-            if not streams:
-                return False
-            operation = self._streams[self._random.choice(streams)].popleft()
-            operation.run()
-            if operation.event is not None:
-                operation.event.has_passed = True
-        return True
-
-    def progress(self) -> None:
-        """Run operations for as long as the seed says."""
-        while self._random.random() < self._eagerness and self._run_one():
-            pass
-
-    def run_until(self, event: SimulatedEvent) -> None:
-        """Run operations until the event has passed."""
-        with self._lock:
-            while event.is_recorded and not event.has_passed:
-                if not self._run_one():
-                    raise RuntimeError("the simulated device is stuck: streams wait for one another in a circle")
-
-    def _queue(self, stream: Stream) -> _Queue:
-        return self._current if stream is Stream.CURRENT else stream
-
-    def _enqueue(self, stream: Stream, operation: Operation) -> None:
-        with deferred_signals(), self._lock:
-            queue = self._queue(stream)
-            operation.after = (*operation.after, *self._waits[queue])
-            self._waits[queue] = []
-            self._streams[queue].append(operation)
-
-    def is_host(self, tensor: Tensor) -> bool:
-        return storage_key(tensor.untyped_storage()) in self._host_blocks
+    # ---- as CudaDevice, whose operations are enqueued ------------------------------------------------------------------
 
     def pack(
         self, gradients: Sequence[Tensor], layout: FlatLayout[Any], dtype: torch.dtype, norm: ChunkSums | None = None
     ) -> Tensor:
-        self.progress()
-        if any(storage_key(gradient.untyped_storage()) in self._blocks for gradient in gradients):
-            self.record(Stream.CURRENT).synchronize()  # which fills what was packed before
-        packed = self._allocate(layout.numel, dtype)
-        targets = layout.views(_alias(packed))
-        sources = [gradient.detach().clone() for gradient in gradients]  # the caching allocator keeps them that long
-        self._enqueue(Stream.CURRENT, Operation(lambda: _copy(targets, sources)))
-        if norm is not None:
-            sums, nonfinite = _alias(norm.sums), _alias(norm.nonfinite)
-            self._enqueue(Stream.CURRENT, Operation(lambda: _take_norm(targets, sums, nonfinite)))
-        return packed
+        if not self.accelerator.is_late:  # the model may write to them at once
+            self._settle()
+            gradients = [gradient.detach().clone() for gradient in gradients]
+        with self.accelerator.dispatching(allocates=True):
+            return super().pack(gradients, layout, dtype, norm)
 
     def update(self, steps: Sequence[ResidentStep], sets: Sequence[Coefficients]) -> None:
-        self.record(Stream.CURRENT).synchronize()
-        stand_in.update(steps, sets)
+        super().update(steps, sets)
+        self._settle()
 
     def scatter(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        self.record(Stream.CURRENT).synchronize()
-        _copy([target.data for target in targets], sources)
+        with self.accelerator.dispatching(allocates=False):
+            super().scatter(sources, targets)
+        self._settle()
 
     def put(self, buffer: Tensor, index: Tensor, values: Tensor) -> None:
-        self.record(Stream.CURRENT).synchronize()
-        if all(map(has_memory, (buffer, index, values))):
+        with self.accelerator.dispatching(allocates=False):
             super().put(buffer, index, values)
+        self._settle()
+
+    def copy(self, destination: Tensor, source: Tensor, stream: Any) -> None:
+        with self.accelerator.dispatching(allocates=False):
+            super().copy(destination, source, stream)
+
+    def empty(self, numel: int, dtype: torch.dtype, stream: Any) -> Tensor:
+        with self.accelerator.dispatching(allocates=True):
+            return super().empty(numel, dtype, stream)
 
     def host_empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        tensor = self._allocate(numel, dtype)
-        key = storage_key(tensor.untyped_storage())
-        self._host_blocks.add(key)
-        weakref.finalize(tensor, self._host_blocks.discard, key)
-        return tensor
+        _fill_free(self.pinned)
+        tensor = super().host_empty(numel, dtype)
+        return tensor if self.accelerator.is_pinned(tensor) else self.accelerator.allocate(tensor, is_on_host=True)
 
-    def empty(self, numel: int, dtype: torch.dtype, stream: Stream) -> Tensor:
-        return self._allocate(numel, dtype)
+    def _keep_for(self, tensor: Tensor, stream: Any) -> None:
+        block = self.accelerator.block_of(tensor)
+        if block is not None and block.stream is not stream:
+            block.used_by.add(stream)
 
-    def copy(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
-        target, origin = _alias(destination), _alias(source)
-        self._enqueue(stream, Operation(lambda: _copy([target], [origin])))
-        self.progress()
+    def _settle(self) -> None:
+        """Let a model that computes at once find what was enqueued to its stream."""
+        if not self.accelerator.is_late:
+            self.accelerator.current_stream().synchronize()
 
-    def record(self, stream: Stream) -> SimulatedEvent:
-        event = SimulatedEvent(self)
-        event.is_recorded = True
-        self._enqueue(stream, Operation(lambda: None, event=event))
-        self.progress()
-        return event
-
-    def wait(self, stream: Stream, event: SimulatedEvent) -> None:  # type: ignore[override]
-        """Order a stream behind an event; the current stream, which runs at once, waits at once."""
-        if not event.is_recorded:
-            return
-        if stream is Stream.CURRENT:
-            self.run_until(event)
-        else:
-            self._waits[stream].append(event)
-
-    def record_stream(self, buffer: Tensor, stream: Stream) -> None:
-        kept_for = self._blocks[storage_key(buffer.untyped_storage())].kept_for
-        kept_for.append((self._queue(stream), self.record(stream)))
-
-    def start_worker(self, idle: Work) -> SeededWorker:
-        return SeededWorker(self._random, idle)
-
-    def _allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        tensor = _alias(torch.empty(max(numel, 1), dtype=dtype, device="cpu")[:numel])  # empty memory has an address
-        storage = tensor.untyped_storage()
-        _poison(storage)
-        key = storage_key(storage)  # of the storage that the block owns: an address would change when others resize it
-        self._blocks[key] = Block(_alias(tensor).untyped_storage())
-        weakref.finalize(tensor, self._free, key)
-        _let_views_keep(tensor)
-        return tensor
-
-    def _free(self, key: int) -> None:
-        block = self._blocks.pop(key)
-        events = tuple(event for _, event in block.kept_for)
-        if all(event.has_passed for event in events):
-            _poison(block.storage)
-        else:
-            self._streams[block.kept_for[-1][0]].append(Operation(lambda: _poison(block.storage), events))
+    def start_worker(self, idle: Work) -> Worker:
+        return SeededWorker(self.accelerator.random, idle)
 
 
-def _over(memory: np.ndarray[Any, Any], like: Tensor) -> Tensor:
-    """Return a tensor over memory, with the shape, strides and dtype of another one, whose storage is its own."""
-    storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
-    return torch.empty(0, dtype=like.dtype, device="cpu").set_(storage, 0, like.shape, like.stride())
+_MAKERS = {f"aten::{name}_like" for name in ("empty", "zeros", "ones", "full", "rand", "randn")}
+"""Of these, programs say where to make what."""
+
+_AT_ONCE = {torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded}
+"""Of operations whose results depend on values, or that are not to run twice."""
+
+PINNED_BYTES = 1 << 18
+"""Memory of the host that is pinned from the beginning."""
 
 
-def _let_views_keep(buffer: Tensor) -> None:
-    """Let views of a buffer keep it alive, also those made in a dispatch mode, where torch records no base."""
-    owner = weakref.ref(buffer)
-
-    def as_strided(*layout: Any) -> Tensor:
-        tensor = owner()
-        assert tensor is not None
-        view = Tensor.as_strided(tensor, *layout)
-        view.base_of_view = tensor  # type: ignore[attr-defined]
-        return view
-
-    buffer.as_strided = as_strided  # type: ignore[assignment, method-assign]
+def _storage_of(memory: Any) -> torch.UntypedStorage:
+    return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
 
 
-def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy; memory that others freed by resizing its storage is not touched, and reads as NaN."""
+def _in_storage(storage: torch.UntypedStorage, like: Tensor, offset: int = 0) -> Tensor:
+    """Return a tensor in a storage, with shape, strides and dtype of another one."""
+    return torch.empty(0, dtype=like.dtype, device="cpu").set_(storage, offset, like.shape, like.stride())
+
+
+def _zeros_like(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu").zero_()
+
+
+def _copy(targets: Sequence[Any], sources: Sequence[Any]) -> None:
     with torch.no_grad():
         for target, source in zip(targets, sources, strict=True):
-            if not has_memory(target):
-                continue
-            if has_memory(source):
+            if isinstance(target, Tensor):
                 target.copy_(source)
-            else:
-                target.fill_(math.nan if target.is_floating_point() else 0)
 
 
-def _take_norm(gradients: Sequence[Tensor], sums: Tensor, nonfinite: Tensor) -> None:
-    if not all(map(has_memory, (*gradients, sums, nonfinite))):
-        return
-    stand_in.take_norm(gradients, ChunkSums(sums, nonfinite))
+def _fill_free(pinned: PinnedMemory) -> None:
+    """Fill pinned memory that is free with NaN, as another program of the host might."""
+    for slab in pinned._slabs:
+        for begin, end in slab.free:
+            ctypes.memset(slab._address + begin, 0xFF, end - begin)
 
 
 class SeededWorker(Worker):

@@ -51,7 +51,7 @@ class WithEmptyMarks(SimulatedDevice):
     """A device whose hooks get an event that was never recorded."""
 
     def mark_ready(self, parameter: Tensor) -> SimulatedEvent:
-        return SimulatedEvent(self)
+        return SimulatedEvent(self.accelerator)
 
 
 class Counting(PlainDevice):

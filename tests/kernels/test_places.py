@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import sys
+import tracemalloc
 from collections.abc import Callable
 
 import numpy as np
@@ -83,6 +86,49 @@ def test_an_array_of_another_length_is_refused() -> None:
 def test_another_version_of_dlpack_is_refused() -> None:
     with pytest.raises(ValueError, match="incorrect name"):
         _places.use(torch._C._to_dlpack(torch.ones(3)), None, None, "", "")
+    new = ctypes.pythonapi.PyCapsule_New
+    new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+    for major, view in ((2, 1), (1, 0)):
+        api = (ctypes.c_uint64 * 8)(major, 0, 0, 0, 0, view)
+        capsule = new(ctypes.addressof(api), b"dlpack_exchange_api", None)
+        with pytest.raises(ValueError, match="not that of DLPack 1"):
+            _places.use(capsule, None, None, "", "")
+
+
+class Shortening(Tensor):
+    """Drops the rest of a list when it is looked at."""
+
+    tensors: list[Tensor]
+
+    @property
+    def _version(self) -> int:
+        self.tensors.clear()
+        return 0
+
+
+def test_a_list_that_is_shortened_meanwhile_is_told() -> None:
+    first = torch.ones(3).as_subclass(Shortening)
+    tensors = first.tensors = [first, torch.ones(3)]
+    with pytest.raises(IndexError):
+        _places.look(tensors, np.zeros(10, np.int64))
+
+
+def test_nothing_is_left_of_a_look() -> None:
+    """Neither a reference to what was looked at, nor to the numbers that it found, nor to the array."""
+    tensors, memory = [torch.ones(3) for _ in range(100)], bytearray(4000)
+    _places.look(tensors, memory)
+    counts = [*map(sys.getrefcount, tensors)]
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        for _ in range(20):
+            _places.look(tensors, memory)
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert after - before < 2000
+    assert [*map(sys.getrefcount, tensors)] == counts
+    memory.append(0)  # which an array that refers to it would refuse
 
 
 @pytest.mark.parametrize(

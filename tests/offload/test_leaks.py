@@ -56,6 +56,7 @@ def census() -> Counter[str]:
     Coefficients.at_step.cache_clear()
     beta_power.cache_clear()
     gc.collect()
+    gc.collect()  # what finalizers of the first one have let go
     count: Counter[str] = Counter()
     for one in gc.get_objects():
         count[type(one).__qualname__] += 1

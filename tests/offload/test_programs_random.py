@@ -151,7 +151,7 @@ class OftenFullDevice(SimulatedDevice):
         return super().pack(gradients, layout, dtype, norm)
 
     def _perhaps_be_full(self) -> None:
-        if self._random.random() < 0.3:
+        if self.accelerator.random.random() < 0.3:
             raise torch.OutOfMemoryError("planted: the device is full")
 
 

@@ -28,7 +28,7 @@ from superadam.offload.pipeline import Pipeline
 from superadam.state.parameter import ParameterState
 from superadam.state.resident import ResidentStates
 from superadam.step.transaction import Transaction
-from superadam.testing.simulated import SimulatedDevice, _take_norm
+from superadam.testing import SimulatedDevice, stand_in
 
 pytestmark = pytest.mark.timeout(240)  # a hang fails with the stack of every thread
 
@@ -104,7 +104,7 @@ class Threaded(ThreadDevice):
     """Does everything when it is asked, with memory other than the host's, and with a real thread."""
 
     has_link = can_update = True
-    update = SimulatedDevice.update
+    update = staticmethod(stand_in.update)
 
     def is_host(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in HostSums.on_host
@@ -114,7 +114,7 @@ class Threaded(ThreadDevice):
     ) -> Tensor:
         packed = super().pack(gradients, layout, dtype)
         if norm is not None:
-            _take_norm(layout.views(packed), norm.sums, norm.nonfinite)
+            stand_in.take_norm(layout.views(packed), norm)
         return packed
 
 
@@ -140,7 +140,7 @@ def simulated(request: pytest.FixtureRequest) -> HostSums:
 
 def has_memory_in_use(device: Device) -> bool:
     """Whether anything is alive on a simulated device; others do not know."""
-    return isinstance(device, SimulatedDevice) and bool(device._blocks)
+    return isinstance(device, SimulatedDevice) and device.has_memory_in_use
 
 
 def kept(
@@ -415,7 +415,7 @@ class Roomy(ThreadDevice):
     """Says that it can keep everything, and cannot: only for what is chosen."""
 
     can_update = True
-    update = SimulatedDevice.update
+    update = staticmethod(stand_in.update)
 
     def free_bytes(self) -> int:
         return 10**12

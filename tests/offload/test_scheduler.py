@@ -652,7 +652,7 @@ def test_gradients_are_freed_once_they_are_committed_and_dropped(working: Device
         gc.collect()
         assert not any(one() is not None for one in pending)
         if isinstance(working, SimulatedDevice):
-            assert not working._blocks
+            assert not working.has_memory_in_use
 
 
 @pytest.mark.covering(1)
