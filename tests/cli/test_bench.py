@@ -202,19 +202,6 @@ def test_bytes_per_element() -> None:
         assert (arrays.coefficients["turn"] != 0) == (form is not Format.PLAIN)
 
 
-def test_variants_differ_in_what_a_pass_does() -> None:
-    for which, _ in passes.PASSES:
-        variants = floor.variants(which, Dtype.BFLOAT16, Format.PLAIN)
-        assert len(set(variants)) == len(variants)
-        assert any(variant.stream_out for variant in variants) == (which not in (Pass.NORM, Pass.COMMIT))
-        assert any(variant.stream_state for variant in variants) == (which not in (Pass.NORM, Pass.SPECULATE))
-    arrays = PassArrays(NUMEL, Dtype.FLOAT32, Dtype.BFLOAT16)
-    kernel = passes.action(arrays, Pass.UPDATE, Setting("scalar", 1, Dtype.FLOAT32, Dtype.BFLOAT16), with_norm=False)
-    assert floor.find_floor(arrays, Pass.UPDATE, 1, kernel, rounds=1) in floor.variants(
-        Pass.UPDATE, Dtype.BFLOAT16, Format.PLAIN
-    )
-
-
 # -- passes -----------------------------------------------------------------------------------------------------------
 
 
