@@ -30,12 +30,6 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pacing, "CLIP_EVERY", 4)
 
 
-@pytest.fixture
-def one_placement(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the sweep have one placement, because clocks run in real time."""
-    monkeypatch.setattr(pacing, "sweep", lambda default, total, free_share: [default])
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("brief")
 def test_pace_prints_every_side_and_writes_json_picture_and_trace(
@@ -74,33 +68,6 @@ def test_pace_prints_every_side_and_writes_json_picture_and_trace(
     assert target.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     events = json.loads(target.with_suffix(".trace.json").read_text())["traceEvents"]
     assert {"forward", "backward", "adam", "download", "upload"} <= {event["name"] for event in events}
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("one_placement")
-def test_pace_says_what_became_of_clipped_steps(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    target = tmp_path / "pacing.json"
-    words = ["--parameters", "65536", "--ratios", "1", "--clipped", "1", "--lr", "2e-5", "--json", str(target)]
-    assert pace.main([*TINY, *words]) == 0
-    printed = capsys.readouterr().out
-    assert max(map(len, printed.splitlines())) <= 80
-    assert "\N{HORIZONTAL ELLIPSIS}" not in printed  # nothing was cut off
-    read = json.loads(target.read_text())
-    (row,) = read["rows"]
-    assert (read["clipped"], row["clipped_share"], row["lr"]) == (1.0, 1.0, 2e-5)
-    assert 1.0 < row["lowest_norm"] < row["highest_norm"]
-    norms = f"norms {row['lowest_norm']:.3g} to {row['highest_norm']:.3g}"
-    for word in (f"100% of the steps clipped, {norms}", "learning rate 2e-05", "accepted", "redone"):
-        assert word in " ".join(printed.split())
-    for side in (row["auto"], *row["placements"]):
-        assert side["seconds"] is side["python_seconds"] is None
-        assert side["typical_seconds"] == side["clipped_seconds"] > 0.0
-        assert side["over_clock"] == side["typical_seconds"] / row["clock"]["typical_seconds"]
-        assert 0.0 <= side["accepted"] + side["redone"] <= 1.0
-    assert max(side["accepted"] for side in row["placements"]) > 0.0
 
 
 def test_norms_are_those_of_fine_tuning() -> None:

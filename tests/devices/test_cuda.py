@@ -33,7 +33,6 @@ from superadam.devices.interface import ChunkSums
 from superadam.devices.slab import CudaRegistrar, PinningError, Slab
 from superadam.gpu import scatter_values
 from superadam.host.memory import HostNeeds
-from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
 from superadam.kernels.native import chunk_count
 from superadam.kernels.resident_step import ResidentStep
 from superadam.state.parameter import ParameterState
@@ -153,35 +152,6 @@ def test_norms_have_the_bits_of_the_cpu(implementation: str, dtype: torch.dtype)
         simulated.pack([gradient.cpu() for gradient in gradients], layout, dtype, ChunkSums.over(theirs))
         simulated.record(Stream.CURRENT).synchronize()
         assert bits(ours) == bits(theirs)
-
-
-@where_there_are("implementation", [name for name in BACKENDS if name != "torch"])
-def test_steps_of_kept_state_have_the_bits_of_the_cpu(implementation: str) -> None:
-    """On the first GPU, or in Triton's interpreter."""
-    hyper = Hyperparameters(0.1, 0.9, 0.99, 1e-8, 0.1, amsgrad=True, maximize=False, decoupled_weight_decay=True)
-    sets = [Coefficients.at_step(hyper, 3, 0.5), Coefficients.at_step(hyper, 7)]
-
-    def updated(device: Device, where: torch.device) -> list[ResidentStep]:
-        steps = [
-            ResidentStep(
-                *[random(numel, seed=row).abs().to(where) for row in range(4)],
-                random(numel, dtype=torch.bfloat16, seed=5).to(where),
-                torch.zeros(numel, dtype=torch.bfloat16, device=where),
-                index,
-            )
-            for index, numel in enumerate((70, 4100))
-        ]
-        device.update(steps, sets)
-        return steps
-
-    with nullcontext() if GPUS else fake_cuda() as fake:
-        device = CudaDevice("cuda:0") if fake is None else FakeDevice(fake)
-        assert device.can_update is (fake is None)
-        with asked_for(implementation):
-            ours = updated(device, device.device)
-    for one, other in zip(ours, updated(SimulatedDevice(0), torch.device("cpu")), strict=True):
-        for name in ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "parameter"):
-            assert bits(getattr(one, name)) == bits(getattr(other, name)), name
 
 
 def test_free_memory_counts_what_torch_holds_and_has_not_handed_out(

@@ -9,8 +9,6 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -687,12 +685,3 @@ def test_folder_without_a_run_id_is_continued(
     assert runs[0] is None
     assert re.fullmatch("[0-9a-f]{32}", runs[1])
     assert load(tmp_path, *new()) == 3
-
-
-@pytest.mark.slow
-@pytest.mark.subprocess
-def test_superadam_alone_does_not_import_it() -> None:
-    code = "import sys, torch; seen = set(sys.modules); import superadam; print(*sys.modules.keys() - seen)"
-    names = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
-    assert "superadam.optim.adam" in names
-    assert [name for name in names if name.startswith(("superadam.integrations", "torch.distributed"))] == []
