@@ -33,11 +33,6 @@ def test_axes_are_varied_by_themselves() -> None:
     assert len(set(chosen)) == len(chosen) == 1 + 2 + 1 + 1
 
 
-def test_fp64_is_measured_once_whatever_the_instruction_set() -> None:
-    chosen = settings(["avx512", "avx2"], [2], [Dtype.FLOAT64, Dtype.FLOAT32])
-    assert [setting.isa for setting in chosen if setting.gradient_dtype is Dtype.FLOAT64] == ["avx512"]
-
-
 def test_both_sides_of_the_kernels_contest_do_a_step() -> None:
     ours, theirs = contests.prepare_passes(1, NUMEL)
     for action in (ours, ours, theirs, theirs):
@@ -75,21 +70,6 @@ def test_both_sides_reach_the_same_weights(
             torch.testing.assert_close(one.float(), other, rtol=2**-7, atol=1e-4)
 
 
-def test_contests_use_the_same_threads_and_put_them_back() -> None:
-    before = torch.get_num_threads(), native.get_num_threads()
-    seen = []
-
-    def prepare(tensors: int, numel: int) -> tuple[Callable[[], None], Callable[[], None]]:
-        seen.append((torch.get_num_threads(), native.get_num_threads()))
-        return (lambda: None), (lambda: None)
-
-    contest = contests.Contest("none", "nothing", "nothing", 1, 1, prepare)
-    (row,) = contests.measure([contest], 1, 1)
-    assert seen == [(1, 1)]
-    assert (row.threads, row.comparison.pairs) == (1, 1)
-    assert (torch.get_num_threads(), native.get_num_threads()) == before
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("two_layers")
 def test_iterations_with_and_without_overlap_reach_the_same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,12 +88,6 @@ def test_iterations_with_and_without_overlap_reach_the_same_weights(monkeypatch:
     assert (row.tokens, row.threads, row.comparison.pairs) == (overlap.SEQ, 1, 1)
     ours, theirs = (dict(model.named_parameters()) for model in models)
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
-def test_the_model_of_iterations_has_ten_million_parameters() -> None:
-    with torch.device("meta"):
-        model = overlap._Transformer()
-    assert 9.9e6 < sum(parameter.numel() for parameter in model.parameters()) < 10.1e6
 
 
 @pytest.mark.slow

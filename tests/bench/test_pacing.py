@@ -7,7 +7,6 @@ import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pace
@@ -18,7 +17,7 @@ from measures.timed_model import Gradients, TimedModel
 from support.actions_on_a_clock import Clock
 
 from superadam.cli.bench.arrays import HYPERPARAMETERS
-from superadam.devices import PlainDevice, Stream
+from superadam.devices import Stream
 from superadam.kernels import native
 from superadam.offload.placement import Placement
 
@@ -29,12 +28,6 @@ TINY = ["--parameters", "4096", "--layers", "4", "--rounds", "1", "--threads", "
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no more iterations be made than one of each kind needs."""
     monkeypatch.setattr(pacing, "CLIP_EVERY", 4)
-
-
-@pytest.fixture
-def one_placement(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the sweep have one placement, because clocks run in real time."""
-    monkeypatch.setattr(pacing, "sweep", lambda default, total, free_share: [default])
 
 
 @pytest.mark.slow
@@ -75,33 +68,6 @@ def test_pace_prints_every_side_and_writes_json_picture_and_trace(
     assert target.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     events = json.loads(target.with_suffix(".trace.json").read_text())["traceEvents"]
     assert {"forward", "backward", "adam", "download", "upload"} <= {event["name"] for event in events}
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("one_placement")
-def test_pace_says_what_became_of_clipped_steps(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    target = tmp_path / "pacing.json"
-    words = ["--parameters", "65536", "--ratios", "1", "--clipped", "1", "--lr", "2e-5", "--json", str(target)]
-    assert pace.main([*TINY, *words]) == 0
-    printed = capsys.readouterr().out
-    assert max(map(len, printed.splitlines())) <= 80
-    assert "\N{HORIZONTAL ELLIPSIS}" not in printed  # nothing was cut off
-    read = json.loads(target.read_text())
-    (row,) = read["rows"]
-    assert (read["clipped"], row["clipped_share"], row["lr"]) == (1.0, 1.0, 2e-5)
-    assert 1.0 < row["lowest_norm"] < row["highest_norm"]
-    norms = f"norms {row['lowest_norm']:.3g} to {row['highest_norm']:.3g}"
-    for word in (f"100% of the steps clipped, {norms}", "learning rate 2e-05", "accepted", "redone"):
-        assert word in " ".join(printed.split())
-    for side in (row["auto"], *row["placements"]):
-        assert side["seconds"] is side["python_seconds"] is None
-        assert side["typical_seconds"] == side["clipped_seconds"] > 0.0
-        assert side["over_clock"] == side["typical_seconds"] / row["clock"]["typical_seconds"]
-        assert 0.0 <= side["accepted"] + side["redone"] <= 1.0
-    assert max(side["accepted"] for side in row["placements"]) > 0.0
 
 
 def test_norms_are_those_of_fine_tuning() -> None:
@@ -175,14 +141,6 @@ def test_a_sweep_varies_one_thing_at_a_time_within_what_the_device_can_hold() ->
     assert pacing.sweep(dataclasses.replace(default, num_threads=1), 1000, 0.0)[0].gpu_buckets == 0
 
 
-def test_gradients_lie_in_the_order_of_backward_and_in_other_memory_in_the_next_step() -> None:
-    gradients = Gradients([64] * 3)
-    addresses = [gradients.of(step, layer).data_ptr() for step in (0, 1, 2) for layer in (2, 1, 0)]
-    assert addresses[:3] == [addresses[0] + 128 * part for part in range(3)]
-    assert addresses[:3] == addresses[6:]
-    assert set(addresses[:3]).isdisjoint(addresses[3:6])
-
-
 def test_what_is_hidden_is_what_an_iteration_does_not_take_longer_than_the_clock() -> None:
     model = TimedModel(Gradients([64] * 1))
     clock, side = (pacing.Side(name, model, lambda: False) for name in ("clock", ""))
@@ -229,47 +187,6 @@ def test_a_bucket_takes_what_the_training_thread_computes_longer_than_with_the_c
     assert side.python == [2.0, 5.0, 3.0]
     side.buckets, clock.seconds[False], clock.python = 8, [1.0], [1.0]  # two in each iteration
     assert pacing._result(side, clock, adam=4.0, counts_clipped=False).bucket_seconds == (3.0 - 1.0) / 2
-
-
-def test_the_time_of_adam_is_the_shortest_after_warming() -> None:
-    clock = Clock()
-    durations = [0.5] * pacing.WARM_UPS + [4.0, 2.0, 9.0, 3.0, 5.0]
-    assert pacing._seconds_of(clock.action("adam", iter(durations)), clock) == 2.0
-
-
-def test_at_the_end_parameters_are_what_their_masters_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Any] = []
-    build, settings = pacing._optimizer, pacing.Settings(paced_device.PRESETS["h200"], 1, 1, 0.5, 1e-5, 0.5)
-    monkeypatch.setattr(pacing, "_optimizer", lambda *of: made.append(build(*of)) or made[-1])
-    monkeypatch.setattr(PlainDevice, "pack", None)  # every gradient comes to the host as it lies
-    rows = pacing.measure(4096, 4, [2.0], settings)
-    with pytest.raises(TypeError):  # but in the last iteration
-        next(rows)
-    monkeypatch.undo()
-    monkeypatch.setattr(pacing, "_optimizer", lambda *of: made.append(build(*of)) or made[-1])
-    assert len(list(pacing.measure(4096, 4, [2.0], settings))) == 1
-    for optimizer in made[-2:]:
-        for parameter in optimizer.param_groups[0]["params"]:
-            assert parameter.any()
-            assert torch.equal(parameter, optimizer.state[parameter]["master"].bfloat16())
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("one_placement")
-def test_gradients_change_between_turns_when_no_step_is_owed(monkeypatch: pytest.MonkeyPatch) -> None:
-    log: list[Any] = []
-    scale_to, run_deferred = Gradients.scale_to, paced_device.PacedDevice.run_deferred
-    monkeypatch.setattr(Gradients, "scale_to", lambda self, norms: log.append(norms) or scale_to(self, norms))
-    monkeypatch.setattr(
-        paced_device.PacedDevice, "run_deferred", lambda self: log.append(id(self)) or run_deferred(self)
-    )
-    settings = pacing.Settings(paced_device.PRESETS["h200"], 1, 2, 0.5, 1e-5, 0.5)
-    assert len(list(pacing.measure(4096, 4, [0.01], settings))) == 1
-    changes = [index for index, entry in enumerate(log) if isinstance(entry, list)]
-    assert [log[index] for index in changes] == pacing.norms_of_turns(0.5, 2)
-    devices = set(log[:3])
-    assert len(devices) == 3
-    assert all(set(log[index - 3 : index]) == devices for index in changes)
 
 
 def test_steps_after_backward_hide_nothing() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import smaller_state
 import torch
-from measures import state_formats, state_passes, state_training
+from measures import state_passes, state_training
 from measures.state_formats import FORMATS, OverMasters
 from measures.state_training import FINE_TUNING, FROM_SCRATCH, SpreadOfRuns
 from torch.optim import AdamW
@@ -114,14 +114,6 @@ def test_the_spread_of_runs_is_that_of_one_more() -> None:
     assert SpreadOfRuns.of([0.0, 1.0]).high - 0.5 == pytest.approx(12.7062 * math.sqrt(0.5 * 1.5), rel=1e-3)  # with 1
 
 
-def test_bytes_of_passes() -> None:
-    assert state_passes.pass_bytes(Pass.UPDATE, "fp32") == 2 + 24 + 2
-    assert state_passes.pass_bytes(Pass.UPDATE, "bf16") == 2 + 16 + 2
-    assert state_passes.pass_bytes(Pass.SPECULATE, "24bit") == 2 + 11 + 2
-    fused = state_passes.pass_bytes(Pass.COMMIT_AND_SPECULATE, "8bit+24bit")
-    assert fused == 4 + 2 * (5 + 2 / 64) + 2
-
-
 def test_where_a_format_is_faster() -> None:
     """At the rate that is told, fp32 waits for memory exactly as long as the format computes."""
     row = state_passes._judged(Pass.UPDATE, "bf16", 1e-9, 0.5e-9)
@@ -146,7 +138,8 @@ def test_a_run_of_training_writes_tables_json_and_a_picture_and_is_not_repeated(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    formats = ["--formats", *OURS, "bf16 moments to nearest", "bf16 master to nearest"]
+    ours = ["fp32", "8bit", "24bit"]
+    formats = ["--formats", *ours, "bf16 moments to nearest", "bf16 master to nearest"]
     before = torch.get_num_threads()
     assert smaller_state.main([*words, *formats, "--picture", str(tmp_path / "found.svg")]) == 0
     assert torch.get_num_threads() == before
@@ -162,10 +155,10 @@ def test_a_run_of_training_writes_tables_json_and_a_picture_and_is_not_repeated(
     assert len({text["sha256"] for text in read["texts"]}) == 2
     runs = {(row["run"]["part"], row["run"]["format"], row["run"]["seed"]): row for row in read["runs"]}
     parts = (FROM_SCRATCH, FINE_TUNING)
-    each = [*((name, 1) for name in OURS), *((name, 0) for name in formats[1:])]
+    each = [*((name, 1) for name in ours), *((name, 0) for name in formats[1:])]
     assert runs.keys() == {(part, *one) for part in parts for one in each}
     scratch, tuned = (runs[part, "fp32", 0] for part in parts)
-    assert scratch["errors"].keys() == {"bf16", "8bit", "bf16 moments to nearest"}
+    assert scratch["errors"].keys() == {"8bit", "bf16 moments to nearest"}
     assert tuned["drifts"].keys() == set(formats[2:])
     for row in runs.values():
         assert [step for step, _ in row["held_out"]] == [
@@ -196,14 +189,6 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_weights(
     assert smaller_state.main(words) == 0
     again = json.loads(file.read_text())
     assert [row["sha256"] for row in again["runs"]] == [row["sha256"] for row in whole["runs"]]
-
-
-def test_formats_that_are_not_installed_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state_formats.importlib.util, "find_spec", lambda name: None if name == "torchao" else object())
-    settings = state_training.Settings()
-    text: Any = None
-    found = {run.format for run in state_training.Training(settings, text, text).runs()}
-    assert found == set(FORMATS) - {"torchao AdamW8bit"}
 
 
 def test_passes_write_tables_and_json(

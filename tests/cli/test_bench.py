@@ -202,19 +202,6 @@ def test_bytes_per_element() -> None:
         assert (arrays.coefficients["turn"] != 0) == (form is not Format.PLAIN)
 
 
-def test_variants_differ_in_what_a_pass_does() -> None:
-    for which, _ in passes.PASSES:
-        variants = floor.variants(which, Dtype.BFLOAT16, Format.PLAIN)
-        assert len(set(variants)) == len(variants)
-        assert any(variant.stream_out for variant in variants) == (which not in (Pass.NORM, Pass.COMMIT))
-        assert any(variant.stream_state for variant in variants) == (which not in (Pass.NORM, Pass.SPECULATE))
-    arrays = PassArrays(NUMEL, Dtype.FLOAT32, Dtype.BFLOAT16)
-    kernel = passes.action(arrays, Pass.UPDATE, Setting("scalar", 1, Dtype.FLOAT32, Dtype.BFLOAT16), with_norm=False)
-    assert floor.find_floor(arrays, Pass.UPDATE, 1, kernel, rounds=1) in floor.variants(
-        Pass.UPDATE, Dtype.BFLOAT16, Format.PLAIN
-    )
-
-
 # -- passes -----------------------------------------------------------------------------------------------------------
 
 
@@ -231,16 +218,6 @@ def test_every_pass_is_measured_in_every_setting(dtype: Dtype, form: Format, isa
         assert row.comparison.pairs == 2
         assert row.bytes_per_second * row.comparison.first.median == pytest.approx(row.numel * row.bytes_per_element)
         assert 0 < row.comparison.ratio.lower <= row.comparison.ratio.median <= row.comparison.ratio.upper
-
-
-def test_the_arrays_hold_ordinary_numbers() -> None:
-    for dtype in SETTINGS:
-        arrays = PassArrays(NUMEL + 7, dtype, SETTINGS[dtype])
-        native.run(Pass.NORM, arrays.segments(with_norm=True))
-        assert arrays.nonfinite.sum() == 0
-        mean_square = arrays.sums.sum() / arrays.numel
-        assert mean_square == pytest.approx(1e-6, rel=0.1)  # a standard normal times 1e-3; 12 288 samples
-        assert all(arrays[name].ctypes.data % 64 == 0 for name in (*STATE, "gradient", "out"))
 
 
 # -- the command ------------------------------------------------------------------------------------------------------

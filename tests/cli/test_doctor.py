@@ -207,13 +207,15 @@ def test_cpu_quota(tmp_path: Path, files: dict[str, str], quota: float | None) -
     assert processor.cpu_quota(machine(tmp_path, files)) == quota
 
 
-def test_more_threads_than_the_quota_allows_could_be_better(tmp_path: Path, fresh_native: pytest.MonkeyPatch) -> None:
-    fresh_native.setenv("SUPERADAM_THREADS", "4")
-    host = machine(tmp_path, {"/proc/self/cgroup": "0::/", "/sys/fs/cgroup/cpu.max": "250000 100000"})
-    finding = processor.threads(host)
-    assert finding.status is Status.BETTER
-    assert finding.remedy == "export SUPERADAM_THREADS=2"
-    assert (finding.values["superadam"], finding.values["quota"]) == (4, 2.5)
+@pytest.mark.parametrize(("quota", "ranks"), [(250_000, {}), (400_000, {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})])
+def test_more_threads_than_the_quota_of_all_ranks_allows_could_be_better(
+    tmp_path: Path, fresh_native: pytest.MonkeyPatch, quota: int, ranks: dict[str, str]
+) -> None:
+    fresh_native.setenv("SUPERADAM_THREADS", "3")
+    files = {"/proc/self/cgroup": "0::/", "/sys/fs/cgroup/cpu.max": f"{quota} 100000"}
+    finding = processor.threads(machine(tmp_path, files, {**ranks, "SUPERADAM_THREADS": "3"}))
+    assert (finding.status, finding.remedy) == (Status.BETTER, "export SUPERADAM_THREADS=2")
+    assert (finding.values["superadam"], finding.values["quota"]) == (3, quota / 100_000)
 
 
 def test_processors_count_cores_and_what_is_allowed(tmp_path: Path) -> None:
@@ -437,14 +439,6 @@ def test_shares_of_ranks_are_told(tmp_path: Path) -> None:
     assert processor.ranks(machine(tmp_path)).detail == "one, which may use every CPU of this process"
     nonsense = machine(tmp_path, environment={"LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "3"})
     assert processor.ranks(nonsense).status is processor.threads(nonsense).status is Status.BROKEN
-
-
-def test_a_quota_is_that_of_all_ranks(tmp_path: Path, fresh_native: pytest.MonkeyPatch) -> None:
-    fresh_native.setenv("SUPERADAM_THREADS", "3")
-    files = {"/proc/self/cgroup": "0::/", "/sys/fs/cgroup/cpu.max": "400000 100000"}
-    environment = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "SUPERADAM_THREADS": "3"}
-    finding = processor.threads(machine(tmp_path, files, environment))
-    assert finding.remedy == "export SUPERADAM_THREADS=2"
 
 
 @pytest.mark.slow

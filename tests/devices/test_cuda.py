@@ -23,18 +23,16 @@ from offload.test_programs_random import OverlappedRun
 from support.fake_cuda import FakeCuda, FakeDevice, FakeStream, OperationsOnStreams, fake_cuda
 from support.gpu_arrays import BACKENDS, asked_for
 from support.machines import machine
-from support.visible import bits, state_bits
+from support.visible import bits
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from superadam import OffloadScheduler, SpeculativeCPUAdam, StepKind
 from superadam.devices import CudaDevice, Device, PlainDevice, Stream
 from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import ChunkSums
 from superadam.devices.slab import CudaRegistrar, PinningError, Slab
 from superadam.gpu import scatter_values
 from superadam.host.memory import HostNeeds
-from superadam.kernels.hyperparameters import Coefficients, Hyperparameters
 from superadam.kernels.native import chunk_count
 from superadam.kernels.resident_step import ResidentStep
 from superadam.state.parameter import ParameterState
@@ -154,35 +152,6 @@ def test_norms_have_the_bits_of_the_cpu(implementation: str, dtype: torch.dtype)
         simulated.pack([gradient.cpu() for gradient in gradients], layout, dtype, ChunkSums.over(theirs))
         simulated.record(Stream.CURRENT).synchronize()
         assert bits(ours) == bits(theirs)
-
-
-@where_there_are("implementation", [name for name in BACKENDS if name != "torch"])
-def test_steps_of_kept_state_have_the_bits_of_the_cpu(implementation: str) -> None:
-    """On the first GPU, or in Triton's interpreter."""
-    hyper = Hyperparameters(0.1, 0.9, 0.99, 1e-8, 0.1, amsgrad=True, maximize=False, decoupled_weight_decay=True)
-    sets = [Coefficients.at_step(hyper, 3, 0.5), Coefficients.at_step(hyper, 7)]
-
-    def updated(device: Device, where: torch.device) -> list[ResidentStep]:
-        steps = [
-            ResidentStep(
-                *[random(numel, seed=row).abs().to(where) for row in range(4)],
-                random(numel, dtype=torch.bfloat16, seed=5).to(where),
-                torch.zeros(numel, dtype=torch.bfloat16, device=where),
-                index,
-            )
-            for index, numel in enumerate((70, 4100))
-        ]
-        device.update(steps, sets)
-        return steps
-
-    with nullcontext() if GPUS else fake_cuda() as fake:
-        device = CudaDevice("cuda:0") if fake is None else FakeDevice(fake)
-        assert device.can_update is (fake is None)
-        with asked_for(implementation):
-            ours = updated(device, device.device)
-    for one, other in zip(ours, updated(SimulatedDevice(0), torch.device("cpu")), strict=True):
-        for name in ("master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "parameter"):
-            assert bits(getattr(one, name)) == bits(getattr(other, name)), name
 
 
 def test_free_memory_counts_what_torch_holds_and_has_not_handed_out(
@@ -497,51 +466,6 @@ def test_offloading_within_one_memory_is_told(
 
 
 # ---- training over it ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("bucket_numel", [1, 100, 10**6])
-@pytest.mark.parametrize(
-    ("dtype", "link", "sums"),
-    [
-        (torch.float32, "auto", None),
-        (torch.float32, "auto", torch.float32),
-        (torch.float32, torch.bfloat16, None),
-        (torch.bfloat16, "auto", None),
-        (torch.bfloat16, torch.float32, None),
-    ],
-    ids=["fp32", "fp32, sums on the host", "fp32, narrowed", "bf16", "bf16, widened"],
-)
-def test_training_has_the_bits_of_the_synchronous_optimizer(
-    device: CudaDevice, dtype: torch.dtype, link: Any, sums: torch.dtype | None, bucket_numel: int
-) -> None:
-    """Parameters of any layout get known gradients, in one or several micro-batches; those narrowed only in one."""
-    models = [nn.ParameterList(map(nn.Parameter, oddly_laid_out(device.device, dtype))) for _ in range(2)]
-    plain, ours = (SpeculativeCPUAdam(model.parameters(), lr=0.05, max_grad_norm=20.0) for model in models)
-    is_narrowed, kinds = link == torch.bfloat16, set()
-    batches = [(1.0, 1), (0.01, 2), (math.nan, 1), (50.0, 3), (0.01, 1), (1.0, 2)]
-    with OffloadScheduler(
-        ours, models[1], device=device, bucket_numel=bucket_numel, transfer_dtype=link, num_threads=1
-    ) as scheduler:
-        for step, (scale, count) in enumerate(batches):
-            for micro in range(1 if is_narrowed else count):
-                for model in models:
-                    factors = [random(*one.shape, dtype=dtype, seed=9 * step + micro).to(one.device) for one in model]
-                    products = [(one * factor).sum().float() for one, factor in zip(model, factors, strict=True)]
-                    is_last = model is models[0] or is_narrowed or micro == count - 1
-                    with nullcontext() if is_last else scheduler.accumulate(sums):
-                        (torch.stack(products).sum() * scale).backward()
-            for one in models[0] if is_narrowed else ():
-                one.grad = one.grad.bfloat16().float()
-            for optimizer in (plain, ours):
-                optimizer.step()
-                optimizer.zero_grad()
-            kinds.add(ours.last_outcome.kind)
-            assert ours.last_outcome.kind == plain.last_outcome.kind
-        assert kinds == set(StepKind)
-        assert scheduler.statistics.downloaded_bytes > 0
-        without = ["master"]  # where the host is the device, one of the twins is its own master
-        assert state_bits(plain, without=without) == state_bits(ours, without=without)
-    assert device.pinned.pageable_bytes == 0
 
 
 @pytest.mark.slow

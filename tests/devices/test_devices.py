@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from superadam.devices import Device, PlainDevice, Stream
 from superadam.devices.flat import FlatLayout
 from superadam.devices.interface import ChunkSums
-from superadam.devices.worker import WorkerError
 from superadam.host.memory import HostNeeds
 from superadam.state.parameter import ParameterState
 from superadam.testing.simulated import Operation, SeededWorker, SimulatedDevice, SimulatedEvent
@@ -50,13 +49,6 @@ def test_more_than_this_machine_has_is_refused_by_every_device(device: Device, p
         device.reserve(HostNeeds(**{part: 1 << 60}))
 
 
-def test_plain_device_is_the_host() -> None:
-    device = PlainDevice()
-    assert device.is_host(torch.ones(2))
-    assert not device.is_host(torch.ones(2, device="meta"))
-    assert not device.can_update
-
-
 # ---- order on the simulated device -----------------------------------------------------------------------------------
 
 
@@ -87,26 +79,6 @@ def test_late_values_come_when_their_own_stream_has_passed(on_host: bool) -> Non
     assert torch.equal(late, values)
     del late
     assert not device._host_blocks
-
-
-def test_late_values_that_were_dropped_go_nowhere() -> None:
-    device = lazy()
-    for numel in (0, 3):
-        late = device.late(torch.ones(numel), on_host=True)
-        assert late.shape == (numel,)
-        del late
-        assert not device._host_blocks
-    device.finish()
-    assert not any(device._streams.values())
-
-
-def test_scatter_comes_at_once_but_after_what_is_under_way_on_the_current_stream() -> None:
-    device, layout = lazy(), layout_of(torch.zeros(3))
-    packed = device.pack([torch.ones(3)], layout, torch.float32)
-    parameter = layout.states[0].parameter
-    assert packed.isnan().all()
-    device.scatter(layout.views(packed), [parameter.data])
-    assert torch.equal(parameter, torch.ones(3))
 
 
 def test_scatter_does_not_wait_for_other_streams_by_itself() -> None:
@@ -209,15 +181,6 @@ def test_fresh_memory_holds_nan(dtype: torch.dtype) -> None:
     assert packed.isnan().all()  # not packed yet
     device.record(Stream.CURRENT).synchronize()
     assert packed[3:].isnan().all()  # the gap
-
-
-def test_only_its_own_host_memory_is_on_the_host() -> None:
-    device = lazy()
-    host = device.host_empty(128, torch.float32)
-    assert device.is_host(host)
-    assert device.is_host(host[64:])
-    assert not device.is_host(torch.ones(2))
-    assert not device.is_host(device.empty(3, torch.float32, Stream.UPLOAD))
 
 
 @pytest.mark.parametrize("streams", [[], [Stream.UPLOAD], [Stream.DOWNLOAD, Stream.UPLOAD]], ids=len)
@@ -344,23 +307,6 @@ def test_seeded_worker_runs_every_job_in_order() -> None:
         assert done == list(range(5))
         assert worker.is_idle
     assert lags >= {0, 1, 2}
-
-
-def test_seeded_worker_that_fails_tells_once_and_forgets_what_was_behind() -> None:
-    worker = SimulatedDevice(4).start_worker(lambda: False)
-    done: list[str] = []
-
-    def fail(is_awaited: Callable[[], bool]) -> None:
-        raise KeyError("planted")
-
-    worker._jobs.extend([fail, lambda _: done.append("behind")])
-    with pytest.raises(WorkerError, match="KeyError"):
-        worker.drain()
-    assert done == []
-    worker.drain()
-    worker.submit(lambda _: done.append("next"))
-    worker.close()
-    assert done == ["next"]
 
 
 def test_seeded_worker_does_idle_work_as_long_as_there_is_some() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from support.children import exit_code_of_child
@@ -90,29 +90,6 @@ def take(memory: PinnedMemory, pages: int) -> Tensor:
 
 
 # ---- gaps ------------------------------------------------------------------------------------------------------------
-
-
-@given(
-    st.sampled_from([0, 1, 40, 40]),
-    st.lists(st.tuples(st.booleans(), st.integers(1, 9), st.integers(0, 99)), max_size=60),
-)
-def test_gaps_are_what_is_not_taken(total: int, actions: list[tuple[bool, int, int]]) -> None:
-    gaps, taken = Gaps(total), dict[int, int]()
-    for takes, size, which in actions:
-        free = [n for n in range(total) if not any(begin <= n < begin + taken[begin] for begin in taken)]
-        if takes:
-            begin = gaps.allocate(size)
-            runs = [n for n in free if all(n + i in free for i in range(size))]
-            assert begin == (runs[0] if runs else None)  # the lowest one
-            if begin is not None:
-                taken[begin] = size
-        elif taken:
-            begin = sorted(taken)[which % len(taken)]
-            gaps.free(begin, taken.pop(begin))
-    free = [n for n in range(total) if not any(begin <= n < begin + taken[begin] for begin in taken)]
-    assert [n for begin, end in gaps.ranges for n in range(begin, end)] == free
-    assert all(end < begin for (_, end), (begin, _) in zip(gaps.ranges, gaps.ranges[1:], strict=False))
-    assert all(begin < end for begin, end in gaps.ranges)
 
 
 # ---- tensors, views, and what is kept --------------------------------------------------------------------------------
@@ -215,21 +192,6 @@ def test_memory_in_a_cycle_comes_back_while_memory_is_asked_for(monkeypatch: pyt
     monkeypatch.setattr(Gaps, "allocate", collecting)
     assert page_of(take(memory, 1), registrar) == 1
     assert page_of(take(memory, 2), registrar) == 0
-
-
-def test_two_threads_get_memory_of_their_own() -> None:
-    memory, registrar = pinned(8)
-
-    def work(mark: int) -> None:
-        for turn in range(300):
-            tensor = take(memory, 1 + turn % 3)
-            tensor.fill_(mark)
-            memory.hold_until(tensor, Point(has_passed=True), mark)
-            assert (tensor == mark).all()
-
-    with ThreadPoolExecutor(3) as pool:
-        list(pool.map(work, (1, 2, 3)))
-    assert page_of(take(memory, 8), registrar) == 0
 
 
 def test_threads_ask_for_memory_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

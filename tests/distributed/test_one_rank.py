@@ -132,23 +132,6 @@ def one_step(optimizer: SpeculativeCPUAdamW, model: Any, seed: int, *, speculate
         optimizer.speculate()
 
 
-@pytest.mark.parametrize("key", ["exp_avg", "exp_avg_sq", "master"])
-def test_state_that_is_written_to_after_speculation_counts(device: str, key: str) -> None:
-    """Writes to a DTensor count in its own version, not in that of its part."""
-    shown = []
-    for speculates in (True, False):
-        model = sharded(device, torch.bfloat16)
-        optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-2)
-        one_step(optimizer, model, 1)
-        optimizer.step()
-        entry = optimizer.state[next(model.parameters())]
-        one_step(optimizer, model, 2, speculates=speculates)
-        entry[key].mul_(1.5)
-        optimizer.step()
-        shown.append(parts_of(model, optimizer))
-    assert_same(*shown)
-
-
 def test_state_that_was_cleared_is_shown_as_it_is_made_again(device: str) -> None:
     model = sharded(device, torch.bfloat16)
     optimizer = SpeculativeCPUAdamW(model.parameters(), lr=1e-2)

@@ -133,12 +133,27 @@ class Run:
 
 
 @pytest.mark.parametrize(
-    ("where", "micro_batches", "syncs"),
-    [("no scheduler", 1, True), ("host", 3, True), ("simulated", 3, False), ("kept", 3, True)],
+    ("where", "mesh", "micro_batches", "syncs"),
+    [
+        ("no scheduler", "shard", 1, True),
+        ("host", "shard", 3, True),
+        ("simulated", "shard", 3, False),
+        ("kept", "shard", 3, True),
+        ("simulated", "replicate", 1, True),
+        ("no scheduler", "columns", 1, True),
+        ("simulated", "ignored", 1, True),
+        ("no scheduler", "host", 1, True),
+        ("simulated", "unsharded", 1, True),
+    ],
 )
 @on_ranks(2)
-def test_training(rank: int, where: str, micro_batches: int, syncs: bool) -> None:
-    run = Run(rank)
+def test_training(rank: int, where: str, mesh: str, micro_batches: int, syncs: bool) -> None:
+    options = ways_to_shard(mesh)
+    if mesh == "ignored":
+        options["ignores"] = True
+    elif mesh == "unsharded":
+        options["reshard_after_forward"] = False
+    run = Run(rank, SHAPES if mesh == "shard" else [(8, 8)] * 3, **options)
     kinds = []
     with run.at(where):
         for step in range(6):
@@ -154,28 +169,9 @@ def test_training(rank: int, where: str, micro_batches: int, syncs: bool) -> Non
     run.oracle.check()
     assert set(kinds) == set(StepKind)
     if run.scheduler is not None:
-        assert run.scheduler.statistics.given_back_gradients == 0
+        assert run.scheduler.statistics.given_back_gradients == 0 or mesh == "ignored"
         assert run.scheduler.optimizer.statistics.accepted > 0 or where == "kept"
         assert (run.scheduler.statistics.resident_buckets > 0) is (where == "kept")
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("mesh", ["replicate", "columns", "ignored", "host", "unsharded"])
-@ALONE_OR_NOT
-@on_ranks(2)
-def test_ways_to_shard(rank: int, where: str, mesh: str) -> None:
-    options = ways_to_shard(mesh)
-    if mesh == "ignored":
-        options["ignores"] = True
-    elif mesh == "unsharded":
-        options["reshard_after_forward"] = False
-    run = Run(rank, [(8, 8)] * 3, **options)
-    with run.at(where):
-        for step in range(3):
-            run.backward(step)
-            run.check_gradients()
-            run.step(LIMIT if step == 1 else None)
-    run.oracle.check()
 
 
 # -- what programs do to gradients between backward and step -----------------------------------------------------------

@@ -174,18 +174,15 @@ def test_nothing_to_pack_is_allowed(implementation: str) -> None:
 # -- which implementation runs -----------------------------------------------------------------------------------------
 
 
-def in_new_process(code: str) -> subprocess.CompletedProcess[str]:
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("SUPERADAM_", "TRITON_"))}
-    return subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, env=clean)
-
-
 @pytest.mark.slow
 @pytest.mark.subprocess
-def test_without_triton_torch_packs_and_says_so_once() -> None:
+def test_without_triton_or_a_compiler_torch_packs_and_says_so_once() -> None:
+    """On each device; whatever Triton raises is noticed before training."""
     code = (
         "import sys; sys.modules['triton'] = None\n"
         "import os, torch\n"
         "from superadam import gpu\n"
+        "from superadam.gpu import language\n"
         "for _ in range(2): print(gpu.backend('cuda').backend.value)\n"
         "buffer = torch.zeros(4)\n"
         "gpu.pack_gradients([torch.ones(3)], [1], buffer)\n"
@@ -197,14 +194,27 @@ def test_without_triton_torch_packs_and_says_so_once() -> None:
         "os.environ['SUPERADAM_GPU'] = 'triton'\n"
         "try: gpu.pack_gradients([torch.ones(3)], [0], buffer)\n"
         "except RuntimeError as error: print(error)\n"
+        "del os.environ['SUPERADAM_GPU']\n"
+        "class Probe:\n"
+        "    asked = 0\n"
+        "    def __getitem__(self, grid):\n"
+        "        Probe.asked += 1\n"
+        "        raise RuntimeError('Failed to find C compiler.\\nPlease specify via CC')\n"
+        "language.MISSING, language.IS_INTERPRETED, language.probe = None, False, Probe()\n"
+        "torch.cuda.device = lambda device: torch.no_grad()\n"
+        "for _ in range(3): choice = gpu.backend('cuda:0')\n"
+        "print(choice.backend.value, Probe.asked, choice.reason)\n"
     )
-    done = in_new_process(code)
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("SUPERADAM_", "TRITON_"))}
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, env=clean)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[:3] == ["torch", "torch", "[0.0, 1.0, 1.0, 1.0]"]
     assert lines[3].startswith("superadam.gpu.pack_gradients needs Triton to take the norm, but Triton cannot be")
     assert lines[4].startswith("SUPERADAM_GPU=triton asks for Triton's kernels, but Triton cannot be imported")
-    assert done.stderr.count("superadam packs and scatters with plain torch on cuda") == 1
+    assert lines[5] == "torch 1 Triton cannot launch a kernel (RuntimeError: Failed to find C compiler.)"
+    for device in ("cuda,", "cuda:0,"):
+        assert done.stderr.count(f"superadam packs and scatters with plain torch on {device}") == 1
 
 
 def test_an_unknown_implementation_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,26 +245,3 @@ def test_memory_out_of_reach_is_told(monkeypatch: pytest.MonkeyPatch, caplog: py
     assert backend("cuda").backend is Backend.TRITON
     with asked_for("triton"), pytest.raises(RuntimeError, match=r"SUPERADAM_GPU.*do not reach memory of the CPU"):
         backend("cpu")
-
-
-@pytest.mark.slow
-@pytest.mark.subprocess
-def test_a_compiler_that_does_not_work_is_noticed_before_training() -> None:
-    """Once for each device: whatever Triton raises, torch packs, with a warning."""
-    code = (
-        "import logging, torch\n"
-        "from superadam import gpu\n"
-        "from superadam.gpu import language\n"
-        "class Probe:\n"
-        "    asked = 0\n"
-        "    def __getitem__(self, grid):\n"
-        "        Probe.asked += 1\n"
-        "        raise RuntimeError('Failed to find C compiler.\\nPlease specify via CC')\n"
-        "language.MISSING, language.IS_INTERPRETED, language.probe = None, False, Probe()\n"
-        "torch.cuda.device = lambda device: torch.no_grad()\n"
-        "for _ in range(3): choice = gpu.backend('cuda:0')\n"
-        "print(choice.backend.value, Probe.asked, choice.reason)\n"
-    )
-    done = in_new_process(code)
-    assert done.stdout == "torch 1 Triton cannot launch a kernel (RuntimeError: Failed to find C compiler.)\n", done
-    assert done.stderr.count("superadam packs and scatters with plain torch on cuda:0") == 1

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from integrations.test_distributed_checkpoint import Model, content, make, train
-from support.children import exit_code_of_child
+from support.children import exit_code_of_child, memory_of_process
 from support.machines import machine
 from torch import Tensor
 from torch.distributed.checkpoint import filesystem
@@ -497,12 +497,6 @@ def test_thread_that_cannot_start_leaves_training_as_it_was(tmp_path: Path, monk
             save(tmp_path, model, optimizer, wait=False)
     train(model, optimizer)  # which waits for nobody
     assert save(tmp_path, model, optimizer).exists()
-
-
-def memory_of_process(name: str) -> int:
-    """Return an entry of /proc/self/status in bytes."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:"))
-    return 1024 * int(line.split()[1])
 
 
 @pytest.mark.parametrize(

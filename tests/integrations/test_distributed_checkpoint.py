@@ -9,8 +9,6 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -523,50 +521,32 @@ def refused_to_save(folder: Path, model: Model, optimizer: Any) -> str:
     return words
 
 
-def test_newest_is_continued_or_a_run_begun(pair: tuple[Model, Any], tmp_path: Path) -> None:
+def test_folder_is_continued_by_who_loaded_its_newest_or_saved_it(pair: tuple[Model, Any], tmp_path: Path) -> None:
+    """Or loaded an older one by its name; who was overtaken is refused, though both have continued the same one."""
     folder = tmp_path / "run"
     assert latest(folder) is None
     assert not folder.exists()  # one rank only looks
     for extra in range(3):
         path = save(folder, *pair, extra=extra)
-        assert latest(folder) == path
-        assert latest(str(folder)) == path
-    other = new()
-    assert load(path, *other) == 2
-    assert content(*other) == content(*pair)
-    assert save(folder, *other).name == "save-00000004"
-
-
-def test_fresh_run_is_refused_where_another_one_is(pair: tuple[Model, Any], tmp_path: Path) -> None:
-    save(tmp_path, *pair, extra="theirs")
-    fresh = new()
-    words = "it holds save-00000001, which was neither loaded into this optimizer nor saved from it: end the job"
-    assert words in refused_to_save(tmp_path, *fresh)
-    latest(tmp_path)
-    assert words in refused_to_save(tmp_path, *fresh)  # to have asked is not to have loaded
+        assert latest(folder) == latest(str(folder)) == path
+    fresh, one, other = new(), new(6), new(7)
     save(tmp_path / "another", *fresh)
     load(tmp_path / "another", *fresh)
-    assert words in refused_to_save(tmp_path, *fresh)
-    (tmp_path / "latest").unlink()
-    assert words in refused_to_save(tmp_path, *fresh)
-    assert load(tmp_path, *fresh) == "theirs"
-    save(tmp_path, *fresh)
-
-
-def test_who_was_overtaken_is_refused(pair: tuple[Model, Any], tmp_path: Path) -> None:
-    """Also where both jobs have continued the same checkpoint."""
-    save(tmp_path, *pair)
-    one, other = new(), new(6)
-    load(tmp_path, *one)
-    load(tmp_path, *other)
-    save(tmp_path, *one, keep=1)
-    words = "it holds save-00000002, which was neither loaded into this optimizer nor saved from it"
-    assert words in refused_to_save(tmp_path, *other)
-    assert words in refused_to_save(tmp_path, *pair)
-    save(tmp_path, *one, keep=1)
-    load(tmp_path, *other)
-    save(tmp_path, *other)
-    assert "it holds save-00000004, which" in refused_to_save(tmp_path, *one)
+    words = "it holds save-00000003, which was neither loaded into this optimizer nor saved from it: end the job"
+    assert words in refused_to_save(folder, *fresh)  # to have asked is not to have loaded
+    for each in (one, other):
+        assert load(path, *each) == 2
+        assert content(*each) == content(*pair)
+    newest = save(folder, *one)
+    for each in (other, pair):
+        assert "it holds save-00000004, which" in refused_to_save(folder, *each)
+    load(folder, *other)
+    save(folder, *other)
+    assert "it holds save-00000005, which" in refused_to_save(folder, *one)
+    load(newest, *one)
+    assert save(folder, *one, extra="newer").name == "save-00000006"
+    assert (folder / "save-00000005").is_dir()
+    assert load(folder, *new()) == "newer"
 
 
 def test_checkpoint_that_was_the_newest_when_asked_for_is_not_continued_over_a_newer_one(
@@ -615,7 +595,11 @@ def test_save_that_was_interrupted_once_it_was_published_may_be_followed_by_anot
 
 def test_only_one_that_is_not_the_first_needs_its_name(pair: tuple[Model, Any], tmp_path: Path) -> None:
     """Newer ones may have been lost together with `latest`."""
-    save(tmp_path, *pair, keep=1)
+    save(tmp_path, *pair, keep=1, extra=1)
+    (tmp_path / "latest").unlink()
+    fresh = new()
+    assert "it holds save-00000001, which" in refused_to_save(tmp_path, *fresh)
+    assert load(tmp_path, *fresh) == 1
     path = save(tmp_path, *pair, keep=1, extra=2)
     (tmp_path / "latest").unlink()
     with pytest.raises(CheckpointError, match=rf"latest is missing or damaged; .* load {path}, which is intact"):
@@ -623,17 +607,6 @@ def test_only_one_that_is_not_the_first_needs_its_name(pair: tuple[Model, Any], 
     other = new()
     assert load(path, *other) == 2
     save(tmp_path, *other)
-
-
-def test_older_one_is_continued_where_it_is_loaded_by_its_name(pair: tuple[Model, Any], tmp_path: Path) -> None:
-    older = save(tmp_path, *pair, extra="older")
-    newest = save(tmp_path, *pair)
-    other = new()
-    assert load(older, *other) == "older"
-    assert save(tmp_path, *other, extra="newer").name == "save-00000003"
-    assert load(tmp_path, *new()) == "newer"
-    assert latest(tmp_path) == tmp_path / "save-00000003"
-    assert newest.is_dir()
 
 
 def test_damaged_newest_one_is_never_passed_over_in_silence(pair: tuple[Model, Any], tmp_path: Path) -> None:
@@ -687,12 +660,3 @@ def test_folder_without_a_run_id_is_continued(
     assert runs[0] is None
     assert re.fullmatch("[0-9a-f]{32}", runs[1])
     assert load(tmp_path, *new()) == 3
-
-
-@pytest.mark.slow
-@pytest.mark.subprocess
-def test_superadam_alone_does_not_import_it() -> None:
-    code = "import sys, torch; seen = set(sys.modules); import superadam; print(*sys.modules.keys() - seen)"
-    names = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
-    assert "superadam.optim.adam" in names
-    assert [name for name in names if name.startswith(("superadam.integrations", "torch.distributed"))] == []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import runpy
-import struct
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -170,24 +169,6 @@ def test_where_torch_rounds_otherwise_plain_steps_are_compared_with(
     assert run("--verify")[0] == 0
     assert "differ from plain steps in any bit" in capsys.readouterr().out
     assert len(opened) == 1
-
-
-def test_picture_has_a_mark_for_each_clipped_and_skipped_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn: list[Any] = []
-    picture = train.picture
-    monkeypatch.setattr(train, "picture", lambda *arguments: drawn.append(picture(*arguments)) or drawn[0])
-    _, found = run("--inject-nan", "4")
-    top, bottom = drawn[0].axes
-    loss, clipped, skipped = (line.get_xydata().tolist() for line in top.lines)
-    assert [value for _, value in loss] == found["losses"]
-    assert [number for number, _ in skipped] == [4]
-    assert [number for number, _ in clipped] == [
-        n for n, norm in enumerate(found["grad_norms"], 1) if norm and norm > 2
-    ]
-    assert set(bottom.lines[1].get_ydata()) == {2.0}
-    image = Path("run/training.png").read_bytes()
-    assert image[:8] == b"\x89PNG\r\n\x1a\n"
-    assert struct.unpack(">II", image[16:24]) == (1500, 900)
 
 
 def test_models_have_sizes_at_which_torch_rounds_alike() -> None:

@@ -14,7 +14,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from support.strategies import hyperparameters, scales
 
-from superadam.kernels import native
 from superadam.kernels.dtypes import DTYPES
 from superadam.kernels.hyperparameters import Coefficients, Hyperparameters, Scale, beta_power
 from superadam.kernels.native import Flag
@@ -86,21 +85,6 @@ def test_denormals_are_rounded_while_they_are_flushed() -> None:
     finally:
         torch.set_flush_denormal(False)
     assert found == expected != 0.0
-
-
-def test_rows_have_the_fields_of_the_kernels() -> None:
-    k = Coefficients.at_step(USUAL, 5, 0.5)
-    row = np.array([k.row()], native.COEFFICIENTS)[0]
-    assert row["scale"] == k.s
-    assert row["decay"] == k.decay
-    assert row["weight_decay"] == k.wd
-    assert row["one_minus_beta1"] == k.w
-    assert row["beta2"] == k.b2
-    assert row["one_minus_beta2"] == k.c2
-    assert row["negative_step_size"] == k.nss
-    assert row["sqrt_bias_correction2"] == k.bc2s
-    assert row["eps"] == k.eps
-    assert row["flags"] == int(k.flags)
 
 
 @pytest.mark.parametrize(

@@ -176,21 +176,13 @@ def test_an_isa_that_cannot_run_raises(status: str | None, reason: str, monkeypa
         native.set_active_isa("mmx")
 
 
-def in_new_process(**environment: str) -> subprocess.CompletedProcess[str]:
-    code = "import superadam.kernels.native as n; print(n.active_isa(), n.get_num_threads())"
-    return subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | environment, check=False, capture_output=True, text=True
-    )
-
-
 @pytest.mark.slow
 def test_the_environment_is_read_in_a_new_process() -> None:
-    done = in_new_process(SUPERADAM_ISA="scalar", SUPERADAM_THREADS="3")
+    code = "import superadam.kernels.native as n; print(n.active_isa(), n.get_num_threads())"
+    environment = os.environ | {"SUPERADAM_ISA": "scalar", "SUPERADAM_THREADS": "3"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True)
     assert done.stdout.split() == ["scalar", "3"]
     assert "scalar kernels" not in done.stderr  # it was asked for
-    refused = in_new_process(SUPERADAM_ISA="mmx")
-    assert refused.returncode == 1
-    assert "ValueError: SUPERADAM_ISA 'mmx' is not an instruction set of this architecture" in refused.stderr
 
 
 @pytest.mark.usefixtures("_fresh_choices")

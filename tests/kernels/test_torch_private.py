@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
+import operator
 import re
 import subprocess
 import sys
@@ -459,51 +461,42 @@ class Operations(TorchDispatchMode):
         return operation(*args, **(kwargs or {}))
 
 
-def operations(work: Callable[[], object]) -> set[Any]:
-    with Operations() as mode:
-        work()
-    return mode.seen
-
-
-@relied_on("is what clipping calls", "ops.aten._foreach_norm.Scalar", "ops.aten._foreach_mul_.Tensor")
-def _() -> bool:
-    one = parameter(3)
-    one.grad = torch.ones(3)
-    called = operations(lambda: nn.utils.clip_grad_norm_([one], 0.5))
-    return {torch_private.foreach_norm, torch_private.foreach_products["mul_"]["Tensor"]} <= called
-
-
-@relied_on(
-    "is what products of lists call",
-    "ops.aten._foreach_mul_.Scalar",
-    "ops.aten._foreach_div_.Scalar",
-    "ops.aten._foreach_div_.Tensor",
-)
-def _() -> bool:
-    ones, of = [torch.ones(3)], torch_private.foreach_products
-    return (
-        operations(lambda: torch._foreach_mul_(ones, 0.5)) == {of["mul_"]["Scalar"]}
-        and operations(lambda: torch._foreach_div_(ones, 0.5)) == {of["div_"]["Scalar"]}
-        and torch_private.foreach_products["div_"]["Tensor"]
-        in operations(lambda: torch._foreach_div_(ones, torch.tensor(2.0)))
-    )
-
-
-@relied_on("is what zero_grad() calls", "ops.aten._foreach_zero_.default")
-def _() -> bool:
-    one = parameter(3)
-    one.grad = torch.ones(3)
-    optimizer = torch.optim.SGD([one], foreach=True)
-    return torch_private.foreach_zero_ in operations(lambda: optimizer.zero_grad(set_to_none=False))
-
-
-@relied_on("is what a GradScaler calls", "ops.aten._amp_foreach_non_finite_check_and_unscale_.default")
-def _() -> bool:
-    one = parameter(3)
-    one.grad = torch.ones(3)
-    optimizer, scaler = torch.optim.SGD([one]), torch.amp.GradScaler("cpu", init_scale=2.0)
+def unscale(one: Any) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     scaler.scale(torch.ones(1))
-    return torch_private.check_and_unscale in operations(lambda: scaler.unscale_(optimizer)) and one.grad[0] == 0.5
+    scaler.unscale_(torch.optim.SGD([one]))
+    assert one.grad[0] == 0.5
+
+
+CALLS: dict[str, tuple[Callable[[Any], object], list[str]]] = {
+    "clipping": (
+        lambda one: nn.utils.clip_grad_norm_([one], 0.5),
+        ["ops.aten._foreach_norm.Scalar", "ops.aten._foreach_mul_.Tensor"],
+    ),
+    "a product of a list": (lambda one: torch._foreach_mul_([one.grad], 0.5), ["ops.aten._foreach_mul_.Scalar"]),
+    "a quotient of a list": (lambda one: torch._foreach_div_([one.grad], 0.5), ["ops.aten._foreach_div_.Scalar"]),
+    "a quotient by a tensor": (
+        lambda one: torch._foreach_div_([one.grad], torch.tensor(2.0)),
+        ["ops.aten._foreach_div_.Tensor"],
+    ),
+    "zero_grad()": (
+        lambda one: torch.optim.SGD([one], foreach=True).zero_grad(set_to_none=False),
+        ["ops.aten._foreach_zero_.default"],
+    ),
+    "a GradScaler": (unscale, ["ops.aten._amp_foreach_non_finite_check_and_unscale_.default"]),
+}
+
+
+def calls(work: Callable[[Any], object], paths: Iterable[str]) -> bool:
+    one = parameter(3)
+    one.grad = torch.ones(3)
+    with Operations() as mode:
+        work(one)
+    return {operator.attrgetter(path)(torch) for path in paths} <= mode.seen
+
+
+for _what, _call in CALLS.items():
+    relied_on(f"is what {_what} calls", *_call[1])(functools.partial(calls, *_call))
 
 
 def shard() -> Any:
@@ -614,7 +607,7 @@ def runs() -> Any:
 
 def test_without_a_name_that_only_handles_need_no_gradient_is_taken(runs: Any) -> None:
     expected = {path: [] if path in NEEDED_ALONE else [path] for path in torch_private.FOUND}
-    assert {path: run["missing"] for path, run in runs["missing"].items()} == expected
+    assert runs["missing"] == expected
 
 
 @pytest.mark.parametrize("kind", ["plain", "sharded"])

@@ -99,10 +99,6 @@ def test_a_build_without_vector_kernels_works_and_says_so(scalar_kernels: Path) 
     check_is_scalar_and_says_so(report_of(run_elsewhere(scalar_kernels)), "not compiled")
 
 
-def test_scalar_by_choice_is_silent(scalar_kernels: Path) -> None:
-    assert report_of(run_elsewhere(scalar_kernels, SUPERADAM_ISA="scalar"))["warnings"] == []
-
-
 def test_what_runs_before_dispatch_uses_baseline_instructions(scalar_kernels: Path) -> None:
     """Everything but the vector kernels; that the files get the same flags in a full build is the next test."""
     done = subprocess.run(["objdump", "-d", scalar_kernels], check=True, capture_output=True, text=True)

@@ -6,8 +6,6 @@ import contextlib
 import io
 import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,8 +29,8 @@ sys.path += [str(ROOT / "bench"), str(ROOT / "examples")]
 import gpu_check  # noqa: E402
 import gpu_wheels  # noqa: E402
 import train  # noqa: E402
-from gpucheck import checks, models, picture, programs, rates, report, share, sides, throughput, verdicts  # noqa: E402
-from gpucheck.findings import Context, Finding, Limit, Outcome  # noqa: E402
+from gpucheck import checks, models, programs, rates, report, share, sides, throughput, verdicts  # noqa: E402
+from gpucheck.findings import Context, Limit, Outcome  # noqa: E402
 from gpucheck.programs import MARK, Done  # noqa: E402
 from gpucheck.rows import Row  # noqa: E402
 from gpucheck.verdicts import Answer  # noqa: E402
@@ -129,18 +127,14 @@ def test_rehearsal_runs_every_stage_and_says_that_it_is_one(tmp_path: Path, caps
     (run,) = figures["verification"]["runs"]
     assert min(run["committed"], run["clipped"], run["skipped"], run["elements"]) > 0
     assert {*rates.KERNELS, rates.COPY} < {rate["what"] for rate in figures["rates"]["rows"]}
-    assert all(rate["gigabytes_per_second"] > 0 for rate in figures["rates"]["rows"])
-    assert all(rate["share_of_copy"] > 0 for rate in figures["rates"]["rows"] if rate["what"] in rates.KERNELS)
     rows = [Row(**row) for row in figures["throughput"]["rows"]]
     wanted = [(side, batch) for side in sides.SIDES for batch in (1, 2)] + [(side, 1) for side in sides.SWEPT]
     assert sorted((row.side, row.batch) for row in rows) == sorted(wanted)
     for row in rows:
         assert row.outcome == "measured"
         assert row.tokens_per_second == row.batch * row.seq / row.step_seconds
-        assert row.steps >= throughput.FEWEST
         assert (row.backward_seconds is not None) == (row.adam_seconds is not None) == (row.side == sides.ALONE)
         assert (row.hidden_share is not None) == (row.side in (sides.OVERLAPPED, *sides.SWEPT))
-    assert [verdict["workload"][1] for verdict in figures["throughput"]["verdicts"]] == [1, 1, 1, 2, 2]
     printed = capsys.readouterr().out
     assert "REHEARSAL" in printed
     for name in (*STAGES, *sides.SIDES, *sides.SWEPT, *rates.KERNELS, "at least 90% of Adam hidden"):
@@ -214,15 +208,6 @@ def test_what_is_not_over_in_time_is_said(tmp_path: Path) -> None:
     assert len(cut) == 5 + len(sides.PROGRAMS)
 
 
-def test_without_time_later_stages_are_left_out(tmp_path: Path) -> None:
-    status, results = check(tmp_path, but("train", lambda _: Done(None, "", 0.0)), seconds=0.0)
-    assert status == 0
-    assert results["stages"]["throughput"]["outcome"] == "left out"
-    assert (
-        results["stages"]["throughput"]["detail"] == f"0 of {len(sides.PROGRAMS)} processes measured when time was over"
-    )
-
-
 def test_interrupted_check_leaves_what_it_has(tmp_path: Path) -> None:
     def run(command: Sequence[str], seconds: float) -> Done:
         if kind_of(command) == sides.ON_DEVICE:
@@ -259,23 +244,10 @@ def request(program: str, batches: list[int]) -> throughput.ThroughputRequest:
     return throughput.ThroughputRequest(program, "tiny", "cpu", batches, 8, 0.0, 1 << 12)
 
 
-def test_every_batch_size_chooses_its_own_placement_before_the_sweep(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    made: list[Any] = []
-
-    class Counted(sides.OffloadScheduler):
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            assert options.keys() == {"device"}
-            super().__init__(*arguments, **options)
-            made.append(self)
-
-    monkeypatch.setattr(sides, "OffloadScheduler", Counted)
-    throughput.measure(request(sides.OVERLAPPED, [1, 2]))
-    assert len(made) == 2
+def test_a_sweep_differs_from_the_placement_that_was_chosen(capsys: pytest.CaptureFixture[str]) -> None:
     throughput.measure(request(sides.SWEEP, [1, 2]))
-    assert len(made) == 3
     rows = [Row(**line) for line in Done(0, capsys.readouterr().out, 1.0).lines(MARK)]
+    asked = ("gpu_buckets", "bucket_numel", "num_threads")
     placed = {row.side: {name: int(row.placement[name]) for name in asked} for row in rows if row.side in sides.SWEPT}
     chosen = placed.pop(sides.AUTO)
     total = models.elements_of(models.SHAPES["tiny"])
@@ -284,9 +256,6 @@ def test_every_batch_size_chooses_its_own_placement_before_the_sweep(
         assert placement == chosen | wanted
     assert placed[f"{sides.OVERLAPPED}, 1/2 on the GPU"]["gpu_buckets"] > 0
     assert [row.placement for row in rows if row.side == sides.PLAIN] == [{}, {}]
-
-
-asked = ("gpu_buckets", "bucket_numel", "num_threads")
 
 
 def test_placement_that_cannot_be_met_is_a_row(
@@ -299,16 +268,6 @@ def test_placement_that_cannot_be_met_is_a_row(
     assert [(row.side, row.outcome) for row in refused] == [(f"{sides.OVERLAPPED}, half the threads", "refused")]
     assert "num_threads" in refused[0].detail
     assert len(rows) == len(sides.SWEPT) + 1
-
-
-def test_what_matters_most_is_measured_first() -> None:
-    order = [
-        (one.model, one.program)
-        for one in throughput.requests(Context(programs.run, "cuda", rehearses=False, trace=""))
-    ]
-    first = [(model, program) for model in ("1b", "4b") for program in (sides.OVERLAPPED, sides.ON_DEVICE)]
-    assert order[:4] == first
-    assert sorted(order) == sorted((model, program) for model in ("1b", "4b") for program in sides.PROGRAMS)
 
 
 def test_memory_that_does_not_suffice_is_a_row(
@@ -423,34 +382,7 @@ def test_kernels_move_what_a_copy_moves(monkeypatch: pytest.MonkeyPatch) -> None
     assert found[-1].elements_per_second == size / rates.ADAM_BYTES_PER_ELEMENT / 4.0
 
 
-def test_without_triton_the_missing_kernel_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SUPERADAM_GPU", "torch")
-    context = Context(runner(in_this_process), "cpu", rehearses=True, trace="")
-    (finding,) = rates.rates(context, Limit(time.monotonic() + 1000.0))
-    assert finding.outcome is Outcome.SHORTENED
-    assert finding.detail.endswith("; not adam")
-
-
 # -- what is drawn, and the files --------------------------------------------------------------------------------------
-
-
-def test_picture_names_what_did_not_fit_and_draws_the_bound() -> None:
-    rows = [
-        measured(sides.ALONE, 1.0, **LONG),
-        measured(sides.OVERLAPPED, 1.02),
-        measured(sides.ON_DEVICE, 1.0),
-        Row("m", 2, 1000, sides.ON_DEVICE, "does not fit"),
-        measured(sides.AUTO, 1.0),
-        Row("m", 1, 1000, sides.SWEPT[2], "does not fit"),
-    ]
-    results = report.Results("NVIDIA H200", "2026-11-22T10:00:00", [], False)
-    rows = verdicts.with_hidden_shares(rows)
-    results.add("throughput", Finding(Outcome.GOOD, "", {"rows": [asdict(row) for row in rows]}), 1.0)
-    upper, _, lower = picture._drawn(results).axes
-    assert {text.get_text() for text in upper.texts} == {"torch on the GPU: does not fit", "95%\nhidden"}
-    (line,) = upper.collections
-    assert [tuple(point) for point in line.get_segments()[0]] == [(-0.4, 900.0), (pytest.approx(0.4), 900.0)]
-    assert {text.get_text() for text in lower.texts} == {"auto", "1/4 on the GPU: does not fit"}
 
 
 def test_results_do_not_overwrite_one_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -472,18 +404,6 @@ def test_commit_is_that_of_the_repository(tmp_path: Path, monkeypatch: pytest.Mo
     assert report.commit() == ""  # no git
 
 
-def test_one_stage_has_all_the_time(tmp_path: Path) -> None:
-    given: list[float] = []
-
-    def run(command: Sequence[str], seconds: float) -> Done:
-        given.append(seconds)
-        return remembered(command, seconds)
-
-    gpu_check.check(tmp_path, 1000.0, rehearses=True, runner=runner(run), only=["rates"])
-    assert list(results_in(tmp_path)["stages"]) == ["rates"]
-    assert 900.0 < given[0] <= 1000.0
-
-
 def test_gpu_tests_are_found_and_this_is_none_of_them() -> None:
     found = checks.kernel_tests() + checks.device_tests()
     assert {"tests/gpu/test_gpu_adam.py", "tests/gpu/test_gpu_pack.py", "tests/gpu/test_gpu_scatter.py"} <= set(found)
@@ -495,7 +415,7 @@ def test_gpu_tests_are_found_and_this_is_none_of_them() -> None:
         assert any(f"def {name}" in (ROOT / path).read_text() for path in found), name
 
 
-@pytest.mark.parametrize("cores", [1, 2, 6, 64])
+@pytest.mark.parametrize("cores", [1, 64])
 def test_kernels_are_compiled_by_several_processes_before_other_tests(
     cores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -568,35 +488,6 @@ def test_program_and_what_it_started_end_with_their_time(tmp_path: Path) -> None
     while is_running(int(path.read_text())) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not is_running(int(path.read_text()))
-
-
-@pytest.mark.subprocess
-def test_programs_end_with_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[subprocess.Popen[bytes]] = []
-
-    class Interrupted(subprocess.Popen[bytes]):
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            super().__init__(*arguments, **options)
-            started.append(self)
-
-        def wait(self, timeout: float | None = None) -> int:
-            if timeout is not None:
-                raise KeyboardInterrupt
-            return super().wait()
-
-    monkeypatch.setattr(subprocess, "Popen", Interrupted)
-    code = "import time; time.sleep(60)"
-    with pytest.raises(KeyboardInterrupt):
-        programs.run([[sys.executable, "-c", code]] * 2, 60.0, {})
-    assert [process.returncode for process in started] == [-signal.SIGKILL] * 2
-
-
-@pytest.mark.deep
-@pytest.mark.subprocess
-def test_tests_are_shared_out_among_processes() -> None:
-    context = Context(programs.run, "cpu", rehearses=True, trace="")
-    found = [(finding.outcome, finding.detail) for finding in checks.tests(context, Limit(time.monotonic() + 200.0))]
-    assert found == [(Outcome.GOOD, "1 passed"), (Outcome.GOOD, "2 passed")]
 
 
 def is_running(process: int) -> bool:

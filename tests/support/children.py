@@ -9,6 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 
@@ -60,3 +61,9 @@ def killed_at(number: int, work: Callable[[], object]) -> None:
     os.fsync = lambda descriptor: (count("os.fsync", ()), fsync(descriptor))[1]
     sys.addaudithook(count)  # before every call
     work()
+
+
+def memory_of_process(name: str) -> int:
+    """Return an entry of /proc/self/status in bytes."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:"))
+    return 1024 * int(line.split()[1])
