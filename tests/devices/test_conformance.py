@@ -11,7 +11,7 @@ from torch import Tensor
 
 from superadam.devices import Device, PlainDevice, Stream
 from superadam.testing import DEVICE_CHECKS, SimulatedDevice
-from superadam.testing.simulated import SimulatedEvent
+from superadam.testing.accelerator import SimulatedEvent
 
 
 def cuda() -> Device:

@@ -1,0 +1,270 @@
+"""The simulated device does everything as late, and as badly, as a real one may; a model may compute late on it, too."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from measures.paced_device import PRESETS, PacedDevice
+from support.optimizers import DTYPES
+from torch import Tensor, nn
+
+from superadam.devices import Device, PlainDevice, Stream
+from superadam.devices.flat import FlatLayout
+from superadam.host.memory import HostNeeds
+from superadam.state.parameter import ParameterState
+from superadam.testing import SimulatedDevice
+from superadam.testing.accelerator import SimulatedEvent
+from superadam.testing.simulated import SeededWorker
+
+
+def lazy(seed: int = 0) -> SimulatedDevice:
+    """Return a device that does nothing before it is waited for."""
+    return SimulatedDevice(seed, eagerness=0.0)
+
+
+def layout_of(*tensors: Tensor) -> FlatLayout:
+    return FlatLayout([ParameterState(nn.Parameter(tensor), row, f"p{row}") for row, tensor in enumerate(tensors)])
+
+
+@pytest.mark.parametrize(
+    "device", [PlainDevice(), lazy(), PacedDevice(PRESETS["h200"])], ids=["plain", "lazy", "paced"]
+)
+@pytest.mark.parametrize("part", ["state", "gradients", "pending", "shadows", "largest"])
+def test_more_than_this_machine_has_is_refused_by_every_device(device: Device, part: str) -> None:
+    with pytest.raises(MemoryError, match=r"^training .* needs about [\d,]+\.\d\d GB of host memory, but this process"):
+        device.reserve(HostNeeds(**{part: 1 << 60}))
+
+
+# ---- order -----------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_has_happened_before_somebody_waits() -> None:
+    device, layout = lazy(), layout_of(torch.zeros(3))
+    there = device.empty(layout.numel, torch.float32, Stream.UPLOAD)
+    host = device.host_empty(layout.numel, torch.float32)
+    host.fill_(2.0)
+    device.copy(there, host, Stream.UPLOAD)
+    assert there.isnan().all()
+    device.record(Stream.UPLOAD).synchronize()
+    assert torch.equal(layout.views(there)[0], torch.full((3,), 2.0))
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_late_values_come_when_their_own_stream_has_passed(on_host: bool) -> None:
+    device, values = lazy(), torch.arange(12.0, dtype=torch.bfloat16).view(3, 4).t()
+    device.switch(2)
+    late = device.late(values, on_host=on_host)
+    mark = device.mark_ready(nn.Parameter(torch.zeros(4, 3, dtype=torch.bfloat16)))
+    device.switch(0)
+    assert late.isnan().all()
+    assert late.stride() == values.stride()
+    assert device.is_host(late) is on_host
+    device.wait(Stream.CURRENT, mark)
+    device.record(Stream.CURRENT).synchronize()
+    assert torch.equal(late, values)
+
+
+def test_scatter_comes_at_once_and_waits_for_other_streams_only_where_it_was_told_to() -> None:
+    seen = set()
+    for seed, waits in itertools.product(range(20), (False, True)):
+        device, layout = lazy(seed), layout_of(torch.zeros(3))
+        there, host = device.empty(layout.numel, torch.float32, Stream.UPLOAD), device.host_empty(64, torch.float32)
+        host.fill_(2.0)
+        device.copy(there, host, Stream.UPLOAD)
+        if waits:
+            device.wait(Stream.CURRENT, device.record(Stream.UPLOAD))
+        device.scatter(layout.views(there), [layout.states[0].parameter.data])
+        seen.add((waits, bool(layout.states[0].parameter.isnan().all())))
+    assert seen == {(False, True), (False, False), (True, False)}
+
+
+@pytest.mark.parametrize("is_registered", [False, True])
+def test_copies_from_memory_that_is_not_pinned_wait(is_registered: bool) -> None:
+    device = lazy()
+    if not is_registered:
+        device.pinned.close()
+    host, there = device.host_empty(4, torch.float32), device.empty(4, torch.float32, Stream.UPLOAD)
+    device.copy(there, host.fill_(1.0), Stream.UPLOAD)
+    assert torch.equal(there, host) is not is_registered
+
+
+Enqueue = Callable[[Stream, str], None]
+ORDERS: dict[str, tuple[Callable[[SimulatedDevice, Enqueue], object], set[str]]] = {
+    "streams by themselves": (
+        lambda device, enqueue: [enqueue(stream, name) for stream, name in zip(Stream, "abc", strict=True)],
+        set(map("".join, itertools.permutations("abc"))),
+    ),
+    "one that waits for another": (
+        lambda device, enqueue: [
+            enqueue(Stream.CURRENT, "a"),
+            device.wait(Stream.DOWNLOAD, device.record(Stream.CURRENT)),
+            enqueue(Stream.DOWNLOAD, "b"),
+        ],
+        {"ab"},
+    ),
+    "one that waits for an event that was never recorded": (
+        lambda device, enqueue: [
+            enqueue(Stream.UPLOAD, "a"),
+            device.wait(Stream.DOWNLOAD, SimulatedEvent(device.accelerator)),
+            enqueue(Stream.DOWNLOAD, "b"),
+        ],
+        {"ab", "ba"},
+    ),
+}
+
+
+@pytest.mark.parametrize("eagerness", [0.0, 0.5])
+@pytest.mark.parametrize("name", ORDERS)
+def test_every_order_that_events_allow_comes_with_some_seed_and_the_same_with_one_seed(
+    name: str, eagerness: float
+) -> None:
+    program, expected = ORDERS[name]
+
+    def run(seed: int) -> str:
+        device, order = SimulatedDevice(seed, eagerness), []
+        program(device, lambda stream, name: device._stream(stream).enqueue(lambda: order.append(name)))
+        device.finish()
+        return "".join(order)
+
+    runs = [run(seed) for seed in range(60)]
+    assert set(runs) == expected
+    assert runs == [run(seed) for seed in range(60)]
+
+
+def test_streams_that_wait_in_a_circle_are_told() -> None:
+    accelerator = lazy().accelerator
+    streams = accelerator.Stream(), accelerator.Stream()
+    events = [SimulatedEvent(accelerator, is_recorded=True) for _ in streams]
+    for stream, event, other in zip(streams, events, reversed(events), strict=True):
+        stream.wait_event(other)
+        event.record(stream)
+    with pytest.raises(RuntimeError, match="wait for one another in a circle"):
+        events[0].synchronize()
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_fresh_memory_holds_nan(dtype: torch.dtype) -> None:
+    device = lazy()
+    assert device.empty(9, dtype, Stream.UPLOAD).isnan().all()
+    assert device.host_empty(9, dtype).isnan().all()
+    packed = device.pack([torch.ones(3, dtype=dtype)], layout_of(torch.ones(3, dtype=dtype)), dtype)
+    assert packed.isnan().all()  # not packed yet
+    device.record(Stream.CURRENT).synchronize()
+    assert packed[3:].isnan().all()  # the gap
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+@pytest.mark.parametrize("on_host", [False, True])
+def test_what_is_dropped_before_a_stream_has_read_it_is_nan_to_that_unless_it_was_recorded(
+    on_host: bool, is_recorded: bool
+) -> None:
+    seen = set()
+    for seed in range(20):
+        device, target = lazy(seed), torch.zeros(4)
+        source = device.host_empty(4, torch.float32) if on_host else device.empty(4, torch.float32, Stream.CURRENT)
+        device.copy(target, source.fill_(1.0), Stream.UPLOAD)
+        if is_recorded:
+            device.record_stream(source, Stream.UPLOAD)
+        del source
+        device.host_empty(4, torch.float32)
+        device.finish()
+        seen.add(bool(target.isnan().all()))
+        assert not device.has_memory_in_use
+    assert seen == {False} if is_recorded else True in seen
+
+
+def test_a_view_keeps_its_buffer() -> None:
+    device = lazy()
+    layout = layout_of(torch.ones(3), torch.ones(2, 2))
+    there = device.empty(layout.numel, torch.float32, Stream.CURRENT).zero_()
+    first, second = layout.views(there)
+    del there, first
+    device.finish()
+    assert torch.equal(second, torch.zeros(2, 2))
+    assert device.has_memory_in_use
+    del second
+    assert not device.has_memory_in_use
+
+
+def test_memory_of_the_model_that_others_drop_before_a_copy_runs_is_kept() -> None:
+    device, parameter = lazy(), nn.Parameter(torch.zeros(4))
+    source, before = device.host_empty(4, torch.float32), parameter.data
+    device.copy(parameter.data, source.fill_(1.0), Stream.UPLOAD)
+    parameter.data = torch.zeros(4)
+    device.finish()
+    assert torch.equal(before, torch.ones(4))
+    assert torch.equal(parameter, torch.zeros(4))
+
+
+# ---- a model that computes late --------------------------------------------------------------------------------------
+
+
+def test_a_model_that_computes_late_computes_the_same() -> None:
+    def run(there: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        torch.default_generator.manual_seed(1)
+        parameters = [there(torch.randn(4, 4)).requires_grad_() for _ in range(3)]
+        found = there(torch.randn(3, 4))
+        for one in parameters:
+            found = nn.functional.layer_norm(found @ one, (4,)).relu()
+        chosen = found[found > 0.5]  # whose number depends on values
+        loss = chosen.square().sum() + nn.functional.dropout(found, 0.5).sum()
+        loss.backward()
+        with torch.no_grad():
+            parameters[0].mul_(loss.item())
+        return [loss.detach(), *(one.grad for one in parameters), *parameters]
+
+    expected = run(Tensor.clone)
+    for seed in range(5):
+        device = SimulatedDevice(seed, 0.3)
+        with device.computing():
+            found = run(device.there)
+        device.finish()
+        assert all(map(torch.equal, found, expected))
+
+
+def test_nothing_of_a_late_model_is_there_before_somebody_waits() -> None:
+    device = lazy()
+    with device.computing():
+        doubled = device.there(torch.ones(3)) * 2
+    assert doubled.isnan().all()
+    with device.computing():
+        assert doubled.sum().item() == 6.0
+
+
+# ---- its worker ------------------------------------------------------------------------------------------------------
+
+
+def test_seeded_worker_runs_every_job_in_order() -> None:
+    lags = set()
+    for seed in range(30):
+        done: list[int] = []
+        worker = SimulatedDevice(seed).start_worker(lambda: False)
+        assert isinstance(worker, SeededWorker)
+        for i in range(5):
+            worker.submit(lambda _, i=i, done=done: done.append(i))
+        lags.add(5 - len(done))
+        assert worker.is_idle == (len(done) == 5)
+        worker.drain()
+        assert done == list(range(5))
+        assert worker.is_idle
+    assert lags >= {0, 1, 2}
+
+
+def test_seeded_worker_does_idle_work_as_long_as_there_is_some() -> None:
+    amounts = set()
+    for seed in range(60):
+        left = [3]
+
+        def work(left: list[int] = left) -> bool:
+            left[0] -= 1
+            return left[0] > 0
+
+        SimulatedDevice(seed).start_worker(work).wake()
+        amounts.add(left[0])
+    assert amounts == {3, 2, 1, 0}

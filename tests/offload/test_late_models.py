@@ -1,0 +1,117 @@
+"""Models that compute late on the simulated accelerator: host, worker and streams run apart, as with a GPU."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from support.visible import state_bits
+from torch import Tensor, nn
+
+from superadam import OffloadScheduler, SpeculativeCPUAdamW
+from superadam.testing import SimulatedDevice
+
+SEEDS = 1000 if os.environ.get("SUPERADAM_DEEP") == "1" else 24
+STEPS = 6
+
+
+class Model(nn.Module):
+    """Has an embedding, a weight that lies in another order, one that takes whole blocks, and one that is cut."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.default_generator.manual_seed(5)
+        self.embedding = nn.Embedding(11, 8)
+        self.layers = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8), nn.Linear(8, 600))
+        self.turned = nn.Parameter(torch.randn(8, 4).t())
+        self.to(dtype)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embedding(tokens)
+        return self.layers(hidden + hidden @ self.turned.t() @ self.turned)  # type: ignore[no-any-return]
+
+
+class ShortDevice(SimulatedDevice):
+    """Reports so many free bytes."""
+
+    free: int | None = None
+
+    def free_bytes(self) -> int | None:  # type: ignore[override]
+        return self.free
+
+
+def train(choices: random.Random, device: SimulatedDevice | None) -> list[Any]:
+    """Train as drawn; return what the program sees, as bits."""
+    dtype = choices.choice([torch.bfloat16, torch.float32, torch.float16])
+    options = {
+        "lr": choices.choice([0.05, 1e-4]),  # with the smaller one, values are patched
+        "max_grad_norm": choices.choice([None, 0.05, 5.0]),
+        "moments": choices.choice(["fp32", "bf16", "8bit"]),
+        "master": choices.choice(["fp32", "24bit"]),
+    }
+    hidden = ["master"] if dtype == torch.float32 else []  # on the host the parameter is its own
+    micro_batches, sums = choices.choice([1, 1, 2]), choices.choice([None, torch.float32])
+    actions = [choices.choice(["", "clip", "edit", "read", "inf", "place", "look"]) for _ in range(STEPS)]
+    scheduled = {
+        "bucket_numel": choices.choice([1, 100, 700, 10**6]),
+        "gpu_buckets": choices.choice([0, 0, 1, 2, 100]),
+        "transfer_dtype": "auto",
+    }
+    if isinstance(device, ShortDevice) and scheduled["gpu_buckets"] == 0 and "place" not in actions:
+        device.free = choices.choice([None, 0, 3000])
+    there: Callable[[Tensor], Tensor] = Tensor.clone if device is None else device.there
+    seen: list[Any] = []
+    with nullcontext() if device is None else device.computing():
+        model = Model(dtype)
+        for parameter in model.parameters():
+            parameter.data = there(parameter)
+        optimizer = SpeculativeCPUAdamW(model.parameters(), **options)
+        overlap = (
+            None if device is None else OffloadScheduler(optimizer, model, device=device, num_threads=1, **scheduled)
+        )
+        with overlap or nullcontext():
+            for step, action in enumerate(actions):
+                for micro in range(micro_batches):
+                    tokens = torch.randint(11, (2, 3), generator=torch.Generator().manual_seed(10 * step + micro))
+                    is_last = micro == micro_batches - 1
+                    with nullcontext() if is_last or sums is None or overlap is None else overlap.accumulate():
+                        loss = model(there(tokens)).float().square().mean()
+                        loss.backward()
+                gradients = [one.grad for one in model.parameters() if one.grad is not None]
+                if action == "clip":
+                    seen.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+                elif action == "edit":
+                    gradients[0].clamp_(-1e-3, 1e-3)
+                elif action == "read":
+                    seen += [bool(one.isfinite().all()) for one in gradients]
+                elif action == "inf":
+                    gradients[1].fill_(torch.inf)
+                elif action == "place" and overlap is not None:
+                    overlap.place(gpu_buckets=choices.choice([0, 1, 3]))
+                optimizer.step()
+                optimizer.zero_grad()
+                seen.append(loss.item())
+                if action == "look":
+                    seen.append(state_bits(optimizer, without=hidden))
+        seen.append(state_bits(optimizer, without=hidden))
+        if device is not None:
+            device.finish()
+            assert overlap is not None
+            assert overlap.statistics.buckets > 0
+    return seen
+
+
+def differs(seed: int) -> bool:
+    """Whether a program sees anything else than on the host."""
+    device = ShortDevice(seed, random.Random(seed).choice([0.0, 0.3, 0.9]))
+    return train(random.Random(seed), device) != train(random.Random(seed), None)
+
+
+@pytest.mark.slow
+def test_training_has_the_bits_of_the_host() -> None:
+    assert [seed for seed in range(SEEDS) if differs(seed)] == []
