@@ -101,7 +101,7 @@ class SimulatedStream:
         self.end().synchronize()
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
 class Block:
     """Memory of a stream, for as long as a tensor refers to its lease."""
 
@@ -110,6 +110,10 @@ class Block:
     is_on_host: bool
     lease: weakref.ref[Any]
     used_by: set[SimulatedStream] = field(default_factory=set)
+
+    def fill(self) -> None:
+        """Let it hold NaN."""
+        self.memory.fill(0xFF)
 
 
 class SimulatedAccelerator:
@@ -223,7 +227,7 @@ class SimulatedAccelerator:
         while self._freed:
             block = self.blocks.pop(self._freed.popleft())
             ends = [stream.end() for stream in block.used_by]
-            block.stream.operations.append((functools.partial(block.memory.fill, 0xFF), tuple(ends)))
+            block.stream.operations.append((block.fill, tuple(ends)))
 
     def block_of(self, tensor: Tensor) -> Block | None:
         """Return the memory of a tensor that was allocated here."""
@@ -382,6 +386,7 @@ def _zeros_like(tensor: Tensor) -> Tensor:
 
 
 def copy_all(targets: Sequence[Any], sources: Sequence[Any]) -> None:
+    """Copy each source that has a target, in place of what it would have been enqueued for."""
     with torch.no_grad():
         for target, source in zip(targets, sources, strict=True):
             if isinstance(target, Tensor):

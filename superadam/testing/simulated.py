@@ -90,7 +90,7 @@ class SimulatedDevice(CudaDevice):
         """Run everything that was enqueued."""
         self.accelerator.finish()
 
-    # ---- as CudaDevice, whose operations are enqueued ------------------------------------------------------------------
+    # ---- as CudaDevice, whose operations are enqueued ----------------------------------------------------------------
 
     def pack(
         self, gradients: Sequence[Tensor], layout: FlatLayout[Any], dtype: torch.dtype, norm: ChunkSums | None = None

@@ -1,4 +1,4 @@
-"""The simulated device does everything as late, and as badly, as a real one may; a model may compute late on it, too."""
+"""The simulated device does all as late, and as badly, as a real one may; a model may compute late on it, too."""
 
 from __future__ import annotations
 

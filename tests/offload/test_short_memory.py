@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +16,8 @@ from superadam.devices.flat import FlatLayout
 from superadam.devices.worker import Job, Work
 from superadam.offload.transfers import PACKED_UNDER_WAY
 from superadam.testing import simulated
-from superadam.testing.simulated import Operation, SimulatedDevice
+from superadam.testing.accelerator import Block
+from superadam.testing.simulated import SimulatedDevice
 
 BUCKET = 200
 LARGEST = 2 * (BUCKET + 64 + 2 * 64)
@@ -38,17 +40,17 @@ class CountingDevice(SimulatedDevice):
     Attributes:
         free: what it reports as free.
         limit: of packed gradients, beyond which it is full.
-        packed, most: bytes of packed gradients, and of new values in their place, at present and at once.
+        most: of `packed`, at once.
     """
 
     def __init__(self, seed: int, free: int | None, limit: int = 1 << 40) -> None:
         super().__init__(seed, eagerness=0.95)
         self.free, self.limit = free, limit
-        self.packed = self.most = self.refused = 0
-        self._sizes: dict[int, int] = {}
+        self.most = self.refused = 0
+        self._blocks: list[Block] = []
 
     def start_worker(self, idle: Work) -> LateWorker:
-        return LateWorker(self._random, idle)
+        return LateWorker(self.accelerator.random, idle)
 
     def idle_cores(self) -> int:
         return 1
@@ -56,27 +58,26 @@ class CountingDevice(SimulatedDevice):
     def free_bytes(self) -> int | None:
         return self.free
 
+    @property
+    def packed(self) -> int:
+        """Bytes of packed gradients, and of new values in their place, at present."""
+        for stream in self.accelerator.streams:  # points that are behind nothing have passed
+            while stream.operations and isinstance(stream.operations[0][0], functools.partial):
+                stream.operations.popleft()[0]()
+        is_used = [one.lease() is not None or any(stream.operations for stream in one.used_by) for one in self._blocks]
+        self._blocks = [block for block, used in zip(self._blocks, is_used, strict=True) if used]
+        return sum(block.memory.nbytes for block in self._blocks)
+
     def pack(self, gradients: Sequence[Tensor], layout: FlatLayout[Any], *rest: Any) -> Tensor:
         if self.packed + 2 * layout.numel > self.limit:
             self.refused += 1
             raise torch.OutOfMemoryError("planted")
         packed = super().pack(gradients, layout, *rest)
-        self._sizes[packed.untyped_storage()._cdata] = packed.nbytes
-        self.packed += packed.nbytes
+        block = self.accelerator.block_of(packed)
+        assert block is not None
+        self._blocks.append(block)
         self.most = max(self.most, self.packed)
         return packed
-
-    def _free(self, key: int) -> None:
-        kept_for, size = self._blocks[key].kept_for, self._sizes.pop(key, 0)
-        if size and not all(event.has_passed for _, event in kept_for):
-            stream, events = kept_for[-1][0], tuple(event for _, event in kept_for)
-            self._streams[stream].append(Operation(lambda: self._count(-size), events))
-        else:
-            self._count(-size)
-        super()._free(key)
-
-    def _count(self, size: int) -> None:
-        self.packed += size
 
 
 def trained(device: SimulatedDevice | None, **options: Any) -> tuple[Any, list[int]]:
@@ -93,7 +94,7 @@ def trained(device: SimulatedDevice | None, **options: Any) -> tuple[Any, list[i
             optimizer.step()
             if isinstance(device, CountingDevice):
                 most.append(device.most)
-                device.most, device._eagerness = 0, 0.0
+                device.most, device.accelerator.eagerness = 0, 0.0
 
     if device is None:
         train(optimizer, model)
@@ -129,7 +130,7 @@ def test_memory_that_holds_a_step_is_not_short() -> None:
 def test_bucket_that_finds_no_memory_is_packed_once_others_have_left() -> None:
     """In a first step, whose gradients leave no new values in their place; from then on memory is short."""
     device = CountingDevice(0, None, limit=2 * LARGEST)
-    device._eagerness = 0.0  # from the first step on
+    device.accelerator.eagerness = 0.0  # from the first step on
     bits, most = trained(device)
     assert bits == trained(None)[0]
     assert device.refused > 0
@@ -151,7 +152,7 @@ def test_as_many_new_values_as_there_is_room_for_go_to_the_device_the_last_ones_
         for seed in range(4):
             optimizer.step()
             optimizer.zero_grad()
-            device._eagerness = 0.0 if seed > 1 else 0.95
+            device.accelerator.eagerness = 0.0 if seed > 1 else 0.95
             model(batch(seed, torch.bfloat16)).float().square().mean().backward()
         scheduler._catch_up()
         states = scheduler._transaction.table.states  # type: ignore[union-attr]

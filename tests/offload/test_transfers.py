@@ -23,17 +23,10 @@ from superadam.offload.trace import Trace
 from superadam.offload.transfers import Transfers
 from superadam.state.new_values import Patch
 from superadam.state.parameter import ParameterState, Slot
-from superadam.testing.simulated import Operation, SimulatedDevice, SimulatedEvent
+from superadam.testing import SimulatedDevice
+from superadam.testing.accelerator import SimulatedEvent
 
 HYPER = [Hyperparameters.of_group(torch.optim.AdamW([torch.zeros(1)]).param_groups[0])] * 8
-
-
-class LateModel(SimulatedDevice):
-    """A simulated device whose model computes late, too: waiting holds up its stream, not the enqueuing thread."""
-
-    def wait(self, stream: Stream, event: SimulatedEvent) -> None:  # type: ignore[override]
-        if event.is_recorded:
-            self._waits[stream].append(event)
 
 
 def lazy(seed: int = 0) -> SimulatedDevice:
@@ -84,10 +77,11 @@ def test_host_memory_is_not_given_back_while_its_copy_is_under_way() -> None:
     device = lazy()
     transfers, _ = transfers_of(device)
     hosts, arrived = download(transfers, states_of(random(5), device=device), [random(5)])
-    memory = torch.empty(0, dtype=torch.float32).set_(hosts[0].untyped_storage())
+    address, numel = hosts[0].data_ptr(), len(hosts[0].untyped_storage()) // 4
     del hosts, arrived
+    assert device.host_empty(numel, torch.float32).data_ptr() != address
     finish(device)
-    assert memory.isnan().all()  # free, and nothing was written afterwards
+    assert device.host_empty(numel, torch.float32).data_ptr() == address
 
 
 # ---- new values ------------------------------------------------------------------------------------------------------
@@ -166,7 +160,7 @@ def test_values_of_all_dtypes_and_layouts_reach_their_parameters(
 @pytest.mark.parametrize("seed", range(5))
 def test_values_come_up_after_gradients_have_gone_down(seed: int) -> None:
     """They share memory."""
-    device = LateModel(seed, 0.5)
+    device = SimulatedDevice(seed, 0.5)
     states = states_of(torch.zeros(4), device=device)
     transfers, _ = transfers_of(device)
     places, (taken,) = sent(transfers, states, [random(4)], [torch.ones(4)])
@@ -176,19 +170,23 @@ def test_values_come_up_after_gradients_have_gone_down(seed: int) -> None:
     assert torch.equal(states[0].parameter, torch.ones(4))
 
 
-class WatchingDevice(LateModel):
-    """Notes which streams could go on when values are scattered or put; copies of the model's stream are late."""
+class WatchingDevice(SimulatedDevice):
+    """Notes which streams could go on when values are scattered or put."""
 
     def __init__(self) -> None:
         super().__init__(0, 0.0)
         self.runnable: list[Stream] = []
 
+    def _look(self) -> None:
+        first = {stream: next(iter(self._stream(stream).operations), None) for stream in Stream}
+        self.runnable = [stream for stream, one in first.items() if one and all(event.has_passed for event in one[1])]
+
     def scatter(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        self.runnable = self._runnable()
+        self._look()
         super().scatter(sources, targets)
 
     def put(self, buffer: Tensor, index: Tensor, values: Tensor) -> None:
-        self.runnable = self._runnable()
+        self._look()
         super().put(buffer, index, values)
 
 
@@ -199,7 +197,7 @@ def test_upload_for_publication_waits_for_what_may_use_its_memory() -> None:
     transfers, _ = transfers_of(device)
     places = transfers.shadows(states)
     places[0].value.fill_(1.0)
-    device._enqueue(Stream.CURRENT, Operation(lambda: None))  # the model's
+    device._stream(Stream.CURRENT).enqueue(bool)  # the model's
     transfers.publish(states, places)
     assert device.runnable == [Stream.CURRENT]
     finish(device)
@@ -216,7 +214,7 @@ def test_upload_of_a_patch_waits_for_what_may_use_its_memory() -> None:
     shadow.values[0].fill_(1.0)
     shadow.send()
     finish(device)
-    device._enqueue(Stream.CURRENT, Operation(lambda: None))  # the model's
+    device._stream(Stream.CURRENT).enqueue(bool)  # the model's
     patch = Patch(shadow, [0], [1])
     patch.values[0].fill_(2.0)
     patch.send([np.array([3], np.uint32)])
@@ -227,7 +225,7 @@ def test_upload_of_a_patch_waits_for_what_may_use_its_memory() -> None:
 
 def test_parts_of_a_step_do_not_pile_up() -> None:
     """Each takes host memory until it has travelled, and two were reserved."""
-    device = LateModel(0, 0.0)
+    device = SimulatedDevice(0, 0.0)
     device.scatter = lambda sources, targets: None  # type: ignore[method-assign]  # nor does it wait
     states = states_of(torch.zeros(4), device=device)
     transfers, _ = transfers_of(device)
@@ -269,7 +267,7 @@ def test_settling_waits_for_what_was_published_on_another_stream(monkeypatch: py
     monkeypatch.setattr(device, "record", lambda stream: [recorded.append(record(stream)), recorded[-1]][1])
     transfers.publish(states, places)
     assert not recorded[-1].has_passed
-    monkeypatch.setattr(device, "record", lambda stream: SimulatedEvent(device))  # of another stream
+    monkeypatch.setattr(device, "record", lambda stream: SimulatedEvent(device.accelerator))  # of another stream
     transfers.settle()
     assert recorded[-1].has_passed
 
@@ -286,15 +284,15 @@ def test_settling_waits_for_steps_that_were_made_on_the_device() -> None:
 
 
 def test_values_come_up_while_backward_goes_on() -> None:
-    device = LateModel(0, 0.0)
+    device = SimulatedDevice(0, 0.0)
     states = states_of(torch.zeros(4), device=device)
     transfers, _ = transfers_of(device)
     taken = [TakenGradient(random(4))]
     places, arrived = speculated(transfers, states, taken)
     arrived.synchronize()
     goes_on: list[Any] = []
-    device._waits[Stream.CURRENT].append(SimulatedEvent(device))  # never passes
-    device._enqueue(Stream.CURRENT, Operation(lambda: goes_on.append(1)))
+    device._stream(Stream.CURRENT).wait_event(SimulatedEvent(device.accelerator, is_recorded=True))  # never passes
+    device._stream(Stream.CURRENT).enqueue(lambda: goes_on.append(1))
     places[states[0]].value.fill_(1.0)
     shadow = places[states[0]].shadow
     shadow.send()
