@@ -101,15 +101,16 @@ class SimulatedStream:
         self.end().synchronize()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Block:
-    """Memory of a stream, for as long as a tensor refers to its lease."""
+    """Memory of a stream, for as long as a tensor refers to its lease, and until the `ends` of streams that used it."""
 
     memory: np.ndarray[Any, Any]
     stream: SimulatedStream
     is_on_host: bool
     lease: weakref.ref[Any]
     used_by: set[SimulatedStream] = field(default_factory=set)
+    ends: tuple[SimulatedEvent, ...] = ()
 
     def fill(self) -> None:
         """Let it hold NaN."""
@@ -226,8 +227,8 @@ class SimulatedAccelerator:
         """Fill what was dropped, each block when its stream and those that have used it have come that far."""
         while self._freed:
             block = self.blocks.pop(self._freed.popleft())
-            ends = [stream.end() for stream in block.used_by]
-            block.stream.operations.append((block.fill, tuple(ends)))
+            block.ends = tuple([stream.end() for stream in block.used_by])
+            block.stream.operations.append((block.fill, block.ends))
 
     def block_of(self, tensor: Tensor) -> Block | None:
         """Return the memory of a tensor that was allocated here."""

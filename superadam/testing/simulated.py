@@ -96,7 +96,8 @@ class SimulatedDevice(CudaDevice):
         self, gradients: Sequence[Tensor], layout: FlatLayout[Any], dtype: torch.dtype, norm: ChunkSums | None = None
     ) -> Tensor:
         if not self.accelerator.is_late:  # the model may write to them at once
-            self._settle()
+            if any(map(self.accelerator.block_of, gradients)):
+                self._settle()
             gradients = [gradient.detach().clone() for gradient in gradients]
         with self.accelerator.dispatching(allocates=True):
             return super().pack(gradients, layout, dtype, norm)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,6 +35,9 @@ class LateWorker(simulated.SeededWorker):
         self._jobs.append(job)
 
 
+query = operator.methodcaller("query")
+
+
 class CountingDevice(SimulatedDevice):
     """In the first step it keeps up; then it is late.
 
@@ -61,10 +65,11 @@ class CountingDevice(SimulatedDevice):
     @property
     def packed(self) -> int:
         """Bytes of packed gradients, and of new values in their place, at present."""
+        self.accelerator.collect()
         for stream in self.accelerator.streams:  # points that are behind nothing have passed
             while stream.operations and isinstance(stream.operations[0][0], functools.partial):
                 stream.operations.popleft()[0]()
-        is_used = [one.lease() is not None or any(stream.operations for stream in one.used_by) for one in self._blocks]
+        is_used = [block.lease() is not None or not all(map(query, block.ends)) for block in self._blocks]
         self._blocks = [block for block, used in zip(self._blocks, is_used, strict=True) if used]
         return sum(block.memory.nbytes for block in self._blocks)
 

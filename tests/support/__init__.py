@@ -1,1 +1,8 @@
-"""What tests of several files share: doubles, runs, arrays to draw, ranks to start, references to compare with."""
+"""What tests share. Without a GPU, Triton's kernels are interpreted, which counts from when they are first imported."""
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")

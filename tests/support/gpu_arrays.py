@@ -1,13 +1,10 @@
 """Tensors for the kernels of superadam.gpu, and what those kernels become when they are compiled for a GPU.
 
-Importing this module first decides how the kernels run: compiled where there is a GPU, in Triton's interpreter
-elsewhere. The interpreter is chosen by the environment when superadam.gpu is imported.
+They run compiled where there is a GPU, in Triton's interpreter elsewhere (`support/__init__.py`).
 """
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -18,29 +15,19 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from support import formula
+
+from superadam.gpu import Backend, backend, language
+from superadam.kernels.native import Dtype
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-if DEVICE.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-    os.environ["TRITON_INTERPRET"] = "1"
-    # torch has imported Triton already: its own functions in Triton's language (tl.sum and the like) are to be
-    # interpreted, too.
-    with contextlib.suppress(ImportError):
-        import triton.language
-
-        importlib.reload(triton.language.standard)
-        importlib.reload(triton.language)
-
-from support import formula  # noqa: E402
-
-from superadam.gpu import Backend, backend, language  # noqa: E402
-from superadam.kernels.native import Dtype  # noqa: E402
 
 Array = npt.NDArray[np.generic]
 
 IS_READY = backend(DEVICE).backend is not Backend.TORCH
-"""Whether Triton's kernels run on DEVICE. False without Triton, or if superadam.gpu was imported before this module."""
+"""Whether Triton's kernels run on DEVICE."""
 
-assert IS_READY or language.MISSING, "superadam.gpu was imported before TRITON_INTERPRET was set; set it in conftest.py"
+assert IS_READY or language.MISSING
 
 BACKENDS = ["triton", "torch"] if IS_READY else ["torch"]
 """What packs and scatters here, as `SUPERADAM_GPU` calls it."""

@@ -318,7 +318,13 @@ class Compilers:
         done = subprocess.run(
             [sys.executable, "-c", f"from support import gpu_variants; gpu_variants._compile_all({self._assembles})"],
             input=pickle.dumps(requests),
-            env=clean | {"TRITON_CACHE_DIR": str(self._cache), "TRITON_DUMP_PTXAS_LOG": "1", "PYTHONPATH": path},
+            env=clean
+            | {
+                "TRITON_CACHE_DIR": str(self._cache),
+                "TRITON_DUMP_PTXAS_LOG": "1",
+                "TRITON_INTERPRET": "0",
+                "PYTHONPATH": path,
+            },
             check=False,
             capture_output=True,
         )
