@@ -478,9 +478,7 @@ def with_infinity(count: int) -> Tensor:
     place=st.sampled_from(ELSEWHERE),
     values=st.sampled_from([irregular, with_infinity]),
 )
-def test_any_sequence_is_as_on_an_ordinary_gradient(
-    operations: list[str], dtype: torch.dtype, shape: tuple[int, ...], place: str, values: Values
-) -> None:
+def test_any_sequence_is_as_on_an_ordinary_gradient(operations, dtype, shape, place, values):
     run(operations, dtype, shape, place, values)
 
 

@@ -73,12 +73,7 @@ FORMS = st.sampled_from([None, *DTYPES])
     shape=st.sampled_from([(5, 7), (1, 40), ()]),
     elsewhere=st.booleans(),
 )
-def test_values_are_those_of_torch(
-    factors: list[tuple[FactorKind, float, torch.dtype | None, bool]],
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    elsewhere: bool,
-) -> None:
+def test_values_are_those_of_torch(factors, dtype, shape, elsewhere):
     gradient = irregular(*shape, dtype=dtype)
     expected = gradient.clone()
     pending = transposed(gradient) if elsewhere else gradient.clone()
@@ -137,9 +132,7 @@ def test_values_are_those_of_torch(
         (DIVIDE, math.inf, torch.float32, None),
     ],
 )
-def test_one_product_is_a_scale_where_torch_rounds_once(
-    kind: FactorKind, value: Any, dtype: torch.dtype, scale: float | None
-) -> None:
+def test_one_product_is_a_scale_where_torch_rounds_once(kind, value, dtype, scale):
     taken = TakenGradient(irregular(4, dtype=dtype))
     taken.record(Factor(MULTIPLY, torch.tensor(1.0)))
     taken.record(Factor(kind, value))

@@ -75,7 +75,7 @@ class Net(nn.ParameterList):
         super().__init__([nn.Parameter(torch.randn(size, generator=generator).to(dtype)) for size in SIZES])
 
     def backward(self, gradients: list[Tensor]) -> None:
-        _Given.apply(gradients, *self).backward()  # type: ignore[no-untyped-call]
+        _Given.apply(gradients, *self).backward()
 
 
 @dataclass(frozen=True)
@@ -189,18 +189,14 @@ def test_products_are_those_of_the_mode(device: str, dtype: torch.dtype, mode: s
     gpu_buckets=st.sampled_from([0, 1]),
     limit=st.sampled_from([math.inf, 1e-4]),
 )
-def test_products_have_the_mode_of_the_program_under_a_scheduler(
-    program: list[Step], dtype: torch.dtype, device: str, seed: int, gpu_buckets: int, limit: float
-) -> None:
+def test_products_have_the_mode_of_the_program_under_a_scheduler(program, dtype, device, seed, gpu_buckets, limit):
     check(program, dtype, device, seed, gpu_buckets, limit)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="elsewhere torch's fused kernel rounds differently")
 @given(program=steps(FLUSHING), dtype=DTYPES, device=st.sampled_from(sorted(DEVICES)), seed=st.integers(0, 2**16))
-def test_bits_are_those_of_torch_with_its_own_products(
-    program: list[Step], dtype: torch.dtype, device: str, seed: int
-) -> None:
+def test_bits_are_those_of_torch_with_its_own_products(program, dtype, device, seed):
     """Torch's update is made in the usual mode, which kernels always have."""
     program = [Step(one.exponents, one.product, one.limit, (*one.modes[:3], "usual"), one.seed) for one in program]
     theirs, model = Net(dtype), Net(dtype)
@@ -226,12 +222,12 @@ def test_large_products_are_those_of_torchs_threads(mode: Callable[[], AbstractC
             optimizer = SpeculativeCPUAdamW([parameter], **OPTIONS)
             with OffloadScheduler(optimizer, model, device=ThreadDevice()) if is_on else nullcontext():
                 for _ in range(2):
-                    _Given.apply([torch.full_like(parameter, 1.5 * 2.0**-126)], parameter).backward()  # type: ignore[no-untyped-call]
+                    _Given.apply([torch.full_like(parameter, 1.5 * 2.0**-126)], parameter).backward()
                     with mode():
-                        parameter.grad.mul_(0.3)  # type: ignore[union-attr]
+                        parameter.grad.mul_(0.3)
                     optimizer.step()
                     optimizer.zero_grad()
-            seen.append((bits(parameter), ended(model, optimizer)))  # type: ignore[arg-type]
+            seen.append((bits(parameter), ended(model, optimizer)))
     finally:
         torch.set_num_threads(before)
     assert seen[0] == seen[1]

@@ -32,7 +32,7 @@ def make(dtype: torch.dtype, amsgrad: bool = False) -> tuple[nn.Module, Speculat
 
 
 def step(model: nn.Module, optimizer: SpeculativeCPUAdam) -> None:
-    sum((weight * weight).sum() for weight in model.parameters()).backward()  # type: ignore[union-attr]
+    sum((weight * weight).sum() for weight in model.parameters()).backward()
     optimizer.step()
 
 
@@ -75,9 +75,7 @@ def test_needs_are_what_a_run_takes(dtype: torch.dtype, device: Device, amsgrad:
     st.booleans(),
     st.sampled_from([0, 1]),
 )
-def test_one_large_parameter_takes_what_many_small_ones_do(
-    sizes: list[int], dtype: torch.dtype, is_on_host: bool, num_threads: int
-) -> None:
+def test_one_large_parameter_takes_what_many_small_ones_do(sizes, dtype, is_on_host, num_threads):
     """So that an estimate can be made before there is a model."""
     parameters = [
         nn.Parameter(torch.empty(size, dtype=dtype, device="cpu" if is_on_host else "meta")) for size in sizes
@@ -103,9 +101,7 @@ def test_frozen_parameters_take_nothing() -> None:
 
 @pytest.mark.parametrize("transfer_dtype", [None, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gradients_that_travel_have_the_dtype_of_the_link(
-    dtype: torch.dtype, transfer_dtype: torch.dtype | None
-) -> None:
+def test_gradients_that_travel_have_the_dtype_of_the_link(dtype, transfer_dtype):
     _, optimizer = make(dtype)
     needs = needs_of_run(optimizer, SimulatedDevice(1), Placement(0, 100, transfer_dtype, 1))
     size = (dtype if transfer_dtype is None or dtype is torch.float64 else transfer_dtype).itemsize
@@ -149,9 +145,7 @@ class Paced(PacedDevice):
 
 @pytest.mark.parametrize("num_threads", [0, 1])
 @pytest.mark.parametrize("device", [PlainDevice, Paced])
-def test_scheduler_refuses_what_the_host_can_never_hold(
-    device: type[Device], num_threads: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_scheduler_refuses_what_the_host_can_never_hold(device, num_threads, monkeypatch, caplog):
     """State counts although it does not exist yet; and nothing was attached, allocated or changed."""
     monkeypatch.setattr(device, "idle_cores", lambda self: num_threads)
     model, optimizer = make(torch.bfloat16)

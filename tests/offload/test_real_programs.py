@@ -352,7 +352,7 @@ class Replica(nn.Module):
         self.module, self.exchanges = module, True
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.module(x)  # type: ignore[no-any-return]
+        return self.module(x)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

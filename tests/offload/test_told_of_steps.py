@@ -152,7 +152,7 @@ def check(
             failing.is_armed = 0 < number < STEPS - 1
             step(model, optimizer, number)
             if failing.is_armed and isinstance(it._device, ImmediateDevice):
-                it._pipeline._idle()  # type: ignore[union-attr]
+                it._pipeline._idle()
             assert [bits(one) for one in model.parameters()] == bits_of_steps[number], number
         assert state_bits(optimizer) == state
         assert {key: len(value) for key, value in exposed.items()} == dict.fromkeys(model.parameters(), 4)
@@ -162,9 +162,7 @@ def check(
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_no_listener_can_fail_a_step(
-    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_listener_can_fail_a_step(name, monkeypatch, caplog):
     failing = Failing(monkeypatch)
     failing.method(*METHODS[name])
     check("simulated", failing, caplog, monkeypatch)
@@ -172,9 +170,7 @@ def test_no_listener_can_fail_a_step(
 
 
 @pytest.mark.parametrize("phase", ["resolve_seconds", "update_seconds"])
-def test_no_time_of_a_step_that_was_made_can_fail_it(
-    phase: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_time_of_a_step_that_was_made_can_fail_it(phase, monkeypatch, caplog):
     failing = Failing(monkeypatch, only=lambda transaction, name, begin: name == phase)
     failing.method(Transaction, "_spent")
     if phase == "resolve_seconds":
@@ -218,9 +214,7 @@ def test_a_device_that_cannot_reserve_memory(monkeypatch: pytest.MonkeyPatch, ca
 
 
 @pytest.mark.parametrize(("owner", "name"), [(Autotuner, "shrink"), (OffloadScheduler, "_apply_placement")])
-def test_a_placement_that_cannot_change(
-    owner: type, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_placement_that_cannot_change(owner, name, monkeypatch, caplog):
     failing = Failing(monkeypatch)
     failing.method(owner, name)
 
@@ -323,9 +317,7 @@ def _owners(gradients: list[Tensor]) -> list[nn.Parameter]:
     device=st.sampled_from(sorted(DEVICES)),
     overflows=st.booleans(),
 )
-def test_factors_of_any_size_are_ordinary_ones(
-    program: list[tuple[str, float]], clips: int, limit: float, dtype: torch.dtype, device: str, overflows: bool
-) -> None:
+def test_factors_of_any_size_are_ordinary_ones(program, clips, limit, dtype, device, overflows):
     """Zero, negative ones, those that overflow, and NaN, in between clipped steps: nothing raises, warns or logs."""
     seen = []
     for is_on in (False, True):
@@ -356,7 +348,6 @@ def test_factors_of_any_size_are_ordinary_ones(
                     optimizer.step()
                     optimizer.zero_grad()
                     outcome = optimizer.last_outcome
-                    assert outcome is not None
                     is_skipped = outcome.kind is StepKind.SKIPPED
                     run.append((is_skipped, outcome.nonfinite, [bits(one) for one in model.parameters()]))
         if scheduler is not None:

@@ -120,9 +120,7 @@ def in_memory_order(values: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @given(data=st.data())
-def test_a_write_to_a_sampled_element_of_any_working_copy_is_found(
-    dtype: torch.dtype, layout: str, data: st.DataObject
-) -> None:
+def test_a_write_to_a_sampled_element_of_any_working_copy_is_found(dtype, layout, data):
     shapes = data.draw(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 80)), min_size=1, max_size=3))
     ones = [LAYOUTS[layout](parameter(*shape, seed=i).detach().to(dtype)) for i, shape in enumerate(shapes)]
     optimizer = SpeculativeCPUAdam([nn.Parameter(one) for one in ones], lr=0.01)
@@ -247,9 +245,7 @@ def finding(*lengths: int) -> tuple[SpeculativeCPUAdam, list[Tensor]]:
     return optimizer, list(ones)
 
 
-def test_after_a_finding_every_element_is_compared_for_a_while(
-    finds: list[list[int]], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_after_a_finding_every_element_is_compared_for_a_while(finds, caplog):
     optimizer, (one, other) = finding(1000, 2000)
     hidden = 500
     assert hidden not in sampled_places(1000)
