@@ -73,7 +73,12 @@ FORMS = st.sampled_from([None, *DTYPES])
     shape=st.sampled_from([(5, 7), (1, 40), ()]),
     elsewhere=st.booleans(),
 )
-def test_values_are_those_of_torch(factors, dtype, shape, elsewhere):
+def test_values_are_those_of_torch(
+    factors: list[tuple[FactorKind, float, torch.dtype | None, bool]],
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    elsewhere: bool,
+) -> None:
     gradient = irregular(*shape, dtype=dtype)
     expected = gradient.clone()
     pending = transposed(gradient) if elsewhere else gradient.clone()

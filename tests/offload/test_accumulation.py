@@ -24,6 +24,7 @@ from support.overlap import (
     loss_of,
     mlp,
     train,
+    twins,
 )
 from support.programs import frozen
 from support.reference import Synchronous, flat, same_bits
@@ -91,8 +92,7 @@ def announced(scheduler: OffloadScheduler | None, dtype: torch.dtype | None = to
 
 def both(story: Story, device: Device, make: Callable[[], nn.Module] = mlp, **options: Any) -> OffloadScheduler:
     """Run a story with and without a scheduler; the bits agree, as sums of fp32 gradients do wherever they are made."""
-    model, twin = make(), make()
-    optimizer, plain = adam(model, **options), adam(twin, **options)
+    model, optimizer, twin, plain = twins(make, **options)
     with eager(optimizer, model, device=device) as scheduler:
         seen = frozen(story(model, optimizer, scheduler))
     assert seen == frozen(story(twin, plain, None))
@@ -477,8 +477,7 @@ def test_sums_in_fp32_equal_the_oracle(dtype: torch.dtype, bucket_numel: int, re
 @pytest.mark.parametrize("make", [ImmediateDevice, ThreadDevice, DeferredDevice])
 def test_narrow_link_leaves_sums_on_the_host_as_they_are(make: Callable[[], Device], is_announced: bool) -> None:
     """They do not travel; sums in `.grad` are rounded once, also those that no later backward touched."""
-    model, twin = mlp(), mlp()
-    optimizer, plain = adam(model), adam(twin)
+    model, optimizer, twin, plain = twins()
     with eager(optimizer, model, device=make(), transfer_dtype=torch.bfloat16) as scheduler:
         for number in range(3):
             optimizer.zero_grad()

@@ -189,14 +189,18 @@ def test_products_are_those_of_the_mode(device: str, dtype: torch.dtype, mode: s
     gpu_buckets=st.sampled_from([0, 1]),
     limit=st.sampled_from([math.inf, 1e-4]),
 )
-def test_products_have_the_mode_of_the_program_under_a_scheduler(program, dtype, device, seed, gpu_buckets, limit):
+def test_products_have_the_mode_of_the_program_under_a_scheduler(
+    program: list[Step], dtype: torch.dtype, device: str, seed: int, gpu_buckets: int, limit: float
+) -> None:
     check(program, dtype, device, seed, gpu_buckets, limit)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="elsewhere torch's fused kernel rounds differently")
 @given(program=steps(FLUSHING), dtype=DTYPES, device=st.sampled_from(sorted(DEVICES)), seed=st.integers(0, 2**16))
-def test_bits_are_those_of_torch_with_its_own_products(program, dtype, device, seed):
+def test_bits_are_those_of_torch_with_its_own_products(
+    program: list[Step], dtype: torch.dtype, device: str, seed: int
+) -> None:
     """Torch's update is made in the usual mode, which kernels always have."""
     program = [Step(one.exponents, one.product, one.limit, (*one.modes[:3], "usual"), one.seed) for one in program]
     theirs, model = Net(dtype), Net(dtype)

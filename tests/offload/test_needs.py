@@ -75,7 +75,9 @@ def test_needs_are_what_a_run_takes(dtype: torch.dtype, device: Device, amsgrad:
     st.booleans(),
     st.sampled_from([0, 1]),
 )
-def test_one_large_parameter_takes_what_many_small_ones_do(sizes, dtype, is_on_host, num_threads):
+def test_one_large_parameter_takes_what_many_small_ones_do(
+    sizes: list[int], dtype: torch.dtype, is_on_host: bool, num_threads: int
+) -> None:
     """So that an estimate can be made before there is a model."""
     parameters = [
         nn.Parameter(torch.empty(size, dtype=dtype, device="cpu" if is_on_host else "meta")) for size in sizes

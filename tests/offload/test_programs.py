@@ -525,16 +525,10 @@ def clipped_by_hand(model: Any, step: int) -> Tensor:
 CLIPS |= {one.__name__: one for one in (clipped_in_two_parts, clipped_by_hand)}
 
 
-def _add_clips() -> None:
-    for name, clip in CLIPS.items():
-
-        def action(model: Any, optimizer: Any, step: int, run: Run, clip: Any = clip) -> Any:
-            return clip(model, step)
-
-        between(name, speculates=name == "clipped_by_torch_rarely", ignores=("outcome",))(action)
-
-
-_add_clips()
+for _name, _clip in CLIPS.items():
+    between(_name, speculates=_name == "clipped_by_torch_rarely", ignores=("outcome",))(
+        lambda model, optimizer, step, run, clip=_clip: clip(model, step)
+    )
 
 
 @between(torch=False, speculates=False, ignores=("outcome",))
@@ -1101,23 +1095,6 @@ _retries("last_micro_batch_retried_with_accumulate", is_hinted=True)
 # ---- exceptions -----------------------------------------------------------------------------------------------------
 
 
-def _fail_in_forward(model: Any, run: Run) -> None:
-    model.uses = (0, 2)  # there is no third block
-
-
-def _fail_in_backward(model: Any, run: Run) -> None:
-    model.fails_after = 0
-
-
-def _fail_in_hook(model: Any, run: Run) -> None:
-    run.kept["fails"] = True
-
-
-def _mend(model: Any, run: Run) -> None:
-    model.uses, model.fails_after = (0, 1), None
-    run.kept["fails"] = False
-
-
 def _hook_that_may_fail(model: Any, run: Run) -> None:
     def fail(parameter: Tensor) -> None:
         if run.kept.get("fails"):
@@ -1126,44 +1103,35 @@ def _hook_that_may_fail(model: Any, run: Run) -> None:
     model.blocks[0].weight.register_post_accumulate_grad_hook(fail)
 
 
-FAILURES: dict[str, tuple[Callable[[Any, Run], None], Callable[[Any, Run], None]]] = {
-    "forward": (_fail_in_forward, lambda model, run: None),
-    "backward": (_fail_in_backward, lambda model, run: None),
-    "an_earlier_hook": (_fail_in_hook, _hook_that_may_fail),
-    "a_later_hook": (_fail_in_hook, lambda model, run: None),
-}
+def _failure(where: str, ending: str) -> None:
+    """Add a program whose forward, backward or hook fails in every other step."""
 
-ENDINGS = ["goes_on", "zeroes_and_retries", "retries", "steps"]
-
-
-def _add_failures() -> None:
-    for where, (fail, prepare) in FAILURES.items():
-        for ending in ENDINGS:
-
-            def body(
-                model: Any, optimizer: Any, step: int, run: Run, where: str = where, fail: Any = fail, end: str = ending
-            ) -> Any:
-                if where == "a_later_hook" and run.once():
-                    _hook_that_may_fail(model, run)
+    def body(model: Any, optimizer: Any, step: int, run: Run) -> Any:
+        if where == "a_later_hook" and run.once():
+            _hook_that_may_fail(model, run)
+        optimizer.zero_grad()
+        if step % 2:
+            model.uses = (0, 2) if where == "forward" else (0, 1)  # there is no third block
+            model.fails_after = 0 if where == "backward" else None
+            run.kept["fails"] = True
+            with pytest.raises((PlantedError, IndexError)):
+                backward(model, step)
+            model.uses, model.fails_after, run.kept["fails"] = (0, 1), None, False
+            if ending == "goes_on":
+                return
+            if ending == "zeroes_and_retries":
                 optimizer.zero_grad()
-                if step % 2:
-                    fail(model, run)
-                    with pytest.raises((PlantedError, IndexError)):
-                        backward(model, step)
-                    _mend(model, run)
-                    if end == "goes_on":
-                        return None
-                    if end == "zeroes_and_retries":
-                        optimizer.zero_grad()
-                if step % 2 == 0 or end != "steps":
-                    backward(model, step)
-                optimizer.step()
-                return None
+        if step % 2 == 0 or ending != "steps":
+            backward(model, step)
+        optimizer.step()
 
-            program(f"failure_in_{where}_then_{ending}", prepare=prepare)(body)
+    prepares = {"prepare": _hook_that_may_fail} if where == "an_earlier_hook" else {}
+    program(f"failure_in_{where}_then_{ending}", **prepares)(body)
 
 
-_add_failures()
+for _where in ("forward", "backward", "an_earlier_hook", "a_later_hook"):
+    for _ending in ("goes_on", "zeroes_and_retries", "retries", "steps"):
+        _failure(_where, _ending)
 
 
 @between()

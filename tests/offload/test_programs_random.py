@@ -333,6 +333,7 @@ class OverlappedRun(RuleBasedStateMachine):
         )
 
     def close_scheduler(self) -> None:
+        assert self.ours.scheduler is not None
         self.ours.scheduler.close()
 
     # ---- iterations --------------------------------------------------------------------------------------------------

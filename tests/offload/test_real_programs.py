@@ -403,11 +403,6 @@ def gradients_noised_and_clipped_by_value_and_by_norm(run: Run) -> None:
             optimizer.step()
 
 
-def centralized(gradient: Tensor) -> Tensor:
-    """Return the gradient less its mean over the inputs (Yong et al., https://arxiv.org/abs/2004.01461)."""
-    return gradient - gradient.mean(dim=tuple(range(1, gradient.dim())), keepdim=True)
-
-
 def centralize(run: Run, attach: Callable[[nn.Parameter], None], *, after_the_scheduler: bool = False) -> None:
     model = run.mlp(16, 64, 64, 16)
     optimizer = run.adamw(model.parameters())

@@ -128,8 +128,16 @@ def ended(model: Net, optimizer: SpeculativeCPUAdamW) -> list[tuple[Bits, ...]]:
     gpu_buckets=st.sampled_from([0, 1, 10**6]),
 )
 def test_overlap_changes_no_bit_of_a_loop_that_clips_or_unscales(
-    steps, is_mixed, dtype, init_scale, limit, device, seed, bucket_numel, gpu_buckets
-):
+    steps: list[Step],
+    is_mixed: bool,
+    dtype: torch.dtype,
+    init_scale: float,
+    limit: float | None,
+    device: str,
+    seed: int,
+    bucket_numel: int,
+    gpu_buckets: int,
+) -> None:
     plain, model, theirs = (Net(dtype, is_mixed=is_mixed) for _ in range(3))
     by_hand, ours = (SpeculativeCPUAdamW(one.parameters(), max_grad_norm=limit, **OPTIONS) for one in (plain, model))
     expected = train(plain, by_hand, steps, init_scale)

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.overlap import ImmediateWorker, PlantedError, ThreadDevice, adam, everything, loss_of, mlp, train
+from support.overlap import ImmediateWorker, PlantedError, ThreadDevice, adam, everything, loss_of, mlp, train, twins
 from support.reference import Synchronous, flat, same_bits
-from support.visible import bits, parameters_of, shown, state_bits
+from support.visible import bits, shown
 from torch import Tensor, nn
 
 from superadam import OffloadScheduler, SpeculativeCPUAdam, StepKind
@@ -72,15 +72,6 @@ def host_copies_are_on_the_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     monkeypatch.setattr(ParameterState, "host_copy", noting)
     monkeypatch.setattr(HostSums, "on_host", addresses)
     return iter(())
-
-
-def visible(optimizer: SpeculativeCPUAdam) -> dict[str, Any]:
-    """Return parameters and state, with the master of every parameter, also where that is the parameter itself."""
-    seen = state_bits(optimizer)
-    for i, parameter in enumerate(parameters_of(optimizer)):
-        if i in seen["state"] and parameter.dtype in (torch.float32, torch.float64):
-            seen["state"][i].setdefault("master", bits(parameter))
-    return seen
 
 
 def check_statistics(scheduler: OffloadScheduler, *, has_failed: bool = False) -> None:
@@ -161,8 +152,7 @@ def pair(
     **options: Any,
 ) -> OffloadScheduler:
     """Run a story with kept buckets and without a scheduler; check that bits and outcomes agree."""
-    model, twin = make(), make()
-    optimizer, plain = adam(model, **options), adam(twin, **options)
+    model, optimizer, twin, plain = twins(make, **options)
     with kept(optimizer, model, device, **(scheduled or {})) as scheduler:
         story(model, optimizer, scheduler)
         optimizer.zero_grad()
@@ -333,8 +323,7 @@ def test_data_of_kept_parameters_replaced_between_backward_and_step(layout: str,
 def test_device_without_any_memory(first, gpu_buckets, monkeypatch, caplog):
     """The host makes the step, and values go straight into the parameters; then there is memory again."""
     device = HostSums(6)
-    model, twin = mlp(torch.bfloat16), mlp(torch.bfloat16)
-    optimizer, plain = adam(model), adam(twin)
+    model, optimizer, twin, plain = twins(lambda: mlp(torch.bfloat16))
     with kept(optimizer, model, device, gpu_buckets=gpu_buckets) as scheduler:
         for one, its in ((model, optimizer), (twin, plain)):
             if first:  # its order becomes known, but there is no state yet
@@ -362,7 +351,7 @@ def test_device_without_any_memory(first, gpu_buckets, monkeypatch, caplog):
         loss_of(twin, 5).backward()
         plain.step()
         plain.zero_grad()
-        assert visible(optimizer) == visible(plain)
+        assert everything(model, optimizer) == everything(twin, plain)
         for one, its in ((model, optimizer), (twin, plain)):
             train(one, its, range(6, 8))
     assert everything(model, optimizer) == everything(twin, plain)
@@ -372,8 +361,7 @@ def test_device_without_any_memory(first, gpu_buckets, monkeypatch, caplog):
 @pytest.mark.parametrize("at", [1, 2, 3])
 @pytest.mark.parametrize("what", ["_add_resident", "speculate"])
 def test_worker_that_fails_with_a_kept_bucket(what, at, device, monkeypatch):
-    model, twin = mlp(), mlp()
-    optimizer, plain = adam(model), adam(twin)
+    model, optimizer, twin, plain = twins()
     train(twin, plain, range(5))
     owner: type = Pipeline if what == "_add_resident" else Transaction
     working, calls = getattr(owner, what), itertools.count(1)

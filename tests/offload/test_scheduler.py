@@ -39,6 +39,7 @@ from support.overlap import (
     loss_of,
     mlp,
     train,
+    twins,
 )
 from support.visible import bits, shown
 from torch import Tensor, nn
@@ -109,8 +110,7 @@ def both(
     **options: Any,
 ) -> OffloadScheduler:
     """Run one story under a scheduler and another, or the same, without; bits and outcomes agree."""
-    model, twin = make(), make()
-    optimizer, plain = adam(model, **options), adam(twin, **options)
+    model, optimizer, twin, plain = twins(make, **options)
     with eager(optimizer, model, **(scheduled or {})) as scheduler:
         story(model, optimizer, scheduler)
     (plain_story or story)(twin, plain, None)
@@ -143,8 +143,7 @@ def test_every_dtype_and_bucket_size(dtype: torch.dtype, bucket_numel: int, work
 
 def test_edited_gradients_are_not_taken_for_a_while() -> None:
     """What would be given back each time is left alone for some steps; then it is tried again."""
-    model, twin = mlp(torch.bfloat16), mlp(torch.bfloat16)
-    optimizer, plain = adam(model), adam(twin)
+    model, optimizer, twin, plain = twins(lambda: mlp(torch.bfloat16))
     with eager(optimizer, model) as scheduler:
         taken = []
         for seed in range(2 * PAUSE_STEPS + 6):
@@ -190,8 +189,7 @@ class FailingSpeculation:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_worker_that_fails(dtype, at, after, then, working, monkeypatch):
     """It is told in step(); nothing has changed, and the gradients are in `.grad`, for a step without the worker."""
-    model, twin = mlp(dtype), mlp(dtype)
-    optimizer, plain = adam(model), adam(twin)
+    model, optimizer, twin, plain = twins(lambda: mlp(dtype))
     scheduler = eager(optimizer, model, device=working)
     train(model, optimizer, range(2))
     train(twin, plain, range(2))
@@ -225,8 +223,7 @@ def test_worker_that_fails(dtype, at, after, then, working, monkeypatch):
 @pytest.mark.parametrize("with_job", [False, True], ids=["asleep", "at a job"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_worker_whose_thread_has_ended(dtype: torch.dtype, with_job: bool) -> None:
-    model, twin = mlp(dtype), mlp(dtype)
-    optimizer, plain = adam(model), adam(twin)
+    model, optimizer, twin, plain = twins(lambda: mlp(dtype))
     with eager(optimizer, model, device=ThreadDevice()) as scheduler:
         train(model, optimizer, range(2))
         train(twin, plain, range(2))
@@ -269,8 +266,7 @@ def test_sparse_gradients_are_refused_by_the_step(sum_dtype: torch.dtype | None,
 
 
 def test_idle_commit_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, twin = mlp(torch.bfloat16), mlp(torch.bfloat16)
-    optimizer, plain = adam(model, max_grad_norm=math.inf), adam(twin, max_grad_norm=math.inf)
+    model, optimizer, twin, plain = twins(lambda: mlp(torch.bfloat16), max_grad_norm=math.inf)
     train(twin, plain, range(3))
     failed = threading.Event()
 
@@ -374,8 +370,7 @@ def test_cores_limit_what_runs_beside_backward(num_threads, expected, monkeypatc
 @pytest.mark.parametrize("has_link", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_without_idle_cores_everything_is_left_to_the_step(dtype: torch.dtype, has_link: bool) -> None:
-    model, twin = mlp(dtype), mlp(dtype)
-    optimizer, plain = adam(model), adam(twin)
+    model, optimizer, twin, plain = twins(lambda: mlp(dtype))
     threads = threading.active_count()
     device = DeferredDevice()
     device.has_link = has_link
@@ -423,8 +418,7 @@ def test_optimizer_that_cannot_be_bound_leaves_nothing() -> None:
 
 
 def test_closed_and_made_again(device: PlainDevice) -> None:
-    model, twin = mlp(torch.bfloat16), mlp(torch.bfloat16)
-    optimizer, plain = adam(model), adam(twin)
+    model, optimizer, twin, plain = twins(lambda: mlp(torch.bfloat16))
     for begin in (0, 2, 4):
         with eager(optimizer, model, device=device) as scheduler:
             train(model, optimizer, range(begin, begin + 1))
@@ -713,8 +707,7 @@ def test_placement_that_changes_in_the_middle_of_backward(dtype: torch.dtype, wo
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_norms_that_others_ask_for_are_taken_before_gradients_travel(dtype: torch.dtype, asynchronous: Device) -> None:
     """From the second step on, and they are torch's own, on the device, once."""
-    model, twin = mlp(dtype), mlp(dtype)
-    optimizer, plain = adam(model, max_grad_norm=math.inf), adam(twin, max_grad_norm=math.inf)
+    model, optimizer, twin, plain = twins(lambda: mlp(dtype), max_grad_norm=math.inf)
     with eager(optimizer, model, device=asynchronous) as scheduler:
         for seed in range(5):
             loss_of(model, seed).backward()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -143,7 +143,9 @@ def counted_speculation() -> Iterator[list[int]]:
     limit=st.sampled_from([1e-3, 20.0]),
     lr=st.sampled_from([1e-5, 1e-2]),
 )
-def test_every_speculation_ends_in_one_way(events, device, bucket_numel, limit, lr):
+def test_every_speculation_ends_in_one_way(
+    events: list[str], device: Callable[[], Device], bucket_numel: int, limit: float, lr: float
+) -> None:
     """It is accepted, respeculated or dropped; no parameter is cut here."""
     model = mlp(torch.bfloat16)
     optimizer = adam(model, lr=lr)

@@ -317,7 +317,9 @@ def _owners(gradients: list[Tensor]) -> list[nn.Parameter]:
     device=st.sampled_from(sorted(DEVICES)),
     overflows=st.booleans(),
 )
-def test_factors_of_any_size_are_ordinary_ones(program, clips, limit, dtype, device, overflows):
+def test_factors_of_any_size_are_ordinary_ones(
+    program: list[tuple[str, float]], clips: int, limit: float, dtype: torch.dtype, device: str, overflows: bool
+) -> None:
     """Zero, negative ones, those that overflow, and NaN, in between clipped steps: nothing raises, warns or logs."""
     seen = []
     for is_on in (False, True):
@@ -348,6 +350,7 @@ def test_factors_of_any_size_are_ordinary_ones(program, clips, limit, dtype, dev
                     optimizer.step()
                     optimizer.zero_grad()
                     outcome = optimizer.last_outcome
+                    assert outcome is not None
                     is_skipped = outcome.kind is StepKind.SKIPPED
                     run.append((is_skipped, outcome.nonfinite, [bits(one) for one in model.parameters()]))
         if scheduler is not None:

@@ -53,7 +53,9 @@ def test_every_track_has_a_name_and_every_span_is_complete(tmp_path: Path) -> No
         st.tuples(st.text(), st.sampled_from(TRACKS), st.floats(0, 1e6), st.floats(0, 1e3), st.floats()), max_size=6
     )
 )
-def test_times_are_microseconds_from_the_first_and_any_value_is_json(tmp_path_factory, drawn):
+def test_times_are_microseconds_from_the_first_and_any_value_is_json(
+    tmp_path_factory: pytest.TempPathFactory, drawn: list[tuple[str, str, float, float, float]]
+) -> None:
     one = Trace()
     for name, track, begin, length, value in drawn:
         one.add(name, track, begin, begin + length, value=value)

@@ -312,7 +312,9 @@ def check_refusal(error: ValueError) -> None:
         max_size=3,
     ),
 )
-def test_damaged_state_dict_is_loaded_as_by_torch_or_refused(cls, dtype, amsgrad, is_of_torch, is_open, mutations):
+def test_damaged_state_dict_is_loaded_as_by_torch_or_refused(
+    cls: Any, dtype: torch.dtype, amsgrad: bool, is_of_torch: bool, is_open: bool, mutations: list[Mutation]
+) -> None:
     source = make(PAIRS[cls] if is_of_torch else cls, dtype, amsgrad=amsgrad)
     for seed in range(2):
         train(source, seed)
