@@ -166,9 +166,7 @@ for _bad, _at in ((math.inf, 0), (math.nan, 1)):
     )
 
 
-def spoiled(
-    model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None, bad: float, at: int
-) -> None:
+def spoiled(model, optimizer, scheduler, bad, at):
     for number in range(3):
         optimizer.zero_grad()
         for micro in range(2):
@@ -179,9 +177,7 @@ def spoiled(
         assert (optimizer.last_outcome.kind is StepKind.SKIPPED) == (number == 1)
 
 
-def directly_after_a_block(
-    model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None
-) -> list[str]:
+def directly_after_a_block(model, optimizer, scheduler):
     kinds = []
     for seed in range(4):
         optimizer.zero_grad()
@@ -197,9 +193,7 @@ def directly_after_a_block(
 tell("step directly after a block", directly_after_a_block, max_grad_norm=55.0)
 
 
-def added_after_the_sum_was_sent(
-    model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None
-) -> None:
+def added_after_the_sum_was_sent(model, optimizer, scheduler):
     """Also if the worker reads the sum only later."""
     for seed in range(4):
         optimizer.zero_grad()
@@ -328,9 +322,7 @@ for _flag in (False, True):
     tell(f"GradScaler over a rest, unscales {_flag}", scaled(rest=True, unscales=_flag))
 
 
-def without_a_parameter(
-    model: nn.Module, optimizer: SpeculativeCPUAdam, scheduler: OffloadScheduler | None
-) -> Tensor | None:
+def without_a_parameter(model, optimizer, scheduler):
     """The sum of a parameter that is no longer optimized takes no part."""
     with announced(scheduler):
         loss_of(model, 0).backward()
